@@ -1,0 +1,168 @@
+"""What `simulate` needs to know of a model and of a machine: bytes and times of each layer, and the link."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+__all__ = ["LayerCost", "Link", "Saved"]
+
+
+def _seconds(name: str, value: float) -> None:
+    if not (math.isfinite(value) and value >= 0):
+        raise ValueError(f"{name} is {value}; expected seconds, finite and 0 or more.")
+
+
+def _fraction(name: str, value: float, of: str) -> None:
+    if not 0.0 <= value <= 1.0:
+        raise ValueError(f"{name} is {value}; expected a fraction of the layer's {of} time, from 0.0 to 1.0.")
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """One tensor that autograd saves in a layer and that may travel.
+
+    Parameters
+    ----------
+    nbytes : int
+        Size in bytes; at least 1.
+    saved_at : float
+        When it is saved, as a fraction of the layer's forward time.
+    needed_at : float
+        When backward needs it, as a fraction of the layer's backward time.
+
+    Raises
+    ------
+    ValueError
+        If a value is out of its range.
+    """
+
+    nbytes: int
+    saved_at: float = 1.0
+    needed_at: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.nbytes < 1:
+            raise ValueError(f"nbytes is {self.nbytes}; expected the size of a tensor, at least 1 byte.")
+        _fraction("saved_at", self.saved_at, "forward")
+        _fraction("needed_at", self.needed_at, "backward")
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCost:
+    """Compute times of one layer and the tensors that it saves.
+
+    Parameters
+    ----------
+    forward, backward : float
+        Seconds of compute without any waiting.
+    saved : tuple of Saved
+        In the order in which forward saves them.
+
+    Raises
+    ------
+    ValueError
+        If a time is negative or not finite, or a tensor comes before one that is saved earlier.
+
+    Examples
+    --------
+    >>> from actoffload import LayerCost
+    >>> cost = LayerCost.even(1000, forward=0.010, backward=0.020, pieces=4)
+    >>> [(saved.nbytes, saved.saved_at, saved.needed_at) for saved in cost.saved]
+    [(250, 0.25, 0.75), (250, 0.5, 0.5), (250, 0.75, 0.25), (250, 1.0, 0.0)]
+    """
+
+    forward: float
+    backward: float
+    saved: tuple[Saved, ...] = ()
+
+    def __post_init__(self) -> None:
+        _seconds("forward", self.forward)
+        _seconds("backward", self.backward)
+        object.__setattr__(self, "saved", tuple(self.saved))
+        for earlier, later in zip(self.saved, self.saved[1:], strict=False):
+            if later.saved_at < earlier.saved_at:
+                raise ValueError(
+                    f"A tensor saved at {later.saved_at} comes after one saved at {earlier.saved_at}; "
+                    "list the saved tensors in the order in which forward saves them."
+                )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all saved tensors."""
+        return sum(saved.nbytes for saved in self.saved)
+
+    @property
+    def order_of_use(self) -> tuple[int, ...]:
+        """Positions in `saved` as backward needs them; of two needed at once, the last saved comes first."""
+        return tuple(sorted(range(len(self.saved)), key=lambda k: (self.saved[k].needed_at, -k)))
+
+    @classmethod
+    def even(cls, nbytes: int, forward: float, backward: float, pieces: int = 8) -> LayerCost:
+        """Return a layer that saves its bytes in equal pieces at equal distances.
+
+        Forward saves piece ``k`` after ``(k + 1) / pieces`` of its time; backward needs them the other way
+        round, the last one at once.
+
+        Parameters
+        ----------
+        nbytes : int
+            Bytes of all pieces; 0 for a layer that saves nothing.  The last piece takes the remainder.
+        forward, backward : float
+            Seconds of compute.
+        pieces : int
+            Number of tensors; at least 1.  Fewer are made if there are fewer bytes than that.
+
+        Raises
+        ------
+        ValueError
+            If `nbytes` is negative or `pieces` is less than 1.
+        """
+        if nbytes < 0:
+            raise ValueError(f"nbytes is {nbytes}; expected the bytes that a layer saves, 0 or more.")
+        if pieces < 1:
+            raise ValueError(f"pieces is {pieces}; expected a number of saved tensors, at least 1.")
+        pieces = min(pieces, nbytes)
+        sizes = [nbytes // pieces] * pieces if pieces else []
+        if sizes:
+            sizes[-1] += nbytes % pieces
+        return cls(
+            forward,
+            backward,
+            tuple(
+                Saved(size, saved_at=(k + 1) / pieces, needed_at=(pieces - 1 - k) / pieces)
+                for k, size in enumerate(sizes)
+            ),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """The connection between device and host.
+
+    The two directions are independent: a copy is not slower while one runs the other way.  That holds for
+    links with lanes of their own for each direction as long as host memory keeps up; where it does not, give
+    the bandwidths measured with both directions busy, and the prediction is an upper bound of the time.
+
+    Parameters
+    ----------
+    d2h, h2d : float
+        Bytes per second from device to host and from host to device; infinity is allowed.
+    latency : float
+        Seconds that each copy takes beside its bytes.
+
+    Raises
+    ------
+    ValueError
+        If a bandwidth is not positive or the latency is negative or not finite.
+    """
+
+    d2h: float
+    h2d: float
+    latency: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name, value in (("d2h", self.d2h), ("h2d", self.h2d)):
+            if not value > 0:
+                raise ValueError(f"{name} is {value}; expected bytes per second, more than 0.")
+        _seconds("latency", self.latency)

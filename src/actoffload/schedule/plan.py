@@ -1,0 +1,169 @@
+"""The vocabulary of a schedule: events of a step, actions on layers, and the plan that joins them.
+
+Nothing here knows of tensors, streams or torch.  A plan is data: the engine carries it out, ``simulate``
+predicts what it costs, and the documentation draws it.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+__all__ = ["Action", "Do", "Event", "Plan", "When"]
+
+
+class When(enum.Enum):
+    """The four moments of a layer in one pass, in the order in which they come."""
+
+    FORWARD_START = "forward start"
+    FORWARD_END = "forward end"
+    BACKWARD_START = "backward start"
+    BACKWARD_END = "backward end"
+
+
+class Do(enum.Enum):
+    """What can be done to a layer's activations, in the only order that makes sense.
+
+    ``OFFLOAD`` at the layer's own ``FORWARD_START`` copies each tensor as soon as it is saved; at any later
+    event it queues the copies of everything that the layer has saved.  ``RELEASE`` makes compute wait for
+    those copies and gives the device memory back.  ``RELOAD`` takes device memory and queues the copies
+    back, in the order in which backward needs them.
+    """
+
+    OFFLOAD = "offload"
+    RELEASE = "release"
+    RELOAD = "reload"
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """A moment of a pass: ``Event(When.FORWARD_START, 3)`` is the start of layer 3's forward."""
+
+    when: When
+    layer: int
+
+    def __str__(self) -> str:
+        return f"{self.when.value} of layer {self.layer}"
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """Something done to one layer: ``Action(Do.RELOAD, 0)``."""
+
+    do: Do
+    layer: int
+
+    def __str__(self) -> str:
+        return f"{self.do.value} layer {self.layer}"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which actions follow which events in one pass over ``model_layers`` layers.
+
+    Parameters
+    ----------
+    model_layers : int
+        Number of layers in one pass; at least 1.
+    steps : mapping of Event to tuple of Action
+        What is done when an event arrives, in order.  Every action belongs to a layer of the pass, and each
+        layer is offloaded, released and reloaded at most once, in this order.
+
+    Raises
+    ------
+    ValueError
+        If a layer does not exist, an action comes twice, or the actions of a layer are out of order.
+
+    Examples
+    --------
+    >>> from actoffload import DefaultSchedule
+    >>> print(DefaultSchedule(num_layers=1, model_layers=3).plan())
+    forward start of layer 0: offload layer 0
+    forward start of layer 2: release layer 0
+    backward end of layer 2: reload layer 0
+    """
+
+    model_layers: int
+    steps: Mapping[Event, tuple[Action, ...]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.model_layers < 1:
+            raise ValueError(f"model_layers is {self.model_layers}; a plan needs at least one layer.")
+        object.__setattr__(self, "steps", MappingProxyType({e: tuple(a) for e, a in self.steps.items()}))
+        self._check()
+
+    def __getstate__(self) -> dict[str, object]:
+        return {"model_layers": self.model_layers, "steps": dict(self.steps)}
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        object.__setattr__(self, "model_layers", state["model_layers"])
+        object.__setattr__(self, "steps", MappingProxyType(state["steps"]))  # type: ignore[arg-type]
+
+    def __hash__(self) -> int:
+        return hash((self.model_layers, frozenset(self.steps.items())))
+
+    def __str__(self) -> str:
+        lines = [
+            f"{event}: {', '.join(map(str, self.steps[event]))}" for event in self.events() if self.steps.get(event)
+        ]
+        return "\n".join(lines) or f"nothing is offloaded in {self.model_layers} layers"
+
+    @property
+    def offloaded(self) -> tuple[int, ...]:
+        """The layers whose activations leave the device, ascending."""
+        return tuple(sorted(a.layer for acts in self.steps.values() for a in acts if a.do is Do.OFFLOAD))
+
+    def events(self) -> Iterator[Event]:
+        """All events of a sequential pass in the order in which they arrive."""
+        for layer in range(self.model_layers):
+            yield Event(When.FORWARD_START, layer)
+            yield Event(When.FORWARD_END, layer)
+        for layer in reversed(range(self.model_layers)):
+            yield Event(When.BACKWARD_START, layer)
+            yield Event(When.BACKWARD_END, layer)
+
+    def at(self, when: When, layer: int) -> tuple[Action, ...]:
+        """Return the actions that follow an event; empty for most."""
+        return self.steps.get(Event(when, layer), ())
+
+    def find(self, do: Do, layer: int) -> Event | None:
+        """Return the event at which something is done to a layer, or None if it never is."""
+        wanted = Action(do, layer)
+        return next((event for event, acts in self.steps.items() if wanted in acts), None)
+
+    def _check(self) -> None:
+        order = {event: k for k, event in enumerate(self.events())}
+        seen: dict[Action, tuple[int, int]] = {}
+        for event, acts in self.steps.items():
+            if event not in order:
+                raise ValueError(f"The plan names the {event}, but its layers are 0 to {self.model_layers - 1}.")
+            for k, act in enumerate(acts):
+                if not 0 <= act.layer < self.model_layers:
+                    raise ValueError(f"The plan would {act}, but its layers are 0 to {self.model_layers - 1}.")
+                if act in seen:
+                    raise ValueError(f"The plan would {act} twice in one pass; once is enough.")
+                seen[act] = (order[event], k)
+        for act, place in seen.items():
+            self._check_order(act, place, order, seen)
+
+    @staticmethod
+    def _check_order(
+        act: Action,
+        place: tuple[int, int],
+        order: Mapping[Event, int],
+        seen: Mapping[Action, tuple[int, int]],
+    ) -> None:
+        layer = act.layer
+        if act.do is Do.OFFLOAD:
+            if place[0] < order[Event(When.FORWARD_START, layer)]:
+                raise ValueError(f"The plan would {act} before its forward starts; move it there or later.")
+        else:
+            before = Action(Do.OFFLOAD if act.do is Do.RELEASE else Do.RELEASE, layer)
+            if before not in seen or seen[before] > place:
+                raise ValueError(f"The plan would {act} without, or before, the action '{before}'; add it earlier.")
+        if act.do is Do.RELEASE and place[0] < order[Event(When.FORWARD_END, layer)]:
+            raise ValueError(f"The plan would {act} before its forward ends; move it there or later.")
+        if place[0] > order[Event(When.BACKWARD_START, layer)]:
+            raise ValueError(f"The plan would {act} after its backward starts, when it is of no use; move it earlier.")

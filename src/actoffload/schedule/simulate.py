@@ -1,0 +1,332 @@
+"""What a plan costs: bytes, times and a link in; timeline, peak and stalls out.
+
+Three clocks move forward, as three queues of a device do: compute, copies out (D2H) and copies back (H2D).
+An operation begins when its queue is free and what it waits for is done, so every time is made of ``max``
+and ``+`` alone.  The engine on the reference device makes the same operations in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from .costs import LayerCost, Link, Saved
+from .plan import Do, Plan, When
+from .timeline import Kind, Span, Timeline
+
+__all__ = ["LayerCost", "Link", "Saved", "Simulation", "simulate"]
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.3f} ms"
+
+
+def _mib(nbytes: int) -> str:
+    return f"{nbytes / 2**20:.1f} MiB"
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """What `simulate` predicts for one step; ``print`` gives a table.
+
+    Parameters
+    ----------
+    timeline : Timeline
+        Spans of compute, copies and stalls, and the resident bytes.
+    step_time : float
+        Seconds from the start of the first forward to the end of the last backward.
+    forward_time : float
+        Seconds of `step_time` until the last forward has ended.
+    baseline : float
+        Seconds that the step takes when nothing is offloaded.
+    forward_stall, backward_stall : float
+        Seconds for which compute waited for copies, in forward and in backward.
+    reloaded_on_demand : int
+        Saved tensors that came back only when backward asked for them.
+    """
+
+    timeline: Timeline
+    step_time: float
+    forward_time: float
+    baseline: float
+    forward_stall: float
+    backward_stall: float
+    reloaded_on_demand: int
+
+    @property
+    def backward_time(self) -> float:
+        """Seconds from the end of the last forward to the end of the step."""
+        return self.step_time - self.forward_time
+
+    @property
+    def stall_seconds(self) -> float:
+        """Seconds for which compute waited for copies, forward and backward together."""
+        return self.forward_stall + self.backward_stall
+
+    @property
+    def slowdown(self) -> float:
+        """Step time over step time without offload; 1.0 says that offloading costs nothing."""
+        return self.step_time / self.baseline if self.baseline else 1.0
+
+    @property
+    def peak_bytes(self) -> int:
+        """Largest number of bytes of saved activations on the device at one time."""
+        return self.timeline.peak_bytes
+
+    @property
+    def bytes_offloaded(self) -> int:
+        """Bytes copied to the host."""
+        return self.timeline.nbytes(Kind.D2H)
+
+    @property
+    def bytes_reloaded(self) -> int:
+        """Bytes copied back; less than `bytes_offloaded` if a layer was copied out but never released."""
+        return self.timeline.nbytes(Kind.H2D)
+
+    def __str__(self) -> str:
+        on_demand = f"host to device, {self.reloaded_on_demand} tensors on demand"
+        rows = (
+            ("step", _ms(self.step_time), f"{self.slowdown:.3f} x no offload"),
+            ("forward", _ms(self.forward_time), f"{_ms(self.forward_stall)} stalled"),
+            ("backward", _ms(self.backward_time), f"{_ms(self.backward_stall)} stalled"),
+            ("peak", _mib(self.peak_bytes), "saved activations on the device"),
+            ("offloaded", _mib(self.bytes_offloaded), "device to host"),
+            ("reloaded", _mib(self.bytes_reloaded), on_demand),
+        )
+        width = max(len(value) for _, value, _ in rows)
+        return "\n".join(f"{name:<10}{value:>{width}}  {note}" for name, value, note in rows)
+
+
+def simulate(plan: Plan, layers: Sequence[LayerCost], link: Link) -> Simulation:
+    """Predict one step: a forward of all layers, then their backward in reverse order.
+
+    Parameters
+    ----------
+    plan : Plan
+        What is done when.
+    layers : sequence of LayerCost
+        One per layer of the plan, in order of the forward.
+    link : Link
+        How fast copies are.
+
+    Returns
+    -------
+    Simulation
+        Times in seconds, sizes in bytes.  No rounding is applied.
+
+    Raises
+    ------
+    ValueError
+        If there are more or fewer costs than layers in the plan.
+
+    Notes
+    -----
+    The host is taken to run ahead of the device: a copy that is queued late but whose tensor was ready
+    early starts as soon as its queue is free.  A copy out starts when its tensor is saved, a copy back when
+    the plan lets it in, and copies in one direction run one after the other.  Backward uses the tensors of a
+    layer in order of their `Saved.needed_at`, and a tensor is freed when the next one is needed.
+
+    Examples
+    --------
+    Two of five layers leave, their copies are as fast as forward, and compute never waits:
+
+    >>> from actoffload import DefaultSchedule, LayerCost, Link, simulate
+    >>> layers = [LayerCost.even(256 * 2**20, forward=0.010, backward=0.020)] * 5
+    >>> link = Link(d2h=25.6 * 2**30, h2d=25.6 * 2**30)
+    >>> print(simulate(DefaultSchedule(num_layers=2, model_layers=5).plan(), layers, link))
+    step      150.000 ms  1.000 x no offload
+    forward    50.000 ms  0.000 ms stalled
+    backward  100.000 ms  0.000 ms stalled
+    peak       768.0 MiB  saved activations on the device
+    offloaded  512.0 MiB  device to host
+    reloaded   512.0 MiB  host to device, 0 tensors on demand
+    """
+    if len(layers) != plan.model_layers:
+        raise ValueError(
+            f"The plan has {plan.model_layers} layers but {len(layers)} costs were given; "
+            "give one LayerCost per layer, in order of the forward."
+        )
+    run = _Run(plan, tuple(layers), link)
+    for layer in range(plan.model_layers):
+        run.forward(layer)
+    forward_time, forward_stall = run.compute, run.stalled
+    run.stalled = 0.0
+    for layer in reversed(range(plan.model_layers)):
+        run.backward(layer)
+    return Simulation(
+        timeline=Timeline.build(run.spans, run.resident, source="simulated"),
+        step_time=run.compute,
+        forward_time=forward_time,
+        baseline=_baseline(layers),
+        forward_stall=forward_stall,
+        backward_stall=run.stalled,
+        reloaded_on_demand=run.on_demand,
+    )
+
+
+def _baseline(layers: Sequence[LayerCost]) -> float:
+    """Return the step time without offload, rounded as the clock of compute is."""
+    time = 0.0
+    for cost in layers:
+        time += cost.forward
+    for cost in reversed(layers):
+        time += cost.backward
+    return time
+
+
+@dataclass(slots=True)
+class _Held:
+    """One saved tensor in the run."""
+
+    cost: Saved
+    ready: float  # compute has written it
+    copied: float = 0.0  # its copy on the host is complete
+    on_device: bool = True
+    arrival: float = 0.0  # its copy back is complete
+
+
+@dataclass(slots=True)
+class _Run:
+    """The three clocks, the tensors alive, and what was noted down on the way."""
+
+    plan: Plan
+    layers: tuple[LayerCost, ...]
+    link: Link
+    compute: float = 0.0
+    d2h: float = 0.0
+    h2d: float = 0.0
+    stalled: float = 0.0
+    on_demand: int = 0
+    nbytes: int = 0
+    leaving: set[int] = field(default_factory=set)
+    released: set[int] = field(default_factory=set)
+    held: dict[int, list[_Held]] = field(default_factory=dict)
+    spans: list[Span] = field(default_factory=list)
+    resident: list[tuple[float, int]] = field(default_factory=list)
+
+    def forward(self, layer: int) -> None:
+        """Run the forward of a layer, with the actions at its start and end."""
+        cost = self.layers[layer]
+        tensors = self.held[layer] = []
+        self._act(When.FORWARD_START, layer)
+        start = self.compute
+        for saved in cost.saved:
+            self.compute = start + saved.saved_at * cost.forward
+            tensors.append(_Held(saved, ready=self.compute))
+            self._occupy(saved.nbytes)
+            if layer in self.leaving:
+                self._copy_out(layer, tensors[-1])
+        self.compute = start + cost.forward
+        self._note(Kind.FORWARD, layer, start)
+        self._act(When.FORWARD_END, layer)
+
+    def backward(self, layer: int) -> None:
+        """Run the backward of a layer, with the actions at its start and end."""
+        cost = self.layers[layer]
+        self._act(When.BACKWARD_START, layer)
+        start = since = self.compute
+        before = self.stalled
+        tensors = self.held.pop(layer)
+        # A layer that was never released may still be on its way out: its memory is read until then.
+        still_read = layer in self.leaving and layer not in self.released
+        left = max((tensor.copied for tensor in tensors), default=0.0) if still_read else 0.0
+        in_use = 0
+        for tensor in [tensors[k] for k in cost.order_of_use]:
+            self._reach(start + tensor.cost.needed_at * cost.backward + self.stalled - before)
+            since = self._free(in_use, left, layer, since)
+            in_use = tensor.cost.nbytes
+            since = self._pause(self._arrival(layer, tensor), layer, since)
+        self._reach(start + cost.backward + self.stalled - before)
+        since = self._free(in_use, left, layer, since)
+        self._note(Kind.BACKWARD, layer, since)
+        self._act(When.BACKWARD_END, layer)
+
+    def _free(self, nbytes: int, left: float, layer: int, since: float) -> float:
+        """Free a tensor in backward, once nothing reads it; return since when compute has worked."""
+        if nbytes:
+            since = self._pause(left, layer, since)
+        self._occupy(-nbytes)
+        return since
+
+    def _pause(self, until: float, layer: int, since: float) -> float:
+        """Let backward wait for a copy; return since when compute has worked without a stall."""
+        reached = self.compute
+        if not self._wait(until, layer):
+            return since
+        self._note(Kind.BACKWARD, layer, since, reached)
+        return self.compute
+
+    def _act(self, when: When, layer: int) -> None:
+        """Carry out the actions of the plan at one event."""
+        for action in self.plan.at(when, layer):
+            if action.do is Do.OFFLOAD:
+                self._offload(action.layer)
+            elif action.do is Do.RELEASE:
+                self._release(action.layer)
+            else:
+                self._reload(action.layer)
+
+    def _offload(self, layer: int) -> None:
+        self.leaving.add(layer)
+        for tensor in self.held.get(layer, ()):
+            self._copy_out(layer, tensor)
+
+    def _release(self, layer: int) -> None:
+        tensors = self.held[layer]
+        self.released.add(layer)
+        self._wait(max((tensor.copied for tensor in tensors), default=0.0), layer)
+        for tensor in tensors:
+            tensor.on_device = False
+        self._occupy(-sum(tensor.cost.nbytes for tensor in tensors))
+
+    def _reload(self, layer: int) -> None:
+        tensors = self.held[layer]
+        self._occupy(sum(tensor.cost.nbytes for tensor in tensors))
+        for tensor in reversed(tensors):
+            self._copy_back(layer, tensor)
+
+    def _arrival(self, layer: int, tensor: _Held) -> float:
+        """Return when a tensor can be used, asking for it now if nobody did."""
+        if not tensor.on_device:
+            self.on_demand += 1
+            self._occupy(tensor.cost.nbytes)
+            self._copy_back(layer, tensor)
+        return tensor.arrival
+
+    def _copy_out(self, layer: int, tensor: _Held) -> None:
+        start = max(self.d2h, tensor.ready)
+        self.d2h = start + (self.link.latency + tensor.cost.nbytes / self.link.d2h)
+        tensor.copied = self.d2h
+        self.spans.append(Span(Kind.D2H, layer, start, self.d2h, tensor.cost.nbytes))
+
+    def _copy_back(self, layer: int, tensor: _Held) -> None:
+        start = max(self.h2d, self.compute)
+        self.h2d = start + (self.link.latency + tensor.cost.nbytes / self.link.h2d)
+        tensor.arrival, tensor.on_device = self.h2d, True
+        self.spans.append(Span(Kind.H2D, layer, start, self.h2d, tensor.cost.nbytes))
+
+    def _reach(self, time: float) -> None:
+        """Let compute work until a time; rounding must not take it back."""
+        self.compute = max(self.compute, time)
+
+    def _wait(self, time: float, layer: int) -> bool:
+        """Let compute wait for a copy of a layer; return whether it had to."""
+        start = self.compute
+        if time <= start:
+            return False
+        self.compute = time
+        self.stalled += time - start
+        self._note(Kind.STALL, layer, start)
+        return True
+
+    def _note(self, kind: Kind, layer: int, start: float, end: float | None = None) -> None:
+        """Note down what compute did until `end`, or until now."""
+        end = self.compute if end is None else end
+        if end > start:
+            self.spans.append(Span(kind, layer, start, end))
+
+    def _occupy(self, nbytes: int) -> None:
+        """Take device memory, or give it back, at the present time of compute."""
+        if nbytes:
+            self.nbytes += nbytes
+            self.resident.append((self.compute, self.nbytes))

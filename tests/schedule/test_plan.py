@@ -1,0 +1,183 @@
+"""A plan refuses what cannot be carried out, and says so in one sentence."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import re
+import subprocess
+import sys
+
+import pytest
+
+from actoffload.schedule.default import DefaultSchedule
+from actoffload.schedule.plan import Action, Do, Event, Plan, When
+
+FORWARD_START, FORWARD_END = When.FORWARD_START, When.FORWARD_END
+BACKWARD_START, BACKWARD_END = When.BACKWARD_START, When.BACKWARD_END
+
+
+def plan(model_layers: int, *steps: tuple[When, int, Do, int]) -> Plan:
+    joined: dict[Event, tuple[Action, ...]] = {}
+    for when, at, do, layer in steps:
+        event = Event(when, at)
+        joined[event] = (*joined.get(event, ()), Action(do, layer))
+    return Plan(model_layers, joined)
+
+
+def test_events_of_a_pass_come_forward_then_backward() -> None:
+    assert list(Plan(2).events()) == [
+        Event(FORWARD_START, 0),
+        Event(FORWARD_END, 0),
+        Event(FORWARD_START, 1),
+        Event(FORWARD_END, 1),
+        Event(BACKWARD_START, 1),
+        Event(BACKWARD_END, 1),
+        Event(BACKWARD_START, 0),
+        Event(BACKWARD_END, 0),
+    ]
+
+
+def test_actions_are_found_by_event_and_event_by_action() -> None:
+    made = plan(3, (FORWARD_START, 0, Do.OFFLOAD, 0), (FORWARD_END, 1, Do.RELEASE, 0))
+    assert made.at(FORWARD_END, 1) == (Action(Do.RELEASE, 0),)
+    assert made.at(FORWARD_END, 0) == ()
+    assert made.find(Do.RELEASE, 0) == Event(FORWARD_END, 1)
+    assert made.find(Do.RELOAD, 0) is None
+    assert made.offloaded == (0,)
+
+
+def test_a_layer_may_leave_and_return_at_one_event() -> None:
+    at = (FORWARD_END, 0)
+    made = plan(1, (*at, Do.OFFLOAD, 0), (*at, Do.RELEASE, 0), (*at, Do.RELOAD, 0))
+    assert made.at(*at) == (Action(Do.OFFLOAD, 0), Action(Do.RELEASE, 0), Action(Do.RELOAD, 0))
+
+
+@pytest.mark.parametrize(
+    ("model_layers", "steps", "sentence"),
+    [
+        (0, [], "model_layers is 0; a plan needs at least one layer."),
+        (
+            2,
+            [(FORWARD_START, 2, Do.OFFLOAD, 0)],
+            "The plan names the forward start of layer 2, but its layers are 0 to 1.",
+        ),
+        (
+            2,
+            [(FORWARD_START, 0, Do.OFFLOAD, 2)],
+            "The plan would offload layer 2, but its layers are 0 to 1.",
+        ),
+        (
+            2,
+            [(FORWARD_START, 0, Do.OFFLOAD, -1)],
+            "The plan would offload layer -1, but its layers are 0 to 1.",
+        ),
+        (
+            2,
+            [(FORWARD_START, 0, Do.OFFLOAD, 0), (FORWARD_END, 0, Do.OFFLOAD, 0)],
+            "The plan would offload layer 0 twice in one pass; once is enough.",
+        ),
+        (
+            2,
+            [(FORWARD_END, 0, Do.OFFLOAD, 1)],
+            "The plan would offload layer 1 before its forward starts; move it there or later.",
+        ),
+        (
+            2,
+            [(FORWARD_END, 0, Do.RELEASE, 0)],
+            "The plan would release layer 0 without, or before, the action 'offload layer 0'; "
+            "add it earlier.",
+        ),
+        (
+            2,
+            [(FORWARD_END, 0, Do.RELEASE, 0), (FORWARD_END, 0, Do.OFFLOAD, 0)],
+            "The plan would release layer 0 without, or before, the action 'offload layer 0'; "
+            "add it earlier.",
+        ),
+        (
+            2,
+            [(FORWARD_START, 0, Do.OFFLOAD, 0), (FORWARD_END, 0, Do.RELOAD, 0)],
+            "The plan would reload layer 0 without, or before, the action 'release layer 0'; add it earlier.",
+        ),
+        (
+            2,
+            [(FORWARD_START, 0, Do.OFFLOAD, 0), (FORWARD_START, 0, Do.RELEASE, 0)],
+            "The plan would release layer 0 before its forward ends; move it there or later.",
+        ),
+        (
+            2,
+            [(BACKWARD_END, 1, Do.OFFLOAD, 1)],
+            "The plan would offload layer 1 after its backward starts, "
+            "when it is of no use; move it earlier.",
+        ),
+        (
+            2,
+            [(FORWARD_START, 1, Do.OFFLOAD, 1), (BACKWARD_END, 1, Do.RELEASE, 1)],
+            "The plan would release layer 1 after its backward starts, "
+            "when it is of no use; move it earlier.",
+        ),
+        (
+            2,
+            [
+                (FORWARD_START, 1, Do.OFFLOAD, 1),
+                (FORWARD_END, 1, Do.RELEASE, 1),
+                (BACKWARD_START, 0, Do.RELOAD, 1),
+            ],
+            "The plan would reload layer 1 after its backward starts, when it is of no use; move it earlier.",
+        ),
+    ],
+)
+def test_bad_plans_are_refused_in_one_sentence(
+    model_layers: int, steps: list[tuple[When, int, Do, int]], sentence: str
+) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(sentence)}$"):
+        plan(model_layers, *steps)
+
+
+def test_a_plan_cannot_be_changed_from_outside() -> None:
+    steps = {Event(FORWARD_START, 0): (Action(Do.OFFLOAD, 0),)}
+    made = Plan(2, steps)
+    steps.clear()
+    assert made.offloaded == (0,)
+    with pytest.raises(TypeError):
+        made.steps[Event(FORWARD_END, 0)] = ()  # type: ignore[index]
+
+
+def test_equal_plans_have_equal_hashes_and_survive_copies() -> None:
+    made, again = (DefaultSchedule(2, 5).plan() for _ in range(2))
+    assert made == again
+    assert hash(made) == hash(again)
+    assert made != DefaultSchedule(1, 5).plan()
+    for other in (copy.deepcopy(made), pickle.loads(pickle.dumps(made))):
+        assert other == made
+        assert hash(other) == hash(made)
+
+
+def test_a_plan_reads_in_the_order_of_the_pass() -> None:
+    steps = {
+        Event(BACKWARD_END, 1): (Action(Do.RELOAD, 0),),
+        Event(FORWARD_START, 1): (Action(Do.RELEASE, 0),),
+        Event(FORWARD_START, 0): (Action(Do.OFFLOAD, 0),),
+    }
+    assert str(Plan(2, steps)) == (
+        "forward start of layer 0: offload layer 0\n"
+        "forward start of layer 1: release layer 0\n"
+        "backward end of layer 1: reload layer 0"
+    )
+    assert str(Plan(3)) == "nothing is offloaded in 3 layers"
+
+
+def test_schedules_do_not_import_torch() -> None:
+    # Loaded by path: the package's own __init__ is the front door and needs torch.
+    program = (
+        "import importlib.util, pathlib, sys, types\n"
+        "folder = pathlib.Path(sys.argv[1])\n"
+        "package = types.ModuleType('schedule'); package.__path__ = [str(folder)]\n"
+        "sys.modules['schedule'] = package\n"
+        "import schedule.simulate, schedule.default, schedule.manual\n"
+        "assert 'torch' not in sys.modules and 'numpy' not in sys.modules, sorted(sys.modules)\n"
+        "assert sys.modules['schedule.simulate'].__file__.startswith(str(folder))\n"
+    )
+    folder = sys.modules[Plan.__module__].__file__.rpartition("plan.py")[0]  # type: ignore[union-attr]
+    done = subprocess.run([sys.executable, "-c", program, folder], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

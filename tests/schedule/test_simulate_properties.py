@@ -1,0 +1,216 @@
+"""What holds for every model, plan and link.
+
+Times are multiples of 1/64 s and bandwidths powers of two, so that no sum is rounded and all comparisons are
+exact.
+"""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from actoffload.schedule.costs import LayerCost, Link, Saved
+from actoffload.schedule.default import DefaultSchedule
+from actoffload.schedule.manual import ManualSchedule
+from actoffload.schedule.plan import Do, Plan, When
+from actoffload.schedule.simulate import Simulation, simulate
+from actoffload.schedule.timeline import Kind
+
+NO_LINK_LIMIT = Link(math.inf, math.inf)
+
+eighths = st.integers(0, 8).map(lambda k: k / 8)
+seconds = st.integers(0, 40).map(lambda k: k / 8)
+bandwidths = st.integers(-3, 6).map(lambda k: 2.0**k)
+links = st.builds(Link, d2h=bandwidths, h2d=bandwidths, latency=st.integers(0, 4).map(lambda k: k / 8))
+
+
+@st.composite
+def costs(draw: st.DrawFn) -> LayerCost:
+    saved_at = sorted(draw(st.lists(eighths, max_size=4)))
+    saved = tuple(Saved(draw(st.integers(1, 100)), at, draw(eighths)) for at in saved_at)
+    return LayerCost(draw(seconds), draw(seconds), saved)
+
+
+@st.composite
+def models(draw: st.DrawFn, equal: bool = False) -> tuple[DefaultSchedule, list[LayerCost]]:
+    model_layers = draw(st.integers(1, 8))
+    num_layers = draw(st.integers(0, model_layers - 1))
+    layers = [draw(costs())] * model_layers if equal else [draw(costs()) for _ in range(model_layers)]
+    return DefaultSchedule(num_layers, model_layers), layers
+
+
+@st.composite
+def manual_plans(draw: st.DrawFn, model_layers: int) -> Plan:
+    """Some layers, offloaded, perhaps released, perhaps reloaded."""
+    schedule = ManualSchedule(model_layers)
+    for layer in range(model_layers):
+        calls = draw(st.integers(0, 3))
+        after = draw(st.integers(layer, model_layers - 1))
+        if calls > 0:
+            schedule = schedule.start_offload_layer(layer, after_forward_of=after)
+        if calls > 1:
+            after = draw(st.integers(after, model_layers - 1))
+            schedule = schedule.release_activation_forward_gpu_memory(layer, after_forward_of=after)
+        if calls > 2:
+            before = draw(st.integers(layer, model_layers - 1))
+            schedule = schedule.start_reload_layer(layer, before_backward_of=before)
+    return schedule.plan()
+
+
+@st.composite
+def runs(draw: st.DrawFn) -> tuple[Plan, list[LayerCost], Simulation]:
+    schedule, layers = draw(models())
+    plan = draw(st.one_of(st.just(schedule.plan()), manual_plans(len(layers))))
+    return plan, layers, simulate(plan, layers, draw(links))
+
+
+@given(runs())
+def test_compute_is_never_in_two_places_and_never_idle(run: tuple[Plan, list[LayerCost], Simulation]) -> None:
+    _, layers, result = run
+    lane = result.timeline.of(Kind.FORWARD, Kind.BACKWARD, Kind.STALL)
+    assert all(before.end == after.start for before, after in pairwise(lane))
+    assert sum(span.seconds for span in lane) == result.step_time
+    assert result.step_time == result.baseline + result.stall_seconds
+    assert result.baseline == sum(cost.forward + cost.backward for cost in layers)
+    stalls = [span for span in lane if span.kind is Kind.STALL]
+    assert result.forward_stall == sum(s.seconds for s in stalls if s.end <= result.forward_time)
+    assert result.backward_stall == sum(s.seconds for s in stalls if s.start >= result.forward_time)
+
+
+@given(runs())
+def test_copies_in_one_direction_run_one_after_the_other(
+    run: tuple[Plan, list[LayerCost], Simulation],
+) -> None:
+    _, _, result = run
+    for kind in (Kind.D2H, Kind.H2D):
+        assert all(a.end <= b.start for a, b in pairwise(result.timeline.of(kind)))
+
+
+@given(runs())
+def test_no_byte_is_lost(run: tuple[Plan, list[LayerCost], Simulation]) -> None:
+    plan, layers, result = run
+    released = [i for i in range(len(layers)) if plan.find(Do.RELEASE, i)]
+    assert result.bytes_offloaded == sum(layers[i].nbytes for i in plan.offloaded)
+    assert result.bytes_reloaded == sum(layers[i].nbytes for i in released)
+    on_demand = [i for i in released if not plan.find(Do.RELOAD, i)]
+    assert result.reloaded_on_demand == sum(len(layers[i].saved) for i in on_demand)
+    curve = [nbytes for _, nbytes in result.timeline.resident]
+    assert all(nbytes >= 0 for nbytes in curve)
+    assert not curve or curve[-1] == 0
+    assert result.peak_bytes <= sum(cost.nbytes for cost in layers)
+    times = [time for time, _ in result.timeline.resident]
+    assert times == sorted(times)
+
+
+@given(runs())
+def test_a_copy_out_starts_after_its_tensor_is_saved_and_back_after_its_release(
+    run: tuple[Plan, list[LayerCost], Simulation],
+) -> None:
+    plan, layers, result = run
+    began = {span.layer: span.start for span in reversed(result.timeline.of(Kind.FORWARD))}
+    for layer in plan.offloaded:
+        out = [span for span in result.timeline.of(Kind.D2H) if span.layer == layer]
+        back = [span for span in result.timeline.of(Kind.H2D) if span.layer == layer]
+        cost = layers[layer]
+        assert [span.nbytes for span in out] == [saved.nbytes for saved in cost.saved]
+        if layer in began:  # a forward that takes no time has no span
+            assert all(
+                span.start >= began[layer] + saved.saved_at * cost.forward
+                for span, saved in zip(out, cost.saved, strict=True)
+            )
+        assert all(span.start >= out[-1].end for span in back)
+
+
+@given(model=models(), link=links)
+def test_the_peak_of_a_default_plan_is_its_largest_window_whatever_the_link(
+    model: tuple[DefaultSchedule, list[LayerCost]], link: Link
+) -> None:
+    schedule, layers = model
+    window = schedule.window
+    windows = [layers[start : start + window] for start in range(len(layers) - window + 1)]
+    largest = max(sum(cost.nbytes for cost in some) for some in windows)
+    assert simulate(schedule.plan(), layers, link).peak_bytes == largest
+    assert simulate(schedule.plan(), layers, NO_LINK_LIMIT).peak_bytes == largest
+
+
+@given(model=models(equal=True), link=links)
+def test_equal_layers_never_hold_more_than_a_window(
+    model: tuple[DefaultSchedule, list[LayerCost]], link: Link
+) -> None:
+    schedule, layers = model
+    result = simulate(schedule.plan(), layers, link)
+    assert all(nbytes <= schedule.window * layers[0].nbytes for _, nbytes in result.timeline.resident)
+
+
+@given(models())
+def test_nothing_stalls_on_an_infinitely_fast_link(model: tuple[DefaultSchedule, list[LayerCost]]) -> None:
+    schedule, layers = model
+    result = simulate(schedule.plan(), layers, NO_LINK_LIMIT)
+    assert result.timeline.of(Kind.STALL) == ()
+    assert result.step_time == result.baseline
+    assert result.slowdown == 1.0
+    assert result.reloaded_on_demand == 0
+
+
+@given(model=models(), link=links)
+def test_no_step_is_faster_than_its_compute_and_its_copies_allow(
+    model: tuple[DefaultSchedule, list[LayerCost]], link: Link
+) -> None:
+    schedule, layers = model
+    result = simulate(schedule.plan(), layers, link)
+    away = layers[: schedule.num_layers]
+    copies = sum(len(cost.saved) for cost in away) * link.latency
+    out, back = (copies + sum(cost.nbytes for cost in away) / bandwidth for bandwidth in (link.d2h, link.h2d))
+    forward, backward = sum(cost.forward for cost in layers), sum(cost.backward for cost in layers)
+    assert result.forward_time >= max(forward, out)
+    assert result.backward_time >= max(backward, back)
+    assert result.step_time <= forward + backward + out + back
+
+
+@settings(max_examples=200)
+@given(data=st.data(), model=models(), link=links, d2h=st.integers(0, 4), h2d=st.integers(0, 4))
+def test_a_faster_link_never_makes_a_step_slower(
+    data: st.DataObject, model: tuple[DefaultSchedule, list[LayerCost]], link: Link, d2h: int, h2d: int
+) -> None:
+    schedule, layers = model
+    plan = data.draw(st.one_of(st.just(schedule.plan()), manual_plans(len(layers))))
+    faster = Link(link.d2h * 2**d2h, link.h2d * 2**h2d, link.latency / 2)
+    slow, fast = simulate(plan, layers, link), simulate(plan, layers, faster)
+    assert fast.step_time <= slow.step_time
+    assert fast.forward_time <= slow.forward_time
+
+
+@given(model=models(), link=links)
+def test_the_same_calls_made_by_hand_cost_the_same(
+    model: tuple[DefaultSchedule, list[LayerCost]], link: Link
+) -> None:
+    # The controller's calls come between layers: the end of one is the start of the next, and copies queued
+    # at the end of a layer run from the moment each tensor was ready.  So both plans must cost the same.
+    schedule, layers = model
+    manual = ManualSchedule(schedule.model_layers)
+    for i in range(schedule.num_layers):
+        behind = i + schedule.window - 1
+        manual = (
+            manual.start_offload_layer(i, after_forward_of=i)
+            .release_activation_forward_gpu_memory(i, after_forward_of=behind)
+            .start_reload_layer(i, before_backward_of=behind)
+        )
+    assert simulate(manual.plan(), layers, link) == simulate(schedule.plan(), layers, link)
+
+
+@given(model=models(), link=links)
+def test_reloads_are_let_in_only_when_a_layer_has_left(
+    model: tuple[DefaultSchedule, list[LayerCost]], link: Link
+) -> None:
+    schedule, layers = model
+    plan = schedule.plan()
+    result = simulate(plan, layers, link)
+    ends = {span.layer: span.end for span in result.timeline.of(Kind.BACKWARD)}
+    for span in result.timeline.of(Kind.H2D):
+        event = plan.find(Do.RELOAD, span.layer)
+        assert event is not None
+        assert event.when is When.BACKWARD_END
+        assert span.start >= ends.get(event.layer, 0.0)

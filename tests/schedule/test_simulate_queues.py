@@ -1,0 +1,220 @@
+"""`simulate` against a second, slower model of a device: three queues of work, moved on tick by tick.
+
+Here no time is computed.  The host program is written into three queues, and at every tick each queue does
+one unit of work or waits for a signal of another.  Times in these tests are whole ticks, so both must agree
+to the last bit.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from actoffload.schedule.costs import LayerCost, Link, Saved
+from actoffload.schedule.plan import Action, Do, Event, Plan, When
+from actoffload.schedule.simulate import simulate
+from actoffload.schedule.timeline import Kind
+
+QUARTER = 0.25
+
+
+@dataclass
+class Queue:
+    """Work in order: ("wait", key), ("signal", key), ("work", ticks, kind, layer), ("bytes", change)."""
+
+    work: deque[list] = field(default_factory=deque)
+    busy: list[tuple[str, int, int]] = field(default_factory=list)
+    resident: list[tuple[int, int]] = field(default_factory=list)
+
+    def put(self, *item: object) -> None:
+        self.work.append(list(item))
+
+    def settle(self, now: int, signals: set[Hashable]) -> bool:
+        """Do everything that takes no time; return whether anything was done."""
+        done = False
+        while self.work:
+            what, value = self.work[0][:2]
+            if (what == "wait" and value not in signals) or (what == "work" and value > 0):
+                break
+            if what == "signal":
+                signals.add(value)
+            if what == "bytes":
+                before = self.resident[-1][1] if self.resident else 0
+                self.resident.append((now, before + value))
+            self.work.popleft()
+            done = True
+        return done
+
+    def tick(self, now: int) -> None:
+        """Do one tick of work, or wait for one tick."""
+        if self.work and self.work[0][0] == "work":
+            self.work[0][1] -= 1
+            self.busy.append((self.work[0][2], self.work[0][3], now))
+        elif self.work:
+            self.busy.append(("stall", self.work[0][1][1], now))
+
+
+def program(plan: Plan, layers: list[LayerCost], link: Link) -> tuple[Queue, Queue, Queue]:
+    """Write what the host would queue for a step."""
+    compute, d2h, h2d = Queue(), Queue(), Queue()
+    leaving: set[int] = set()
+    released: set[int] = set()
+    made: dict[int, list[int]] = {i: [] for i in range(len(layers))}
+    on_host: set[tuple[int, int]] = set()
+    returns: set[tuple[int, int]] = set()
+
+    def ticks(seconds: float) -> int:
+        assert seconds == int(seconds)
+        return int(seconds)
+
+    def copy_out(i: int, k: int) -> None:
+        d2h.put("wait", ("ready", i, k))
+        d2h.put("work", ticks(link.latency + layers[i].saved[k].nbytes / link.d2h), "D2H", i)
+        d2h.put("signal", ("out", i, k))
+
+    def copy_back(i: int, k: int) -> None:
+        compute.put("signal", ("let in", i, k))
+        h2d.put("wait", ("let in", i, k))
+        h2d.put("work", ticks(link.latency + layers[i].saved[k].nbytes / link.h2d), "H2D", i)
+        h2d.put("signal", ("in", i, k))
+        on_host.discard((i, k))
+        returns.add((i, k))
+
+    def free(i: int, k: int) -> None:
+        # A copy out that was queued and never waited for still reads the memory of its layer.
+        for other in made[i] if i in leaving - released else ():
+            compute.put("wait", ("out", i, other))
+        compute.put("bytes", -layers[i].saved[k].nbytes)
+
+    def act(when: When, at: int) -> None:
+        for action in plan.at(when, at):
+            i = action.layer
+            if action.do is Do.OFFLOAD:
+                leaving.add(i)
+                for k in made[i]:
+                    copy_out(i, k)
+            elif action.do is Do.RELEASE:
+                released.add(i)
+                for k in made[i]:
+                    compute.put("wait", ("out", i, k))
+                    on_host.add((i, k))
+                if made[i]:
+                    compute.put("bytes", -layers[i].nbytes)
+            elif made[i]:
+                compute.put("bytes", layers[i].nbytes)
+                for k in reversed(made[i]):
+                    copy_back(i, k)
+
+    for i, cost in enumerate(layers):
+        act(When.FORWARD_START, i)
+        done = 0.0
+        for k, saved in enumerate(cost.saved):
+            compute.put("work", ticks((saved.saved_at - done) * cost.forward), "forward", i)
+            done = saved.saved_at
+            compute.put("bytes", saved.nbytes)
+            compute.put("signal", ("ready", i, k))
+            made[i].append(k)
+            if i in leaving:
+                copy_out(i, k)
+        compute.put("work", ticks((1 - done) * cost.forward), "forward", i)
+        act(When.FORWARD_END, i)
+    for i, cost in reversed(list(enumerate(layers))):
+        act(When.BACKWARD_START, i)
+        done = 0.0
+        last = None
+        for k in sorted(made[i], key=lambda k: (cost.saved[k].needed_at, -k)):
+            compute.put("work", ticks((cost.saved[k].needed_at - done) * cost.backward), "backward", i)
+            done = cost.saved[k].needed_at
+            if last is not None:
+                free(i, last)
+            if (i, k) in on_host:
+                compute.put("bytes", cost.saved[k].nbytes)
+                copy_back(i, k)
+            if (i, k) in returns:
+                compute.put("wait", ("in", i, k))
+            last = k
+        compute.put("work", ticks((1 - done) * cost.backward), "backward", i)
+        if last is not None:
+            free(i, last)
+        act(When.BACKWARD_END, i)
+    return compute, d2h, h2d
+
+
+def play(queues: tuple[Queue, Queue, Queue]) -> int:
+    """Let the queues work until compute has nothing left; return the tick, and let the copies finish."""
+    signals: set[Hashable] = set()
+    now, end = 0, None
+    while True:
+        while sum(queue.settle(now, signals) for queue in queues):
+            pass
+        if end is None and not queues[0].work:
+            end = now
+        if not any(queue.work for queue in queues):
+            assert end is not None
+            return end
+        for queue in queues:
+            queue.tick(now)
+        now += 1
+        assert now < 100_000, "a queue waits for a signal that never comes"
+
+
+def busy_ticks(spans: tuple, names: dict[Kind, str]) -> list[tuple[str, int, int]]:
+    return [(names[s.kind], s.layer, t) for s in spans for t in range(int(s.start), int(s.end))]
+
+
+@st.composite
+def layer_costs(draw: st.DrawFn) -> LayerCost:
+    quarters = st.integers(0, 4).map(lambda k: k * QUARTER)
+    saved_at = sorted(draw(st.lists(quarters, max_size=3)))
+    saved = [Saved(draw(st.integers(1, 9)), at, draw(quarters)) for at in saved_at]
+    return LayerCost(4.0 * draw(st.integers(0, 3)), 4.0 * draw(st.integers(0, 4)), tuple(saved))
+
+
+@st.composite
+def plans(draw: st.DrawFn, model_layers: int) -> Plan:
+    """Any plan that is allowed: each layer does none, one, two or three of its actions, at any events."""
+    events = list(Plan(model_layers).events())
+    steps: dict[Event, tuple[Action, ...]] = {}
+    for layer in draw(st.permutations(range(model_layers))):
+        earliest = events.index(Event(When.FORWARD_START, layer))
+        latest = events.index(Event(When.BACKWARD_START, layer))
+        for do in list(Do)[: draw(st.integers(0, 3))]:
+            if do is Do.RELEASE:
+                earliest = max(earliest, events.index(Event(When.FORWARD_END, layer)))
+            earliest = draw(st.integers(earliest, latest))
+            event = events[earliest]
+            steps[event] = (*steps.get(event, ()), Action(do, layer))
+    return Plan(model_layers, steps)
+
+
+links = st.builds(
+    Link,
+    d2h=st.sampled_from([1.0, 0.5, 0.25]),
+    h2d=st.sampled_from([1.0, 0.5, 0.25]),
+    latency=st.integers(0, 2).map(float),
+)
+
+
+@settings(max_examples=400, deadline=None)
+@given(data=st.data(), layers=st.lists(layer_costs(), min_size=1, max_size=5), link=links)
+def test_simulate_agrees_with_queues_moved_tick_by_tick(
+    data: st.DataObject, layers: list[LayerCost], link: Link
+) -> None:
+    plan = data.draw(plans(len(layers)))
+    result = simulate(plan, layers, link)
+    compute, d2h, h2d = queues = program(plan, layers, link)
+    end = play(queues)
+
+    assert result.step_time == end
+    assert list(result.timeline.resident) == compute.resident
+    lane = result.timeline.of(Kind.FORWARD, Kind.BACKWARD, Kind.STALL)
+    names = {Kind.FORWARD: "forward", Kind.BACKWARD: "backward", Kind.STALL: "stall"}
+    assert busy_ticks(lane, names) == compute.busy
+    for kind, queue in ((Kind.D2H, d2h), (Kind.H2D, h2d)):
+        copies = [item for item in queue.busy if item[0] != "stall"]
+        assert busy_ticks(result.timeline.of(kind), {kind: kind.name}) == copies
+    assert result.stall_seconds == sum(item[0] == "stall" for item in compute.busy)
