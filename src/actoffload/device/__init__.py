@@ -1,0 +1,66 @@
+"""WHERE: the accelerator of this machine, or the reference device that any CPU can play."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from .accelerator import Accelerator
+from .base import Backend
+from .reference import ReferenceDevice
+
+__all__ = ["Accelerator", "Backend", "ReferenceDevice", "ReferenceDeviceWarning", "backend", "use"]
+
+
+class ReferenceDeviceWarning(UserWarning):
+    """Offloading was asked for on a machine without an accelerator."""
+
+
+_found: Backend | None = None
+_chosen: list[Backend] = []
+_lock = threading.Lock()
+
+
+def backend() -> Backend:
+    """Return the device that new contexts use.
+
+    That is the innermost one chosen with `use`, else the accelerator of this machine, else the reference
+    device; the last is said once in a process, with a `ReferenceDeviceWarning`.
+    """
+    global _found
+    if _chosen:
+        return _chosen[-1]
+    with _lock:
+        if _found is None:
+            if torch.accelerator.is_available():
+                _found = Accelerator()
+            else:
+                _found = ReferenceDevice(wall_clock=True)
+                warnings.warn(
+                    "No accelerator found: actoffload runs on its reference device, where CPU memory plays the "
+                    "device too. Gradients and bytes are exact; times say nothing about a GPU.",
+                    ReferenceDeviceWarning,
+                    stacklevel=3,
+                )
+        return _found
+
+
+@contextmanager
+def use(device: Backend) -> Iterator[Backend]:
+    """Let contexts created in this block use a given device: for tests and for virtual-time experiments.
+
+    Examples
+    --------
+    >>> from actoffload.device import ReferenceDevice, use
+    >>> with use(ReferenceDevice(d2h=50e9, h2d=50e9)) as device:
+    ...     context, sync = actoffload.get_cpu_offload_context(enabled=True, num_layers=1, model_layers=3)
+    """
+    _chosen.append(device)
+    try:
+        yield device
+    finally:
+        _chosen.remove(device)

@@ -1,0 +1,92 @@
+"""The accelerator of this machine, whichever `torch.accelerator` names: CUDA, ROCm, XPU, one code path."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from . import cuda
+from .base import Event, Pairs, Stream
+
+__all__ = ["Accelerator"]
+
+
+class Accelerator:
+    """Streams, events, memory and copies through `torch.accelerator`, `torch.Stream` and `torch.Event`.
+
+    Raises
+    ------
+    RuntimeError
+        If the machine has no accelerator.
+    """
+
+    def __init__(self) -> None:
+        found = torch.accelerator.current_accelerator()
+        if found is None:
+            raise RuntimeError("This machine has no accelerator; use the reference device, which serves CPU tensors.")
+        self.type = found.type
+        self.name = found.type
+        self.capturing: Callable[[], bool] = cuda.capturing if found.type == "cuda" else _never
+
+    def owns(self, device: torch.device) -> bool:
+        return device.type == self.type
+
+    def place(self, tensor: torch.Tensor) -> torch.device:
+        return tensor.device
+
+    def current_device(self) -> torch.device:
+        return torch.device(self.type, torch.accelerator.current_device_index())
+
+    def current_stream(self, device: torch.device) -> Stream:
+        return torch.accelerator.current_stream(device.index)
+
+    def new_stream(self, device: torch.device) -> Stream:
+        return torch.Stream(device)
+
+    def on(self, stream: Stream) -> AbstractContextManager[Any]:
+        manager: AbstractContextManager[Any] = stream
+        return manager
+
+    def record(self, stream: Stream, *, timing: bool = False) -> Event:
+        if timing:
+            return stream.record_event(torch.Event(self.type, enable_timing=True))
+        return stream.record_event()
+
+    def wait(self, stream: Stream, event: Event) -> None:
+        stream.wait_event(event)
+
+    def elapsed(self, start: Event, end: Event) -> float:
+        milliseconds: float = start.elapsed_time(end)
+        return milliseconds * 1e-3
+
+    def synchronize(self, device: torch.device) -> None:
+        torch.accelerator.synchronize(device)
+
+    def saved(self, tensor: torch.Tensor, stream: Stream) -> None:
+        pass
+
+    def empty_device(
+        self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        return torch.empty_strided(size, stride, dtype=dtype, device=device)
+
+    def empty_host(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+
+    def to_host(self, pairs: Pairs, stream: Stream) -> None:
+        with stream:
+            for host, device in pairs:
+                host.copy_(device, non_blocking=True)
+
+    def to_device(self, pairs: Pairs, stream: Stream) -> None:
+        with stream:
+            for host, device in pairs:
+                device.copy_(host, non_blocking=True)
+
+
+def _never() -> bool:
+    """Say that nothing is captured, on accelerators whose graphs we do not know."""
+    return False

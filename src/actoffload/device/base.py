@@ -1,0 +1,104 @@
+"""What the engine asks of a device: streams, events, memory and copies, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol, TypeAlias
+
+import torch
+
+__all__ = ["Backend", "Event", "Pairs", "Stream"]
+
+Stream: TypeAlias = Any
+"""A queue of work on a device: `torch.Stream`, or what stands in for it on a device of ours.  Compares with ``==``."""
+
+Event: TypeAlias = Any
+"""A point in a stream that other streams can wait for."""
+
+Pairs: TypeAlias = Sequence[tuple[torch.Tensor, torch.Tensor]]
+"""The parts of one transfer: (host, device) tensors of equal shape and dtype."""
+
+
+class Backend(Protocol):
+    """A kind of device.
+
+    Everything that the engine does to streams and memory goes through these methods, so a second
+    implementation sees all of it: the reference device keeps virtual clocks, and the tests' adversarial
+    device checks every access against the waits that were asked for.
+    """
+
+    name: str
+    """Shown to people: ``"cuda"``, ``"xpu"``, ``"reference"``."""
+
+    def owns(self, device: torch.device) -> bool:
+        """Whether tensors on this `torch.device` are activations that can leave."""
+        ...
+
+    def place(self, tensor: torch.Tensor) -> torch.device:
+        """Return the device whose streams and host pool serve this tensor."""
+        ...
+
+    def current_device(self) -> torch.device:
+        """Return the device that is current in the calling thread."""
+        ...
+
+    def current_stream(self, device: torch.device) -> Stream:
+        """Return the stream on which the calling thread queues work for the device."""
+        ...
+
+    def new_stream(self, device: torch.device) -> Stream:
+        """Return a stream of its own for transfers."""
+        ...
+
+    def on(self, stream: Stream) -> AbstractContextManager[Any]:
+        """Make a stream the current one of this thread for a ``with`` block."""
+        ...
+
+    def record(self, stream: Stream, *, timing: bool = False) -> Event:
+        """Return an event at the present end of a stream."""
+        ...
+
+    def wait(self, stream: Stream, event: Event) -> None:
+        """Make later work of a stream wait for an event; the host does not wait."""
+        ...
+
+    def elapsed(self, start: Event, end: Event) -> float:
+        """Return seconds between two events that were recorded with ``timing=True`` and have passed."""
+        ...
+
+    def synchronize(self, device: torch.device) -> None:
+        """Wait on the host for all work of a device.  Never called in a step."""
+        ...
+
+    def capturing(self) -> bool:
+        """Whether work queued now on the current stream goes into a graph instead of being run."""
+        ...
+
+    def saved(self, tensor: torch.Tensor, stream: Stream) -> None:
+        """Learn that the work queued so far on `stream` wrote `tensor`; only checking devices care."""
+        ...
+
+    def empty_device(
+        self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        """Return an uninitialized tensor on the device, ordered after the current stream's work."""
+        ...
+
+    def empty_host(self, nbytes: int) -> torch.Tensor:
+        """Return uninitialized page-locked bytes.
+
+        Raises
+        ------
+        RuntimeError
+            If the system has no more such memory.
+        """
+        ...
+
+    def to_host(self, pairs: Pairs, stream: Stream) -> None:
+        """Queue one transfer from the device to page-locked memory, made of (host, device) pairs of tensors."""
+        ...
+
+    def to_device(self, pairs: Pairs, stream: Stream) -> None:
+        """Queue one transfer from page-locked memory to the device, made of (host, device) pairs of tensors."""
+        ...

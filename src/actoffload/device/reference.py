@@ -1,0 +1,153 @@
+"""The reference device: CPU tensors play the activations, a separate host pool plays the host.
+
+Copies are real and eager, storages are really released, bytes are accounted exactly.  Time is virtual: each
+stream has a clock that only copies, `ReferenceDevice.compute` and waits move forward.  So the engine, run on
+this device, can be compared second by second with what `simulate` predicts, on any machine.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .base import Event, Pairs, Stream
+
+__all__ = ["ReferenceDevice", "ReferenceEvent", "ReferenceStream"]
+
+
+class ReferenceStream:
+    """A stream that has always caught up, with a clock in seconds."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.now = 0.0
+
+    def synchronize(self) -> None:
+        """Return at once: work on this device is done when it is queued."""
+
+    def __repr__(self) -> str:
+        return f"ReferenceStream({self.name!r}, now={self.now:.6f})"
+
+
+@dataclass(frozen=True, slots=True)
+class ReferenceEvent:
+    """The reading of a stream's clock."""
+
+    time: float
+
+
+class ReferenceDevice:
+    """A device that any CPU can play, with a link of a given bandwidth.
+
+    Parameters
+    ----------
+    d2h, h2d : float
+        Bandwidth of the link in bytes per second; infinite unless told.
+    latency : float
+        Seconds per transfer.
+    wall_clock : bool
+        Let events read this machine's clock instead of the virtual ones: for programs whose compute is real.
+
+    Examples
+    --------
+    >>> device = ReferenceDevice(d2h=1e9, h2d=1e9)
+    >>> device.compute(0.25)
+    >>> device.current_stream(torch.device("cpu")).now
+    0.25
+    """
+
+    name = "reference"
+
+    def __init__(
+        self,
+        d2h: float = float("inf"),
+        h2d: float = float("inf"),
+        latency: float = 0.0,
+        *,
+        wall_clock: bool = False,
+    ) -> None:
+        if not (d2h > 0 and h2d > 0 and latency >= 0):
+            raise ValueError(
+                f"d2h={d2h}, h2d={h2d}, latency={latency}: expected positive bytes per second and seconds >= 0."
+            )
+        self.d2h, self.h2d, self.latency = d2h, h2d, latency
+        self.wall_clock = wall_clock
+        self.main = ReferenceStream("compute")
+        self._local = threading.local()
+
+    def owns(self, device: torch.device) -> bool:
+        return device.type == "cpu"
+
+    def place(self, tensor: torch.Tensor) -> torch.device:
+        return tensor.device
+
+    def current_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    def current_stream(self, device: torch.device) -> Stream:
+        return getattr(self._local, "stream", self.main)
+
+    def new_stream(self, device: torch.device) -> Stream:
+        return ReferenceStream("transfer")
+
+    def on(self, stream: Stream) -> AbstractContextManager[Any]:
+        return self._on(stream)
+
+    @contextmanager
+    def _on(self, stream: ReferenceStream) -> Iterator[ReferenceStream]:
+        before = getattr(self._local, "stream", self.main)
+        self._local.stream = stream
+        try:
+            yield stream
+        finally:
+            self._local.stream = before
+
+    def record(self, stream: Stream, *, timing: bool = False) -> Event:
+        return ReferenceEvent(time.perf_counter() if self.wall_clock else stream.now)
+
+    def wait(self, stream: Stream, event: Event) -> None:
+        stream.now = max(stream.now, event.time)
+
+    def elapsed(self, start: Event, end: Event) -> float:
+        seconds: float = end.time - start.time
+        return seconds
+
+    def synchronize(self, device: torch.device) -> None:
+        pass
+
+    def capturing(self) -> bool:
+        return False
+
+    def saved(self, tensor: torch.Tensor, stream: Stream) -> None:
+        pass
+
+    def empty_device(
+        self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        return torch.empty_strided(size, stride, dtype=dtype, device=device)
+
+    def empty_host(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    def to_host(self, pairs: Pairs, stream: Stream) -> None:
+        for host, device in pairs:
+            host.copy_(device)
+        self._take(stream, pairs, self.d2h)
+
+    def to_device(self, pairs: Pairs, stream: Stream) -> None:
+        for host, device in pairs:
+            device.copy_(host)
+        self._take(stream, pairs, self.h2d)
+
+    def _take(self, stream: ReferenceStream, pairs: Pairs, bandwidth: float) -> None:
+        stream.now += self.latency + sum(host.nbytes for host, _ in pairs) / bandwidth
+
+    def compute(self, seconds: float) -> None:
+        """Let the current stream compute for some virtual seconds."""
+        self.current_stream(torch.device("cpu")).now += seconds
