@@ -1,0 +1,1 @@
+"""What happened: counters and statistics, measured timelines, plots."""

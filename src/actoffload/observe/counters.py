@@ -1,0 +1,178 @@
+"""Counting what happened, and the statistics that people see."""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+__all__ = ["Counters", "Reason", "Statistics"]
+
+
+class Reason(enum.Enum):
+    """Why a saved tensor stayed on the device."""
+
+    PARAMETER = "parameter"
+    BUFFER = "module buffer"
+    LEAF = "leaf that requires grad"
+    MARKED = "marked with mark_not_offload"
+    SMALL = "smaller than 256 x 1024 elements"
+    DEVICE = "not on the offloading device"
+    LAYOUT = "not strided"
+    SUBCLASS = "tensor subclass"
+    HOST_FULL = "no host memory left"
+    SHARED = "shared with a layer that stays"
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """What a context has done so far; a snapshot.
+
+    All sizes are in bytes.  Counts and sums run since the context was made or `reset_statistics` was called;
+    *now* values are those of the moment.
+
+    Parameters
+    ----------
+    passes : int
+        Forward passes begun.
+    tensors_saved, bytes_saved : int
+        Storages that autograd saved in the layers and that could leave, whether or not their layer was
+        scheduled to; each storage of a pass once.
+    tensors_offloaded, bytes_offloaded : int
+        Storages copied to the host, and bytes copied.
+    tensors_kept, bytes_kept : mapping of Reason to int
+        Saved tensors that could not leave, by reason.
+    reloaded_ahead, reloaded_on_demand : int
+        Storages copied back because the schedule said so; because backward needed one that nobody had asked
+        for in time.
+    bytes_reloaded : int
+        Bytes copied back.
+    stalls : int
+        Reloads on demand: compute waits for the whole copy.
+    resident_bytes, peak_resident_bytes : int
+        Bytes of the storages above that are on the device now, and their largest number.
+    host_bytes, host_bytes_used, host_bytes_high_water : int
+        Page-locked memory held now; the part in use now; the largest part ever in use.
+    """
+
+    passes: int = 0
+    tensors_saved: int = 0
+    bytes_saved: int = 0
+    tensors_offloaded: int = 0
+    bytes_offloaded: int = 0
+    tensors_kept: Mapping[Reason, int] = field(default_factory=dict)
+    bytes_kept: Mapping[Reason, int] = field(default_factory=dict)
+    reloaded_ahead: int = 0
+    reloaded_on_demand: int = 0
+    bytes_reloaded: int = 0
+    resident_bytes: int = 0
+    peak_resident_bytes: int = 0
+    host_bytes: int = 0
+    host_bytes_used: int = 0
+    host_bytes_high_water: int = 0
+
+    @property
+    def stalls(self) -> int:
+        """Reloads that nobody had asked for in time."""
+        return self.reloaded_on_demand
+
+    def __str__(self) -> str:
+        rows = [
+            ("saved", f"{self.tensors_saved} storages", self.bytes_saved),
+            ("offloaded", f"{self.tensors_offloaded} storages", self.bytes_offloaded),
+            (
+                "reloaded",
+                f"{self.reloaded_ahead} ahead, {self.reloaded_on_demand} on demand (stalls)",
+                self.bytes_reloaded,
+            ),
+            ("resident", f"peak {mebibytes(self.peak_resident_bytes)}", self.resident_bytes),
+            (
+                "host memory",
+                f"in use {mebibytes(self.host_bytes_used)}, at most {mebibytes(self.host_bytes_high_water)}",
+                self.host_bytes,
+            ),
+        ]
+        rows += [
+            ("kept", f"{count} tensors: {reason.value}", self.bytes_kept[reason])
+            for reason, count in self.tensors_kept.items()
+        ]
+        return "\n".join(f"{name:<12}{mebibytes(size):>14}   {what}" for name, what, size in rows)
+
+
+def mebibytes(nbytes: int) -> str:
+    """Return a size as people read it."""
+    return f"{nbytes / 2**20:.1f} MiB"
+
+
+class Counters:
+    """The running sums behind `Statistics`, as plain attributes guarded by the lock of the engine.
+
+    Finalizers, which may run in any thread and in the middle of anything, use `freed` alone.
+    """
+
+    def __init__(self) -> None:
+        self._freed: deque[int] = deque()
+        self._resident = 0
+        self.reset()
+
+    def reset(self) -> None:
+        """Start every count and sum anew; what is resident now is the new peak."""
+        self.passes = 0
+        self.tensors_saved = 0
+        self.bytes_saved = 0
+        self.tensors_offloaded = 0
+        self.bytes_offloaded = 0
+        self.reloaded_ahead = 0
+        self.reloaded_on_demand = 0
+        self.bytes_reloaded = 0
+        self._kept: dict[Reason, list[int]] = {}
+        self._peak = self.resident_bytes
+
+    def keep(self, reason: Reason, nbytes: int, count: int = 1) -> None:
+        """Tensors stay for a reason."""
+        entry = self._kept.setdefault(reason, [0, 0])
+        entry[0] += count
+        entry[1] += nbytes
+
+    def rise(self, nbytes: int) -> None:
+        """Bytes came to the device, or left it if negative."""
+        if self._freed:
+            self._settle()
+        self._resident += nbytes
+        if self._resident > self._peak:
+            self._peak = self._resident
+
+    def freed(self, nbytes: int) -> None:
+        """Bytes left the device; may be called from a finalizer, without the lock."""
+        self._freed.append(nbytes)
+
+    def _settle(self) -> None:
+        while self._freed:
+            self._resident -= self._freed.popleft()
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes resident now."""
+        self._settle()
+        return self._resident
+
+    def snapshot(self, *, host_bytes: int, host_bytes_used: int, host_bytes_high_water: int) -> Statistics:
+        """Return the sums as statistics."""
+        return Statistics(
+            passes=self.passes,
+            tensors_saved=self.tensors_saved,
+            bytes_saved=self.bytes_saved,
+            tensors_offloaded=self.tensors_offloaded,
+            bytes_offloaded=self.bytes_offloaded,
+            tensors_kept={reason: entry[0] for reason, entry in self._kept.items()},
+            bytes_kept={reason: entry[1] for reason, entry in self._kept.items()},
+            reloaded_ahead=self.reloaded_ahead,
+            reloaded_on_demand=self.reloaded_on_demand,
+            bytes_reloaded=self.bytes_reloaded,
+            resident_bytes=self.resident_bytes,
+            peak_resident_bytes=self._peak,
+            host_bytes=host_bytes,
+            host_bytes_used=host_bytes_used,
+            host_bytes_high_water=host_bytes_high_water,
+        )

@@ -1,0 +1,280 @@
+"""Measuring a step: device memory, times side by side, the link, and what the measurements were made on.
+
+Nothing here is used by the engine.  The gallery, the benchmarks and the GPU tests measure with these functions,
+and a program may measure itself with them.  They work on any accelerator of `torch.accelerator` and, without
+one, on the CPU that plays the reference device.
+"""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from statistics import median
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from ..schedule.costs import Link
+
+__all__ = [
+    "DeviceInfo",
+    "MemoryMeter",
+    "describe_device",
+    "measure_link",
+    "measure_peak",
+    "measure_step_times",
+]
+
+REFERENCE = "reference device (CPU)"
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceInfo:
+    """What a measurement was made on.
+
+    Parameters
+    ----------
+    name : str
+        Name of the accelerator, or ``"reference device (CPU)"``.
+    reference : bool
+        True if there is no accelerator: bytes are exact then, times say nothing about a GPU.
+    driver : str
+        Version of the accelerator's driver; empty on the reference device.
+    torch, python : str
+        Versions.
+    """
+
+    name: str
+    reference: bool
+    driver: str
+    torch: str
+    python: str
+
+    def __str__(self) -> str:
+        driver = f", driver {self.driver}" if self.driver else ""
+        return f"{self.name}{driver}, torch {self.torch}, Python {self.python}"
+
+
+def describe_device() -> DeviceInfo:
+    """Return what the current accelerator is, or that there is none."""
+    reference = not torch.accelerator.is_available()
+    name = REFERENCE if reference else str(torch.get_device_module().get_device_name())
+    return DeviceInfo(name, reference, "" if reference else _driver(), torch.__version__, platform.python_version())
+
+
+def _driver() -> str:
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+    return done.stdout.split("\n", 1)[0].strip() or "unknown"
+
+
+class MemoryMeter:
+    """Device memory in use while a ``with`` block runs.
+
+    On an accelerator the numbers are the caching allocator's: bytes in tensors, not bytes reserved.  Without one,
+    the storages that are created in the block are followed until they are freed; memory from before the block
+    does not count then, nor what a kernel takes and frees within itself.
+
+    Attributes
+    ----------
+    peak_bytes : int
+        Largest number of bytes in use; known when the block is left.
+    samples : list of (float, int)
+        Seconds since the first sample, and bytes in use, for each call of `sample`; known when the block is
+        left.  Seconds are those at which the device came to that point of the current stream.
+
+    Examples
+    --------
+    >>> from actoffload.observe.measure import MemoryMeter
+    >>> with MemoryMeter() as meter:
+    ...     a = torch.zeros(2**18)
+    ...     del a
+    ...     meter.sample()
+    >>> meter.peak_bytes >= 2**20
+    True
+    """
+
+    def __init__(self) -> None:
+        self._device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        self._storages = _Storages() if self._device is None else None
+        self._marks: list[tuple[Any, int]] = []
+        self.peak_bytes = 0
+        self.samples: list[tuple[float, int]] = []
+
+    def __enter__(self) -> MemoryMeter:
+        if self._storages is not None:
+            self._storages.__enter__()
+        else:
+            torch.accelerator.synchronize()
+            torch.accelerator.reset_peak_memory_stats()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._storages is not None:
+            self._storages.__exit__(kind, error, traceback)
+            self.peak_bytes = self._storages.peak
+            self.samples = [(mark - self._marks[0][0], nbytes) for mark, nbytes in self._marks]
+        else:
+            torch.accelerator.synchronize()
+            self.peak_bytes = torch.accelerator.max_memory_allocated()
+            first = self._marks[0][0] if self._marks else None
+            self.samples = [(first.elapsed_time(mark) * 1e-3, nbytes) for mark, nbytes in self._marks]
+        self._marks.clear()
+
+    def sample(self, *_: Any) -> None:
+        """Note the bytes in use at this point; takes any arguments, so that it can be a hook."""
+        if self._storages is not None:
+            self._marks.append((time.perf_counter(), self._storages.now))
+        else:
+            event = torch.Event(self._device, enable_timing=True)
+            event.record()
+            self._marks.append((event, torch.accelerator.memory_allocated()))
+
+
+class _Storages(TorchDispatchMode):
+    """Bytes of the storages that operations create while this mode is on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._alive: dict[int, weakref.ref[Any]] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        before = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided:
+                self._follow(tensor.untyped_storage(), before)
+        return result
+
+    def _follow(self, storage: torch.UntypedStorage, before: set[int]) -> None:
+        key, nbytes = storage._cdata, storage.nbytes()
+        if key in self._alive or key in before:
+            return
+
+        def freed(_: Any) -> None:
+            del self._alive[key]
+            self.now -= nbytes
+
+        self._alive[key] = weakref.ref(storage, freed)
+        self.now += nbytes
+        self.peak = max(self.peak, self.now)
+
+
+def measure_peak(function: Callable[[], object], warmup: int = 2) -> int:
+    """Return the peak of device memory while a function runs, usually one training step.
+
+    Parameters
+    ----------
+    function : callable
+        Run without arguments.
+    warmup : int
+        Runs before the one that is measured: the first ones allocate what stays, gradients for instance.
+
+    Returns
+    -------
+    int
+        Bytes; see `MemoryMeter`.
+    """
+    for _ in range(warmup):
+        function()
+    with MemoryMeter() as meter:
+        function()
+    return meter.peak_bytes
+
+
+def measure_step_times(
+    arms: Mapping[str, Callable[[], object]], *, repeats: int = 7, steps: int = 1, warmup: int = 2
+) -> dict[str, list[float]]:
+    """Time several functions side by side.
+
+    The repeats are interleaved, so that a clock that drifts or another program meets all of them alike.
+    Each measurement follows an untimed run of the same function and covers `steps` runs without a pause
+    between them, from the first to the last work on the current stream.
+
+    Parameters
+    ----------
+    arms : mapping of str to callable
+        What to time, by name.
+    repeats : int
+        Measurements of each.
+    steps : int
+        Runs in one measurement.
+    warmup : int
+        Runs of each before the first measurement.
+
+    Returns
+    -------
+    dict of str to list of float
+        Seconds for one run; one entry for each repeat.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in arms}
+    for function in arms.values():
+        for _ in range(warmup):
+            function()
+    for _ in range(repeats):
+        for name, function in arms.items():
+            function()
+            seconds[name].append(_time(function, steps))
+    return seconds
+
+
+def _time(function: Callable[[], object], steps: int) -> float:
+    if not torch.accelerator.is_available():
+        begun = time.perf_counter()
+        for _ in range(steps):
+            function()
+        return (time.perf_counter() - begun) / steps
+    device = torch.accelerator.current_accelerator()
+    start, end = torch.Event(device, enable_timing=True), torch.Event(device, enable_timing=True)
+    torch.accelerator.synchronize()
+    start.record()
+    for _ in range(steps):
+        function()
+    end.record()
+    torch.accelerator.synchronize()
+    return float(start.elapsed_time(end)) * 1e-3 / steps
+
+
+def measure_link(nbytes: int = 2**28, repeats: int = 8) -> Link:
+    """Measure the bandwidth between the device and page-locked host memory, one direction at a time.
+
+    Parameters
+    ----------
+    nbytes : int
+        Bytes of one copy.
+    repeats : int
+        Copies in each direction; the median counts.
+
+    Returns
+    -------
+    Link
+        Bytes per second.  On the reference device, those of a copy within host memory.
+    """
+    reference = not torch.accelerator.is_available()
+    device = torch.device("cpu") if reference else torch.accelerator.current_accelerator()
+    on_device = torch.empty(nbytes, dtype=torch.uint8, device=device)
+    on_host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=not reference)
+    arms: dict[str, Callable[[], object]] = {
+        "d2h": lambda: on_host.copy_(on_device, non_blocking=True),
+        "h2d": lambda: on_device.copy_(on_host, non_blocking=True),
+    }
+    times = measure_step_times(arms, repeats=repeats)
+    return Link(d2h=nbytes / median(times["d2h"]), h2d=nbytes / median(times["h2d"]))
