@@ -1,0 +1,1 @@
+"""HOW: carrying a plan out on the tensors that autograd saves."""

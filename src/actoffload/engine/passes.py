@@ -1,0 +1,309 @@
+"""One pass: one forward of the model and the backward that belongs to it.
+
+A pass belongs to its graph.  Several may be in flight, in any order; a pass whose graph is thrown away simply
+ends.  Nothing here counts iterations, and nothing has to be reset.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..device.base import Backend
+from ..observe.counters import Counters, Reason
+from ..schedule.plan import Do, Plan, When
+from ..schedule.timeline import Kind
+from . import notes
+from .eligibility import stays
+from .geometry import View
+from .layer import Layer, Phase
+from .marks import Mark
+from .saved import Kept, Moved
+from .storage import Home, SavedStorage, Where
+from .transfer import HOME, Transfers
+
+if TYPE_CHECKING:
+    from ..observe.recorder import TimelineRecorder
+
+__all__ = ["Engine", "HostMemoryWarning", "Pass"]
+
+
+class HostMemoryWarning(UserWarning):
+    """There was no host memory for a saved tensor, which therefore stayed on the device."""
+
+
+class Engine:
+    """What the passes of one context share: the plan, the device, the transfers and the counters.
+
+    Parameters
+    ----------
+    plan : Plan
+        What to do at which event.
+    backend : Backend
+        The kind of device.
+    max_host_bytes : int or None
+        Limit of the host memory held for each device.
+    stream : Stream or None
+        The program's own stream for all transfers.
+    """
+
+    def __init__(self, plan: Plan, backend: Backend, max_host_bytes: int | None = None, stream: object = None) -> None:
+        self.plan = plan
+        self.backend = backend
+        self.counters = Counters()
+        self.lock = threading.RLock()
+        self.recorder: TimelineRecorder | None = None
+        self._max_host_bytes = max_host_bytes
+        self._stream = stream
+        self._transfers: dict[torch.device, Transfers] = {}
+        self._warned = False
+
+    def transfers(self, device: torch.device) -> Transfers:
+        """Return the streams and the host pool that serve a device."""
+        found = self._transfers.get(device)
+        if found is None:
+            found = Transfers(self.backend, device, self._max_host_bytes, self._stream)
+            found.recorder = self.recorder
+            self._transfers[device] = found
+        return found
+
+    @property
+    def all_transfers(self) -> list[Transfers]:
+        """The transfers of every device seen so far."""
+        return list(self._transfers.values())
+
+    def record(self, recorder: TimelineRecorder | None) -> None:
+        """Install a recorder, or remove it."""
+        self.recorder = recorder
+        for transfers in self.all_transfers:
+            transfers.recorder = recorder
+
+    def warn_once(self, refusal: str) -> None:
+        """Tell the user that a tensor stays because the host has no room, the first time."""
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"A saved tensor stays on the device: {refusal}. Gradients are the same, the memory is not saved; "
+                "this is said once, the statistics count every tensor.",
+                HostMemoryWarning,
+                stacklevel=2,
+            )
+
+
+class Pass:
+    """State of one pass.
+
+    Parameters
+    ----------
+    engine : Engine
+        What it shares with other passes.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.backend: Backend = engine.backend
+        self.counters: Counters = engine.counters
+        self.lock = engine.lock
+        self.layers: list[Layer] = []
+        self.aborted = False
+        self.backward_begun = False
+        self._storages: dict[int, weakref.ref[SavedStorage]] = {}
+        self._homes: dict[torch.device, Home] = {}
+        self._stay = frozenset(range(engine.plan.model_layers)) - set(engine.plan.offloaded)
+        self._planned = bool(engine.plan.steps)
+        self._task = -1
+        self._started: set[int] = set()
+        self._ended: set[int] = set()
+        with engine.lock:
+            engine.counters.passes += 1
+
+    # Forward
+
+    @property
+    def open(self) -> bool:
+        """Whether the next layer that starts belongs to this pass."""
+        if self.aborted or self.backward_begun or len(self.layers) >= self.engine.plan.model_layers:
+            return False
+        return not self.layers or self.layers[-1].goes_on
+
+    def forward_start(self) -> Layer:
+        """Begin the forward of the next layer."""
+        layer = Layer(len(self.layers), self.backend.capturing())
+        with self.lock:
+            self.layers.append(layer)
+            self._event(When.FORWARD_START, layer.index)
+        return layer
+
+    def forward_end(self, layer: Layer) -> None:
+        """End the forward of a layer."""
+        with self.lock:
+            self._refused(layer.end())
+            for reason, (count, nbytes) in layer.kept.items():
+                self.counters.keep(reason, nbytes, count)
+            layer.kept.clear()
+            self._finish(Kind.FORWARD, layer.index)
+            self._event(When.FORWARD_END, layer.index)
+
+    def packer(self, layer: Layer) -> Callable[[torch.Tensor], Kept | Moved]:
+        """Return the pack hook of a layer: it takes each tensor that autograd saves."""
+        token, backend, owned, kept, index = layer.token, self.backend, layer.owned, layer.kept, layer.index
+        assert token is not None
+
+        def pack(tensor: torch.Tensor) -> Kept | Moved:
+            reason = stays(tensor, backend, owned)
+            if reason is not None:
+                count = kept.get(reason)
+                if count is None:
+                    count = kept[reason] = [0, 0]
+                count[0] += 1
+                count[1] += tensor.nbytes
+                return Kept(tensor, token)
+            probe = tensor.detach()
+            view = View.of(tensor)
+            return Moved(self, index, self._save(layer, tensor, view, probe), view, probe, token)
+
+        return pack
+
+    def _save(self, layer: Layer, tensor: torch.Tensor, view: View, probe: torch.Tensor) -> SavedStorage:
+        """Return the storage of a saved tensor; it starts to leave at once if the plan says so."""
+        memory = tensor.untyped_storage()
+        key, version = memory._cdata, tensor._version
+        device = self.backend.place(tensor)
+        with self.lock:
+            home = self._home(device)
+            stream = self.backend.current_stream(device)
+            if stream not in home.streams:
+                home.streams.append(stream)
+            ref = self._storages.get(key)
+            storage = None if ref is None else ref()
+            if ref is None or storage is None or not self._usable(storage, version, layer, view):
+                storage = SavedStorage(tensor, memory, home, stream)
+                self._storages[key] = ref = weakref.ref(storage)
+            if layer.index not in storage.layers:
+                layer.storages.append(ref)
+                storage.layers[layer.index] = storage.where is Where.HOST
+                if storage.where is Where.LEAVING and self._planned and layer.index in self._stay:
+                    self.counters.keep(Reason.SHARED, storage.nbytes)
+            storage.add(view, probe)
+            self.backend.saved(tensor, stream)
+            note = notes.take_final(key, version) if notes.any_final() else None
+            if note is not None:
+                storage.ready = Mark(note.event, HOME, 0, note.captured)
+                if note.whole:
+                    storage.add_whole()
+            elif not layer.eager and not self._planned:
+                storage.ready = home.transfers.mark(stream, HOME, layer.captured)
+            if layer.eager and not storage.refused:
+                if not storage.leave(layer.index, layer.captured, ended=False):
+                    self._refused([storage])
+                storage.ready = None
+            if self.engine.recorder is not None:
+                self.engine.recorder.level()
+        return storage
+
+    @staticmethod
+    def _usable(storage: SavedStorage, version: int, layer: Layer, view: View) -> bool:
+        if storage.version != version or storage.where is Where.BACK:
+            return False
+        # Gone from the device by the plan while somebody else still holds it: its host copy serves an
+        # offloaded layer, but a layer that stays needs no copy at all.
+        return storage.where is not Where.HOST or (layer.eager and storage.holds(view))
+
+    def _refused(self, storages: list[SavedStorage]) -> None:
+        for storage in storages:
+            self.counters.keep(Reason.HOST_FULL, storage.nbytes)
+            self.engine.warn_once(storage.refused)
+
+    def _home(self, device: torch.device) -> Home:
+        home = self._homes.get(device)
+        if home is None:
+            home = self._homes[device] = Home(self.engine.transfers(device), self.counters, [])
+        return home
+
+    # Backward
+
+    def fetch(self, index: int, storage: SavedStorage, view: View, probe: torch.Tensor) -> torch.Tensor:
+        """Return a tensor that a layer saved, on the device; the unpack hook."""
+        if index not in self._started or self._task != torch._C._current_graph_task_id():
+            self.backward_reached(index)
+        with self.lock:
+            tensor = storage.fetch(view, probe, index)
+            if self.engine.recorder is not None:
+                self.engine.recorder.level()
+            return tensor
+
+    def backward_reached(self, index: int) -> None:
+        """Backward has come to the start of a layer, or uses something that it saved."""
+        task = torch._C._current_graph_task_id()
+        if task == -1:  # somebody looks at a node's saved tensors outside of any backward
+            return
+        if task == self._task and index in self._started:
+            return
+        with self.lock:
+            if task != self._task:
+                self._end_backward()  # of a backward that an exception ended
+                self._task = task
+                self.backward_begun = True
+                torch.autograd.Variable._execution_engine.queue_callback(self._callback(task))
+            if index in self._started:
+                return
+            self._end_behind(index)
+            self._started.add(index)
+            self._event(When.BACKWARD_START, index)
+
+    def _callback(self, task: int) -> Callable[[], None]:
+        def ended() -> None:
+            with self.lock:
+                if self._task == task:
+                    self._end_backward()
+
+        return ended
+
+    def _end_backward(self) -> None:
+        self._end_behind(-1)
+        self._task = -1
+        self._started.clear()
+        self._ended.clear()
+
+    def _end_behind(self, index: int) -> None:
+        """End the backward of every layer behind one: in a sequential model that of the next."""
+        for k in sorted((k for k in self._started - self._ended if k > index), reverse=True):
+            self._ended.add(k)
+            self.layers[k].evict()
+            self._finish(Kind.BACKWARD, k)
+            self._event(When.BACKWARD_END, k)
+
+    # Events
+
+    def _event(self, when: When, index: int) -> None:
+        for action in self.engine.plan.at(when, index):
+            if action.layer < len(self.layers):
+                self.do(action.do, action.layer)
+        recorder = self.engine.recorder
+        if recorder is not None:
+            recorder.level()
+            if when is When.FORWARD_START:
+                recorder.begin(self, Kind.FORWARD, index)
+            elif when is When.BACKWARD_START:
+                recorder.begin(self, Kind.BACKWARD, index)
+
+    def do(self, action: Do, index: int) -> None:
+        """Carry out one action on a layer; what does not apply any more is passed over."""
+        layer = self.layers[index]
+        if action is Do.OFFLOAD and layer.phase is Phase.FORWARD:
+            layer.eager = True
+        elif action is Do.OFFLOAD and layer.phase is Phase.SAVED:
+            self._refused(layer.offload())
+        elif action is Do.RELEASE and layer.phase is Phase.OFFLOADING:
+            layer.release()
+        elif action is Do.RELOAD and layer.phase is Phase.RELEASED:
+            layer.reload()
+
+    def _finish(self, kind: Kind, index: int) -> None:
+        if self.engine.recorder is not None:
+            self.engine.recorder.finish(self, kind, index)

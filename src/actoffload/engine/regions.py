@@ -1,0 +1,97 @@
+"""Which bytes of a storage move: enough for every saved view, once, and no more.
+
+`[Note: regions]`  A view that covers most of the stretch in which it lies moves as that stretch, in one piece and
+without a kernel.  A view that covers less than half of it, a slice of each row say, waits until its layer has ended:
+the rest of the row is often saved too (the query, key and value of one projection), and then the stretch moves
+once.  If it stays alone, its elements move and nothing else.  A stretch that is nearly the whole storage is
+rounded up to it, so that a view which reaches a little further is covered as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from .geometry import GRAIN, View
+from .hostpool import HostBuffer
+
+__all__ = ["Piece", "dense", "loose_pieces", "reload_spans"]
+
+
+@dataclass(slots=True)
+class Piece:
+    """A part of a storage that moves as one copy.
+
+    Parameters
+    ----------
+    start, stop : int
+        The stretch of the storage, in bytes.
+    elements : View or None
+        None if the whole stretch moves; else only these elements of it.
+    host : HostBuffer or None
+        Where the copy is.
+    """
+
+    start: int
+    stop: int
+    elements: View | None = None
+    host: HostBuffer | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that move."""
+        return self.stop - self.start if self.elements is None else self.elements.covered
+
+    def holds(self, view: View) -> bool:
+        """Whether every element of a view moves with this piece."""
+        if self.elements is not None:
+            same = (view.compact, view.offset, view.dtype.itemsize)
+            return same == (self.elements.compact, self.elements.offset, self.elements.dtype.itemsize)
+        start, stop = view.extent
+        return self.start <= start and stop <= self.stop
+
+
+def _stretch(start: int, stop: int, nbytes: int) -> tuple[int, int]:
+    if (stop - start) * 8 >= nbytes * 7:
+        return 0, nbytes
+    return start // GRAIN * GRAIN, min(nbytes, -(-stop // GRAIN) * GRAIN)
+
+
+def dense(view: View, nbytes: int) -> Piece | None:
+    """Return the piece with which a view moves at once, or None if it covers too little of its stretch.
+
+    Parameters
+    ----------
+    view : View
+        A saved tensor.
+    nbytes : int
+        Size of its storage in bytes.
+    """
+    start, stop = _stretch(*view.extent, nbytes)
+    return Piece(start, stop) if view.covered * 2 >= stop - start else None
+
+
+def loose_pieces(views: Sequence[View], nbytes: int) -> list[Piece]:
+    """Return the pieces for views that cover too little each: together, or element by element."""
+    distinct: list[View] = []
+    for view in views:
+        if not any(Piece(*other.extent, other).holds(view) for other in distinct):
+            distinct.append(view)
+    start, stop = _stretch(min(v.extent[0] for v in distinct), max(v.extent[1] for v in distinct), nbytes)
+    if sum(view.covered for view in distinct) * 2 >= stop - start:
+        return [Piece(start, stop)]
+    return [Piece(*view.extent, None if view.overlaps else view) for view in distinct]
+
+
+def reload_spans(pieces: Iterable[Piece]) -> list[tuple[int, int]]:
+    """Return the stretches of device memory into which pieces come back: one, unless most of it were empty."""
+    stretches = sorted((piece.start // GRAIN * GRAIN, piece.stop) for piece in pieces)
+    spans: list[tuple[int, int]] = []
+    for start, stop in stretches:
+        if spans and start <= spans[-1][1]:
+            spans[-1] = (spans[-1][0], max(stop, spans[-1][1]))
+        else:
+            spans.append((start, stop))
+    whole = (spans[0][0], spans[-1][1])
+    filled = sum(stop - start for start, stop in spans)
+    return [whole] if filled * 2 >= whole[1] - whole[0] else spans

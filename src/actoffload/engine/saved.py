@@ -1,0 +1,79 @@
+"""What autograd holds in place of a saved tensor.
+
+`[Note: in-place edits]`  With hooks installed autograd does not compare version counters any more, so the objects
+here do.  Each holds a detached alias of its tensor: an alias shares the version counter, but not the graph (the
+tensor itself would close a cycle through its own node).  When the memory leaves the device the alias is hollowed
+out, its data replaced by an empty tensor; the counter stays shared.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from .geometry import View
+from .storage import SavedStorage
+
+if TYPE_CHECKING:
+    from .layer import Token
+    from .passes import Pass
+
+__all__ = ["Kept", "Moved", "unpack"]
+
+
+class Kept:
+    """A saved tensor that stays on the device."""
+
+    __slots__ = ("alias", "token", "version")
+
+    def __init__(self, tensor: torch.Tensor, token: Token) -> None:
+        # A leaf has no node, so it can be held itself; what comes back is then the parameter, not an alias.
+        self.alias = tensor if tensor.is_leaf else tensor.detach()  # [keep: kept tensor]
+        self.version = tensor._version
+        self.token = token
+
+    def unpack(self) -> torch.Tensor:
+        """Return the tensor, for autograd."""
+        alias = self.alias
+        if alias._version != self.version:
+            raise _changed(alias, alias.size(), self.version)
+        return alias
+
+
+class Moved:
+    """A saved tensor whose storage may leave the device."""
+
+    __slots__ = ("index", "owner", "probe", "storage", "token", "version", "view")
+
+    def __init__(
+        self, owner: Pass, index: int, storage: SavedStorage, view: View, probe: torch.Tensor, token: Token
+    ) -> None:
+        self.owner = owner
+        self.index = index
+        self.storage = storage  # [keep: host copy]
+        self.view = view
+        self.probe = probe
+        self.version = probe._version
+        self.token = token
+
+    def unpack(self) -> torch.Tensor:
+        """Return the tensor, for autograd; reload it if that has not happened yet."""
+        if self.probe._version != self.version:
+            raise _changed(self.probe, self.view.size, self.version)
+        return self.owner.fetch(self.index, self.storage, self.view, self.probe)
+
+
+def unpack(saved: Kept | Moved) -> torch.Tensor:
+    """Turn what autograd holds back into the tensor; the unpack hook."""
+    return saved.unpack()
+
+
+def _changed(alias: torch.Tensor, size: tuple[int, ...], version: int) -> RuntimeError:
+    shape = ", ".join(map(str, size))
+    return RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace operation: "
+        f"[{alias.type()} [{shape}]] is at version {alias._version}; expected version {version} instead. "
+        "It was saved inside an offloading context; change a copy of it, or change it before it is used. "
+        "torch.autograd.set_detect_anomaly(True) shows where it was used."
+    )

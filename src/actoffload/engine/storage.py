@@ -1,0 +1,350 @@
+"""One storage that autograd saved in one pass: moved once, however many tensors and layers view it."""
+
+from __future__ import annotations
+
+import enum
+import sys
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import torch
+
+from ..device.base import Pairs, Stream
+from ..observe.counters import Counters
+from .geometry import View, raw
+from .marks import Mark
+from .regions import Piece, dense, loose_pieces, reload_spans
+from .transfer import Transfers
+from .weak import StorageRef
+
+__all__ = ["Home", "SavedStorage", "Where", "reload"]
+
+
+class Where(enum.Enum):
+    """Where the bytes are."""
+
+    DEVICE = "on the device"
+    LEAVING = "on the device, copied or being copied to the host"
+    HOST = "on the host only"
+    BACK = "on the host and, again, on the device"
+
+
+@dataclass(slots=True)
+class Home:
+    """What serves one device in one pass, and the streams on which the pass saved tensors there."""
+
+    transfers: Transfers
+    counters: Counters
+    streams: list[Stream]
+
+
+_hollow: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
+
+
+def hollow(probe: torch.Tensor) -> None:
+    """Take the memory out of a detached tensor; it still shares the version counter of the original."""
+    key = (probe.dtype, probe.device)
+    empty = _hollow.get(key)
+    if empty is None:
+        empty = _hollow[key] = torch.empty(0, dtype=probe.dtype, device=probe.device)
+    probe.data = empty
+
+
+class SavedStorage:
+    """A storage between its saving and the last backward that needs it.
+
+    Only the objects that autograd holds refer to it strongly; when the last of them is dropped, everything is
+    given back, whatever the state.  So there is no pass to end and nothing to reset.  The pass that owns it
+    guards all methods but the finalizer with one lock.
+
+    Nearly every storage of a model is saved as one contiguous tensor that fills it.  Such a *plain* storage is
+    copied from and to tensors of its own type and shape; everything else goes through byte views.
+
+    Parameters
+    ----------
+    tensor : torch.Tensor
+        The first tensor saved on this storage.
+    memory : torch.UntypedStorage
+        Its storage.
+    home : Home
+        Streams and counters of its pass.
+    stream : Stream
+        The stream on which it was saved; its memory is freed, and taken again, in the order of this one.
+    """
+
+    # Defaults of the class, so that making one sets only what differs: a training step makes many.
+    where = Where.DEVICE
+    refused = ""  # why the host did not take it
+    ready: Mark | None = None  # after what copies out must come; None for the moment at which they are queued
+    left: Mark | None = None  # after its copies out; None as long as more may come
+    _plain: View | None = None  # the layout of a plain storage
+    _typed: torch.Tensor | None = None  # and its host copy, if that is in one part
+    _loose: Sequence[View] = ()  # saved, and waiting for the end of the layer
+    _pieces: Sequence[Piece] = ()
+    _buffers: Sequence[tuple[int, int, torch.Tensor]] = ()
+    _arrived: Mark | None = None
+    _awaited = True
+    _users: Sequence[Stream] = ()
+
+    def __init__(self, tensor: torch.Tensor, memory: torch.UntypedStorage, home: Home, stream: Stream) -> None:
+        self.home = home
+        self.stream = stream
+        self.device = tensor.device
+        self.version = tensor._version
+        self.nbytes = self._resident = memory.nbytes()
+        self.layers: dict[int, bool] = {}  # who saved it -> has let go of the device memory
+        self._source: torch.UntypedStorage | None = memory  # [keep: source until copied]
+        self._weak = StorageRef(memory)  # [keep: address of the storage]
+        self._new: list[View] = []  # saved, and not looked at yet
+        self._probes: list[torch.Tensor] = []
+        counters = home.counters
+        counters.tensors_saved += 1
+        counters.bytes_saved += self.nbytes
+        counters.rise(self.nbytes)
+
+    # Saving
+
+    def add(self, view: View, probe: torch.Tensor) -> None:
+        """Take in one more saved tensor: its layout, and a detached alias that carries its version counter."""
+        if self.where is Where.HOST:
+            hollow(probe)
+            return
+        if not self._probes and probe.nbytes == self.nbytes and probe.is_contiguous() and not view.lazy:
+            self._plain = view
+        self._probes.append(probe)
+        self._new.append(view)
+
+    def add_whole(self) -> None:
+        """Move the whole storage, whatever the saved views cover."""
+        self._new.append(View(torch.uint8, torch.Size((self.nbytes,)), (1,), 0, False, False))
+
+    @property
+    def incomplete(self) -> bool:
+        """Whether something that was saved is not copied yet."""
+        return bool(self._new or self._loose)
+
+    def holds(self, view: View) -> bool:
+        """Whether the host copy has every element of a view."""
+        return any(piece.holds(view) for piece in self._pieces)
+
+    # Leaving
+
+    def leave(self, layer: int, captured: bool, *, ended: bool) -> bool:
+        """Queue copies of what was saved and is not copied yet; False if the host has no memory for it.
+
+        Parameters
+        ----------
+        layer : int
+            For whom, in the timeline.
+        captured : bool
+            A graph is being captured.
+        ended : bool
+            The layer has ended: nothing more will be saved that could complete a stretch.
+        """
+        if self._source is None or self.refused:
+            return not self.refused
+        for view in self._new:
+            if view is self._plain and not self._pieces:
+                piece: Piece | None = Piece(0, self.nbytes)
+            elif self.holds(view):
+                continue
+            else:
+                piece = dense(view, self.nbytes)
+            if piece is None:
+                self._loose = (*self._loose, view)
+            elif not self._copy(piece, layer, captured):
+                return False
+        self._new.clear()
+        if ended and self._loose:
+            loose = [view for view in self._loose if not self.holds(view)]
+            self._loose = ()
+            for piece in loose_pieces(loose, self.nbytes) if loose else ():
+                if not self._copy(piece, layer, captured):
+                    return False
+        return True
+
+    def _copy(self, piece: Piece, layer: int, captured: bool) -> bool:
+        transfers, source = self.home.transfers, self._source
+        assert source is not None
+        host = transfers.pool.take(piece.nbytes, captured=captured, whole=piece.elements is not None)
+        if host is None:
+            self.refused = transfers.pool.refusal
+            self._new.clear()
+            self._loose = ()
+            return False
+        piece.host = host
+        plain = self._plain
+        if plain is not None and not self._pieces:
+            self._typed = host.typed(plain.dtype, plain.size)
+        typed = self._typed
+        pairs = self._pairs(piece, source, 0) if typed is None else ((typed, self._probes[0]),)
+        transfers.to_host(pairs, host, self.stream, self.ready, layer, captured)
+        counters = self.home.counters
+        counters.tensors_offloaded += self.where is Where.DEVICE
+        counters.bytes_offloaded += host.nbytes
+        self.where = Where.LEAVING
+        self.left = None
+        self._pieces = (*self._pieces, piece)
+        return True
+
+    def _pairs(self, piece: Piece, memory: torch.UntypedStorage, base: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return the parts of a transfer of a piece; byte 0 of `memory` stands for byte `base`."""
+        assert piece.host is not None
+        if piece.elements is not None:
+            elements = piece.elements.elements(memory, base, self.device)
+            return [(piece.host.parts[0].view(elements.dtype).view(elements.shape), elements)]
+        pairs, start = [], piece.start - base
+        for part in piece.host.parts:
+            pairs.append((part, raw(memory, start, start + part.numel(), self.device)))
+            start += part.numel()
+        return pairs
+
+    def release(self, layer: int) -> None:
+        """Let a layer give up the device memory; it is freed when all layers that saved the storage have.
+
+        Home has waited for the copies of each of these layers before.
+        """
+        self.layers[layer] = True
+        if self.where is not Where.LEAVING or self.refused or self._new or self._loose:
+            return
+        if not all(self.layers.values()):
+            return
+        streams = self.home.streams
+        if len(streams) > 1:
+            self.home.transfers.order_behind(self.stream, streams)
+        for probe in self._probes:
+            hollow(probe)
+        self._probes.clear()
+        self._source = None
+        self.left = None
+        self._resident = 0
+        self.where = Where.HOST
+        self.home.counters.rise(-self.nbytes)
+
+    # Coming back
+
+    def allocate(self) -> None:
+        """Take device memory for what is on the host only; the current stream is the home stream."""
+        backend, place, plain = self.home.transfers.backend, self.home.transfers.device, self._plain
+        if plain is not None and self._typed is not None:
+            self._buffers = [(0, self.nbytes, backend.empty_device(plain.size, plain.stride, plain.dtype, place))]
+            self._resident = self.nbytes
+        else:
+            spans = reload_spans(self._pieces)
+            self._buffers = [(a, b, backend.empty_device((b - a,), (1,), torch.uint8, place)) for a, b in spans]
+            self._resident = sum(stop - start for start, stop in spans)
+        self.where = Where.BACK
+        self._awaited = False
+        self._users = ()
+        self.home.counters.rise(self._resident)
+
+    def come_back(self, layer: int, captured: bool, *, on_demand: bool) -> None:
+        """Queue the copies into the memory taken by `allocate`."""
+        nbytes = self.nbytes
+        pairs: Pairs
+        if self._typed is not None:
+            pairs = ((self._typed, self._buffers[0][2]),)
+        else:
+            parts: list[tuple[torch.Tensor, torch.Tensor]] = []
+            for piece in self._pieces:
+                start, buffer = self._buffer_of(piece.start, piece.stop)
+                parts += self._pairs(piece, buffer.untyped_storage(), start)
+            pairs, nbytes = parts, sum(piece.nbytes for piece in self._pieces)
+        self._arrived = self.home.transfers.to_device(pairs, layer, captured)
+        counters = self.home.counters
+        counters.bytes_reloaded += nbytes
+        if on_demand:
+            counters.reloaded_on_demand += 1
+        else:
+            counters.reloaded_ahead += 1
+
+    def _buffer_of(self, start: int, stop: int) -> tuple[int, torch.Tensor]:
+        return next((a, buffer) for a, b, buffer in self._buffers if a <= start and stop <= b)
+
+    def fetch(self, view: View, probe: torch.Tensor, layer: int) -> torch.Tensor:
+        """Return a saved tensor on the device, for the calling thread's current stream."""
+        if self.where is Where.DEVICE or self.where is Where.LEAVING:
+            return probe
+        transfers = self.home.transfers
+        if self.where is Where.HOST:
+            reload([self], layer, on_demand=True)
+        assert self._arrived is not None
+        current = transfers.backend.current_stream(transfers.device)
+        if current != self.stream:
+            transfers.use(current, self._arrived, layer)
+            self._users = (*self._users, current)
+        elif not self._awaited:
+            transfers.use(current, self._arrived, layer)
+            self._awaited = True
+        if view is self._plain and self._typed is not None:
+            return self._buffers[0][2]
+        start, buffer = self._buffer_of(*view.extent)
+        return view.on(buffer.untyped_storage(), start, self.device)
+
+    def evict(self) -> None:
+        """Free the device memory again; the host copy stays for the next backward through a retained graph."""
+        if self.where is Where.BACK:
+            self._free_buffers()
+            self.home.counters.rise(-self._resident)
+            self._resident = 0
+            self.where = Where.HOST
+
+    def _free_buffers(self) -> None:
+        transfers = self.home.transfers
+        if not self._awaited and self._arrived is not None:
+            transfers.join(self.stream, self.home.streams, self._arrived, min(self.layers, default=0))
+            self._awaited = True
+        for user in self._users:
+            transfers.join(self.stream, (), transfers.mark(user))
+        self._buffers = ()
+
+    # The end
+
+    def __del__(self) -> None:
+        try:
+            home = self.home
+            if self.where is Where.LEAVING:
+                left = self.left if self.left is not None else home.transfers.end_of_copies_out()
+                home.transfers.join(self.stream, home.streams, left, min(self.layers, default=0))
+            elif self.where is Where.BACK:
+                self._free_buffers()
+            fence = () if self._arrived is None else (self._arrived,)
+            for piece in self._pieces:
+                if piece.host is not None:
+                    home.transfers.pool.give_back(piece.host, fence)
+            home.counters.freed(self._resident)
+        except Exception:
+            # Half-built objects and an interpreter on its way out: there is nobody to tell and nothing to save.
+            if not sys.is_finalizing() and hasattr(self, "_resident"):
+                raise
+
+
+def reload(storages: Sequence[SavedStorage], layer: int, *, on_demand: bool = False) -> None:
+    """Bring storages back, the first one first; those that are on the device are passed over.
+
+    All device memory is taken before the first copy starts, so that one start mark serves all.  If it runs
+    out, those that got theirs come back all the same, and the error is the allocator's own.
+    """
+    groups: dict[tuple[int, Stream], list[SavedStorage]] = {}
+    for storage in storages:
+        if storage.where is Where.HOST:
+            groups.setdefault((id(storage.home.transfers), storage.stream), []).append(storage)
+    for (_, stream), group in groups.items():
+        _reload_group(group[0].home.transfers, stream, group, layer, on_demand)
+
+
+def _reload_group(transfers: Transfers, stream: Stream, group: list[SavedStorage], layer: int, on_demand: bool) -> None:
+    backend = transfers.backend
+    taken: list[SavedStorage] = []
+    try:
+        with nullcontext() if backend.current_stream(transfers.device) == stream else backend.on(stream):
+            for storage in group:
+                storage.allocate()
+                taken.append(storage)
+    finally:
+        if taken:
+            captured = backend.capturing()
+            transfers.begin_reload(stream)
+            for storage in taken:
+                storage.come_back(layer, captured, on_demand=on_demand)
