@@ -1,0 +1,113 @@
+"""Configuration of the site: pages in docs/, gallery sources in examples/, our extensions in docs/_ext/."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tomllib
+import warnings
+from pathlib import Path
+
+ROOT = Path(__file__).parent
+sys.path[:0] = [str(ROOT / "docs" / "_ext"), str(ROOT / "src")]
+
+from gallery_hooks import DeviceMemory  # noqa: E402 - lies in docs/_ext
+
+with (ROOT / "pyproject.toml").open("rb") as file:
+    _project = tomllib.load(file)["project"]
+
+project = _project["name"]
+version = release = _project["version"]
+author = "The actoffload authors"
+project_copyright = f"2026, {author}"
+
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.doctest",
+    "numpydoc",
+    "sphinx_design",
+    "sphinx_copybutton",
+    "sphinx_gallery.gen_gallery",
+    "recordings",
+    "python_refs",
+    "schedule_figures",
+]
+exclude_patterns = [
+    "_*",
+    "tools",
+    "recordings",
+    "gallery/backreferences",
+    "gallery/**/*.ipynb",
+    "gallery/**/*.md5",
+    "README.md",
+]
+nitpicky = True
+show_warning_types = True
+# The gallery's pages are generated into docs/gallery, where SG names them relative to docs/.
+root_doc = "index"
+
+# -- Pages ----------------------------------------------------------------------------------------------
+myst_enable_extensions = ["colon_fence", "deflist", "fieldlist", "substitution", "attrs_inline"]
+myst_heading_anchors = 3
+default_role = "py:obj"
+
+# -- API reference --------------------------------------------------------------------------------------
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+autodoc_typehints_format = "short"
+numpydoc_show_class_members = False
+numpydoc_class_members_toctree = False
+
+# -- Doctests: the same names as in conftest.py, for pages and docstrings ---------------------------------
+doctest_global_setup = "import torch\nimport actoffload\nfrom actoffload import *\n"
+
+# -- Gallery --------------------------------------------------------------------------------------------
+# The one-time notice of the reference device is a page's box here, and would show a machine's paths.
+warnings.filterwarnings("ignore", message="No accelerator found")
+
+sphinx_gallery_conf = {
+    "examples_dirs": "../examples",
+    "gallery_dirs": "gallery",
+    "filename_pattern": r"\.py$",  # every example is executed
+    "ignore_pattern": r"(^|[\\/])_[^\\/]*\.py$",  # helper modules are no pages
+    "within_subsection_order": "gallery_hooks.example_order",
+    "show_memory": DeviceMemory(),
+    "image_srcset": ["2x"],
+    "backreferences_dir": "gallery/backreferences",
+    "doc_module": ("actoffload",),
+    "download_all_examples": False,
+    "show_signature": False,
+    "remove_config_comments": True,
+    "plot_gallery": True,
+    "abort_on_example_error": False,
+}
+# "auto" executes on an accelerator and shows recorded runs elsewhere: see docs/_ext/recordings.py.
+recordings_mode = os.environ.get("ACTOFFLOAD_GALLERY", "auto")
+recordings_dir = "docs/recordings"
+recordings_package = "src/actoffload"
+
+# -- HTML -----------------------------------------------------------------------------------------------
+html_theme = "pydata_sphinx_theme"
+html_title = "actoffload"
+html_static_path = ["docs/_static"]
+templates_path = ["docs/_templates"]
+html_css_files = ["custom.css"]
+html_favicon = "docs/_static/logo.svg"
+html_show_sourcelink = False
+html_copy_source = False
+html_context = {"default_mode": "auto"}  # light or dark as the reader's system says
+html_sidebars = {"*": []}  # pages at the top have no section to navigate; those in folders keep the theme's
+html_theme_options = {
+    "logo": {"image_light": "_static/logo.svg", "image_dark": "_static/logo-dark.svg", "text": "actoffload"},
+    "show_prev_next": True,
+    "navbar_align": "left",
+    "header_links_before_dropdown": 7,
+    "navigation_with_keys": False,
+    "footer_start": ["copyright"],
+    "footer_end": ["theme-version"],
+    "pygments_light_style": "a11y-high-contrast-light",
+    "pygments_dark_style": "a11y-high-contrast-dark",
+}
+copybutton_prompt_text = r">>> |\.\.\. |\$ "
+copybutton_prompt_is_regexp = True

@@ -1,0 +1,64 @@
+"""What pytest needs for the whole tree: doctests in pages, names in doctests, and the markers' skips."""
+
+from __future__ import annotations
+
+from doctest import ELLIPSIS, NORMALIZE_WHITESPACE
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+
+collect_ignore = ["conf.py", "noxfile.py"]
+
+if find_spec("sybil") is None:  # a machine that runs the GPU tests only; `nox -s tests` always installs it
+    collect_ignore_glob = ["docs/*.md", "README.md"]
+else:
+    from sybil import Sybil
+    from sybil.parsers.myst import DocTestDirectiveParser, PythonCodeBlockParser
+
+    FLAGS = ELLIPSIS | NORMALIZE_WHITESPACE
+
+    def _names(namespace: dict[str, Any]) -> None:
+        namespace.update(doctest_names())
+
+    # On the pages the {doctest} blocks, which sphinx.ext.doctest runs in the build too; a plain block of
+    # Python there may be a fragment. In the README the blocks of Python are whole programs.
+    pages = Sybil(
+        parsers=[DocTestDirectiveParser(optionflags=FLAGS)],
+        patterns=["docs/*.md", "docs/*/*.md"],
+        setup=_names,
+    )
+    readme = Sybil(parsers=[PythonCodeBlockParser(doctest_optionflags=FLAGS)], patterns=["README.md"])
+    pytest_collect_file = (pages + readme).pytest()
+
+
+def doctest_names() -> dict[str, Any]:
+    """Names that every doctest may use without importing them, as in `doctest_global_setup` of conf.py."""
+    import torch
+
+    import actoffload
+
+    public = {name: getattr(actoffload, name) for name in actoffload.__all__}
+    return {"torch": torch, "actoffload": actoffload, **public}
+
+
+@pytest.fixture(autouse=True)
+def _doctest_names(request: pytest.FixtureRequest) -> None:
+    if isinstance(request.node, pytest.DoctestItem):
+        request.getfixturevalue("doctest_namespace").update(doctest_names())
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    marked = [
+        item for item in items if item.get_closest_marker("gpu") or item.get_closest_marker("multi_gpu")
+    ]
+    if not marked:
+        return
+    import torch
+
+    count = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+    for item in marked:
+        needed = 2 if item.get_closest_marker("multi_gpu") else 1
+        if count < needed:
+            reason = f"needs {needed} accelerator{'s' if needed > 1 else ''}, torch sees {count}"
+            item.add_marker(pytest.mark.skip(reason=reason))

@@ -1,0 +1,148 @@
+"""Sphinx extension: references to Python names that Sphinx alone does not resolve.
+
+The build is nitpicky and must pass offline, so intersphinx, which fetches inventories, is not used. Names
+of Python are looked up by importing them, so that a misspelt one stays a warning; those of PyTorch are
+listed, since its pages follow no single rule. A field of a documented dataclass leads to its class, where
+the fields are described.
+"""
+
+from __future__ import annotations
+
+import builtins
+import importlib
+import sys
+from typing import Any, TypeVar
+
+from docutils import nodes
+from sphinx.addnodes import pending_xref
+from sphinx.application import Sphinx
+from sphinx.environment import BuildEnvironment
+
+PYTHON = "https://docs.python.org/3/library/"
+TORCH = "https://docs.pytorch.org/docs/stable/"
+# The manual documents these under another name than the one that programs use.
+TORCH_NAMES = {
+    "torch.nn.Parameter": "torch.nn.parameter.Parameter",
+    "torch.accelerator.max_memory_allocated": "torch.accelerator.memory.max_memory_allocated",
+    "torch.accelerator.reset_peak_memory_stats": "torch.accelerator.memory.reset_peak_memory_stats",
+}
+TORCH_PAGES = {
+    "torch.Tensor": "tensors.html",
+    "torch.dtype": "tensor_attributes.html",
+    "torch.device": "tensor_attributes.html",
+    "torch.Size": "size.html",
+    "torch.autograd.graph.saved_tensors_hooks": "autograd.html",
+    "torch.autograd.graph.save_on_cpu": "autograd.html",
+    "torch.utils.checkpoint.checkpoint": "checkpoint.html",
+    **{
+        name: f"generated/{name}.html"
+        for name in (
+            "torch.Stream",
+            "torch.Event",
+            "torch.no_grad",
+            "torch.nn.Module",
+            "torch.nn.Linear",
+            "torch.nn.Sequential",
+            "torch.nn.parameter.Parameter",
+            "torch.cuda.Stream",
+            "torch.cuda.Event",
+            "torch.cuda.CUDAGraph",
+            "torch.cuda.graph",
+            "torch.cuda.make_graphed_callables",
+            "torch.cuda.set_sync_debug_mode",
+            "torch.accelerator.memory.max_memory_allocated",
+            "torch.accelerator.memory.reset_peak_memory_stats",
+        )
+    },
+}
+CONSTANTS = {"None", "True", "False", "Ellipsis", "NotImplemented"}
+FUNCTION_PAGE = {"int", "float", "bool", "complex", "object", "type", "property", "super", "slice"}
+
+
+def python_page(name: str) -> str | None:
+    """Return the manual's address of a builtin or a name of the standard library, None if there is none."""
+    if name in CONSTANTS:
+        return f"{PYTHON}constants.html#{name}"
+    found = getattr(builtins, name, None)
+    if found is not None:
+        if isinstance(found, type) and issubclass(found, BaseException):
+            return f"{PYTHON}exceptions.html#{name}"
+        in_functions = not isinstance(found, type) or name in FUNCTION_PAGE
+        return f"{PYTHON}{'functions' if in_functions else 'stdtypes'}.html#{name}"
+    module_name, _, attribute = name.rpartition(".")
+    if module_name.split(".")[0] not in sys.stdlib_module_names:
+        return None
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError:
+        return None
+    return f"{PYTHON}{module_name}.html#{name}" if hasattr(module, attribute) else None
+
+
+def external_page(name: str) -> str | None:
+    """Return the address of the manual's page for a name of PyTorch or Python, None if unknown."""
+    documented = TORCH_NAMES.get(name, name)
+    if documented in TORCH_PAGES:
+        return f"{TORCH}{TORCH_PAGES[documented]}#{documented}"
+    return python_page(name)
+
+
+def names_a_variable(node: pending_xref) -> bool:
+    """Tell whether a reference is a parameter's name in single backticks, as numpydoc writes it: no link.
+
+    Only names without a dot and without a capital are taken for one, so that a misspelt class or a misspelt
+    ``module.function`` stays a warning.
+    """
+    target = str(node["reftarget"])
+    return node.get("reftype") == "obj" and target.isidentifier() and target.islower()
+
+
+def is_type_variable(name: str) -> bool:
+    """Tell whether a dotted name is a `typing.TypeVar`: it stands in signatures and has no page."""
+    module_name, _, attribute = name.rpartition(".")
+    if not name.startswith("actoffload."):
+        return False
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError:
+        return False
+    return isinstance(getattr(module, attribute, None), TypeVar)
+
+
+def class_of_field(name: str) -> str | None:
+    """Return the full name of a public dataclass for ``Class.field``, None if that is no such field."""
+    class_name, _, attribute = name.removeprefix("actoffload.").partition(".")
+    # Imported here: in a build that reads no page again, autodoc has not imported it.
+    found = getattr(importlib.import_module("actoffload"), class_name, None)
+    fields = getattr(found, "__dataclass_fields__", {})
+    return f"actoffload.{class_name}" if attribute in fields else None
+
+
+def resolve(app: Sphinx, env: BuildEnvironment, node: pending_xref, content: nodes.Element) -> Any:
+    """Answer Sphinx's ``missing-reference`` for names of the Python domain."""
+    if node.get("refdomain") != "py":
+        return None
+    target = str(node["reftarget"])
+    address = external_page(target)
+    if address is not None:
+        return nodes.reference("", "", content, internal=False, refuri=address, reftitle=target)
+    owner = class_of_field(target)
+    if owner is not None:
+        python = env.domains["py"]
+        return python.resolve_xref(env, node["refdoc"], app.builder, "class", owner, node, content)
+    return content if names_a_variable(node) or is_type_variable(target) else None
+
+
+def plain_signature(
+    app: Sphinx, what: str, name: str, obj: Any, options: Any, arguments: str, result: str
+) -> Any:
+    """Answer ``autodoc-process-signature``: a dataclass's ``= <factory>`` is no Python and is not parsed."""
+    return (arguments.replace("<factory>", "..."), result) if arguments and "<factory>" in arguments else None
+
+
+def setup(app: Sphinx) -> dict[str, Any]:
+    """Register with Sphinx."""
+    app.setup_extension("sphinx.ext.autodoc")
+    app.connect("missing-reference", resolve)
+    app.connect("autodoc-process-signature", plain_signature)
+    return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}

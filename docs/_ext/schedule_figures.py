@@ -1,0 +1,168 @@
+"""Sphinx extension: the directive ``{schedule-figure} NAME`` draws a schedule as `simulate` predicts it.
+
+The figures are made while the site is built, so they cannot differ from the library.  Each comes as two SVG
+files with a transparent background, one for light pages and one for dark ones.  The page gives the caption;
+the text for those who cannot see the picture is written from the simulation.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from docutils import nodes
+from docutils.parsers.rst import directives
+from sphinx.application import Sphinx
+from sphinx.util.docutils import SphinxDirective
+
+import actoffload
+from actoffload import DefaultSchedule, Kind, LayerCost, Link, ManualSchedule, Plan, Simulation, simulate
+from actoffload.observe.plots import plot_step
+
+LAYERS = 5
+MIB, GIB = 2**20, 2**30
+COST = LayerCost.even(256 * MIB, forward=0.010, backward=0.020)
+LINK = Link(d2h=13.5 * GIB, h2d=13.5 * GIB)
+
+INK = {"light": "#24292f", "dark": "#ced6dd"}
+
+
+def sequential() -> Plan:
+    """Nothing leaves."""
+    return Plan(LAYERS)
+
+
+def full_overlap() -> Plan:
+    """Default scheduling, 2 of 5 layers."""
+    return DefaultSchedule(num_layers=2, model_layers=LAYERS).plan()
+
+
+def stalls() -> Plan:
+    """Default scheduling, 3 of 5 layers over the same link, which is too slow for it."""
+    return DefaultSchedule(num_layers=3, model_layers=LAYERS).plan()
+
+
+def by_hand() -> Plan:
+    """Manual scheduling: every second layer leaves, and each is called back a layer early."""
+    return (
+        ManualSchedule(LAYERS)
+        .start_offload_layer(0, after_forward_of=0)
+        .release_activation_forward_gpu_memory(0, after_forward_of=1)
+        .start_offload_layer(2, after_forward_of=2)
+        .release_activation_forward_gpu_memory(2, after_forward_of=3)
+        .start_reload_layer(2, before_backward_of=3)
+        .start_reload_layer(0, before_backward_of=1)
+        .plan()
+    )
+
+
+FIGURES: dict[str, Callable[[], Plan]] = {
+    "sequential": sequential,
+    "full-overlap": full_overlap,
+    "stalls": stalls,
+    "manual": by_hand,
+}
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A figure on disk: file by page colour, and what it shows in words."""
+
+    files: dict[str, Path]
+    alt: str
+
+
+def style(ink: str) -> dict[str, Any]:
+    """Return matplotlib's settings for text and axes of one colour on the page's own background."""
+    coloured = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")
+    return {
+        **dict.fromkeys(coloured, ink),
+        "figure.facecolor": "none",
+        "axes.facecolor": "none",
+        "savefig.facecolor": "none",
+        "font.size": 9.5,
+        "svg.fonttype": "path",  # the same widths on every machine, whatever fonts it has
+        "svg.hashsalt": "actoffload",  # the same ids in every build
+    }
+
+
+def sources() -> list[Path]:
+    """Return the files of the library that decide what a figure shows."""
+    package = Path(actoffload.__file__).parent
+    return [package / "observe" / "plots.py", *sorted((package / "schedule").glob("*.py"))]
+
+
+def describe(result: Simulation) -> str:
+    """Put a simulation into words."""
+    numbers = sorted({span.layer for span in result.timeline.of(Kind.D2H)})
+    joined = " and ".join(filter(None, (", ".join(map(str, numbers[:-1])), *map(str, numbers[-1:]))))
+    who = f"Layer{'s' * (len(numbers) > 1)} {joined} of {LAYERS}" if numbers else "No layer"
+    stalled = result.stall_seconds * 1e3
+    return (
+        f"Timeline of compute, copies and memory over one step of {LAYERS} layers. "
+        f"{who} {'are' if len(numbers) > 1 else 'is'} offloaded; "
+        f"compute {f'waits {stalled:.1f} ms for copies' if stalled else 'never waits'}, "
+        f"the step takes {result.step_time * 1e3:.1f} ms, "
+        f"and at most {result.peak_bytes / MIB:.0f} MiB of activations are resident."
+    )
+
+
+def draw(name: str, folder: Path) -> Drawn:
+    """Write the SVG files of a figure into a folder."""
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    result = simulate(FIGURES[name](), [COST] * LAYERS, LINK)
+    folder.mkdir(parents=True, exist_ok=True)
+    files = {page: folder / f"schedule-{name}-{page}.svg" for page in INK}
+    for page, file in files.items():
+        # From matplotlib's own defaults: the gallery's scripts run in this process and may change settings.
+        with matplotlib.rc_context({**matplotlib.rcParamsDefault, **style(INK[page]), "backend": "agg"}):
+            figure = plot_step(result.timeline)
+            figure.savefig(file, metadata={"Date": None})
+            pyplot.close(figure)
+    return Drawn(files, describe(result))
+
+
+class ScheduleFigure(SphinxDirective):
+    """``{schedule-figure} NAME`` with the caption as its content."""
+
+    required_arguments = 1
+    has_content = True
+    option_spec = {"name": directives.unchanged}
+
+    def run(self) -> list[nodes.Node]:
+        """Draw the figure and return its nodes."""
+        name = self.arguments[0]
+        if name not in FIGURES:
+            raise self.error(f"There is no schedule figure {name!r}; expected one of {', '.join(FIGURES)}.")
+        if not self.content:
+            raise self.error(
+                f"The schedule figure {name!r} has no caption; write one as the directive's text."
+            )
+        for file in (Path(__file__), *sources()):
+            self.env.note_dependency(str(file))
+        drawn = draw(name, Path(self.env.doctreedir) / "schedule_figures")
+        figure = nodes.figure(classes=["schedule-figure"])
+        # Apart from the caption: the theme hides a caption that follows the image of the other page colour.
+        images = nodes.container()
+        figure += images
+        for page, file in drawn.files.items():
+            # Relative to the source folder, as Sphinx wants it, although the file lies in the build folder.
+            uri = "/" + Path(os.path.relpath(file, self.env.srcdir)).as_posix()
+            images += nodes.image(uri=uri, alt=drawn.alt, classes=[f"only-{page}"])
+        lines, _ = self.parse_inline(" ".join(self.content), lineno=self.lineno)
+        figure += nodes.caption("", "", *lines)
+        self.set_source_info(figure)
+        self.add_name(figure)
+        return [figure]
+
+
+def setup(app: Sphinx) -> dict[str, Any]:
+    """Register the directive."""
+    app.add_directive("schedule-figure", ScheduleFigure)
+    return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}

@@ -1,0 +1,170 @@
+"""Record the gallery on a machine with an accelerator, and put recordings into the repository.
+
+On the machine with the accelerator (needs torch, matplotlib and the packages of the `docs` extra)::
+
+    PYTHONPATH=src python docs/tools/record_gallery.py record --out DIR
+
+executes every example and packs each that ran to its end into DIR/gallery-recording.tar.gz. Then, in the
+repository::
+
+    python docs/tools/record_gallery.py unpack DIR/gallery-recording.tar.gz
+
+replaces the recordings in docs/recordings by those in the archive. ``record --rehearse`` goes the same way
+without an accelerator; what it packs is refused by ``unpack``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "docs" / "_ext"))
+
+import recording_data as data  # noqa: E402 - lies in docs/_ext
+
+ARCHIVE = "gallery-recording.tar.gz"
+TEXT = {".rst", ".json", ".ipynb"}
+
+
+def execute_gallery(root: Path) -> int:
+    """Execute all examples through Sphinx; return its exit status.
+
+    The dummy builder writes no pages: a missing reference in some other page must not cost a recording.
+    """
+    shutil.rmtree(root / "docs" / "gallery", ignore_errors=True)
+    with tempfile.TemporaryDirectory() as out:
+        command = [sys.executable, "-m", "sphinx", "-b", "dummy", "-c", str(root)]
+        command += ["-d", f"{out}/doctrees", str(root / "docs"), f"{out}/dummy"]
+        environment = {**os.environ, "ACTOFFLOAD_GALLERY": "live"}
+        return subprocess.run(command, cwd=root, env=environment, check=False).returncode
+
+
+def machine_paths(folder: Path, root: Path) -> list[str]:
+    """List the text files of a recording in which a path of this machine stands, for example in a warning."""
+    paths = {str(root), sys.prefix, sys.base_prefix, str(Path.home())} - {"/", "/usr"}
+    found = []
+    for path in sorted(folder.rglob("*")):
+        if path.suffix in TEXT:
+            text = path.read_text(encoding="utf-8")
+            found += [f"{path.relative_to(folder)}: {name}" for name in sorted(paths) if name + "/" in text]
+    return found
+
+
+def pack(root: Path, archive: Path, *, rehearse: bool = False) -> tuple[list[str], list[str]]:
+    """Pack every example that was executed.
+
+    Parameters
+    ----------
+    root : Path
+        The project's root; its docs/gallery holds the executed examples.
+    archive : Path
+        Archive to write.
+    rehearse : bool
+        Pack runs of the reference device too.
+
+    Returns
+    -------
+    packed, problems : list of str
+        Names of the examples in the archive, and a sentence for each that is not in it or not fit for the
+        repository.
+    """
+    packed, problems = [], []
+    examples_dir, gallery = root / "examples", root / "docs" / "gallery"
+    with tempfile.TemporaryDirectory() as temporary:
+        stage = Path(temporary)
+        for example in data.find_examples(examples_dir):
+            name = example.relative_to(examples_dir)
+            folder = gallery / name.parent
+            try:
+                run = data.read_provenance(folder / f"{example.stem}.executed.json")
+                if run.reference and not rehearse:
+                    raise data.RecordingError(
+                        "it ran on the reference device; record where torch sees a GPU."
+                    )
+                run = replace(run, command="docs/tools/record_gallery.py record")
+                target = data.recording_dir(stage, name.as_posix())
+                data.store_recording(folder, example, run, target)
+            except data.RecordingError as error:
+                problems.append(f"{name}: not recorded: {error}")
+                continue
+            problems += [f"{name}: a path of this machine stands in {p}" for p in machine_paths(target, root)]
+            packed.append(name.as_posix())
+        archive.parent.mkdir(parents=True, exist_ok=True)
+        with tarfile.open(archive, "w:gz") as tar:
+            for path in sorted(stage.rglob("*")):
+                if path.is_file():
+                    tar.add(path, path.relative_to(stage).as_posix())
+    return packed, problems
+
+
+def unpack(archive: Path, recordings: Path) -> list[str]:
+    """Replace recordings by those in an archive.
+
+    Parameters
+    ----------
+    archive : Path
+        What `pack` wrote.
+    recordings : Path
+        Folder of the recordings; those of other examples stay.
+
+    Returns
+    -------
+    list of str
+        Names of the examples unpacked. Nothing is replaced if a recording of the archive is damaged.
+    """
+    with tempfile.TemporaryDirectory() as temporary:
+        stage = Path(temporary)
+        with tarfile.open(archive) as tar:
+            tar.extractall(stage, filter="data")
+        found = data.find_recordings(stage)
+        if not found:
+            raise data.RecordingError(f"{archive.name} holds no recording; expected one written by `record`.")
+        for name, folder in found.items():
+            if data.load_recording(folder).reference:
+                raise data.RecordingError(f"{name} was run on the reference device; nothing was unpacked.")
+        for name, folder in found.items():
+            target = data.recording_dir(recordings, name)
+            shutil.rmtree(target, ignore_errors=True)
+            shutil.copytree(folder, target)
+    return list(found)
+
+
+def main(arguments: list[str]) -> int:
+    """Run one of the two commands; return 1 if something is missing."""
+    parser = argparse.ArgumentParser(description="Record gallery examples, or unpack recordings.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    record = commands.add_parser("record", help="execute the gallery and pack it")
+    record.add_argument("--out", type=Path, required=True, help=f"folder for {ARCHIVE}")
+    record.add_argument("--keep", action="store_true", help="pack what an earlier build executed")
+    record.add_argument("--rehearse", action="store_true", help="pack runs of the reference device too")
+    unpacking = commands.add_parser("unpack", help="put an archive into docs/recordings")
+    unpacking.add_argument("archive", type=Path)
+    options = parser.parse_args(arguments)
+
+    if options.command == "unpack":
+        try:
+            names = unpack(options.archive, ROOT / "docs" / "recordings")
+        except data.RecordingError as error:
+            print(error)
+            return 1
+        print("\n".join(f"unpacked {name}" for name in names))
+        return 0
+    status = 0 if options.keep else execute_gallery(ROOT)
+    archive = options.out / ARCHIVE
+    packed, problems = pack(ROOT, archive, rehearse=options.rehearse)
+    print("\n".join(problems))
+    size = archive.stat().st_size / 2**20
+    print(f"{archive.name}: {len(packed)} examples, {size:.2f} MiB: {', '.join(packed)}")
+    return 1 if problems or not packed or status else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

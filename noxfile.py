@@ -1,0 +1,99 @@
+"""Sessions: ``docs``, ``tests``, ``lint``, ``mutation``. Plain ``nox`` runs lint, tests and docs.
+
+All sessions share one environment, ``.nox/dev``: torch is large, and one installation of it serves them all.
+It is made again when ``pyproject.toml`` or ``constraints.txt`` changes, and reused otherwise.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import nox
+
+ROOT = Path(__file__).parent
+DEV = ROOT / ".nox" / "dev"
+BUILD = ROOT / "build" / "docs"
+HTML = BUILD / "html"
+
+nox.needs_version = ">=2024.3"
+nox.options.sessions = ["lint", "tests", "docs"]
+nox.options.error_on_external_run = True
+
+
+def _python(session: nox.Session) -> str:
+    """Return the shared environment's interpreter; make the environment first where it is missing or old."""
+    stamp = DEV / "installed"
+    inputs = [ROOT / "pyproject.toml", ROOT / "constraints.txt"]
+    wanted = hashlib.sha256(sys.version.encode() + b"".join(p.read_bytes() for p in inputs)).hexdigest()
+    python = DEV / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
+    if not stamp.is_file() or stamp.read_text() != wanted:
+        session.log("Making the environment .nox/dev; this fetches torch and takes a minute or more.")
+        shutil.rmtree(DEV, ignore_errors=True)
+        session.run(sys.executable, "-m", "virtualenv", "--quiet", str(DEV), external=True)
+        extras = ".[tests,docs,lint]"
+        install = ["-m", "pip", "install", "--disable-pip-version-check", "--constraint", "constraints.txt"]
+        session.run(str(python), *install, "--editable", extras, external=True)
+        stamp.write_text(wanted)
+    return str(python)
+
+
+def _run(session: nox.Session, *arguments: str, env: dict[str, str] | None = None) -> None:
+    # Absolute paths to the environment's interpreter, so that a Python that is active outside cannot leak in.
+    session.run(_python(session), *arguments, env={"PYTHONUNBUFFERED": "1", **(env or {})}, external=True)
+
+
+@nox.session(venv_backend="none")
+def tests(session: nox.Session) -> None:
+    """Run pytest; further arguments go to it: ``nox -s tests -- -k pool``."""
+    _run(session, "-m", "pytest", "--durations=15", "--durations-min=1", *session.posargs)
+
+
+@nox.session(venv_backend="none")
+def lint(session: nox.Session) -> None:
+    """Check style with ruff and types with mypy."""
+    _run(session, "-m", "ruff", "check", ".")
+    _run(session, "-m", "ruff", "format", "--check", ".")
+    _run(session, "-m", "mypy", "--strict", "src")
+
+
+@nox.session(venv_backend="none")
+def mutation(session: nox.Session) -> None:
+    """Remove each wait and each keeping reference in turn; a test must fail. Prints the table."""
+    _run(session, "tests/mutation/run.py", *session.posargs)
+
+
+@nox.session(venv_backend="none")
+def docs(session: nox.Session) -> None:
+    """Build the site and check it. ``-- --serve [PORT]`` then serves it, ``-- --live`` executes the gallery.
+
+    ``--recorded`` shows the recorded runs also on a machine with an accelerator.
+    """
+    options = list(session.posargs)
+    env = {}
+    for mode in ("live", "recorded"):
+        if f"--{mode}" in options:
+            options.remove(f"--{mode}")
+            env["ACTOFFLOAD_GALLERY"] = mode
+    serve = "--serve" in options
+    port = "8000"
+    if serve:
+        options.remove("--serve")
+        if options and options[0].isdigit():
+            port = options.pop(0)
+    if options:
+        session.error(f"docs takes --serve [PORT], --live and --recorded, and not {' '.join(options)}.")
+
+    # Pages of an earlier build that no longer exist would satisfy links of this one.
+    shutil.rmtree(HTML, ignore_errors=True)
+    sphinx = ["-m", "sphinx", "-W", "-n", "--keep-going", "-c", ".", "-d", str(BUILD / "doctrees")]
+    _run(session, *sphinx, "-b", "html", "docs", str(HTML), env=env)
+    _run(session, *sphinx, "-b", "doctest", "docs", str(BUILD / "doctest"), env=env)
+    _run(session, "docs/tools/check_links.py", str(HTML))
+    _run(session, "docs/tools/check_gallery.py")
+    _run(session, "docs/tools/check_browser.py", str(HTML))
+    if serve:
+        _run(session, "docs/tools/serve.py", str(HTML), port)

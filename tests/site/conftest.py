@@ -1,0 +1,140 @@
+"""A tiny project with one gallery, laid out as this one, that is built in the test's own process."""
+
+from __future__ import annotations
+
+import io
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("sphinx_gallery", reason="the site's packages are not installed")
+
+ROOT = Path(__file__).parents[2]
+sys.path[:0] = [str(ROOT / "docs" / "_ext"), str(ROOT / "docs" / "tools"), str(Path(__file__).parent)]
+
+CONF = """
+from fixed_memory import FixedMemory
+
+extensions = ["recordings"]
+html_theme = "basic"
+nitpicky = True
+exclude_patterns = ["recordings", "gallery/**/*.ipynb"]
+sphinx_gallery_conf = {
+    "examples_dirs": "../examples",
+    "gallery_dirs": "gallery",
+    "filename_pattern": r"\\.py$",
+    "ignore_pattern": r"(^|[\\\\/])_[^\\\\/]*\\.py$",
+    "image_scrapers": (),
+    "reset_modules": (),
+    "show_memory": FixedMemory(),
+    "download_all_examples": False,
+    "min_reported_time": 0,
+}
+recordings_package = "src/lib"
+"""
+EXAMPLE = '''"""
+A first example
+===============
+
+Its text is long enough for a page.
+"""
+
+# %%
+# One cell.
+
+with open("ran.txt", "a") as file:
+    file.write("x")
+print("output of the run")
+'''
+
+
+@dataclass
+class Project:
+    """The tiny project; `gpu` decides what its next build believes to run on."""
+
+    root: Path
+    gpu: bool = False
+
+    @property
+    def example(self) -> Path:
+        return self.root / "examples" / "first.py"
+
+    @property
+    def runs(self) -> int:
+        """How often the example was executed."""
+        path = self.root / "examples" / "ran.txt"
+        return len(path.read_text()) if path.is_file() else 0
+
+    def forget_build(self) -> None:
+        """Leave what a fresh checkout has."""
+        for name in ("docs/gallery", "out"):
+            shutil.rmtree(self.root / name, ignore_errors=True)
+        (self.root / "docs" / "sg_execution_times.rst").unlink(missing_ok=True)
+
+    def build(self, **config: object) -> tuple[str, str]:
+        """Build to HTML with warnings as errors; return the build log and the warnings."""
+        from sphinx.application import Sphinx
+        from sphinx.util.docutils import docutils_namespace, patch_docutils
+
+        status, warning = io.StringIO(), io.StringIO()
+        out = self.root / "out"
+        with patch_docutils(str(self.root)), docutils_namespace():
+            app = Sphinx(
+                srcdir=self.root / "docs",
+                confdir=self.root,
+                outdir=out / "html",
+                doctreedir=out / "doctrees",
+                buildername="html",
+                confoverrides=config,
+                status=status,
+                warning=warning,
+            )
+            app.build()
+        return status.getvalue(), warning.getvalue()
+
+    def html(self, name: str) -> str:
+        return (self.root / "out" / "html" / name).read_text(encoding="utf-8")
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Project:
+    import device_info
+
+    files = {
+        "conf.py": CONF,
+        "docs/index.rst": "Tiny\n====\n\n.. toctree::\n\n   gallery/index\n",
+        "examples/GALLERY_HEADER.rst": "Gallery\n=======\n\nText of the gallery.\n",
+        "examples/first.py": EXAMPLE,
+        "src/lib/__init__.py": "version = 1\n",
+    }
+    for name, text in files.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    made = Project(tmp_path)
+    monkeypatch.setattr(device_info, "has_accelerator", lambda: made.gpu)
+    monkeypatch.setattr(
+        device_info, "device_name", lambda: "Imagined GPU" if made.gpu else device_info.REFERENCE_DEVICE
+    )
+    monkeypatch.setattr(device_info, "driver_version", lambda: "1.2.3")
+    monkeypatch.setattr(device_info, "measure_link", lambda: {"d2h": 50.0e9, "h2d": 51.0e9})
+    return made
+
+
+@pytest.fixture
+def recorded(project: Project) -> Project:
+    """The project with a recording made on an imagined GPU, as a fresh checkout elsewhere sees it."""
+    import record_gallery
+
+    project.gpu = True
+    project.build()
+    archive = project.root / "archive" / record_gallery.ARCHIVE
+    assert record_gallery.pack(project.root, archive) == (["first.py"], [])
+    assert record_gallery.unpack(archive, project.root / "docs" / "recordings") == ["first.py"]
+    assert project.runs == 1
+    project.gpu = False
+    project.forget_build()
+    return project

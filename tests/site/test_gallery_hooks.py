@@ -1,0 +1,81 @@
+"""The memory column and the order of the gallery."""
+
+from __future__ import annotations
+
+import types
+
+import pytest
+import torch
+
+
+class Allocator:
+    """The part of an accelerator's memory module that the column reads, over a plain number."""
+
+    def __init__(self):
+        self.now = self.peak = 0
+
+    def allocate(self, nbytes):
+        self.now += nbytes
+        self.peak = max(self.peak, self.now)
+
+    def reset(self):
+        self.peak = self.now
+
+
+@pytest.fixture
+def allocator(monkeypatch):
+    made = Allocator()
+    module = types.ModuleType("imagined")
+    module.reset_peak_memory_stats = made.reset
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "max_memory_allocated", lambda: made.peak)
+    monkeypatch.setattr(torch.accelerator, "reset_peak_memory_stats", made.reset)
+    monkeypatch.setattr(torch, "get_device_module", lambda: module)
+    made.module = module
+    return made
+
+
+def test_peak_of_a_block_in_mb(allocator):
+    from gallery_hooks import DeviceMemory
+
+    def block():
+        allocator.allocate(5_000_000)
+        allocator.allocate(-4_000_000)
+        return "result"
+
+    assert DeviceMemory()(block) == (5.0, "result")
+    assert DeviceMemory()(lambda: None)[0] == 1.0  # only what is still there
+
+
+@pytest.mark.parametrize("through", ["accelerator", "module"])
+def test_a_reset_inside_the_block_does_not_hide_the_peak_before_it(allocator, through):
+    from gallery_hooks import DeviceMemory
+
+    def block():
+        allocator.allocate(7_000_000)
+        allocator.allocate(-7_000_000)
+        (torch.accelerator if through == "accelerator" else allocator.module).reset_peak_memory_stats()
+        assert allocator.peak == 0
+        allocator.allocate(2_000_000)
+
+    assert DeviceMemory()(block)[0] == 7.0
+    assert torch.accelerator.reset_peak_memory_stats == allocator.reset  # put back
+
+
+def test_without_accelerator_nothing_is_measured(monkeypatch):
+    from gallery_hooks import DeviceMemory
+
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    assert DeviceMemory()(lambda: 3) == (0.0, 3)
+
+
+def test_examples_come_in_the_order_in_which_a_reader_learns():
+    from gallery_hooks import example_order
+
+    names = ["cuda_graphs.py", "another.py", "basic.py", "manual_synchronization.py"]
+    assert sorted(names, key=example_order) == [
+        "basic.py",
+        "manual_synchronization.py",
+        "cuda_graphs.py",
+        "another.py",
+    ]

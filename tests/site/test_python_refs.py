@@ -1,0 +1,63 @@
+"""Links to other manuals are made for names that exist, and for no others."""
+
+from __future__ import annotations
+
+import pytest
+
+
+@pytest.mark.parametrize(
+    ("name", "ending"),
+    [
+        ("int", "functions.html#int"),
+        ("list", "stdtypes.html#list"),
+        ("None", "constants.html#None"),
+        ("ValueError", "exceptions.html#ValueError"),
+        ("collections.abc.Callable", "collections.abc.html#collections.abc.Callable"),
+        ("torch.Tensor", "tensors.html#torch.Tensor"),
+    ],
+)
+def test_known_names(name, ending):
+    from python_refs import external_page
+
+    assert external_page(name).endswith("/" + ending)
+
+
+@pytest.mark.parametrize(
+    "name", ["collections.abc.Colable", "torch.Tenser", "inte", "os.nothing", "numpy.ndarray"]
+)
+def test_misspelt_names_stay_unresolved(name):
+    from python_refs import external_page
+
+    assert external_page(name) is None
+
+
+def test_listed_names_of_torch_exist():
+    import importlib
+
+    from python_refs import TORCH_NAMES, TORCH_PAGES
+
+    assert set(TORCH_NAMES.values()) <= set(TORCH_PAGES)
+    for name in TORCH_PAGES | TORCH_NAMES:
+        module, _, attribute = name.rpartition(".")
+        assert hasattr(importlib.import_module(module), attribute), name
+
+
+def test_fields_of_public_dataclasses_lead_to_their_class():
+    from python_refs import class_of_field
+
+    assert class_of_field("Saved.needed_at") == "actoffload.Saved"
+    assert class_of_field("actoffload.Saved.needed_at") == "actoffload.Saved"
+    assert class_of_field("Saved.need_at") is None
+    assert class_of_field("Sawed.needed_at") is None
+
+
+def test_only_plain_small_names_in_backticks_pass_for_variables():
+    from python_refs import names_a_variable
+    from sphinx.addnodes import pending_xref
+
+    def reference(target, kind="obj"):
+        return pending_xref("", refdomain="py", reftype=kind, reftarget=target)
+
+    assert names_a_variable(reference("num_layers"))
+    for target, kind in [("Plam", "obj"), ("plan.foo", "obj"), ("num_layers", "func"), ("a b", "obj")]:
+        assert not names_a_variable(reference(target, kind))

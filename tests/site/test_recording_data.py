@@ -1,0 +1,128 @@
+"""Digests and the archive of recordings, without Sphinx."""
+
+from __future__ import annotations
+
+import json
+import tarfile
+
+import pytest
+
+
+def test_source_digest_follows_names_and_contents_only(tmp_path):
+    from recording_data import source_digest
+
+    for name, text in {"a/__init__.py": "x = 1\n", "a/sub/b.py": "y = 2\n", "a/notes.txt": "no code"}.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    first = source_digest(tmp_path / "a")
+    (tmp_path / "a" / "notes.txt").write_text("still no code")
+    (tmp_path / "a" / "sub" / "b.py").write_bytes(b"y = 2\r\n")
+    assert source_digest(tmp_path / "a") == first
+    (tmp_path / "a" / "sub" / "b.py").rename(tmp_path / "a" / "sub" / "c.py")
+    renamed = source_digest(tmp_path / "a")
+    assert renamed != first
+    (tmp_path / "a" / "sub" / "c.py").write_text("y = 3\n")
+    assert source_digest(tmp_path / "a") != renamed
+
+
+def test_generated_files_leave_those_of_a_longer_name(tmp_path):
+    from recording_data import generated_files
+
+    names = {
+        "basic.rst", "basic.py.md5", "basic.cost.json", "images/sphx_glr_basic_001.png",
+        "images/sphx_glr_basic_001_2_00x.png", "images/thumb/sphx_glr_basic_thumb.png",
+    }  # fmt: skip
+    others = {"basic_more.rst", "images/sphx_glr_basic_more_001.png", "basic.zip", "basic.executed.json"}
+    for name in names | others:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    assert {
+        p.relative_to(tmp_path).as_posix() for p in generated_files(tmp_path, tmp_path / "basic.py")
+    } == names
+
+
+def test_damaged_or_foreign_recording_files_are_named(tmp_path):
+    from recording_data import RecordingError, read_provenance
+
+    path = tmp_path / "first" / "recording.json"
+    with pytest.raises(RecordingError, match=r"recording\.json of first cannot be read"):
+        read_provenance(path)
+    path.parent.mkdir()
+    path.write_text(json.dumps({"format": 99}))
+    with pytest.raises(RecordingError, match=r"first/recording\.json: expected a recording of format 1"):
+        read_provenance(path)
+    path.write_text(json.dumps({"format": 1, "example": "first.py"}))
+    with pytest.raises(RecordingError, match="record the example again"):
+        read_provenance(path)
+
+
+def test_pack_names_an_example_that_did_not_run_and_paths_of_the_machine(recorded):
+    import record_gallery
+
+    recorded.gpu = True
+    (recorded.root / "examples" / "second.py").write_text(
+        '"""\nSecond\n======\n\nText.\n"""\n\nimport os\n\nprint(os.path.abspath("."))\n'
+    )
+    recorded.build()
+    gallery = recorded.root / "docs" / "gallery"
+    (gallery / "first.py.md5").unlink()
+    archive = recorded.root / "archive" / "other.tar.gz"
+    packed, problems = record_gallery.pack(recorded.root, archive)
+    assert packed == ["second.py"]
+    assert problems[0].startswith("first.py: not recorded: first.py left no first.py.md5")
+    assert problems[1].startswith("second.py: a path of this machine stands in second.rst")
+
+
+def test_unpack_replaces_nothing_when_the_archive_is_damaged(recorded):
+    import record_gallery
+    from recording_data import RecordingError
+
+    recordings = recorded.root / "docs" / "recordings"
+    before = {p: p.read_bytes() for p in recordings.rglob("*") if p.is_file()}
+    (recorded.root / "other").mkdir()
+    damaged = recorded.root / "other" / "first.rst"
+    damaged.write_text("not what was recorded")
+    archive = recorded.root / "damaged.tar.gz"
+    with tarfile.open(archive, "w:gz") as tar:
+        tar.add(recordings / "first", "first")
+        tar.add(damaged, "first/first.rst")  # the later of two members counts
+    with pytest.raises(RecordingError, match=r"first\.rst in the recording of first\.py is not"):
+        record_gallery.unpack(archive, recordings)
+    assert {p: p.read_bytes() for p in recordings.rglob("*") if p.is_file()} == before
+
+
+def test_check_gallery_tells_errors_from_what_is_out_of_date(recorded, capsys):
+    import check_gallery
+
+    (recorded.root / "src" / "lib").rename(recorded.root / "src" / "actoffload")
+    assert check_gallery.check_gallery(recorded.root) == ([], [])
+    assert "first.py: current, recorded on Imagined GPU" in capsys.readouterr().out
+    (recorded.root / "src" / "actoffload" / "__init__.py").write_text("version = 3\n")
+    errors, reports = check_gallery.check_gallery(recorded.root)
+    assert errors == []
+    assert "from other library sources" in reports[0]
+    recorded.example.write_text(recorded.example.read_text() + "1\n")
+    errors, reports = check_gallery.check_gallery(recorded.root)
+    assert errors == []
+    assert "its text changed" in reports[0]
+    recorded.example.rename(recorded.example.with_name("renamed.py"))
+    errors, reports = check_gallery.check_gallery(recorded.root)
+    assert errors == ["first.py: has a recording but no example; remove docs/recordings/first."]
+    assert reports == ["renamed.py: has no recording; its page is built on the reference device."]
+
+
+def test_runs_of_the_reference_device_become_no_recordings(project):
+    import record_gallery
+    from recording_data import RecordingError
+
+    project.build()
+    archive = project.root / "archive" / "reference.tar.gz"
+    packed, problems = record_gallery.pack(project.root, archive)
+    assert packed == []
+    assert problems == [
+        "first.py: not recorded: it ran on the reference device; record where torch sees a GPU."
+    ]
+    assert record_gallery.pack(project.root, archive, rehearse=True) == (["first.py"], [])
+    with pytest.raises(RecordingError, match="reference device; nothing was unpacked"):
+        record_gallery.unpack(archive, project.root / "docs" / "recordings")
+    assert not (project.root / "docs" / "recordings").exists()

@@ -1,0 +1,151 @@
+"""A recorded run is shown instead of being executed; what differs from it is executed or said."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+PAGE = "gallery/first.html"
+
+
+def text_of(html: str) -> str:
+    return re.sub(r"\s+", " ", re.sub(r"<[^>]+>", "", html))
+
+
+def test_recorded_page_is_restored_and_not_executed(recorded):
+    log, warnings = recorded.build()
+    assert warnings == ""
+    assert recorded.runs == 1
+    html = recorded.html(PAGE)
+    text = text_of(html)
+    assert "Recorded on Imagined GPU" in text
+    assert "driver 1.2.3" in text
+    assert "D2H 50.0 GB/s, H2D 51.0 GB/s" in text
+    assert "output of the run" in text
+    assert "recording-restored" in html
+    assert "recording-stale" not in html
+    assert "gallery: first.py: recorded on Imagined GPU" in log
+    assert "other library sources" not in log + text
+
+
+def test_recorded_time_and_memory_are_shown(recorded):
+    recording = recorded.root / "docs" / "recordings" / "first"
+    cost = recording / "first.cost.json"
+    assert '"memory": 1234.0' in cost.read_text()
+    recorded.build()
+    assert "Peak device memory: 1234 MB" in text_of(recorded.html(PAGE))
+    for name in ("sg_execution_times.html", "gallery/sg_execution_times.html"):
+        html = recorded.html(name)
+        assert "Peak device memory (MB)" in html
+        assert "1234.0" in html
+        assert "jquery" not in html.replace("_static/jquery", "")
+        assert "https://" not in re.sub(r'href="https://[^"]*"', "", html)
+
+
+def test_downloads_of_a_restored_page_are_there(recorded):
+    recorded.build()
+    files = {p.name for p in (recorded.root / "out" / "html" / "_downloads").rglob("*") if p.is_file()}
+    assert files == {"first.py", "first.ipynb", "first.zip"}
+
+
+def test_changed_text_is_executed_on_the_reference_device_and_labelled(recorded):
+    recorded.example.write_text(recorded.example.read_text() + "print('a new line')\n")
+    log, warnings = recorded.build()
+    assert warnings == ""
+    assert recorded.runs == 2
+    text = text_of(recorded.html(PAGE))
+    assert "Ran on the reference device" in text
+    assert "Its text changed since it was recorded on Imagined GPU" in text
+    assert "a new line" in text
+    assert "Peak device memory: not measured (reference device)" in text
+    assert "1234" not in text
+    assert "not measured (reference device)" in recorded.html("sg_execution_times.html")
+    assert "1234" not in recorded.html("sg_execution_times.html")
+    assert "executed on reference device (CPU). Its text changed" in log
+
+
+def test_changed_helper_module_counts_as_changed_text(recorded):
+    (recorded.root / "examples" / "_helper.py").write_text("x = 1\n")
+    recorded.build()
+    assert recorded.runs == 2
+    assert "Ran on the reference device" in recorded.html(PAGE)
+
+
+def test_other_library_sources_are_named_on_the_page_and_in_the_log(recorded):
+    recorded.build()
+    assert "recording-stale" not in recorded.html(PAGE)
+    (recorded.root / "src" / "lib" / "__init__.py").write_text("version = 2\n")
+    # The second build reads the environment of the first: the page's text is the same, its label is not.
+    log, warnings = recorded.build()
+    assert warnings == ""
+    assert recorded.runs == 1
+    assert "from other library sources" in log
+    assert "Recorded from other library sources than the present ones" in text_of(recorded.html(PAGE))
+    assert "recording-stale" in recorded.html(PAGE)
+
+
+def test_without_recording_the_page_says_so_and_is_executed_once(project):
+    project.build()
+    assert "It has no recorded GPU run yet." in project.html(PAGE)
+    project.build()
+    assert project.runs == 1
+    (project.root / "src" / "lib" / "__init__.py").write_text("version = 2\n")
+    project.build()
+    assert project.runs == 2  # the library changed: an earlier local run is no longer its own
+
+
+def test_a_run_of_the_reference_device_gives_way_to_a_recording(recorded):
+    recording = recorded.root / "docs" / "recordings"
+    recording.rename(recorded.root / "away")
+    recorded.build()
+    assert "Ran on the reference device" in recorded.html(PAGE)
+    (recorded.root / "away").rename(recording)
+    recorded.build()
+    assert recorded.runs == 2
+    assert "Recorded on Imagined GPU" in recorded.html(PAGE)
+    # What lies in the gallery's folder is now the recording: it must not pass for the earlier local run.
+    recording.rename(recorded.root / "away")
+    recorded.build()
+    assert recorded.runs == 3
+    assert "Ran on the reference device" in recorded.html(PAGE)
+
+
+def test_an_unchanged_site_is_not_read_again(recorded):
+    recorded.build()
+    log, _ = recorded.build()
+    assert "0 added, 0 changed, 0 removed" in log
+
+
+def test_a_build_with_a_gpu_executes_even_what_is_recorded(recorded):
+    recorded.gpu = True
+    recorded.build()
+    assert recorded.runs == 2
+    assert "Executed in this build on Imagined GPU" in recorded.html(PAGE)
+
+
+def test_live_mode_executes_without_a_gpu_and_recorded_mode_restores_with_one(recorded):
+    recorded.build(recordings_mode="live")
+    assert recorded.runs == 2
+    assert "Ran on the reference device" in recorded.html(PAGE)
+    recorded.gpu = True
+    recorded.build(recordings_mode="recorded")
+    assert recorded.runs == 2
+    assert "Recorded on Imagined GPU" in recorded.html(PAGE)
+
+
+def test_unknown_mode_is_refused(project):
+    from sphinx.errors import ConfigError
+
+    with pytest.raises(ConfigError, match="expected one of auto, live, recorded"):
+        project.build(recordings_mode="sometimes")
+
+
+def test_a_damaged_recording_is_a_warning_and_the_example_is_executed(recorded):
+    page = recorded.root / "docs" / "recordings" / "first" / "first.rst"
+    page.chmod(0o644)
+    page.write_text(page.read_text().replace("output of the run", "better output"))
+    _, warnings = recorded.build()
+    assert "first.rst in the recording of first.py is not the file that was recorded" in warnings
+    assert recorded.runs == 2
+    assert "better output" not in recorded.html(PAGE)

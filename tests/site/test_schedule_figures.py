@@ -1,0 +1,113 @@
+"""The directive that draws schedules while the site is built."""
+
+from __future__ import annotations
+
+import io
+import re
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+pytest.importorskip("matplotlib", reason="figures need matplotlib")
+import schedule_figures
+
+from actoffload import simulate
+
+PAGE = """
+Page
+====
+
+.. schedule-figure:: stalls
+   :name: the-stalls
+
+   Three of five, with *emphasis*.
+
+See :ref:`this figure <the-stalls>`.
+"""
+
+
+def build(root: Path, page: str) -> tuple[str, str]:
+    """Build a page to HTML; return it and the warnings."""
+    from sphinx.application import Sphinx
+    from sphinx.util.docutils import docutils_namespace, patch_docutils
+
+    (root / "docs" / "deep").mkdir(parents=True)
+    (root / "docs" / "index.rst").write_text("Start\n=====\n\n.. toctree::\n\n   deep/page\n")
+    (root / "docs" / "deep" / "page.rst").write_text(page)
+    warning = io.StringIO()
+    with patch_docutils(str(root)), docutils_namespace():
+        Sphinx(
+            srcdir=root / "docs",
+            confdir=None,
+            outdir=root / "out" / "html",
+            doctreedir=root / "out" / "doctrees",
+            buildername="html",
+            confoverrides={"extensions": ["schedule_figures"], "nitpicky": True, "html_theme": "basic"},
+            status=None,
+            warning=warning,
+        ).build()
+    html = root / "out" / "html" / "deep" / "page.html"
+    return html.read_text(encoding="utf-8"), warning.getvalue()
+
+
+def test_a_figure_has_a_light_and_a_dark_image_words_and_the_caption_of_its_page(tmp_path: Path) -> None:
+    html, warnings = build(tmp_path, PAGE)
+    assert warnings == ""
+    images = re.findall(r'<img alt="([^"]*)" class="([^"]*)" src="([^"]*)"', html)
+    assert [css for _, css, _ in images] == ["only-light", "only-dark"]
+    for alt, _, source in images:
+        assert "Layers 0, 1 and 2 of 5 are offloaded; compute waits 16.8 ms for copies" in alt
+        file = tmp_path / "out" / "html" / "deep" / source
+        assert ElementTree.parse(file).getroot().tag.endswith("svg")
+    assert "Three of five, with <em>emphasis</em>." in html
+    assert 'href="#the-stalls"' in html
+    # The theme hides what follows an image of the other page colour: the caption may be no sibling of one.
+    figure = re.search(r"<figure.*?</figure>", html, flags=re.DOTALL)
+    assert figure is not None
+    assert re.search(r"</div>\s*<figcaption>", figure.group())
+
+
+@pytest.mark.parametrize(
+    ("directive", "sentence"),
+    [
+        (
+            ".. schedule-figure:: stall\n\n   Caption.\n",
+            "There is no schedule figure 'stall'; expected one of sequential, full-overlap, stalls, manual.",
+        ),
+        (
+            ".. schedule-figure:: stalls\n",
+            "The schedule figure 'stalls' has no caption; write one as the directive's text.",
+        ),
+    ],
+)
+def test_a_wrong_use_stops_the_build_with_a_sentence(tmp_path: Path, directive: str, sentence: str) -> None:
+    _, warnings = build(tmp_path, f"Page\n====\n\n{directive}")
+    assert sentence in warnings
+
+
+@pytest.mark.parametrize("name", schedule_figures.FIGURES)
+def test_figures_are_the_same_in_every_build(tmp_path: Path, name: str) -> None:
+    first = schedule_figures.draw(name, tmp_path / "first")
+    again = schedule_figures.draw(name, tmp_path / "again")
+    assert first.alt == again.alt
+    for page, file in first.files.items():
+        text = file.read_text(encoding="utf-8")
+        assert text == again.files[page].read_text(encoding="utf-8")
+        assert schedule_figures.INK[page] in text
+        assert str(tmp_path) not in text
+
+
+def test_the_figures_show_what_their_names_say() -> None:
+    def run(name: str) -> tuple[int, float]:
+        plan = schedule_figures.FIGURES[name]()
+        layers = [schedule_figures.COST] * schedule_figures.LAYERS
+        result = simulate(plan, layers, schedule_figures.LINK)
+        return len(plan.offloaded), result.stall_seconds
+
+    assert run("sequential") == (0, 0.0)
+    assert run("full-overlap") == (2, 0.0)
+    count, stalled = run("stalls")
+    assert count == 3
+    assert stalled > 0
+    assert run("manual") == (2, 0.0)
