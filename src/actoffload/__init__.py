@@ -7,7 +7,8 @@ back in time.  `get_cpu_offload_context` is the front door; `simulate` says befo
 from .context import OffloadContext, get_cpu_offload_context
 from .controller import ManualController
 from .device import ReferenceDevice, ReferenceDeviceWarning
-from .engine.passes import HostMemoryWarning, Pass
+from .engine.engine import HostMemoryWarning
+from .engine.passes import Pass
 from .marks import is_cpu_offload_enabled, mark_not_offload, start_offload
 from .observe.counters import Reason, Statistics
 from .observe.recorder import TimelineRecorder

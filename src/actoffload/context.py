@@ -15,8 +15,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from . import device as devices
 from .controller import ManualController
 from .disabled import NoController, NoOffloadContext
+from .engine.engine import Engine
 from .engine.layer import Layer
-from .engine.passes import Engine, Pass
+from .engine.passes import Pass
 from .engine.saved import unpack
 from .engine.state import running
 from .observe.counters import Statistics
@@ -61,13 +62,15 @@ class OffloadContext(ContextDecorator):
                 "begins, and do not nest it."
             )
         current, layer = self._next_layer(cursor)
+        current.aborted = True  # until everything is installed
         with ExitStack() as stack:
             stack.enter_context(layer.owned.watching())
             stack.enter_context(saved_tensors_hooks(current.packer(layer), unpack))
-            running.layers.append(layer)
-            stack.callback(running.layers.pop)
+            running.backends.append(self._engine.backend)
+            stack.callback(running.backends.pop)
             cursor.current, cursor.layer = current, layer
             cursor.inside = stack.pop_all()
+        current.aborted = False
         return self
 
     def _next_layer(self, cursor: _Cursor) -> tuple[Pass, Layer]:
@@ -93,8 +96,9 @@ class OffloadContext(ContextDecorator):
             raise RuntimeError("This offloading context is left but was not entered; use it as `with context:`.")
         cursor.inside = None
         stack.close()
-        current.aborted = kind is not None
+        current.aborted = True  # also if what follows fails
         current.forward_end(layer)
+        current.aborted = kind is not None
 
     def synchronize(self, output: T) -> T:
         """Tell that a layer's output is complete, and return it; the context's ``sync_function``.
@@ -148,8 +152,11 @@ class OffloadContext(ContextDecorator):
 
     @property
     def current_pass(self) -> Pass | None:
-        """The pass of the calling thread's last entry."""
-        return self._cursor.current
+        """The pass whose backward runs in the calling thread, else that of its last entry, else the latest of any.
+
+        Backward runs on threads of autograd's own, so a hook sees the pass that it belongs to.
+        """
+        return self._engine.pass_in_backward() or self._cursor.current or self._engine.latest_pass()
 
     @property
     def plan(self) -> Plan:

@@ -21,9 +21,9 @@ class ManualController:
     `start_offload_layer`, `release_activation_forward_gpu_memory`, `start_reload_layer`; a released layer that
     nobody reloads comes back when backward needs it, at the price of a stall.
 
-    Layer ids count the entries of the context in one forward, from 0.  They refer to the calling thread's
-    latest pass, unless `in_pass` names an earlier one that is still in flight (`OffloadContext.current_pass`,
-    taken after its forward).
+    Layer ids count the entries of the context in one forward, from 0.  They refer to
+    `OffloadContext.current_pass`: in a hook that runs in backward, the pass of that backward; else the calling
+    thread's latest.  `in_pass` names another one that is still in flight.
 
     Notes
     -----
@@ -84,11 +84,11 @@ class ManualController:
     def _do(self, action: Do, expected: Phase, layer_id: int, in_pass: Pass | None) -> None:
         call = _CALLS[action]
         count = self._context.plan.model_layers
-        if not isinstance(layer_id, int) or not 0 <= layer_id < count:
+        if type(layer_id) is not int or not 0 <= layer_id < count:
             raise ValueError(
                 f"{call}({layer_id!r}): there is no such layer; expected a layer id from 0 to {count - 1}."
             )
-        target = self._context.current_pass if in_pass is None else in_pass
+        target = in_pass or self._context.current_pass
         if target is None or layer_id >= len(target.layers):
             raise RuntimeError(
                 f"{call}({layer_id}): layer {layer_id} has not run in this pass; call it after its forward."

@@ -6,7 +6,6 @@ from collections.abc import Iterable
 
 import torch
 
-from . import device as devices
 from .engine import notes, state
 
 __all__ = ["is_cpu_offload_enabled", "mark_not_offload", "start_offload"]
@@ -69,7 +68,7 @@ def start_offload(*tensors: torch.Tensor | None, offload_base_tensor: bool = Fal
     found = list(_tensors(tensors, "start_offload"))
     if not state.enabled():
         return
-    backend = devices.backend()
+    backend = state.running.backends[-1]
     for tensor in found:
         if backend.owns(tensor.device):
             stream = backend.current_stream(backend.place(tensor))

@@ -28,6 +28,7 @@ class Accelerator:
         if found is None:
             raise RuntimeError("This machine has no accelerator; use the reference device, which serves CPU tensors.")
         self.type = found.type
+        self.resolution = 1e-5
         self.name = found.type
         self.capturing: Callable[[], bool] = cuda.capturing if found.type == "cuda" else _never
 

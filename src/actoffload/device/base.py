@@ -31,6 +31,9 @@ class Backend(Protocol):
     name: str
     """Shown to people: ``"cuda"``, ``"xpu"``, ``"reference"``."""
 
+    resolution: float
+    """Seconds below which a measured wait is the cost of the measurement, and no stall."""
+
     def owns(self, device: torch.device) -> bool:
         """Whether tensors on this `torch.device` are activations that can leave."""
         ...

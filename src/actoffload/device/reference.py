@@ -78,6 +78,7 @@ class ReferenceDevice:
             )
         self.d2h, self.h2d, self.latency = d2h, h2d, latency
         self.wall_clock = wall_clock
+        self.resolution = 1e-5 if wall_clock else 0.0
         self.main = ReferenceStream("compute")
         self._local = threading.local()
 

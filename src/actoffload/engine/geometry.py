@@ -84,11 +84,15 @@ class View(NamedTuple):
             reach += (size - 1) * stride
         return False
 
-    def on(self, memory: torch.UntypedStorage, base: int, device: torch.device) -> torch.Tensor:
-        """Return this view on other memory, whose first byte stands for byte `base` of the storage."""
+    def on(self, buffer: torch.Tensor, base: int) -> torch.Tensor:
+        """Return this view on a contiguous buffer, whose first byte stands for byte `base` of the storage.
+
+        It is a view in autograd's sense, and shares the version counter of the buffer.
+        """
         element = self.dtype.itemsize
-        tensor = torch.empty(0, dtype=self.dtype, device=device)
-        tensor.set_(memory, (self.offset - base) // element, self.size, self.stride)
+        data = buffer.view(-1).view(torch.uint8)
+        data = data[: data.numel() // element * element].view(self.dtype)
+        tensor = data.as_strided(self.size, self.stride, (self.offset - base) // element)
         if self.conj:
             tensor = tensor.conj()
         if self.neg:

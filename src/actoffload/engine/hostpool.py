@@ -3,8 +3,8 @@
 `[Note: the host pool]`  PyTorch's pinned allocator rounds every request up to a power of two and asks the
 driver for each new block, at about 0.7 s per GiB.  So the pool asks only for powers of two (nothing is lost to
 rounding) and only for what is missing: a shortfall of 100 MiB becomes slabs of 64, 32 and 4 MiB.  A buffer may
-consist of several segments, each at least `SPLIT` bytes where it does not end a buffer, which is large enough
-for a copy at full speed; so free memory in pieces is as good as free memory in one piece.
+consist of several segments, each at least `SPLIT` bytes where it does not end a buffer; so what is left of a slab
+is not lost, however the sizes of buffers and slabs relate.
 
 A buffer that comes back is first kept whole, in a bin of its size: a training step asks for the same sizes again
 and again, and finds them there.  Only when a bin is empty are the bins dissolved into free segments and joined.
@@ -27,9 +27,9 @@ from .marks import Mark, latest
 
 __all__ = ["GRANULE", "SPLIT", "HostBuffer", "HostPool", "Segment"]
 
-ALIGN = 4096
+ALIGN = 512
 GRANULE = 1 << 21
-SPLIT = 1 << 20
+SPLIT = 1 << 16
 LARGEST = 1 << 30
 
 
@@ -124,6 +124,7 @@ class HostPool:
         self.bytes_taken = 0
         self.high_water = 0
         self.refusal = ""
+        self._exhausted = ""
 
     def take(self, nbytes: int, *, captured: bool = False, whole: bool = False) -> HostBuffer | None:
         """Return a buffer of `nbytes` bytes, or None, with `refusal` set, if the limit or the system forbids it.
@@ -165,6 +166,7 @@ class HostPool:
         self.settle()
         self._slabs, self._free, self._bins = [], [], {}
         self._epoch += 1
+        self._exhausted = ""
         self.bytes_held = self.bytes_taken = 0
 
     def settle(self) -> None:
@@ -249,6 +251,9 @@ class HostPool:
 
     def _grow(self, need: int, whole: bool) -> bool:
         """Add slabs for what is missing; False, with `refusal` set, if that is too much."""
+        if self._exhausted:
+            self.refusal = self._exhausted
+            return False
         usable = 0 if whole else sum(s.nbytes for s in self._free if s.nbytes >= SPLIT)
         shortfall = -(-(need - usable) // GRANULE) * GRANULE
         sizes: list[int] = []
@@ -265,7 +270,9 @@ class HostPool:
             try:
                 slab = self._backend.empty_host(size)
             except (RuntimeError, MemoryError) as error:
-                self.refusal = f"the system has no more page-locked memory ({error})"
+                # Asking again for every tensor would cost more than it could bring, and strain the system.
+                self._exhausted = f"the system has no more page-locked memory ({error})"
+                self.refusal = self._exhausted
                 return False
             self._slabs.append(slab)
             self.bytes_held += size

@@ -11,9 +11,10 @@ import torch
 
 from ..device.base import Stream
 from ..observe.counters import Reason
-from .eligibility import Owned
 from .marks import Mark
-from .storage import SavedStorage, Where, reload
+from .owned import Owned
+from .reload import reload
+from .storage import SavedStorage, Where
 from .transfer import Transfers
 
 __all__ = ["Layer", "Phase", "Token"]
@@ -52,7 +53,8 @@ class Layer:
         self.phase = Phase.FORWARD
         self.eager = False  # copy each tensor when it is saved
         self.synchronized = False
-        self._graphless = not torch.is_grad_enabled()
+        self._grad_mode = torch.is_grad_enabled()
+        self._graphless = False
         self.owned = Owned()
         self.kept: dict[Reason, list[int]] = {}  # count and bytes, until the layer ends
         self._left: dict[Transfers, Mark] = {}
@@ -65,9 +67,11 @@ class Layer:
         """Tie this layer to its outputs: `reached` is called with its index when backward comes to one of them."""
         self.synchronized = True
         index = self.index
+        outputs = list(outputs)
         token = self._alive()
-        if token is None:  # nothing was saved, but the outputs have a graph all the same
-            token = Token()
+        if token is None:
+            self._graphless = not any(output.requires_grad for output in outputs)
+            token = Token()  # nothing was saved, but the outputs may have a graph all the same
             self._alive = weakref.ref(token)
 
         def hook(gradients: Any, token: Token = token) -> None:
@@ -86,14 +90,14 @@ class Layer:
     def goes_on(self) -> bool:
         """Whether a layer that starts now can follow this one in the same forward.
 
-        Without gradients there is no graph to tell by, so layers simply follow each other.
+        A layer that saved nothing and whose outputs need no gradient has no graph to tell by; what runs in the
+        same grad mode simply follows it.
         """
-        return self.alive or (self._graphless and not torch.is_grad_enabled())
+        return self.alive or (self._graphless and self._grad_mode == torch.is_grad_enabled())
 
     def end(self) -> list[SavedStorage]:
         """End the forward; return the storages that should leave but found no host memory."""
         self.token = None  # from here on the graph alone keeps this layer alive
-        self.owned.forget()
         if self.phase is Phase.FORWARD:
             self.phase = Phase.SAVED
         return self.offload() if self.eager else []
@@ -125,6 +129,7 @@ class Layer:
             mark = self._left.get(home.transfers)
             if mark is not None and (home.transfers, storage.stream) not in waited:
                 waited.append((home.transfers, storage.stream))
+                # [wait: release for the copies out]
                 home.transfers.join(storage.stream, home.streams, mark, self.index)
             storage.release(self.index)
         self._left.clear()

@@ -38,7 +38,7 @@ def keep(tensor: torch.Tensor) -> None:
     """Note that a tensor's storage stays on the device."""
     storage = tensor.untyped_storage()
     with _lock:
-        _kept[storage._cdata] = StorageRef(storage)
+        _kept[storage._cdata] = StorageRef(storage)  # [keep: address of a marked storage]
         if len(_kept) >= _sweep_at["kept"]:
             for key in [key for key, weak in _kept.items() if weak.expired]:
                 del _kept[key]
@@ -54,6 +54,7 @@ def final(tensor: torch.Tensor, event: Event, captured: bool, *, whole: bool) ->
     """Note that a tensor's storage is final after an event."""
     storage = tensor.untyped_storage()
     with _lock:
+        # [keep: address of a final storage]
         note = Final(StorageRef(storage), tensor._version, event, captured, whole)
         _final[storage._cdata] = note
         if len(_final) >= _sweep_at["final"]:

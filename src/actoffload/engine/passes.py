@@ -6,93 +6,27 @@ ends.  Nothing here counts iterations, and nothing has to be reset.
 
 from __future__ import annotations
 
-import threading
-import warnings
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 
 from ..device.base import Backend
 from ..observe.counters import Counters, Reason
-from ..schedule.plan import Do, Plan, When
+from ..schedule.plan import Do, When
 from ..schedule.timeline import Kind
 from . import notes
 from .eligibility import stays
+from .engine import Engine
 from .geometry import View
 from .layer import Layer, Phase
 from .marks import Mark
+from .reload import reload
 from .saved import Kept, Moved
 from .storage import Home, SavedStorage, Where
-from .transfer import HOME, Transfers
+from .transfer import HOME
 
-if TYPE_CHECKING:
-    from ..observe.recorder import TimelineRecorder
-
-__all__ = ["Engine", "HostMemoryWarning", "Pass"]
-
-
-class HostMemoryWarning(UserWarning):
-    """There was no host memory for a saved tensor, which therefore stayed on the device."""
-
-
-class Engine:
-    """What the passes of one context share: the plan, the device, the transfers and the counters.
-
-    Parameters
-    ----------
-    plan : Plan
-        What to do at which event.
-    backend : Backend
-        The kind of device.
-    max_host_bytes : int or None
-        Limit of the host memory held for each device.
-    stream : Stream or None
-        The program's own stream for all transfers.
-    """
-
-    def __init__(self, plan: Plan, backend: Backend, max_host_bytes: int | None = None, stream: object = None) -> None:
-        self.plan = plan
-        self.backend = backend
-        self.counters = Counters()
-        self.lock = threading.RLock()
-        self.recorder: TimelineRecorder | None = None
-        self._max_host_bytes = max_host_bytes
-        self._stream = stream
-        self._transfers: dict[torch.device, Transfers] = {}
-        self._warned = False
-
-    def transfers(self, device: torch.device) -> Transfers:
-        """Return the streams and the host pool that serve a device."""
-        found = self._transfers.get(device)
-        if found is None:
-            found = Transfers(self.backend, device, self._max_host_bytes, self._stream)
-            found.recorder = self.recorder
-            self._transfers[device] = found
-        return found
-
-    @property
-    def all_transfers(self) -> list[Transfers]:
-        """The transfers of every device seen so far."""
-        return list(self._transfers.values())
-
-    def record(self, recorder: TimelineRecorder | None) -> None:
-        """Install a recorder, or remove it."""
-        self.recorder = recorder
-        for transfers in self.all_transfers:
-            transfers.recorder = recorder
-
-    def warn_once(self, refusal: str) -> None:
-        """Tell the user that a tensor stays because the host has no room, the first time."""
-        if not self._warned:
-            self._warned = True
-            warnings.warn(
-                f"A saved tensor stays on the device: {refusal}. Gradients are the same, the memory is not saved; "
-                "this is said once, the statistics count every tensor.",
-                HostMemoryWarning,
-                stacklevel=2,
-            )
+__all__ = ["Pass"]
 
 
 class Pass:
@@ -120,7 +54,7 @@ class Pass:
         self._started: set[int] = set()
         self._ended: set[int] = set()
         with engine.lock:
-            engine.counters.passes += 1
+            engine.began(self)
 
     # Forward
 
@@ -136,7 +70,9 @@ class Pass:
         layer = Layer(len(self.layers), self.backend.capturing())
         with self.lock:
             self.layers.append(layer)
+            self.aborted = True  # unless all goes well
             self._event(When.FORWARD_START, layer.index)
+            self.aborted = False
         return layer
 
     def forward_end(self, layer: Layer) -> None:
@@ -161,7 +97,7 @@ class Pass:
                 if count is None:
                     count = kept[reason] = [0, 0]
                 count[0] += 1
-                count[1] += tensor.nbytes
+                count[1] += tensor.nbytes if tensor.layout is torch.strided else 0
                 return Kept(tensor, token)
             probe = tensor.detach()
             view = View.of(tensor)
@@ -196,7 +132,7 @@ class Pass:
                 storage.ready = Mark(note.event, HOME, 0, note.captured)
                 if note.whole:
                     storage.add_whole()
-            elif not layer.eager and not self._planned:
+            elif not layer.eager and not (self._planned and layer.index in self._stay):
                 storage.ready = home.transfers.mark(stream, HOME, layer.captured)
             if layer.eager and not storage.refused:
                 if not storage.leave(layer.index, layer.captured, ended=False):
@@ -232,6 +168,8 @@ class Pass:
         if index not in self._started or self._task != torch._C._current_graph_task_id():
             self.backward_reached(index)
         with self.lock:
+            if storage.where is Where.HOST:
+                reload([storage], index, on_demand=True)
             tensor = storage.fetch(view, probe, index)
             if self.engine.recorder is not None:
                 self.engine.recorder.level()
@@ -246,8 +184,10 @@ class Pass:
             return
         with self.lock:
             if task != self._task:
-                self._end_backward()  # of a backward that an exception ended
+                if self._task != -1:
+                    self._end_backward()  # of a backward that an exception ended
                 self._task = task
+                self.engine.running(task, self)
                 self.backward_begun = True
                 torch.autograd.Variable._execution_engine.queue_callback(self._callback(task))
             if index in self._started:
@@ -265,18 +205,29 @@ class Pass:
         return ended
 
     def _end_backward(self) -> None:
-        self._end_behind(-1)
+        """End a backward: what it reloaded and a retained graph still holds stays on the host alone."""
+        for k in sorted(self._started - self._ended, reverse=True):
+            self._finish(Kind.BACKWARD, k)
+        for layer in self.layers:
+            layer.evict()
+        self.engine.running(self._task, None)
         self._task = -1
         self._started.clear()
         self._ended.clear()
 
     def _end_behind(self, index: int) -> None:
-        """End the backward of every layer behind one: in a sequential model that of the next."""
-        for k in sorted((k for k in self._started - self._ended if k > index), reverse=True):
-            self._ended.add(k)
-            self.layers[k].evict()
-            self._finish(Kind.BACKWARD, k)
-            self._event(When.BACKWARD_END, k)
+        """End the backward of every layer behind one: in a sequential model that of the next.
+
+        A backward may also come in parts, each a call of its own; then the layers behind have ended in an
+        earlier one, and hold nothing any more.
+        """
+        for k in range(len(self.layers) - 1, index, -1):
+            layer = self.layers[k]
+            if k not in self._ended and (k in self._started or not layer.living()):
+                self._ended.add(k)
+                layer.evict()
+                self._finish(Kind.BACKWARD, k)
+                self._event(When.BACKWARD_END, k)
 
     # Events
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from .geometry import GRAIN, View
 from .hostpool import HostBuffer
 
-__all__ = ["Piece", "dense", "loose_pieces", "reload_spans"]
+__all__ = ["Piece", "dense", "gaps", "loose_pieces", "reload_spans"]
 
 
 @dataclass(slots=True)
@@ -30,12 +30,20 @@ class Piece:
         None if the whole stretch moves; else only these elements of it.
     host : HostBuffer or None
         Where the copy is.
+    exact : tuple of int
+        The stretch before rounding.  What rounding brought along was not saved yet: a kernel that tells torch
+        nothing may still write it, so it does not count as held.
     """
 
     start: int
     stop: int
     elements: View | None = None
     host: HostBuffer | None = None
+    exact: tuple[int, int] = (0, 0)
+
+    def __post_init__(self) -> None:
+        if self.exact == (0, 0):
+            self.exact = self.start, self.stop
 
     @property
     def nbytes(self) -> int:
@@ -48,7 +56,7 @@ class Piece:
             same = (view.compact, view.offset, view.dtype.itemsize)
             return same == (self.elements.compact, self.elements.offset, self.elements.dtype.itemsize)
         start, stop = view.extent
-        return self.start <= start and stop <= self.stop
+        return self.exact[0] <= start and stop <= self.exact[1]
 
 
 def _stretch(start: int, stop: int, nbytes: int) -> tuple[int, int]:
@@ -68,7 +76,11 @@ def dense(view: View, nbytes: int) -> Piece | None:
         Size of its storage in bytes.
     """
     start, stop = _stretch(*view.extent, nbytes)
-    return Piece(start, stop) if view.covered * 2 >= stop - start else None
+    if view.covered * 2 < stop - start:
+        return None
+    # With holes the view is a slice of rows that one kernel wrote, and the last row counts as a whole.
+    first, last = view.extent
+    return Piece(start, stop, exact=(first, last) if view.covered == last - first else (start, stop))
 
 
 def loose_pieces(views: Sequence[View], nbytes: int) -> list[Piece]:
@@ -81,6 +93,28 @@ def loose_pieces(views: Sequence[View], nbytes: int) -> list[Piece]:
     if sum(view.covered for view in distinct) * 2 >= stop - start:
         return [Piece(start, stop)]
     return [Piece(*view.extent, None if view.overlaps else view) for view in distinct]
+
+
+def gaps(start: int, stop: int, pieces: Iterable[Piece], nbytes: int) -> list[Piece]:
+    """Return the pieces that bring what is missing of a stretch, when some are there already.
+
+    Parameters
+    ----------
+    start, stop : int
+        The stretch, in bytes.
+    pieces : iterable of Piece
+        What is there.
+    nbytes : int
+        Size of the storage in bytes.
+    """
+    missing: list[tuple[int, int]] = []
+    for first, last in sorted(piece.exact for piece in pieces if piece.elements is None):
+        if start < first and start < stop:
+            missing.append((start, min(first, stop)))
+        start = max(start, last)
+    if start < stop:
+        missing.append((start, stop))
+    return [Piece(a // GRAIN * GRAIN, min(nbytes, -(-b // GRAIN) * GRAIN), exact=(a, b)) for a, b in missing]
 
 
 def reload_spans(pieces: Iterable[Piece]) -> list[tuple[int, int]]:

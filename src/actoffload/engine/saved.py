@@ -3,7 +3,8 @@
 `[Note: in-place edits]`  With hooks installed autograd does not compare version counters any more, so the objects
 here do.  Each holds a detached alias of its tensor: an alias shares the version counter, but not the graph (the
 tensor itself would close a cycle through its own node).  When the memory leaves the device the alias is hollowed
-out, its data replaced by an empty tensor; the counter stays shared.
+out, its data replaced by an empty tensor; the counter stays shared.  What comes back shares one counter too, which is
+compared each time, so that a backward function which changes what it unpacked cannot change it for others unseen.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from .geometry import View
+from .inplace import changed
 from .storage import SavedStorage
 
 if TYPE_CHECKING:
@@ -37,7 +39,7 @@ class Kept:
         """Return the tensor, for autograd."""
         alias = self.alias
         if alias._version != self.version:
-            raise _changed(alias, alias.size(), self.version)
+            raise changed(alias, alias.size(), self.version)
         return alias
 
 
@@ -49,31 +51,21 @@ class Moved:
     def __init__(
         self, owner: Pass, index: int, storage: SavedStorage, view: View, probe: torch.Tensor, token: Token
     ) -> None:
-        self.owner = owner
+        self.owner = owner  # [keep: pass of the graph]
         self.index = index
         self.storage = storage  # [keep: host copy]
         self.view = view
-        self.probe = probe
+        self.probe = probe  # [keep: resident tensor]
         self.version = probe._version
         self.token = token
 
     def unpack(self) -> torch.Tensor:
         """Return the tensor, for autograd; reload it if that has not happened yet."""
         if self.probe._version != self.version:
-            raise _changed(self.probe, self.view.size, self.version)
+            raise changed(self.probe, self.view.size, self.version)
         return self.owner.fetch(self.index, self.storage, self.view, self.probe)
 
 
 def unpack(saved: Kept | Moved) -> torch.Tensor:
     """Turn what autograd holds back into the tensor; the unpack hook."""
     return saved.unpack()
-
-
-def _changed(alias: torch.Tensor, size: tuple[int, ...], version: int) -> RuntimeError:
-    shape = ", ".join(map(str, size))
-    return RuntimeError(
-        "one of the variables needed for gradient computation has been modified by an inplace operation: "
-        f"[{alias.type()} [{shape}]] is at version {alias._version}; expected version {version} instead. "
-        "It was saved inside an offloading context; change a copy of it, or change it before it is used. "
-        "torch.autograd.set_detect_anomaly(True) shows where it was used."
-    )

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from .layer import Layer
+from ..device.base import Backend
 
 __all__ = ["enabled", "running"]
 
 
 class _Running(threading.local):
-    """The layers whose contexts this thread is in, innermost last."""
+    """The kinds of device of the contexts that this thread is in, innermost last."""
 
     def __init__(self) -> None:
-        self.layers: list[Layer] = []
+        self.backends: list[Backend] = []
 
 
 running = _Running()
@@ -23,4 +21,4 @@ running = _Running()
 
 def enabled() -> bool:
     """Whether this thread is inside an enabled context."""
-    return bool(running.layers)
+    return bool(running.backends)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import enum
 import sys
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -13,12 +12,13 @@ import torch
 from ..device.base import Pairs, Stream
 from ..observe.counters import Counters
 from .geometry import View, raw
+from .inplace import changed
 from .marks import Mark
-from .regions import Piece, dense, loose_pieces, reload_spans
+from .regions import Piece, dense, gaps, loose_pieces, reload_spans
 from .transfer import Transfers
 from .weak import StorageRef
 
-__all__ = ["Home", "SavedStorage", "Where", "reload"]
+__all__ = ["Home", "SavedStorage", "Where"]
 
 
 class Where(enum.Enum):
@@ -83,6 +83,7 @@ class SavedStorage:
     _loose: Sequence[View] = ()  # saved, and waiting for the end of the layer
     _pieces: Sequence[Piece] = ()
     _buffers: Sequence[tuple[int, int, torch.Tensor]] = ()
+    _clean: Sequence[int] = ()  # the versions at which the buffers came back
     _arrived: Mark | None = None
     _awaited = True
     _users: Sequence[Stream] = ()
@@ -122,11 +123,14 @@ class SavedStorage:
     @property
     def incomplete(self) -> bool:
         """Whether something that was saved is not copied yet."""
-        return bool(self._new or self._loose)
+        return bool(self._new or self._loose) and not self.refused
 
     def holds(self, view: View) -> bool:
         """Whether the host copy has every element of a view."""
-        return any(piece.holds(view) for piece in self._pieces)
+        pieces = self._pieces
+        if any(piece.holds(view) for piece in pieces):
+            return True
+        return len(pieces) > 1 and not gaps(*view.extent, pieces, self.nbytes)
 
     # Leaving
 
@@ -153,16 +157,22 @@ class SavedStorage:
                 piece = dense(view, self.nbytes)
             if piece is None:
                 self._loose = (*self._loose, view)
-            elif not self._copy(piece, layer, captured):
+            elif not self._copy_missing(piece, layer, captured):
                 return False
         self._new.clear()
         if ended and self._loose:
             loose = [view for view in self._loose if not self.holds(view)]
             self._loose = ()
             for piece in loose_pieces(loose, self.nbytes) if loose else ():
-                if not self._copy(piece, layer, captured):
+                if not self._copy_missing(piece, layer, captured):
                     return False
         return True
+
+    def _copy_missing(self, piece: Piece, layer: int, captured: bool) -> bool:
+        """Copy what of a piece is not copied yet: parts of a storage may have left before the whole of it."""
+        if not self._pieces or piece.elements is not None:
+            return self._copy(piece, layer, captured)
+        return all(self._copy(gap, layer, captured) for gap in gaps(*piece.exact, self._pieces, self.nbytes))
 
     def _copy(self, piece: Piece, layer: int, captured: bool) -> bool:
         transfers, source = self.home.transfers, self._source
@@ -179,7 +189,11 @@ class SavedStorage:
             self._typed = host.typed(plain.dtype, plain.size)
         typed = self._typed
         pairs = self._pairs(piece, source, 0) if typed is None else ((typed, self._probes[0]),)
-        transfers.to_host(pairs, host, self.stream, self.ready, layer, captured)
+        try:
+            transfers.to_host(pairs, host, self.stream, self.ready, layer, captured)
+        except BaseException:
+            transfers.pool.give_back(host, host.fence)
+            raise
         counters = self.home.counters
         counters.tensors_offloaded += self.where is Where.DEVICE
         counters.bytes_offloaded += host.nbytes
@@ -212,6 +226,7 @@ class SavedStorage:
             return
         streams = self.home.streams
         if len(streams) > 1:
+            # [wait: release for what home still reads]
             self.home.transfers.order_behind(self.stream, streams)
         for probe in self._probes:
             hollow(probe)
@@ -254,6 +269,7 @@ class SavedStorage:
         self._arrived = self.home.transfers.to_device(pairs, layer, captured)
         counters = self.home.counters
         counters.bytes_reloaded += nbytes
+        self._clean = [buffer._version for _, _, buffer in self._buffers]
         if on_demand:
             counters.reloaded_on_demand += 1
         else:
@@ -263,24 +279,27 @@ class SavedStorage:
         return next((a, buffer) for a, b, buffer in self._buffers if a <= start and stop <= b)
 
     def fetch(self, view: View, probe: torch.Tensor, layer: int) -> torch.Tensor:
-        """Return a saved tensor on the device, for the calling thread's current stream."""
+        """Return a saved tensor on the device, for the calling thread's current stream; `reload` came first."""
         if self.where is Where.DEVICE or self.where is Where.LEAVING:
-            return probe
+            return probe.detach()  # not the probe, which is hollowed out: somebody may hold on to what he got
         transfers = self.home.transfers
-        if self.where is Where.HOST:
-            reload([self], layer, on_demand=True)
         assert self._arrived is not None
         current = transfers.backend.current_stream(transfers.device)
         if current != self.stream:
+            # [wait: another stream's use for the copy in]
             transfers.use(current, self._arrived, layer)
             self._users = (*self._users, current)
         elif not self._awaited:
+            # [wait: home's use for the copy in]
             transfers.use(current, self._arrived, layer)
             self._awaited = True
+        for (_, _, buffer), version in zip(self._buffers, self._clean, strict=True):
+            if buffer._version != version:
+                raise changed(buffer, view.size, version)
         if view is self._plain and self._typed is not None:
             return self._buffers[0][2]
         start, buffer = self._buffer_of(*view.extent)
-        return view.on(buffer.untyped_storage(), start, self.device)
+        return view.on(buffer, start)
 
     def evict(self) -> None:
         """Free the device memory again; the host copy stays for the next backward through a retained graph."""
@@ -293,9 +312,11 @@ class SavedStorage:
     def _free_buffers(self) -> None:
         transfers = self.home.transfers
         if not self._awaited and self._arrived is not None:
+            # [wait: dropping for a copy in that nobody used]
             transfers.join(self.stream, self.home.streams, self._arrived, min(self.layers, default=0))
             self._awaited = True
         for user in self._users:
+            # [wait: dropping for use on another stream]
             transfers.join(self.stream, (), transfers.mark(user))
         self._buffers = ()
 
@@ -306,6 +327,7 @@ class SavedStorage:
             home = self.home
             if self.where is Where.LEAVING:
                 left = self.left if self.left is not None else home.transfers.end_of_copies_out()
+                # [wait: dropping for a copy out]
                 home.transfers.join(self.stream, home.streams, left, min(self.layers, default=0))
             elif self.where is Where.BACK:
                 self._free_buffers()
@@ -318,33 +340,3 @@ class SavedStorage:
             # Half-built objects and an interpreter on its way out: there is nobody to tell and nothing to save.
             if not sys.is_finalizing() and hasattr(self, "_resident"):
                 raise
-
-
-def reload(storages: Sequence[SavedStorage], layer: int, *, on_demand: bool = False) -> None:
-    """Bring storages back, the first one first; those that are on the device are passed over.
-
-    All device memory is taken before the first copy starts, so that one start mark serves all.  If it runs
-    out, those that got theirs come back all the same, and the error is the allocator's own.
-    """
-    groups: dict[tuple[int, Stream], list[SavedStorage]] = {}
-    for storage in storages:
-        if storage.where is Where.HOST:
-            groups.setdefault((id(storage.home.transfers), storage.stream), []).append(storage)
-    for (_, stream), group in groups.items():
-        _reload_group(group[0].home.transfers, stream, group, layer, on_demand)
-
-
-def _reload_group(transfers: Transfers, stream: Stream, group: list[SavedStorage], layer: int, on_demand: bool) -> None:
-    backend = transfers.backend
-    taken: list[SavedStorage] = []
-    try:
-        with nullcontext() if backend.current_stream(transfers.device) == stream else backend.on(stream):
-            for storage in group:
-                storage.allocate()
-                taken.append(storage)
-    finally:
-        if taken:
-            captured = backend.capturing()
-            transfers.begin_reload(stream)
-            for storage in taken:
-                storage.come_back(layer, captured, on_demand=on_demand)

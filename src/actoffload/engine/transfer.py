@@ -84,6 +84,7 @@ class Transfers:
         if captured is None:
             captured = self.backend.capturing()
         if mark.captured == captured:
+            # [wait: any]
             self.backend.wait(stream, mark.event)
 
     def join(self, home: Stream, others: Sequence[Stream], mark: Mark, layer: int | None = None) -> None:

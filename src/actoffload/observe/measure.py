@@ -85,6 +85,12 @@ class MemoryMeter:
     the storages that are created in the block are followed until they are freed; memory from before the block
     does not count then, nor what a kernel takes and frees within itself.
 
+    Parameters
+    ----------
+    host_clock : bool
+        Take the seconds of samples from the host's clock, also on an accelerator.  Needed while a graph is
+        captured, when the device does nothing.
+
     Attributes
     ----------
     peak_bytes : int
@@ -104,9 +110,10 @@ class MemoryMeter:
     True
     """
 
-    def __init__(self) -> None:
-        self._device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-        self._storages = _Storages() if self._device is None else None
+    def __init__(self, *, host_clock: bool = False) -> None:
+        self._device = torch.accelerator.current_accelerator(check_available=True)
+        self._storages: Any = _Storages() if self._device is None else None
+        self._host_clock = host_clock or self._device is None
         self._marks: list[tuple[Any, int]] = []
         self.peak_bytes = 0
         self.samples: list[tuple[float, int]] = []
@@ -128,29 +135,32 @@ class MemoryMeter:
         if self._storages is not None:
             self._storages.__exit__(kind, error, traceback)
             self.peak_bytes = self._storages.peak
-            self.samples = [(mark - self._marks[0][0], nbytes) for mark, nbytes in self._marks]
         else:
             torch.accelerator.synchronize()
             self.peak_bytes = torch.accelerator.max_memory_allocated()
-            first = self._marks[0][0] if self._marks else None
-            self.samples = [(first.elapsed_time(mark) * 1e-3, nbytes) for mark, nbytes in self._marks]
+        self.samples = [(self._since_first(mark), nbytes) for mark, nbytes in self._marks]
         self._marks.clear()
+
+    def _since_first(self, mark: Any) -> float:
+        first = self._marks[0][0]
+        return float(mark - first if self._host_clock else first.elapsed_time(mark) * 1e-3)
 
     def sample(self, *_: Any) -> None:
         """Note the bytes in use at this point; takes any arguments, so that it can be a hook."""
-        if self._storages is not None:
-            self._marks.append((time.perf_counter(), self._storages.now))
+        nbytes = torch.accelerator.memory_allocated() if self._storages is None else self._storages.now
+        if self._host_clock:
+            self._marks.append((time.perf_counter(), nbytes))
         else:
             event = torch.Event(self._device, enable_timing=True)
             event.record()
-            self._marks.append((event, torch.accelerator.memory_allocated()))
+            self._marks.append((event, nbytes))
 
 
-class _Storages(TorchDispatchMode):
+class _Storages(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Bytes of the storages that operations create while this mode is on."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.now = self.peak = 0
         self._alive: dict[int, weakref.ref[Any]] = {}
 
@@ -237,12 +247,12 @@ def measure_step_times(
 
 
 def _time(function: Callable[[], object], steps: int) -> float:
-    if not torch.accelerator.is_available():
+    device = torch.accelerator.current_accelerator(check_available=True)
+    if device is None:
         begun = time.perf_counter()
         for _ in range(steps):
             function()
         return (time.perf_counter() - begun) / steps
-    device = torch.accelerator.current_accelerator()
     start, end = torch.Event(device, enable_timing=True), torch.Event(device, enable_timing=True)
     torch.accelerator.synchronize()
     start.record()
@@ -268,8 +278,8 @@ def measure_link(nbytes: int = 2**28, repeats: int = 8) -> Link:
     Link
         Bytes per second.  On the reference device, those of a copy within host memory.
     """
-    reference = not torch.accelerator.is_available()
-    device = torch.device("cpu") if reference else torch.accelerator.current_accelerator()
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    reference = device.type == "cpu"
     on_device = torch.empty(nbytes, dtype=torch.uint8, device=device)
     on_host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=not reference)
     arms: dict[str, Callable[[], object]] = {

@@ -112,5 +112,6 @@ class TimelineRecorder:
 
         spans = (Span(s.kind, s.layer, seconds(s.start), seconds(s.end), s.nbytes) for s in self._spans)
         # A wait that found its transfer done takes a few microseconds of stream time, and is no stall.
-        kept = (s for s in spans if s.kind is not Kind.STALL or s.seconds > 1e-5)
+        shortest = self._backend.resolution
+        kept = (s for s in spans if s.kind is not Kind.STALL or s.seconds > shortest)
         return Timeline.build(kept, [(seconds(event), nbytes) for event, nbytes in self._resident], source)

@@ -1,0 +1,106 @@
+"""What the passes of one context share."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+import weakref
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..device.base import Backend
+from ..observe.counters import Counters
+from ..schedule.plan import Plan
+from .transfer import Transfers
+
+if TYPE_CHECKING:
+    from ..observe.recorder import TimelineRecorder
+    from .passes import Pass
+
+__all__ = ["Engine", "HostMemoryWarning"]
+
+
+class HostMemoryWarning(UserWarning):
+    """There was no host memory for a saved tensor, which therefore stayed on the device."""
+
+
+class Engine:
+    """What the passes of one context share: the plan, the device, the transfers and the counters.
+
+    Parameters
+    ----------
+    plan : Plan
+        What to do at which event.
+    backend : Backend
+        The kind of device.
+    max_host_bytes : int or None
+        Limit of the host memory held for each device.
+    stream : Stream or None
+        The program's own stream for all transfers.
+    """
+
+    def __init__(self, plan: Plan, backend: Backend, max_host_bytes: int | None = None, stream: object = None) -> None:
+        self.plan = plan
+        self.backend = backend
+        self.counters = Counters()
+        self.lock = threading.RLock()
+        self.recorder: TimelineRecorder | None = None
+        self._max_host_bytes = max_host_bytes
+        self._stream = stream
+        self._transfers: dict[torch.device, Transfers] = {}
+        self._warned = False
+        self._running: dict[int, weakref.ref[Pass]] = {}  # backward, by autograd's id of it -> pass
+        self._latest: weakref.ref[Pass] | None = None
+
+    def began(self, begun: Pass) -> None:
+        """Note a new pass."""
+        self._latest = weakref.ref(begun)
+        self.counters.passes += 1
+
+    def running(self, task: int, of: Pass | None) -> None:
+        """Note whose backward runs, or that it has ended."""
+        if of is None:
+            self._running.pop(task, None)
+        else:
+            self._running[task] = weakref.ref(of)
+
+    def pass_in_backward(self) -> Pass | None:
+        """Return the pass whose backward runs in this thread."""
+        ref = self._running.get(torch._C._current_graph_task_id())
+        return None if ref is None else ref()
+
+    def latest_pass(self) -> Pass | None:
+        """Return the latest pass that any thread began, if it still exists."""
+        return None if self._latest is None else self._latest()
+
+    def transfers(self, device: torch.device) -> Transfers:
+        """Return the streams and the host pool that serve a device."""
+        found = self._transfers.get(device)
+        if found is None:
+            found = Transfers(self.backend, device, self._max_host_bytes, self._stream)
+            found.recorder = self.recorder
+            self._transfers[device] = found
+        return found
+
+    @property
+    def all_transfers(self) -> list[Transfers]:
+        """The transfers of every device seen so far."""
+        return list(self._transfers.values())
+
+    def record(self, recorder: TimelineRecorder | None) -> None:
+        """Install a recorder, or remove it."""
+        self.recorder = recorder
+        for transfers in self.all_transfers:
+            transfers.recorder = recorder
+
+    def warn_once(self, refusal: str) -> None:
+        """Tell the user that a tensor stays because the host has no room, the first time."""
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"A saved tensor stays on the device: {refusal}. Gradients are the same, the memory is not saved; "
+                "this is said once, the statistics count every tensor.",
+                HostMemoryWarning,
+                stacklevel=2,
+            )
