@@ -1,0 +1,201 @@
+"""What the tests of the core share: running layers with and without offload, and comparing bit by bit."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import actoffload
+from actoffload.context import OffloadContext
+from actoffload.device import use
+from actoffload.engine import eligibility
+
+LIMIT = 256 * 1024
+"""Elements below which a tensor stays."""
+
+
+@contextmanager
+def any_size(elements: int = 64) -> Iterator[None]:
+    """Let tensors of so many elements leave already: for tests in which the size does not matter."""
+    before = eligibility.MIN_ELEMENTS
+    eligibility.MIN_ELEMENTS = elements
+    try:
+        yield
+    finally:
+        eligibility.MIN_ELEMENTS = before
+
+
+def make(num_layers: int, model_layers: int, **more: Any) -> tuple[OffloadContext, Callable[[Any], Any]]:
+    """Return an enabled context and its synchronization function on a reference device of its own."""
+    with use(more.pop("device", None) or actoffload.ReferenceDevice()):
+        context, sync = actoffload.get_cpu_offload_context(True, num_layers, model_layers, **more)
+    return context, sync
+
+
+def make_manual(model_layers: int, **more: Any) -> tuple[OffloadContext, Callable[[Any], Any], Any]:
+    """Return the three objects of manual synchronization on a reference device of its own."""
+    with use(more.pop("device", None) or actoffload.ReferenceDevice()):
+        context, sync, controller = actoffload.get_cpu_offload_context(
+            True, model_layers=model_layers, manual_synchronization=True, **more
+        )
+    return context, sync, controller
+
+
+def forward(layers: Sequence[Callable[[Any], Any]], x: Any, context: Any, sync: Any) -> Any:
+    """Run layers in order, each in the context."""
+    for layer in layers:
+        with context:
+            x = layer(x)
+        x = sync(x)
+    return x
+
+
+def plain(layers: Sequence[Callable[[Any], Any]], x: Any) -> Any:
+    """Run layers in order."""
+    for layer in layers:
+        x = layer(x)
+    return x
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors have the same type, shape and bits (a NaN equals itself)."""
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    a, b = a.detach().resolve_conj().resolve_neg(), b.detach().resolve_conj().resolve_neg()
+    if a.is_complex():
+        a, b = torch.view_as_real(a), torch.view_as_real(b)
+    return torch.equal(_bytes(a), _bytes(b))
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
+
+
+def check_same(
+    layers: Sequence[torch.nn.Module],
+    x: Tensor,
+    num_layers: int,
+    *,
+    steps: int = 2,
+    loss: Callable[[Tensor], Tensor] = lambda y: y.float().square().mean(),
+    around: Callable[[], Any] | None = None,
+) -> OffloadContext:
+    """Train copies of the layers with and without offload; outputs, gradients and buffers must have equal bits.
+
+    Returns the context, with its statistics, after all graphs are gone.
+    """
+    context, sync = make(num_layers, len(layers))
+    results = []
+    for offload in (False, True):
+        copies = copy.deepcopy(list(layers))
+        leaf = x.detach().clone().requires_grad_(x.is_floating_point() or x.is_complex())
+        torch.manual_seed(11)
+        seen = []
+        for _ in range(steps):
+            start = leaf * 1 if leaf.requires_grad else leaf
+            if around is not None:
+                with around():
+                    y = forward(copies, start, context, sync) if offload else plain(copies, start)
+            else:
+                y = forward(copies, start, context, sync) if offload else plain(copies, start)
+            loss(y).backward()
+            seen.append(y.detach().clone())
+            del y, start
+        module = torch.nn.ModuleList(copies)
+        seen += [p.grad for p in module.parameters() if p.grad is not None]
+        seen += [b.clone() for b in module.buffers()]
+        seen += [leaf.grad] if leaf.grad is not None else []
+        results.append(seen)
+    without, with_ = results
+    assert len(without) == len(with_)
+    for k, (a, b) in enumerate(zip(without, with_, strict=True)):
+        assert same_bits(a, b), f"result {k} of shape {tuple(a.shape)} differs"
+    nothing_held(context)
+    return context
+
+
+def nothing_held(context: OffloadContext) -> None:
+    """Check that no byte is held on the device or in use on the host."""
+    statistics = context.statistics()
+    assert statistics.resident_bytes == 0
+    assert statistics.host_bytes_used == 0
+
+
+@contextmanager
+def no_gc() -> Iterator[None]:
+    """Collect once, then run without the collector: what is freed here is freed by reference counts."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def alive(*types: type) -> int:
+    """Return how many objects of some types the collector knows, reachable or not."""
+    return sum(type(thing) in types for thing in gc.get_objects())
+
+
+class Failing(actoffload.ReferenceDevice):
+    """A device on which a chosen call fails a number of times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.failing: dict[str, int] = {}
+        self.after: dict[str, int] = {}
+
+    def fail(self, call: str, times: int = 1, after: int = 0) -> None:
+        self.failing[call], self.after[call] = times, after
+
+    def _maybe(self, call: str) -> None:
+        if self.after.get(call, 0) > 0:
+            self.after[call] -= 1
+        elif self.failing.get(call, 0) > 0:
+            self.failing[call] -= 1
+            raise RuntimeError(f"{call} failed")
+
+    def empty_host(self, *args, **more):
+        self._maybe("empty_host")
+        return super().empty_host(*args, **more)
+
+    def empty_device(self, *args, **more):
+        self._maybe("empty_device")
+        return super().empty_device(*args, **more)
+
+    def to_host(self, *args, **more):
+        self._maybe("to_host")
+        return super().to_host(*args, **more)
+
+    def to_device(self, *args, **more):
+        self._maybe("to_device")
+        return super().to_device(*args, **more)
+
+    def wait(self, *args, **more):
+        self._maybe("wait")
+        return super().wait(*args, **more)
+
+
+def right(layers, context, sync, *, clean: bool = True) -> None:
+    """Check that a step gives right gradients, is layer 0 first, and holds nothing afterwards."""
+    assert not torch.nn.modules.module._global_forward_pre_hooks
+    assert not actoffload.is_cpu_offload_enabled()
+    x = torch.randn(64, 64)
+    parameters = list(layers.parameters())
+    want = torch.autograd.grad(plain(list(layers), x).sum(), parameters)
+    context.reset_statistics()
+    before = context.statistics()
+    got = torch.autograd.grad(forward(list(layers), x, context, sync).sum(), parameters)
+    assert all(same_bits(a, b) for a, b in zip(want, got, strict=True))
+    after = context.statistics()
+    assert after.passes == 1
+    assert after.tensors_offloaded > before.tensors_offloaded
+    assert after.reloaded_on_demand == 0
+    if clean:
+        nothing_held(context)

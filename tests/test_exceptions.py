@@ -1,0 +1,158 @@
+"""Invariant 7: an exception anywhere leaves no hook installed and no memory held; the next step works."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+from helpers import any_size, forward, make, no_gc, nothing_held, right
+from torch import nn
+
+
+@pytest.fixture(autouse=True)
+def _small_tensors_leave():
+    with any_size(64):
+        yield
+
+
+def start():
+    return torch.randn(64, 64, requires_grad=True) * 1.0
+
+
+@pytest.fixture
+def layers():
+    return nn.ModuleList([nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64)) for _ in range(4)])
+
+
+@pytest.mark.parametrize("at", [0, 1, 3])
+def test_in_forward(layers, at):
+    context, sync = make(2, 4)
+    with no_gc():
+        for _ in range(2):
+            try:
+                x = start()
+                for k, layer in enumerate(layers):
+                    with context:
+                        x = layer(x)
+                        if k == at:
+                            raise KeyError("boom")
+                    x = sync(x)
+            except KeyError:
+                del x
+            nothing_held(context)
+        right(layers, context, sync)
+
+
+def test_in_forward_while_the_graph_is_held_on_to(layers):
+    """The traceback, or the program, keeps the tensors: the layer that failed says that the pass is over."""
+    context, sync = make(2, 4)
+    held = []
+    try:
+        x = start()
+        for k, layer in enumerate(layers):
+            with context:
+                x = layer(x)
+                held.append(x)
+                if k == 1:
+                    raise KeyError("boom")
+            x = sync(x)
+    except KeyError as error:
+        kept = error
+    y = forward(list(layers), start(), context, sync)
+    assert context.statistics().passes == 2
+    y.sum().backward()
+    del kept, held, x, y
+    right(layers, context, sync)
+
+
+@pytest.mark.parametrize("at", [0, 2])
+def test_between_layers(layers, at):
+    context, sync = make(2, 4)
+
+    def abandoned():
+        x = start()
+        for k, layer in enumerate(layers):
+            with context:
+                x = layer(x)
+            x = sync(x)
+            if k == at:
+                raise KeyError("boom")
+
+    with no_gc():
+        with contextlib.suppress(KeyError):
+            abandoned()
+        nothing_held(context)
+        right(layers, context, sync)
+
+
+def test_between_layers_while_the_graph_is_held_on_to(layers):
+    context, sync = make(2, 4)
+    held = forward(layers[:2], start(), context, sync)
+    context.new_pass()
+    y = forward(list(layers), start(), context, sync)
+    assert context.statistics().passes == 2
+    y.sum().backward()
+    del held, y
+    right(layers, context, sync)
+
+
+def test_in_a_backward_function_and_in_a_user_hook(layers):
+    class Boom(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 1.0
+
+        @staticmethod
+        def backward(ctx, grad):
+            raise KeyError("boom")
+
+    def run(insert):
+        x = start()
+        for k, layer in enumerate(layers):
+            with context:
+                x = layer(x)
+                if k == 1 and insert == "function":
+                    x = Boom.apply(x)
+            x = sync(x)
+            if k == 1 and insert == "hook":
+                x.register_hook(fail)
+        with pytest.raises(KeyError, match="boom"):
+            x.sum().backward()
+
+    def fail(grad):
+        raise KeyError("boom")
+
+    context, sync = make(2, 4)
+    with no_gc():
+        for insert in ("function", "hook", "function"):
+            run(insert)
+            nothing_held(context)
+        right(layers, context, sync)
+
+
+def test_a_backward_that_failed_can_be_run_again(layers):
+    context, sync = make(2, 4)
+    fuse = [1, 0]
+
+    def fail_once(grad):
+        if fuse.pop():
+            raise KeyError("boom")
+
+    x = start()
+    for k, layer in enumerate(layers):
+        with context:
+            x = layer(x)
+        x = sync(x)
+        if k == 1:
+            x.register_hook(lambda g: fail_once(g) if len(fuse) else None)
+    fuse.reverse()
+    fuse[:] = [1]
+    with pytest.raises(KeyError):
+        x.sum().backward(retain_graph=True)
+    x.sum().backward()
+    got = [p.grad.clone() for p in layers[0].parameters()]
+    assert all(torch.isfinite(g).all() for g in got)
+    del x
+    layers.zero_grad()
+    right(layers, context, sync)

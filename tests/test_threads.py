@@ -1,0 +1,144 @@
+"""Invariant 9: two threads, with a context each and with one context for both."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from helpers import any_size, forward, make, make_manual, nothing_held, plain, same_bits
+from torch import nn
+
+
+@pytest.fixture(autouse=True)
+def _small_tensors_leave():
+    with any_size(64):
+        yield
+
+
+def model(seed: int) -> nn.ModuleList:
+    torch.manual_seed(seed)
+    return nn.ModuleList([nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.LayerNorm(64)) for _ in range(5)])
+
+
+def together(*work) -> None:
+    errors: list[BaseException] = []
+    barrier = threading.Barrier(len(work))
+
+    def run(job):
+        try:
+            barrier.wait(10)
+            job()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(job,)) for job in work]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    if errors:
+        raise errors[0]
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_threads_train_side_by_side(shared):
+    contexts = [make(3, 5)] * 3 if shared else [make(3, 5) for _ in range(3)]
+    models = [model(k) for k in range(3)]
+    x = torch.randn(64, 64)
+    steps = 15
+
+    def job(k):
+        def train():
+            context, sync = contexts[k]
+            for _ in range(steps):
+                forward(list(models[k]), x, context, sync).square().sum().backward()
+
+        return train
+
+    together(*(job(k) for k in range(3)))
+    for k in range(3):
+        twin = model(k)
+        for _ in range(steps):
+            plain(list(twin), x).square().sum().backward()
+        for a, b in zip(models[k].parameters(), twin.parameters(), strict=True):
+            assert same_bits(a.grad, b.grad)
+    for context, _ in contexts:
+        nothing_held(context)
+        statistics = context.statistics()
+        assert statistics.passes == steps * (3 if shared else 1)
+        assert statistics.bytes_reloaded > 0
+        assert statistics.reloaded_on_demand == 0
+
+
+def test_each_thread_has_layers_of_its_own():
+    """One thread is inside a layer while another goes through a whole pass."""
+    context, sync = make(3, 5)
+    layers = model(0)
+    inside, done = threading.Event(), threading.Event()
+
+    def slow():
+        with context:
+            layers[0](torch.randn(64, 64))
+            inside.set()
+            assert done.wait(10)
+            assert len(context.current_pass.layers) == 1
+
+    def quick():
+        assert inside.wait(10)
+        forward(list(model(1)), torch.randn(64, 64), context, sync).sum().backward()
+        done.set()
+
+    together(slow, quick)
+
+
+def test_backward_in_another_thread_than_forward():
+    context, sync = make(3, 5)
+    layers = model(0)
+    x = torch.randn(64, 64)
+    y = forward(list(layers), x, context, sync)
+    together(lambda: y.square().sum().backward())
+    got = [p.grad.clone() for p in layers.parameters()]
+    layers.zero_grad()
+    plain(list(layers), x).square().sum().backward()
+    assert all(same_bits(a, p.grad) for a, p in zip(got, layers.parameters(), strict=True))
+    assert context.statistics().reloaded_on_demand == 0
+    assert context.statistics().resident_bytes == 0
+
+
+def test_manual_calls_from_a_hook_on_autograds_thread():
+    """On an accelerator backward runs on a thread of autograd's own; a hook there asks for the next layer."""
+    context, sync, controller = make_manual(3)
+    layers = model(0)[:3]
+    x = torch.randn(64, 64)
+    called = []
+    for k, layer in enumerate(layers):
+        with context:
+            x = layer(x)
+        x = sync(x)
+        if k == 1:
+            x.register_hook(lambda g: called.append(controller.start_reload_layer(0)))
+    controller.start_offload_layer(0)
+    controller.release_activation_forward_gpu_memory(0)
+    together(lambda: x.sum().backward())
+    assert len(called) == 1
+    assert context.statistics().reloaded_on_demand == 0
+
+
+def test_threads_run_backwards_through_one_retained_graph():
+    context, sync = make(3, 5)
+    layers = model(0)
+    x = torch.randn(64, 64)
+    parameters = list(layers.parameters())
+    y = forward(list(layers), x, context, sync).square().sum()
+    want = torch.autograd.grad(plain(list(layers), x).square().sum(), parameters)
+    got: list = []
+
+    def job():
+        for _ in range(5):
+            got.append(torch.autograd.grad(y, parameters, retain_graph=True))
+
+    together(job, job)
+    assert len(got) == 10
+    for grads in got:
+        assert all(same_bits(a, b) for a, b in zip(want, grads, strict=True))
