@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import os
 import subprocess
 import sys
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -26,6 +28,8 @@ DOCUMENTED = [
     ("retain_pinned_cpu_buffers", False),
     ("offload_stream", None),
 ]
+# Another process does not inherit pytest's search path.
+SOURCES = {**os.environ, "PYTHONPATH": str(Path(actoffload.__file__).parents[1])}
 NO_ACCELERATOR = pytest.mark.skipif(torch.accelerator.is_available(), reason="an accelerator is there")
 
 
@@ -215,12 +219,12 @@ def test_the_reference_device_says_so_once_in_a_process():
         "        actoffload.get_cpu_offload_context(True, 1, 3)\n"
         "print([(w.category.__name__, w.filename) for w in caught])\n"
     )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=SOURCES)
     assert run.stdout.strip() == "[('ReferenceDeviceWarning', '<string>')]"
 
 
 @NO_ACCELERATOR
 def test_a_disabled_context_says_nothing_about_devices():
     code = "import actoffload\nactoffload.get_cpu_offload_context(False, 1, 3)\n"
-    run = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=False)
+    run = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=False, env=SOURCES)
     assert run.returncode == 0, run.stderr

@@ -17,6 +17,7 @@ from .controller import ManualController
 from .disabled import NoController, NoOffloadContext
 from .engine.engine import Engine
 from .engine.layer import Layer
+from .engine.owned import watching
 from .engine.passes import Pass
 from .engine.saved import unpack
 from .engine.state import running
@@ -64,7 +65,7 @@ class OffloadContext(ContextDecorator):
         current, layer = self._next_layer(cursor)
         current.aborted = True  # until everything is installed
         with ExitStack() as stack:
-            stack.enter_context(layer.owned.watching())
+            stack.enter_context(watching(layer.owned))
             stack.enter_context(saved_tensors_hooks(current.packer(layer), unpack))
             running.backends.append(self._engine.backend)
             stack.callback(running.backends.pop)

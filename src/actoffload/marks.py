@@ -72,7 +72,8 @@ def start_offload(*tensors: torch.Tensor | None, offload_base_tensor: bool = Fal
     for tensor in found:
         if backend.owns(tensor.device):
             stream = backend.current_stream(backend.place(tensor))
-            backend.saved(tensor, stream)
+            if backend.checks:
+                backend.saved(tensor, stream)
             notes.final(tensor, backend.record(stream), backend.capturing(), whole=offload_base_tensor)
 
 

@@ -31,6 +31,9 @@ class Backend(Protocol):
     name: str
     """Shown to people: ``"cuda"``, ``"xpu"``, ``"reference"``."""
 
+    checks: bool
+    """Whether it wants to be told by `saved` of every tensor; only devices that check the engine do."""
+
     resolution: float
     """Seconds below which a measured wait is the cost of the measurement, and no stall."""
 
@@ -54,12 +57,20 @@ class Backend(Protocol):
         """Return a stream of its own for transfers."""
         ...
 
+    def adopt(self, stream: Stream) -> Stream:
+        """Return a program's own stream as the methods here want it."""
+        ...
+
     def on(self, stream: Stream) -> AbstractContextManager[Any]:
         """Make a stream the current one of this thread for a ``with`` block."""
         ...
 
-    def record(self, stream: Stream, *, timing: bool = False) -> Event:
+    def record(self, stream: Stream) -> Event:
         """Return an event at the present end of a stream."""
+        ...
+
+    def record_timed(self, stream: Stream) -> Event:
+        """Return an event that `elapsed` can read."""
         ...
 
     def wait(self, stream: Stream, event: Event) -> None:
@@ -67,7 +78,7 @@ class Backend(Protocol):
         ...
 
     def elapsed(self, start: Event, end: Event) -> float:
-        """Return seconds between two events that were recorded with ``timing=True`` and have passed."""
+        """Return seconds between two events of `record_timed` that have passed."""
         ...
 
     def synchronize(self, device: torch.device) -> None:

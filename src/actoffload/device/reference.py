@@ -78,6 +78,7 @@ class ReferenceDevice:
             )
         self.d2h, self.h2d, self.latency = d2h, h2d, latency
         self.wall_clock = wall_clock
+        self.checks = False
         self.resolution = 1e-5 if wall_clock else 0.0
         self.main = ReferenceStream("compute")
         self._local = threading.local()
@@ -97,6 +98,9 @@ class ReferenceDevice:
     def new_stream(self, device: torch.device) -> Stream:
         return ReferenceStream("transfer")
 
+    def adopt(self, stream: Stream) -> Stream:
+        return stream
+
     def on(self, stream: Stream) -> AbstractContextManager[Any]:
         return self._on(stream)
 
@@ -109,7 +113,10 @@ class ReferenceDevice:
         finally:
             self._local.stream = before
 
-    def record(self, stream: Stream, *, timing: bool = False) -> Event:
+    def record_timed(self, stream: Stream) -> Event:
+        return self.record(stream)
+
+    def record(self, stream: Stream) -> Event:
         return ReferenceEvent(time.perf_counter() if self.wall_clock else stream.now)
 
     def wait(self, stream: Stream, event: Event) -> None:

@@ -8,17 +8,19 @@ are asked what they own at that moment.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.nn import Module, Parameter
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.nn.modules import module as _modules
+from torch.utils.hooks import RemovableHandle
 
 from ..observe.counters import Reason
 
-__all__ = ["Owned"]
+__all__ = ["Owned", "watching"]
 
 
 class Owned:
@@ -30,17 +32,20 @@ class Owned:
         self._depth = 0
         self._roots: list[Module] = []
 
-    def _enter(self, module: Module, inputs: Any) -> None:
-        if torch.compiler.is_dynamo_compiling():
-            return
+    def enter(self, module: Module) -> None:
+        """Begin the forward of a module."""
         if self._depth == 0 and not any(module is root for root in self._roots):
             self._roots.append(module)
         self._depth += 1
 
-    def _leave(self, module: Module, inputs: Any, outputs: Any) -> None:
-        if torch.compiler.is_dynamo_compiling():
-            return
+    def leave(self) -> None:
+        """End the forward of a module, also by an exception."""
         self._depth -= 1
+
+    def forget(self) -> None:
+        """Let go of the modules; the layer has ended."""
+        self._roots.clear()
+        self._depth = 0
 
     def reason(self, key: int) -> Reason | None:
         """Return why the storage at this address stays, if a module owns it now."""
@@ -54,22 +59,58 @@ class Owned:
                         return Reason.BUFFER
         return None
 
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Listen to every module that runs in this block."""
-        entered = register_module_forward_pre_hook(self._enter)
-        left = register_module_forward_hook(self._leave, always_call=True)
-        try:
-            yield
-        finally:
-            entered.remove()
-            left.remove()
-            self._roots.clear()
-            self._depth = 0
+
+class _Watch(threading.local):
+    """Whose modules run in this thread, innermost last."""
+
+    def __init__(self) -> None:
+        self.owned: list[Owned] = []
+
+
+_watch = _Watch()
+_users = 0
+_lock = threading.Lock()
+
+
+def _entered(module: Module, inputs: Any) -> None:
+    if not torch.compiler.is_dynamo_compiling() and _watch.owned:
+        _watch.owned[-1].enter(module)
+
+
+def _left(module: Module, inputs: Any, outputs: Any) -> None:
+    if not torch.compiler.is_dynamo_compiling() and _watch.owned:
+        _watch.owned[-1].leave()
+
+
+# One key for the life of the process: a compiled module is compiled again when the key of a global hook changes.
+_key = RemovableHandle(_modules._global_forward_pre_hooks).id
+
+
+@contextmanager
+def watching(owned: Owned) -> Iterator[None]:
+    """Tell `owned` of every module that runs in this thread in this block."""
+    global _users
+    with _lock:
+        _users += 1
+        _modules._global_forward_pre_hooks[_key] = _entered
+        _modules._global_forward_hooks[_key] = _left
+        _modules._global_forward_hooks_always_called[_key] = True
+    _watch.owned.append(owned)
+    try:
+        yield
+    finally:
+        _watch.owned.remove(owned)
+        owned.forget()
+        with _lock:
+            _users -= 1
+            if not _users:
+                del _modules._global_forward_pre_hooks[_key]
+                del _modules._global_forward_hooks[_key]
+                del _modules._global_forward_hooks_always_called[_key]
 
 
 def _address(tensor: torch.Tensor) -> int:
     plain = type(tensor) is Parameter or type(tensor) is torch.Tensor
     if not plain or tensor.layout is not torch.strided:
         return 0
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)

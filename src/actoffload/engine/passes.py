@@ -51,6 +51,7 @@ class Pass:
         self._stay = frozenset(range(engine.plan.model_layers)) - set(engine.plan.offloaded)
         self._planned = bool(engine.plan.steps)
         self._task = -1
+        self._captured = False  # the backward that runs is captured into a graph
         self._started: set[int] = set()
         self._ended: set[int] = set()
         with engine.lock:
@@ -111,7 +112,7 @@ class Pass:
         key, version = memory._cdata, tensor._version
         device = self.backend.place(tensor)
         with self.lock:
-            home = self._home(device)
+            home = self._homes.get(device) or self._home(device)
             stream = self.backend.current_stream(device)
             if stream not in home.streams:
                 home.streams.append(stream)
@@ -126,7 +127,8 @@ class Pass:
                 if storage.where is Where.LEAVING and self._planned and layer.index in self._stay:
                     self.counters.keep(Reason.SHARED, storage.nbytes)
             storage.add(view, probe)
-            self.backend.saved(tensor, stream)
+            if self.backend.checks:
+                self.backend.saved(tensor, stream)
             note = notes.take_final(key, version) if notes.any_final() else None
             if note is not None:
                 storage.ready = Mark(note.event, HOME, 0, note.captured)
@@ -156,9 +158,7 @@ class Pass:
             self.engine.warn_once(storage.refused)
 
     def _home(self, device: torch.device) -> Home:
-        home = self._homes.get(device)
-        if home is None:
-            home = self._homes[device] = Home(self.engine.transfers(device), self.counters, [])
+        home = self._homes[device] = Home(self.engine.transfers(device), self.counters, [])
         return home
 
     # Backward
@@ -170,7 +170,7 @@ class Pass:
         with self.lock:
             if storage.where is Where.HOST:
                 reload([storage], index, on_demand=True)
-            tensor = storage.fetch(view, probe, index)
+            tensor = storage.fetch(view, probe, index, self._captured)
             if self.engine.recorder is not None:
                 self.engine.recorder.level()
             return tensor
@@ -187,8 +187,10 @@ class Pass:
                 if self._task != -1:
                     self._end_backward()  # of a backward that an exception ended
                 self._task = task
+                self._captured = self.backend.capturing()
                 self.engine.running(task, self)
-                self.backward_begun = True
+                # A gradient that is taken inside a layer does not end the forward.
+                self.backward_begun = self.layers[-1].phase is not Phase.FORWARD
                 torch.autograd.Variable._execution_engine.queue_callback(self._callback(task))
             if index in self._started:
                 return
@@ -208,8 +210,11 @@ class Pass:
         """End a backward: what it reloaded and a retained graph still holds stays on the host alone."""
         for k in sorted(self._started - self._ended, reverse=True):
             self._finish(Kind.BACKWARD, k)
+        # A graph that is gone will not need its layers again, and what it let in is for the part that comes next.
+        retained = any(self.layers[k].living() for k in self._started)
         for layer in self.layers:
-            layer.evict()
+            if retained or layer.index in self._started:
+                layer.evict()
         self.engine.running(self._task, None)
         self._task = -1
         self._started.clear()

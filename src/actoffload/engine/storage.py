@@ -16,7 +16,6 @@ from .inplace import changed
 from .marks import Mark
 from .regions import Piece, dense, gaps, loose_pieces, reload_spans
 from .transfer import Transfers
-from .weak import StorageRef
 
 __all__ = ["Home", "SavedStorage", "Where"]
 
@@ -96,7 +95,7 @@ class SavedStorage:
         self.nbytes = self._resident = memory.nbytes()
         self.layers: dict[int, bool] = {}  # who saved it -> has let go of the device memory
         self._source: torch.UntypedStorage | None = memory  # [keep: source until copied]
-        self._weak = StorageRef(memory)  # [keep: address of the storage]
+        self._weak = memory._weak_ref()  # [keep: address of the storage]
         self._new: list[View] = []  # saved, and not looked at yet
         self._probes: list[torch.Tensor] = []
         counters = home.counters
@@ -278,7 +277,7 @@ class SavedStorage:
     def _buffer_of(self, start: int, stop: int) -> tuple[int, torch.Tensor]:
         return next((a, buffer) for a, b, buffer in self._buffers if a <= start and stop <= b)
 
-    def fetch(self, view: View, probe: torch.Tensor, layer: int) -> torch.Tensor:
+    def fetch(self, view: View, probe: torch.Tensor, layer: int, captured: bool) -> torch.Tensor:
         """Return a saved tensor on the device, for the calling thread's current stream; `reload` came first."""
         if self.where is Where.DEVICE or self.where is Where.LEAVING:
             return probe.detach()  # not the probe, which is hollowed out: somebody may hold on to what he got
@@ -287,11 +286,11 @@ class SavedStorage:
         current = transfers.backend.current_stream(transfers.device)
         if current != self.stream:
             # [wait: another stream's use for the copy in]
-            transfers.use(current, self._arrived, layer)
+            transfers.use(current, self._arrived, layer, captured)
             self._users = (*self._users, current)
         elif not self._awaited:
             # [wait: home's use for the copy in]
-            transfers.use(current, self._arrived, layer)
+            transfers.use(current, self._arrived, layer, captured)
             self._awaited = True
         for (_, _, buffer), version in zip(self._buffers, self._clean, strict=True):
             if buffer._version != version:
@@ -336,6 +335,7 @@ class SavedStorage:
                 if piece.host is not None:
                     home.transfers.pool.give_back(piece.host, fence)
             home.counters.freed(self._resident)
+            torch.UntypedStorage._free_weak_ref(self._weak)  # type: ignore[no-untyped-call]
         except Exception:
             # Half-built objects and an interpreter on its way out: there is nobody to tell and nothing to save.
             if not sys.is_finalizing() and hasattr(self, "_resident"):

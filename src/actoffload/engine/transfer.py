@@ -66,8 +66,8 @@ class Transfers:
         self.backend = backend
         self.device = device
         self.pool = HostPool(backend, max_host_bytes)
-        self.out: Stream = stream if stream is not None else backend.new_stream(device)
-        self.back: Stream = stream if stream is not None else backend.new_stream(device)
+        self.out: Stream = backend.new_stream(device) if stream is None else backend.adopt(stream)
+        self.back: Stream = backend.new_stream(device) if stream is None else self.out
         self.recorder: TimelineRecorder | None = None
         self._order = 0
         self._waited = 0  # order of the last mark of `back` that `out` has waited for
@@ -145,11 +145,11 @@ class Transfers:
                 self.backend.to_device(pairs, self.back)
         return self.mark(self.back, BACK, captured)
 
-    def use(self, stream: Stream, arrived: Mark, layer: int) -> None:
+    def use(self, stream: Stream, arrived: Mark, layer: int, captured: bool) -> None:
         """Let a stream wait for a copy in before it reads."""
         recorder = self.recorder
         if recorder is None:
-            self.wait(stream, arrived)  # [wait: use for the copy in]
+            self.wait(stream, arrived, captured)  # [wait: use for the copy in]
         else:
             with recorder.span(Kind.STALL, layer, stream, 0):
-                self.wait(stream, arrived)  # [wait: use for the copy in, recorded]
+                self.wait(stream, arrived, captured)  # [wait: use for the copy in, recorded]

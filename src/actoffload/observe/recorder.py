@@ -51,16 +51,16 @@ class TimelineRecorder:
     @contextmanager
     def span(self, kind: Kind, layer: int, stream: Stream, nbytes: int) -> Iterator[None]:
         """Record what a stream does in this block as one span."""
-        start = self._backend.record(stream, timing=True)
+        start = self._backend.record_timed(stream)
         yield
-        end = self._backend.record(stream, timing=True)
+        end = self._backend.record_timed(stream)
         with self._lock:
             self._spans.append(_Open(kind, layer, stream, start, end, nbytes))
 
     def begin(self, owner: object, kind: Kind, layer: int) -> None:
         """Start a span of compute on the current stream."""
         stream = self._stream()
-        event = self._backend.record(stream, timing=True)
+        event = self._backend.record_timed(stream)
         with self._lock:
             self._start(event)
             self._running[(id(owner), kind, layer)] = (stream, event)
@@ -72,13 +72,13 @@ class TimelineRecorder:
         if begun is None:
             return
         stream, start = begun
-        end = self._backend.record(stream, timing=True)
+        end = self._backend.record_timed(stream)
         with self._lock:
             self._spans.append(_Open(kind, layer, stream, start, end, 0))
 
     def level(self) -> None:
         """Note the resident bytes as of the present end of the current stream."""
-        event = self._backend.record(self._stream(), timing=True)
+        event = self._backend.record_timed(self._stream())
         nbytes = self._counters.resident_bytes
         with self._lock:
             self._start(event)
