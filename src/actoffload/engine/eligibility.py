@@ -40,7 +40,8 @@ def stays(tensor: torch.Tensor, backend: Backend, owned: Owned) -> Reason | None
             return Reason.PARAMETER
         if base.requires_grad and base.is_leaf:
             return Reason.LEAF
-    if tensor.requires_grad and _casts_parameter(tensor if base is None else base):
+    casting = tensor.requires_grad and torch.is_autocast_enabled(tensor.device.type)
+    if casting and _casts_parameter(tensor if base is None else base):
         return Reason.PARAMETER
     key = tensor.untyped_storage()._cdata
     if not tensor.requires_grad:

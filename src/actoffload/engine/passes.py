@@ -22,7 +22,7 @@ from .geometry import View
 from .layer import Layer, Phase
 from .marks import Mark
 from .reload import reload
-from .saved import Kept, Moved
+from .saved import Kept, Moved, keep
 from .storage import Home, SavedStorage, Where
 from .transfer import HOME
 
@@ -99,7 +99,7 @@ class Pass:
                     count = kept[reason] = [0, 0]
                 count[0] += 1
                 count[1] += tensor.nbytes if tensor.layout is torch.strided else 0
-                return Kept(tensor, token)
+                return keep(tensor, token)
             probe = tensor.detach()
             view = View.of(tensor)
             return Moved(self, index, self._save(layer, tensor, view, probe), view, probe, token)
@@ -112,14 +112,14 @@ class Pass:
         key, version = memory._cdata, tensor._version
         device = self.backend.place(tensor)
         with self.lock:
-            home = self._homes.get(device) or self._home(device)
+            home = self._homes.get(device) or self._home(device, tensor.device)
             stream = self.backend.current_stream(device)
             if stream not in home.streams:
                 home.streams.append(stream)
             ref = self._storages.get(key)
             storage = None if ref is None else ref()
             if ref is None or storage is None or not self._usable(storage, version, layer, view):
-                storage = SavedStorage(tensor, memory, home, stream)
+                storage = SavedStorage(version, memory, home, stream)
                 self._storages[key] = ref = weakref.ref(storage)
             if layer.index not in storage.layers:
                 layer.storages.append(ref)
@@ -157,8 +157,8 @@ class Pass:
             self.counters.keep(Reason.HOST_FULL, storage.nbytes)
             self.engine.warn_once(storage.refused)
 
-    def _home(self, device: torch.device) -> Home:
-        home = self._homes[device] = Home(self.engine.transfers(device), self.counters, [])
+    def _home(self, device: torch.device, memory_device: torch.device) -> Home:
+        home = self._homes[device] = Home(self.engine.transfers(device), self.counters, memory_device, [])
         return home
 
     # Backward

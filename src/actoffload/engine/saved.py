@@ -9,7 +9,7 @@ compared each time, so that a backward function which changes what it unpacked c
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
@@ -21,26 +21,21 @@ if TYPE_CHECKING:
     from .layer import Token
     from .passes import Pass
 
-__all__ = ["Kept", "Moved", "unpack"]
+__all__ = ["Kept", "Moved", "keep", "unpack"]
 
 
-class Kept:
-    """A saved tensor that stays on the device."""
+Kept: TypeAlias = tuple[torch.Tensor, int, "Token"]
+"""A saved tensor that stays on the device: an alias of it, its version, and the token of its layer.
 
-    __slots__ = ("alias", "token", "version")
+A plain tuple, because most saved tensors of a model are parameters or small, and this is all that they cost.
+"""
 
-    def __init__(self, tensor: torch.Tensor, token: Token) -> None:
-        # A leaf has no node, so it can be held itself; what comes back is then the parameter, not an alias.
-        self.alias = tensor if tensor.is_leaf else tensor.detach()  # [keep: kept tensor]
-        self.version = tensor._version
-        self.token = token
 
-    def unpack(self) -> torch.Tensor:
-        """Return the tensor, for autograd."""
-        alias = self.alias
-        if alias._version != self.version:
-            raise changed(alias, alias.size(), self.version)
-        return alias
+def keep(tensor: torch.Tensor, token: Token) -> Kept:
+    """Hold a tensor that stays."""
+    # A leaf has no node, so it can be held itself; what comes back is then the parameter, not an alias.
+    alias = tensor if tensor.is_leaf else tensor.detach()  # [keep: kept tensor]
+    return alias, tensor._version, token
 
 
 class Moved:
@@ -68,4 +63,9 @@ class Moved:
 
 def unpack(saved: Kept | Moved) -> torch.Tensor:
     """Turn what autograd holds back into the tensor; the unpack hook."""
-    return saved.unpack()
+    if not isinstance(saved, tuple):
+        return saved.unpack()
+    alias, version, _ = saved
+    if alias._version != version:
+        raise changed(alias, alias.size(), version)
+    return alias

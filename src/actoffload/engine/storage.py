@@ -35,6 +35,7 @@ class Home:
 
     transfers: Transfers
     counters: Counters
+    device: torch.device  # where its tensors are
     streams: list[Stream]
 
 
@@ -62,10 +63,10 @@ class SavedStorage:
 
     Parameters
     ----------
-    tensor : torch.Tensor
-        The first tensor saved on this storage.
+    version : int
+        At which version its first tensor was saved.
     memory : torch.UntypedStorage
-        Its storage.
+        The storage.
     home : Home
         Streams and counters of its pass.
     stream : Stream
@@ -87,11 +88,10 @@ class SavedStorage:
     _awaited = True
     _users: Sequence[Stream] = ()
 
-    def __init__(self, tensor: torch.Tensor, memory: torch.UntypedStorage, home: Home, stream: Stream) -> None:
+    def __init__(self, version: int, memory: torch.UntypedStorage, home: Home, stream: Stream) -> None:
         self.home = home
         self.stream = stream
-        self.device = tensor.device
-        self.version = tensor._version
+        self.version = version
         self.nbytes = self._resident = memory.nbytes()
         self.layers: dict[int, bool] = {}  # who saved it -> has let go of the device memory
         self._source: torch.UntypedStorage | None = memory  # [keep: source until copied]
@@ -205,11 +205,11 @@ class SavedStorage:
         """Return the parts of a transfer of a piece; byte 0 of `memory` stands for byte `base`."""
         assert piece.host is not None
         if piece.elements is not None:
-            elements = piece.elements.elements(memory, base, self.device)
+            elements = piece.elements.elements(memory, base, self.home.device)
             return [(piece.host.parts[0].view(elements.dtype).view(elements.shape), elements)]
         pairs, start = [], piece.start - base
         for part in piece.host.parts:
-            pairs.append((part, raw(memory, start, start + part.numel(), self.device)))
+            pairs.append((part, raw(memory, start, start + part.numel(), self.home.device)))
             start += part.numel()
         return pairs
 
@@ -219,7 +219,7 @@ class SavedStorage:
         Home has waited for the copies of each of these layers before.
         """
         self.layers[layer] = True
-        if self.where is not Where.LEAVING or self.refused or self._new or self._loose:
+        if self.where is not Where.LEAVING or self.refused:
             return
         if not all(self.layers.values()):
             return

@@ -31,6 +31,7 @@ What seems to cross is work from before the capture, which `torch.cuda.graph` ha
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import count
 
 import torch
 
@@ -69,15 +70,14 @@ class Transfers:
         self.out: Stream = backend.new_stream(device) if stream is None else backend.adopt(stream)
         self.back: Stream = backend.new_stream(device) if stream is None else self.out
         self.recorder: TimelineRecorder | None = None
-        self._order = 0
+        self._orders = count(1)  # finalizers take numbers too, in any thread
         self._waited = 0  # order of the last mark of `back` that `out` has waited for
 
     def mark(self, stream: Stream, lane: int = HOME, captured: bool | None = None) -> Mark:
         """Return a mark at the present end of a stream; `captured` saves asking, where the caller knows."""
-        self._order += 1
         if captured is None:
             captured = self.backend.capturing()
-        return Mark(self.backend.record(stream), lane, self._order, captured)
+        return Mark(self.backend.record(stream), lane, next(self._orders), captured)
 
     def wait(self, stream: Stream, mark: Mark, captured: bool | None = None) -> None:
         """Let a stream wait for a mark, unless the border of a capture lies between; see [Note: capture]."""
@@ -101,11 +101,10 @@ class Transfers:
 
     def order_behind(self, home: Stream, others: Sequence[Stream]) -> None:
         """Let the other streams of a pass wait for home, whose reads of freed memory may be under way."""
-        if len(others) > 1:
-            mark = self.mark(home)
-            for stream in others:
-                if stream != home:
-                    self.wait(stream, mark)  # [wait: other streams for home]
+        mark = self.mark(home)
+        for stream in others:
+            if stream != home:
+                self.wait(stream, mark)  # [wait: other streams for home]
 
     def to_host(
         self, pairs: Pairs, host: HostBuffer, home: Stream, ready: Mark | None, layer: int, captured: bool
@@ -117,7 +116,7 @@ class Transfers:
         else:
             self.wait(self.out, ready, captured)  # [wait: copy out for the tensor saved before]
         for mark in host.fence:
-            if mark.order > self._waited:
+            if mark.order > self._waited and mark.captured == captured:
                 self.wait(self.out, mark, captured)  # [wait: copy out for the host buffer]
                 self._waited = mark.order
         recorder = self.recorder

@@ -8,6 +8,7 @@ one, on the CPU that plays the reference device.
 from __future__ import annotations
 
 import platform
+import random
 import subprocess
 import time
 import weakref
@@ -215,7 +216,8 @@ def measure_step_times(
 ) -> dict[str, list[float]]:
     """Time several functions side by side.
 
-    The repeats are interleaved, so that a clock that drifts or another program meets all of them alike.
+    The repeats are interleaved, each time in another order: so a clock that drifts, another program, and the heat
+    that the function before has left meet all of them alike.
     Each measurement follows an untimed run of the same function and covers `steps` runs without a pause
     between them, from the first to the last work on the current stream.
 
@@ -239,10 +241,12 @@ def measure_step_times(
     for function in arms.values():
         for _ in range(warmup):
             function()
+    order, names = random.Random(0), list(arms)
     for _ in range(repeats):
-        for name, function in arms.items():
-            function()
-            seconds[name].append(_time(function, steps))
+        order.shuffle(names)
+        for name in names:
+            arms[name]()
+            seconds[name].append(_time(arms[name], steps))
     return seconds
 
 

@@ -90,5 +90,5 @@ class Timeline:
     @staticmethod
     def build(spans: Iterable[Span], resident: Iterable[tuple[float, int]] = (), source: str = "measured") -> Timeline:
         """Return a timeline with its spans in order of their start."""
-        ordered = sorted(spans, key=lambda span: (span.start, span.end))
+        ordered = sorted(spans, key=lambda span: (span.start, span.end, span.kind.value, span.layer))
         return Timeline(tuple(ordered), tuple(resident), source)
