@@ -1,0 +1,290 @@
+"""The adversarial device: CPU tensors, transfers that run as late, as early or as oddly as the waits allow."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from actoffload.device.base import Pairs
+
+from .clocks import Event, Point, Stream, Wait
+from .memory import POISON, DeviceMemory, HostMemory, Sight, byte_range
+from .orders import Mode, Orders
+
+__all__ = ["AdversarialDevice"]
+
+
+class AdversarialDevice:
+    """A device whose transfers keep no memory alive and run in any order that the waits allow.
+
+    Streams of the program run their work at once.  A transfer stream is a queue; an entry runs when a stream of
+    the program has waited for it (``late``), as soon as it can (``early``), or, by chance, at any call in
+    between (``random``).  Besides, every access is checked against what was ordered before it, whichever order
+    came out: `violations` lists what was not, and such a copy moves poison.
+
+    Parameters
+    ----------
+    seed : int
+        Of the order in ``random``.
+    mode : {"late", "early", "random"}
+        When a pending copy runs.
+
+    Attributes
+    ----------
+    violations : list of str
+        What was not ordered.
+    largest_slab : int or None
+        The system refuses more page-locked memory than this at a time.
+    allocations_left : int or None
+        So many allocations on the device succeed, then one fails.
+
+    Notes
+    -----
+    Tensors of type float64 belong to a second device, so programs with two devices run on any machine.
+    """
+
+    checks = True
+    name = "adversary"
+
+    def __init__(self, seed: int = 0, mode: Mode = "random") -> None:
+        self.orders = Orders(seed, mode)
+        self.violations: list[str] = []
+        self.largest_slab: int | None = None
+        self.allocations_left: int | None = None
+        self._memory: dict[int, DeviceMemory] = {}
+        self._slabs: dict[int, HostMemory] = {}
+        self._local = threading.local()
+        self._defaults = [self.orders.stream("compute", device, home=True) for device in (0, 1)]
+
+    # What a program does
+
+    def side_stream(self, device: int = 0) -> Stream:
+        """Return one more stream for compute."""
+        return self.orders.stream("side", device, home=True)
+
+    def produced(self, tensor: torch.Tensor) -> None:
+        """Learn that the work queued so far on the current stream allocated and wrote a tensor."""
+        self._call()
+        self._written(tensor, self.current_stream(self.place(tensor)))
+
+    def used(self, tensor: torch.Tensor) -> None:
+        """Learn that the current stream reads a tensor from here on, until the tensor is dropped."""
+        self._call()
+        memory = self._memory.get(tensor.untyped_storage()._cdata)
+        if memory is None or memory.version is not None:
+            return
+        user = self.current_stream(self.place(tensor))
+        user.tick()
+        if not all(user.follows(point) for point in memory.writes):
+            self.violations.append(f"{user} reads memory before its copy in")
+            _poison(tensor)
+        if user is not memory.owner:
+            memory.users.add(user.index)
+
+    def barrier(self) -> None:
+        """Let all streams of the program wait for each other."""
+        self._call()
+        homes = [stream for stream in self.orders.streams if stream.home]
+        for stream in homes:
+            stream.tick()
+        clocks = [dict(stream.clock) for stream in homes]
+        for stream in homes:
+            for clock in clocks:
+                stream.join(clock)
+
+    def finish(self) -> None:
+        """Run what is left; it has nothing to write to any more, so it can only do harm."""
+        self._call()
+        self.orders.finish()
+        self.collect()
+
+    @property
+    def buffers(self) -> int:
+        """Number of living storages that came from `empty_device`."""
+        self.collect()
+        return sum(memory.version is None for memory in self._memory.values())
+
+    # What the engine asks for
+
+    def owns(self, device: torch.device) -> bool:
+        return device.type == "cpu"
+
+    def place(self, tensor: torch.Tensor) -> torch.device:
+        return torch.device("cpu", 1 if tensor.dtype is torch.float64 else 0)
+
+    def current_device(self) -> torch.device:
+        return torch.device("cpu", 0)
+
+    def current_stream(self, device: torch.device) -> Stream:
+        current: dict[int, Stream] = getattr(self._local, "current", {})
+        return current.get(device.index or 0, self._defaults[device.index or 0])
+
+    def new_stream(self, device: torch.device) -> Stream:
+        return self.orders.stream("transfer", device.index or 0, home=False)
+
+    def adopt(self, stream: Any) -> Any:
+        return stream
+
+    def on(self, stream: Stream) -> AbstractContextManager[Any]:
+        return self._on(stream)
+
+    @contextmanager
+    def _on(self, stream: Stream) -> Iterator[Stream]:
+        before: dict[int, Stream] = getattr(self._local, "current", {})
+        self._local.current = {**before, stream.device: stream}
+        try:
+            yield stream
+        finally:
+            self._local.current = before
+
+    def record_timed(self, stream: Stream) -> Event:
+        return self.record(stream)
+
+    def record(self, stream: Stream) -> Event:
+        self._call()
+        stream.tick()
+        return Event(stream, stream.queued, dict(stream.clock))
+
+    def wait(self, stream: Stream, event: Event) -> None:
+        self._call()
+        stream.join(event.clock)
+        stream.tick()
+        if stream.home:
+            self.orders.run_to(event)  # what this stream does next is done at once, so the event must have passed
+        else:
+            stream.push(Wait(event))
+
+    def elapsed(self, start: Event, end: Event) -> float:
+        return 0.0
+
+    def synchronize(self, device: torch.device) -> None:
+        raise AssertionError("the engine waits on the host")
+
+    def capturing(self) -> bool:
+        return False
+
+    def saved(self, tensor: torch.Tensor, stream: Stream) -> None:
+        self._call()
+        memory = self._written(tensor, stream)
+        memory.savers[stream.index] = stream.tick()
+
+    def empty_device(
+        self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        self._call()
+        if self.allocations_left is not None:
+            if not self.allocations_left:
+                self.allocations_left = None
+                raise torch.OutOfMemoryError("the adversary has no device memory")
+            self.allocations_left -= 1
+        buffer = torch.empty_strided(size, stride, dtype=dtype)
+        _poison(buffer)
+        owner, storage = self.current_stream(device), buffer.untyped_storage()
+        memory = DeviceMemory(StorageWeakRef(storage), owner, owner.tick(), None)
+        self._memory[storage._cdata] = memory
+        return buffer
+
+    def empty_host(self, nbytes: int) -> torch.Tensor:
+        self._call()
+        if self.largest_slab is not None and nbytes > self.largest_slab:
+            raise RuntimeError("the adversary has no page-locked memory")
+        slab = torch.full((nbytes,), POISON, dtype=torch.uint8)
+        self._slabs[slab.untyped_storage()._cdata] = HostMemory(slab)
+        return slab
+
+    def to_host(self, pairs: Pairs, stream: Stream) -> None:
+        self._call()
+        for host, device in pairs:
+            self._copy_out(host, device, stream)
+
+    def to_device(self, pairs: Pairs, stream: Stream) -> None:
+        self._call()
+        for host, device in pairs:
+            self._copy_in(host, device, stream)
+
+    # Copies
+
+    def _copy_out(self, host: torch.Tensor, device: torch.Tensor, stream: Stream) -> None:
+        before = len(self.violations)
+        memory = self._memory.get(device.untyped_storage()._cdata)
+        if memory is None:
+            self.violations.append(f"{stream} copies out memory that was never said to be written")
+            return
+        for point in (memory.written, *memory.writes):
+            if not stream.follows(point):
+                self.violations.append(f"{stream} copies out what {self._name(point)} has not written yet")
+        point = stream.tick()
+        self._touch(host, stream, point, write=True)
+        memory.reads.append(point)
+        sight, wrong = Sight(device), len(self.violations) > before
+
+        def run() -> None:
+            source = None if wrong else sight.tensor()
+            if source is None:  # freed: on a device the next owner of the memory has written there
+                _poison(host)
+            else:
+                host.copy_(source)
+
+        self.orders.push(stream, run)
+
+    def _copy_in(self, host: torch.Tensor, device: torch.Tensor, stream: Stream) -> None:
+        before = len(self.violations)
+        memory = self._memory[device.untyped_storage()._cdata]
+        if not stream.follows(memory.written):
+            self.violations.append(f"{stream} copies into memory that {memory.owner} still uses for something else")
+        for point in (*memory.reads, *memory.writes):
+            if not stream.follows(point):
+                self.violations.append(f"{stream} copies into memory that {self._name(point)} is using")
+        point = stream.tick()
+        self._touch(host, stream, point, write=False)
+        memory.writes.append(point)
+        sight, wrong = Sight(device), len(self.violations) > before
+
+        def run() -> None:
+            target = sight.tensor()
+            if target is None:
+                self.violations.append(f"{stream} has copied into memory that was freed")
+            elif wrong:
+                _poison(target)
+            else:
+                target.copy_(host)
+
+        self.orders.push(stream, run)
+
+    def _touch(self, host: torch.Tensor, stream: Stream, point: Point, *, write: bool) -> None:
+        slab = self._slabs[host.untyped_storage()._cdata]
+        self.violations += slab.access(*byte_range(host), write=write, stream=stream, point=point)
+
+    def _name(self, point: Point) -> str:
+        return self.orders.streams[point.stream].name
+
+    def _call(self) -> None:
+        """Every call of the device is a chance for memory to be missed and for pending copies to run."""
+        self.collect()
+        self.orders.call()
+
+    # Memory
+
+    def _written(self, tensor: torch.Tensor, stream: Stream) -> DeviceMemory:
+        storage = tensor.untyped_storage()
+        memory = self._memory.get(storage._cdata)
+        if memory is None:
+            memory = DeviceMemory(StorageWeakRef(storage), stream, stream.tick(), tensor._version)
+            self._memory[storage._cdata] = memory
+        elif memory.version is not None and memory.version != tensor._version:
+            memory.version, memory.written = tensor._version, stream.tick()
+        return memory
+
+    def collect(self) -> None:
+        """Find memory that was freed since the last call, and who may still be at it; let its address go."""
+        for key in [key for key, memory in self._memory.items() if memory.weak.expired()]:
+            self.violations += self._memory.pop(key).unordered(self.orders.streams)
+
+
+def _poison(tensor: torch.Tensor) -> None:
+    tensor.copy_(torch.full((tensor.itemsize,), POISON, dtype=torch.uint8).view(tensor.dtype)[0])

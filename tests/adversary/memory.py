@@ -1,0 +1,107 @@
+"""What happened to every stretch of memory, and what was not ordered."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from .clocks import Point, Stream
+
+__all__ = ["POISON", "DeviceMemory", "HostMemory", "Sight", "byte_range"]
+
+POISON = 0xFF
+"""Every byte of memory that has no meaning: as floating point numbers these are not-a-number."""
+
+
+class Sight:
+    """How a tensor lies on a storage that it does not keep alive."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._weak = StorageWeakRef(tensor.untyped_storage())
+        self._dtype = tensor.dtype
+        self._layout = (tensor.storage_offset(), tuple(tensor.size()), tensor.stride())
+
+    def tensor(self) -> torch.Tensor | None:
+        """Return the tensor, or None if its memory was freed."""
+        if self._weak.expired():
+            return None
+        storage = torch.UntypedStorage._new_with_weak_ptr(self._weak.cdata)
+        return torch.empty(0, dtype=self._dtype).set_(storage, *self._layout)
+
+
+@dataclass(eq=False)
+class DeviceMemory:
+    """One storage on the device.
+
+    Parameters
+    ----------
+    weak : StorageWeakRef
+        Keeps the address from being used again, not the memory.
+    owner : Stream
+        The allocator gives the memory away again in the order of this stream.
+    written : Point
+        The bytes are there, or for memory without meaning: may be written, after this.
+    version : int or None
+        Autograd's version of what `written` speaks of; None for memory that a transfer fills.
+    """
+
+    weak: StorageWeakRef
+    owner: Stream
+    written: Point
+    version: int | None
+    reads: list[Point] = field(default_factory=list)
+    writes: list[Point] = field(default_factory=list)
+    savers: dict[int, Point] = field(default_factory=dict)
+    users: set[int] = field(default_factory=set)
+
+    def unordered(self, streams: list[Stream]) -> Iterator[str]:
+        """Say whose access may still be under way when the owner, now, gives the memory to somebody else."""
+        for what, points in (("copied out", self.reads), ("copied in", self.writes), ("used", self.savers.values())):
+            for point in points:
+                if not self.owner.follows(point):
+                    yield f"memory freed on {self.owner} while it is {what} by {streams[point.stream]}"
+        for index in self.users:
+            user = streams[index]
+            if not self.owner.follows(Point(index, user.clock.get(index, 0))):
+                yield f"memory freed on {self.owner} while it is used by {user}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Access:
+    start: int
+    stop: int
+    write: bool
+    point: Point
+
+
+class HostMemory:
+    """One slab of page-locked memory: the accesses that the next ones have to be ordered after."""
+
+    def __init__(self, slab: torch.Tensor) -> None:
+        self.weak = StorageWeakRef(slab.untyped_storage())
+        self._accesses: list[_Access] = []
+
+    def access(self, start: int, stop: int, *, write: bool, stream: Stream, point: Point) -> list[str]:
+        """Note an access to bytes `start` to `stop`; return what it is not ordered after."""
+        kept: list[_Access] = []
+        wrong: list[str] = []
+        for old in self._accesses:
+            overlap = old.start < stop and start < old.stop
+            if overlap and (write or old.write) and not stream.follows(old.point):
+                what = f"{'written' if write else 'read'} by {stream}"
+                wrong.append(f"host memory {what} while it is {'written' if old.write else 'read'} by another stream")
+            # A write that covers an old access stands for it from now on.
+            if not (write and start <= old.start and old.stop <= stop):
+                kept.append(old)
+        kept.append(_Access(start, stop, write, point))
+        self._accesses = kept
+        return wrong
+
+
+def byte_range(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return the bytes of its storage that a contiguous tensor covers."""
+    start = tensor.storage_offset() * tensor.itemsize
+    return start, start + tensor.nbytes

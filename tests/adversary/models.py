@@ -1,0 +1,234 @@
+"""Small layers that save tensors in every way that a storage can be shared, sliced, viewed and streamed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.functional import layer_norm, relu
+
+import actoffload
+
+__all__ = ["DEVICE_KINDS", "KINDS", "LEAST", "ROWS", "STREAM_KINDS", "WIDTH", "Surroundings", "weights"]
+
+ROWS, WIDTH = 8, 32
+LEAST = 32
+"""Elements from which tensors count as large while these models run."""
+
+
+class Surroundings(Protocol):
+    """What a layer can ask of the run that it is part of."""
+
+    state: dict[str, Tensor]
+    """Tensors that layers of one pass hand to each other beside the main path."""
+
+    parts: int
+    """Number of `part` operations so far in this pass."""
+
+    def side(self, *, join: bool) -> Any:
+        """Run a ``with`` block on another stream, which the current one waits for at once or much later."""
+
+    def made(self, tensor: Tensor) -> Tensor:
+        """Say that the current stream has just made a tensor."""
+
+    def crossing(self) -> None:
+        """Order all streams, as a copy from one device to another does."""
+
+    def maybe_fail(self) -> None:
+        """Raise if this run of the backward is one that fails."""
+
+
+Layer = Callable[[Surroundings, Tensor, Tensor], Tensor]
+
+
+class _Fused(torch.autograd.Function):
+    """Saves, when it ends, tensors that were final long before; two of them twice."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        hidden = x @ w
+        actoffload.start_offload(hidden, offload_base_tensor=bool(x.size(0) % 2))
+        gate = hidden.sigmoid()
+        actoffload.start_offload(gate)
+        noise = gate * 3.0
+        ctx.save_for_backward(x, w, hidden, gate, hidden, gate.t())
+        return hidden * gate + 0.0 * noise
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, w, hidden, gate, again, transposed = ctx.saved_tensors
+        inner = grad * gate + grad * again * transposed.t() * (1 - gate)
+        return inner @ w.t() + 0 * hidden.sum(), x.t() @ inner
+
+
+class _Bits(torch.autograd.Function):
+    """Saves the same bytes as numbers and, through a dtype view, as integers."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        y = x.tanh()
+        ctx.save_for_backward(y.view(torch.int32), y.view(torch.int16)[:, 1::2], y[2:])
+        return y.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        integers, halves, tail = ctx.saved_tensors
+        y = integers.view(torch.float32)
+        sign = torch.where(halves < 0, -1.0, 1.0)
+        return grad * (1 - y * y) * sign + torch.cat([torch.zeros_like(y[:2]), tail])
+
+
+class _Fail(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, env: Surroundings) -> Tensor:
+        ctx.env = env
+        ctx.save_for_backward(x * 2.0)
+        return x * 1.0
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (doubled,) = ctx.saved_tensors
+        ctx.env.maybe_fail()
+        return grad + 0 * doubled, None
+
+
+def _linear(env: Surroundings, x: Tensor, w: Tensor) -> Tensor:
+    return relu(x @ w)
+
+
+def _norm(env: Surroundings, x: Tensor, w: Tensor) -> Tensor:
+    return layer_norm(x @ w, (WIDTH,)).tanh()
+
+
+def _chunk(env: Surroundings, x: Tensor, w: Tensor) -> Tensor:
+    a, b = torch.cat([x @ w, x], dim=-1).chunk(2, dim=-1)
+    return a * b.sigmoid() + b * b
+
+
+def _transpose(env: Surroundings, x: Tensor, w: Tensor) -> Tensor:
+    t = (x @ w).t()
+    return (t * t.contiguous()).t() * x
+
+
+def _expand(env: Surroundings, x: Tensor, w: Tensor) -> Tensor:
+    mean = x.mean(0, keepdim=True).expand(ROWS, -1)  # few distinct elements: stays
+    wide = (x @ w).unsqueeze(0).expand(3, -1, -1)  # all of its elements, three times over
+    return (wide * wide.cos()).sum(0) * mean
+
+
+def _complex(env: Surroundings, x: Tensor, w: Tensor) -> Tensor:
+    z = torch.view_as_complex((x @ w).view(ROWS, WIDTH // 2, 2))
+    return torch.view_as_real(z * z.conj() + z * z).reshape(ROWS, WIDTH) * 0.1
+
+
+def _overlap(env: Surroundings, x: Tensor, w: Tensor) -> Tensor:
+    h = x @ w
+    top, bottom, window = h[:6], h[2:], h.as_strided((14, WIDTH), (WIDTH // 2, 1))
+    y = top * bottom
+    return torch.cat([y, y[:2]]) + (window * window).sum(0)
+
+
+def _columns(env: Surroundings, x: Tensor, w: Tensor) -> Tensor:
+    h = x @ torch.cat([w, w, w, w], dim=1)
+    a, b = h[:, 3:9], h[:, 70:76]  # a twentieth of each row
+    return x + (a * b).sum(1, keepdim=True)
+
+
+def _qkv(env: Surroundings, x: Tensor, w: Tensor) -> Tensor:
+    q, k, v = (x @ torch.cat([w, w * 2, w * 3], dim=1)).split(WIDTH, dim=1)
+    return (q * k).softmax(1) * v
+
+
+def _first(env: Surroundings, x: Tensor, w: Tensor) -> Tensor:
+    """Use what the first such layer of the pass made, from then on in each of them."""
+    shared = env.state.setdefault("shared", x @ w)
+    return x * shared + shared.t().reshape(ROWS, WIDTH).sin()
+
+
+def _part(env: Surroundings, x: Tensor, w: Tensor) -> Tensor:
+    """Save another part of one storage in each layer."""
+    wide = env.state.setdefault("wide", torch.cat([x @ w] * 4, dim=1))
+    start = WIDTH * (env.parts % 4)
+    env.parts += 1
+    return x * wide[:, start : start + WIDTH]
+
+
+def _inplace(env: Surroundings, x: Tensor, w: Tensor) -> Tensor:
+    h = x @ w
+    actoffload.start_offload(h)
+    h.add_(1.0).relu_()
+    return h * h.sigmoid()
+
+
+def _marked(env: Surroundings, x: Tensor, w: Tensor) -> Tensor:
+    h = x @ w
+    actoffload.mark_not_offload(h)
+    return h * h.cos()
+
+
+def _fused(env: Surroundings, x: Tensor, w: Tensor) -> Tensor:
+    return _Fused.apply(x, w)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _bits(env: Surroundings, x: Tensor, w: Tensor) -> Tensor:
+    return _Bits.apply(x @ w)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _failing(env: Surroundings, x: Tensor, w: Tensor) -> Tensor:
+    return _Fail.apply(x @ w, env).cos() * x  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _side(env: Surroundings, x: Tensor, w: Tensor) -> Tensor:
+    h = env.made((x @ w).tanh())
+    with env.side(join=True):
+        g = env.made(h.sigmoid()) * h
+        env.made(g)
+    return g * h
+
+
+def _fork(env: Surroundings, x: Tensor, w: Tensor) -> Tensor:
+    """Leave a branch on another stream that saves this stream's memory, to be joined when the forward ends."""
+    y = x.sin()
+    h = env.made(y @ w)
+    with env.side(join=False):
+        forked = h * h
+        env.state["forked"] = forked + env.state["forked"] if "forked" in env.state else forked
+    return y * y
+
+
+def _double(env: Surroundings, x: Tensor, w: Tensor) -> Tensor:
+    env.crossing()
+    y = (x @ w).double()
+    y = y * y.tanh()
+    env.crossing()
+    return y.float() * x
+
+
+KINDS: dict[str, Layer] = {
+    "linear": _linear,
+    "norm": _norm,
+    "chunk": _chunk,
+    "transpose": _transpose,
+    "expand": _expand,
+    "complex": _complex,
+    "overlap": _overlap,
+    "columns": _columns,
+    "qkv": _qkv,
+    "first": _first,
+    "part": _part,
+    "inplace": _inplace,
+    "marked": _marked,
+    "fused": _fused,
+    "bits": _bits,
+    "failing": _failing,
+}
+STREAM_KINDS: dict[str, Layer] = {"side": _side, "fork": _fork}
+DEVICE_KINDS: dict[str, Layer] = {"double": _double}
+
+
+def weights(count: int) -> list[Tensor]:
+    """Return one matrix for each operation; the same ones every time."""
+    generator = torch.Generator().manual_seed(count)
+    return [torch.randn(WIDTH, WIDTH, generator=generator) / WIDTH**0.5 for _ in range(count)]

@@ -1,0 +1,83 @@
+"""Which of the pending copies runs when: late, early, or by chance in any order that the waits allow."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Literal
+
+from .clocks import Event, Stream, Wait, Work
+
+__all__ = ["Mode", "Orders"]
+
+Mode = Literal["late", "early", "random"]
+
+
+class Orders:
+    """All streams of a device, and the order in which their queues are worked off.
+
+    Parameters
+    ----------
+    seed : int
+        Of the order in ``random``.
+    mode : {"late", "early", "random"}
+        When a pending copy runs; see `AdversarialDevice`.
+    """
+
+    def __init__(self, seed: int, mode: Mode) -> None:
+        self.mode = mode
+        self.streams: list[Stream] = []
+        self.trace: list[tuple[int, int]] = []
+        self._random = random.Random(seed)
+        self._labels = 0
+        self._calls = 0
+
+    def stream(self, name: str, device: int, *, home: bool) -> Stream:
+        """Return a new stream; its number follows its name."""
+        index = len(self.streams)
+        self.streams.append(Stream(f"{name} {index}", index, device, home))
+        return self.streams[-1]
+
+    def call(self) -> None:
+        """Take the chance that every call of the device is for pending copies."""
+        self._calls += 1
+        if self.mode == "early":
+            while ready := self._runnable():
+                self._advance(ready[0])
+        elif self.mode == "random":
+            while self._random.random() < 0.4 and (ready := self._runnable()):
+                self._advance(self._random.choice(ready))
+
+    def push(self, stream: Stream, run: Callable[[], None]) -> None:
+        """Queue a copy; on a stream of the program it runs at once."""
+        self._labels += 1
+        work = Work(self._labels, run)
+        if stream.home:
+            self._run(work)
+        else:
+            stream.push(work)
+
+    def run_to(self, event: Event) -> None:
+        """Run what an event waits for, and nothing else."""
+        while not event.passed:
+            self._advance(event.stream)
+
+    def finish(self) -> None:
+        """Run everything."""
+        for stream in self.streams:
+            self.run_to(Event(stream, stream.queued, {}))
+
+    def _runnable(self) -> list[Stream]:
+        return [s for s in self.streams if s.queue and (not isinstance(s.queue[0], Wait) or s.queue[0].event.passed)]
+
+    def _advance(self, stream: Stream) -> None:
+        item = stream.queue.popleft()
+        if isinstance(item, Wait):
+            self.run_to(item.event)
+        else:
+            self._run(item)
+        stream.done += 1
+
+    def _run(self, work: Work) -> None:
+        self.trace.append((self._calls, work.label))
+        work.run()

@@ -1,0 +1,123 @@
+"""Training programs as data: which layers, which schedule, and what happens to which pass in which order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from hypothesis import strategies as st
+
+from .models import DEVICE_KINDS, KINDS, STREAM_KINDS
+
+__all__ = ["Backward", "Drop", "Forward", "Program", "Step", "Validate", "programs"]
+
+
+@dataclass(frozen=True)
+class Forward:
+    """A forward; it stops behind the layer `stop`, or raises inside of it, or comes to its end."""
+
+    run: int
+    stop: int | None = None
+    raises: bool = False
+
+
+@dataclass(frozen=True)
+class Backward:
+    """A backward, perhaps one that fails on the way, perhaps on another stream than the forward."""
+
+    run: int
+    retain: bool = False
+    fails: bool = False
+    aside: bool = False
+
+
+@dataclass(frozen=True)
+class Drop:
+    """Throw away a graph, and what the forward returned."""
+
+    run: int
+
+
+@dataclass(frozen=True)
+class Validate:
+    """A forward without gradients."""
+
+
+Step: TypeAlias = Forward | Backward | Drop | Validate
+
+
+@dataclass(frozen=True)
+class Program:
+    """What a run does.
+
+    Parameters
+    ----------
+    layers : sequence of sequence of str
+        For each layer, the kinds of its operations.
+    offload : int or None
+        Layers to offload with the default schedule; None for manual synchronization.
+    steps : sequence of Step
+        Passes are numbered in the order of their forwards.
+    limit : int or None
+        Bytes of host memory at most.
+    one_stream : bool
+        With manual synchronization: one stream of the program's own for all transfers.
+    """
+
+    layers: Sequence[Sequence[str]]
+    offload: int | None
+    steps: Sequence[Step]
+    limit: int | None = None
+    one_stream: bool = False
+
+
+@st.composite
+def programs(draw: st.DrawFn, *, manual: bool = False, streams: bool = False, limited: bool = False) -> Program:
+    """Draw a program; `streams` adds work on side streams and on a second device."""
+    kinds = sorted(KINDS) + (2 * sorted(STREAM_KINDS) + sorted(DEVICE_KINDS) if streams else [])
+    operations = st.lists(st.sampled_from(kinds), min_size=1, max_size=2)
+    layers = draw(st.lists(operations, min_size=2, max_size=5))
+    if streams and not any(kind in STREAM_KINDS or kind in DEVICE_KINDS for ops in layers for kind in ops):
+        layers[0] = [draw(st.sampled_from(sorted(STREAM_KINDS) + sorted(DEVICE_KINDS)))]
+    offload = None if manual else draw(st.integers(1, len(layers) - 1))
+    limit = draw(st.integers(0, 12).map(lambda k: 1024 * k)) if limited else None
+    steps = draw(_steps(len(layers), aside=streams))
+    return Program(layers, offload, steps, limit, manual and draw(st.booleans()))
+
+
+@st.composite
+def _steps(draw: st.DrawFn, depth: int, *, aside: bool) -> list[Step]:
+    steps: list[Step] = []
+    alive: list[int] = []
+    passes = draw(st.integers(1, 3))
+    begun = 0
+    retained = 0
+    while begun < passes or alive:
+        what = draw(st.sampled_from(["forward", "backward", "backward", "other"]))
+        if begun < passes and (what == "forward" or not alive):
+            steps.append(draw(_forward(begun, depth)))
+            if not (isinstance(steps[-1], Forward) and steps[-1].raises):
+                alive.append(begun)
+            begun += 1
+        elif what == "other" and begun < passes:
+            steps.append(Validate())
+        elif what == "backward":
+            run = draw(st.sampled_from(alive))
+            retain = retained < 2 and draw(st.booleans())
+            retained += retain
+            steps.append(Backward(run, retain, draw(st.integers(0, 3)) == 0, aside and draw(st.booleans())))
+            if not retain:
+                alive.remove(run)
+        elif alive:
+            steps.append(Drop(draw(st.sampled_from(alive))))
+            alive.remove(steps[-1].run)  # type: ignore[union-attr]
+    return steps
+
+
+@st.composite
+def _forward(draw: st.DrawFn, run: int, depth: int) -> Forward:
+    how = draw(st.integers(0, 5))
+    if how > 1:
+        return Forward(run)
+    return Forward(run, draw(st.integers(0, depth - 1)), raises=how == 0)
