@@ -1,0 +1,24 @@
+"""Fixtures of the GPU tests: deterministic kernels, and a clean device behind each test."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+# cuBLAS picks algorithms by its workspace; a fixed one keeps eager, side-stream and captured runs comparable.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+
+@pytest.fixture(autouse=True)
+def deterministic() -> Iterator[None]:
+    fill = torch.utils.deterministic.fill_uninitialized_memory
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.utils.deterministic.fill_uninitialized_memory = fill
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()

@@ -1,0 +1,143 @@
+"""Random delays on every stream do not change a bit; without one of the waits they do."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from gpu_harness import (
+    Delayed,
+    Slow,
+    collect,
+    forward,
+    lenient,
+    loss,
+    make_input,
+    make_layers,
+    manual_forward,
+    needs_cuda,
+    no_offload,
+    offload,
+    step,
+)
+from torch import nn
+
+import actoffload
+from actoffload.device import use
+from actoffload.engine.transfer import Transfers
+
+pytestmark = [pytest.mark.gpu, *lenient]
+
+ORDERS = 60 if torch.cuda.is_available() else 10
+LAYERS = 8
+LONGEST = 2_000_000  # clock cycles, about a millisecond; a copy of 4 MiB takes a tenth of that
+
+
+def one_pass(layers: nn.ModuleList, seed: int, pair: Any) -> Any:
+    return step(layers, seed, pair)
+
+
+def three_passes(layers: nn.ModuleList, seed: int, pair: Any) -> Any:
+    """Run three forwards, then their backwards in an order of the seed, one of them through a retained graph."""
+    outputs = [forward(layers, make_input(layers, 3 * seed + k), pair) for k in range(3)]
+    losses = [loss(output) for output in outputs]
+    order = random.Random(seed).sample(range(3), 3)
+    losses[order[0]].backward(retain_graph=True)
+    for k in order:
+        losses[k].backward()
+    return collect(layers, torch.stack(outputs))
+
+
+@pytest.fixture
+def delayed() -> Iterator[Callable[..., Delayed]]:
+    made: list[Any] = []
+
+    def make(**longest: int) -> Delayed:
+        device = Delayed(**longest)
+        made.append(use(device))
+        made[-1].__enter__()
+        return device
+
+    yield make
+    for chosen in reversed(made):
+        chosen.__exit__(None, None, None)
+
+
+@pytest.mark.parametrize("lanes", [("out", "back", "home"), ("out",), ("back",), ("home",)])
+@pytest.mark.parametrize("run", [one_pass, three_passes])
+def test_default_schedule_under_delays(
+    run: Callable[..., Any], lanes: tuple[str, ...], delayed: Callable[..., Delayed]
+) -> None:
+    device = delayed(**dict.fromkeys(lanes, LONGEST // len(lanes)))
+    plain = make_layers("mlp", LAYERS)
+    compute = random.Random(1)
+    slow = nn.ModuleList([Slow(layer, compute, LONGEST // 4) for layer in plain])
+    pair = offload(5, LAYERS)
+    for seed in range(ORDERS // 4 if run is one_pass else ORDERS // 10):
+        device.random.seed(seed)
+        compute.seed(seed)
+        expected = run(plain, seed, no_offload())
+        assert run(slow, seed, pair).differences(expected) == []
+    assert device.delays
+
+
+@pytest.mark.parametrize("own_stream", [True, False])
+def test_manual_synchronization_under_delays(own_stream: bool, delayed: Callable[..., Delayed]) -> None:
+    device = delayed(out=LONGEST, back=LONGEST, home=LONGEST)
+    layers = make_layers("mlp", LAYERS)
+    stream = torch.cuda.Stream() if own_stream and torch.cuda.is_available() else None
+    trio = actoffload.get_cpu_offload_context(
+        enabled=True, model_layers=LAYERS, manual_synchronization=True, offload_stream=stream
+    )
+    for seed in range(ORDERS // 4):
+        device.random.seed(seed)
+        expected = step(layers, seed, no_offload())
+        output = manual_forward(layers, make_input(layers, seed), trio, leaving=4)
+        loss(output).backward()
+        assert collect(layers, output).differences(expected) == []
+
+
+def _nothing(self: Transfers, *args: Any) -> None:
+    pass
+
+
+def _not_ready(self: Transfers, pairs: Any, *rest: Any) -> None:
+    """Copy out without waiting for the tensor; all else as it is."""
+    self.backend.to_host(pairs, self.out)
+
+
+@needs_cuda
+@pytest.mark.parametrize(
+    ("name", "broken", "longest"),
+    [
+        ("use", _nothing, {"back": 40_000_000}),
+        ("join", _nothing, {"out": 40_000_000}),
+        ("to_host", _not_ready, {}),
+        ("begin_reload", _nothing, {}),
+    ],
+)
+def test_the_delays_can_fail(
+    name: str,
+    broken: Any,
+    longest: dict[str, int],
+    delayed: Callable[..., Delayed],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Without one wait and with a delay at the right place, gradients do change: the tests above can fail."""
+    delayed(**longest)
+    plain = make_layers("mlp", LAYERS)
+    # Compute that is late shows copies that do not wait for it.
+    slow = nn.ModuleList([Slow(layer, random.Random(1), 1 if longest else 20_000_000) for layer in plain])
+    pair = offload(5, LAYERS)
+    expected = [step(plain, seed, no_offload()) for seed in range(4)]
+    assert step(slow, 0, pair).differences(expected[0]) == []
+    torch.cuda.synchronize()
+    monkeypatch.setattr(Transfers, name, broken)
+    wrong = [step(slow, seed, pair).differences(expected[seed]) for seed in range(1, 4)]
+    torch.cuda.synchronize()
+    monkeypatch.undo()
+    assert any(wrong)
+    assert step(slow, 0, pair).differences(expected[0]) == []

@@ -1,0 +1,149 @@
+"""More than one compute stream, more than one thread, more than one device."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from gpu_harness import (
+    DEVICE,
+    WIDTH,
+    collect,
+    forward,
+    lenient,
+    loss,
+    make_input,
+    make_layers,
+    nap,
+    needs_cuda,
+    no_offload,
+    offload,
+    step,
+)
+from torch import nn
+
+pytestmark = [pytest.mark.gpu, *lenient]
+
+
+class TwoStreams(nn.Module):
+    """A layer that does part of its work, and saves part of its tensors, on a side stream."""
+
+    def __init__(self, width: int, side: Any, delay: int) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(width, width), nn.Linear(width, width)
+        self.side, self.delay = side, delay
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.one(x)
+        if self.side is None:
+            return x + self.two(F.gelu(hidden)) + hidden.sin()
+        main = torch.cuda.current_stream()
+        self.side.wait_stream(main)
+        with torch.cuda.stream(self.side):
+            nap(self.delay)
+            branch = self.two(F.gelu(hidden))
+        hidden.record_stream(self.side)
+        direct = hidden.sin()
+        main.wait_stream(self.side)
+        branch.record_stream(main)
+        return x + branch + direct
+
+
+@needs_cuda
+@pytest.mark.parametrize("delay", [0, 2_000_000])
+def test_side_stream_saves_tensors(delay: int) -> None:
+    torch.manual_seed(3)
+    layers = nn.ModuleList([TwoStreams(WIDTH, None, 0) for _ in range(6)]).to(DEVICE)
+    expected = [step(layers, seed, no_offload()) for seed in range(4)]
+    for layer in layers:
+        layer.side, layer.delay = torch.cuda.Stream(), delay
+    pair = offload(3, 6)
+    for seed in range(4):
+        assert step(layers, seed, no_offload()).differences(expected[seed]) == []
+        assert step(layers, seed, pair).differences(expected[seed]) == []
+    assert pair[0].statistics().tensors_offloaded >= 4 * 3 * 3
+    assert pair[0].statistics().resident_bytes == 0
+
+
+@needs_cuda
+def test_whole_step_on_a_side_stream() -> None:
+    layers = make_layers("mlp", 6)
+    expected = [step(layers, seed, no_offload()) for seed in range(4)]
+    torch.cuda.synchronize()
+    pair = offload(3, 6)
+    side = torch.cuda.Stream()
+    for seed in range(4):  # steps alternate between two streams: buffers go from one to the other
+        with torch.cuda.stream(side if seed % 2 else torch.cuda.default_stream()):
+            result = step(layers, seed, pair)
+        torch.cuda.synchronize()
+        assert result.differences(expected[seed]) == []
+
+
+def test_two_threads_share_a_context() -> None:
+    """Each thread has its own model, passes and stream; engine, host pool and transfer streams are shared."""
+    models = [make_layers("mlp", 6) for _ in range(2)]
+    expected = [[step(model, seed, no_offload()) for seed in range(10)] for model in models]
+    if DEVICE.type == "cuda":
+        torch.cuda.synchronize()
+    pair = offload(3, 6)
+    found: list[list[list[str]]] = [[], []]
+    errors: list[BaseException] = []
+    start = threading.Barrier(2)
+
+    def work(k: int) -> None:
+        try:
+            start.wait()
+            for seed in range(10):
+                if DEVICE.type == "cuda":
+                    with torch.cuda.stream(streams[k]):
+                        result = step(models[k], seed, pair)
+                        streams[k].synchronize()
+                else:
+                    result = step(models[k], seed, pair)
+                found[k].append(result.differences(expected[k][seed]))
+        except BaseException as error:  # shown in the main thread
+            errors.append(error)
+
+    streams = [torch.cuda.Stream() for _ in range(2)] if DEVICE.type == "cuda" else []
+    threads = [threading.Thread(target=work, args=(k,)) for k in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors, errors[0]
+    assert found == [[[]] * 10] * 2
+    statistics = pair[0].statistics()
+    assert statistics.resident_bytes == statistics.host_bytes_used == 0
+    assert statistics.passes == 20
+
+
+@needs_cuda
+@pytest.mark.multi_gpu
+@pytest.mark.parametrize("split", [2, 4])
+def test_layers_on_two_devices(split: int) -> None:
+    class There(nn.Module):
+        def __init__(self, layer: nn.Module, device: torch.device) -> None:
+            super().__init__()
+            self.layer, self.device = layer.to(device), device
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(x.to(self.device))
+
+    first, second = torch.device("cuda:0"), torch.device("cuda:1")
+    layers = nn.ModuleList(
+        [There(layer, first if k < split else second) for k, layer in enumerate(make_layers("mlp", 6))]
+    )
+    pair = offload(4, 6)
+    for seed in range(3):
+        results = []
+        for chosen in (no_offload(), pair):
+            output = forward(layers, make_input(layers, seed, device=first), chosen)
+            loss(output).backward()
+            results.append(collect(layers, output))
+        assert results[1].differences(results[0]) == []
+    statistics = pair[0].statistics()
+    assert statistics.bytes_reloaded == statistics.bytes_offloaded > 0
+    assert statistics.resident_bytes == statistics.host_bytes_used == 0
