@@ -1,0 +1,259 @@
+"""Tables and a picture from the results: no figure of them is typed by hand.
+
+    python benchmarks/report.py            writes report.md and compare.png beside the results
+    python benchmarks/report.py --check    fails if report.md is not what the results give
+
+`headline` is the sentence on the landing page.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from results_file import RESULTS, read
+
+GIB, MIB = 2**30, 2**20
+OURS, CHECKPOINT, SAVE, NOTHING = "actoffload", "checkpoint", "save_on_cpu", "no offload"
+NAMES = {
+    OURS: "actoffload",
+    CHECKPOINT: "torch.utils.checkpoint",
+    SAVE: "save_on_cpu(pin_memory=True)",
+    NOTHING: "no offload",
+    "no offload, again": "no offload, again",
+}
+TITLES = {"gpt": "Twelve GPT blocks", "linear": "Twelve linear layers"}
+
+
+@dataclass(frozen=True)
+class Target:
+    """One thing to reach.
+
+    Parameters
+    ----------
+    what : str
+        In words.
+    limit, measured : float
+        In the same unit.
+    unit : str
+        Behind the numbers.
+    at_least : bool
+        The limit is a lower one.
+    digits : int
+        To show.
+    """
+
+    what: str
+    limit: float
+    measured: float
+    unit: str
+    at_least: bool = False
+    digits: int = 3
+
+    @property
+    def met(self) -> bool:
+        """Whether the limit is kept."""
+        return self.measured >= self.limit if self.at_least else self.measured <= self.limit
+
+    def row(self) -> tuple[str, ...]:
+        """Return the cells of its line in the table."""
+        sign = "≥" if self.at_least else "≤"
+        verdict = "met" if self.met else f"missed by {abs(self.measured - self.limit):.{self.digits}f}{self.unit}"
+        return (
+            self.what,
+            f"{sign} {self.limit:.{self.digits}f}{self.unit}",
+            f"{self.measured:.{self.digits}f}{self.unit}",
+            verdict,
+        )
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a Markdown table; the first column is text, the others are numbers."""
+    lines = ["| " + " | ".join(head) + " |", "| --- |" + " ---: |" * (len(head) - 1)]
+    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
+
+
+def arm(data: dict[str, Any], method: str, count: int) -> dict[str, Any] | None:
+    """Return the entry of one arm, or None."""
+    return next((a for a in data["arms"] if (a["method"], a["num_layers"]) == (method, count)), None)
+
+
+def origin(data: dict[str, Any]) -> str:
+    """Say in one paragraph what a result was measured on."""
+    device = data["device"]
+    driver = f", driver {device['driver']}" if device["driver"] else ""
+    link = data.get("link")
+    speed = f", D2H {link['d2h'] / 1e9:.1f} GB/s, H2D {link['h2d'] / 1e9:.1f} GB/s" if link else ""
+    text = (
+        f"Measured on {device['name']}{driver}, torch {device['torch']}, Python {device['python']}{speed}, "
+        f"{data['date'][:10]}, library sources `{data['source_digest'][:12]}`, with `{data['command']}`."
+    )
+    return "**Rehearsal on the reference device; no GPU figures.** " + text if device["reference"] else text
+
+
+def model_line(data: dict[str, Any]) -> str:
+    """Describe a model in words."""
+    batch, length, hidden = data["settings"]["shape"]
+    kind = f"{data['settings']['heads']} heads, " if data["settings"]["heads"] else ""
+    return f"hidden size {hidden}, {kind}sequence {length}, batch {batch}, {data['settings']['dtype']}"
+
+
+def _order(entry: dict[str, Any]) -> tuple[int, int]:
+    return list(NAMES).index(entry["method"]) if entry["num_layers"] else -1, entry["num_layers"]
+
+
+def comparison(data: dict[str, Any]) -> str:
+    """Return the table of all arms."""
+    rows = [
+        (
+            NAMES[a["method"]],
+            str(a["num_layers"]),
+            f"{a['seconds'] * 1e3:.2f}",
+            f"{a['ratio']:.3f}",
+            f"{a['peak_bytes'] / GIB:.2f}",
+            f"{a['drop_bytes'] / GIB:.2f}",
+        )
+        for a in sorted(data["arms"], key=_order)
+    ]
+    return table(("method", "layers", "step (ms)", "× no offload", "peak (GiB)", "drop (GiB)"), rows)
+
+
+def details(data: dict[str, Any]) -> str:
+    """Return the table of what is derived for the arms of ours."""
+    rows = [
+        (
+            str(a["num_layers"]),
+            f"{a['bytes_offloaded'] / MIB:.0f}",
+            f"{a['r'] * 100:.2f} %",
+            f"{a['host_ratio']:.3f}",
+            f"{a['bound_ratio']:.3f}",
+            f"{a['predicted_seconds'] * 1e3:.2f}",
+            f"{a['deviation'] * 100:+.1f} %",
+            f"{a['copies']['d2h'] / 1e9:.1f} / {a['copies']['h2d'] / 1e9:.1f}",
+        )
+        for a in data["arms"]
+        if a["method"] == OURS
+    ]
+    head = ("layers", "offloaded (MiB)", "R", "pinned / offloaded", "step / bound", "simulate (ms)", "step − simulate")
+    return table((*head, "D2H / H2D in the step (GB/s)"), rows)
+
+
+def targets(results: dict[str, dict[str, Any]]) -> list[Target]:
+    """Return what was to be reached, as far as it was measured."""
+    found: list[Target] = []
+    gpt = results.get("gpt")
+    if gpt is not None:
+        four, ten = arm(gpt, OURS, 4), arm(gpt, OURS, 10)
+        if four is not None:
+            found.append(Target("GPT, 4 of 12 layers: step / no offload", 1.010, four["ratio"], ""))
+        if ten is not None:
+            found.append(Target("GPT, 10 of 12 layers: step / bound", 1.10, ten["bound_ratio"], ""))
+            what = "GPT, 10 of 12 layers: distance from simulate"
+            found.append(Target(what, 3.0, abs(ten["deviation"]) * 100, " %", digits=2))
+    for name in ("gpt", "linear"):
+        ours = [a for a in results.get(name, {"arms": []})["arms"] if a["method"] == OURS]
+        if ours:
+            worst = min(a["r"] for a in ours) * 100
+            found.append(Target(f"{name}: smallest R", 99.5, worst, " %", at_least=True, digits=2))
+            most = max(a["host_ratio"] for a in ours)
+            found.append(Target(f"{name}: pinned bytes held / bytes offloaded", 1.05, most, ""))
+    for case in results.get("overhead", {"cases": []})["cases"]:
+        limit = 60 if case["case"].startswith("offloaded") else 5
+        found.append(
+            Target(f"host time for a saved tensor: {case['case']}", limit, case["seconds"] * 1e6, " µs", digits=1)
+        )
+    return found
+
+
+def overhead(data: dict[str, Any]) -> str:
+    """Return the table of host times."""
+    rows = [
+        (
+            case["case"],
+            f"{case['forward_seconds'] * 1e6:.1f}",
+            f"{case['backward_seconds'] * 1e6:.1f}",
+            f"{case['seconds'] * 1e6:.1f}",
+        )
+        for case in data["cases"]
+    ]
+    return table(("saved tensor", "forward (µs)", "backward (µs)", "both (µs)"), rows)
+
+
+def report(results: dict[str, dict[str, Any]]) -> str:
+    """Return the page's tables as Markdown."""
+    parts = ["<!-- Written by benchmarks/report.py from the results beside it; do not edit. -->"]
+    if not results:
+        return parts[0] + "\n\nNo results are recorded yet.\n"
+    parts += ["## Targets", table(("what", "target", "measured", ""), (t.row() for t in targets(results)))]
+    for name in ("gpt", "linear"):
+        data = results.get(name)
+        if data is None:
+            continue
+        parts += [f"## {TITLES[name]}", f"{model_line(data)[:1].upper()}{model_line(data)[1:]}.", comparison(data)]
+        noise = f"The two arms without offload differ by {data['noise'] * 100:.2f} %."
+        compute = data["compute"]
+        text = (
+            f"{noise} Forward computes for {compute['forward'] * 1e3:.2f} ms and backward for "
+            f"{compute['backward'] * 1e3:.2f} ms. The bound is the larger of compute and copies, in forward and in "
+            "backward; simulate is given these layers' measured costs and the link's bandwidth."
+        )
+        parts += [text, details(data), origin(data)]
+    if "overhead" in results:
+        parts += ["## Host time", overhead(results["overhead"]), origin(results["overhead"])]
+    return "\n\n".join(parts) + "\n"
+
+
+def headline(folder: Path = RESULTS) -> str:
+    """Return one sentence for the landing page: the most layers that cost at most 1 %, else the cheapest arm."""
+    data = read(folder, "gpt")
+    ours = [] if data is None else [a for a in data["arms"] if a["method"] == OURS]
+    if data is None or not ours or data["device"]["reference"]:
+        return "No GPU results are recorded yet."
+    free = [a for a in ours if a["ratio"] <= 1.010]
+    best = max(free, key=lambda a: a["num_layers"]) if free else min(ours, key=lambda a: a["ratio"])
+    peak = best["peak_bytes"] + best["drop_bytes"]
+    count, layers = best["num_layers"], data["settings"]["layers"]
+    text = (
+        f"On one {data['device']['name']}, offloading {count} of {layers} GPT blocks ({model_line(data)}) lowers the "
+        f"peak from {peak / GIB:.1f} to {best['peak_bytes'] / GIB:.1f} GiB at {best['ratio']:.3f} × the step time"
+    )
+    other = arm(data, CHECKPOINT, count)
+    if other is not None:
+        text += f"; checkpointing the same blocks takes {other['ratio']:.3f} ×"
+    return text + "."
+
+
+def load(folder: Path) -> dict[str, dict[str, Any]]:
+    """Read all results of a folder."""
+    found = {name: read(folder, name) for name in ("gpt", "linear", "overhead")}
+    return {name: data for name, data in found.items() if data is not None}
+
+
+def main(arguments: list[str]) -> int:
+    """Write the report, or check it."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the results")
+    parser.add_argument("--check", action="store_true", help="compare report.md instead of writing it")
+    options = parser.parse_args(arguments)
+    results = load(options.results)
+    text, path = report(results), options.results / "report.md"
+    if options.check:
+        if path.is_file() and path.read_text(encoding="utf-8") == text:
+            return 0
+        print("report.md is not what the results give; run python benchmarks/report.py")
+        return 1
+    path.write_text(text, encoding="utf-8")
+    if "gpt" in results:
+        from picture import draw
+
+        draw(results["gpt"], options.results / "compare.png")
+    print(headline(options.results))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,71 @@
+"""The results as files: JSON with everything that is needed to know where a figure comes from."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+FORMAT = 1
+
+
+def digest() -> str:
+    """Return the digest of the library's sources, as the gallery's recordings have it."""
+    sys.path.insert(0, str(ROOT / "docs" / "_ext"))
+    try:
+        from recording_data import source_digest
+    finally:
+        sys.path.pop(0)
+    return str(source_digest(ROOT / "src" / "actoffload"))
+
+
+def write(folder: Path, name: str, data: dict[str, Any], command: str) -> Path:
+    """Write one result with its origin; return the path.
+
+    Parameters
+    ----------
+    folder : Path
+        Where to.
+    name : str
+        Name of the benchmark.
+    data : dict
+        What was measured.
+    command : str
+        What to run for the same.
+    """
+    from actoffload.observe.measure import describe_device
+
+    origin = {
+        "format": FORMAT,
+        "benchmark": name,
+        "command": command,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "device": asdict(describe_device()),
+        "source_digest": digest(),
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}.json"
+    path.write_text(json.dumps({**origin, **data}, indent=1) + "\n", encoding="utf-8")
+    return path
+
+
+def read(folder: Path, name: str) -> dict[str, Any] | None:
+    """Return one result, or None if there is none.
+
+    Raises
+    ------
+    ValueError
+        If the file is of another format.
+    """
+    path = folder / f"{name}.json"
+    if not path.is_file():
+        return None
+    data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    if data.get("format") != FORMAT:
+        raise ValueError(f"{path.name} is not of format {FORMAT}; run the benchmark again.")
+    return data

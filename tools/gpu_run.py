@@ -1,0 +1,207 @@
+"""Everything that needs a GPU, in one go: tests, recorded gallery, benchmarks.
+
+    python tools/gpu_run.py --out build/gpu
+
+Needs Python 3.12, torch, pytest, pytest-timeout and matplotlib, and for the gallery the packages of the `docs` extra;
+no network, no nox and no installation of the library.  Each step is a process with its own time limit, and one that
+fails does not stop the others.  The output folder then holds at most eight files:
+
+run.log                      all output of all steps
+tests.xml                    the tests' results, as JUnit XML
+gallery-recording.tar.gz     for ``python docs/tools/record_gallery.py unpack``
+gpt.json, linear.json, overhead.json, profile-*.json     for benchmarks/results
+
+``--only tests,gallery,benchmarks`` chooses steps; ``benchmarks`` stands for overhead, linear and gpt; ``profile`` is
+run only when it is named.  ``--rehearse`` takes small sizes, for a machine without a GPU.
+"""
+
+# ruff: noqa: T201 - a script that prints
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from xml.etree import ElementTree
+
+ROOT = Path(__file__).resolve().parents[1]
+LOG = "run.log"
+MESSAGE = 400  # characters of a failure in the summary
+
+
+@dataclass(frozen=True)
+class Step:
+    """One process.
+
+    Parameters
+    ----------
+    name : str
+        For ``--only`` and the summary.
+    command : tuple of str
+        Arguments of the Python interpreter, from the project's root.
+    limit : float
+        Seconds after which it is stopped.
+    """
+
+    name: str
+    command: tuple[str, ...]
+    limit: float
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a step ended."""
+
+    step: Step
+    status: str
+    seconds: float
+    last_lines: tuple[str, ...]
+
+
+def steps(out: Path, *, rehearse: bool, select: str) -> dict[str, Step]:
+    """Return all steps by name, in the order in which they run."""
+    pytest = ["-m", "pytest", "tests/gpu", "-q", "-ra", "--durations=10", "-p", "no:cacheprovider"]
+    pytest += [f"--junitxml={out / 'tests.xml'}", *(["-k", select] if select else [])]
+    small = ("--rehearse",) if rehearse else ()
+    compare, target = "benchmarks/compare.py", ("--out", str(out))
+    every = [
+        Step("tests", tuple(pytest), 180),
+        Step("gallery", ("docs/tools/record_gallery.py", "record", *target), 130),
+        Step("overhead", ("benchmarks/overhead.py", *target, *small), 40),
+        Step("linear", (compare, "linear", *target, *small), 70),
+        Step("gpt", (compare, "gpt", *target, *small), 300),
+        Step("profile", (compare, "gpt", *target, "--profile", "4", *small), 80),
+    ]
+    return {step.name: step for step in every}
+
+
+def chosen(names: str, known: dict[str, Step]) -> list[Step]:
+    """Return the steps that were asked for; raise `SystemExit` naming what is not known."""
+    wanted: list[str] = []
+    for name in filter(None, names.split(",")):
+        wanted += ["overhead", "linear", "gpt"] if name == "benchmarks" else [name]
+    unknown = sorted(set(wanted) - set(known))
+    if unknown:
+        raise SystemExit(f"--only: no step {', '.join(unknown)}; expected {', '.join(known)} or benchmarks.")
+    return [step for name, step in known.items() if name in wanted]
+
+
+def environment() -> dict[str, str]:
+    """Return the environment of the steps: the library from src, unbuffered output, no display."""
+    paths = [str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "MPLBACKEND": "agg",
+    }
+
+
+def run(step: Step, log: Path, limit: float) -> Outcome:
+    """Run one step, with its output on the screen and in the log."""
+    print(f"=== {step.name}: at most {limit:.0f} s", flush=True)
+    begun = time.monotonic()
+    with log.open("a", encoding="utf-8") as file:
+        file.write(f"=== {step.name}: {' '.join(step.command)}\n")
+        file.flush()
+        start = file.tell()
+        # A session of its own, so that stopping it stops the processes that it started as well.
+        process = subprocess.Popen(
+            [sys.executable, *step.command],
+            cwd=ROOT,
+            env=environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            code = process.wait(timeout=limit)
+            status = "ok" if code == 0 else f"exit status {code}"
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            status = f"stopped after {limit:.0f} s"
+    with log.open("rb") as file:
+        file.seek(start)
+        text = file.read().decode("utf-8", "replace")
+    lines = [line for line in text.splitlines() if line.strip()]
+    seconds = time.monotonic() - begun
+    print(f"    {status}, {seconds:.0f} s", flush=True)
+    return Outcome(step, status, seconds, tuple(lines[-12:]))
+
+
+def failures(path: Path) -> list[str]:
+    """Return a line for each failed test, with the head of its message."""
+    if not path.is_file():
+        return []
+    found = []
+    for case in ElementTree.parse(path).getroot().iter("testcase"):
+        for problem in (*case.findall("failure"), *case.findall("error")):
+            message = " ".join((problem.get("message") or problem.text or "").split())
+            found.append(f"{case.get('name')} ({float(case.get('time') or 0):.1f} s): {message[:MESSAGE]}")
+    return found
+
+
+def benchmark_lines(out: Path) -> list[str]:
+    """Return the targets with what was measured, and the table of all arms."""
+    sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "src")]
+    import report
+
+    results = report.load(out)
+    lines = [" | ".join(target.row()) for target in report.targets(results)]
+    for name in ("linear", "gpt"):
+        if name in results:
+            lines += ["", report.comparison(results[name]), "", report.details(results[name])]
+    return lines
+
+
+def summary(outcomes: list[Outcome], out: Path) -> None:
+    """Print what a reader wants to see last."""
+    for outcome in outcomes:
+        if outcome.step.name in ("tests", "gallery") or outcome.status != "ok":
+            print(f"\n--- {outcome.step.name}")
+            print("\n".join(line[:200] for line in outcome.last_lines))
+    if any(outcome.step.name == "tests" for outcome in outcomes):
+        print("\n".join(["", "--- failed tests", *failures(out / "tests.xml")]))
+    if any(outcome.step.name in ("overhead", "linear", "gpt") for outcome in outcomes):
+        print("\n".join(["", "--- benchmarks", *benchmark_lines(out)]))
+    print("\n=== summary")
+    for outcome in outcomes:
+        print(f"{outcome.step.name:<10}{outcome.seconds:6.0f} s  {outcome.status}")
+    files = sorted(path for path in out.iterdir() if path.is_file())
+    print(", ".join(f"{path.name} {path.stat().st_size / 1024:.0f} KiB" for path in files))
+
+
+def main() -> int:
+    """Run the chosen steps; return 1 if one failed."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    default = os.environ.get("OUT") or str(ROOT / "build" / "gpu")
+    parser.add_argument("--out", type=Path, default=Path(default), help="folder for logs and results")
+    parser.add_argument("--only", default="tests,gallery,benchmarks", help="steps, with commas between them")
+    parser.add_argument("--select", default="", metavar="EXPRESSION", help="pytest -k for the tests")
+    parser.add_argument("--rehearse", action="store_true", help="small sizes")
+    parser.add_argument("--budget", type=float, default=540, metavar="SECONDS", help="for all steps together")
+    options = parser.parse_args()
+    out = options.out.resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    (out / LOG).unlink(missing_ok=True)
+    begun = time.monotonic()
+    outcomes = []
+    for step in chosen(options.only, steps(out, rehearse=options.rehearse, select=options.select)):
+        left = options.budget - (time.monotonic() - begun)
+        if left < 5:
+            outcomes.append(Outcome(step, "not run: no time left", 0.0, ()))
+            continue
+        outcomes.append(run(step, out / LOG, min(step.limit, left)))
+    summary(outcomes, out)
+    return 0 if all(outcome.status == "ok" for outcome in outcomes) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
