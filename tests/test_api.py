@@ -226,5 +226,7 @@ def test_the_reference_device_says_so_once_in_a_process():
 @NO_ACCELERATOR
 def test_a_disabled_context_says_nothing_about_devices():
     code = "import actoffload\nactoffload.get_cpu_offload_context(False, 1, 3)\n"
-    run = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=False, env=SOURCES)
+    run = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=False, env=SOURCES
+    )
     assert run.returncode == 0, run.stderr

@@ -14,10 +14,10 @@ from torch import nn
 
 from actoffload.engine.layer import Layer, Token
 from actoffload.engine.passes import Pass
-from actoffload.engine.saved import Kept, Moved
+from actoffload.engine.saved import Moved
 from actoffload.engine.storage import SavedStorage
 
-OURS = (SavedStorage, Pass, Layer, Moved, Kept, Token)
+OURS = (SavedStorage, Pass, Layer, Moved, Token)
 
 
 @pytest.fixture(autouse=True)

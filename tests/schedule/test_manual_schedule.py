@@ -39,13 +39,10 @@ def test_a_call_leaves_the_schedule_it_was_made_on_alone() -> None:
     [
         (
             ManualSchedule(2).release_activation_forward_gpu_memory(0, after_forward_of=0),
-            "The plan would release layer 0 without, or before, the action 'offload layer 0'; "
-            "add it earlier.",
+            "The plan would release layer 0 without, or before, the action 'offload layer 0'; add it earlier.",
         ),
         (
-            ManualSchedule(2)
-            .start_offload_layer(0, after_forward_of=0)
-            .start_offload_layer(0, after_forward_of=1),
+            ManualSchedule(2).start_offload_layer(0, after_forward_of=0).start_offload_layer(0, after_forward_of=1),
             "The plan would offload layer 0 twice in one pass; once is enough.",
         ),
         (

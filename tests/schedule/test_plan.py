@@ -85,14 +85,12 @@ def test_a_layer_may_leave_and_return_at_one_event() -> None:
         (
             2,
             [(FORWARD_END, 0, Do.RELEASE, 0)],
-            "The plan would release layer 0 without, or before, the action 'offload layer 0'; "
-            "add it earlier.",
+            "The plan would release layer 0 without, or before, the action 'offload layer 0'; add it earlier.",
         ),
         (
             2,
             [(FORWARD_END, 0, Do.RELEASE, 0), (FORWARD_END, 0, Do.OFFLOAD, 0)],
-            "The plan would release layer 0 without, or before, the action 'offload layer 0'; "
-            "add it earlier.",
+            "The plan would release layer 0 without, or before, the action 'offload layer 0'; add it earlier.",
         ),
         (
             2,
@@ -107,14 +105,12 @@ def test_a_layer_may_leave_and_return_at_one_event() -> None:
         (
             2,
             [(BACKWARD_END, 1, Do.OFFLOAD, 1)],
-            "The plan would offload layer 1 after its backward starts, "
-            "when it is of no use; move it earlier.",
+            "The plan would offload layer 1 after its backward starts, when it is of no use; move it earlier.",
         ),
         (
             2,
             [(FORWARD_START, 1, Do.OFFLOAD, 1), (BACKWARD_END, 1, Do.RELEASE, 1)],
-            "The plan would release layer 1 after its backward starts, "
-            "when it is of no use; move it earlier.",
+            "The plan would release layer 1 after its backward starts, when it is of no use; move it earlier.",
         ),
         (
             2,

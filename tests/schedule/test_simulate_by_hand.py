@@ -179,8 +179,6 @@ def test_the_table_names_what_matters() -> None:
 
 
 def test_the_number_of_costs_must_be_the_number_of_layers() -> None:
-    sentence = (
-        "The plan has 3 layers but 2 costs were given; give one LayerCost per layer, in order of the forward."
-    )
+    sentence = "The plan has 3 layers but 2 costs were given; give one LayerCost per layer, in order of the forward."
     with pytest.raises(ValueError, match=sentence):
         simulate(Plan(3), [LayerCost(1.0, 1.0)] * 2, Link(1.0, 1.0))

@@ -137,9 +137,7 @@ def test_the_peak_of_a_default_plan_is_its_largest_window_whatever_the_link(
 
 
 @given(model=models(equal=True), link=links)
-def test_equal_layers_never_hold_more_than_a_window(
-    model: tuple[DefaultSchedule, list[LayerCost]], link: Link
-) -> None:
+def test_equal_layers_never_hold_more_than_a_window(model: tuple[DefaultSchedule, list[LayerCost]], link: Link) -> None:
     schedule, layers = model
     result = simulate(schedule.plan(), layers, link)
     assert all(nbytes <= schedule.window * layers[0].nbytes for _, nbytes in result.timeline.resident)
@@ -184,9 +182,7 @@ def test_a_faster_link_never_makes_a_step_slower(
 
 
 @given(model=models(), link=links)
-def test_the_same_calls_made_by_hand_cost_the_same(
-    model: tuple[DefaultSchedule, list[LayerCost]], link: Link
-) -> None:
+def test_the_same_calls_made_by_hand_cost_the_same(model: tuple[DefaultSchedule, list[LayerCost]], link: Link) -> None:
     # The controller's calls come between layers: the end of one is the start of the next, and copies queued
     # at the end of a layer run from the moment each tensor was ready.  So both plans must cost the same.
     schedule, layers = model

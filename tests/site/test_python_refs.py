@@ -22,9 +22,7 @@ def test_known_names(name, ending):
     assert external_page(name).endswith("/" + ending)
 
 
-@pytest.mark.parametrize(
-    "name", ["collections.abc.Colable", "torch.Tenser", "inte", "os.nothing", "numpy.ndarray"]
-)
+@pytest.mark.parametrize("name", ["collections.abc.Colable", "torch.Tenser", "inte", "os.nothing", "numpy.ndarray"])
 def test_misspelt_names_stay_unresolved(name):
     from python_refs import external_page
 

@@ -36,9 +36,7 @@ def test_generated_files_leave_those_of_a_longer_name(tmp_path):
     for name in names | others:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(name)
-    assert {
-        p.relative_to(tmp_path).as_posix() for p in generated_files(tmp_path, tmp_path / "basic.py")
-    } == names
+    assert {p.relative_to(tmp_path).as_posix() for p in generated_files(tmp_path, tmp_path / "basic.py")} == names
 
 
 def test_damaged_or_foreign_recording_files_are_named(tmp_path):
@@ -119,9 +117,7 @@ def test_runs_of_the_reference_device_become_no_recordings(project):
     archive = project.root / "archive" / "reference.tar.gz"
     packed, problems = record_gallery.pack(project.root, archive)
     assert packed == []
-    assert problems == [
-        "first.py: not recorded: it ran on the reference device; record where torch sees a GPU."
-    ]
+    assert problems == ["first.py: not recorded: it ran on the reference device; record where torch sees a GPU."]
     assert record_gallery.pack(project.root, archive, rehearse=True) == (["first.py"], [])
     with pytest.raises(RecordingError, match="reference device; nothing was unpacked"):
         record_gallery.unpack(archive, project.root / "docs" / "recordings")

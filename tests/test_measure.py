@@ -1,0 +1,227 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import actoffload
+from actoffload import DefaultSchedule, Kind, Link, Plan, Span, Timeline, simulate
+from actoffload.observe.compare import Comparison, compare_steps
+from actoffload.observe.costs import measured_costs
+from actoffload.observe.measure import (
+    DeviceInfo,
+    MemoryMeter,
+    describe_device,
+    measure_link,
+    measure_peak,
+    measure_step_times,
+)
+
+MIB = 2**20
+on_cpu = pytest.mark.skipif(torch.accelerator.is_available(), reason="how memory is followed without an accelerator")
+
+
+def floats(nbytes: int) -> torch.Tensor:
+    return torch.zeros(nbytes // 4)
+
+
+@on_cpu
+def test_meter_counts_storages_and_not_tensors() -> None:
+    before = floats(8 * MIB)
+    with MemoryMeter() as meter:
+        a = floats(4 * MIB)
+        views = [a[:10], a.view(2, -1), a.t() if a.dim() == 2 else a.unsqueeze(0)]
+        a.add_(1.0)
+        before.mul_(2.0)
+        b = before[:100]
+        meter.sample()
+        c = a * 2
+        meter.sample()
+        del c
+        meter.sample()
+        del a, views
+        meter.sample()
+    assert meter.peak_bytes == 8 * MIB
+    assert [nbytes for _, nbytes in meter.samples] == [4 * MIB, 8 * MIB, 4 * MIB, 0]
+    times = [seconds for seconds, _ in meter.samples]
+    assert times[0] == 0.0
+    assert times == sorted(times)
+    assert b.numel() == 100
+
+
+@on_cpu
+def test_meter_sees_backward_and_what_is_freed_in_it() -> None:
+    layer = nn.Linear(256, 256)
+    layer(torch.ones(1, 256)).sum().backward()
+    with MemoryMeter() as meter:
+        x = torch.ones(1024, 256)
+        y = layer(x)
+        del x
+        y = y.square().mean()
+        meter.sample()
+        y.backward()
+        del y
+        meter.sample()
+    assert meter.samples[0][1] >= 2 * MIB  # the inputs of linear and of square
+    assert meter.samples[1][1] == 0
+    assert meter.peak_bytes >= 3 * MIB
+
+
+@on_cpu
+def test_meter_leaves_nothing_behind_an_exception() -> None:
+    meter = MemoryMeter()
+
+    def fail() -> None:
+        with meter:
+            floats(MIB)
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert meter.peak_bytes == MIB
+    floats(2 * MIB)
+    assert meter.peak_bytes == MIB
+
+
+@on_cpu
+def test_measure_peak_warms_up_first() -> None:
+    kept: list[torch.Tensor] = []
+
+    def step() -> None:
+        if len(kept) < 2:
+            kept.append(floats(16 * MIB))
+        floats(MIB)
+
+    assert measure_peak(step, warmup=2) == MIB
+    assert len(kept) == 2
+
+
+def test_step_times_are_interleaved() -> None:
+    calls: list[str] = []
+    arms = {name: lambda name=name: calls.append(name) for name in "ab"}
+    seconds = measure_step_times(arms, repeats=3, steps=2, warmup=1)
+    # One untimed run before each measurement of two; every repeat has each arm once, in an order of its own.
+    assert "".join(calls[:2]) == "ab"
+    rounds = ["".join(calls[2 + 6 * k : 8 + 6 * k]) for k in range(3)]
+    assert set(rounds) == {"aaabbb", "bbbaaa"}
+    assert calls == ["a", "b", *"".join(rounds)]
+    assert {name: len(samples) for name, samples in seconds.items()} == {"a": 3, "b": 3}
+    assert all(sample >= 0 for samples in seconds.values() for sample in samples)
+
+
+def test_link_is_measured() -> None:
+    link = measure_link(nbytes=MIB, repeats=2)
+    assert isinstance(link, Link)
+    assert link.d2h > 1e6
+    assert link.h2d > 1e6
+
+
+@on_cpu
+def test_device_without_an_accelerator() -> None:
+    info = describe_device()
+    assert info.reference
+    assert info.driver == ""
+    assert str(info).startswith("reference device (CPU), torch ")
+
+
+def comparison(**changes: object) -> Comparison:
+    info = DeviceInfo("Some GPU", False, "1.2", "2.11", "3.12")
+    values = {"device": info, "peak_without": 100 * MIB, "peak_with": 60 * MIB, "bytes_offloaded": 50 * MIB}
+    values |= {"bytes_absent": 40 * MIB, "seconds_without": 0.100, "seconds_with": 0.101}
+    return Comparison(**(values | changes))  # type: ignore[arg-type]
+
+
+def test_comparison_table() -> None:
+    lines = str(comparison()).splitlines()
+    cells = [line.split() for line in lines]
+    assert cells[2] == ["peak", "memory", "100.0", "MiB", "60.0", "MiB", "-40.0", "MiB"]
+    assert cells[3] == ["step", "time", "100.00", "ms", "101.00", "ms", "+1.0", "%"]
+    assert cells[-2] == ["R", "=", "drop", "/", "absent", "100.00", "%"]
+    assert lines[-1] == "measured on Some GPU, driver 1.2, torch 2.11, Python 3.12"
+    assert comparison(peak_with=70 * MIB).ratio == 0.75
+    assert comparison(bytes_absent=0).ratio == 1.0
+
+
+def stack(layers: nn.ModuleList, pair: tuple, rows: int = 1024) -> None:
+    context, sync = pair
+    layers.zero_grad(set_to_none=False)
+    x = torch.randn(rows, 256)
+    for layer in layers:
+        with context:
+            x = layer(x)
+        x = sync(x)
+    x.square().mean().backward()
+
+
+@on_cpu
+def test_compare_steps_finds_the_whole_drop() -> None:
+    layers = nn.ModuleList([nn.Linear(256, 256) for _ in range(8)])
+    pair = actoffload.get_cpu_offload_context(enabled=True, num_layers=3, model_layers=8)
+    nothing = actoffload.get_cpu_offload_context(enabled=False)
+    result = compare_steps(lambda: stack(layers, nothing), lambda: stack(layers, pair), pair[0], repeats=1, steps=1)
+    assert result.bytes_offloaded == result.bytes_absent == result.drop == 3 * MIB
+    assert result.ratio == 1.0
+    assert result.seconds_with > 0
+
+
+def still(layers: nn.ModuleList, steps: int) -> list[Timeline]:
+    pair = actoffload.get_cpu_offload_context(enabled=True, model_layers=len(layers), manual_synchronization=True)[:2]
+    found = []
+    for _ in range(steps):
+        with pair[0].record_timeline() as recorder:
+            stack(layers, pair)
+        found.append(recorder.timeline())
+    return found
+
+
+@on_cpu
+def test_measured_costs_give_the_measured_peak() -> None:
+    layers = nn.ModuleList([nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 256)) for _ in range(6)])
+    timelines = still(layers, 3)
+    costs = measured_costs(timelines)
+    assert [cost.nbytes for cost in costs] == [5 * MIB] * 6
+    for cost in costs:
+        assert [saved.nbytes for saved in cost.saved] == [MIB, 2 * MIB, 2 * MIB]
+        assert [saved.saved_at for saved in cost.saved] == sorted(saved.saved_at for saved in cost.saved)
+        assert cost.order_of_use == (2, 1, 0)
+        assert cost.forward > 0
+        assert cost.backward > 0
+    link = Link(float("inf"), float("inf"))
+    assert simulate(Plan(6), costs, link).peak_bytes == max(t.peak_bytes for t in timelines) == 30 * MIB
+    pair = actoffload.get_cpu_offload_context(enabled=True, num_layers=2, model_layers=6)
+    stack(layers, pair)
+    predicted = simulate(DefaultSchedule(2, 6).plan(), costs, link).peak_bytes
+    assert pair[0].statistics().peak_resident_bytes == predicted
+
+
+def made_up(*levels: tuple[float, int], more: tuple[Span, ...] = ()) -> Timeline:
+    spans = (Span(Kind.FORWARD, 0, 0.0, 1.0), Span(Kind.BACKWARD, 0, 1.0, 3.0), *more)
+    return Timeline.build(spans, levels)
+
+
+def test_costs_read_off_the_steps_of_the_resident_bytes() -> None:
+    timeline = made_up((0.25, 10), (0.5, 30), (1.0, 35), (1.5, 30), (2.0, 10), (3.0, 0))
+    (cost,) = measured_costs(timeline)
+    assert [(s.nbytes, s.saved_at, s.needed_at) for s in cost.saved] == [
+        (10, 0.25, 0.5),
+        (20, 0.5, 0.25),
+        (5, 1.0, 0.0),
+    ]
+    assert (cost.forward, cost.backward) == (1.0, 2.0)
+
+
+def test_costs_are_medians() -> None:
+    slow = Timeline.build((Span(Kind.FORWARD, 0, 0.0, 9.0), Span(Kind.BACKWARD, 0, 9.0, 20.0)), ((1.0, 7),))
+    (cost,) = measured_costs([made_up((0.5, 7)), slow, made_up((0.6, 7))])
+    assert (cost.forward, cost.backward) == (1.0, 2.0)
+
+
+def test_costs_refuse_what_they_cannot_read() -> None:
+    with pytest.raises(ValueError, match="at least one step"):
+        measured_costs([])
+    with pytest.raises(ValueError, match="nothing moves"):
+        measured_costs(made_up((0.5, 7), more=(Span(Kind.D2H, 0, 0.5, 0.6, 7),)))
+    with pytest.raises(ValueError, match="no whole step"):
+        measured_costs(Timeline.build((Span(Kind.FORWARD, 0, 0.0, 1.0),)))
+    with pytest.raises(ValueError, match="different steps"):
+        measured_costs([made_up((0.5, 7)), made_up((0.5, 8))])
