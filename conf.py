@@ -9,8 +9,9 @@ import warnings
 from pathlib import Path
 
 ROOT = Path(__file__).parent
-sys.path[:0] = [str(ROOT / "docs" / "_ext"), str(ROOT / "src")]
+sys.path[:0] = [str(ROOT / "docs" / "_ext"), str(ROOT / "src"), str(ROOT / "benchmarks")]
 
+import report  # noqa: E402 - lies in benchmarks
 from gallery_hooks import DeviceMemory  # noqa: E402 - lies in docs/_ext
 
 with (ROOT / "pyproject.toml").open("rb") as file:
@@ -50,6 +51,8 @@ root_doc = "index"
 # -- Pages ----------------------------------------------------------------------------------------------
 myst_enable_extensions = ["colon_fence", "deflist", "fieldlist", "substitution", "attrs_inline"]
 myst_heading_anchors = 3
+# Measured figures come from the result files, never from a page.
+myst_substitutions = {"headline": report.headline(), "benchmark_notes": report.notes()}
 default_role = "py:obj"
 
 # -- API reference --------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from results_file import RESULTS, read
+from results_file import RESULTS, digest, read
 
 GIB, MIB = 2**30, 2**20
 OURS, CHECKPOINT, SAVE, NOTHING = "actoffload", "checkpoint", "save_on_cpu", "no offload"
@@ -183,6 +183,16 @@ def overhead(data: dict[str, Any]) -> str:
     return table(("saved tensor", "forward (µs)", "backward (µs)", "both (µs)"), rows)
 
 
+def profile(data: dict[str, Any]) -> str:
+    """Return the table of what the device was busy with in a profiled step."""
+    busy, total = data["busy"], data["seconds"]
+    names = (("kernels", "kernels"), ("d2h", "copies to the host"), ("h2d", "copies to the device"))
+    found = [(name, busy.get(lane, 0.0)) for lane, name in names]
+    rows = [*found, ("no kernel runs", total - busy.get("kernels", 0.0)), ("the step", total)]
+    lines = [(name, f"{seconds * 1e3:.2f}", f"{seconds / total * 100:.1f} %") for name, seconds in rows]
+    return table(("what", "ms", "of the step"), lines)
+
+
 def report(results: dict[str, dict[str, Any]]) -> str:
     """Return the page's tables as Markdown."""
     parts = ["<!-- Written by benchmarks/report.py from the results beside it; do not edit. -->"]
@@ -202,6 +212,10 @@ def report(results: dict[str, dict[str, Any]]) -> str:
             "backward; simulate is given these layers' measured costs and the link's bandwidth."
         )
         parts += [text, details(data), origin(data)]
+    if "profile-gpt" in results:
+        data = results["profile-gpt"]
+        title = f"## Where a step goes, {data['num_layers']} of {data['settings']['layers']} GPT blocks offloaded"
+        parts += [title, profile(data), origin(data)]
     if "overhead" in results:
         parts += ["## Host time", overhead(results["overhead"]), origin(results["overhead"])]
     return "\n\n".join(parts) + "\n"
@@ -227,9 +241,31 @@ def headline(folder: Path = RESULTS) -> str:
     return text + "."
 
 
+def notes(folder: Path = RESULTS) -> str:
+    """Return what a reader has to know of the results: what was missed and why, and whether the sources changed."""
+    results = load(folder)
+    lines = []
+    current = digest()
+    if any(data["source_digest"] != current for data in results.values()):
+        lines.append("The library's sources have changed since these results were measured.")
+    gpt = results.get("gpt")
+    four = None if gpt is None else arm(gpt, OURS, 4)
+    if gpt is not None and four is not None and four["ratio"] > 1.010:
+        out = four["bytes_offloaded"] / gpt["link"]["d2h"]
+        room = gpt["compute"]["forward"] * (gpt["settings"]["layers"] - 1) / gpt["settings"]["layers"]
+        stall = four["copies"]["stall_seconds"] / (four["seconds"] / four["ratio"])
+        lines.append(
+            f"Four of twelve GPT blocks miss 1.010: their {four['bytes_offloaded'] / GIB:.1f} GiB take "
+            f"{out * 1e3:.1f} ms on the link, and have to be gone when the last block starts, after {room * 1e3:.1f} ms "
+            f"of compute. Compute waited {stall * 100:.1f} % of the step without offload; the rest is what copies and "
+            "compute cost each other."
+        )
+    return " ".join(lines)
+
+
 def load(folder: Path) -> dict[str, dict[str, Any]]:
     """Read all results of a folder."""
-    found = {name: read(folder, name) for name in ("gpt", "linear", "overhead")}
+    found = {name: read(folder, name) for name in ("gpt", "linear", "profile-gpt", "overhead")}
     return {name: data for name, data in found.items() if data is not None}
 
 

@@ -75,9 +75,7 @@ def measure_link(nbytes: int = 256 * 2**20, repeats: int = 8) -> dict[str, float
     return result
 
 
-def describe(
-    example: str, example_digest: str, source_digest: str, link: dict[str, float], command: str
-) -> Provenance:
+def describe(example: str, example_digest: str, source_digest: str, link: dict[str, float], command: str) -> Provenance:
     """Put together the provenance of a run in this process, now.
 
     Parameters

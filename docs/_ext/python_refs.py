@@ -133,9 +133,7 @@ def resolve(app: Sphinx, env: BuildEnvironment, node: pending_xref, content: nod
     return content if names_a_variable(node) or is_type_variable(target) else None
 
 
-def plain_signature(
-    app: Sphinx, what: str, name: str, obj: Any, options: Any, arguments: str, result: str
-) -> Any:
+def plain_signature(app: Sphinx, what: str, name: str, obj: Any, options: Any, arguments: str, result: str) -> Any:
     """Answer ``autodoc-process-signature``: a dataclass's ``= <factory>`` is no Python and is not parsed."""
     return (arguments.replace("<factory>", "..."), result) if arguments and "<factory>" in arguments else None
 

@@ -76,9 +76,7 @@ class Provenance:
     def from_json(cls, data: object, where: str) -> Provenance:
         """Read what :meth:`to_json` wrote; raise `RecordingError` naming `where` if it is anything else."""
         if not isinstance(data, dict) or data.get("format") != FORMAT:
-            raise RecordingError(
-                f"{where}: expected a recording of format {FORMAT}; record the example again."
-            )
+            raise RecordingError(f"{where}: expected a recording of format {FORMAT}; record the example again.")
         known = {key: value for key, value in data.items() if key in cls.__dataclass_fields__}
         try:
             return cls(**known)

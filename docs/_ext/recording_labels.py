@@ -137,7 +137,5 @@ def relabel_costs(doctree: nodes.document, pages: list[Page]) -> None:
             continue
         if text.astext() == "Mem (MB)":
             text.parent.replace(text, nodes.Text(f"{MEMORY} (MB)"))
-        elif any(
-            ref.get("reftarget") in unmeasured for ref in row.findall() if isinstance(ref, nodes.Element)
-        ):
+        elif any(ref.get("reftarget") in unmeasured for ref in row.findall() if isinstance(ref, nodes.Element)):
             text.parent.replace(text, nodes.Text(NOT_MEASURED))

@@ -141,9 +141,7 @@ class ScheduleFigure(SphinxDirective):
         if name not in FIGURES:
             raise self.error(f"There is no schedule figure {name!r}; expected one of {', '.join(FIGURES)}.")
         if not self.content:
-            raise self.error(
-                f"The schedule figure {name!r} has no caption; write one as the directive's text."
-            )
+            raise self.error(f"The schedule figure {name!r} has no caption; write one as the directive's text.")
         for file in (Path(__file__), *sources()):
             self.env.note_dependency(str(file))
         drawn = draw(name, Path(self.env.doctreedir) / "schedule_figures")

@@ -116,9 +116,7 @@ def browser(path: str) -> Iterator[Tab]:
             f"--user-data-dir={profile}",
         ]
         if hasattr(os, "geteuid") and os.geteuid() == 0:
-            command.append(
-                "--no-sandbox"
-            )  # the sandbox does not start as root; only our own pages are opened
+            command.append("--no-sandbox")  # the sandbox does not start as root; only our own pages are opened
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,

@@ -47,9 +47,7 @@ def _event_problems(tab: Tab, base: str) -> list[str]:
             problems.append(f"console {params['type']}: {said}")
         elif method == "Runtime.exceptionThrown":
             details = params["exceptionDetails"]
-            problems.append(
-                f"script error: {details.get('exception', {}).get('description', details['text'])}"
-            )
+            problems.append(f"script error: {details.get('exception', {}).get('description', details['text'])}")
         elif method == "Log.entryAdded" and params["entry"]["level"] in ("error", "warning"):
             problems.append(f"console {params['entry']['level']}: {params['entry']['text']}")
         elif method == "Network.responseReceived" and params["response"]["status"] >= 400:

@@ -53,9 +53,7 @@ def check_gallery(root: Path) -> tuple[list[str], list[str]]:
         elif recorded.reference:
             errors.append(f"{name}: its recording was made on the reference device, not on an accelerator.")
         elif recorded.source_digest != sources:
-            reports.append(
-                f"{name}: recorded on {recorded.date[:10]} from other library sources than the present."
-            )
+            reports.append(f"{name}: recorded on {recorded.date[:10]} from other library sources than the present.")
         else:
             print(f"gallery: {name}: current, recorded on {recorded.device}, {recorded.date[:10]}.")
     return errors, reports

@@ -86,9 +86,7 @@ def pack(root: Path, archive: Path, *, rehearse: bool = False) -> tuple[list[str
             try:
                 run = data.read_provenance(folder / f"{example.stem}.executed.json")
                 if run.reference and not rehearse:
-                    raise data.RecordingError(
-                        "it ran on the reference device; record where torch sees a GPU."
-                    )
+                    raise data.RecordingError("it ran on the reference device; record where torch sees a GPU.")
                 run = replace(run, command="docs/tools/record_gallery.py record")
                 target = data.recording_dir(stage, name.as_posix())
                 data.store_recording(folder, example, run, target)

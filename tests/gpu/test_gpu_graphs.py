@@ -189,26 +189,24 @@ class Model(nn.Module):
         self.layers, self.pair = layers, pair
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if torch.cuda.is_current_stream_capturing():  # the warm-up is over: what counts is what the graphs need
+            torch.cuda.reset_peak_memory_stats()
+            self.before = requested("current")
         # The sample input is an address in the graph; a tensor of the graph's own may leave.
         return forward(self.layers, x.clone(), self.pair)
 
 
+def requested(what: str) -> int:
+    """Return the bytes that programs asked the allocator for: ``"current"`` or ``"peak"``."""
+    return int(torch.cuda.memory_stats()[f"requested_bytes.all.{what}"])
+
+
 def graphed(layers: nn.ModuleList, pair: tuple[Any, Any], rows: int) -> tuple[Any, int]:
-    """Return the graphed model and the bytes of the memory pool that its graphs share."""
-    before = private_pools()
-    model = torch.cuda.make_graphed_callables(Model(layers, pair), (make_input(layers, 0, rows),))
-    after = private_pools()
-    return model, sum(nbytes for pool, nbytes in after.items() if pool not in before)
-
-
-def private_pools() -> dict[tuple[int, int], int]:
-    """Return the size of each memory pool that belongs to graphs."""
-    pools: dict[tuple[int, int], int] = {}
-    for segment in torch.cuda.memory_snapshot():
-        pool = tuple(segment["segment_pool_id"])
-        if pool != (0, 0):
-            pools[pool] = pools.get(pool, 0) + segment["total_size"]
-    return pools
+    """Return the graphed model, and the peak of memory during its captures of forward and backward."""
+    clean()
+    model = Model(layers, pair)
+    callable_ = torch.cuda.make_graphed_callables(model, (make_input(layers, 0, rows),))
+    return callable_, requested("peak") - model.before
 
 
 @pytest.mark.parametrize("kind", ["linear", "mlp", "attention"])
@@ -231,7 +229,7 @@ def test_graphed_callables_keep_the_drop() -> None:
     expected = eager(layers, range(1), ROWS)[0]
     models = [graphed(layers, pair, ROWS) for pair in (no_offload(), offload(LEAVING, LAYERS))]
     (_, plain), (_, offloading) = models
-    assert plain - offloading >= 0.9 * LEAVING * NBYTES
+    assert abs(plain - offloading - LEAVING * NBYTES) <= 512
     for model, _ in models:
         output = model(make_input(layers, 0, ROWS))
         loss(output).backward()
