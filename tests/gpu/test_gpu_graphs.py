@@ -229,7 +229,11 @@ def test_graphed_callables_keep_the_drop() -> None:
     expected = eager(layers, range(1), ROWS)[0]
     models = [graphed(layers, pair, ROWS) for pair in (no_offload(), offload(LEAVING, LAYERS))]
     (_, plain), (_, offloading) = models
-    assert abs(plain - offloading - LEAVING * NBYTES) <= 512
+    # Backward returns weight gradients in new memory, and its first gradient comes from outside the graph. So without
+    # offload the peak is at its very start; with it, the peak is as high until the last layer has come back, when one
+    # more gradient of an activation's size and those of the weights of up to LEAVING layers are there.
+    weights = sum(p.nbytes for p in layers[0].parameters())
+    assert LEAVING * NBYTES - NBYTES - LEAVING * weights <= plain - offloading <= LEAVING * NBYTES
     for model, _ in models:
         output = model(make_input(layers, 0, ROWS))
         loss(output).backward()
