@@ -18,11 +18,24 @@ from typing import Any
 
 import torch
 from results_file import RESULTS, write
+from torch.autograd.graph import saved_tensors_hooks
 
 import actoffload
 
+HOOKS_ALONE = "autograd's hooks alone, doing nothing"
 TENSORS = 64  # few enough that neither kernels nor copies fill the device's queue
 SMALL, ELIGIBLE = 256, 256 * 1024  # elements
+
+
+class HooksAlone(saved_tensors_hooks):
+    """Saved-tensor hooks that do nothing: what autograd itself takes to call any hooks at all."""
+
+    def __init__(self) -> None:
+        super().__init__(_same, _same)
+
+
+def _same(value: torch.Tensor) -> torch.Tensor:
+    return value
 
 
 def chain(x: torch.Tensor, count: int) -> torch.Tensor:
@@ -56,6 +69,7 @@ def host_seconds(pair: Any, elements: int, where: int, device: torch.device) -> 
 def measure(repeats: int, device: torch.device) -> dict[str, Any]:
     """Measure the three cases, each interleaved with the same step without a context."""
     cases = {
+        HOOKS_ALONE: (SMALL, 0),
         "passed through, too small": (SMALL, 0),
         "passed through, layer stays": (ELIGIBLE, 2),
         "offloaded and reloaded": (ELIGIBLE, 0),
@@ -63,13 +77,15 @@ def measure(repeats: int, device: torch.device) -> dict[str, Any]:
     nothing = actoffload.get_cpu_offload_context(enabled=False)
     pair = actoffload.get_cpu_offload_context(enabled=True, num_layers=1, model_layers=3)
     rows = []
+    offloading = pair
     for name, (elements, where) in cases.items():
+        pair = (HooksAlone(), _same) if name == HOOKS_ALONE else offloading
         for _ in range(10):
             host_seconds(pair, elements, where, device)
             host_seconds(nothing, elements, where, device)
-        pair[0].reset_statistics()
+        offloading[0].reset_statistics()
         host_seconds(pair, elements, where, device)
-        statistics = pair[0].statistics()
+        statistics = offloading[0].statistics()
         found: dict[str, list[tuple[float, float]]] = {"with": [], "without": []}
         gc.collect()
         gc.disable()

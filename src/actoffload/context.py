@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Iterator
-from contextlib import ContextDecorator, ExitStack, contextmanager
+from contextlib import ContextDecorator, contextmanager
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -17,7 +17,7 @@ from .controller import ManualController
 from .disabled import NoController, NoOffloadContext
 from .engine.engine import Engine
 from .engine.layer import Layer
-from .engine.owned import watching
+from .engine.owned import unwatch, watch
 from .engine.passes import Pass
 from .engine.saved import unpack
 from .engine.state import running
@@ -38,7 +38,7 @@ class _Cursor(threading.local):
     def __init__(self) -> None:
         self.current: Pass | None = None
         self.layer: Layer | None = None
-        self.inside: ExitStack | None = None
+        self.inside: saved_tensors_hooks | None = None
 
 
 class OffloadContext(ContextDecorator):
@@ -64,13 +64,11 @@ class OffloadContext(ContextDecorator):
             )
         current, layer = self._next_layer(cursor)
         current.aborted = True  # until everything is installed
-        with ExitStack() as stack:
-            stack.enter_context(watching(layer.owned))
-            stack.enter_context(saved_tensors_hooks(current.packer(layer), unpack))
-            running.backends.append(self._engine.backend)
-            stack.callback(running.backends.pop)
-            cursor.current, cursor.layer = current, layer
-            cursor.inside = stack.pop_all()
+        hooks = saved_tensors_hooks(current.packer(layer), unpack)
+        hooks.__enter__()
+        watch(layer.owned)
+        running.backends.append(self._engine.backend)
+        cursor.current, cursor.layer, cursor.inside = current, layer, hooks
         current.aborted = False
         return self
 
@@ -92,11 +90,13 @@ class OffloadContext(ContextDecorator):
         traceback: TracebackType | None,
     ) -> None:
         cursor = self._cursor
-        stack, current, layer = cursor.inside, cursor.current, cursor.layer
-        if stack is None or current is None or layer is None:
+        hooks, current, layer = cursor.inside, cursor.current, cursor.layer
+        if hooks is None or current is None or layer is None:
             raise RuntimeError("This offloading context is left but was not entered; use it as `with context:`.")
         cursor.inside = None
-        stack.close()
+        running.backends.pop()
+        unwatch(layer.owned)
+        hooks.__exit__()
         current.aborted = True  # also if what follows fails
         current.forward_end(layer)
         current.aborted = kind is not None

@@ -9,8 +9,6 @@ are asked what they own at that moment.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..observe.counters import Reason
 
-__all__ = ["Owned", "watching"]
+__all__ = ["Owned", "unwatch", "watch"]
 
 
 class Owned:
@@ -86,9 +84,8 @@ def _left(module: Module, inputs: Any, outputs: Any) -> None:
 _key = RemovableHandle(_modules._global_forward_pre_hooks).id
 
 
-@contextmanager
-def watching(owned: Owned) -> Iterator[None]:
-    """Tell `owned` of every module that runs in this thread in this block."""
+def watch(owned: Owned) -> None:
+    """Tell `owned` of every module that runs in this thread, until `unwatch`."""
     global _users
     with _lock:
         _users += 1
@@ -96,17 +93,19 @@ def watching(owned: Owned) -> Iterator[None]:
         _modules._global_forward_hooks[_key] = _left
         _modules._global_forward_hooks_always_called[_key] = True
     _watch.owned.append(owned)
-    try:
-        yield
-    finally:
-        _watch.owned.remove(owned)
-        owned.forget()
-        with _lock:
-            _users -= 1
-            if not _users:
-                del _modules._global_forward_pre_hooks[_key]
-                del _modules._global_forward_hooks[_key]
-                del _modules._global_forward_hooks_always_called[_key]
+
+
+def unwatch(owned: Owned) -> None:
+    """Tell `owned` no more; it lets go of the modules."""
+    global _users
+    _watch.owned.remove(owned)
+    owned.forget()
+    with _lock:
+        _users -= 1
+        if not _users:
+            del _modules._global_forward_pre_hooks[_key]
+            del _modules._global_forward_hooks[_key]
+            del _modules._global_forward_hooks_always_called[_key]
 
 
 def _address(tensor: torch.Tensor) -> int:
