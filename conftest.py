@@ -49,9 +49,7 @@ def _doctest_names(request: pytest.FixtureRequest) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    marked = [
-        item for item in items if item.get_closest_marker("gpu") or item.get_closest_marker("multi_gpu")
-    ]
+    marked = [item for item in items if item.get_closest_marker("gpu") or item.get_closest_marker("multi_gpu")]
     if not marked:
         return
     import torch

@@ -258,7 +258,7 @@ def notes(folder: Path = RESULTS) -> str:
         stall = four["copies"]["stall_seconds"] / (four["seconds"] / four["ratio"])
         lines.append(
             f"Four of twelve GPT blocks miss 1.010: their {four['bytes_offloaded'] / GIB:.1f} GiB take "
-            f"{out * 1e3:.1f} ms on the link, and have to be gone when the last block starts, after {room * 1e3:.1f} ms "
+            f"{out * 1e3:.1f} ms on the link, and must be gone when the last block starts, after {room * 1e3:.1f} ms "
             f"of compute. Compute waited {stall * 100:.1f} % of the step without offload; the rest is what copies and "
             "compute cost each other."
         )

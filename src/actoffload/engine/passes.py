@@ -22,6 +22,7 @@ from .geometry import View
 from .layer import Layer, Phase
 from .marks import Mark
 from .reload import reload
+from .resident import Resident
 from .saved import Kept, Moved, keep
 from .storage import Home, SavedStorage, Where
 from .transfer import HOME
@@ -47,6 +48,7 @@ class Pass:
         self.aborted = False
         self.backward_begun = False
         self._storages: dict[int, weakref.ref[SavedStorage]] = {}
+        self._residents: dict[int, weakref.ref[Resident]] = {}
         self._homes: dict[torch.device, Home] = {}
         self._stay = frozenset(range(engine.plan.model_layers)) - set(engine.plan.offloaded)
         self._planned = bool(engine.plan.steps)
@@ -90,6 +92,8 @@ class Pass:
         """Return the pack hook of a layer: it takes each tensor that autograd saves."""
         token, backend, owned, kept, index = layer.token, self.backend, layer.owned, layer.kept, layer.index
         assert token is not None
+        # Behind the last layer that leaves, storages need not be followed, unless somebody records every step.
+        stays_whole = self._planned and index > max(self.engine.plan.offloaded) and self.engine.recorder is None
 
         def pack(tensor: torch.Tensor) -> Kept | Moved:
             reason = stays(tensor, backend, owned)
@@ -100,11 +104,33 @@ class Pass:
                 count[0] += 1
                 count[1] += tensor.nbytes if tensor.layout is torch.strided else 0
                 return keep(tensor, token)
+            if stays_whole and not self._is_followed(tensor):
+                return keep(tensor, token, self._resident(tensor))
             probe = tensor.detach()
             view = View.of(tensor)
             return Moved(self, index, self._save(layer, tensor, view, probe), view, probe, token)
 
         return pack
+
+    def _is_followed(self, tensor: torch.Tensor) -> bool:
+        """Whether a layer that leaves has saved the same storage, as it is now, and it is still on the device."""
+        ref = self._storages.get(tensor.untyped_storage()._cdata)
+        storage = None if ref is None else ref()
+        if storage is None or storage.version != tensor._version:
+            return False
+        return storage.where is Where.DEVICE or storage.where is Where.LEAVING
+
+    def _resident(self, tensor: torch.Tensor) -> Resident:
+        """Return what counts the storage of a tensor in a layer that stays."""
+        memory = tensor.untyped_storage()
+        key = memory._cdata
+        with self.lock:
+            ref = self._residents.get(key)
+            resident = None if ref is None else ref()
+            if resident is None:
+                resident = Resident(memory.nbytes(), self.counters)
+                self._residents[key] = weakref.ref(resident)
+        return resident
 
     def _save(self, layer: Layer, tensor: torch.Tensor, view: View, probe: torch.Tensor) -> SavedStorage:
         """Return the storage of a saved tensor; it starts to leave at once if the plan says so."""

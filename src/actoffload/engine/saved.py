@@ -20,22 +20,23 @@ from .storage import SavedStorage
 if TYPE_CHECKING:
     from .layer import Token
     from .passes import Pass
+    from .resident import Resident
 
 __all__ = ["Kept", "Moved", "keep", "unpack"]
 
 
-Kept: TypeAlias = tuple[torch.Tensor, int, "Token"]
-"""A saved tensor that stays on the device: an alias of it, its version, and the token of its layer.
+Kept: TypeAlias = tuple[torch.Tensor, int, "Token", "Resident | None"]
+"""A saved tensor that stays on the device: an alias, its version, the token of its layer, and what counts it.
 
 A plain tuple, because most saved tensors of a model are parameters or small, and this is all that they cost.
 """
 
 
-def keep(tensor: torch.Tensor, token: Token) -> Kept:
+def keep(tensor: torch.Tensor, token: Token, resident: Resident | None = None) -> Kept:
     """Hold a tensor that stays."""
     # A leaf has no node, so it can be held itself; what comes back is then the parameter, not an alias.
     alias = tensor if tensor.is_leaf else tensor.detach()  # [keep: kept tensor]
-    return alias, tensor._version, token
+    return alias, tensor._version, token, resident
 
 
 class Moved:
@@ -65,7 +66,7 @@ def unpack(saved: Kept | Moved) -> torch.Tensor:
     """Turn what autograd holds back into the tensor; the unpack hook."""
     if not isinstance(saved, tuple):
         return saved.unpack()
-    alias, version, _ = saved
+    alias, version, _, _ = saved
     if alias._version != version:
         raise changed(alias, alias.size(), version)
     return alias
