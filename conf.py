@@ -100,12 +100,12 @@ html_favicon = "docs/_static/logo.svg"
 html_show_sourcelink = False
 html_copy_source = False
 html_context = {"default_mode": "auto"}  # light or dark as the reader's system says
-html_sidebars = {"*": []}  # pages at the top have no section to navigate; those in folders keep the theme's
+html_sidebars = {page: [] for page in ("*", "guide/*", "development/*")}  # no section to navigate there
 html_theme_options = {
     "logo": {"image_light": "_static/logo.svg", "image_dark": "_static/logo-dark.svg", "text": "actoffload"},
     "show_prev_next": True,
     "navbar_align": "left",
-    "header_links_before_dropdown": 7,
+    "header_links_before_dropdown": 6,
     "navigation_with_keys": False,
     "footer_start": ["copyright"],
     "footer_end": ["theme-version"],

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import pytest
 import torch
-from helpers import any_size, forward, make, nothing_held, plain, same_bits
+from helpers import any_size, forward, make, make_manual, nothing_held, plain, same_bits
 from torch import nn
 
 from actoffload import ReferenceDevice
 from actoffload.device import use
+from actoffload.device.reference import ReferenceStream
 
 
 @pytest.fixture(autouse=True)
@@ -78,3 +82,43 @@ def test_context_as_a_decorator(layers):
 def test_use_nests():
     with use(ReferenceDevice()) as outer, use(ReferenceDevice()) as inner:
         assert make(1, 3, device=inner)[0].plan == make(1, 3, device=outer)[0].plan
+
+
+def test_a_model_that_holds_its_context_can_be_copied_and_pickled():
+    """Each copy has passes and host memory of its own, and a sync function that goes with them."""
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = torch.nn.ModuleList(torch.nn.Linear(64, 64) for _ in range(3))
+            self.context, self.sync = make(1, 3)
+
+        def forward(self, x):
+            for layer in self.layers:
+                with self.context:
+                    x = layer(x)
+                x = self.sync(x)
+            return x
+
+    model = Model()
+    x = torch.randn(64, 64)
+    expected = model(x * 1.0)
+    for other in (copy.deepcopy(model), _pickled(model.context)):
+        context = other.context if isinstance(other, Model) else other
+        assert context is not model.context
+        assert context.plan == model.context.plan
+        assert context.statistics().passes == 0
+    other = copy.deepcopy(model)
+    assert torch.equal(other(x * 1.0), expected)
+    assert (other.context.statistics().passes, other.context.statistics().tensors_offloaded) == (1, 1)
+
+
+def _pickled(thing):
+    return pickle.loads(pickle.dumps(thing))
+
+
+def test_a_context_with_a_stream_of_the_program_cannot_be_pickled():
+    context, _, _ = make_manual(3, offload_stream=ReferenceStream("mine"))
+    with pytest.raises(TypeError, match="a stream belongs to its process"):
+        pickle.dumps(context)
+    assert copy.deepcopy(context).plan == context.plan

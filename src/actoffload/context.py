@@ -53,6 +53,13 @@ class OffloadContext(ContextDecorator):
         self._engine = engine
         self._cursor = _Cursor()
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> OffloadContext:
+        # A model that is copied with its context gets one of its own: passes and host memory are not shared.
+        return OffloadContext(self._engine.fresh())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _context, self._engine.portable
+
     # Per layer
 
     def __enter__(self) -> OffloadContext:
@@ -209,6 +216,10 @@ class OffloadContext(ContextDecorator):
         with self._engine.lock:
             for transfers in self._engine.all_transfers:
                 transfers.pool.close()
+
+
+def _context(plan: Plan, max_host_bytes: int | None) -> OffloadContext:
+    return OffloadContext(Engine(plan, devices.backend(), max_host_bytes))
 
 
 def get_cpu_offload_context(

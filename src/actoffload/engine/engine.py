@@ -53,6 +53,26 @@ class Engine:
         self._running: dict[int, weakref.ref[Pass]] = {}  # backward, by autograd's id of it -> pass
         self._latest: weakref.ref[Pass] | None = None
 
+    def fresh(self) -> Engine:
+        """Return an engine with the same settings that has done nothing yet."""
+        return Engine(self.plan, self.backend, self._max_host_bytes, self._stream)
+
+    @property
+    def portable(self) -> tuple[Plan, int | None]:
+        """The settings that mean the same in another process.
+
+        Raises
+        ------
+        TypeError
+            If the program gave a stream, which means nothing there.
+        """
+        if self._stream is not None:
+            raise TypeError(
+                "An offloading context with an offload_stream cannot be pickled: a stream belongs to its process. "
+                "Make the context anew where it is loaded."
+            )
+        return self.plan, self._max_host_bytes
+
     def began(self, begun: Pass) -> None:
         """Note a new pass."""
         self._latest = weakref.ref(begun)
