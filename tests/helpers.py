@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 import actoffload
-from actoffload.context import OffloadContext
 from actoffload.device import use
 from actoffload.engine import eligibility
+from actoffload.offload_context import OffloadContext
 
 LIMIT = 256 * 1024
 """Elements below which a tensor stays."""

@@ -27,8 +27,8 @@ from actoffload import (
     Timeline,
     simulate,
 )
-from actoffload.context import OffloadContext
 from actoffload.engine.engine import Engine
+from actoffload.offload_context import OffloadContext
 
 
 @pytest.fixture(autouse=True)

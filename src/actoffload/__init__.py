@@ -4,7 +4,7 @@ Keeps the activations that autograd saves for backward in host memory instead of
 back in time.  `get_cpu_offload_context` is the front door; `simulate` says beforehand what a schedule costs.
 """
 
-from .context import OffloadContext, get_cpu_offload_context
+from .context import get_cpu_offload_context
 from .controller import ManualController
 from .device import ReferenceDevice, ReferenceDeviceWarning
 from .engine.engine import HostMemoryWarning
@@ -12,6 +12,7 @@ from .engine.passes import Pass
 from .marks import is_cpu_offload_enabled, mark_not_offload, start_offload
 from .observe.counters import Reason, Statistics
 from .observe.recorder import TimelineRecorder
+from .offload_context import OffloadContext
 from .schedule.costs import LayerCost, Link, Saved
 from .schedule.default import DefaultSchedule
 from .schedule.manual import ManualSchedule

@@ -9,7 +9,7 @@ from .engine.passes import Pass
 from .schedule.plan import Do
 
 if TYPE_CHECKING:
-    from .context import OffloadContext
+    from .offload_context import OffloadContext
 
 __all__ = ["ManualController"]
 

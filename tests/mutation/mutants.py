@@ -207,7 +207,7 @@ CONDITIONS: list[tuple[str, str, str, str]] = [
     ),
     (
         "a failed forward goes on",
-        "actoffload/context.py",
+        "actoffload/offload_context.py",
         "current.aborted = kind is not None",
         "current.aborted = False",
     ),

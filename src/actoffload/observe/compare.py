@@ -11,7 +11,7 @@ from .counters import mebibytes
 from .measure import DeviceInfo, MemoryMeter, describe_device, measure_step_times
 
 if TYPE_CHECKING:
-    from ..context import OffloadContext
+    from ..offload_context import OffloadContext
 
 __all__ = ["Comparison", "compare_steps"]
 
