@@ -70,7 +70,7 @@ def start_offload(*tensors: torch.Tensor | None, offload_base_tensor: bool = Fal
         return
     backend = state.running.backends[-1]
     for tensor in found:
-        if backend.owns(tensor.device):
+        if tensor.device.type == backend.type:
             stream = backend.current_stream(backend.place(tensor))
             if backend.checks:
                 backend.saved(tensor, stream)

@@ -49,6 +49,7 @@ class AdversarialDevice:
     """
 
     checks = True
+    type = "cpu"
     name = "adversary"
 
     def __init__(self, seed: int = 0, mode: Mode = "random") -> None:
@@ -110,9 +111,6 @@ class AdversarialDevice:
         return sum(memory.version is None for memory in self._memory.values())
 
     # What the engine asks for
-
-    def owns(self, device: torch.device) -> bool:
-        return device.type == "cpu"
 
     def place(self, tensor: torch.Tensor) -> torch.device:
         return torch.device("cpu", 1 if tensor.dtype is torch.float64 else 0)

@@ -46,7 +46,7 @@ KEPT_BY: dict[str, str] = {
     "resident tensor": "self.probe = probe.detach(); self.probe.data = torch.empty(0, dtype=probe.dtype)",
     "source until copied": "self._source: torch.UntypedStorage | None = None",
     "address of the storage": "self._weak = None",
-    "address of a marked storage": "_kept[storage._cdata] = __import__('types').SimpleNamespace(expired=False)",
+    "address of a marked storage": "kept[storage._cdata] = __import__('types').SimpleNamespace(expired=False)",
     "address of a final storage": (
         "note = Final(__import__('types').SimpleNamespace(expired=False), tensor._version, event, captured, whole)"
     ),

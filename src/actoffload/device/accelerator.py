@@ -33,9 +33,6 @@ class Accelerator:
         self.name = found.type
         self.capturing: Callable[[], bool] = cuda.capturing if found.type == "cuda" else _never
 
-    def owns(self, device: torch.device) -> bool:
-        return device.type == self.type
-
     def place(self, tensor: torch.Tensor) -> torch.device:
         return tensor.device
 

@@ -31,15 +31,14 @@ class Backend(Protocol):
     name: str
     """Shown to people: ``"cuda"``, ``"xpu"``, ``"reference"``."""
 
+    type: str
+    """Tensors on devices of this type are activations that can leave: ``"cuda"``, ``"cpu"``."""
+
     checks: bool
     """Whether it wants to be told by `saved` of every tensor; only devices that check the engine do."""
 
     resolution: float
     """Seconds below which a measured wait is the cost of the measurement, and no stall."""
-
-    def owns(self, device: torch.device) -> bool:
-        """Whether tensors on this `torch.device` are activations that can leave."""
-        ...
 
     def place(self, tensor: torch.Tensor) -> torch.device:
         """Return the device whose streams and host pool serve this tensor."""

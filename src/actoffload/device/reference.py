@@ -63,6 +63,7 @@ class ReferenceDevice:
     """
 
     name = "reference"
+    type = "cpu"
 
     def __init__(
         self,
@@ -82,9 +83,6 @@ class ReferenceDevice:
         self.resolution = 1e-5 if wall_clock else 0.0
         self.main = ReferenceStream("compute")
         self._local = threading.local()
-
-    def owns(self, device: torch.device) -> bool:
-        return device.type == "cpu"
 
     def place(self, tensor: torch.Tensor) -> torch.device:
         return tensor.device

@@ -28,11 +28,13 @@ def stays(tensor: torch.Tensor, backend: Backend, owned: Owned) -> Reason | None
         return Reason.PARAMETER if isinstance(tensor, Parameter) else Reason.SUBCLASS
     if tensor.numel() < MIN_ELEMENTS:
         return Reason.SMALL
-    if not backend.owns(tensor.device):
+    type_ = tensor.device.type
+    if type_ != backend.type:
         return Reason.DEVICE
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
         return Reason.LAYOUT
-    if tensor.requires_grad and tensor.is_leaf:
+    needs_gradient = tensor.requires_grad
+    if needs_gradient and tensor.is_leaf:
         return Reason.LEAF
     base = tensor._base
     if base is not None:
@@ -40,15 +42,14 @@ def stays(tensor: torch.Tensor, backend: Backend, owned: Owned) -> Reason | None
             return Reason.PARAMETER
         if base.requires_grad and base.is_leaf:
             return Reason.LEAF
-    casting = tensor.requires_grad and torch.is_autocast_enabled(tensor.device.type)
-    if casting and _casts_parameter(tensor if base is None else base):
+    if needs_gradient and torch.is_autocast_enabled(type_) and _casts_parameter(tensor if base is None else base):
         return Reason.PARAMETER
     key = tensor.untyped_storage()._cdata
-    if not tensor.requires_grad:
+    if not needs_gradient:
         reason = owned.reason(key)
         if reason is not None:
             return reason
-    if notes.is_kept(key):
+    if notes.kept and key in notes.kept:
         return Reason.MARKED
     if 0 in tensor.stride() and _distinct(tensor) < MIN_ELEMENTS:
         return Reason.SMALL

@@ -38,13 +38,12 @@ class View(NamedTuple):
     @staticmethod
     def of(tensor: torch.Tensor) -> View:
         """Describe a strided tensor."""
-        complex_ = tensor.is_complex()
         return View(
             tensor.dtype,
             tensor.size(),
             tensor.stride(),
             int(tensor.storage_offset()) * tensor.itemsize,
-            complex_ and tensor.is_conj(),
+            tensor.is_conj(),
             tensor.is_neg(),
         )
 

@@ -14,7 +14,7 @@ import torch
 from ..device.base import Event
 from .weak import StorageRef
 
-__all__ = ["Final", "final", "is_kept", "keep", "take_final"]
+__all__ = ["Final", "final", "finals", "keep", "kept", "take_final"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +29,8 @@ class Final:
 
 
 _lock = threading.Lock()
-_kept: dict[int, StorageRef] = {}
-_final: dict[int, Final] = {}
+kept: dict[int, StorageRef] = {}  # by address; the caller of a look-up holds the storage that lies there now
+finals: dict[int, Final] = {}
 _sweep_at = {"kept": 64, "final": 64}
 
 
@@ -38,16 +38,11 @@ def keep(tensor: torch.Tensor) -> None:
     """Note that a tensor's storage stays on the device."""
     storage = tensor.untyped_storage()
     with _lock:
-        _kept[storage._cdata] = StorageRef(storage)  # [keep: address of a marked storage]
-        if len(_kept) >= _sweep_at["kept"]:
-            for key in [key for key, weak in _kept.items() if weak.expired]:
-                del _kept[key]
-            _sweep_at["kept"] = 2 * len(_kept) + 64
-
-
-def is_kept(key: int) -> bool:
-    """Whether the storage at an address, which the caller holds, is noted to stay."""
-    return key in _kept
+        kept[storage._cdata] = StorageRef(storage)  # [keep: address of a marked storage]
+        if len(kept) >= _sweep_at["kept"]:
+            for key in [key for key, weak in kept.items() if weak.expired]:
+                del kept[key]
+            _sweep_at["kept"] = 2 * len(kept) + 64
 
 
 def final(tensor: torch.Tensor, event: Event, captured: bool, *, whole: bool) -> None:
@@ -56,19 +51,14 @@ def final(tensor: torch.Tensor, event: Event, captured: bool, *, whole: bool) ->
     with _lock:
         # [keep: address of a final storage]
         note = Final(StorageRef(storage), tensor._version, event, captured, whole)
-        _final[storage._cdata] = note
-        if len(_final) >= _sweep_at["final"]:
-            for key in [key for key, note in _final.items() if note.storage.expired]:
-                del _final[key]
-            _sweep_at["final"] = 2 * len(_final) + 64
-
-
-def any_final() -> bool:
-    """Whether there is any note of this kind, so that most programs never pay for looking."""
-    return bool(_final)
+        finals[storage._cdata] = note
+        if len(finals) >= _sweep_at["final"]:
+            for key in [key for key, note in finals.items() if note.storage.expired]:
+                del finals[key]
+            _sweep_at["final"] = 2 * len(finals) + 64
 
 
 def take_final(key: int, version: int) -> Final | None:
     """Return the note on the storage at an address, unless it was changed since."""
-    note = _final.get(key)
+    note = finals.get(key)
     return note if note is not None and note.version == version else None

@@ -155,7 +155,7 @@ class Pass:
             storage.add(view, probe)
             if self.backend.checks:
                 self.backend.saved(tensor, stream)
-            note = notes.take_final(key, version) if notes.any_final() else None
+            note = notes.take_final(key, version) if notes.finals else None
             if note is not None:
                 storage.ready = Mark(note.event, HOME, 0, note.captured)
                 if note.whole:

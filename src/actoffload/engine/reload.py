@@ -18,12 +18,19 @@ def reload(storages: Sequence[SavedStorage], layer: int, *, on_demand: bool = Fa
     All device memory is taken before the first copy starts, so that one start mark serves all.  If it runs
     out, those that got theirs come back all the same, and the error is the allocator's own.
     """
-    groups: dict[tuple[int, Stream], list[SavedStorage]] = {}
+    groups: list[tuple[Transfers, Stream, list[SavedStorage]]] = []
     for storage in storages:
-        if storage.where is Where.HOST:
-            groups.setdefault((id(storage.home.transfers), storage.stream), []).append(storage)
-    for (_, stream), group in groups.items():
-        _reload_group(group[0].home.transfers, stream, group, layer, on_demand)
+        if storage.where is not Where.HOST:
+            continue
+        transfers, stream = storage.home.transfers, storage.stream
+        for of, on, group in groups:  # nearly always there is one
+            if of is transfers and on == stream:
+                group.append(storage)
+                break
+        else:
+            groups.append((transfers, stream, [storage]))
+    for transfers, stream, group in groups:
+        _reload_group(transfers, stream, group, layer, on_demand)
 
 
 def _reload_group(transfers: Transfers, stream: Stream, group: list[SavedStorage], layer: int, on_demand: bool) -> None:

@@ -147,18 +147,23 @@ class SavedStorage:
         """
         if self._source is None or self.refused:
             return not self.refused
-        for view in self._new:
-            if view is self._plain and not self._pieces:
-                piece: Piece | None = Piece(0, self.nbytes)
-            elif self.holds(view):
+        new = self._new
+        if (
+            new
+            and new[0] is self._plain
+            and not self._pieces
+            and not self._copy(Piece(0, self.nbytes), layer, captured)
+        ):
+            return False
+        for view in new:
+            if view is self._plain or self.holds(view):
                 continue
-            else:
-                piece = dense(view, self.nbytes)
+            piece = dense(view, self.nbytes)
             if piece is None:
                 self._loose = (*self._loose, view)
             elif not self._copy_missing(piece, layer, captured):
                 return False
-        self._new.clear()
+        new.clear()
         if ended and self._loose:
             loose = [view for view in self._loose if not self.holds(view)]
             self._loose = ()
@@ -296,7 +301,7 @@ class SavedStorage:
             if buffer._version != version:
                 raise changed(buffer, view.size, version)
         if view is self._plain and self._typed is not None:
-            return self._buffers[0][2]
+            return buffer
         start, buffer = self._buffer_of(*view.extent)
         return view.on(buffer, start)
 

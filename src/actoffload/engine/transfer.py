@@ -148,7 +148,8 @@ class Transfers:
         """Let a stream wait for a copy in before it reads."""
         recorder = self.recorder
         if recorder is None:
-            self.wait(stream, arrived, captured)  # [wait: use for the copy in]
+            if arrived.captured == captured:
+                self.backend.wait(stream, arrived.event)  # [wait: use for the copy in]
         else:
             with recorder.span(Kind.STALL, layer, stream, 0):
                 self.wait(stream, arrived, captured)  # [wait: use for the copy in, recorded]
