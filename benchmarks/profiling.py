@@ -18,8 +18,8 @@ def profile_step(step: Callable[[], None], warmup: int = 4) -> dict[str, Any]:
     Returns
     -------
     dict
-        ``device`` and ``host``: lists of (name, calls, seconds), longest first; ``busy``: seconds in which the
-        device ran kernels, copied out and copied in, each counted once where they overlap with their like;
+        ``device_calls`` and ``host_calls``: lists of (name, calls, seconds), longest first; ``busy``: seconds in
+        which the device ran kernels, copied out and copied in, each counted once where they overlap with their like;
         ``seconds``: from the first to the last work on the device.
     """
     for _ in range(warmup):
@@ -48,8 +48,8 @@ def profile_step(step: Callable[[], None], warmup: int = 4) -> dict[str, Any]:
             spans[_lane(event.name)].append((start, end))
     every = [span for lane in spans.values() for span in lane]
     return {
-        "device": _longest(device),
-        "host": _longest(host),
+        "device_calls": _longest(device),
+        "host_calls": _longest(host),
         "busy": {lane: _covered(found) for lane, found in spans.items()},
         "seconds": max((end for _, end in every), default=0.0) - min((start for start, _ in every), default=0.0),
     }

@@ -48,6 +48,9 @@ def write(folder: Path, name: str, data: dict[str, Any], command: str) -> Path:
         "device": asdict(describe_device()),
         "source_digest": digest(),
     }
+    taken = sorted(origin.keys() & data.keys())
+    if taken:
+        raise ValueError(f"{name}: the data would overwrite {', '.join(taken)} of the result's origin; rename it.")
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.json"
     path.write_text(json.dumps({**origin, **data}, indent=1) + "\n", encoding="utf-8")

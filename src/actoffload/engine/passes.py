@@ -15,7 +15,7 @@ from ..device.base import Backend
 from ..observe.counters import Counters, Reason
 from ..schedule.plan import Do, When
 from ..schedule.timeline import Kind
-from . import notes
+from . import eligibility, notes
 from .eligibility import stays
 from .engine import Engine
 from .geometry import View
@@ -95,8 +95,13 @@ class Pass:
         # Behind the last layer that leaves, storages need not be followed, unless somebody records every step.
         stays_whole = self._planned and index > max(self.engine.plan.offloaded) and self.engine.recorder is None
 
+        smallest = eligibility.MIN_ELEMENTS
+
         def pack(tensor: torch.Tensor) -> Kept | Moved:
-            reason = stays(tensor, backend, owned)
+            if type(tensor) is torch.Tensor and tensor.numel() < smallest:  # most of them; not worth a call
+                reason: Reason | None = Reason.SMALL
+            else:
+                reason = stays(tensor, backend, owned)
             if reason is not None:
                 count = kept.get(reason)
                 if count is None:

@@ -13,6 +13,9 @@ __all__ = ["Counters", "Reason", "Statistics"]
 class Reason(enum.Enum):
     """Why a saved tensor stayed on the device."""
 
+    # Members are singletons; the hash of Enum is a function of Python's, called for every tensor that stays.
+    __hash__ = object.__hash__
+
     PARAMETER = "parameter"
     BUFFER = "module buffer"
     LEAF = "leaf that requires grad"
