@@ -262,6 +262,13 @@ def notes(folder: Path = RESULTS) -> str:
             f"of compute. Compute waited {stall * 100:.1f} % of the step without offload; the rest is what copies and "
             "compute cost each other."
         )
+    cases = {case["case"]: case["seconds"] * 1e6 for case in results.get("overhead", {"cases": []})["cases"]}
+    floor = next((seconds for case, seconds in cases.items() if case.startswith("autograd")), None)
+    if floor is not None and any(not target.met for target in targets(results) if target.what.startswith("host time")):
+        lines.append(
+            f"The host times are those of Python on this machine's host: autograd takes {floor:.1f} µs there to call "
+            "hooks that do nothing. They delay no kernel as long as the host is ahead of the device."
+        )
     return " ".join(lines)
 
 

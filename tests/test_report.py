@@ -205,3 +205,23 @@ def test_gpu_run_names_failed_tests(tmp_path: Path) -> None:
     )
     assert gpu_run.failures(path) == ["bad (2.5 s): assert 1 == 2"]
     assert gpu_run.failures(tmp_path / "none.xml") == []
+
+
+def test_outcomes_of_the_gpu_tests_are_read_from_junit(tmp_path: Path) -> None:
+    xml = (
+        '<testsuites><testsuite time="2.5"><testcase classname="tests.gpu.test_a" name="b[1]" time="1"/>'
+        '<testcase classname="tests.gpu.test_a" name="c"><failure message="no"/></testcase>'
+        '<testcase classname="tests.gpu.test_a" name="d"><skipped message="two devices"/></testcase>'
+        "</testsuite></testsuites>"
+    )
+    path = tmp_path / "tests.xml"
+    path.write_text(xml, encoding="utf-8")
+    found = gpu_run.test_outcomes(path)
+    assert found["counts"] == {"passed": 1, "failure": 1, "error": 0, "skipped": 1}
+    assert found["tests"] == {"test_a::b[1]": "passed", "test_a::c": "failure", "test_a::d": "skipped"}
+    assert found["seconds"] == 2.5
+
+
+def test_a_result_cannot_overwrite_its_origin(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="would overwrite device"):
+        results_file.write(tmp_path, "x", {"device": []}, "command")

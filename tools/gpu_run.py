@@ -7,7 +7,7 @@ no network, no nox and no installation of the library.  Each step is a process w
 fails does not stop the others.  The output folder then holds at most eight files:
 
 run.log                      all output of all steps
-tests.xml                    the tests' results, as JUnit XML
+tests.xml, gpu-tests.json    the tests' results, as JUnit XML and for benchmarks/results
 gallery-recording.tar.gz     for ``python docs/tools/record_gallery.py unpack``
 gpt.json, linear.json, overhead.json, profile-*.json     for benchmarks/results
 
@@ -148,6 +148,26 @@ def failures(path: Path) -> list[str]:
     return found
 
 
+def test_outcomes(path: Path) -> dict[str, object]:
+    """Return what the tests came to: counts, seconds, and the outcome of each by name."""
+    suite = next(ElementTree.parse(path).getroot().iter("testsuite"))
+    outcomes = {}
+    for case in suite.iter("testcase"):
+        kinds = [kind for kind in ("failure", "error", "skipped") if case.find(kind) is not None]
+        name = f"{(case.get('classname') or '').rsplit('.', 1)[-1]}::{case.get('name')}"
+        outcomes[name] = kinds[0] if kinds else "passed"
+    counts = {kind: list(outcomes.values()).count(kind) for kind in ("passed", "failure", "error", "skipped")}
+    return {"counts": counts, "seconds": float(suite.get("time") or 0), "tests": outcomes}
+
+
+def write_test_outcomes(out: Path) -> None:
+    """Write the tests' outcomes as a result file like those of the benchmarks."""
+    sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "src")]
+    from results_file import write
+
+    write(out, "gpu-tests", test_outcomes(out / "tests.xml"), "python tools/gpu_run.py --only tests")
+
+
 def benchmark_lines(out: Path) -> list[str]:
     """Return the targets with what was measured, and the table of all arms."""
     sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "src")]
@@ -199,6 +219,8 @@ def main() -> int:
             outcomes.append(Outcome(step, "not run: no time left", 0.0, ()))
             continue
         outcomes.append(run(step, out / LOG, min(step.limit, left)))
+    if (out / "tests.xml").is_file() and any(outcome.step.name == "tests" for outcome in outcomes):
+        write_test_outcomes(out)
     summary(outcomes, out)
     return 0 if all(outcome.status == "ok" for outcome in outcomes) else 1
 
