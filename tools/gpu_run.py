@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -160,12 +161,13 @@ def test_outcomes(path: Path) -> dict[str, object]:
     return {"counts": counts, "seconds": float(suite.get("time") or 0), "tests": outcomes}
 
 
-def write_test_outcomes(out: Path) -> None:
+def write_test_outcomes(out: Path, select: str) -> None:
     """Write the tests' outcomes as a result file like those of the benchmarks."""
     sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "src")]
     from results_file import write
 
-    write(out, "gpu-tests", test_outcomes(out / "tests.xml"), "python tools/gpu_run.py --only tests")
+    command = "python tools/gpu_run.py --only tests" + (f" --select {shlex.quote(select)}" if select else "")
+    write(out, "gpu-tests", test_outcomes(out / "tests.xml"), command)
 
 
 def benchmark_lines(out: Path) -> list[str]:
@@ -220,7 +222,7 @@ def main() -> int:
             continue
         outcomes.append(run(step, out / LOG, min(step.limit, left)))
     if (out / "tests.xml").is_file() and any(outcome.step.name == "tests" for outcome in outcomes):
-        write_test_outcomes(out)
+        write_test_outcomes(out, options.select)
     summary(outcomes, out)
     return 0 if all(outcome.status == "ok" for outcome in outcomes) else 1
 
