@@ -11,7 +11,16 @@ from torch._dynamo import lookup_backend
 import actoffload
 
 
-@pytest.mark.parametrize("what", ["the module", "its call", "a function that calls it"])
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x):
+        return self.down(nn.functional.gelu(self.up(x)))
+
+
+@pytest.mark.parametrize("what", ["the module", "in place, as one graph", "a function that calls it"])
 @pytest.mark.filterwarnings("ignore")  # Dynamo's own, about global hooks and deprecated parts of torch
 def test_compiled_layers_offload_and_are_compiled_once(what):
     torch.manual_seed(0)
@@ -22,13 +31,13 @@ def test_compiled_layers_offload_and_are_compiled_once(what):
         compiled.append(graph)
         return lookup_backend("aot_eager")(graph, inputs)
 
-    modules = [nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)) for _ in range(3)]
+    modules = [Block() for _ in range(3)]
     if what == "the module":
         layers = [torch.compile(module, backend=backend) for module in modules]
-    elif what == "its call":  # Module.compile: what Dynamo sees includes the global hooks
+    elif what == "in place, as one graph":  # what Dynamo sees includes the hooks of the context
         layers = modules
         for module in modules:
-            module.compile(backend=backend)
+            module.compile(backend=backend, fullgraph=True)
     else:
         layers = [torch.compile(lambda x, module=module: module(x), backend=backend) for module in modules]
     data = torch.randn(64, 64)
