@@ -156,3 +156,21 @@ def test_a_backward_that_failed_can_be_run_again(layers):
     del x
     layers.zero_grad()
     right(layers, context, sync)
+
+
+def test_backwards_that_fail_leave_no_entry_behind():
+    context, sync = make(1, 3)
+
+    def fail(gradient):
+        raise ValueError("on purpose")
+
+    for _ in range(5):
+        y = forward([torch.sin, torch.sin, torch.sin], torch.randn(64, 64, requires_grad=True) * 1.0, context, sync)
+        y.grad_fn.next_functions[0][0].register_prehook(fail)
+        with pytest.raises(ValueError, match="on purpose"):
+            y.sum().backward()
+        del y
+    context.new_pass()
+    # On the CPU autograd keeps the nodes that were due when it stopped, until another backward takes their place.
+    torch.ones(1, requires_grad=True).sum().backward()
+    assert context._engine._running == {}

@@ -264,3 +264,22 @@ def test_manual_names_an_earlier_pass(layers):
     check(layers, 1, second_loss)
     check(layers, 0, first_loss)
     assert context.statistics().reloaded_on_demand == 0
+
+
+def test_a_gradient_from_the_middle_brings_nothing_back_ahead():
+    """The layers behind still hold their memory, so there is no room to let others in."""
+    context, sync = make(2, 5)
+    x, outputs = torch.randn(64, 64) * 1.0, []
+    layers = [nn.Linear(64, 64) for _ in range(5)]
+    for layer in layers:
+        with context:
+            x = layer(x)
+        x = sync(x)
+        outputs.append(x)
+    before = context.statistics()
+    torch.autograd.grad(outputs[2].sum(), layers[2].weight, retain_graph=True)
+    after = context.statistics()
+    assert (after.reloaded_ahead, after.reloaded_on_demand) == (0, 0)
+    assert after.peak_resident_bytes == before.peak_resident_bytes
+    x.sum().backward()
+    assert context.statistics().reloaded_ahead == 2

@@ -50,6 +50,9 @@ class Engine:
         self._stream = stream
         self._transfers: dict[torch.device, Transfers] = {}
         self._warned = False
+        leaving = plan.offloaded
+        self.stay = frozenset(range(plan.model_layers)) - set(leaving)
+        self.last_leaving = leaving[-1] if leaving else plan.model_layers
         self._running: dict[int, weakref.ref[Pass]] = {}  # backward, by autograd's id of it -> pass
         self._latest: weakref.ref[Pass] | None = None
 
@@ -83,7 +86,8 @@ class Engine:
         if of is None:
             self._running.pop(task, None)
         else:
-            self._running[task] = weakref.ref(of)
+            # A backward that an exception ended is not told of; its entry goes with its pass.
+            self._running[task] = weakref.ref(of, lambda _: self._running.pop(task, None))
 
     def pass_in_backward(self) -> Pass | None:
         """Return the pass whose backward runs in this thread."""

@@ -14,6 +14,7 @@ from ..observe.counters import Reason
 from .marks import Mark
 from .owned import Owned
 from .reload import reload
+from .resident import Resident
 from .storage import SavedStorage, Where
 from .transfer import Transfers
 
@@ -59,6 +60,7 @@ class Layer:
         self.kept: dict[Reason, list[int]] = {}  # count and bytes, until the layer ends
         self._left: dict[Transfers, Mark] = {}
         self.storages: list[weakref.ref[SavedStorage]] = []
+        self.residents: list[weakref.ref[Resident]] = []
         self.token: Token | None = Token()
         self._alive = weakref.ref(self.token)
         self._outputs: list[weakref.ref[torch.Tensor]] = []
@@ -146,6 +148,11 @@ class Layer:
                 storage.evict()
         if self.phase is Phase.RELOADING:
             self.phase = Phase.RELEASED
+
+    @property
+    def spent(self) -> bool:
+        """Whether autograd holds no storage of this layer any more: its backward has run, or its graph is gone."""
+        return not self.living() and all(ref() is None for ref in self.residents)
 
     def living(self) -> list[SavedStorage]:
         """Return the storages that autograd still holds, in order of saving."""

@@ -50,7 +50,7 @@ class Pass:
         self._storages: dict[int, weakref.ref[SavedStorage]] = {}
         self._residents: dict[int, weakref.ref[Resident]] = {}
         self._homes: dict[torch.device, Home] = {}
-        self._stay = frozenset(range(engine.plan.model_layers)) - set(engine.plan.offloaded)
+        self._stay = engine.stay
         self._planned = bool(engine.plan.steps)
         self._task = -1
         self._captured = False  # the backward that runs is captured into a graph
@@ -93,8 +93,7 @@ class Pass:
         token, backend, owned, kept, index = layer.token, self.backend, layer.owned, layer.kept, layer.index
         assert token is not None
         # Behind the last layer that leaves, storages need not be followed, unless somebody records every step.
-        stays_whole = self._planned and index > max(self.engine.plan.offloaded) and self.engine.recorder is None
-
+        stays_whole = index > self.engine.last_leaving and self.engine.recorder is None
         smallest = eligibility.MIN_ELEMENTS
 
         def pack(tensor: torch.Tensor) -> Kept | Moved:
@@ -110,7 +109,7 @@ class Pass:
                 count[1] += tensor.nbytes if tensor.layout is torch.strided else 0
                 return keep(tensor, token)
             if stays_whole and not self._is_followed(tensor):
-                return keep(tensor, token, self._resident(tensor))
+                return keep(tensor, token, self._resident(layer, tensor))
             probe = tensor.detach()
             view = View.of(tensor)
             return Moved(self, index, self._save(layer, tensor, view, probe), view, probe, token)
@@ -125,7 +124,7 @@ class Pass:
             return False
         return storage.where is Where.DEVICE or storage.where is Where.LEAVING
 
-    def _resident(self, tensor: torch.Tensor) -> Resident:
+    def _resident(self, layer: Layer, tensor: torch.Tensor) -> Resident:
         """Return what counts the storage of a tensor in a layer that stays."""
         memory = tensor.untyped_storage()
         key = memory._cdata
@@ -134,7 +133,9 @@ class Pass:
             resident = None if ref is None else ref()
             if resident is None:
                 resident = Resident(memory.nbytes(), self.counters)
-                self._residents[key] = weakref.ref(resident)
+                self._residents[key] = ref = weakref.ref(resident)
+            if ref is not None:
+                layer.residents.append(ref)
         return resident
 
     def _save(self, layer: Layer, tensor: torch.Tensor, view: View, probe: torch.Tensor) -> SavedStorage:
@@ -196,12 +197,15 @@ class Pass:
 
     def fetch(self, index: int, storage: SavedStorage, view: View, probe: torch.Tensor) -> torch.Tensor:
         """Return a tensor that a layer saved, on the device; the unpack hook."""
-        if index not in self._started or self._task != torch._C._current_graph_task_id():
+        task = torch._C._current_graph_task_id()
+        if index not in self._started or self._task != task:
             self.backward_reached(index)
+        # Who looks at a node's saved tensors outside of any backward may do so inside or outside of a capture.
+        captured = self._captured if task != -1 else self.backend.capturing()
         with self.lock:
             if storage.where is Where.HOST:
                 reload([storage], index, on_demand=True)
-            tensor = storage.fetch(view, probe, index, self._captured)
+            tensor = storage.fetch(view, probe, index, captured)
             if self.engine.recorder is not None:
                 self.engine.recorder.level()
             return tensor
@@ -259,7 +263,7 @@ class Pass:
         """
         for k in range(len(self.layers) - 1, index, -1):
             layer = self.layers[k]
-            if k not in self._ended and (k in self._started or not layer.living()):
+            if k not in self._ended and (k in self._started or layer.spent):
                 self._ended.add(k)
                 layer.evict()
                 self._finish(Kind.BACKWARD, k)
