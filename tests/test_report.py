@@ -225,3 +225,16 @@ def test_outcomes_of_the_gpu_tests_are_read_from_junit(tmp_path: Path) -> None:
 def test_a_result_cannot_overwrite_its_origin(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="would overwrite device"):
         results_file.write(tmp_path, "x", {"device": []}, "command")
+
+
+def test_all_runs_are_listed_in_order(tmp_path: Path) -> None:
+    (tmp_path / "runs").mkdir()
+    assert report.runs(tmp_path) == ""
+    committed = sorted((ROOT / "benchmarks" / "results" / "runs").glob("gpt-*.json"))
+    for path in committed[:2]:
+        (tmp_path / "runs" / path.name).write_text(path.read_text(encoding="utf-8"), encoding="utf-8")
+    lines = report.runs(tmp_path).splitlines()
+    assert len(lines) == 4
+    first, second = (json.loads(path.read_text(encoding="utf-8")) for path in committed[:2])
+    assert first["source_digest"][:8] in lines[2]
+    assert second["source_digest"][:8] in lines[3]
