@@ -298,7 +298,8 @@ def notes(folder: Path = RESULTS) -> str:
         lines.append(
             f"Ten of twelve miss their targets in this run: its steps spread from {min(ten['samples']) * 1e3:.0f} to "
             f"{max(ten['samples']) * 1e3:.0f} ms, and the two arms without offload differ by "
-            f"{gpt['noise'] * 100:.1f} %. The link may be shared with other machines of the host; compare all runs below."
+            f"{gpt['noise'] * 100:.1f} %. The link may be shared with other machines of the host; "
+            "compare all runs below."
         )
     cases = {case["case"]: case["seconds"] * 1e6 for case in results.get("overhead", {"cases": []})["cases"]}
     floor = next((seconds for case, seconds in cases.items() if case.startswith("autograd")), None)
