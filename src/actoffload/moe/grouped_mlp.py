@@ -1,0 +1,287 @@
+"""The experts of a mixture-of-experts layer as one operation, and what of it leaves the device.
+
+One autograd function instead of three keeps three tensors for backward besides the weights: the input of FC1, the input
+of the activation, and the input of FC2.  It says where each of them is final, so that its copy to the host starts
+there and not where the function ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from ..engine.dynamo import opaque
+from ..marks import mark_not_offload, start_offload
+from .activations import Activation, named
+from .groups import Groups
+from .operands import check, dense, in_one_dtype
+
+__all__ = ["GroupedMLP", "grouped_mlp"]
+
+
+class _Keep(NamedTuple):
+    """What stays on the device."""
+
+    fc1_input: bool
+    activation_input: bool
+    fc2_input: bool
+
+
+def grouped_mlp(
+    x: torch.Tensor,
+    tokens_per_expert: Sequence[int] | torch.Tensor | None,
+    fc1_weight: torch.Tensor,
+    fc2_weight: torch.Tensor,
+    *,
+    offsets: torch.Tensor | None = None,
+    activation: str = "swiglu",
+    padded: bool = False,
+    keep_fc1_input: bool = False,
+    keep_activation_input: bool = False,
+    keep_fc2_input: bool = False,
+) -> torch.Tensor:
+    """Apply to each group of tokens the two-layer network of its expert, without biases.
+
+    For the rows of expert ``e``: ``activation(rows @ fc1_weight[e].T) @ fc2_weight[e].T``.  The first rows belong to
+    the first expert, those behind them to the second, and so on.
+
+    In an offloading context everything that is saved for backward leaves the device, except the weights.  Keeping
+    something is the explicit act.  Saved is only what the gradients that are asked for need: no FC2 input, for
+    instance, where `fc2_weight` is frozen.
+
+    Parameters
+    ----------
+    x : torch.Tensor
+        Tokens, sorted by expert, [tokens, hidden].
+    tokens_per_expert : sequence of int, torch.Tensor or None
+        How many tokens each expert has, zero allowed.  An integer tensor [experts] on the device of `x` stays there:
+        the host does not wait for it.  A list, or a tensor in host memory where `x` is on an accelerator, makes a
+        loop over the experts.
+    fc1_weight : torch.Tensor
+        [experts, ffn, hidden]; with a gated activation [experts, 2 * ffn, hidden], the gate first.
+    fc2_weight : torch.Tensor
+        [experts, out, ffn].
+    offsets : torch.Tensor, optional
+        Instead of counts, where each expert's tokens end, [experts]: the running sum of the counts.
+    activation : str
+        ``"swiglu"`` or ``"geglu"``, which are gated, ``"silu"``, ``"gelu"`` or ``"srelu"`` (the square of ReLU).
+    padded : bool
+        Rows may follow behind those of the last expert.  Their output and gradient are zero.
+    keep_fc1_input, keep_activation_input, keep_fc2_input : bool
+        Keep `x`, the output of FC1, or the input of FC2 on the device (see `mark_not_offload`).  A mark belongs to the
+        storage: what else saves `x` after this call keeps it as well.
+
+    Returns
+    -------
+    torch.Tensor
+        [tokens, out], the dtype of the operands.
+
+    Raises
+    ------
+    TypeError
+        If something is no tensor, or dtypes differ.
+    ValueError
+        If shapes, devices or counts do not fit, or if counts on an accelerator meet operands for which there is no
+        kernel.  Counts on an accelerator are not looked at; where their sum is not the number of tokens, and `padded`
+        is False, rows without an expert are undefined.
+
+    Notes
+    -----
+    With counts on the device the products are ``torch.nn.functional.grouped_mm``: on CUDA for bfloat16 on devices of
+    compute capability 9.x and 10.x, where the operands' rows are multiples of 16 bytes.  The loop takes every floating
+    point dtype, device and size.  Under autocast the operands are cast as for a matrix product.
+
+    Backward cannot be differentiated again.  ``torch.compile`` calls the function as it is, between compiled parts.
+
+    Which tensors a fused grouped MLP saves, and that all but the weights leave by default, follows the grouped MLP of
+    Transformer Engine.
+
+    Examples
+    --------
+    >>> x, fc1_weight, fc2_weight = torch.randn(5, 8), torch.randn(3, 32, 8), torch.randn(3, 8, 16)
+    >>> actoffload.moe.grouped_mlp(x, [2, 0, 3], fc1_weight, fc2_weight).shape
+    torch.Size([5, 8])
+    """
+    chosen = named(activation)
+    check(x, fc1_weight, fc2_weight, chosen)
+    x, fc1_weight, fc2_weight = in_one_dtype(x, fc1_weight, fc2_weight)
+    experts, fc1_out, hidden = fc1_weight.shape
+    widths = (hidden, fc1_out, *fc2_weight.shape[1:])
+    groups = Groups.of(tokens_per_expert, offsets, x, widths, number=experts, padded=padded)
+    keep = _Keep(keep_fc1_input, keep_activation_input, keep_fc2_input)
+    result: torch.Tensor = _GroupedMLP.apply(  # type: ignore[no-untyped-call]
+        x.contiguous(), dense(fc1_weight), dense(fc2_weight), groups.offsets, groups, chosen, keep
+    )
+    return result
+
+
+opaque(grouped_mlp, "grouped_mlp marks tensors for offloading, which a compiled graph cannot do")
+
+
+class _GroupedMLP(torch.autograd.Function):
+    """FC1, activation and FC2 of all experts."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        fc1_weight: torch.Tensor,
+        fc2_weight: torch.Tensor,
+        offsets: torch.Tensor | None,
+        groups: Groups,
+        activation: Activation,
+        keep: _Keep,
+    ) -> torch.Tensor:
+        x_grad, fc1_grad, fc2_grad, *_ = ctx.needs_input_grad
+        inner = x_grad or fc1_grad  # backward goes through the activation
+
+        fc1_input = _saved(x, keep.fc1_input) if fc1_grad else None
+        hidden = groups.times(x, fc1_weight.transpose(1, 2))
+        activation_input = _saved(hidden, keep.activation_input) if inner else None
+        active = activation.forward(hidden)
+        fc2_input = _saved(active, keep.fc2_input) if fc2_grad else None
+        result = groups.times(active, fc2_weight.transpose(1, 2), clean=True)
+
+        weights = fc1_weight if x_grad else None, fc2_weight if inner else None
+        mark_not_offload(*weights)
+        ctx.save_for_backward(fc1_input, activation_input, fc2_input, *weights, offsets)
+        ctx.groups, ctx.activation = groups.with_offsets(None), activation
+        return result
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        fc1_input, activation_input, fc2_input, fc1_weight, fc2_weight, offsets = ctx.saved_tensors
+        groups: Groups = ctx.groups.with_offsets(offsets)
+        grad = grad.contiguous()
+        grad_x = grad_fc1 = grad_fc2 = None
+        if fc2_input is not None:
+            grad_fc2 = groups.outer(grad, fc2_input)
+        if activation_input is not None:
+            grad_hidden = ctx.activation.backward(groups.times(grad, fc2_weight), activation_input)
+            if fc1_weight is not None:
+                grad_x = groups.times(grad_hidden, fc1_weight, clean=True)
+            if fc1_input is not None:
+                grad_fc1 = groups.outer(grad_hidden, fc1_input)
+        return grad_x, grad_fc1, grad_fc2, None, None, None, None
+
+
+class GroupedMLP(torch.nn.Module):
+    """The experts of a mixture-of-experts layer: a module around `grouped_mlp`.
+
+    Parameters
+    ----------
+    num_experts : int
+        Experts that this module holds.
+    hidden_size : int
+        Width of a token, in and out.
+    ffn_size : int
+        Width between activation and FC2; FC1's output is twice as wide with a gated activation.
+    activation : str
+        As in `grouped_mlp`.
+    keep_fc1_input, keep_activation_input, keep_fc2_input : bool
+        As in `grouped_mlp`; may be changed between steps.
+    device, dtype
+        Of the weights.
+
+    Attributes
+    ----------
+    fc1_weight : torch.nn.Parameter
+        [num_experts, ffn_size or 2 * ffn_size, hidden_size].
+    fc2_weight : torch.nn.Parameter
+        [num_experts, hidden_size, ffn_size].
+
+    Examples
+    --------
+    >>> experts = actoffload.moe.GroupedMLP(num_experts=4, hidden_size=16, ffn_size=32, keep_fc2_input=True)
+    >>> experts(torch.randn(10, 16), torch.tensor([4, 0, 5, 1])).shape
+    torch.Size([10, 16])
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        hidden_size: int,
+        ffn_size: int,
+        *,
+        activation: str = "swiglu",
+        keep_fc1_input: bool = False,
+        keep_activation_input: bool = False,
+        keep_fc2_input: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        width = named(activation).width
+        self.activation = activation
+        self.keep_fc1_input = keep_fc1_input
+        self.keep_activation_input = keep_activation_input
+        self.keep_fc2_input = keep_fc2_input
+        fc1 = torch.empty(num_experts, width * ffn_size, hidden_size, device=device, dtype=dtype)
+        fc2 = torch.empty(num_experts, hidden_size, ffn_size, device=device, dtype=dtype)
+        self.fc1_weight = torch.nn.Parameter(fc1)
+        self.fc2_weight = torch.nn.Parameter(fc2)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw new weights, each expert's as `torch.nn.Linear` draws its own."""
+        for weight in (self.fc1_weight, self.fc2_weight):
+            bound = weight.shape[2] ** -0.5
+            torch.nn.init.uniform_(weight, -bound, bound)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        tokens_per_expert: Sequence[int] | torch.Tensor | None = None,
+        *,
+        offsets: torch.Tensor | None = None,
+        padded: bool = False,
+    ) -> torch.Tensor:
+        """Apply the experts to their tokens; the arguments are those of `grouped_mlp`.
+
+        Parameters
+        ----------
+        x : torch.Tensor
+            [tokens, hidden_size], sorted by expert.
+        tokens_per_expert : sequence of int or torch.Tensor, optional
+            [num_experts].
+        offsets : torch.Tensor, optional
+            [num_experts], instead of counts.
+        padded : bool
+            Rows may follow behind those of the last expert.
+
+        Returns
+        -------
+        torch.Tensor
+            [tokens, hidden_size].
+        """
+        return grouped_mlp(
+            x,
+            tokens_per_expert,
+            self.fc1_weight,
+            self.fc2_weight,
+            offsets=offsets,
+            activation=self.activation,
+            padded=padded,
+            keep_fc1_input=self.keep_fc1_input,
+            keep_activation_input=self.keep_activation_input,
+            keep_fc2_input=self.keep_fc2_input,
+        )
+
+    def extra_repr(self) -> str:
+        """Return what `print` shows of the module."""
+        experts, hidden, ffn = self.fc2_weight.shape
+        kept = [name for name in ("keep_fc1_input", "keep_activation_input", "keep_fc2_input") if getattr(self, name)]
+        return ", ".join([f"{experts}, {hidden}, {ffn}, activation={self.activation!r}", *(f"{k}=True" for k in kept)])
+
+
+def _saved(tensor: torch.Tensor, keep: bool) -> torch.Tensor:
+    """Say of a tensor that will be saved that it stays, or that it is final here."""
+    if keep:
+        mark_not_offload(tensor)
+    else:
+        start_offload(tensor)
+    return tensor

@@ -1,0 +1,233 @@
+"""Rows that lie sorted by group, and matrix products of each group with a matrix of its own.
+
+Two ways lead to the same products.  ``torch.nn.functional.grouped_mm`` takes the ends of the groups as a tensor on the
+device, so the host never learns how large they are.  A loop over the groups works for every dtype, size and device, but
+has to know the counts on the host.  What is known on the host takes the loop, what is on the device takes the kernel;
+nothing here fetches counts from an accelerator, because that would make the host wait without a word.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+__all__ = ["Groups"]
+
+# Public since torch 2.10, and private before.
+_grouped_mm: Callable[..., torch.Tensor] | None = getattr(F, "grouped_mm", getattr(torch, "_grouped_mm", None))
+
+_ALIGNMENT = 16  # bytes, of each row of an operand of grouped_mm
+_CPU_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """Which rows belong to which group.
+
+    Parameters
+    ----------
+    rows : int
+        Rows in all.
+    number : int
+        Groups.
+    counts : tuple of int or None
+        Rows of each group, for the loop.
+    offsets : torch.Tensor or None
+        Where each group ends, [number], int32 on the device, for grouped_mm.
+    padded : bool
+        Rows may follow that belong to no group.
+    """
+
+    rows: int
+    number: int
+    counts: tuple[int, ...] | None
+    offsets: torch.Tensor | None
+    padded: bool
+
+    @staticmethod
+    def of(
+        tokens_per_expert: Sequence[int] | torch.Tensor | None,
+        offsets: torch.Tensor | None,
+        x: torch.Tensor,
+        widths: Sequence[int],
+        *,
+        number: int,
+        padded: bool,
+    ) -> Groups:
+        """Check what a caller says about the groups of `x`, and choose the way of the products.
+
+        Parameters
+        ----------
+        tokens_per_expert, offsets
+            Counts, or ends; one of them.
+        x : torch.Tensor
+            The rows.
+        widths : sequence of int
+            Lengths of the rows of all operands.
+        number, padded
+            As above.
+        """
+        if (tokens_per_expert is None) == (offsets is None):
+            raise ValueError("Give either tokens_per_expert or offsets, not both and not neither.")
+        rows, name = x.shape[0], "offsets" if tokens_per_expert is None else "tokens_per_expert"
+        given = offsets if tokens_per_expert is None else tokens_per_expert
+        if not isinstance(given, torch.Tensor):
+            if tokens_per_expert is None:
+                raise TypeError(f"offsets is a {type(given).__name__}; expected an integer tensor [experts].")
+            return Groups(rows, number, _checked(name, _ints(given), rows, number, padded), None, padded)
+        if given.dtype not in _INTEGERS:
+            raise TypeError(f"{name} has dtype {given.dtype}; expected integers.")
+        if given.dim() != 1 or given.shape[0] != number:
+            raise ValueError(f"{name} has shape {list(given.shape)}; expected one number for each expert, [{number}].")
+        counts = None
+        if given.device.type == "cpu":  # to look at values costs nothing here
+            values = given.tolist()
+            if tokens_per_expert is None:
+                values = [end - start for start, end in zip([0, *values[:-1]], values, strict=True)]
+            counts = _checked(name, values, rows, number, padded)
+            if x.device.type != "cpu":
+                return Groups(rows, number, counts, None, padded)
+        elif given.device != x.device:
+            raise ValueError(f"{name} is on {given.device} and x on {x.device}; move it to {x.device}, or to the CPU.")
+        problem = _no_grouped_mm(x, widths)
+        if problem and counts is None:
+            raise ValueError(
+                f"{name} is on {x.device}, but {problem}, and a loop over the experts has to know the counts on the "
+                "host. Give tokens_per_expert as a list of ints; where the counts are on the device, counts.tolist() "
+                "fetches them and waits for the device."
+            )
+        if problem:
+            return Groups(rows, number, counts, None, padded)
+        if tokens_per_expert is not None:
+            given = given.cumsum(0)
+        return Groups(rows, number, None, given.to(torch.int32), padded)
+
+    def with_offsets(self, offsets: torch.Tensor | None) -> Groups:
+        """Return the same with the offsets that autograd gave back."""
+        return Groups(self.rows, self.number, self.counts, offsets, self.padded)
+
+    def times(self, x: torch.Tensor, weight: torch.Tensor, *, clean: bool = False) -> torch.Tensor:
+        """Return each group of rows times its matrix.
+
+        Parameters
+        ----------
+        x : torch.Tensor
+            [rows, k].
+        weight : torch.Tensor
+            [number, k, n], of any strides in which one of the last two is 1.
+        clean : bool
+            Rows of no group are zero in the result; else they are undefined.
+
+        Returns
+        -------
+        torch.Tensor
+            [rows, n], contiguous.
+        """
+        if not self.rows:
+            return x.new_zeros(0, weight.shape[2])
+        if self.counts is None:
+            assert _grouped_mm is not None
+            result = _grouped_mm(x, weight, offs=self.offsets)
+            if clean and self.padded:
+                assert self.offsets is not None
+                behind = torch.arange(self.rows, device=x.device) >= self.offsets[-1]
+                result.masked_fill_(behind.unsqueeze(1), 0.0)  # not a product: what lies there may be NaN
+            return result
+        result = x.new_empty(self.rows, weight.shape[2])
+        start = 0
+        for count, matrix in zip(self.counts, weight.unbind(), strict=True):
+            if count:
+                torch.mm(x[start : start + count], matrix, out=result[start : start + count])
+            start += count
+        if clean:
+            result[start:].zero_()
+        return result
+
+    def outer(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        """Return the sum of the outer products of the rows of each group: what a weight's gradient is.
+
+        Parameters
+        ----------
+        a : torch.Tensor
+            [rows, n], contiguous.
+        b : torch.Tensor
+            [rows, k], contiguous.
+
+        Returns
+        -------
+        torch.Tensor
+            [number, n, k]; zero for a group without rows.
+        """
+        shape = (self.number, a.shape[1], b.shape[1])
+        if not self.rows:
+            return a.new_zeros(shape)
+        if self.counts is None:
+            assert _grouped_mm is not None
+            result = _grouped_mm(a.t(), b, offs=self.offsets)
+            return self._without_empty(result) if _leaves_garbage(a.device) else result
+        result = a.new_empty(shape)
+        start = 0
+        for count, matrix in zip(self.counts, result.unbind(), strict=True):
+            torch.mm(a[start : start + count].t(), b[start : start + count], out=matrix)
+            start += count
+        return result
+
+    def _without_empty(self, result: torch.Tensor) -> torch.Tensor:
+        assert self.offsets is not None
+        empty = self.offsets.diff(prepend=self.offsets.new_zeros(1)) == 0
+        return result.masked_fill_(empty.view(-1, 1, 1), 0.0)
+
+
+def _no_grouped_mm(x: torch.Tensor, widths: Sequence[int]) -> str:
+    """Return why grouped_mm cannot serve these operands without the host, or nothing if it can."""
+    if _grouped_mm is None:
+        return "this torch has no grouped_mm"
+    for width in widths:
+        if width * x.element_size() % _ALIGNMENT:
+            return f"grouped_mm needs rows of a multiple of {_ALIGNMENT} bytes and {width} x {x.dtype} is none"
+    if x.device.type == "cpu":
+        return "" if x.dtype in _CPU_DTYPES else f"grouped_mm does not take {x.dtype}"
+    # Elsewhere torch runs grouped_mm as a loop of its own, for which it copies the offsets to the host.
+    if x.device.type != "cuda" or not _has_kernel(x.device):
+        return "grouped_mm has a kernel only for CUDA devices of compute capability 9.x and 10.x"
+    return "" if x.dtype is torch.bfloat16 else f"the kernel of grouped_mm takes torch.bfloat16 and not {x.dtype}"
+
+
+@functools.cache
+def _has_kernel(device: torch.device) -> bool:
+    return torch.version.hip is None and torch.cuda.get_device_capability(device)[0] in (9, 10)
+
+
+@functools.cache
+def _leaves_garbage(device: torch.device) -> bool:
+    """Whether the kernel's sum over no rows at all is what lay in the accumulator (CUTLASS issue 2674)."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 10
+
+
+def _ints(values: Any) -> list[int]:
+    if not isinstance(values, Sequence) or not all(type(value) is int for value in values):
+        raise TypeError(
+            f"tokens_per_expert is a {type(values).__name__}; expected an integer tensor [experts], or a sequence of "
+            "ints."
+        )
+    return list(values)
+
+
+def _checked(name: str, counts: list[int], rows: int, number: int, padded: bool) -> tuple[int, ...]:
+    if len(counts) != number:
+        raise ValueError(f"{name} has {len(counts)} entries; expected one for each of the {number} experts.")
+    if any(count < 0 for count in counts):
+        raise ValueError(f"{name} gives expert {[c < 0 for c in counts].index(True)} a negative number of tokens.")
+    total = sum(counts)
+    if total > rows or (total < rows and not padded):
+        raise ValueError(
+            f"{name} gives the experts {total} tokens and x has {rows}; expected the same number"
+            + (" or fewer." if padded else ", or padded=True where rows without an expert follow.")
+        )
+    return tuple(counts)

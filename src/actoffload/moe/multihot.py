@@ -1,0 +1,129 @@
+"""From a token's list of experts to a map of all experts, without the host asking for a single value.
+
+`[Note: no masks]`  Indexing with a mask has a result whose size depends on values, so the host waits for the device.
+Here every index is moved up by one and written into a table with one more column: what is -1 lands in column 0,
+which is cut off.  All sizes are known beforehand, and an index out of range still meets the bounds check of `scatter`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+__all__ = ["indices_to_multihot"]
+
+_INDICES = (torch.int64, torch.int32, torch.int16, torch.int8)
+_PROBS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def indices_to_multihot(
+    indices: torch.Tensor, probs: torch.Tensor, num_experts: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return which experts each token goes to, and with which probability, as tables of tokens by experts.
+
+    Neither forward nor backward makes the host wait for the device.  Values and gradients have the bits of the
+    version that indexes with a mask, ``table[rows[here], indices[here]] = probs[here]`` with ``here = indices != -1``.
+
+    Parameters
+    ----------
+    indices : torch.Tensor
+        The experts of each token, [tokens, topk], a signed integer dtype; -1 means "not here".
+    probs : torch.Tensor
+        Their probabilities, [tokens, topk], float16, bfloat16, float32 or float64.  Gradients flow through them, also
+        second ones.  What stands beside -1 is not used, and its gradient is zero.
+    num_experts : int
+        Columns of the tables, at least 1.
+
+    Returns
+    -------
+    routing_map : torch.Tensor
+        [tokens, num_experts], bool, contiguous.
+    probabilities : torch.Tensor
+        [tokens, num_experts], the dtype of `probs`, contiguous; zero where the map is False.
+
+    Raises
+    ------
+    TypeError
+        If `indices` or `probs` is no tensor or has another dtype, or `num_experts` is not an int.
+    ValueError
+        If the shapes or devices do not match, or `num_experts` is less than 1.
+
+    Notes
+    -----
+    Only shapes and dtypes are checked, because a look at values is what makes a host wait.  An index below -1 or above
+    ``num_experts - 1`` is an error of the kernel: a RuntimeError on the CPU, a failed assertion on an accelerator.
+
+    Where an expert stands in a row more than once, one of its probabilities is kept: the last one on the CPU, any of
+    them on an accelerator.  The gradient of the table goes to each of them.  Indexing with a mask does the same.
+
+    The conversion is the one that the token dispatcher of Megatron-LM (``_indices_to_multihot``) needs; its tables are
+    always float32, these have the dtype of `probs`.
+
+    Examples
+    --------
+    >>> indices = torch.tensor([[2, 0], [1, -1]])
+    >>> probs = torch.tensor([[0.75, 0.25], [1.0, 0.0]])
+    >>> routing_map, probabilities = actoffload.moe.indices_to_multihot(indices, probs, num_experts=3)
+    >>> routing_map
+    tensor([[ True, False,  True],
+            [False,  True, False]])
+    >>> probabilities
+    tensor([[0.2500, 0.0000, 0.7500],
+            [0.0000, 1.0000, 0.0000]])
+    """
+    _check(indices, probs, num_experts)
+    columns = indices.long() + 1  # a new tensor in any case; [Note: no masks]
+    table = torch.zeros(indices.shape[0], num_experts + 1, dtype=torch.bool, device=indices.device)
+    routing_map = _without_first(table.scatter_(1, columns, True))
+    return routing_map, _Table.apply(probs, columns, num_experts)  # type: ignore[no-untyped-call]
+
+
+class _Table(torch.autograd.Function):
+    """The table of probabilities.
+
+    `scatter` knows its own gradient, but hands a negative zero on as one; with a mask the gradient is added to zero,
+    which makes it positive.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, probs: torch.Tensor, columns: torch.Tensor, num_experts: int) -> torch.Tensor:
+        ctx.save_for_backward(columns)
+        table = probs.new_zeros(probs.shape[0], num_experts + 1)
+        return _without_first(table.scatter_(1, columns, probs))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (columns,) = ctx.saved_tensors
+        taken = grads[0].gather(1, (columns - 1).clamp(min=0))
+        return taken.masked_fill(columns == 0, 0.0) + 0.0, None, None
+
+
+def _without_first(table: torch.Tensor) -> torch.Tensor:
+    # A copy even of a single row, so that a result is never a view of something unseen.
+    return table[:, 1:].clone(memory_format=torch.contiguous_format)
+
+
+def _check(indices: torch.Tensor, probs: torch.Tensor, num_experts: int) -> None:
+    for name, value in (("indices", indices), ("probs", probs)):
+        if not isinstance(value, torch.Tensor):
+            raise TypeError(f"{name} is a {type(value).__name__}; expected a tensor [tokens, topk].")
+    if indices.dtype not in _INDICES:
+        raise TypeError(
+            f"indices has dtype {indices.dtype}; expected signed integers such as torch.int64, with -1 for 'not here'."
+        )
+    if probs.dtype not in _PROBS:
+        raise TypeError(f"probs has dtype {probs.dtype}; expected float16, bfloat16, float32 or float64.")
+    if indices.dim() != 2:
+        raise ValueError(f"indices has shape {list(indices.shape)}; expected two dimensions, [tokens, topk].")
+    if probs.shape != indices.shape:
+        raise ValueError(
+            f"probs has shape {list(probs.shape)} and indices {list(indices.shape)}; expected one probability for "
+            "each index, [tokens, topk] both."
+        )
+    if probs.device != indices.device:
+        raise ValueError(f"indices is on {indices.device} and probs on {probs.device}; move them to one device.")
+    if isinstance(num_experts, bool) or not isinstance(num_experts, int):
+        raise TypeError(f"num_experts is a {type(num_experts).__name__}; expected an int, known to the host.")
+    if num_experts < 1:
+        raise ValueError(f"num_experts is {num_experts}; expected the number of columns, at least 1.")

@@ -1,0 +1,258 @@
+"""Experts on a GPU: the host never waits, what the arguments name stays, and no bit differs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from gpu_harness import CUDA, DEVICE, forward, lenient, needs_cuda, no_offload, offload
+from moe_harness import captured, generator, no_synchronization, same_bits
+from torch import Tensor, nn
+
+import actoffload
+from actoffload import Reason
+from actoffload.moe import GroupedMLP, grouped_mlp, groups, indices_to_multihot
+
+pytestmark = [pytest.mark.gpu, *lenient]
+
+KERNEL = not CUDA or groups._has_kernel(torch.device("cuda:0"))
+needs_kernel = pytest.mark.skipif(not KERNEL, reason="grouped_mm has no kernel for this device")
+
+TOKENS, EXPERTS = 4096, 8
+HIDDEN, FFN = 512, 768
+COUNTS = [700, 0, 1200, 1, 0, 1500, 600, 95]
+ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {
+    "swiglu": (lambda h: F.silu(h.chunk(2, -1)[0]) * h.chunk(2, -1)[1], 2),
+    "srelu": (lambda h: F.relu(h).square(), 1),
+}
+
+
+def on_device(counts: list[int]) -> Tensor:
+    return torch.tensor(counts, device=DEVICE)
+
+
+def experts(activation: str = "swiglu", dtype: torch.dtype = torch.bfloat16, **more: Any) -> GroupedMLP:
+    torch.manual_seed(1)
+    return GroupedMLP(EXPERTS, HIDDEN, FFN, activation=activation, **more).to(DEVICE, dtype)
+
+
+def tokens(rows: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.randn(rows, HIDDEN, generator=generator(seed), device=DEVICE).to(dtype)
+
+
+def run_experts(mlp: GroupedMLP, x: Tensor, counts: Any, grad: Tensor, **more: Any) -> list[Tensor]:
+    leaf = x.clone().requires_grad_()
+    y = mlp(leaf, counts, **more)
+    return [y, *torch.autograd.grad(y, [leaf, *mlp.parameters()], grad)]
+
+
+def reference(mlp: GroupedMLP, x: Tensor, counts: list[int], grad: Tensor) -> list[Tensor]:
+    """Compute the same in float64, expert by expert, with operations that autograd knows."""
+    leaves = [t.detach().double().requires_grad_() for t in (x, *mlp.parameters())]
+    function = ACTIVATIONS[mlp.activation][0]
+    parts = zip(leaves[0].split(counts), leaves[1], leaves[2], strict=True)
+    y = torch.cat([function(part @ fc1.t()) @ fc2.t() for part, fc1, fc2 in parts])
+    return [y, *torch.autograd.grad(y, leaves, grad.double())]
+
+
+def poison() -> None:
+    """Leave NaN in the memory that the allocator hands out next."""
+    blocks = [torch.full((n,), float("nan"), device=DEVICE, dtype=torch.bfloat16) for n in [1 << 20, 1 << 23] * 4]
+    del blocks
+
+
+@pytest.mark.parametrize("way", ["device", "list"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@needs_kernel
+def test_experts_against_plain_autograd(activation: str, way: str) -> None:
+    mlp = experts(activation)
+    x, grad = tokens(sum(COUNTS)), tokens(sum(COUNTS), seed=7)
+    counts = on_device(COUNTS) if way == "device" else COUNTS
+    run_experts(mlp, x, counts, grad)
+    poison()
+    with no_synchronization():
+        got = run_experts(mlp, x, counts, grad)
+    for mine, theirs in zip(got, reference(mlp, x, COUNTS, grad), strict=True):
+        assert mine.dtype is torch.bfloat16
+        assert torch.allclose(mine.double(), theirs, rtol=0, atol=0.02 * theirs.abs().max().item())
+    for gradient in got[2:]:
+        for count, of_expert in zip(COUNTS, gradient, strict=True):
+            assert count or not of_expert.any()
+
+
+@needs_kernel
+def test_rows_behind_the_last_expert() -> None:
+    mlp, total = experts(), sum(COUNTS)
+    x, grad = tokens(total + 333), tokens(total + 333, seed=7)
+    x[total:] = grad[total:] = float("nan")
+    counts = on_device(COUNTS)
+    run_experts(mlp, x, counts, grad, padded=True)
+    poison()
+    with no_synchronization():
+        got = run_experts(mlp, x, counts, grad, padded=True)
+    want = run_experts(mlp, x[:total], counts, grad[:total])
+    for mine, theirs in zip(got[:2], want[:2], strict=True):
+        assert same_bits(mine[:total], theirs)
+        assert not mine[total:].any()
+    assert all(map(same_bits, got[2:], want[2:]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64], ids=str)
+@needs_cuda
+def test_counts_on_the_device_without_a_kernel_are_refused_and_a_list_is_not(dtype: torch.dtype) -> None:
+    mlp = experts(dtype=dtype)
+    x, grad = tokens(sum(COUNTS), dtype=dtype), tokens(sum(COUNTS), seed=7, dtype=dtype)
+    counts = on_device(COUNTS)
+    with no_synchronization():
+        with pytest.raises(ValueError, match=r"Give tokens_per_expert as a list of ints"):
+            mlp(x, counts)
+        got = run_experts(mlp, x, COUNTS, grad)
+    for mine, theirs in zip(got, reference(mlp, x, COUNTS, grad), strict=True):
+        assert torch.allclose(mine.double(), theirs, rtol=0, atol=0.01 * theirs.abs().max().item())
+
+
+class Layer(nn.Module):
+    """A residual layer of experts that routes by itself: the first half of the tokens to the even experts."""
+
+    def __init__(self, **more: Any) -> None:
+        super().__init__()
+        self.mlp = experts(**more)
+
+    def forward(self, x: Tensor) -> Tensor:
+        indices = torch.arange(len(x), device=x.device).view(-1, 1) * EXPERTS // len(x) // 2 * 2
+        probs = x[:, :1].sigmoid()
+        routing_map, probabilities = indices_to_multihot(indices, probs, EXPERTS)
+        return x + self.mlp(x, routing_map.sum(dim=0)) * probabilities.sum(dim=1, keepdim=True)
+
+
+SAVED = {"fc1_input": HIDDEN, "activation_input": 2 * FFN, "fc2_input": FFN}
+
+
+@pytest.mark.parametrize(
+    "kept", [(), ("fc1_input",), ("activation_input",), ("fc2_input",), tuple(SAVED)], ids="+".join
+)
+@needs_kernel
+def test_a_stack_of_experts_offloads_without_the_host_waiting(kept: tuple[str, ...]) -> None:
+    layers = nn.ModuleList([Layer(**{f"keep_{name}": True for name in kept}) for _ in range(5)])
+    pair = offload(2, 5)
+
+    def step(pair: Any, seed: int) -> list[Tensor]:
+        x = tokens(TOKENS, seed).requires_grad_()
+        y = forward(layers, x * 1.0, pair)
+        return [y.detach(), *torch.autograd.grad(y.float().square().mean(), [x, *layers.parameters()])]
+
+    for seed in range(2):
+        step(pair, seed)
+    for seed in range(2, 4):
+        want = step(no_offload(), seed)
+        pair[0].reset_statistics()
+        with no_synchronization():
+            got = step(pair, seed)
+        assert all(map(same_bits, want, got))
+        assert all(bool(t.isfinite().all()) for t in got)
+        statistics = pair[0].statistics()
+        rows = [TOKENS * width * 2 for name, width in SAVED.items()]
+        of_experts = [n for n, name in zip(rows, SAVED, strict=True) if name not in kept]
+        # The input is saved by the sigmoid's slice too, as a small tensor; the product saves the experts' output.
+        outputs = TOKENS * HIDDEN * 2
+        assert statistics.bytes_offloaded == 2 * (sum(of_experts) + outputs)
+        assert statistics.reloaded_on_demand == 0
+        assert statistics.tensors_kept.get(Reason.MARKED, 0) == 5 * len(kept)
+        assert statistics.resident_bytes == statistics.host_bytes_used == 0
+
+
+@needs_cuda
+@needs_kernel
+def test_experts_in_a_graph_take_any_counts() -> None:
+    """The host cannot know the counts: they change between replays."""
+    mlp, rows = experts(), sum(COUNTS)
+    x, grad, counts = tokens(rows), tokens(rows, seed=7), on_device(COUNTS)
+    leaf = x.clone().requires_grad_()
+
+    def run() -> list[Tensor]:
+        y = mlp(leaf, counts)
+        return [y, *torch.autograd.grad(y, [leaf, *mlp.parameters()], grad)]
+
+    results, graph = captured(run)
+    for new in (COUNTS[::-1], [rows, 0, 0, 0, 0, 0, 0, 0], [rows // 8] * 8):
+        counts.copy_(on_device(new))
+        graph.replay()
+        assert all(map(same_bits, results, run_experts(mlp, x, on_device(new), grad)))
+
+
+NO_TOKENS = """
+import torch
+from actoffload.moe import GroupedMLP
+
+mlp = GroupedMLP(4, 64, 128, device="cuda", dtype=torch.bfloat16)
+for rows in (0, 32):
+    x = torch.full((rows, 64), float("nan"), device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    y = mlp(x, torch.zeros(4, dtype=torch.int64, device="cuda"), padded=True)
+    for result in (y, *torch.autograd.grad(y.sum(), [x, *mlp.parameters()])):
+        assert not result.any(), "not zero"
+print("all zero")
+"""
+
+
+@needs_cuda
+@needs_kernel
+def test_no_tokens_at_all() -> None:
+    """In a process of its own: kernels of this kind used to hang on sums over nothing."""
+    done = subprocess.run(
+        [sys.executable, "-c", NO_TOKENS],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "PYTHONPATH": str(Path(actoffload.__file__).parents[1])},
+        check=False,
+    )
+    assert done.stdout.strip() == "all zero", done.stderr[-2000:]
+
+
+@needs_kernel
+def test_offsets_are_counts_summed_up() -> None:
+    mlp = experts()
+    x = tokens(sum(COUNTS))
+    counts = on_device(COUNTS)
+    with no_synchronization():
+        a, b = mlp(x, counts), mlp(x, offsets=counts.cumsum(0, dtype=torch.int32))
+        c = grouped_mlp(x, None, mlp.fc1_weight, mlp.fc2_weight, offsets=counts.cumsum(0))
+    assert same_bits(a, b)
+    assert same_bits(a, c)
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+@needs_kernel
+def test_a_whole_mixture_does_not_wait(deterministic: bool) -> None:
+    """The layer of the guide: half of the router's experts are here, and how many tokens come is not known."""
+    torch.use_deterministic_algorithms(deterministic)
+    mlp = experts()
+    router = nn.Linear(HIDDEN, 2 * EXPERTS, device=DEVICE, dtype=torch.bfloat16)
+
+    def run(x: Tensor) -> tuple[list[Tensor], Tensor]:
+        probs, indices = router(x).float().softmax(dim=-1).to(x.dtype).topk(2)
+        indices = torch.where(indices < EXPERTS, indices, -1)
+        routing_map, probabilities = indices_to_multihot(indices, probs, EXPERTS)
+        order = indices.remainder(EXPERTS + 1).flatten().argsort(stable=True)
+        found = order // 2
+        y = mlp(x[found], routing_map.sum(dim=0), padded=True)
+        y = torch.zeros_like(x).index_add(0, found, y * probs.flatten()[order].unsqueeze(1))
+        leaves = [x, *router.parameters(), *mlp.parameters()]
+        return [y, *torch.autograd.grad(y.float().square().sum(), leaves)], probabilities
+
+    run(tokens(TOKENS).requires_grad_())
+    poison()
+    x = tokens(TOKENS, seed=3).requires_grad_()
+    with no_synchronization():
+        results, probabilities = run(x)
+    assert all(bool(result.isfinite().all()) for result in results)
+    everyone = [mlp(x, [TOKENS * (e == k) for k in range(EXPERTS)]) for e in range(EXPERTS)]
+    dense = sum(probabilities[:, e, None].float() * y.float() for e, y in enumerate(everyone))
+    assert torch.allclose(results[0].float(), dense, rtol=0, atol=0.02 * dense.abs().max().item())

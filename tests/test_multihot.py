@@ -1,0 +1,313 @@
+"""indices_to_multihot: the bits of indexing with a mask, without a mask."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from helpers import any_size, make, nothing_held, same_bits
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from actoffload.moe import indices_to_multihot
+
+FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+
+
+def masked(indices: torch.Tensor, probs: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Do the same by indexing with a mask."""
+    here = indices != -1
+    rows = torch.arange(len(indices), device=indices.device).repeat_interleave(here.sum(dim=1))
+    columns = indices[here].long()
+    routing_map = torch.zeros(len(indices), num_experts, dtype=torch.bool, device=indices.device)
+    probabilities = probs.new_zeros(len(indices), num_experts)
+    routing_map[rows, columns] = True
+    probabilities[rows, columns] = probs[here]
+    return routing_map, probabilities
+
+
+CASES = {
+    "some": [[0, 3], [-1, 2], [4, -1], [1, 0]],
+    "all here": [[0, 1], [1, 2], [3, 4]],
+    "none here": [[-1, -1], [-1, -1]],
+    "a row with none": [[2, 1], [-1, -1], [0, 4]],
+    "one expert for each": [[3], [-1], [0]],
+    "one token": [[4, 0, -1]],
+    "twice in a row": [[2, 2], [1, -1], [3, 3], [0, 4]],
+    "as many as experts": [[4, 3, 2, 1, 0], [-1, 0, -1, 1, -1]],
+}
+
+
+def drawn(rows: list[list[int]], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return indices, probabilities and a gradient with negative zeros among both."""
+    generator = torch.Generator().manual_seed(len(rows))
+    indices = torch.tensor(rows).view(len(rows), -1)
+    probs = torch.randn(indices.shape, generator=generator, dtype=torch.float64).to(dtype)
+    grad = torch.randn(len(rows), 5, generator=generator, dtype=torch.float64).to(dtype)
+    grad[torch.rand(grad.shape, generator=generator) < 0.4] = -0.0
+    probs[torch.rand(probs.shape, generator=generator) < 0.2] = -0.0
+    return indices, probs, grad
+
+
+def check(indices: torch.Tensor, probs: torch.Tensor, grad: torch.Tensor, num_experts: int = 5) -> None:
+    results = []
+    for function in (masked, indices_to_multihot):
+        leaf = probs.clone().requires_grad_()
+        routing_map, probabilities = function(indices, leaf, num_experts)
+        (grad_probs,) = torch.autograd.grad(probabilities, leaf, grad)
+        results.append((routing_map, probabilities, grad_probs))
+    for want, got in zip(*results, strict=True):
+        assert same_bits(want, got)
+        assert got.is_contiguous()
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("case", CASES)
+def test_the_bits_of_indexing_with_a_mask(case, dtype):
+    check(*drawn(CASES[case], dtype))
+
+
+@pytest.mark.parametrize("topk", [0, 1, 3])
+def test_no_tokens(topk):
+    check(torch.zeros(0, topk, dtype=torch.int64), torch.zeros(0, topk), torch.zeros(0, 5))
+
+
+@given(st.data())
+def test_the_bits_of_any_table(data):
+    tokens, topk, experts = (data.draw(st.integers(low, high)) for low, high in ((0, 9), (1, 4), (1, 6)))
+    row = st.lists(st.integers(-1, experts - 1), min_size=topk, max_size=topk)
+    rows = data.draw(st.lists(row, min_size=tokens, max_size=tokens))
+    numbers = st.floats(width=16, allow_nan=False)
+    values = data.draw(st.lists(numbers, min_size=tokens * topk, max_size=tokens * topk))
+    grads = data.draw(st.lists(numbers, min_size=tokens * experts, max_size=tokens * experts))
+    dtype = data.draw(st.sampled_from(FLOATS))
+    check(
+        torch.tensor(rows, dtype=torch.int64).view(tokens, topk),
+        torch.tensor(values).to(dtype).view(tokens, topk),
+        torch.tensor(grads).to(dtype).view(tokens, experts),
+        experts,
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int16, torch.int32, torch.int64], ids=str)
+def test_integers_of_every_width(dtype):
+    indices, probs, grad = drawn(CASES["some"], torch.float32)
+    check(indices.to(dtype), probs, grad)
+    # 127 experts and more do not fit into int8 together with the step of one.
+    edge = torch.tensor([[127], [-1]], dtype=dtype)
+    routing_map, _ = indices_to_multihot(edge, torch.ones(2, 1), 128)
+    assert routing_map.nonzero().tolist() == [[0, 127]]
+
+
+def test_operands_and_gradients_of_any_strides():
+    indices, probs, grad = drawn(CASES["some"], torch.float32)
+    check(indices.t().contiguous().t(), probs.repeat(1, 2)[:, ::2], grad)
+    check(indices, probs, torch.ones(1).expand(4, 5))
+
+
+def test_an_expert_twice_in_a_row_keeps_the_last_probability_and_sends_its_gradient_to_both():
+    probs = torch.tensor([[0.25, 0.75]], requires_grad=True)
+    routing_map, probabilities = indices_to_multihot(torch.tensor([[1, 1]]), probs, 2)
+    assert routing_map.tolist() == [[False, True]]
+    assert probabilities.tolist() == [[0.0, 0.75]]
+    probabilities.backward(torch.tensor([[5.0, 3.0]]))
+    assert probs.grad.tolist() == [[3.0, 3.0]]
+
+
+def test_what_stands_beside_minus_one_is_not_used():
+    probs = torch.tensor([[0.5, float("nan")], [float("inf"), 1.0]], requires_grad=True)
+    _, probabilities = indices_to_multihot(torch.tensor([[0, -1], [-1, 1]]), probs, 2)
+    assert probabilities.tolist() == [[0.5, 0.0], [0.0, 1.0]]
+    probabilities.backward(torch.full((2, 2), float("inf")))
+    assert probs.grad.tolist() == [[float("inf"), 0.0], [0.0, float("inf")]]
+
+
+def test_results_are_nobodys_views_and_arguments_stay_as_they_are():
+    for rows in (CASES["one token"], CASES["some"]):
+        indices, probs, _ = drawn(rows, torch.float32)
+        before = indices.clone(), probs.clone()
+        routing_map, probabilities = indices_to_multihot(indices, probs.requires_grad_(), 5)
+        assert routing_map._base is None
+        assert probabilities._base is None
+        assert routing_map.untyped_storage().nbytes() == routing_map.nbytes
+        probabilities.mul_(2.0).sum().backward()  # autograd allows it
+        assert torch.equal(indices, before[0])
+        assert torch.equal(probs, before[1])
+        assert not routing_map.requires_grad
+
+
+# Gradients
+
+
+def test_first_and_second_gradients():
+    indices = torch.tensor(CASES["twice in a row"])
+    probs = torch.rand(4, 2, dtype=torch.float64, requires_grad=True)
+
+    def distinct(probs: torch.Tensor) -> torch.Tensor:
+        return indices_to_multihot(torch.tensor(CASES["some"]), probs, 5)[1]
+
+    assert torch.autograd.gradcheck(distinct, (probs,))
+    assert torch.autograd.gradgradcheck(distinct, (probs,))
+    seconds = []
+    for function in (masked, indices_to_multihot):
+        weight = torch.randn(4, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(3), requires_grad=True)
+        table = function(indices, probs, 5)[1]
+        (first,) = torch.autograd.grad((table**3 * weight).sum(), probs, create_graph=True)
+        seconds.append(torch.autograd.grad(first.square().sum(), (probs, weight)))
+    for want, got in zip(*seconds, strict=True):
+        assert torch.allclose(want, got, rtol=1e-14, atol=0)
+
+
+def test_probs_that_need_no_gradient():
+    _, probabilities = indices_to_multihot(torch.tensor([[0]]), torch.ones(1, 1), 2)
+    assert not probabilities.requires_grad
+
+
+# No synchronization
+
+
+class HostWaitsError(RuntimeError):
+    """An operator was called for which the host has to wait."""
+
+
+class NeverWait(TorchDispatchMode):
+    """Refuses operators whose result, or the size of whose result, depends on values."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        aten = torch.ops.aten
+        if func.overloadpacket in (aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_):
+            waits = any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
+        else:
+            tags = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+            waits = bool(tags & set(func.tags)) or func.overloadpacket is aten.is_nonzero
+        if waits:
+            raise HostWaitsError(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+REFUSED = {
+    "item": lambda t: t.sum().item(),
+    "bool": lambda t: bool(t.any()),
+    "nonzero": lambda t: t.nonzero(),
+    "mask": lambda t: t[t > 0],
+    "write through a mask": lambda t: t.clone().__setitem__(t > 0, torch.zeros(2)),
+    "masked_select": lambda t: t.masked_select(t > 0),
+    "unique": lambda t: t.unique(),
+    "equal": lambda t: torch.equal(t, t + 1),
+    "repeat_interleave": lambda t: t.repeat_interleave(t.long()),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_the_guard_refuses(name):
+    with NeverWait(), pytest.raises(HostWaitsError):
+        REFUSED[name](torch.tensor([0.0, 1.0, 2.0]))
+
+
+def test_no_operator_waits():
+    indices, probs, grad = drawn(CASES["a row with none"], torch.float32)
+    probs.requires_grad_()
+    with NeverWait():
+        _, probabilities = indices_to_multihot(indices, probs, 5)
+        (first,) = torch.autograd.grad((probabilities**2 * grad).sum(), probs, create_graph=True)
+        torch.autograd.grad(first.sum(), probs)
+
+
+def test_indexing_with_a_mask_waits_in_forward_and_in_backward():
+    indices, probs, grad = drawn(CASES["a row with none"], torch.float32)
+    probs.requires_grad_()
+    with NeverWait(), pytest.raises(HostWaitsError):
+        masked(indices, probs, 5)
+    _, probabilities = masked(indices, probs, 5)
+    with NeverWait(), pytest.raises(HostWaitsError):
+        probabilities.backward(grad)
+
+
+def test_no_value_is_needed():
+    """On the meta device there are none."""
+    indices = torch.empty(6, 2, dtype=torch.int64, device="meta")
+    probs = torch.empty(6, 2, device="meta", requires_grad=True)
+    routing_map, probabilities = indices_to_multihot(indices, probs, 4)
+    assert routing_map.shape == probabilities.shape == (6, 4)
+    probabilities.sum().backward()
+    assert probs.grad.shape == (6, 2)
+
+
+# Together with other things
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does it
+def test_compiled_as_one_graph():
+    torch._dynamo.reset()
+    function = torch.compile(indices_to_multihot, backend="aot_eager", fullgraph=True)
+    for case in ("some", "twice in a row", "one token"):
+        indices, probs, grad = drawn(CASES[case], torch.float32)
+        results = []
+        for version in (indices_to_multihot, function):
+            leaf = probs.clone().requires_grad_()
+            routing_map, probabilities = version(indices, leaf, 5)
+            results.append((routing_map, probabilities, *torch.autograd.grad(probabilities, leaf, grad)))
+        assert all(map(same_bits, *results))
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_autocast_changes_nothing(dtype):
+    with torch.autocast("cpu", torch.bfloat16):
+        check(*drawn(CASES["some"], dtype))
+
+
+def test_what_it_saves_may_leave():
+    indices, probs, grad = drawn(CASES["some"] * 16, torch.float32)
+    leaf = probs.clone().requires_grad_()
+    (want,) = torch.autograd.grad(masked(indices, leaf, 5)[1], leaf, grad)
+    context, sync = make(1, 3)
+    with any_size(64):
+        with context:
+            _, table = indices_to_multihot(indices, leaf, 5)
+        table = sync(table)
+        for _ in range(2):
+            with context:
+                table = table * 1.0
+            table = sync(table)
+        (got,) = torch.autograd.grad(table, leaf, grad)
+    assert same_bits(want, got)
+    assert context.statistics().bytes_offloaded == indices.numel() * 8
+    del table
+    nothing_held(context)
+
+
+# Errors
+
+
+@pytest.mark.parametrize("index", [5, 6, 100, -2, -7])
+def test_an_index_out_of_range_is_an_error_of_the_kernel(index):
+    with pytest.raises(RuntimeError, match="out of bounds"):
+        indices_to_multihot(torch.tensor([[0, index]]), torch.ones(1, 2), 5)
+
+
+IDS, P = torch.zeros(2, 3, dtype=torch.int64), torch.zeros(2, 3)
+WRONG = [
+    (([[0]], P, 4), TypeError, r"indices is a list; expected a tensor"),
+    ((IDS, None, 4), TypeError, r"probs is a NoneType; expected a tensor"),
+    ((P, P, 4), TypeError, r"indices has dtype torch.float32; expected signed integers"),
+    ((IDS.byte(), P, 4), TypeError, r"indices has dtype torch.uint8; expected signed integers"),
+    ((IDS.bool(), P, 4), TypeError, r"indices has dtype torch.bool"),
+    ((IDS, IDS, 4), TypeError, r"probs has dtype torch.int64; expected float16"),
+    ((IDS, P.cfloat(), 4), TypeError, r"probs has dtype torch.complex64"),
+    ((IDS[0], P[0], 4), ValueError, r"indices has shape \[3\]; expected two dimensions"),
+    ((IDS, P[:, :2], 4), ValueError, r"probs has shape \[2, 2\] and indices \[2, 3\]; expected one probability"),
+    ((IDS, P.to("meta"), 4), ValueError, r"indices is on cpu and probs on meta"),
+    ((IDS, P, 4.0), TypeError, r"num_experts is a float; expected an int"),
+    ((IDS, P, True), TypeError, r"num_experts is a bool; expected an int"),
+    ((IDS, P, torch.tensor(4)), TypeError, r"num_experts is a Tensor; expected an int, known to the host"),
+    ((IDS, P, 0), ValueError, r"num_experts is 0; expected the number of columns, at least 1"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "error", "text"), WRONG)
+def test_wrong_arguments_are_named(arguments, error, text):
+    with pytest.raises(error, match=text):
+        indices_to_multihot(*arguments)
