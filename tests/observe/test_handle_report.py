@@ -1,0 +1,397 @@
+"""The report as data, text, Markdown and HTML: every number in its place, and every sum from one place."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from html.parser import HTMLParser
+
+import pytest
+
+from actoffload import Reason
+from actoffload.observe.folding import fold, name_of_all, numberless
+from actoffload.observe.render import size
+from actoffload.observe.report import GroupReport, HeldStorage, Report, merge_held, sum_groups
+
+MIB = 2**20
+
+
+def block(index: int, **more: object) -> GroupReport:
+    """Return a group of 512 MiB that leaves, but for those from 4 on."""
+    leaves = index < 4
+    numbers = {
+        "kind": "Block",
+        "leaves": leaves,
+        "storages": 8,
+        "bytes_saved": 512 * MIB,
+        "bytes_offloaded": 512 * MIB if leaves else 0,
+        "kept": {Reason.PARAMETER: (4, 100 * MIB), Reason.SMALL: (6, 2 * MIB)},
+        "reloaded_ahead": 8 if leaves else 0,
+        "bytes_reloaded": 512 * MIB if leaves else 0,
+    }
+    return GroupReport(f"model.layers.{index}", **{**numbers, **more})
+
+
+def report(**more: object) -> Report:
+    numbers = {
+        "groups": tuple(block(k) for k in range(6)),
+        "outside": {Reason.OUTSIDE: (2, 300 * MIB), Reason.PARAMETER: (1, 50 * MIB)},
+        "passes": 7,
+        "num_layers": 4,
+        "peak_resident_bytes": 1024 * MIB,
+        "host_bytes": 2050 * MIB,
+        "host_bytes_high_water": 2048 * MIB,
+        "expected_bytes": 2048 * MIB,
+        "dropped_bytes": 1920 * MIB,
+    }
+    return Report(**{**numbers, **more})
+
+
+def cells(line: str) -> list[str]:
+    return re.split(r"\s{2,}", line.strip())
+
+
+def table(text: str, first: str) -> list[list[str]]:
+    """Return the cells of the table whose header begins with a word, without rules and its header."""
+    blocks = [part.split("\n") for part in text.split("\n\n")]
+    lines = next(lines for lines in blocks if lines[0].startswith(first))
+    return [cells(line) for line in lines if not set(line) <= {"-"}]
+
+
+# Data
+
+
+def test_totals_are_the_sums_over_the_groups():
+    groups = (block(0, forward_seconds=1.0, forward_stall_seconds=0.25), block(1, backward_stall_seconds=0.5), block(5))
+    totals = Report(groups).totals
+    assert (totals.name, totals.kind, totals.leaves, totals.calls) == ("total", "Block", True, 3)
+    assert (totals.storages, totals.bytes_saved, totals.bytes_offloaded) == (24, 1536 * MIB, 1024 * MIB)
+    assert (totals.reloaded_ahead, totals.reloaded_on_demand, totals.bytes_reloaded) == (16, 0, 1024 * MIB)
+    assert totals.kept == {Reason.PARAMETER: (12, 300 * MIB), Reason.SMALL: (18, 6 * MIB)}
+    assert (totals.forward_seconds, totals.backward_seconds, totals.stall_seconds) == (1.0, None, 0.75)
+
+
+def test_the_sum_of_nothing_is_zero_and_knows_no_time():
+    nothing = sum_groups((), "total")
+    assert nothing == GroupReport("total", calls=0)
+    assert Report().r is None
+
+
+def test_weights_are_no_activations_and_refused_storages_count_once():
+    group = GroupReport(
+        "a",
+        bytes_saved=100,
+        kept={
+            Reason.PARAMETER: (1, 1000),
+            Reason.BUFFER: (1, 1000),
+            Reason.SMALL: (1, 10),
+            Reason.HOST_FULL: (1, 30),  # among the bytes saved
+            Reason.SHARED: (1, 7),
+        },
+    )
+    assert group.activation_bytes == 110
+    assert group.bytes_kept == 47
+    assert Report((group,), outside={Reason.OUTSIDE: (1, 5), Reason.PARAMETER: (1, 9)}).activation_bytes == 115
+
+
+def test_what_was_kept_is_added_up_by_reason_with_the_most_bytes_first():
+    assert report().kept == {
+        Reason.PARAMETER: (25, 650 * MIB),
+        Reason.OUTSIDE: (2, 300 * MIB),
+        Reason.SMALL: (36, 12 * MIB),
+    }
+    assert list(report().kept) == [Reason.PARAMETER, Reason.OUTSIDE, Reason.SMALL]
+
+
+def test_r_is_the_share_that_is_gone():
+    assert report().r == 0.9375
+    assert report(expected_bytes=0, dropped_bytes=0).r is None
+    assert report(dropped_bytes=None).r is None
+
+
+def test_a_dict_goes_through_json_and_comes_back_equal():
+    held = (HeldStorage("model.layers.3", 128 * MIB, ("attribute `cache` of a (B)",)), HeldStorage("x", 1))
+    full = report(held=held, step_seconds=0.5, order="as learned", advice=("Do.",), outside_modules={"head": 5})
+    data = full.to_dict()
+    assert json.loads(json.dumps(data, allow_nan=False)) == data
+    assert set(data) == {field.name for field in dataclasses.fields(Report)} | {"totals", "kept", "r"}
+    assert set(data["groups"][0]) == {field.name for field in dataclasses.fields(GroupReport)} | {"bytes_kept"}
+    assert data["groups"][0]["kept"] == {
+        "parameter": {"tensors": 4, "bytes": 100 * MIB},
+        "small": {"tensors": 6, "bytes": 2 * MIB},
+    }
+    assert data["totals"]["bytes_offloaded"] == 2048 * MIB
+    assert data["outside"]["outside"] == {"tensors": 2, "bytes": 300 * MIB}
+    assert data["held"][0] == {"group": "model.layers.3", "nbytes": 128 * MIB, "holders": list(held[0].holders)}
+    assert data["r"] == 0.9375
+
+
+# Text
+
+
+def test_the_table_of_groups_by_hand():
+    assert table(str(report()), "group") == [
+        ["group", "leaves", "saved", "offloaded", "kept"],
+        ["model.layers.0 … 3 (4 groups)", "yes", "512.0 MiB", "512.0 MiB", "2.0 MiB"],
+        ["model.layers.4 … 5 (2 groups)", "no", "512.0 MiB", "-", "2.0 MiB"],
+        ["total", "4 of 6", "3072.0 MiB", "2048.0 MiB", "12.0 MiB"],
+        ["A line for several groups shows what each of them has."],
+    ]
+
+
+def test_all_groups_are_shown_when_asked_for():
+    rows = table(report().to_text(all_groups=True), "group")
+    assert [row[0] for row in rows] == ["group", *(f"model.layers.{k}" for k in range(6)), "total"]
+
+
+def test_columns_of_numbers_end_below_each_other():
+    lines = str(report()).split("\n\n")[0].split("\n")
+    assert len({len(line) for line in lines[:-1]}) == 1  # the last is a note
+    ends = [[match.end() for match in re.finditer(r"MiB|-(?= )|saved|offloaded", line)][:2] for line in lines]
+    assert ends[0] == ends[2] == ends[3] == ends[5]
+
+
+def test_columns_appear_with_their_numbers_only():
+    plain = table(str(report()), "group")[0]
+    late = block(2, reloaded_on_demand=3, bytes_not_freed=128 * MIB, calls=2)
+    groups = (block(0), GroupReport("head", "Linear", bytes_saved=MIB), late)
+    rows = table(str(report(groups=groups)), "group")
+    assert {"on demand", "not freed", "kind", "calls", "forward", "stalled"}.isdisjoint(plain)
+    assert rows[0] == ["group", "kind", "leaves", "calls", "saved", "offloaded", "kept", "on demand", "not freed"]
+    assert rows[3] == ["model.layers.2", "Block", "yes", "2", "512.0 MiB", "512.0 MiB", "2.0 MiB", "3", "128.0 MiB"]
+    assert rows[4][:3] == ["total", "2 of 3", "4"]  # the cell of the kind is empty
+
+
+def test_times_are_means_of_folded_groups_and_a_stall_stands_alone():
+    def timed(index: int) -> GroupReport:
+        stall = 0.004 if index == 3 else 0.0
+        times = {"forward_seconds": 0.010 + index * 0.001, "backward_seconds": 0.020, "forward_stall_seconds": 0.0}
+        return block(index, **times, backward_stall_seconds=stall)
+
+    text = str(report(groups=tuple(timed(k) for k in range(6)), step_seconds=0.2))
+    rows = table(text, "group")
+    assert rows[0][-3:] == ["forward", "backward", "stalled"]
+    assert [row[0] for row in rows[1:4]] == [
+        "model.layers.0 … 2 (3 groups)",
+        "model.layers.3",
+        "model.layers.4 … 5 (2 groups)",
+    ]
+    assert [row[-3:] for row in rows[1:5]] == [
+        ["11.00 ms", "20.00 ms", "0.00 ms"],
+        ["13.00 ms", "20.00 ms", "4.00 ms"],
+        ["14.50 ms", "20.00 ms", "0.00 ms"],
+        ["75.00 ms", "120.00 ms", "4.00 ms"],
+    ]
+    assert "step         200.00 ms, 4.00 ms of it stalled (2.0 %)" in text
+
+
+def test_the_facts_of_a_report():
+    facts = dict(table(str(report(order="changed in step 3")), "passes"))
+    assert facts == {
+        "passes": "7",
+        "at the peak": "1024.0 MiB of saved activations on the device",
+        "R": "93.75 %: of 2048.0 MiB that should be gone, 1920.0 MiB are",
+        "reloaded": "2048.0 MiB: 32 storages ahead, 0 on demand",
+        "host memory": "2050.0 MiB held, at most 2048.0 MiB in use",
+        "order": "changed in step 3",
+    }
+
+
+def test_what_was_kept_is_shown_inside_and_outside_with_weights_last():
+    assert table(str(report()), "kept on the device") == [
+        ["kept on the device", "tensors", "in groups", "outside"],
+        ["saved outside of the chosen modules", "2", "-", "300.0 MiB"],
+        ["smaller than the limit", "36", "12.0 MiB", "-"],
+        ["parameter (stays in any case)", "25", "600.0 MiB", "50.0 MiB"],
+    ]
+
+
+def test_holders_are_shown_once_for_groups_that_differ_in_numbers():
+    held = [HeldStorage(f"layers.{k}", MIB, (f"attribute `cache[{k}]` of layers.{k} (Block)",)) for k in range(3)]
+    held += [HeldStorage("head", 5 * MIB, ("global `x` of module __main__", "local variable `y` of f (a.py:3)"))]
+    held += [HeldStorage("tail", MIB)]
+    assert table(str(report(held=tuple(held))), "not freed") == [
+        ["not freed, copied from", "because of", "bytes"],
+        ["head", "global `x` of module __main__", "5.0 MiB"],
+        ["local variable `y` of f (a.py:3)"],
+        ["layers.0 … 2", "attribute `cache[0]` of layers.0 (Block)", "3.0 MiB"],
+        ["tail", "autograd of another graph, or C++", "1.0 MiB"],
+    ]
+    assert merge_held(held)[1] == (("layers.0", "layers.1", "layers.2"), 3 * MIB, held[0].holders)
+
+
+def test_a_long_list_of_holders_is_cut_and_says_so():
+    held = tuple(
+        HeldStorage("a", (40 - k) * MIB, (f"attribute `{chr(97 + k % 26) * (k + 1)}` of m",)) for k in range(20)
+    )
+    short, full = report(held=held).to_text(), report(held=held).to_text(all_groups=True)
+    assert "and 8 more" in short
+    assert "and 8 more" not in full
+    assert len(table(full, "not freed")) - len(table(short, "not freed")) == 8 - 1  # without that note
+
+
+def test_advice_comes_last_and_an_empty_report_prints():
+    assert str(report(advice=("First.", "Second."))).endswith("\n\n- First.\n- Second.")
+    assert str(Report()) == (
+        "passes       0\n"
+        "at the peak  0 bytes of saved activations on the device\n"
+        "host memory  0 bytes held, at most 0 bytes in use"
+    )
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "words"), [(0, "0 bytes"), (1023, "1023 bytes"), (2048, "2.0 KiB"), (3 * 2**19, "1.5 MiB")]
+)
+def test_sizes_are_shown_in_a_fitting_unit(nbytes, words):
+    assert size(nbytes) == words
+
+
+# Folding
+
+
+@pytest.mark.parametrize(
+    ("rows", "folded"),
+    [
+        ("", []),
+        ("abc", ["a", "b", "c"]),
+        ("aaab", ["aaa", "b"]),
+        ("ababab", ["aaa", "bbb"]),
+        ("xababy", ["x", "aa", "bb", "y"]),
+        ("aabb", ["aa", "bb"]),
+        ("aabaab", ["aa", "aa", "bb"]),
+        ("abcabcd", ["aa", "bb", "cc", "d"]),
+    ],
+)
+def test_rows_and_patterns_of_rows_are_folded(rows, folded):
+    assert ["".join(part) for part in fold(rows, str)] == folded
+    assert sorted("".join(folded)) == sorted(rows)
+
+
+def test_modules_of_a_block_are_folded_by_their_place_in_it():
+    groups = [GroupReport(f"layers.{k // 2}.{('attn', 'mlp')[k % 2]}", bytes_saved=MIB * (1 + k % 2)) for k in range(8)]
+    rows = table(str(Report(tuple(groups))), "group")
+    assert [row[0] for row in rows[1:3]] == ["layers.0 … 3.attn (4 groups)", "layers.0 … 3.mlp (4 groups)"]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"name": "head"},
+        {"kind": "Other"},
+        {"calls": 2},
+        {"leaves": False},
+        {"bytes_saved": MIB},
+        {"bytes_offloaded": MIB},
+        {"kept": {Reason.SMALL: (1, 1)}},
+        {"reloaded_on_demand": 1},
+        {"bytes_not_freed": 1},
+        {"backward_stall_seconds": 0.001},
+    ],
+)
+def test_groups_that_differ_in_anything_shown_have_their_own_lines(other):
+    times = {"forward_stall_seconds": 0.0, "backward_stall_seconds": 0.0}
+    groups = tuple(dataclasses.replace(block(k, **times), **(other if k == 2 else {})) for k in range(4))
+    rows = table(str(Report(groups)), "group")
+    assert [row[0] for row in rows[1:4]] == ["model.layers.0 … 1 (2 groups)", groups[2].name, "model.layers.3"]
+
+
+@pytest.mark.parametrize(
+    ("names", "name"),
+    [
+        (["a.0"], "a.0"),
+        (["a.0.b", "a.1.b", "a.12.b"], "a.0 … 12.b"),
+        (["a.0.b.0", "a.1.b.1"], "a.0.b.0, a.1.b.1"),  # two numbers differ
+        (["a", "b", "c"], "a, b, c"),
+        (["a", "b", "c", "d"], "a, b and 2 more"),
+        (["a.0", "a.0"], "a.0, a.0"),
+    ],
+)
+def test_several_names_become_one(names, name):
+    assert name_of_all(names) == name
+
+
+def test_names_without_numbers():
+    assert numberless("encoder.12.mlp3") == "encoder.#.mlp#"
+
+
+# Markdown and HTML
+
+NASTY = "layers|0<b>`&*_"
+
+
+def rows_of_markdown(markdown: str) -> list[list[str]]:
+    """Return the cells of all tables in Markdown: a pipe ends a cell unless a backslash comes before it."""
+    rows = [re.split(r"(?<!\\)\|", line)[1:-1] for line in markdown.split("\n") if line.startswith("|")]
+    return [[cell.strip() for cell in row] for row in rows]
+
+
+def test_markdown_has_the_numbers_of_the_text():
+    rows = rows_of_markdown(report(advice=("Do `this_one` & *that*.",)).to_markdown())
+    assert rows[0] == ["group", "leaves", "saved", "offloaded", "kept"]
+    assert rows[1] == [":---", ":---", "---:", "---:", "---:"]
+    assert rows[2] == ["model.layers.0 … 3 (4 groups)", "yes", "512.0 MiB", "512.0 MiB", "2.0 MiB"]
+    assert rows[4] == ["**total**", "**4 of 6**", "**3072.0 MiB**", "**2048.0 MiB**", "**12.0 MiB**"]
+    assert report(advice=("Do `this_one` & *that*.",)).to_markdown().endswith("- Do `this_one` & \\*that\\*.")
+
+
+def test_markdown_keeps_its_columns_whatever_a_module_is_called():
+    held = (HeldStorage(NASTY, MIB, (f"attribute `x|y` of {NASTY}",)),)
+    markdown = Report((GroupReport(NASTY, bytes_saved=MIB),), held=held).to_markdown()
+    lengths = {len(row) for row in rows_of_markdown(markdown)[:4]}
+    assert lengths == {4}
+    assert "<b>" not in markdown.replace("\\<b\\>", "")
+
+
+class Reader(HTMLParser):
+    """Reads tables, lists and what is left open."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.open: list[str] = []
+        self.rows: list[list[str]] = []
+        self.items: list[str] = []
+        self.tags: set[str] = set()
+        self.feed(html)
+        self.close()
+
+    def handle_starttag(self, tag, attrs):
+        self.open.append(tag)
+        self.tags.add(tag)
+        if tag == "tr":
+            self.rows.append([])
+        elif tag in ("td", "th"):
+            self.rows[-1].append("")
+        elif tag == "li":
+            self.items.append("")
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if {"td", "th"} & set(self.open):
+            self.rows[-1][-1] += data
+        elif "li" in self.open:
+            self.items[-1] += data
+
+
+def test_html_has_the_rows_of_the_text_and_is_well_formed():
+    shown = report(step_seconds=0.5, advice=("Take `keep` out & go on.",))
+    reader = Reader(shown.to_html())
+    assert reader.open == []
+    text_rows = [row for part in ("group", "passes", "kept on the device") for row in table(str(shown), part)]
+    assert reader.rows == [row for row in text_rows if len(row) > 1]
+    assert reader.items == ["Take keep out & go on."]
+    assert shown._repr_html_() == shown.to_html()
+
+
+def test_html_escapes_names():
+    held = (HeldStorage(NASTY, MIB, (f"attribute `<i>` of {NASTY}",)),)
+    group = GroupReport("<script>alert(1)</script>", "<img src=x>", bytes_saved=MIB)
+    shown = Report((group, GroupReport(NASTY, bytes_saved=1)), held=held, advice=(f"Look at <b>{NASTY}</b>.",))
+    reader = Reader(shown.to_html())
+    assert reader.open == []
+    assert reader.tags == {"div", "table", "thead", "tbody", "tfoot", "tr", "th", "td", "ul", "li", "code"}
+    assert reader.rows[1][:2] == ["<script>alert(1)</script>", "<img src=x>"]
+    assert reader.rows[2][0] == NASTY
+    assert reader.items == [f"Look at <b>{NASTY}</b>."]
