@@ -3,44 +3,51 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 
 from .engine import notes, state
+from .engine.compound import has_parts, parts_to_save
 
 __all__ = ["is_cpu_offload_enabled", "mark_not_offload", "start_offload"]
 
 
-def mark_not_offload(*tensors: torch.Tensor | None) -> None:
+def mark_not_offload(*tensors: Any) -> None:
     """Keep tensors on the device when autograd saves them.
 
     The mark belongs to the storage: it reaches every view of it, also views made before, and ends when the
-    storage is freed.  Nothing is written on the tensors.
+    storage is freed.  Nothing is written on the tensors.  Of something that is made of several tensors it reaches
+    every part.
 
     Parameters
     ----------
-    *tensors : torch.Tensor or None
-        Tensors of any shape; None is passed over.
+    *tensors : torch.Tensor, object or None
+        Tensors of any shape, tensor subclasses that are made of plain ones among them (``__tensor_flatten__``);
+        objects that give their tensors away by ``prepare_for_saving`` and take them back by
+        ``restore_from_saved``, or show them by ``get_data_tensors``.  None is passed over.
 
     Raises
     ------
     TypeError
-        If an argument is neither a tensor nor None.
+        If an argument is none of these.
 
     Notes
     -----
-    Same name and meaning as in Transformer Engine's PyTorch API.
+    Same name and meaning as in Transformer Engine's PyTorch API, whose quantized tensors are such objects.
 
     Examples
     --------
     >>> hidden = torch.randn(512, 1024)
     >>> actoffload.mark_not_offload(hidden, hidden.t())
     """
-    for tensor in _tensors(tensors, "mark_not_offload"):
-        notes.keep(tensor)
+    for value in _checked(tensors, "mark_not_offload"):
+        for tensor, _ in parts_to_save(value):
+            if tensor.layout is torch.strided:  # others stay anyway, and have no storage to note it on
+                notes.keep(tensor)
 
 
-def start_offload(*tensors: torch.Tensor | None, offload_base_tensor: bool = False) -> None:
+def start_offload(*tensors: Any, offload_base_tensor: bool = False) -> None:
     """Say that tensors are final from here on, before autograd saves them.
 
     A copy normally waits for everything that was queued on the current stream when the tensor was saved.  A
@@ -50,8 +57,9 @@ def start_offload(*tensors: torch.Tensor | None, offload_base_tensor: bool = Fal
 
     Parameters
     ----------
-    *tensors : torch.Tensor or None
-        Tensors of any shape on the offloading device; None is passed over.
+    *tensors : torch.Tensor, object or None
+        Tensors of any shape on the offloading device, and objects made of them, as for `mark_not_offload`; None
+        is passed over.
     offload_base_tensor : bool
         Move the whole storage of each tensor even if the saved view covers little of it; for instance the
         interleaved query, key and value of one projection.
@@ -59,22 +67,23 @@ def start_offload(*tensors: torch.Tensor | None, offload_base_tensor: bool = Fal
     Raises
     ------
     TypeError
-        If an argument is neither a tensor nor None.
+        If an argument is none of these.
 
     Notes
     -----
     Same name and meaning as in Transformer Engine's PyTorch API.
     """
-    found = list(_tensors(tensors, "start_offload"))
+    found = _checked(tensors, "start_offload")
     if not state.enabled():
         return
     backend = state.running.backends[-1]
-    for tensor in found:
-        if tensor.device.type == backend.type:
+    for tensor, within in (part for value in found for part in parts_to_save(value)):
+        if tensor.device.type == backend.type and tensor.layout is torch.strided:
             stream = backend.current_stream(backend.place(tensor))
             if backend.checks:
                 backend.saved(tensor, stream)
-            notes.final(tensor, backend.record(stream), backend.capturing(), whole=offload_base_tensor)
+            event = backend.record(stream)
+            notes.final(tensor, event, backend.capturing(), whole=offload_base_tensor, within=within)
 
 
 def is_cpu_offload_enabled() -> bool:
@@ -88,10 +97,13 @@ def is_cpu_offload_enabled() -> bool:
     return state.enabled()
 
 
-def _tensors(values: Iterable[torch.Tensor | None], name: str) -> Iterable[torch.Tensor]:
-    for value in values:
-        if value is None:
-            continue
-        if not isinstance(value, torch.Tensor):
-            raise TypeError(f"{name} got a {type(value).__name__}; expected tensors (or None).")
-        yield value
+def _checked(values: Iterable[Any], name: str) -> list[Any]:
+    """Return the arguments of a function that are not None."""
+    found = [value for value in values if value is not None]
+    for value in found:
+        if not has_parts(value):
+            raise TypeError(
+                f"{name} got a {type(value).__name__}; expected tensors, objects with prepare_for_saving and "
+                "restore_from_saved, objects with get_data_tensors, or None."
+            )
+    return found

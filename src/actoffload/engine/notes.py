@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from ..device.base import Event
+from .outer import Within, unchanged
 from .weak import StorageRef
 
 __all__ = ["Final", "final", "finals", "keep", "kept", "take_final"]
@@ -26,6 +27,7 @@ class Final:
     event: Event
     captured: bool
     whole: bool
+    within: Within = ()
 
 
 _lock = threading.Lock()
@@ -45,12 +47,12 @@ def keep(tensor: torch.Tensor) -> None:
             _sweep_at["kept"] = 2 * len(kept) + 64
 
 
-def final(tensor: torch.Tensor, event: Event, captured: bool, *, whole: bool) -> None:
-    """Note that a tensor's storage is final after an event."""
+def final(tensor: torch.Tensor, event: Event, captured: bool, *, whole: bool, within: Within = ()) -> None:
+    """Note that a tensor's storage is final after an event, unless one of the wrappers around it is changed."""
     storage = tensor.untyped_storage()
     with _lock:
         # [keep: address of a final storage]
-        note = Final(StorageRef(storage), tensor._version, event, captured, whole)
+        note = Final(StorageRef(storage), tensor._version, event, captured, whole, within)
         finals[storage._cdata] = note
         if len(finals) >= _sweep_at["final"]:
             for key in [key for key, note in finals.items() if note.storage.expired]:
@@ -61,4 +63,6 @@ def final(tensor: torch.Tensor, event: Event, captured: bool, *, whole: bool) ->
 def take_final(key: int, version: int) -> Final | None:
     """Return the note on the storage at an address, unless it was changed since."""
     note = finals.get(key)
-    return note if note is not None and note.version == version else None
+    if note is None or note.version != version or not unchanged(note.within):
+        return None
+    return note

@@ -9,7 +9,8 @@ are asked what they own at that moment.
 from __future__ import annotations
 
 import threading
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import torch
 from torch.nn import Module, Parameter
@@ -17,23 +18,26 @@ from torch.nn.modules import module as _modules
 from torch.utils.hooks import RemovableHandle
 
 from ..observe.counters import Reason
+from .compound import plain_parts
 
-__all__ = ["Owned", "unwatch", "watch"]
+__all__ = ["Owned", "addresses", "unwatch", "watch"]
 
 
 class Owned:
     """The outermost modules that ran in a layer so far, and what they and the modules in them own."""
 
-    __slots__ = ("_depth", "_roots")
+    __slots__ = ("_depth", "_roots", "_tables")
 
     def __init__(self) -> None:
         self._depth = 0
         self._roots: list[Module] = []
+        self._tables: list[_Table] | None = None  # of the roots and all in them, since the first question
 
     def enter(self, module: Module) -> None:
         """Begin the forward of a module."""
         if self._depth == 0 and not any(module is root for root in self._roots):
             self._roots.append(module)
+            self._tables = None
         self._depth += 1
 
     def leave(self) -> None:
@@ -43,19 +47,39 @@ class Owned:
     def forget(self) -> None:
         """Let go of the modules; the layer has ended."""
         self._roots.clear()
+        self._tables = None
         self._depth = 0
 
     def reason(self, key: int) -> Reason | None:
         """Return why the storage at this address stays, if a module owns it now."""
-        for root in self._roots:
-            for module in root.modules():
-                for parameter in module._parameters.values():
-                    if parameter is not None and _address(parameter) == key:
-                        return Reason.PARAMETER
-                for buffer in module._buffers.values():
-                    if buffer is not None and _address(buffer) == key:
-                        return Reason.BUFFER
+        tables = self._tables
+        if tables is None:
+            tables = self._tables = [table for root in self._roots for table in _tables(root)]
+        # The tables are the modules' own: what a wrapper puts in a parameter's place is found.
+        for table, reason in tables:
+            for tensor in table.values():
+                if tensor is not None and key in _addresses(tensor):
+                    return reason
         return None
+
+
+_Table: TypeAlias = tuple[Mapping[str, torch.Tensor | None], Reason]
+
+
+def _tables(root: Module) -> Iterator[_Table]:
+    """Yield the tables in which a module and those in it have their tensors."""
+    for module in root.modules():
+        yield module._parameters, Reason.PARAMETER
+        yield module._buffers, Reason.BUFFER
+
+
+def addresses(root: Module) -> Iterator[tuple[int, Reason]]:
+    """Yield the addresses of the storages that a module and those in it own now, each with its reason to stay."""
+    for table, reason in _tables(root):
+        for tensor in table.values():
+            if tensor is not None:
+                for address in _addresses(tensor):
+                    yield address, reason
 
 
 class _Watch(threading.local):
@@ -108,8 +132,9 @@ def unwatch(owned: Owned) -> None:
             del _modules._global_forward_hooks_always_called[_key]
 
 
-def _address(tensor: torch.Tensor) -> int:
-    plain = type(tensor) is Parameter or type(tensor) is torch.Tensor
-    if not plain or tensor.layout is not torch.strided:
-        return 0
-    return int(tensor.untyped_storage()._cdata)
+def _addresses(tensor: torch.Tensor) -> Sequence[int]:
+    """Return where a tensor's memory is, or that of its parts."""
+    kind = type(tensor)
+    if kind is Parameter or kind is torch.Tensor:
+        return (tensor.untyped_storage()._cdata,) if tensor.layout is torch.strided else ()
+    return [part.untyped_storage()._cdata for part in plain_parts(tensor) if part.layout is torch.strided]

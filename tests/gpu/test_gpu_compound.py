@@ -1,0 +1,281 @@
+"""Tensors made of several plain ones, on a GPU: wrappers, float8, jagged and distributed tensors."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from gpu_harness import (
+    CUDA,
+    DEVICE,
+    Delayed,
+    Result,
+    collect,
+    flash,
+    forward,
+    lenient,
+    loss,
+    nap,
+    needs_cuda,
+    no_offload,
+    offload,
+)
+from torch import nn
+from wrappers import Join, QuantizedTensor, Scaled, Split, Two, Uses, read
+
+from actoffload import Reason
+from actoffload import device as devices
+
+pytestmark = [pytest.mark.gpu, *lenient]
+
+ROWS, WIDTH = (4096 if CUDA else 512), 512
+LAYERS, LEAVING = 6, 3
+
+
+class Pair(nn.Module):
+    """A gated MLP computed on a wrapper of two tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(Two(torch.randn(WIDTH, WIDTH) / 32, torch.randn(WIDTH, WIDTH) / 32))
+        self.down = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = Split.apply(x) @ self.up.t()
+        return x + self.down(Join.apply(F.gelu(h) * h.sigmoid()))
+
+
+def pairs() -> nn.ModuleList:
+    """Return layers of wrappers; `to` does not know the parts of a parameter."""
+    torch.manual_seed(1)
+    layers = nn.ModuleList([Pair() for _ in range(LAYERS)])
+    for layer in layers:
+        layer.down.to(DEVICE)
+        layer.up = nn.Parameter(Two(layer.up.a.to(DEVICE), layer.up.b.to(DEVICE)))
+    return layers
+
+
+def some_input(seed: int, rows: int = ROWS) -> torch.Tensor:
+    return torch.randn(rows, WIDTH, generator=torch.Generator(DEVICE).manual_seed(seed), device=DEVICE)
+
+
+def flat(result: Result) -> Result:
+    """Return the parts of wrapped gradients in their places."""
+    grads = [part for grad in result.grads for part in ((grad.a, grad.b) if isinstance(grad, Two) else (grad,))]
+    return Result(result.output, grads)
+
+
+def step(layers: nn.ModuleList, x: torch.Tensor, pair: Any) -> Result:
+    output = forward(layers, x, pair)
+    loss(output).backward()
+    return flat(collect(layers, output))
+
+
+@pytest.mark.parametrize("delays", [{}, {"out": 20_000_000}, {"back": 20_000_000, "home": 4_000_000}])
+def test_operations_on_wrappers(delays: dict[str, int]) -> None:
+    layers = pairs()
+    with devices.use(Delayed(**delays)):
+        context, sync = offload(LEAVING, LAYERS)
+    for seed in range(3):
+        expected = step(layers, some_input(seed), no_offload())
+        assert step(layers, some_input(seed), (context, sync)).differences(expected) == []
+    statistics = context.statistics()
+    # Two parts of the product, gelu's and the sigmoid's output; the layer's input, its double, and the linear's input.
+    assert statistics.bytes_offloaded >= 3 * LEAVING * 6 * ROWS * WIDTH * 4
+    assert statistics.bytes_reloaded == statistics.bytes_offloaded
+    assert statistics.reloaded_on_demand == 0
+    assert Reason.SUBCLASS not in statistics.tensors_kept
+    assert statistics.resident_bytes == statistics.host_bytes_used == 0
+
+
+class Keeps(nn.Module):
+    """Saves a tensor in few bits; the product with it is the gradient."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        thing = Scaled.of(x) if self.kind == "float8" else QuantizedTensor(x)
+        return Uses.apply(x.sin(), [], thing)
+
+
+@pytest.mark.parametrize("kind", ["float8", "quantized"])
+def test_tensors_in_few_bits_leave_the_device(kind: str) -> None:
+    layers = nn.ModuleList([Keeps(kind) for _ in range(LAYERS)])
+    grads, held = [], []
+    for context, sync in (no_offload(), offload(LEAVING, LAYERS), offload(LEAVING, LAYERS)):
+        leaf = some_input(0).requires_grad_()
+        before = torch.cuda.memory_allocated() if CUDA else 0
+        y = forward(layers, leaf * 1, (context, sync))
+        held.append((torch.cuda.memory_allocated() if CUDA else 0) - before)
+        y.square().mean().backward()
+        grads.append(leaf.grad)
+        del y  # or it would be part of what there was before the next one
+    assert torch.equal(grads[0], grads[1])
+    assert torch.equal(grads[0], grads[2])
+    assert bool(torch.isfinite(grads[0]).all())
+    statistics = context.statistics()
+    in_bytes = 1 if kind == "float8" else 2  # rows, or rows and columns, beside what sin saves
+    assert statistics.bytes_offloaded == LEAVING * ROWS * WIDTH * (4 + in_bytes)
+    assert statistics.tensors_kept[Reason.SMALL] == LAYERS  # the scales
+    if CUDA:
+        assert held[0] - held[2] == statistics.bytes_offloaded
+
+
+def test_a_captured_step_with_wrappers() -> None:
+    if not CUDA:
+        pytest.skip("captures need CUDA")
+    layers, static = pairs(), some_input(0)
+    context, sync = offload(LEAVING, LAYERS)
+
+    def run() -> torch.Tensor:
+        layers.zero_grad(set_to_none=True)
+        output = forward(layers, static.clone(), (context, sync))
+        loss(output).backward()
+        return output.detach()
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            run()
+    torch.cuda.current_stream().wait_stream(side)
+    layers.zero_grad(set_to_none=True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = run()
+    grads = [parameter.grad for parameter in layers.parameters()]
+    for seed in (1, 2):
+        static.copy_(some_input(seed))
+        graph.replay()
+        torch.cuda.synchronize()
+        got = flat(Result(output.clone(), [grad.clone() for grad in grads]))
+        layers.zero_grad(set_to_none=True)
+        assert step(layers, some_input(seed), no_offload()).differences(got) == []
+    assert context.statistics().bytes_offloaded > 0
+
+
+class Attention(nn.Module):
+    """A pre-norm attention block on sequences of different lengths."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.out = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.qkv = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(3)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(x)
+        q, k, v = (linear(y).unflatten(-1, [8, WIDTH // 8]).transpose(1, 2) for linear in self.qkv)
+        return x + self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(-2))
+
+
+@needs_cuda
+def test_attention_on_jagged_tensors() -> None:
+    torch.manual_seed(1)
+    layers = nn.ModuleList([Attention() for _ in range(LAYERS)]).to(DEVICE, torch.bfloat16)
+    bounds = [0, ROWS // 8, ROWS // 2, ROWS // 2 + 100, ROWS]
+    offsets = torch.tensor(bounds, device=DEVICE)
+    longest = max(b - a for a, b in itertools.pairwise(bounds))
+
+    def run(seed: int, pair: Any) -> Result:
+        x = torch.nested.nested_tensor_from_jagged(
+            some_input(seed).bfloat16(), offsets, min_seqlen=100, max_seqlen=longest
+        )
+        output = forward(layers, x, pair).values()
+        loss(output).backward()
+        return collect(layers, output)
+
+    pair = offload(LEAVING, LAYERS)
+    with flash():
+        for seed in range(3):
+            expected = run(seed, no_offload())
+            assert run(seed, pair).differences(expected) == []
+    statistics = pair[0].statistics()
+    # The layer's input, the norm's output, query, key, value, and what attention returns.
+    assert statistics.bytes_offloaded >= 3 * LEAVING * 6 * ROWS * WIDTH * 2
+    assert Reason.SUBCLASS not in statistics.tensors_kept
+    assert statistics.reloaded_on_demand == 0
+    assert statistics.resident_bytes == statistics.host_bytes_used == 0
+
+
+@pytest.fixture
+def group(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A process group of one rank with NCCL, or of two with imagined communication."""
+    if request.param == "fake":
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    else:
+        if not CUDA or not dist.is_nccl_available():
+            pytest.skip("needs NCCL")
+        dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=torch.device("cuda", 0))
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("group", ["fake", "nccl"], indirect=True)
+def test_a_tensor_parallel_model(group: None) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    mesh = init_device_mesh(DEVICE.type, (dist.get_world_size(),))
+    ways = {"0": ColwiseParallel(use_local_output=False), "2": RowwiseParallel()}
+    torch.manual_seed(1)
+    layers = nn.ModuleList(
+        [nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)) for _ in range(LAYERS)]
+    ).to(DEVICE)
+    for layer in layers:
+        parallelize_module(layer, mesh, ways)
+    pair = offload(LEAVING, LAYERS)
+
+    def run(seed: int, pair: Any) -> Result:
+        output = forward(layers, some_input(seed), pair)
+        loss(output).backward()
+        result = collect(layers, output)
+        result.grads = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in result.grads]
+        return result
+
+    for seed in range(2):
+        expected = run(seed, no_offload())
+        assert run(seed, pair).differences(expected) == []
+    statistics = pair[0].statistics()
+    # The input of the first linear, and this rank's parts of gelu's input and output.
+    wide = 4 * WIDTH // dist.get_world_size()
+    assert statistics.bytes_offloaded == 2 * LEAVING * ROWS * (WIDTH + 2 * wide) * 4
+    assert statistics.tensors_kept[Reason.PARAMETER] >= 2 * (2 * LAYERS - 1)  # no gradient of the first input
+    assert Reason.SUBCLASS not in statistics.tensors_kept
+    assert statistics.resident_bytes == statistics.host_bytes_used == 0
+
+
+@needs_cuda
+@pytest.mark.parametrize("group", ["nccl"], indirect=True)
+def test_a_copy_waits_for_the_collective_that_writes_it(group: None) -> None:
+    """The sum is computed on a stream of NCCL's, behind a slow kernel; nobody has waited for it yet."""
+    import torch.distributed._functional_collectives as collectives
+
+    context, sync = offload(1, 3)
+    for _ in range(2):
+        leaf = some_input(0).requires_grad_()
+        with context:
+            nap(50_000_000)
+            thing = collectives.all_reduce(some_input(1), "sum", dist.group.WORLD)
+            assert type(thing) is collectives.AsyncCollectiveTensor
+            y = Uses.apply(leaf * 1, [], Two(thing, thing))
+        y = sync(y)
+        del thing
+        for _ in range(2):
+            with context:
+                y = y * 1.0
+            y = sync(y)
+        y.sum().backward()
+        assert torch.equal(leaf.grad, read(Two(some_input(1), some_input(1))))
+    assert context.statistics().bytes_offloaded == 2 * ROWS * WIDTH * 4
