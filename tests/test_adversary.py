@@ -2,27 +2,47 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import ExitStack
+from itertools import combinations
 from typing import Any
 
 import pytest
-from adversary.harness import execute, scaled_down, trial
-from adversary.models import DEVICE_KINDS, KINDS, STREAM_KINDS
+import torch
+from adversary.device import AdversarialDevice
+from adversary.harness import Run, check, execute, scaled_down, trial
+from adversary.layers import numbers, saving
+from adversary.modelruns import ModelRun, model_programs
+from adversary.models import DEVICE_KINDS, KINDS, ROWS, STREAM_KINDS, WIDTH
+from adversary.orders import Mode
 from adversary.programs import Backward, Forward, Program, programs
 from hypothesis import given, settings
+from hypothesis.strategies import SearchStrategy
+
+from actoffload.engine.engine import Engine
+from actoffload.offload_context import OffloadContext
+from actoffload.schedule.default import DefaultSchedule
+from actoffload.schedule.groups import GroupSchedule
+from actoffload.schedule.plan import Plan
 
 ORDERS_IN_ALL = 2000
 """Different orders of the pending copies, at least, in one run of this file."""
 
-SEEDS = 10
+SEEDS = 8
 
-# Sorts of programs: number of examples, and how they are drawn.
-SORTS: dict[str, tuple[int, dict[str, bool]]] = {
-    "default schedule": (90, {}),
-    "manual calls": (90, {"manual": True}),
-    "side streams and two devices": (60, {"streams": True}),
-    "manual calls and side streams": (60, {"streams": True, "manual": True}),
-    "host limit": (40, {"limited": True}),
-    "manual calls and host limit": (40, {"limited": True, "manual": True}),
+# Sorts of programs: number of examples, how they are drawn, and what runs them.
+SORTS: dict[str, tuple[int, SearchStrategy[Program], type[Run]]] = {
+    "default schedule": (90, programs(), Run),
+    "manual calls": (90, programs(manual=True), Run),
+    "side streams and two devices": (60, programs(streams=True), Run),
+    "manual calls and side streams": (60, programs(streams=True, manual=True), Run),
+    "plans in which layers give way": (90, programs(planned=True), Run),
+    "giving way and side streams": (60, programs(planned=True, streams=True), Run),
+    "giving way and host limit": (40, programs(planned=True, limited=True), Run),
+    "blocks of a model": (60, model_programs(), ModelRun),
+    "blocks of a model and side streams": (40, model_programs(streams=True), ModelRun),
+    "blocks of a model and host limit": (30, model_programs(limited=True), ModelRun),
+    "host limit": (40, programs(limited=True), Run),
+    "manual calls and host limit": (40, programs(limited=True, manual=True), Run),
 }
 
 
@@ -38,10 +58,10 @@ def orders() -> set[Any]:
 
 
 @pytest.mark.parametrize("kind", sorted({**KINDS, **STREAM_KINDS, **DEVICE_KINDS}))
-@pytest.mark.parametrize("manual", [False, True], ids=["default", "manual"])
-def test_each_kind_of_layer(kind: str, manual: bool) -> None:
+@pytest.mark.parametrize("offload", [2, None, GroupSchedule(3).plan("aaaa")], ids=["default", "manual", "giving way"])
+def test_each_kind_of_layer(kind: str, offload: int | Plan | None) -> None:
     steps = [Forward(0), Forward(1), Backward(0, retain=True), Backward(1), Backward(0)]
-    program = Program([[kind], ["linear", kind], [kind], ["chunk", kind]], None if manual else 2, steps)
+    program = Program([[kind], ["linear", kind], [kind], ["chunk", kind]], offload, steps)
     expected, _ = execute(program, None)
     for mode in ("late", "early", "random"):
         _, statistics = trial(program, expected, 1, mode)
@@ -49,23 +69,57 @@ def test_each_kind_of_layer(kind: str, manual: bool) -> None:
         assert statistics.bytes_reloaded > 0
 
 
+@pytest.mark.parametrize("mode", ["late", "early", "random"])
+@pytest.mark.parametrize(
+    "plan",
+    [DefaultSchedule(3, 5).plan(), GroupSchedule(3).plan("a" * 5), GroupSchedule(3, max_inflight=1).plan("a" * 5)],
+    ids=["default", "giving way", "giving way at once"],
+)
+def test_no_wait_crosses_the_border_of_a_capture(plan: Plan, mode: Mode) -> None:
+    """Whatever part of a step is captured: some layers, the forward, the backward, or all."""
+    count = plan.model_layers
+    for begin, end in combinations(range(count + 2), 2):
+        device = AdversarialDevice(0, mode)
+        w = torch.ones(ROWS, WIDTH, requires_grad=True)
+        context = OffloadContext(Engine(plan, device))
+        for captured in (False, True):  # the first step takes the host memory that the second one uses
+            with ExitStack() as stack:
+                outputs = []
+                for k in range(count + 1):
+                    if captured and k == begin:
+                        stack.enter_context(device.capture())
+                    if captured and k == end:
+                        stack.close()
+                    if k < count:
+                        with context:
+                            y = saving(w, numbers(k)) + saving(w, numbers(k + 10))
+                        outputs.append(context.synchronize(y))
+                w.grad = None
+                torch.stack(outputs).sum().backward()
+            outputs.clear()
+            del y
+            kept = [numbers(k + more).sum() for k in range(count) for more in (0, 10)]
+            assert torch.equal(w.grad, torch.ones_like(w) * torch.stack(kept).sum())
+        assert check(device, context).tensors_offloaded == 2 * 2 * 3
+
+
 @pytest.mark.parametrize("sort", SORTS)
 def test_random_orders(sort: str, orders: set[Any]) -> None:
-    examples, options = SORTS[sort]
+    examples, drawn, kind = SORTS[sort]
     seen: Counter[str] = Counter()
 
     @settings(max_examples=examples)
-    @given(programs(**options))
+    @given(drawn)
     def orders_of(program: Program) -> None:
-        expected, _ = execute(program, None)
+        expected, _ = execute(program, None, kind=kind)
         for seed in range(SEEDS):
-            order, statistics = trial(program, expected, seed, "random")
+            order, statistics = trial(program, expected, seed, "random", kind)
             seen["offloaded"] += statistics.tensors_offloaded
             seen["refused"] += sum(n for reason, n in statistics.tensors_kept.items() if reason.name == "HOST_FULL")
             if order:
                 orders.add((repr(program), order))
         for mode in ("late", "early"):
-            trial(program, expected, 0, mode)
+            trial(program, expected, 0, mode, kind)
 
     orders_of()
     assert seen["offloaded"] > 0

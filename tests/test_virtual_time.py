@@ -6,6 +6,7 @@ All times are multiples of a power of two, so that sums and quotients are exact 
 from __future__ import annotations
 
 import warnings
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -29,6 +30,7 @@ from actoffload import (
 )
 from actoffload.engine.engine import Engine
 from actoffload.offload_context import OffloadContext
+from actoffload.schedule.groups import GroupSchedule
 
 
 @pytest.fixture(autouse=True)
@@ -104,20 +106,21 @@ def agree(got: tuple[Timeline, Statistics, float], want: Simulation) -> None:
     assert stalled(timeline) == stalled(want.timeline)
     assert timeline.seconds(Kind.STALL) == want.stall_seconds
 
-    def forwards(t: Timeline) -> list[tuple]:
-        return [(s.layer, s.start, s.end) for s in t.of(Kind.FORWARD) if s.seconds]
-
-    assert forwards(timeline) == forwards(want.timeline)
-
-    def backwards(t: Timeline) -> list[float]:
-        """Seconds of compute in the backward of each layer: its spans less the stalls that lie in them."""
-        spans, stalls = t.of(Kind.BACKWARD), t.of(Kind.STALL)
+    def work(t: Timeline, kind: Kind) -> list[float]:
+        """Seconds of compute of each layer: its spans less the stalls that lie in them."""
+        spans, stalls = t.of(kind), t.of(Kind.STALL)
         return [
             sum(b.seconds - sum(s.seconds for s in stalls if b.start <= s.start and s.end <= b.end) for b in mine)
             for mine in ([span for span in spans if span.layer == k] for k in layers)
         ]
 
-    assert backwards(timeline) == backwards(want.timeline)
+    def starts(t: Timeline) -> list[float]:
+        spans = [[s for s in t.of(Kind.FORWARD) if s.layer == k and s.seconds] for k in layers]
+        return [min(s.start for s in mine) for mine in spans if sum(s.seconds for s in mine)]
+
+    assert starts(timeline) == starts(want.timeline)
+    assert work(timeline, Kind.FORWARD) == work(want.timeline, Kind.FORWARD)
+    assert work(timeline, Kind.BACKWARD) == work(want.timeline, Kind.BACKWARD)
     assert statistics.peak_resident_bytes == want.peak_bytes
     assert timeline.peak_bytes == want.peak_bytes
     assert statistics.reloaded_on_demand == want.reloaded_on_demand
@@ -166,6 +169,37 @@ def test_any_layers_under_the_default_schedule(data, link):
     each = data.draw(st.lists(costs(), min_size=1, max_size=7))
     plan = DefaultSchedule(data.draw(st.integers(0, len(each) - 1)), len(each)).plan()
     agree(execute(plan, each, link), simulate(plan, each, link))
+
+
+@pytest.mark.parametrize(("num", "of"), [(n, m) for m in range(2, 7) for n in range(m)])
+@pytest.mark.parametrize("inflight", [None, 1, 2])
+@pytest.mark.parametrize("speed", [512.0, 2048.0, 2.0**30])
+def test_even_groups_that_give_way(num, of, inflight, speed):
+    each = [LayerCost.even(4096, forward=1.0, backward=2.0, pieces=4)] * of
+    plan = GroupSchedule(num, max_inflight=inflight).plan(["layer"] * of)
+    want = simulate(plan, each, Link(speed, speed))
+    agree(execute(plan, each, Link(speed, speed)), want)
+    # As many groups as stay, and for a moment the tensor for which room is made.
+    assert want.peak_bytes <= (of - num) * 4096 + 1024 * (num > 0)
+
+
+@settings(max_examples=150)
+@given(st.data(), links)
+def test_any_groups(data, link):
+    each = data.draw(st.lists(costs(), min_size=1, max_size=7))
+    kinds = data.draw(st.lists(st.sampled_from("ab"), min_size=len(each), max_size=len(each)))
+    most = st.one_of(st.none(), st.integers(0, len(each)))
+    schedule = GroupSchedule(data.draw(most), data.draw(eighths), data.draw(st.sampled_from([None, 1, 2])))
+    plan = schedule.plan(kinds)
+    agree(execute(plan, each, link), simulate(plan, each, link))
+
+
+def test_giving_way_needs_no_wait_where_leaving_at_once_does():
+    """Layer 1 has until 3.5 s and 4 s for its two tensors, when layer 3 saves its own, and not only until 3 s."""
+    each = [LayerCost.even(4096, forward=1.0, backward=2.0, pieces=2)] * 4
+    link = Link(2048.0 / 0.75, 1e9)
+    assert simulate(DefaultSchedule(2, 4).plan(), each, link).forward_stall > 0
+    assert simulate(GroupSchedule(2).plan(["layer"] * 4), each, link).forward_stall == 0
 
 
 @st.composite
@@ -281,3 +315,27 @@ def test_a_timeline_of_nothing():
         pass
     assert recorder.timeline().spans == ()
     assert recorder.timeline().source == "reference device"
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+def test_groups_come_back_into_the_room_of_what_backward_has_used(recorded):
+    """A copy takes 0.5 s, and backward has used the first of its two tensors after 1 s of 2: so nobody waits."""
+    each = [LayerCost.even(4096, forward=1.0, backward=2.0, pieces=2)] * 4
+    link = Link(1e12, 4096.0)
+    plan = GroupSchedule(3).plan(["layer"] * 4)
+    want = simulate(plan, each, link)
+    at_once = simulate(DefaultSchedule(3, 4).plan(), each, link)
+    assert (want.backward_stall, at_once.backward_stall) == (0.0, 1.5)
+    assert want.peak_bytes == at_once.peak_bytes + 2048  # for a moment in forward, while room is made
+    device = ReferenceDevice(link.d2h, link.h2d)
+    context = OffloadContext(Engine(plan, device))
+    with context.record_timeline() if recorded else nullcontext():
+        x = torch.zeros(1, requires_grad=True) * 1.0
+        for cost in each:
+            with context:
+                x = layer_of(cost, device)(x)
+            x = context.synchronize(x)
+        x.backward()
+        del x
+    assert device.main.now == want.step_time
+    assert context.statistics().peak_resident_bytes == want.peak_bytes

@@ -1,20 +1,28 @@
 """Activation offloading for PyTorch.
 
 Keeps the activations that autograd saves for backward in host memory instead of device memory, and brings them
-back in time.  `get_cpu_offload_context` is the front door; `simulate` says beforehand what a schedule costs.
+back in time.  `offload` takes a whole model as it is; `get_cpu_offload_context` goes around each layer of a loop of
+one's own; `simulate` says beforehand what a schedule costs.
 """
 
+from . import moe
 from .context import get_cpu_offload_context
 from .controller import ManualController
 from .device import ReferenceDevice, ReferenceDeviceWarning
 from .engine.engine import HostMemoryWarning
 from .engine.passes import Pass
+from .handle import OffloadHandle
 from .marks import is_cpu_offload_enabled, mark_not_offload, start_offload
+from .model import offload
 from .observe.counters import Reason, Statistics
 from .observe.recorder import TimelineRecorder
+from .observe.report import GroupReport, HeldStorage, Report
+from .observe.step_timeline import StepTimeline
+from .observe.synchronization import Synchronization, Synchronizations, find_synchronizations
 from .offload_context import OffloadContext
 from .schedule.costs import LayerCost, Link, Saved
 from .schedule.default import DefaultSchedule
+from .schedule.groups import GroupSchedule
 from .schedule.manual import ManualSchedule
 from .schedule.plan import Action, Do, Event, Plan, When
 from .schedule.simulate import Simulation, simulate
@@ -27,6 +35,9 @@ __all__ = [
     "DefaultSchedule",
     "Do",
     "Event",
+    "GroupReport",
+    "GroupSchedule",
+    "HeldStorage",
     "HostMemoryWarning",
     "Kind",
     "LayerCost",
@@ -34,21 +45,29 @@ __all__ = [
     "ManualController",
     "ManualSchedule",
     "OffloadContext",
+    "OffloadHandle",
     "Pass",
     "Plan",
     "Reason",
     "ReferenceDevice",
     "ReferenceDeviceWarning",
+    "Report",
     "Saved",
     "Simulation",
     "Span",
     "Statistics",
+    "StepTimeline",
+    "Synchronization",
+    "Synchronizations",
     "Timeline",
     "TimelineRecorder",
     "When",
+    "find_synchronizations",
     "get_cpu_offload_context",
     "is_cpu_offload_enabled",
     "mark_not_offload",
+    "moe",
+    "offload",
     "simulate",
     "start_offload",
 ]

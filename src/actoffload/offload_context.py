@@ -170,15 +170,7 @@ class OffloadContext(ContextDecorator):
 
     def statistics(self) -> Statistics:
         """Return counts and bytes since the context was made or `reset_statistics` was called."""
-        with self._engine.lock:
-            pools = [transfers.pool for transfers in self._engine.all_transfers]
-            for pool in pools:
-                pool.settle()
-            return self._engine.counters.snapshot(
-                host_bytes=sum(pool.bytes_held for pool in pools),
-                host_bytes_used=sum(pool.bytes_taken for pool in pools),
-                host_bytes_high_water=sum(pool.high_water for pool in pools),
-            )
+        return self._engine.statistics()
 
     def reset_statistics(self) -> None:
         """Start all counts and sums anew, and the peaks from what is held now."""
@@ -208,9 +200,7 @@ class OffloadContext(ContextDecorator):
         Buffers of passes that are still in flight are freed when their graphs are.  The context can be used on;
         it takes new memory then.
         """
-        with self._engine.lock:
-            for transfers in self._engine.all_transfers:
-                transfers.pool.close()
+        self._engine.close()
 
 
 def _context(plan: Plan, max_host_bytes: int | None) -> OffloadContext:

@@ -75,11 +75,12 @@ class Stream:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Event:
-    """The end of a stream's queue at one moment."""
+    """The end of a stream's queue at one moment, and in which capture that was; 0 for none."""
 
     stream: Stream
     position: int
     clock: dict[int, int]
+    capture: int = 0
 
     @property
     def passed(self) -> bool:

@@ -51,6 +51,7 @@ class AdversarialDevice:
     checks = True
     type = "cpu"
     name = "adversary"
+    resolution = 0.0
 
     def __init__(self, seed: int = 0, mode: Mode = "random") -> None:
         self.orders = Orders(seed, mode)
@@ -60,6 +61,8 @@ class AdversarialDevice:
         self._memory: dict[int, DeviceMemory] = {}
         self._slabs: dict[int, HostMemory] = {}
         self._local = threading.local()
+        self._capture = 0  # number of the capture that is under way, or 0
+        self._captures = 0
         self._defaults = [self.orders.stream("compute", device, home=True) for device in (0, 1)]
 
     # What a program does
@@ -95,6 +98,30 @@ class AdversarialDevice:
             stream.tick()
         clocks = [dict(stream.clock) for stream in homes]
         for stream in homes:
+            for clock in clocks:
+                stream.join(clock)
+
+    @contextmanager
+    def capture(self) -> Iterator[None]:
+        """Capture what is queued in a ``with`` block.
+
+        No stream may wait for an event across the borders of a capture.  At both of them, everything is done.
+        """
+        self._settle()
+        self._captures += 1
+        self._capture = self._captures
+        try:
+            yield
+        finally:
+            self._settle()
+            self._capture = 0
+
+    def _settle(self) -> None:
+        self.orders.finish()
+        for stream in self.orders.streams:
+            stream.tick()
+        clocks = [dict(stream.clock) for stream in self.orders.streams]
+        for stream in self.orders.streams:
             for clock in clocks:
                 stream.join(clock)
 
@@ -146,10 +173,12 @@ class AdversarialDevice:
     def record(self, stream: Stream) -> Event:
         self._call()
         stream.tick()
-        return Event(stream, stream.queued, dict(stream.clock))
+        return Event(stream, stream.queued, dict(stream.clock), self._capture)
 
     def wait(self, stream: Stream, event: Event) -> None:
         self._call()
+        if event.capture != self._capture:
+            self.violations.append(f"{stream} waits for an event of {event.stream} across the border of a capture")
         stream.join(event.clock)
         stream.tick()
         if stream.home:
@@ -164,7 +193,7 @@ class AdversarialDevice:
         raise AssertionError("the engine waits on the host")
 
     def capturing(self) -> bool:
-        return False
+        return self._capture > 0
 
     def saved(self, tensor: torch.Tensor, stream: Stream) -> None:
         self._call()

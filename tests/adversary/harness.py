@@ -16,15 +16,18 @@ from torch import Tensor
 import actoffload
 from actoffload.device import use
 from actoffload.engine import eligibility, hostpool, regions
+from actoffload.engine.engine import Engine
 from actoffload.engine.layer import Phase
 from actoffload.engine.passes import Pass
+from actoffload.offload_context import OffloadContext
+from actoffload.schedule.plan import Plan
 
 from .device import AdversarialDevice
 from .models import DEVICE_KINDS, KINDS, LEAST, ROWS, STREAM_KINDS, WIDTH, weights
 from .orders import Mode
 from .programs import Backward, Drop, Forward, Program, Validate
 
-__all__ = ["check", "execute", "scaled_down", "trial"]
+__all__ = ["LAYERS", "InjectedError", "Run", "check", "execute", "scaled_down", "trial"]
 
 LAYERS = {**KINDS, **STREAM_KINDS, **DEVICE_KINDS}
 
@@ -87,10 +90,23 @@ class Run:
             self.context, self.sync, self.controller = actoffload.get_cpu_offload_context(
                 True, 1, count, manual_synchronization=True, offload_stream=stream, max_host_bytes=program.limit
             )
+        elif isinstance(program.offload, Plan):
+            self.context = OffloadContext(Engine(program.offload, device, program.limit))
+            self.sync = self.context.synchronize
         else:
             self.context, self.sync = actoffload.get_cpu_offload_context(
                 True, program.offload, count, max_host_bytes=program.limit
             )
+
+    def recording(self) -> AbstractContextManager[Any]:
+        """Record a timeline in a ``with`` block."""
+        recording: AbstractContextManager[Any] = self.context.record_timeline()
+        return recording
+
+    @staticmethod
+    def passes(program: Program) -> int:
+        """Return how many passes a program begins."""
+        return sum(isinstance(step, Forward | Validate) for step in program.steps)
 
     # Surroundings of a layer
 
@@ -226,14 +242,16 @@ class Run:
                 self.seen.append(self.forward(step).clone())
 
 
-def execute(program: Program, device: AdversarialDevice | None, seed: int = 0) -> tuple[list[Tensor], Any]:
+def execute(
+    program: Program, device: AdversarialDevice | None, seed: int = 0, kind: type[Run] = Run
+) -> tuple[list[Tensor], Any]:
     """Run a program; return its outputs and gradients, and its context."""
     if device is None:
-        return Run(program, None, 0).go(), None
+        return kind(program, None, 0).go(), None
     with use(device), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # window of one layer; host memory that runs out on purpose
-        run = Run(program, device, seed)
-        with run.context.record_timeline() if seed % 4 == 3 else nullcontext():  # its waits are lines of their own
+        run = kind(program, device, seed)
+        with run.recording() if seed % 4 == 3 else nullcontext():  # its waits are lines of their own
             return run.go(), run.context
 
 
@@ -243,18 +261,20 @@ def same(left: list[Tensor], right: list[Tensor]) -> bool:
     return len(left) == len(right) and all(map(torch.equal, *bits))
 
 
-def trial(program: Program, expected: list[Tensor], seed: int, mode: Mode = "random") -> tuple[Any, Any]:
+def trial(
+    program: Program, expected: list[Tensor], seed: int, mode: Mode = "random", kind: type[Run] = Run
+) -> tuple[Any, Any]:
     """Run a program in one order and check it; return the order and the statistics."""
     device = AdversarialDevice(seed, mode)
     was_enabled = gc.isenabled()
     gc.disable()  # memory must come back without it
     try:
-        got, context = execute(program, device, seed)
+        got, context = execute(program, device, seed, kind)
         statistics = check(device, context)
     finally:
         if was_enabled:
             gc.enable()
-    assert statistics.passes == sum(isinstance(step, Forward | Validate) for step in program.steps)
+    assert statistics.passes == kind.passes(program)
     assert same(got, expected), f"other gradients than without offloading: {program}, seed {seed}, {mode}"
     return tuple(device.orders.trace), statistics
 

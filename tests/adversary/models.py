@@ -11,6 +11,8 @@ from torch.nn.functional import layer_norm, relu
 
 import actoffload
 
+from .compounds import times
+
 __all__ = ["DEVICE_KINDS", "KINDS", "LEAST", "ROWS", "STREAM_KINDS", "WIDTH", "Surroundings", "weights"]
 
 ROWS, WIDTH = 8, 32
@@ -180,6 +182,11 @@ def _failing(env: Surroundings, x: Tensor, w: Tensor) -> Tensor:
     return _Fail.apply(x @ w, env).cos() * x  # type: ignore[no-any-return, no-untyped-call]
 
 
+def _compound(env: Surroundings, x: Tensor, w: Tensor) -> Tensor:
+    h = x @ w
+    return times(x, h) + times(h, h)
+
+
 def _side(env: Surroundings, x: Tensor, w: Tensor) -> Tensor:
     h = env.made((x @ w).tanh())
     with env.side(join=True):
@@ -223,6 +230,7 @@ KINDS: dict[str, Layer] = {
     "fused": _fused,
     "bits": _bits,
     "failing": _failing,
+    "compound": _compound,
 }
 STREAM_KINDS: dict[str, Layer] = {"side": _side, "fork": _fork}
 DEVICE_KINDS: dict[str, Layer] = {"double": _double}

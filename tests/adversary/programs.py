@@ -8,7 +8,10 @@ from typing import TypeAlias
 
 from hypothesis import strategies as st
 
+from actoffload.schedule.plan import Plan
+
 from .models import DEVICE_KINDS, KINDS, STREAM_KINDS
+from .plans import group_plans, plans
 
 __all__ = ["Backward", "Drop", "Forward", "Program", "Step", "Validate", "programs"]
 
@@ -55,8 +58,8 @@ class Program:
     ----------
     layers : sequence of sequence of str
         For each layer, the kinds of its operations.
-    offload : int or None
-        Layers to offload with the default schedule; None for manual synchronization.
+    offload : int, Plan or None
+        Layers to offload with the default schedule, or what to do when; None for manual synchronization.
     steps : sequence of Step
         Passes are numbered in the order of their forwards.
     limit : int or None
@@ -66,21 +69,30 @@ class Program:
     """
 
     layers: Sequence[Sequence[str]]
-    offload: int | None
+    offload: int | Plan | None
     steps: Sequence[Step]
     limit: int | None = None
     one_stream: bool = False
 
 
 @st.composite
-def programs(draw: st.DrawFn, *, manual: bool = False, streams: bool = False, limited: bool = False) -> Program:
-    """Draw a program; `streams` adds work on side streams and on a second device."""
+def programs(
+    draw: st.DrawFn, *, manual: bool = False, planned: bool = False, streams: bool = False, limited: bool = False
+) -> Program:
+    """Draw a program; `planned` ones follow plans of any kind, `streams` adds work on side streams and a second device.
+
+    Most plans let layers give way.
+    """
     kinds = sorted(KINDS) + (2 * sorted(STREAM_KINDS) + sorted(DEVICE_KINDS) if streams else [])
     operations = st.lists(st.sampled_from(kinds), min_size=1, max_size=2)
     layers = draw(st.lists(operations, min_size=2, max_size=5))
     if streams and not any(kind in STREAM_KINDS or kind in DEVICE_KINDS for ops in layers for kind in ops):
         layers[0] = [draw(st.sampled_from(sorted(STREAM_KINDS) + sorted(DEVICE_KINDS)))]
-    offload = None if manual else draw(st.integers(1, len(layers) - 1))
+    offload: int | Plan | None = None
+    if planned:
+        offload = draw(st.one_of(plans(len(layers)), group_plans(len(layers))))
+    elif not manual:
+        offload = draw(st.integers(1, len(layers) - 1))
     limit = draw(st.integers(0, 12).map(lambda k: 1024 * k)) if limited else None
     steps = draw(_steps(len(layers), aside=streams))
     return Program(layers, offload, steps, limit, manual and draw(st.booleans()))

@@ -69,27 +69,27 @@ CONDITIONS: list[tuple[str, str, str, str]] = [
     ),
     (
         "a copy of an older version serves",
-        "actoffload/engine/passes.py",
+        "actoffload/engine/ledger.py",
         "if storage.version != version or storage.where is Where.BACK:",
         "if storage.where is Where.BACK:",
     ),
     (
         "a storage that is back is saved again",
-        "actoffload/engine/passes.py",
+        "actoffload/engine/ledger.py",
         "if storage.version != version or storage.where is Where.BACK:",
         "if storage.version != version:",
     ),
     (
         "a host copy serves views that it lacks",
-        "actoffload/engine/passes.py",
+        "actoffload/engine/ledger.py",
         "(layer.eager and storage.holds(view))",
         "layer.eager",
     ),
     (
         "released while another layer holds it",
         "actoffload/engine/storage.py",
-        "if not all(self.layers.values()):",
-        "if False:",
+        "if self.where is not Where.LEAVING or self.refused or not all(self.layers.values()):",
+        "if self.where is not Where.LEAVING or self.refused:",
     ),
     (
         "aliases are not hollowed",
@@ -164,6 +164,48 @@ CONDITIONS: list[tuple[str, str, str, str]] = [
         "left = home.transfers.mark(home.transfers.back)",
     ),
     (
+        "the mark of one copy stands for a later one of the same storage",
+        "actoffload/engine/storage.py",
+        "        self.left = None\n        self._pieces",
+        "        self._pieces",
+    ),
+    (
+        "a layer ends without a mark behind its copies",
+        "actoffload/engine/layer.py",
+        "storage.left = self._left_mark(storage.home.transfers)",
+        "pass",
+    ),
+    (
+        "a copy that was queued late has no mark",
+        "actoffload/engine/ledger.py",
+        "layer.copied_late(storage)",
+        "pass",
+    ),
+    (
+        "a mark of another stream stands for a copy that gives way",
+        "actoffload/engine/ledger.py",
+        "storage.left = storage.home.transfers.end_of_copies_out(layer.captured)",
+        "storage.left = storage.home.transfers.mark(storage.home.transfers.back)",
+    ),
+    (
+        "what comes before memory changes hands crosses the border of a capture",
+        "actoffload/engine/transfer.py",
+        "        if mark.captured == captured:\n            # [wait: any]\n",
+        "        if True:\n",
+    ),
+    (
+        "what comes before a use crosses the border of a capture",
+        "actoffload/engine/transfer.py",
+        "if arrived.captured == captured:",
+        "if True:",
+    ),
+    (
+        "a host buffer's fence crosses the border of a capture",
+        "actoffload/engine/transfer.py",
+        "if mark.order > self._waited and mark.captured == captured:",
+        "if mark.order > self._waited:",
+    ),
+    (
         "one home's wait counts for another home",
         "actoffload/engine/layer.py",
         "(home.transfers, storage.stream) not in waited",
@@ -190,8 +232,8 @@ CONDITIONS: list[tuple[str, str, str, str]] = [
     (
         "start_offload counts after an edit",
         "actoffload/engine/notes.py",
-        "return note if note is not None and note.version == version else None",
-        "return note",
+        "if note is None or note.version != version or not unchanged(note.within):",
+        "if note is None or not unchanged(note.within):",
     ),
     (
         "a partial forward goes on after its backward",

@@ -7,14 +7,18 @@ import pickle
 import re
 import subprocess
 import sys
+from collections.abc import Callable
+from itertools import product
 
 import pytest
 
 from actoffload.schedule.default import DefaultSchedule
+from actoffload.schedule.groups import GroupSchedule
 from actoffload.schedule.plan import Action, Do, Event, Plan, When
 
 FORWARD_START, FORWARD_END = When.FORWARD_START, When.FORWARD_END
 BACKWARD_START, BACKWARD_END = When.BACKWARD_START, When.BACKWARD_END
+ORDER = (Do.OFFLOAD, Do.GIVE_WAY, Do.RELEASE)
 
 
 def plan(model_layers: int, *steps: tuple[When, int, Do, int]) -> Plan:
@@ -121,6 +125,66 @@ def test_a_layer_may_leave_and_return_at_one_event() -> None:
             ],
             "The plan would reload layer 1 after its backward starts, when it is of no use; move it earlier.",
         ),
+        (
+            2,
+            [(FORWARD_START, 1, Do.GIVE_WAY, 2)],
+            "The plan would let layer 2 give way, but its layers are 0 to 1.",
+        ),
+        (
+            3,
+            [
+                (FORWARD_START, 0, Do.OFFLOAD, 0),
+                (FORWARD_START, 1, Do.GIVE_WAY, 0),
+                (FORWARD_START, 2, Do.GIVE_WAY, 0),
+                (FORWARD_END, 2, Do.RELEASE, 0),
+            ],
+            "The plan would let layer 0 give way twice in one pass; once is enough.",
+        ),
+        (
+            2,
+            [(FORWARD_START, 1, Do.GIVE_WAY, 0), (FORWARD_END, 1, Do.RELEASE, 0)],
+            "The plan would let layer 0 give way without, or before, the action 'offload layer 0'; add it earlier.",
+        ),
+        (
+            2,
+            [
+                (FORWARD_START, 1, Do.GIVE_WAY, 0),
+                (FORWARD_START, 1, Do.OFFLOAD, 0),
+                (FORWARD_END, 1, Do.RELEASE, 0),
+            ],
+            "The plan would let layer 0 give way without, or before, the action 'offload layer 0'; add it earlier.",
+        ),
+        (
+            2,
+            [
+                (FORWARD_START, 1, Do.OFFLOAD, 1),
+                (FORWARD_START, 1, Do.GIVE_WAY, 1),
+                (FORWARD_END, 1, Do.RELEASE, 1),
+            ],
+            "The plan would let layer 1 give way before its forward ends; move it there or later.",
+        ),
+        *(
+            (
+                2,
+                [(FORWARD_START, 0, Do.OFFLOAD, 0), (when, 1, Do.GIVE_WAY, 0), (BACKWARD_START, 0, Do.RELEASE, 0)],
+                f"In the plan layer 0 gives way at the {when.value} of layer 1; "
+                "it can only at the forward start of a layer.",
+            )
+            for when in (FORWARD_END, BACKWARD_START, BACKWARD_END)
+        ),
+        (
+            2,
+            [(FORWARD_START, 0, Do.OFFLOAD, 0), (FORWARD_START, 1, Do.GIVE_WAY, 0)],
+            "In the plan layer 0 gives way without being released later; add its release.",
+        ),
+        *(
+            (
+                3,
+                [(FORWARD_START, 0, Do.OFFLOAD, 0), (when, at, Do.RELEASE, 0), (FORWARD_START, 2, Do.GIVE_WAY, 0)],
+                "In the plan layer 0 gives way without being released later; add its release.",
+            )
+            for when, at in ((FORWARD_START, 1), (FORWARD_END, 1), (FORWARD_START, 2))
+        ),
     ],
 )
 def test_bad_plans_are_refused_in_one_sentence(
@@ -128,6 +192,34 @@ def test_bad_plans_are_refused_in_one_sentence(
 ) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(sentence)}$"):
         plan(model_layers, *steps)
+
+
+def test_a_layer_may_give_way_and_be_released_at_one_event() -> None:
+    at = (FORWARD_START, 1)
+    made = plan(2, (*at, Do.OFFLOAD, 0), (*at, Do.GIVE_WAY, 0), (*at, Do.RELEASE, 0), (*at, Do.RELOAD, 0))
+    assert made.at(*at) == tuple(Action(do, 0) for do in (Do.OFFLOAD, Do.GIVE_WAY, Do.RELEASE, Do.RELOAD))
+    assert made.find(Do.GIVE_WAY, 0) == Event(*at)
+
+
+@pytest.mark.parametrize("of", range(1, 4))
+def test_the_rules_in_full(of: int) -> None:
+    """Every way to offload, give way to and release one layer: the allowed ones are those that the rules name."""
+    events = list(Plan(of).events())
+    for layer, offload, give, release in product(range(of), *[range(len(events))] * 3):
+        steps = [
+            (events[k].when, events[k].layer, do, layer) for k, do in zip((offload, give, release), ORDER, strict=True)
+        ]
+        first, end, last = (events.index(Event(w, layer)) for w in (FORWARD_START, FORWARD_END, BACKWARD_START))
+        allowed = (
+            first <= offload <= give <= release <= last
+            and end < give  # the start of a later forward
+            and events[give].when is FORWARD_START
+        )
+        if allowed:
+            assert plan(of, *steps).find(Do.GIVE_WAY, layer) == events[give]
+        else:
+            with pytest.raises(ValueError, match=r"^(The plan would|In the plan) .+; .+\.$"):
+                plan(of, *steps)
 
 
 def test_a_plan_cannot_be_changed_from_outside() -> None:
@@ -139,8 +231,9 @@ def test_a_plan_cannot_be_changed_from_outside() -> None:
         made.steps[Event(FORWARD_END, 0)] = ()  # type: ignore[index]
 
 
-def test_equal_plans_have_equal_hashes_and_survive_copies() -> None:
-    made, again = (DefaultSchedule(2, 5).plan() for _ in range(2))
+@pytest.mark.parametrize("schedule", [lambda: DefaultSchedule(2, 5).plan(), lambda: GroupSchedule(2).plan("aaaaa")])
+def test_equal_plans_have_equal_hashes_and_survive_copies(schedule: Callable[[], Plan]) -> None:
+    made, again = (schedule() for _ in range(2))
     assert made == again
     assert hash(made) == hash(again)
     assert made != DefaultSchedule(1, 5).plan()
@@ -152,12 +245,14 @@ def test_equal_plans_have_equal_hashes_and_survive_copies() -> None:
 def test_a_plan_reads_in_the_order_of_the_pass() -> None:
     steps = {
         Event(BACKWARD_END, 1): (Action(Do.RELOAD, 0),),
-        Event(FORWARD_START, 1): (Action(Do.RELEASE, 0),),
+        Event(FORWARD_END, 1): (Action(Do.RELEASE, 0),),
+        Event(FORWARD_START, 1): (Action(Do.GIVE_WAY, 0),),
         Event(FORWARD_START, 0): (Action(Do.OFFLOAD, 0),),
     }
     assert str(Plan(2, steps)) == (
         "forward start of layer 0: offload layer 0\n"
-        "forward start of layer 1: release layer 0\n"
+        "forward start of layer 1: layer 0 gives way\n"
+        "forward end of layer 1: release layer 0\n"
         "backward end of layer 1: reload layer 0"
     )
     assert str(Plan(3)) == "nothing is offloaded in 3 layers"
@@ -170,7 +265,7 @@ def test_schedules_do_not_import_torch() -> None:
         "folder = pathlib.Path(sys.argv[1])\n"
         "package = types.ModuleType('schedule'); package.__path__ = [str(folder)]\n"
         "sys.modules['schedule'] = package\n"
-        "import schedule.simulate, schedule.default, schedule.manual\n"
+        "import schedule.simulate, schedule.default, schedule.manual, schedule.groups, schedule.course\n"
         "assert 'torch' not in sys.modules and 'numpy' not in sys.modules, sorted(sys.modules)\n"
         "assert sys.modules['schedule.simulate'].__file__.startswith(str(folder))\n"
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch.nn import Parameter
 
@@ -10,13 +12,37 @@ from ..observe.counters import Reason
 from . import notes
 from .owned import Owned
 
-__all__ = ["MIN_ELEMENTS", "stays"]
+__all__ = ["MIN_ELEMENTS", "Limit", "stays"]
 
 MIN_ELEMENTS = 256 * 1024
 """Smaller tensors stay: a copy of them costs more time than it saves memory (Transformer Engine's limit)."""
 
+LARGEST_ELEMENT = 16
 
-def stays(tensor: torch.Tensor, backend: Backend, owned: Owned) -> Reason | None:
+
+class Limit(NamedTuple):
+    """Tensors below either size stay.
+
+    Parameters
+    ----------
+    elements, nbytes : int
+        Smallest number of elements, and of bytes, with which a tensor may leave.
+    """
+
+    elements: int
+    nbytes: int
+
+    @property
+    def surely(self) -> int:
+        """A number of elements with fewer of which a tensor stays, whatever its type."""
+        return max(self.elements, -(-self.nbytes // LARGEST_ELEMENT))
+
+    def refuses(self, elements: int, element: int) -> bool:
+        """Whether so many elements of so many bytes each are too few."""
+        return elements < self.elements or elements * element < self.nbytes
+
+
+def stays(tensor: torch.Tensor, backend: Backend, owned: Owned, limit: Limit) -> Reason | None:
     """Return why a saved tensor stays on the device, or None if it can leave.
 
     The cheap questions come first: most saved tensors of a model are small or parameters.
@@ -25,14 +51,34 @@ def stays(tensor: torch.Tensor, backend: Backend, owned: Owned) -> Reason | None
     if kind is Parameter:
         return Reason.PARAMETER
     if kind is not torch.Tensor:
-        return Reason.PARAMETER if isinstance(tensor, Parameter) else Reason.SUBCLASS
-    if tensor.numel() < MIN_ELEMENTS:
+        return Reason.PARAMETER if isinstance(tensor, Parameter) else _tied(tensor) or Reason.SUBCLASS
+    count = tensor.numel()
+    if count < limit.elements or count * tensor.itemsize < limit.nbytes:
         return Reason.SMALL
     type_ = tensor.device.type
     if type_ != backend.type:
         return Reason.DEVICE
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
         return Reason.LAYOUT
+    needs_gradient, base = tensor.requires_grad, tensor._base
+    if base is not None or (needs_gradient and (tensor.is_leaf or torch.is_autocast_enabled(type_))):
+        reason = _tied(tensor)
+        if reason is not None:
+            return reason
+    # The local part of a DTensor parameter requires a gradient, as a view of what requires none.
+    if not needs_gradient or (base is not None and not base.requires_grad):
+        reason = owned.reason(tensor.untyped_storage()._cdata)
+        if reason is not None:
+            return reason
+    if notes.kept and tensor.untyped_storage()._cdata in notes.kept:
+        return Reason.MARKED
+    if 0 in tensor.stride() and limit.refuses(_distinct(tensor), tensor.itemsize):
+        return Reason.SMALL
+    return None
+
+
+def _tied(tensor: torch.Tensor) -> Reason | None:
+    """Return why a tensor stays that the graph ties to a leaf: it is one, a view of one, or a parameter's cast."""
     needs_gradient = tensor.requires_grad
     if needs_gradient and tensor.is_leaf:
         return Reason.LEAF
@@ -42,17 +88,8 @@ def stays(tensor: torch.Tensor, backend: Backend, owned: Owned) -> Reason | None
             return Reason.PARAMETER
         if base.requires_grad and base.is_leaf:
             return Reason.LEAF
-    if needs_gradient and torch.is_autocast_enabled(type_) and _casts_parameter(tensor if base is None else base):
-        return Reason.PARAMETER
-    key = tensor.untyped_storage()._cdata
-    if not needs_gradient:
-        reason = owned.reason(key)
-        if reason is not None:
-            return reason
-    if notes.kept and key in notes.kept:
-        return Reason.MARKED
-    if 0 in tensor.stride() and _distinct(tensor) < MIN_ELEMENTS:
-        return Reason.SMALL
+    if needs_gradient and torch.is_autocast_enabled(tensor.device.type):
+        return Reason.PARAMETER if _casts_parameter(tensor if base is None else base) else None
     return None
 
 

@@ -10,8 +10,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..device.base import Backend
-from ..observe.counters import Counters
+from ..observe.counters import Counters, Statistics
 from ..schedule.plan import Plan
+from . import eligibility
+from .eligibility import Limit
+from .roles import Roles
 from .transfer import Transfers
 
 if TYPE_CHECKING:
@@ -38,9 +41,18 @@ class Engine:
         Limit of the host memory held for each device.
     stream : Stream or None
         The program's own stream for all transfers.
+    min_bytes : int or None
+        Smaller tensors stay; None for Transformer Engine's limit in elements.
     """
 
-    def __init__(self, plan: Plan, backend: Backend, max_host_bytes: int | None = None, stream: object = None) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        backend: Backend,
+        max_host_bytes: int | None = None,
+        stream: object = None,
+        min_bytes: int | None = None,
+    ) -> None:
         self.plan = plan
         self.backend = backend
         self.counters = Counters()
@@ -48,17 +60,20 @@ class Engine:
         self.recorder: TimelineRecorder | None = None
         self._max_host_bytes = max_host_bytes
         self._stream = stream
+        self._min_bytes = min_bytes
         self._transfers: dict[torch.device, Transfers] = {}
         self._warned = False
-        leaving = plan.offloaded
-        self.stay = frozenset(range(plan.model_layers)) - set(leaving)
-        self.last_leaving = leaving[-1] if leaving else plan.model_layers
+        self.roles = Roles.of(plan)
         self._running: dict[int, weakref.ref[Pass]] = {}  # backward, by autograd's id of it -> pass
         self._latest: weakref.ref[Pass] | None = None
 
+    def limit(self) -> Limit:
+        """Return below which size tensors stay."""
+        return Limit(eligibility.MIN_ELEMENTS, 0) if self._min_bytes is None else Limit(0, self._min_bytes)
+
     def fresh(self) -> Engine:
         """Return an engine with the same settings that has done nothing yet."""
-        return Engine(self.plan, self.backend, self._max_host_bytes, self._stream)
+        return Engine(self.plan, self.backend, self._max_host_bytes, self._stream, self._min_bytes)
 
     @property
     def portable(self) -> tuple[Plan, int | None]:
@@ -117,6 +132,24 @@ class Engine:
         self.recorder = recorder
         for transfers in self.all_transfers:
             transfers.recorder = recorder
+
+    def statistics(self) -> Statistics:
+        """Return a snapshot of the counters, with the host memory of all devices."""
+        with self.lock:
+            pools = [transfers.pool for transfers in self.all_transfers]
+            for pool in pools:
+                pool.settle()
+            return self.counters.snapshot(
+                host_bytes=sum(pool.bytes_held for pool in pools),
+                host_bytes_used=sum(pool.bytes_taken for pool in pools),
+                host_bytes_high_water=sum(pool.high_water for pool in pools),
+            )
+
+    def close(self) -> None:
+        """Give the host memory back; what passes in flight use goes with them."""
+        with self.lock:
+            for transfers in self.all_transfers:
+                transfers.pool.close()
 
     def warn_once(self, refusal: str) -> None:
         """Tell the user that a tensor stays because the host has no room, the first time."""

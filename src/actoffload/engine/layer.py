@@ -5,12 +5,13 @@ from __future__ import annotations
 import enum
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
 from ..device.base import Stream
 from ..observe.counters import Reason
+from .dynamo import opaque
 from .marks import Mark
 from .owned import Owned
 from .reload import reload
@@ -29,6 +30,9 @@ class Phase(enum.Enum):
     OFFLOADING = "is already being offloaded"
     RELEASED = "is on the host"
     RELOADING = "is already being reloaded"
+
+
+_Sized: TypeAlias = tuple["weakref.ref[SavedStorage] | weakref.ref[Resident]", int]
 
 
 class Token:
@@ -54,6 +58,17 @@ class Layer:
         self.phase = Phase.FORWARD
         self.eager = False  # copy each tensor when it is saved
         self.synchronized = False
+        self.gives_way = False  # leaves tensor by tensor, so each copy has a mark of its own
+        self.donor: Layer | None = None  # who makes room for what this one saves
+        self._owed = 0  # bytes that it gave too little, or too many
+        self._given = 0  # how many of its storages it has gone through
+        self.successor: Layer | None = None  # who comes back into the room of what backward has used
+        self._unused: tuple[list[_Sized], list[_Sized]] = ([], [])  # what backward has not used yet
+        self._room = 0  # bytes that it has used, and nobody has taken yet
+        self._returning: list[weakref.ref[SavedStorage]] | None = None
+        self.on_demand = 0  # reloads that nobody had asked for in time
+        self.ahead = 0
+        self.bytes_back = 0
         self._grad_mode = torch.is_grad_enabled()
         self._graphless = False
         self.owned = Owned()
@@ -79,6 +94,7 @@ class Layer:
         def hook(gradients: Any, token: Token = token) -> None:
             reached(index)
 
+        opaque(hook)
         self._outputs = [weakref.ref(output) for output in outputs]
         for node in {output.grad_fn for output in outputs if output.grad_fn is not None}:
             node.register_prehook(hook)
@@ -97,6 +113,14 @@ class Layer:
         """
         return self.alive or (self._graphless and self._grad_mode == torch.is_grad_enabled())
 
+    def revive(self) -> Token:
+        """Return the token, for what is saved after the forward has ended."""
+        token = self._alive()
+        if token is None:
+            token = Token()
+            self._alive = weakref.ref(token)
+        return token
+
     def end(self) -> list[SavedStorage]:
         """End the forward; return the storages that should leave but found no host memory."""
         self.token = None  # from here on the graph alone keeps this layer alive
@@ -110,7 +134,7 @@ class Layer:
         living = self.living()
         refused = [s for s in living if s.incomplete and not s.leave(self.index, self.captured, ended=True)]
         for storage in living:
-            if storage.where is Where.LEAVING:
+            if storage.where is Where.LEAVING and storage.left is None:
                 storage.left = self._left_mark(storage.home.transfers)
         return refused
 
@@ -121,15 +145,37 @@ class Layer:
             mark = self._left[transfers] = transfers.end_of_copies_out()
         return mark
 
+    def copied_late(self, storage: SavedStorage) -> None:
+        """Note a copy that was queued after the layer had ended: it is the last one now."""
+        if self.phase is Phase.OFFLOADING:
+            transfers = storage.home.transfers
+            storage.left = self._left[transfers] = transfers.end_of_copies_out()
+
+    def give_way(self, nbytes: int) -> None:
+        """Give up device memory for so many bytes that another layer has saved, in the order of saving."""
+        self._owed += nbytes
+        while self._owed > 0 and self._given < len(self.storages):
+            storage = self.storages[self._given]()
+            self._given += 1
+            if storage is None or storage.where is not Where.LEAVING or storage.left is None:
+                continue
+            home = storage.home
+            # [wait: giving way for the copy out]
+            home.transfers.join(storage.stream, home.streams, storage.left, self.index, self.captured)
+            self._owed -= storage.release(self.index)
+
     def release(self) -> None:
-        """Give up the device memory, once the copies have ended."""
+        """Give up the device memory, or what is left of it, once the copies have ended."""
         self.phase = Phase.RELEASED
         living = self.living()
         waited: list[tuple[Transfers, Stream]] = []
         for storage in living:
             home = storage.home
             mark = self._left.get(home.transfers)
-            if mark is not None and (home.transfers, storage.stream) not in waited:
+            if storage.where is Where.LEAVING and self.gives_way and storage.left is not None:
+                # [wait: release of the rest for its copy out]
+                home.transfers.join(storage.stream, home.streams, storage.left, self.index)
+            elif mark is not None and (home.transfers, storage.stream) not in waited:
                 waited.append((home.transfers, storage.stream))
                 # [wait: release for the copies out]
                 home.transfers.join(storage.stream, home.streams, mark, self.index)
@@ -139,13 +185,78 @@ class Layer:
     def reload(self) -> None:
         """Queue the copies back, last saved first, as backward needs them."""
         self.phase = Phase.RELOADING
-        reload(self.living()[::-1], self.index)
+        living = self.living()[::-1]
+        for storage in living:
+            if storage.where is Where.HOST:
+                self.ahead += 1
+                self.bytes_back += storage.bytes_copied
+        reload(living, self.index)
+
+    def followed_by(self, successor: Layer, used: Callable[[], None]) -> None:
+        """Let another layer come back into the room of what backward has used, from here on.
+
+        Parameters
+        ----------
+        successor : Layer
+            Who comes back.
+        used : callable
+            Called when backward asks for a tensor that stayed.
+        """
+        self.successor, self._room = successor, 0
+        residents = [(ref, ref()) for ref in self.residents]
+        storages = ((ref, ref()) for ref in self.storages)
+        for _, resident in residents:
+            if resident is not None:
+                resident.used = used
+        # What several layers saved is not free when this one has used it.
+        self._unused = (
+            [(ref, s.nbytes) for ref, s in storages if s is not None and len(s.layers) == 1],
+            [(ref, r.nbytes) for ref, r in residents if r is not None],
+        )
+
+    def backward_done(self) -> None:
+        """Backward has passed: nobody takes its room any more, and what is still held goes to the host again."""
+        if self.successor is not None:
+            self.successor = None
+            self._unused = ([], [])
+            for ref in self.residents:
+                resident = ref()
+                if resident is not None:
+                    resident.used = None
+        self.evict()
+
+    def pass_on(self) -> None:
+        """Let the successor have the room of what backward has used since the last time."""
+        assert self.successor is not None
+        for unused in self._unused:
+            while unused and unused[-1][0]() is None:
+                self._room += unused.pop()[1]
+        if self._room:
+            self._room = self.successor._come_back(self._room)
+
+    def _come_back(self, room: int) -> int:
+        """Reload what fits into some bytes, last saved first; return how many are left."""
+        if self._returning is None:
+            self._returning = list(self.storages)
+        returning = self._returning
+        while returning:
+            storage = returning[-1]()
+            if storage is not None and storage.where is Where.HOST:
+                if storage.nbytes > room:
+                    break
+                self.ahead += 1
+                self.bytes_back += storage.bytes_copied
+                reload([storage], self.index)
+                room -= storage.nbytes
+            returning.pop()
+        return room
 
     def evict(self) -> None:
         """Backward has passed: what a retained graph still holds waits on the host for the next one."""
         for storage in self.living():
             if storage.where is Where.BACK and min(storage.layers) == self.index:
                 storage.evict()
+        self._returning = None
         if self.phase is Phase.RELOADING:
             self.phase = Phase.RELEASED
 

@@ -6,26 +6,27 @@ ends.  Nothing here counts iterations, and nothing has to be reset.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 
 import torch
+from torch.nn import Parameter
 
 from ..device.base import Backend
 from ..observe.counters import Counters, Reason
 from ..schedule.plan import Do, When
 from ..schedule.timeline import Kind
-from . import eligibility, notes
+from .compound import Compound, is_compound
+from .dynamo import opaque
 from .eligibility import stays
 from .engine import Engine
 from .geometry import View
 from .layer import Layer, Phase
-from .marks import Mark
+from .ledger import Ledger
+from .outer import Within
 from .reload import reload
-from .resident import Resident
+from .roles import OUTSIDE, Roles
 from .saved import Kept, Moved, keep
-from .storage import Home, SavedStorage, Where
-from .transfer import HOME
+from .storage import SavedStorage, Where
 
 __all__ = ["Pass"]
 
@@ -37,9 +38,11 @@ class Pass:
     ----------
     engine : Engine
         What it shares with other passes.
+    roles : Roles, optional
+        Its plan; that of the engine if not given.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, roles: Roles | None = None) -> None:
         self.engine = engine
         self.backend: Backend = engine.backend
         self.counters: Counters = engine.counters
@@ -47,11 +50,8 @@ class Pass:
         self.layers: list[Layer] = []
         self.aborted = False
         self.backward_begun = False
-        self._storages: dict[int, weakref.ref[SavedStorage]] = {}
-        self._residents: dict[int, weakref.ref[Resident]] = {}
-        self._homes: dict[torch.device, Home] = {}
-        self._stay = engine.stay
-        self._planned = bool(engine.plan.steps)
+        self.roles = engine.roles if roles is None else roles
+        self.ledger = Ledger(engine)
         self._task = -1
         self._captured = False  # the backward that runs is captured into a graph
         self._started: set[int] = set()
@@ -64,13 +64,14 @@ class Pass:
     @property
     def open(self) -> bool:
         """Whether the next layer that starts belongs to this pass."""
-        if self.aborted or self.backward_begun or len(self.layers) >= self.engine.plan.model_layers:
+        if self.aborted or self.backward_begun or len(self.layers) >= self.roles.plan.model_layers:
             return False
         return not self.layers or self.layers[-1].goes_on
 
     def forward_start(self) -> Layer:
         """Begin the forward of the next layer."""
         layer = Layer(len(self.layers), self.backend.capturing())
+        layer.gives_way = layer.index in self.roles.giving_way
         with self.lock:
             self.layers.append(layer)
             self.aborted = True  # unless all goes well
@@ -81,26 +82,36 @@ class Pass:
     def forward_end(self, layer: Layer) -> None:
         """End the forward of a layer."""
         with self.lock:
-            self._refused(layer.end())
+            self.ledger.refused(layer.end())
+            layer.donor = None
             for reason, (count, nbytes) in layer.kept.items():
                 self.counters.keep(reason, nbytes, count)
-            layer.kept.clear()
             self._finish(Kind.FORWARD, layer.index)
             self._event(When.FORWARD_END, layer.index)
 
-    def packer(self, layer: Layer) -> Callable[[torch.Tensor], Kept | Moved]:
-        """Return the pack hook of a layer: it takes each tensor that autograd saves."""
+    def packer(self, layer: Layer, within: Within = ()) -> Callable[[torch.Tensor], Kept | Moved | Compound]:
+        """Return the pack hook of a layer: it takes each tensor that autograd saves, or parts `within` wrappers."""
         token, backend, owned, kept, index = layer.token, self.backend, layer.owned, layer.kept, layer.index
         assert token is not None
         # Behind the last layer that leaves, storages need not be followed, unless somebody records every step.
-        stays_whole = index > self.engine.last_leaving and self.engine.recorder is None
-        smallest = eligibility.MIN_ELEMENTS
+        roles, ledger, limit = self.roles, self.ledger, self.engine.limit()
+        stays_whole = index > roles.last_leaving and self.engine.recorder is None
+        smallest = limit.surely
 
-        def pack(tensor: torch.Tensor) -> Kept | Moved:
-            if type(tensor) is torch.Tensor and tensor.numel() < smallest:  # most of them; not worth a call
+        def pack(tensor: torch.Tensor) -> Kept | Moved | Compound:
+            # Most of them are small or parameters, and not worth a call.
+            kind = type(tensor)
+            if kind is torch.Tensor and tensor.numel() < smallest:
                 reason: Reason | None = Reason.SMALL
+            elif kind is Parameter:
+                reason = Reason.PARAMETER
             else:
-                reason = stays(tensor, backend, owned)
+                reason = stays(tensor, backend, owned, limit)
+                if reason is Reason.SUBCLASS and is_compound(tensor):
+                    # A packer for its parts, and not `pack` itself: that would close a cycle.
+                    compound = Compound.pack(tensor, within, lambda inner: self.packer(layer, inner))
+                    if compound is not None:
+                        return compound
             if reason is not None:
                 count = kept.get(reason)
                 if count is None:
@@ -108,107 +119,59 @@ class Pass:
                 count[0] += 1
                 count[1] += tensor.nbytes if tensor.layout is torch.strided else 0
                 return keep(tensor, token)
-            if stays_whole and not self._is_followed(tensor):
-                return keep(tensor, token, self._resident(layer, tensor))
+            if stays_whole and not ledger.follows(tensor):
+                return keep(tensor, token, ledger.resident(layer, tensor))
             probe = tensor.detach()
             view = View.of(tensor)
-            return Moved(self, index, self._save(layer, tensor, view, probe), view, probe, token)
+            return Moved(self, index, ledger.save(layer, tensor, view, probe, roles, within), view, probe, token)
 
-        return pack
+        return opaque(pack)
 
-    def _is_followed(self, tensor: torch.Tensor) -> bool:
-        """Whether a layer that leaves has saved the same storage, as it is now, and it is still on the device."""
-        ref = self._storages.get(tensor.untyped_storage()._cdata)
-        storage = None if ref is None else ref()
-        if storage is None or storage.version != tensor._version:
-            return False
-        return storage.where is Where.DEVICE or storage.where is Where.LEAVING
+    def follow(self, roles: Roles) -> None:
+        """Go on by another plan, whose layers are those of this pass so far and what is now expected to come.
 
-    def _resident(self, layer: Layer, tensor: torch.Tensor) -> Resident:
-        """Return what counts the storage of a tensor in a layer that stays."""
-        memory = tensor.untyped_storage()
-        key = memory._cdata
+        What the new plan would have done before now is done now, as far as it still applies.
+        """
         with self.lock:
-            ref = self._residents.get(key)
-            resident = None if ref is None else ref()
-            if resident is None:
-                resident = Resident(memory.nbytes(), self.counters)
-                self._residents[key] = ref = weakref.ref(resident)
-            if ref is not None:
-                layer.residents.append(ref)
-        return resident
-
-    def _save(self, layer: Layer, tensor: torch.Tensor, view: View, probe: torch.Tensor) -> SavedStorage:
-        """Return the storage of a saved tensor; it starts to leave at once if the plan says so."""
-        memory = tensor.untyped_storage()
-        key, version = memory._cdata, tensor._version
-        device = self.backend.place(tensor)
-        with self.lock:
-            home = self._homes.get(device) or self._home(device, tensor.device)
-            stream = self.backend.current_stream(device)
-            if stream not in home.streams:
-                home.streams.append(stream)
-            ref = self._storages.get(key)
-            storage = None if ref is None else ref()
-            if ref is None or storage is None or not self._usable(storage, version, layer, view):
-                storage = SavedStorage(version, memory, home, stream)
-                self._storages[key] = ref = weakref.ref(storage)
-            if layer.index not in storage.layers:
-                layer.storages.append(ref)
-                storage.layers[layer.index] = storage.where is Where.HOST
-                if storage.where is Where.LEAVING and self._planned and layer.index in self._stay:
-                    self.counters.keep(Reason.SHARED, storage.nbytes)
-            storage.add(view, probe)
-            if self.backend.checks:
-                self.backend.saved(tensor, stream)
-            note = notes.take_final(key, version) if notes.finals else None
-            if note is not None:
-                storage.ready = Mark(note.event, HOME, 0, note.captured)
-                if note.whole:
-                    storage.add_whole()
-            elif not layer.eager and not (self._planned and layer.index in self._stay):
-                storage.ready = home.transfers.mark(stream, HOME, layer.captured)
-            if layer.eager and not storage.refused:
-                if not storage.leave(layer.index, layer.captured, ended=False):
-                    self._refused([storage])
-                storage.ready = None
-            if self.engine.recorder is not None:
-                self.engine.recorder.level()
-        return storage
-
-    @staticmethod
-    def _usable(storage: SavedStorage, version: int, layer: Layer, view: View) -> bool:
-        if storage.version != version or storage.where is Where.BACK:
-            return False
-        # Gone from the device by the plan while somebody else still holds it: its host copy serves an
-        # offloaded layer, but a layer that stays needs no copy at all.
-        return storage.where is not Where.HOST or (layer.eager and storage.holds(view))
-
-    def _refused(self, storages: list[SavedStorage]) -> None:
-        for storage in storages:
-            self.counters.keep(Reason.HOST_FULL, storage.nbytes)
-            self.engine.warn_once(storage.refused)
-
-    def _home(self, device: torch.device, memory_device: torch.device) -> Home:
-        home = self._homes[device] = Home(self.engine.transfers(device), self.counters, memory_device, [])
-        return home
+            self.roles = roles
+            for layer in self.layers:
+                layer.donor = None
+                for when in (When.FORWARD_START, When.FORWARD_END):
+                    for action in roles.plan.at(when, layer.index):
+                        late = action.do is Do.OFFLOAD and self.layers[action.layer].phase is Phase.SAVED
+                        if late or action.do is Do.RELEASE:
+                            self.do(action.do, action.layer)
 
     # Backward
 
     def fetch(self, index: int, storage: SavedStorage, view: View, probe: torch.Tensor) -> torch.Tensor:
         """Return a tensor that a layer saved, on the device; the unpack hook."""
         task = torch._C._current_graph_task_id()
-        if index not in self._started or self._task != task:
+        if index == OUTSIDE:
+            index = min(storage.layers)  # the layer with which it travels, if there is one
+        if index != OUTSIDE and (index not in self._started or self._task != task):
             self.backward_reached(index)
         # Who looks at a node's saved tensors outside of any backward may do so inside or outside of a capture.
         captured = self._captured if task != -1 else self.backend.capturing()
         with self.lock:
             if storage.where is Where.HOST:
                 reload([storage], index, on_demand=True)
+                first = self.layers[min(storage.layers)]
+                first.on_demand += 1
+                first.bytes_back += storage.bytes_copied
+            if index != OUTSIDE:
+                self._pass_on(index)
             tensor = storage.fetch(view, probe, index, captured)
             if self.engine.recorder is not None:
                 self.engine.recorder.level()
             return tensor
+
+    def _pass_on(self, index: int) -> None:
+        """Let a layer come back into the room of what backward has used of another, if the plan says so."""
+        layer = self.layers[index]
+        if layer.successor is not None:
+            with self.lock:
+                layer.pass_on()
 
     def backward_reached(self, index: int) -> None:
         """Backward has come to the start of a layer, or uses something that it saved."""
@@ -265,16 +228,16 @@ class Pass:
             layer = self.layers[k]
             if k not in self._ended and (k in self._started or layer.spent):
                 self._ended.add(k)
-                layer.evict()
+                layer.backward_done()
                 self._finish(Kind.BACKWARD, k)
                 self._event(When.BACKWARD_END, k)
 
     # Events
 
     def _event(self, when: When, index: int) -> None:
-        for action in self.engine.plan.at(when, index):
+        for action in self.roles.plan.at(when, index):
             if action.layer < len(self.layers):
-                self.do(action.do, action.layer)
+                self.do(action.do, action.layer, index)
         recorder = self.engine.recorder
         if recorder is not None:
             recorder.level()
@@ -283,15 +246,19 @@ class Pass:
             elif when is When.BACKWARD_START:
                 recorder.begin(self, Kind.BACKWARD, index)
 
-    def do(self, action: Do, index: int) -> None:
-        """Carry out one action on a layer; what does not apply any more is passed over."""
+    def do(self, action: Do, index: int, at: int = -1) -> None:
+        """Carry out one action on a layer, at an event of another; what does not apply any more is passed over."""
         layer = self.layers[index]
         if action is Do.OFFLOAD and layer.phase is Phase.FORWARD:
             layer.eager = True
         elif action is Do.OFFLOAD and layer.phase is Phase.SAVED:
-            self._refused(layer.offload())
+            self.ledger.refused(layer.offload())
+        elif action is Do.GIVE_WAY and layer.phase is Phase.OFFLOADING:
+            self.layers[at].donor = layer
         elif action is Do.RELEASE and layer.phase is Phase.OFFLOADING:
             layer.release()
+        elif action is Do.COME_BACK and layer.phase is Phase.RELEASED:
+            self.layers[at].followed_by(layer, lambda: self._pass_on(at))
         elif action is Do.RELOAD and layer.phase is Phase.RELEASED:
             layer.reload()
 

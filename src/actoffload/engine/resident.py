@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from ..observe.counters import Counters
+from .dynamo import opaque
 
 __all__ = ["Resident"]
 
@@ -21,14 +24,18 @@ class Resident:
         Where it is counted.
     """
 
-    __slots__ = ("__weakref__", "_counters", "_nbytes")
+    __slots__ = ("__weakref__", "_counters", "nbytes", "used")
 
     def __init__(self, nbytes: int, counters: Counters) -> None:
-        self._nbytes = nbytes
+        self.nbytes = nbytes
+        self.used: Callable[[], None] | None = None  # whom to tell when backward asks for it
         self._counters = counters
         counters.tensors_saved += 1
         counters.bytes_saved += nbytes
         counters.rise(nbytes)
 
     def __del__(self) -> None:
-        self._counters.freed(self._nbytes)
+        self._counters.freed(self.nbytes)
+
+
+opaque(Resident.__del__)

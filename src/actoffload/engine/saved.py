@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
+from .dynamo import opaque
 from .geometry import View
 from .inplace import changed
 from .storage import SavedStorage
 
 if TYPE_CHECKING:
+    from .compound import Compound
     from .layer import Token
     from .passes import Pass
     from .resident import Resident
@@ -62,11 +64,16 @@ class Moved:
         return self.owner.fetch(self.index, self.storage, self.view, self.probe)
 
 
-def unpack(saved: Kept | Moved) -> torch.Tensor:
+def unpack(saved: Kept | Moved | Compound) -> torch.Tensor:
     """Turn what autograd holds back into the tensor; the unpack hook."""
     if not isinstance(saved, tuple):
         return saved.unpack()
-    alias, version, _, _ = saved
+    alias, version, _, resident = saved
+    if resident is not None and resident.used is not None:
+        resident.used()
     if alias._version != version:
         raise changed(alias, alias.size(), version)
     return alias
+
+
+opaque(unpack)

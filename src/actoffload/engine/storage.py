@@ -5,19 +5,20 @@ from __future__ import annotations
 import enum
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
 from ..device.base import Pairs, Stream
-from ..observe.counters import Counters
+from .dynamo import opaque
 from .geometry import View, raw
+from .hollow import hollow
+from .home import Home
 from .inplace import changed
 from .marks import Mark
+from .outer import Within
 from .regions import Piece, dense, gaps, loose_pieces, reload_spans
-from .transfer import Transfers
 
-__all__ = ["Home", "SavedStorage", "Where"]
+__all__ = ["SavedStorage", "Where"]
 
 
 class Where(enum.Enum):
@@ -27,28 +28,6 @@ class Where(enum.Enum):
     LEAVING = "on the device, copied or being copied to the host"
     HOST = "on the host only"
     BACK = "on the host and, again, on the device"
-
-
-@dataclass(slots=True)
-class Home:
-    """What serves one device in one pass, and the streams on which the pass saved tensors there."""
-
-    transfers: Transfers
-    counters: Counters
-    device: torch.device  # where its tensors are
-    streams: list[Stream]
-
-
-_hollow: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
-
-
-def hollow(probe: torch.Tensor) -> None:
-    """Take the memory out of a detached tensor; it still shares the version counter of the original."""
-    key = (probe.dtype, probe.device)
-    empty = _hollow.get(key)
-    if empty is None:
-        empty = _hollow[key] = torch.empty(0, dtype=probe.dtype, device=probe.device)
-    probe.data = empty
 
 
 class SavedStorage:
@@ -76,8 +55,11 @@ class SavedStorage:
     # Defaults of the class, so that making one sets only what differs: a training step makes many.
     where = Where.DEVICE
     refused = ""  # why the host did not take it
+    pinned = False  # saved in a layer that stays, before one that leaves: a copy would free nothing
     ready: Mark | None = None  # after what copies out must come; None for the moment at which they are queued
     left: Mark | None = None  # after its copies out; None as long as more may come
+    within: Within = ()  # the wrappers in which it was saved; see [Note: outer tensors]
+    bytes_copied = 0
     _plain: View | None = None  # the layout of a plain storage
     _typed: torch.Tensor | None = None  # and its host copy, if that is in one part
     _loose: Sequence[View] = ()  # saved, and waiting for the end of the layer
@@ -119,10 +101,20 @@ class SavedStorage:
         """Move the whole storage, whatever the saved views cover."""
         self._new.append(View(torch.uint8, torch.Size((self.nbytes,)), (1,), 0, False, False))
 
+    def has_left_whole(self, layer: int, version: int) -> bool:
+        """Whether one more tensor that a layer saves on it has nothing to add: every byte is being copied already."""
+        return (
+            self.where is Where.LEAVING
+            and self._typed is not None
+            and self.version == version
+            and layer in self.layers
+            and not self.within
+        )
+
     @property
     def incomplete(self) -> bool:
         """Whether something that was saved is not copied yet."""
-        return bool(self._new or self._loose) and not self.refused
+        return bool(self._new or self._loose) and not self.refused and not self.pinned
 
     def holds(self, view: View) -> bool:
         """Whether the host copy has every element of a view."""
@@ -145,7 +137,7 @@ class SavedStorage:
         ended : bool
             The layer has ended: nothing more will be saved that could complete a stretch.
         """
-        if self._source is None or self.refused:
+        if self._source is None or self.refused or self.pinned:
             return not self.refused
         new = self._new
         if (
@@ -201,6 +193,7 @@ class SavedStorage:
         counters = self.home.counters
         counters.tensors_offloaded += self.where is Where.DEVICE
         counters.bytes_offloaded += host.nbytes
+        self.bytes_copied += host.nbytes
         self.where = Where.LEAVING
         self.left = None
         self._pieces = (*self._pieces, piece)
@@ -218,16 +211,14 @@ class SavedStorage:
             start += part.numel()
         return pairs
 
-    def release(self, layer: int) -> None:
+    def release(self, layer: int) -> int:
         """Let a layer give up the device memory; it is freed when all layers that saved the storage have.
 
-        Home has waited for the copies of each of these layers before.
+        Home has waited for the copies of each of these layers before.  Return how many bytes were given up now.
         """
         self.layers[layer] = True
-        if self.where is not Where.LEAVING or self.refused:
-            return
-        if not all(self.layers.values()):
-            return
+        if self.where is not Where.LEAVING or self.refused or not all(self.layers.values()):
+            return 0
         streams = self.home.streams
         if len(streams) > 1:
             # [wait: release for what home still reads]
@@ -240,6 +231,17 @@ class SavedStorage:
         self._resident = 0
         self.where = Where.HOST
         self.home.counters.rise(-self.nbytes)
+        return self.nbytes
+
+    @property
+    def held_by_others(self) -> torch.UntypedStorage | None:
+        """The memory, if this object has given it up and it exists all the same; the caller must let go of it."""
+        if self.where is not Where.HOST:
+            return None
+        if torch.UntypedStorage._expired(self._weak):
+            return None
+        found: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(self._weak)
+        return found
 
     # Coming back
 
@@ -345,3 +347,6 @@ class SavedStorage:
             # Half-built objects and an interpreter on its way out: there is nobody to tell and nothing to save.
             if not sys.is_finalizing() and hasattr(self, "_resident"):
                 raise
+
+
+opaque(SavedStorage.__del__)

@@ -87,17 +87,25 @@ class Transfers:
             # [wait: any]
             self.backend.wait(stream, mark.event)
 
-    def join(self, home: Stream, others: Sequence[Stream], mark: Mark, layer: int | None = None) -> None:
+    def join(
+        self,
+        home: Stream,
+        others: Sequence[Stream],
+        mark: Mark,
+        layer: int | None = None,
+        captured: bool | None = None,
+    ) -> None:
         """Let home, and the other streams of a pass, wait for a transfer before memory changes hands."""
         recorder = self.recorder
         if recorder is None or layer is None:
-            self.wait(home, mark)  # [wait: home before memory changes hands]
+            self.wait(home, mark, captured)  # [wait: home before memory changes hands]
         else:
             with recorder.span(Kind.STALL, layer, home, 0):
-                self.wait(home, mark)  # [wait: home before memory changes hands, recorded]
-        for stream in others:
-            if stream != home:
-                self.wait(stream, mark)  # [wait: other streams before memory changes hands]
+                self.wait(home, mark, captured)  # [wait: home before memory changes hands, recorded]
+        if len(others) > 1:
+            for stream in others:
+                if stream != home:
+                    self.wait(stream, mark, captured)  # [wait: other streams before memory changes hands]
 
     def order_behind(self, home: Stream, others: Sequence[Stream]) -> None:
         """Let the other streams of a pass wait for home, whose reads of freed memory may be under way."""
@@ -126,9 +134,9 @@ class Transfers:
             with recorder.span(Kind.D2H, layer, self.out, host.nbytes):
                 self.backend.to_host(pairs, self.out)
 
-    def end_of_copies_out(self) -> Mark:
+    def end_of_copies_out(self, captured: bool | None = None) -> Mark:
         """Return a mark after all copies out that are queued so far."""
-        return self.mark(self.out, OUT)
+        return self.mark(self.out, OUT, captured)
 
     def begin_reload(self, home: Stream) -> None:
         """Let copies in start only after home has reached this point, where their memory was allocated."""

@@ -11,6 +11,7 @@ from .counters import mebibytes
 from .measure import DeviceInfo, MemoryMeter, describe_device, measure_step_times
 
 if TYPE_CHECKING:
+    from ..handle import OffloadHandle
     from ..offload_context import OffloadContext
 
 __all__ = ["Comparison", "compare_steps"]
@@ -81,7 +82,7 @@ class Comparison:
 def compare_steps(
     without: Callable[[], object],
     within: Callable[[], object],
-    context: OffloadContext,
+    offloading: OffloadContext | OffloadHandle,
     *,
     bytes_absent: int | None = None,
     repeats: int = 7,
@@ -93,27 +94,43 @@ def compare_steps(
     ----------
     without, within : callable
         The step without offloading and the step with it, run without arguments.
-    context : OffloadContext
-        The context of `within`; its statistics start anew.
+    offloading : OffloadContext or OffloadHandle
+        What offloads in `within`; its statistics start anew.
     bytes_absent : int, optional
         Offloaded bytes that should not be resident at the peak; all of them by default, as in the default
-        schedule, which has released every offloaded layer when the last layer starts.
+        schedule, which has released every offloaded layer when the last layer starts, and as with `offload`, where
+        everything has left when the forward ends.
     repeats, steps : int
         See `measure_step_times`.
 
     Returns
     -------
     Comparison
+
+    Examples
+    --------
+    >>> from actoffload.observe.compare import compare_steps
+    >>> model = torch.nn.Sequential(*[torch.nn.Linear(512, 512) for _ in range(6)])
+    >>> x = torch.randn(1024, 512)
+    >>> def step():
+    ...     model(x * 1.0).square().mean().backward()
+    >>> def without():
+    ...     with handle.paused():
+    ...         step()
+    >>> handle = actoffload.offload(model)
+    >>> compare_steps(without, step, handle, repeats=1).drop / 2**20
+    8.0
+    >>> handle.remove()
     """
     peaks = []
     for function in (without, within):
         for _ in range(2):
             function()
-        context.reset_statistics()
+        offloading.reset_statistics()
         with MemoryMeter() as meter:
             function()
         peaks.append(meter.peak_bytes)
-    offloaded = context.statistics().bytes_offloaded
+    offloaded = offloading.statistics().bytes_offloaded
     times = measure_step_times({"without": without, "with": within}, repeats=repeats, steps=steps, warmup=1)
     return Comparison(
         device=describe_device(),

@@ -20,12 +20,14 @@ class Reason(enum.Enum):
     BUFFER = "module buffer"
     LEAF = "leaf that requires grad"
     MARKED = "marked with mark_not_offload"
-    SMALL = "smaller than 256 x 1024 elements"
+    SMALL = "smaller than the limit"
     DEVICE = "not on the offloading device"
     LAYOUT = "not strided"
     SUBCLASS = "tensor subclass"
     HOST_FULL = "no host memory left"
     SHARED = "shared with a layer that stays"
+    OUTSIDE = "saved outside of the chosen modules"
+    KEPT = "in a module that keep names"
 
 
 @dataclass(frozen=True)

@@ -6,13 +6,14 @@ Nothing is recorded, and no event is made, while no recorder is installed.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from ..device.base import Backend, Event, Stream
 from ..schedule.timeline import Kind, Span, Timeline
 from .counters import Counters
+from .nvtx import start, stop
 
 __all__ = ["TimelineRecorder"]
 
@@ -44,26 +45,40 @@ class TimelineRecorder:
         self._lock = threading.RLock()  # a finalizer may record a wait in the middle of anything
         self._spans: list[_Open] = []
         self._resident: list[tuple[Event, int]] = []
-        self._running: dict[tuple[int, Kind, int], tuple[Stream, Event]] = {}
+        self._running: dict[tuple[int, Kind, int], tuple[Stream, Event, object]] = {}
+        self._name_of: Callable[[int], str] | None = None
         self._zero: Event | None = None
+        self._gap: tuple[Event, Event] | None = None
         self._done: Timeline | None = None
+
+    def mark_ranges(self, name_of: Callable[[int], str]) -> None:
+        """Mark compute and copies as NVTX ranges too, with the names of the layers."""
+        self._name_of = name_of
+
+    def _range(self, kind: Kind, layer: int) -> object:
+        if self._name_of is None or kind is Kind.STALL:
+            return None
+        return start(f"{kind.value} of {self._name_of(layer)}")
 
     @contextmanager
     def span(self, kind: Kind, layer: int, stream: Stream, nbytes: int) -> Iterator[None]:
         """Record what a stream does in this block as one span."""
-        start = self._backend.record_timed(stream)
+        shown = self._range(kind, layer)
+        begun = self._backend.record_timed(stream)
         yield
         end = self._backend.record_timed(stream)
+        stop(shown)
         with self._lock:
-            self._spans.append(_Open(kind, layer, stream, start, end, nbytes))
+            self._spans.append(_Open(kind, layer, stream, begun, end, nbytes))
 
     def begin(self, owner: object, kind: Kind, layer: int) -> None:
         """Start a span of compute on the current stream."""
         stream = self._stream()
         event = self._backend.record_timed(stream)
+        shown = self._range(kind, layer)
         with self._lock:
             self._start(event)
-            self._running[(id(owner), kind, layer)] = (stream, event)
+            self._running[(id(owner), kind, layer)] = (stream, event, shown)
 
     def finish(self, owner: object, kind: Kind, layer: int) -> None:
         """End a span of compute that `begin` started; nothing happens if there is none."""
@@ -71,10 +86,11 @@ class TimelineRecorder:
             begun = self._running.pop((id(owner), kind, layer), None)
         if begun is None:
             return
-        stream, start = begun
+        stream, first, shown = begun
+        stop(shown)
         end = self._backend.record_timed(stream)
         with self._lock:
-            self._spans.append(_Open(kind, layer, stream, start, end, 0))
+            self._spans.append(_Open(kind, layer, stream, first, end, 0))
 
     def level(self) -> None:
         """Note the resident bytes as of the present end of the current stream."""
@@ -83,6 +99,15 @@ class TimelineRecorder:
         with self._lock:
             self._start(event)
             self._resident.append((event, nbytes))
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Leave what the host does in this block, which is no part of the step, out of the timeline; done once."""
+        begun = self._backend.record_timed(self._stream())
+        yield
+        end = self._backend.record_timed(self._stream())
+        with self._lock:
+            self._gap = self._gap or (begun, end)
 
     def _stream(self) -> Stream:
         return self._backend.current_stream(self._backend.current_device())
@@ -107,8 +132,11 @@ class TimelineRecorder:
             return Timeline((), (), source)
         self._backend.synchronize(self._backend.current_device())
 
+        gap = None if self._gap is None else [self._backend.elapsed(zero, event) for event in self._gap]
+
         def seconds(event: Event) -> float:
-            return self._backend.elapsed(zero, event)
+            time = self._backend.elapsed(zero, event)
+            return time if gap is None else time - min(max(time - gap[0], 0.0), gap[1] - gap[0])
 
         spans = (Span(s.kind, s.layer, seconds(s.start), seconds(s.end), s.nbytes) for s in self._spans)
         # A wait that found its transfer done takes a few microseconds of stream time, and is no stall.

@@ -27,13 +27,19 @@ class Do(enum.Enum):
     """What can be done to a layer's activations, in the only order that makes sense.
 
     ``OFFLOAD`` at the layer's own ``FORWARD_START`` copies each tensor as soon as it is saved; at any later
-    event it queues the copies of everything that the layer has saved.  ``RELEASE`` makes compute wait for
-    those copies and gives the device memory back.  ``RELOAD`` takes device memory and queues the copies
-    back, in the order in which backward needs them.
+    event it queues the copies of everything that the layer has saved.  ``GIVE_WAY``, at the ``FORWARD_START`` of a
+    later layer, gives the device memory back tensor by tensor: for each one that the later layer saves, so many as
+    make room for it, each when its own copy is done; it may be left out, and ``RELEASE`` has to follow it.
+    ``RELEASE`` makes compute wait for the copies and gives the device memory back, or what is left of it.
+    ``COME_BACK``, at the ``BACKWARD_START`` of a later layer, brings the layer back tensor by tensor, into the room of
+    what the later one has used and freed; it may be left out, and ``RELOAD`` has to follow it.  ``RELOAD`` takes
+    device memory and queues the copies back, or what is left of them, in the order in which backward needs them.
     """
 
     OFFLOAD = "offload"
+    GIVE_WAY = "give way"
     RELEASE = "release"
+    COME_BACK = "come back"
     RELOAD = "reload"
 
 
@@ -56,6 +62,10 @@ class Action:
     layer: int
 
     def __str__(self) -> str:
+        if self.do is Do.GIVE_WAY:
+            return f"layer {self.layer} gives way"
+        if self.do is Do.COME_BACK:
+            return f"layer {self.layer} comes back"
         return f"{self.do.value} layer {self.layer}"
 
 
@@ -144,6 +154,9 @@ class Plan:
                     raise ValueError(f"The plan would {act}, but its layers are 0 to {self.model_layers - 1}.")
                 if act in seen:
                     raise ValueError(f"The plan would {act} twice in one pass; once is enough.")
+                only = {Do.GIVE_WAY: When.FORWARD_START, Do.COME_BACK: When.BACKWARD_START}.get(act.do, event.when)
+                if event.when is not only:
+                    raise ValueError(f"In the plan {act} at the {event}; it can only at the {only.value} of a layer.")
                 seen[act] = (order[event], k)
         for act, place in seen.items():
             self._check_order(act, place, order, seen)
@@ -160,10 +173,13 @@ class Plan:
             if place[0] < order[Event(When.FORWARD_START, layer)]:
                 raise ValueError(f"The plan would {act} before its forward starts; move it there or later.")
         else:
-            before = Action(Do.OFFLOAD if act.do is Do.RELEASE else Do.RELEASE, layer)
+            before = Action(Do.RELEASE if act.do in (Do.RELOAD, Do.COME_BACK) else Do.OFFLOAD, layer)
             if before not in seen or seen[before] > place:
                 raise ValueError(f"The plan would {act} without, or before, the action '{before}'; add it earlier.")
-        if act.do is Do.RELEASE and place[0] < order[Event(When.FORWARD_END, layer)]:
+        behind = {Do.GIVE_WAY: Do.RELEASE, Do.COME_BACK: Do.RELOAD}.get(act.do)
+        if behind is not None and seen.get(Action(behind, layer), (-1, -1)) < place:
+            raise ValueError(f"In the plan {act} without the action '{Action(behind, layer)}' behind it; add that.")
+        if act.do in (Do.RELEASE, Do.GIVE_WAY) and place[0] < order[Event(When.FORWARD_END, layer)]:
             raise ValueError(f"The plan would {act} before its forward ends; move it there or later.")
         if place[0] > order[Event(When.BACKWARD_START, layer)]:
             raise ValueError(f"The plan would {act} after its backward starts, when it is of no use; move it earlier.")

@@ -12,89 +12,10 @@ from dataclasses import dataclass, field
 
 from .costs import LayerCost, Link, Saved
 from .plan import Do, Plan, When
+from .simulation import Simulation
 from .timeline import Kind, Span, Timeline
 
 __all__ = ["LayerCost", "Link", "Saved", "Simulation", "simulate"]
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.3f} ms"
-
-
-def _mib(nbytes: int) -> str:
-    return f"{nbytes / 2**20:.1f} MiB"
-
-
-@dataclass(frozen=True)
-class Simulation:
-    """What `simulate` predicts for one step; ``print`` gives a table.
-
-    Parameters
-    ----------
-    timeline : Timeline
-        Spans of compute, copies and stalls, and the resident bytes.
-    step_time : float
-        Seconds from the start of the first forward to the end of the last backward.
-    forward_time : float
-        Seconds of `step_time` until the last forward has ended.
-    baseline : float
-        Seconds that the step takes when nothing is offloaded.
-    forward_stall, backward_stall : float
-        Seconds for which compute waited for copies, in forward and in backward.
-    reloaded_on_demand : int
-        Saved tensors that came back only when backward asked for them.
-    """
-
-    timeline: Timeline
-    step_time: float
-    forward_time: float
-    baseline: float
-    forward_stall: float
-    backward_stall: float
-    reloaded_on_demand: int
-
-    @property
-    def backward_time(self) -> float:
-        """Seconds from the end of the last forward to the end of the step."""
-        return self.step_time - self.forward_time
-
-    @property
-    def stall_seconds(self) -> float:
-        """Seconds for which compute waited for copies, forward and backward together."""
-        return self.forward_stall + self.backward_stall
-
-    @property
-    def slowdown(self) -> float:
-        """Step time over step time without offload; 1.0 says that offloading costs nothing."""
-        return self.step_time / self.baseline if self.baseline else 1.0
-
-    @property
-    def peak_bytes(self) -> int:
-        """Largest number of bytes of saved activations on the device at one time."""
-        return self.timeline.peak_bytes
-
-    @property
-    def bytes_offloaded(self) -> int:
-        """Bytes copied to the host."""
-        return self.timeline.nbytes(Kind.D2H)
-
-    @property
-    def bytes_reloaded(self) -> int:
-        """Bytes copied back; less than `bytes_offloaded` if a layer was copied out but never released."""
-        return self.timeline.nbytes(Kind.H2D)
-
-    def __str__(self) -> str:
-        on_demand = f"host to device, {self.reloaded_on_demand} tensors on demand"
-        rows = (
-            ("step", _ms(self.step_time), f"{self.slowdown:.3f} x no offload"),
-            ("forward", _ms(self.forward_time), f"{_ms(self.forward_stall)} stalled"),
-            ("backward", _ms(self.backward_time), f"{_ms(self.backward_stall)} stalled"),
-            ("peak", _mib(self.peak_bytes), "saved activations on the device"),
-            ("offloaded", _mib(self.bytes_offloaded), "device to host"),
-            ("reloaded", _mib(self.bytes_reloaded), on_demand),
-        )
-        width = max(len(value) for _, value, _ in rows)
-        return "\n".join(f"{name:<10}{value:>{width}}  {note}" for name, value, note in rows)
 
 
 def simulate(plan: Plan, layers: Sequence[LayerCost], link: Link) -> Simulation:
@@ -198,6 +119,10 @@ class _Run:
     stalled: float = 0.0
     on_demand: int = 0
     nbytes: int = 0
+    donor: int | None = None  # which layer gives way to the one whose forward runs
+    owed: dict[int, int] = field(default_factory=dict)
+    successor: int | None = None  # which layer comes back into the room of the one whose backward runs
+    room: int = 0
     leaving: set[int] = field(default_factory=set)
     released: set[int] = field(default_factory=set)
     held: dict[int, list[_Held]] = field(default_factory=dict)
@@ -209,16 +134,35 @@ class _Run:
         cost = self.layers[layer]
         tensors = self.held[layer] = []
         self._act(When.FORWARD_START, layer)
-        start = self.compute
+        start = since = self.compute
+        before = self.stalled
         for saved in cost.saved:
-            self.compute = start + saved.saved_at * cost.forward
+            self._reach(start + saved.saved_at * cost.forward + self.stalled - before)
             tensors.append(_Held(saved, ready=self.compute))
             self._occupy(saved.nbytes)
+            since = self._make_room(saved.nbytes, Kind.FORWARD, layer, since)
             if layer in self.leaving:
                 self._copy_out(layer, tensors[-1])
-        self.compute = start + cost.forward
-        self._note(Kind.FORWARD, layer, start)
+        self._reach(start + cost.forward + self.stalled - before)
+        self.donor = None
+        self._note(Kind.FORWARD, layer, since)
         self._act(When.FORWARD_END, layer)
+
+    def _make_room(self, nbytes: int, kind: Kind, layer: int, since: float) -> float:
+        """Let the layer that gives way free as many bytes; return since when compute has worked."""
+        donor = self.donor
+        if donor is None:
+            return since
+        self.owed[donor] = self.owed.get(donor, 0) + nbytes
+        for tensor in self.held[donor]:
+            if self.owed[donor] <= 0:
+                break
+            if tensor.on_device:
+                since = self._pause(tensor.copied, donor, since, kind, layer)
+                tensor.on_device = False
+                self._occupy(-tensor.cost.nbytes)
+                self.owed[donor] -= tensor.cost.nbytes
+        return since
 
     def backward(self, layer: int) -> None:
         """Run the backward of a layer, with the actions at its start and end."""
@@ -235,25 +179,29 @@ class _Run:
             self._reach(start + tensor.cost.needed_at * cost.backward + self.stalled - before)
             since = self._free(in_use, left, layer, since)
             in_use = tensor.cost.nbytes
-            since = self._pause(self._arrival(layer, tensor), layer, since)
+            arrival = self._arrival(layer, tensor)
+            self._pass_on()
+            since = self._pause(arrival, layer, since, Kind.BACKWARD, layer)
         self._reach(start + cost.backward + self.stalled - before)
         since = self._free(in_use, left, layer, since)
+        self.successor, self.room = None, 0
         self._note(Kind.BACKWARD, layer, since)
         self._act(When.BACKWARD_END, layer)
 
     def _free(self, nbytes: int, left: float, layer: int, since: float) -> float:
         """Free a tensor in backward, once nothing reads it; return since when compute has worked."""
         if nbytes:
-            since = self._pause(left, layer, since)
+            since = self._pause(left, layer, since, Kind.BACKWARD, layer)
         self._occupy(-nbytes)
+        self.room += nbytes
         return since
 
-    def _pause(self, until: float, layer: int, since: float) -> float:
-        """Let backward wait for a copy; return since when compute has worked without a stall."""
+    def _pause(self, until: float, of: int, since: float, kind: Kind, layer: int) -> float:
+        """Let the compute of a layer wait for a copy; return since when it has worked without a stall."""
         reached = self.compute
-        if not self._wait(until, layer):
+        if not self._wait(until, of):
             return since
-        self._note(Kind.BACKWARD, layer, since, reached)
+        self._note(kind, layer, since, reached)
         return self.compute
 
     def _act(self, when: When, layer: int) -> None:
@@ -261,8 +209,12 @@ class _Run:
         for action in self.plan.at(when, layer):
             if action.do is Do.OFFLOAD:
                 self._offload(action.layer)
+            elif action.do is Do.GIVE_WAY:
+                self.donor = action.layer
             elif action.do is Do.RELEASE:
                 self._release(action.layer)
+            elif action.do is Do.COME_BACK:
+                self.successor, self.room = action.layer, 0
             else:
                 self._reload(action.layer)
 
@@ -272,7 +224,7 @@ class _Run:
             self._copy_out(layer, tensor)
 
     def _release(self, layer: int) -> None:
-        tensors = self.held[layer]
+        tensors = [tensor for tensor in self.held[layer] if tensor.on_device]
         self.released.add(layer)
         self._wait(max((tensor.copied for tensor in tensors), default=0.0), layer)
         for tensor in tensors:
@@ -280,10 +232,23 @@ class _Run:
         self._occupy(-sum(tensor.cost.nbytes for tensor in tensors))
 
     def _reload(self, layer: int) -> None:
-        tensors = self.held[layer]
+        tensors = [tensor for tensor in self.held[layer] if not tensor.on_device]
         self._occupy(sum(tensor.cost.nbytes for tensor in tensors))
         for tensor in reversed(tensors):
             self._copy_back(layer, tensor)
+
+    def _pass_on(self) -> None:
+        """Let the successor have the room of what backward has used, as far as its next tensors fit."""
+        if self.successor is None:
+            return
+        for tensor in reversed(self.held[self.successor]):
+            if tensor.on_device:
+                continue
+            if tensor.cost.nbytes > self.room:
+                break
+            self.room -= tensor.cost.nbytes
+            self._occupy(tensor.cost.nbytes)
+            self._copy_back(self.successor, tensor)
 
     def _arrival(self, layer: int, tensor: _Held) -> float:
         """Return when a tensor can be used, asking for it now if nobody did."""

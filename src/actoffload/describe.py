@@ -1,0 +1,82 @@
+"""What a handle prints: the groups that were chosen, and which of them leave."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+
+from .planner import Planner
+from .schedule.plan import Do
+from .tracker import KEPT, Place
+
+__all__ = ["describe", "fold", "group_names"]
+
+
+def group_names(groups: Sequence[Place], sequence: Iterable[tuple[int, int]]) -> tuple[str, ...]:
+    """Return a readable name for each group of a sequence."""
+    names = []
+    for group, part in sequence:
+        name = groups[group].name or "(the whole model)"
+        names.append(f"{name} (part {part + 1})" if part else name)
+    return tuple(names)
+
+
+def fold(names: Sequence[str]) -> list[str]:
+    """Fold names that differ in one number into ranges.
+
+    Examples
+    --------
+    >>> from actoffload.describe import fold
+    >>> fold(["layers.0", "layers.1", "layers.2", "head"])
+    ['layers.0 ... layers.2', 'head']
+    """
+    found: list[list[str]] = []
+    for name in names:
+        if found and re.sub(r"\d+", "#", found[-1][-1]) == re.sub(r"\d+", "#", name):
+            found[-1].append(name)
+        else:
+            found.append([name])
+    return [f"{names[0]} ... {names[-1]}" if len(names) > 1 else names[0] for names in found]
+
+
+def describe(places: Sequence[Place], planner: Planner, state: str = "") -> str:
+    """Return the description of a handle.
+
+    Parameters
+    ----------
+    places : sequence of Place
+        The model, its groups, and what is kept.
+    planner : Planner
+        What is expected, and the plan for it.
+    state : str
+        What the reader should know first: that offloading is paused, or has ended.
+    """
+    groups = [place for place in places if place.group >= 0]
+    sequence = planner.expected
+    names, kinds, plan = group_names(groups, sequence), planner.kinds(sequence), planner.plan(sequence)
+    leaving = plan.offloaded
+    shown = f" ({state})" if state else ""
+    lines = [f"offload of {places[0].name}{shown}: {len(leaving)} of {len(sequence)} groups leave the device"]
+    for kind in dict.fromkeys(kinds):
+        of_kind = [k for k, other in enumerate(kinds) if other == kind]
+        out = [names[k] for k in of_kind if k in leaving]
+        stay = [names[k] for k in of_kind if k not in leaving]
+        lines.append(f"  {kind}: {len(out)} of {len(of_kind)} leave")
+        lines += [f"    leave  {_shown(out)}"] if out else []
+        lines += [f"    stay   {_shown(stay)}"] if stay else []
+    kept = [place.name for place in places if place.role is KEPT]
+    if kept:
+        lines.append(f"  kept: {_shown(kept)}")
+    if leaving:
+        first = leaving[0]
+        release = plan.find(Do.RELEASE, first)
+        assert release is not None
+        far = release.layer - first
+        lines.append(f"  each leaves while the group {far} place{'s' * (far > 1)} behind it computes")
+    return "\n".join(lines)
+
+
+def _shown(names: Sequence[str], most: int = 6) -> str:
+    folded = fold(names)
+    more = len(folded) - most
+    return ", ".join(folded[:most]) + (f", and {more} more" if more > 0 else "")

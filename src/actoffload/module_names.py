@@ -1,0 +1,157 @@
+"""Names and types of the modules of a model, with and without what wrappers add to them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from torch.nn import DataParallel, Module, ModuleDict, ModuleList, Sequential
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils.parametrize import type_before_parametrizations
+
+__all__ = ["CONTAINERS", "Named", "Names", "block_type", "children", "inner_name", "runs", "starred", "unwrap"]
+
+CONTAINERS = (ModuleList, ModuleDict, Sequential)
+
+_WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+_SHARDED = ("FSDPModule", "ReplicateModule")
+
+
+# Wrappers
+
+
+def inner_name(module: Module) -> str | None:
+    """Return the attribute under which a wrapper holds its module; None for what is no wrapper.
+
+    Wrappers are those of data parallelism, ``torch.compile``, activation checkpointing and the older FSDP.
+    """
+    if isinstance(module, (DataParallel, DistributedDataParallel)):
+        return "module"
+    return next((name for name in _WRAPPED if module._modules.get(name) is not None), None)
+
+
+def unwrap(module: Module) -> Module:
+    """Return the module inside of all wrappers."""
+    while (name := inner_name(module)) is not None:
+        module = module.get_submodule(name)
+    return module
+
+
+def block_type(module: Module) -> type:
+    """Return the class that a module was written as: without wrappers, sharding and parametrizations."""
+    kind = type_before_parametrizations(unwrap(module))
+    # fully_shard and replicate put each module into a class made for it, of two bases.
+    if len(kind.__bases__) == 2 and kind.__bases__[0].__name__ in _SHARDED:
+        return kind.__bases__[1]
+    return kind
+
+
+def children(module: Module) -> list[Module]:
+    """Return the children in registration order; one that was registered twice is there twice."""
+    return [child for child in module._modules.values() if child is not None]
+
+
+def runs(module: Module) -> bool:
+    """Return whether a module has a forward; a ``ModuleList`` has none, and hooks on it are never called."""
+    return getattr(module.forward, "__func__", None) is not Module.forward  # a compiled module sets one on itself
+
+
+# Names
+
+
+@dataclass(frozen=True)
+class Named:
+    """A module under one of its names.
+
+    Attributes
+    ----------
+    full : str
+        The dotted name as registered.
+    clean : str
+        The name without the parts that wrappers add; that of a wrapper and of what it wraps are the same.
+    module : torch.nn.Module
+        The module.
+    """
+
+    full: str
+    clean: str
+    module: Module
+
+
+class Names:
+    """All names of all modules of a model; a module that is registered twice has two.
+
+    Parameters
+    ----------
+    root : torch.nn.Module
+        The model.
+
+    Attributes
+    ----------
+    all : list of Named
+        In registration order.
+    first : dict
+        The first name of each module, which ``named_modules()`` gives, in the same order.
+    title : str
+        The class of the model, without wrappers; for messages.
+    """
+
+    def __init__(self, root: Module) -> None:
+        self.all = list(_walk(root, "", "", ()))
+        self.title = block_type(root).__name__
+        self.first: dict[Module, Named] = {}
+        self._full: dict[str, Named] = {}
+        self._clean: dict[str, Named] = {}
+        for named in self.all:
+            self.first.setdefault(named.module, named)
+            self._full[named.full] = named
+            self._clean.setdefault(named.clean, named)
+
+    def at(self, path: str) -> Named | None:
+        """Return the module of this name; of a wrapper and what it wraps the wrapper, which comes first."""
+        return self._clean.get(path) or self._full.get(path)
+
+    def matching(self, pattern: str) -> list[Named]:
+        """Return the outermost modules whose names match a glob pattern; the root has no name to match."""
+        for clean in (True, False):
+            found: dict[str, Named] = {}
+            for named in self.all:
+                name = named.clean if clean else named.full
+                if name and fnmatchcase(name, pattern) and not any(above in found for above in _above(named.full)):
+                    found[named.full] = named
+            if found:
+                return list(found.values())
+        return []
+
+    def kind(self, named: Named) -> str:
+        """Return a clean name with ``*`` in place of indices, also in names like ``block_3`` in a list."""
+        *parents, last = named.clean.split(".")
+        above = self._full.get(named.full.rpartition(".")[0])
+        if above is not None and isinstance(above.module, CONTAINERS):
+            last = re.sub(r"\d+$", "*", last)
+        return starred(".".join([*parents, last])) or block_type(named.module).__name__
+
+
+def _walk(module: Module, full: str, clean: str, above: tuple[Module, ...]) -> Iterator[Named]:
+    yield Named(full, clean, module)
+    wrapped = inner_name(module)
+    if wrapped is None and not clean and list(module._modules) == ["module"]:
+        wrapped = "module"  # around a whole model this is what engines and data parallel wrappers of others look like
+    for name, child in module._modules.items():
+        if child is not None and child is not module and child not in above:  # a circle of modules has no names
+            below = f"{full}.{name}" if full else name
+            inside = clean if name == wrapped else f"{clean}.{name}" if clean else name
+            yield from _walk(child, below, inside, (*above, module))
+
+
+def _above(name: str) -> Iterator[str]:
+    while "." in name:
+        name = name.rpartition(".")[0]
+        yield name
+
+
+def starred(name: str) -> str:
+    """Return a dotted name with ``*`` in place of indices."""
+    return ".".join("*" if part.isdecimal() else part for part in name.split("."))

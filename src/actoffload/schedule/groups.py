@@ -1,0 +1,99 @@
+"""The schedule of a model whose groups are chosen by name: which leave, and when.  Data only."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .plan import Action, Do, Event, Plan, When
+
+__all__ = ["GroupSchedule"]
+
+RESIDENT = 2
+"""So many groups at the end stay if nothing is said: copies then run beside the compute of another group."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSchedule:
+    """Which groups of a sequence leave, and when they leave and come back.
+
+    A group is a stretch of the forward whose saved tensors move together.  Groups are of one *kind* if they play the
+    same part in their blocks: all blocks, or all attention modules.  The last group of each kind stays, because
+    backward begins there; so do the last two of the sequence.
+
+    Let ``d`` be the number of groups at the end of the sequence that stay, or `max_inflight` if that is smaller.
+    Group ``i`` is copied while it computes and leaves while group ``i + d`` computes: for each tensor that the later
+    one saves, as many bytes of the earlier one give way.  So no more than ``d`` groups are on the device, and the
+    copies have until the end of the forward.  In backward group ``i`` comes back likewise, into the room of what group
+    ``i + d`` has used.
+
+    Parameters
+    ----------
+    num_layers : int, optional
+        The first so many groups of each kind leave.  None for all that may.
+    fraction : float
+        Of the groups that would leave, the first so many, rounded: those that would lie longest on the device.
+    max_inflight : int, optional
+        At most so many groups are on their way, in either direction; compute waits for the first one before one
+        more may start.  None for no limit but that of the groups which stay.
+
+    Raises
+    ------
+    ValueError
+        If a value is out of its range.
+
+    Examples
+    --------
+    >>> from actoffload.schedule.groups import GroupSchedule
+    >>> GroupSchedule().leaving(["layer"] * 5)
+    (0, 1, 2)
+    >>> GroupSchedule().leaving(["attention", "mlp"] * 3)
+    (0, 1, 2, 3)
+    """
+
+    num_layers: int | None = None
+    fraction: float = 1.0
+    max_inflight: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.num_layers is not None and self.num_layers < 0:
+            raise ValueError(f"num_layers is {self.num_layers}; expected 0 or more, or None for all but the last two.")
+        if not 0.0 <= self.fraction <= 1.0:
+            raise ValueError(f"fraction is {self.fraction}; expected a part of the groups, from 0.0 to 1.0.")
+        if self.max_inflight is not None and self.max_inflight < 1:
+            raise ValueError(f"max_inflight is {self.max_inflight}; expected at least 1 group, or None for no limit.")
+
+    def leaving(self, kinds: Sequence[str]) -> tuple[int, ...]:
+        """Return the positions that leave in a sequence of groups, given by their kinds."""
+        last = len(kinds) if self.num_layers is not None else len(kinds) - RESIDENT
+        found: list[int] = []
+        for kind in dict.fromkeys(kinds):
+            places = [k for k, other in enumerate(kinds) if other == kind]
+            may = [k for k in places[:-1] if k < last]
+            if self.num_layers is not None:
+                may = may[: self.num_layers]
+            found += may[: math.floor(self.fraction * len(may) + 0.5)]
+        return tuple(sorted(found))
+
+    def distance(self, kinds: Sequence[str]) -> int:
+        """Return after how many more groups one that leaves is gone."""
+        leaving = self.leaving(kinds)
+        at_the_end = len(kinds) - 1 - leaving[-1] if leaving else len(kinds)
+        return min(at_the_end, self.max_inflight or at_the_end)
+
+    def plan(self, kinds: Sequence[str]) -> Plan:
+        """Return the plan for a sequence of groups, given by their kinds; at least one."""
+        steps: dict[Event, tuple[Action, ...]] = {}
+        d = self.distance(kinds)
+        for i in self.leaving(kinds):
+            pairs = (
+                (Event(When.FORWARD_START, i), Action(Do.OFFLOAD, i)),
+                (Event(When.FORWARD_START, i + d), Action(Do.GIVE_WAY, i)),
+                (Event(When.FORWARD_END, i + d), Action(Do.RELEASE, i)),
+                (Event(When.BACKWARD_START, i + d), Action(Do.COME_BACK, i)),
+                (Event(When.BACKWARD_END, i + d), Action(Do.RELOAD, i)),
+            )
+            for event, action in pairs:
+                steps[event] = (*steps.get(event, ()), action)
+        return Plan(len(kinds), steps)

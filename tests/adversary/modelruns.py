@@ -1,0 +1,189 @@
+"""Programs whose layers are the blocks of a model that `actoffload.offload` follows."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import actoffload
+
+from .device import AdversarialDevice
+from .harness import LAYERS, InjectedError, Run
+from .models import LEAST, ROWS, WIDTH
+from .programs import Forward, Program, Validate, programs
+
+__all__ = ["ModelProgram", "ModelRun", "model_programs"]
+
+ONCE = {"first", "part", "fork", "failing"}
+"""Operations that are not the same when they are done again."""
+
+
+@dataclass(frozen=True)
+class ModelProgram(Program):
+    """What a run of a model does.
+
+    Parameters
+    ----------
+    calls : sequence of sequence of int
+        For each forward, which blocks it calls in which order.
+    chosen, keep : sequence of str
+        What is offloaded, and what is to stay.
+    num_layers, max_inflight : int or None
+        As in `actoffload.offload`.
+    checkpointed : frozenset of int
+        Blocks that run in a checkpointed region.
+    reentrant : bool
+        Which variant of checkpointing.
+    """
+
+    calls: Sequence[Sequence[int]] = ()
+    chosen: Sequence[str] = ("blocks.*",)
+    keep: Sequence[str] = ()
+    num_layers: int | None = None
+    max_inflight: int | None = None
+    checkpointed: frozenset[int] = frozenset()
+    reentrant: bool = False
+
+
+class Operation(nn.Module):
+    """One operation, with its weight."""
+
+    def __init__(self, run: ModelRun, kind: str, weight: Tensor) -> None:
+        super().__init__()
+        self.run = weakref.proxy(run)
+        self.kind = kind
+        self.weight = [weight]  # no parameter: the program counts it among its leaves
+
+    def forward(self, x: Tensor) -> Tensor:
+        return LAYERS[self.kind](self.run, x, self.weight[0])
+
+
+class Block(nn.Module):
+    """The operations of one layer; all but the first are in a module of their own."""
+
+    def __init__(self, run: ModelRun, kinds: Sequence[str], weights: Sequence[Tensor]) -> None:
+        super().__init__()
+        first, *rest = [Operation(run, kind, weight) for kind, weight in zip(kinds, weights, strict=True)]
+        self.outer, self.inner = first, nn.Sequential(*rest)
+
+    def forward(self, x: Tensor, raises: bool) -> Tensor:
+        x = self.inner(self.outer(x)) * 1.5
+        if raises:
+            raise InjectedError
+        return x
+
+
+class Model(nn.Module):
+    """Calls its blocks in any order, with something in between that belongs to none of them."""
+
+    def __init__(self, run: ModelRun) -> None:
+        super().__init__()
+        program, weights = run.program, iter(run.weights)
+        self.checkpointed, self.reentrant = program.checkpointed, program.reentrant
+        self.blocks = nn.ModuleList(Block(run, kinds, [next(weights) for _ in kinds]) for kinds in program.layers)
+
+    def forward(self, x: Tensor, calls: Sequence[int], raises: bool) -> Tensor:
+        for k, index in enumerate(calls):
+            block, fails = self.blocks[index], raises and k == len(calls) - 1
+            x = x.sin()
+            if index in self.checkpointed and torch.is_grad_enabled():
+                x = checkpoint(block, x, fails, use_reentrant=self.reentrant, preserve_rng_state=False)
+            else:
+                x = block(x, fails)
+        return x * 2.0
+
+
+class ModelRun(Run):
+    """One run of such a program; without a device, one without offloading."""
+
+    program: ModelProgram
+
+    def __init__(self, program: ModelProgram, device: AdversarialDevice | None, seed: int) -> None:
+        self._forwards = 0
+        super().__init__(program, device, seed)
+        if device is None:
+            self.model = Model(self)
+
+    def _open(self, device: AdversarialDevice) -> None:
+        program = self.program
+        self.model = Model(self)
+        self.context = actoffload.offload(
+            self.model,
+            layers=program.chosen,
+            keep=program.keep,
+            num_layers=program.num_layers,
+            max_inflight=program.max_inflight,
+            min_bytes=4 * LEAST,
+            max_host_bytes=program.limit,
+        )
+
+    def recording(self) -> AbstractContextManager[Any]:
+        recording: AbstractContextManager[Any] = self.context.recording()
+        return recording
+
+    @staticmethod
+    def passes(program: Program) -> int:
+        return sum(isinstance(step, Forward) for step in program.steps)
+
+    def forward(self, step: Forward | Validate) -> Tensor:
+        calls = self.program.calls[self._forwards]
+        self._forwards += 1
+        self.state, self.parts = {}, 0
+        x = torch.linspace(-1, 1, ROWS * WIDTH).view(ROWS, WIDTH) * (1 + len(self.inputs))
+        raises = False
+        if isinstance(step, Forward):
+            self.inputs.append(x.requires_grad_())
+            calls = calls if step.stop is None else calls[: step.stop + 1]
+            raises = step.raises
+        try:
+            x = self.model(x, calls, raises)
+            return x + self.state["forked"] if "forked" in self.state else x
+        finally:
+            self.crossing()
+            self.state = {}
+
+
+@st.composite
+def model_programs(draw: st.DrawFn, *, streams: bool = False, limited: bool = False) -> ModelProgram:
+    """Draw a program; its forwards skip blocks and call some twice."""
+    base = draw(programs(manual=True, streams=streams, limited=limited))
+    blocks = range(len(base.layers))
+    regular = list(blocks)
+    calls = []
+    for step in base.steps:
+        if isinstance(step, Forward | Validate):
+            any_order = st.lists(st.sampled_from(blocks), min_size=1, max_size=len(blocks) + 2)
+            calls.append(draw(st.one_of(st.just(regular), st.just(regular), any_order)))
+    may_be = [k for k in blocks if ONCE.isdisjoint(base.layers[k])]
+    checkpointed = draw(st.frozensets(st.sampled_from(may_be))) if may_be and draw(st.booleans()) else frozenset()
+    chosen, keep = draw(
+        st.sampled_from(
+            [
+                (("blocks.*",), ()),
+                (("blocks.*",), ()),
+                (("blocks.?", "blocks.?.inner"), ()),
+                (("blocks.?",), ("*.inner",)),
+            ]
+        )
+    )
+    return ModelProgram(
+        base.layers,
+        None,
+        base.steps,
+        base.limit,
+        calls=calls,
+        chosen=chosen,
+        keep=keep,
+        num_layers=draw(st.one_of(st.none(), st.integers(1, len(blocks) - 1))),
+        max_inflight=draw(st.sampled_from([None, 1, 2])),
+        checkpointed=checkpointed,
+        reentrant=draw(st.booleans()),
+    )

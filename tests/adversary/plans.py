@@ -1,0 +1,55 @@
+"""Plans as strategies: any that is allowed, and those of groups that give way."""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+
+from actoffload.schedule.groups import GroupSchedule
+from actoffload.schedule.plan import Action, Do, Event, Plan, When
+
+__all__ = ["group_plans", "plans"]
+
+
+@st.composite
+def plans(draw: st.DrawFn, model_layers: int) -> Plan:
+    """Draw any plan that is allowed.
+
+    Each layer does none, one, two or three of offload, release and reload, at any events.  One that is released may
+    give way before, at the start of any later forward that lies between.  What is usual is drawn more often.
+    """
+    events = list(Plan(model_layers).events())
+    at = {event: k for k, event in enumerate(events)}
+    steps: dict[Event, tuple[Action, ...]] = {}
+
+    def put(do: Do, layer: int, place: int) -> None:
+        steps[events[place]] = (*steps.get(events[place], ()), Action(do, layer))
+
+    for layer in draw(st.permutations(range(model_layers))):
+        last = at[Event(When.BACKWARD_START, layer)]
+        many = draw(st.sampled_from([3, 3, 3, 2, 1, 0]))
+        if many == 0:
+            continue
+        own = at[Event(When.FORWARD_START, layer)]
+        offload = draw(st.one_of(st.just(own), st.integers(own, last)))
+        put(Do.OFFLOAD, layer, offload)
+        if many == 1:
+            continue
+        earliest = max(offload, at[Event(When.FORWARD_END, layer)])
+        starts = [k for k in range(earliest, last + 1) if events[k].when is When.FORWARD_START]
+        if starts and draw(st.sampled_from([True, True, False])):
+            earliest = draw(st.sampled_from(starts))
+            put(Do.GIVE_WAY, layer, earliest)
+        release = draw(st.one_of(st.just(min(earliest + 1, last)), st.integers(earliest, last)))
+        put(Do.RELEASE, layer, release)
+        if many == 3:
+            put(Do.RELOAD, layer, draw(st.integers(release, last)))
+    return Plan(model_layers, steps)
+
+
+@st.composite
+def group_plans(draw: st.DrawFn, groups: int) -> Plan:
+    """Draw the plan of a `GroupSchedule` in which something leaves, if there are groups enough for that."""
+    kinds = draw(st.lists(st.sampled_from("ab"), min_size=groups, max_size=groups))
+    least = 1 if groups > 1 else 0
+    number = draw(st.one_of(st.none(), st.integers(least, max(least, groups - 1))))
+    return GroupSchedule(number, max_inflight=draw(st.sampled_from([None, 1, 2]))).plan(kinds)

@@ -1,0 +1,108 @@
+"""The order in which the groups of a model run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from actoffload.schedule.course import Course
+
+orders = st.lists(st.sampled_from("abcd"), max_size=8)
+
+
+class Slow:
+    """What is expected as a list that is cut down as groups come."""
+
+    def __init__(self, expected: Sequence[str]) -> None:
+        self.arrived: list[str] = []
+        self.ahead = list(expected)
+
+    def arrive(self, key: str) -> bool:
+        self.arrived.append(key)
+        if key not in self.ahead:
+            return False
+        skipped = 0
+        while self.ahead.pop(0) != key:
+            skipped += 1
+        return skipped == 0
+
+
+def follow(expected: Sequence[str], comes: str) -> tuple[list[bool], str]:
+    course = Course(expected)
+    as_expected = [course.arrive(key) for key in comes]
+    return as_expected, "".join(course.sequence)
+
+
+@pytest.mark.parametrize(
+    ("expected", "comes", "right", "sequence"),
+    [
+        ("abcd", "", [], "abcd"),
+        ("abcd", "ab", [True, True], "abcd"),
+        ("abcd", "abcd", [True] * 4, "abcd"),
+        # Skipped: the first, some in between, the last (which may still come).
+        ("abcd", "bc", [False, True], "bcd"),
+        ("abcd", "ad", [True, False], "ad"),
+        ("abcd", "abc", [True] * 3, "abcd"),
+        # Repeated: once more than expected, as often as expected, less often.
+        ("abcd", "aab", [True, False, True], "aabcd"),
+        ("aab", "aab", [True] * 3, "aab"),
+        ("aaab", "ab", [True, False], "ab"),
+        ("abab", "aab", [True, False, True], "aab"),
+        # Inserted: a stranger, one that was skipped before, one behind the end.
+        ("abcd", "axb", [True, False, True], "axbcd"),
+        ("abcd", "acbd", [True, False, False, True], "acbd"),
+        ("ab", "abc", [True, True, False], "abc"),
+        ("", "a", [False], "a"),
+    ],
+)
+def test_what_is_expected_follows_what_comes(expected: str, comes: str, right: list[bool], sequence: str) -> None:
+    assert follow(expected, comes) == (right, sequence)
+
+
+@given(orders, orders)
+def test_against_a_list_that_is_cut_down(expected: list[str], comes: list[str]) -> None:
+    course, slow = Course(expected), Slow(expected)
+    for key in comes:
+        assert course.arrive(key) == slow.arrive(key)
+        assert course.arrived == slow.arrived
+        assert course.sequence == (*slow.arrived, *slow.ahead)
+        assert course.complete == (not slow.ahead)
+
+
+@given(orders, orders)
+def test_what_has_come_is_never_rewritten(expected: list[str], comes: list[str]) -> None:
+    """The sequence begins with what has come and ends with a part of what was expected, in its order."""
+    course = Course(expected)
+    ahead = len(expected)
+    for k, key in enumerate(comes):
+        before = course.sequence
+        right = course.arrive(key)
+        assert course.sequence[: k + 1] == tuple(comes[: k + 1])
+        rest = course.sequence[k + 1 :]
+        assert len(rest) <= ahead
+        assert rest == tuple(expected[len(expected) - len(rest) :])
+        assert right == (course.sequence == before)
+        ahead = len(rest)
+
+
+@given(orders, orders)
+def test_the_next_pass_is_expected_as_this_one_was(expected: list[str], comes: list[str]) -> None:
+    first = Course(expected)
+    for key in comes:
+        first.arrive(key)
+    second = Course(tuple(first.arrived))
+    assert all(second.arrive(key) for key in comes)
+    assert second.complete
+    assert second.sequence == tuple(comes)
+
+
+@given(orders, orders)
+def test_the_expected_order_is_not_changed(expected: list[str], comes: list[str]) -> None:
+    given = list(expected)
+    course = Course(given)
+    for key in comes:
+        course.arrive(key)
+    assert given == expected

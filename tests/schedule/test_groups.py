@@ -1,0 +1,238 @@
+"""Which groups of a sequence leave, and the plan for them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from fractions import Fraction
+from itertools import product
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from actoffload.schedule.costs import LayerCost, Link
+from actoffload.schedule.default import DefaultSchedule
+from actoffload.schedule.groups import GroupSchedule
+from actoffload.schedule.plan import Action, Do, Event, Plan, When
+from actoffload.schedule.simulate import simulate
+
+SEQUENCES = ["".join(kinds) for of in range(1, 7) for kinds in product("abc", repeat=of)]
+NUMBERS = [None, 0, 1, 2, 5]
+INFLIGHT = [None, 1, 2, 3]
+
+sequences = st.lists(st.sampled_from("abc"), min_size=1, max_size=14)
+schedules = st.builds(
+    GroupSchedule,
+    st.one_of(st.none(), st.integers(0, 14)),
+    st.integers(0, 16).map(lambda k: k / 16),
+    st.one_of(st.none(), st.integers(1, 14)),
+)
+
+
+# Who leaves
+
+
+@pytest.mark.parametrize(
+    ("kinds", "options", "leaving"),
+    [
+        ("aaaaa", {}, (0, 1, 2)),
+        ("aaaaa", {"num_layers": 0}, ()),
+        ("aaaaa", {"num_layers": 2}, (0, 1)),
+        ("aaaaa", {"num_layers": 4}, (0, 1, 2, 3)),
+        ("aaaaa", {"num_layers": 9}, (0, 1, 2, 3)),
+        ("aa", {}, ()),
+        ("aa", {"num_layers": 1}, (0,)),
+        ("a", {"num_layers": 1}, ()),
+        # Of each kind the last one stays, wherever it is.
+        ("ababab", {}, (0, 1, 2, 3)),
+        ("ababab", {"num_layers": 1}, (0, 1)),
+        ("abaaaa", {}, (0, 2, 3)),
+        ("aabbb", {}, (0, 2)),
+        ("aabbb", {"num_layers": 3}, (0, 2, 3)),
+        ("abcabc", {}, (0, 1, 2)),
+        ("abcde", {}, ()),
+        ("abcde", {"num_layers": 3}, ()),
+        # A part of what would leave, of each kind; halves count up.
+        ("a" * 10, {"fraction": 0.0}, ()),
+        ("a" * 10, {"fraction": 0.5}, (0, 1, 2, 3)),
+        ("a" * 10, {"fraction": 0.05}, ()),
+        ("a" * 10, {"fraction": 0.0625}, (0,)),
+        ("a" * 10, {"fraction": 0.5, "num_layers": 5}, (0, 1, 2)),
+        ("ababababab", {"fraction": 0.5}, (0, 1, 2, 3)),
+        ("aaaaabb", {"fraction": 0.5}, (0, 1)),
+    ],
+)
+def test_who_leaves(kinds: str, options: dict[str, Any], leaving: tuple[int, ...]) -> None:
+    assert GroupSchedule(**options).leaving(kinds) == leaving
+
+
+@given(sequences, schedules)
+def test_who_leaves_by_counting(kinds: list[str], schedule: GroupSchedule) -> None:
+    """A group leaves if fewer than so many of its kind come before it, and some of its kind comes behind it."""
+    leaving = schedule.leaving(kinds)
+    for k, kind in enumerate(kinds):
+        earlier, later = kinds[:k].count(kind), kinds[k + 1 :].count(kind)
+        if schedule.num_layers is None:
+            many = kinds[:-2].count(kind) - (kind not in kinds[-2:])
+        else:
+            many = min(kinds.count(kind) - 1, schedule.num_layers)
+        quota = int(Fraction(schedule.fraction) * many + Fraction(1, 2))
+        assert (k in leaving) == (earlier < quota and later > 0)
+
+
+@given(sequences, schedules)
+def test_the_last_of_each_kind_stays(kinds: list[str], schedule: GroupSchedule) -> None:
+    leaving = schedule.leaving(kinds)
+    assert list(leaving) == sorted(set(leaving))
+    for kind in set(kinds):
+        assert len(kinds) - 1 - kinds[::-1].index(kind) not in leaving
+    if schedule.num_layers is None:
+        assert {len(kinds) - 2, len(kinds) - 1}.isdisjoint(leaving)
+    else:
+        assert all(sum(kinds[k] == kind for k in leaving) <= schedule.num_layers for kind in set(kinds))
+
+
+@given(sequences, schedules, st.integers(0, 16).map(lambda k: k / 16))
+def test_a_smaller_fraction_lets_fewer_leave_and_the_same_first(
+    kinds: list[str], schedule: GroupSchedule, fraction: float
+) -> None:
+    other = GroupSchedule(schedule.num_layers, fraction)
+    few, many = sorted((schedule, other), key=lambda s: s.fraction)
+    assert set(few.leaving(kinds)) <= set(many.leaving(kinds))
+
+
+# When
+
+
+@pytest.mark.parametrize(
+    ("kinds", "options", "distance"),
+    [
+        ("aaaaa", {}, 2),
+        ("aaaaa", {"num_layers": 1}, 4),
+        ("aaaaa", {"num_layers": 4}, 1),
+        ("aaaaa", {"max_inflight": 1}, 1),
+        ("aaaaa", {"max_inflight": 2}, 2),
+        ("aaaaa", {"max_inflight": 9}, 2),
+        ("aabb", {"num_layers": 1}, 1),
+        ("abcabc", {}, 3),
+        ("aa", {}, 2),
+        ("aa", {"max_inflight": 1}, 1),
+    ],
+)
+def test_distance(kinds: str, options: dict[str, Any], distance: int) -> None:
+    assert GroupSchedule(**options).distance(kinds) == distance
+
+
+def check_plan(schedule: GroupSchedule, kinds: Sequence[str]) -> None:
+    plan, leaving = schedule.plan(kinds), schedule.leaving(kinds)  # making it checks that it can be carried out
+    assert plan.model_layers == len(kinds)
+    assert plan.offloaded == leaving
+    assert sum(map(len, plan.steps.values())) == 4 * len(leaving)
+    if not leaving:
+        return
+    d = schedule.distance(kinds)
+    behind = len(kinds) - 1 - leaving[-1]
+    assert d == (behind if schedule.max_inflight is None else min(behind, schedule.max_inflight)) >= 1
+    for i in leaving:
+        assert plan.find(Do.OFFLOAD, i) == Event(When.FORWARD_START, i)
+        assert plan.find(Do.GIVE_WAY, i) == Event(When.FORWARD_START, i + d)
+        assert plan.find(Do.RELEASE, i) == Event(When.FORWARD_END, i + d)
+        assert plan.find(Do.RELOAD, i) == Event(When.BACKWARD_END, i + d)
+    # Each makes room for one other, which starts its own copies only then.
+    for actions in plan.steps.values():
+        does = [action.do for action in actions]
+        assert does in ([Do.OFFLOAD], [Do.GIVE_WAY], [Do.GIVE_WAY, Do.OFFLOAD], [Do.RELEASE], [Do.RELOAD])
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+@pytest.mark.parametrize("inflight", INFLIGHT)
+def test_every_short_sequence_has_a_plan(number: int | None, inflight: int | None) -> None:
+    for kinds in SEQUENCES:
+        check_plan(GroupSchedule(number, max_inflight=inflight), kinds)
+
+
+@given(sequences, schedules)
+def test_every_sequence_has_a_plan(kinds: list[str], schedule: GroupSchedule) -> None:
+    check_plan(schedule, kinds)
+
+
+def test_a_plan_written_out() -> None:
+    assert GroupSchedule(2, max_inflight=1).plan("aaaa") == Plan(
+        4,
+        {
+            Event(When.FORWARD_START, 0): (Action(Do.OFFLOAD, 0),),
+            Event(When.FORWARD_START, 1): (Action(Do.GIVE_WAY, 0), Action(Do.OFFLOAD, 1)),
+            Event(When.FORWARD_END, 1): (Action(Do.RELEASE, 0),),
+            Event(When.FORWARD_START, 2): (Action(Do.GIVE_WAY, 1),),
+            Event(When.FORWARD_END, 2): (Action(Do.RELEASE, 1),),
+            Event(When.BACKWARD_END, 2): (Action(Do.RELOAD, 1),),
+            Event(When.BACKWARD_END, 1): (Action(Do.RELOAD, 0),),
+        },
+    )
+
+
+# What it comes to
+
+
+@given(sequences, schedules, st.sampled_from([0.125, 1.0, 8.0]))
+def test_memory_is_that_of_the_groups_that_stay_and_of_a_few_more(
+    kinds: list[str], schedule: GroupSchedule, speed: float
+) -> None:
+    """At most `distance` of the groups that leave are there at once, and for a moment what room is made for."""
+    size, pieces = 1024, 4
+    layers = [LayerCost.even(size, forward=1.0, backward=1.0, pieces=pieces)] * len(kinds)
+    result = simulate(schedule.plan(kinds), layers, Link(size * speed, size * speed))
+    leaving = schedule.leaving(kinds)
+    staying = [k for k in range(len(kinds)) if k not in leaving]
+    d = schedule.distance(kinds)
+    most = max(sum(k <= at for k in staying) + sum(at - d < k <= at for k in leaving) for at in range(len(kinds)))
+    assert result.peak_bytes <= most * size + (size // pieces if leaving else 0)
+    assert result.bytes_offloaded == result.bytes_reloaded == len(leaving) * size
+    assert result.reloaded_on_demand == 0
+
+
+@given(sequences, schedules, st.sampled_from([0.125, 0.5, 1.0, 8.0]))
+def test_giving_way_is_never_slower_than_leaving_at_once(
+    kinds: list[str], schedule: GroupSchedule, speed: float
+) -> None:
+    size = 1024
+    layers = [LayerCost.even(size, forward=1.0, backward=1.0, pieces=4)] * len(kinds)
+    plan, link = schedule.plan(kinds), Link(size * speed, size * speed)
+    at_once: dict[Event, tuple[Action, ...]] = {}
+    for event, actions in plan.steps.items():
+        kept = [a if a.do is not Do.GIVE_WAY else Action(Do.RELEASE, a.layer) for a in actions]
+        at_once[event] = tuple(a for a in kept if a.do is not Do.RELEASE or event.when is When.FORWARD_START)
+    # Exact: all times are multiples of a power of two.
+    assert simulate(plan, layers, link).step_time <= simulate(Plan(len(kinds), at_once), layers, link).step_time
+
+
+@pytest.mark.parametrize(("num", "of"), [(n, m) for m in range(2, 8) for n in range(m)])
+def test_one_kind_leaves_by_the_default_schedule_but_gives_way(num: int, of: int) -> None:
+    default, groups = DefaultSchedule(num, of), GroupSchedule(num)
+    assert groups.leaving("a" * of) == default.plan().offloaded
+    assert num == 0 or groups.distance("a" * of) == default.window
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"num_layers": -1}, "num_layers is -1; expected 0 or more, or None for all but the last two."),
+        ({"fraction": -0.1}, "fraction is -0.1; expected a part of the groups, from 0.0 to 1.0."),
+        ({"fraction": 1.5}, "fraction is 1.5; expected a part of the groups, from 0.0 to 1.0."),
+        ({"fraction": float("nan")}, "fraction is nan; expected a part of the groups, from 0.0 to 1.0."),
+        ({"max_inflight": 0}, "max_inflight is 0; expected at least 1 group, or None for no limit."),
+    ],
+)
+def test_numbers_out_of_range_are_refused(options: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(sentence)}$"):
+        GroupSchedule(**options)
+
+
+def test_no_groups_make_no_plan() -> None:
+    with pytest.raises(ValueError, match=r"^model_layers is 0; a plan needs at least one layer\.$"):
+        GroupSchedule().plan([])
