@@ -1,6 +1,6 @@
 """Tables and a picture from the results: no figure of them is typed by hand.
 
-    python benchmarks/report.py            writes report.md and compare.png beside the results
+    python benchmarks/report.py            writes report.md, compare.png and llama.png beside the results
     python benchmarks/report.py --check    fails if report.md is not what the results give
 
 `headline` is the sentence on the landing page.
@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import report_llama
+from report_parts import GIB, MIB, Target, origin, table
 from results_file import RESULTS, digest, read
 
-GIB, MIB = 2**30, 2**20
 OURS, CHECKPOINT, SAVE, NOTHING = "actoffload", "checkpoint", "save_on_cpu", "no offload"
 NAMES = {
     OURS: "actoffload",
@@ -29,70 +28,9 @@ NAMES = {
 TITLES = {"gpt": "Twelve GPT blocks", "linear": "Twelve linear layers"}
 
 
-@dataclass(frozen=True)
-class Target:
-    """One thing to reach.
-
-    Parameters
-    ----------
-    what : str
-        In words.
-    limit, measured : float
-        In the same unit.
-    unit : str
-        Behind the numbers.
-    at_least : bool
-        The limit is a lower one.
-    digits : int
-        To show.
-    """
-
-    what: str
-    limit: float
-    measured: float
-    unit: str
-    at_least: bool = False
-    digits: int = 3
-
-    @property
-    def met(self) -> bool:
-        """Whether the limit is kept."""
-        return self.measured >= self.limit if self.at_least else self.measured <= self.limit
-
-    def row(self) -> tuple[str, ...]:
-        """Return the cells of its line in the table."""
-        sign = "≥" if self.at_least else "≤"
-        verdict = "met" if self.met else f"missed by {abs(self.measured - self.limit):.{self.digits}f}{self.unit}"
-        return (
-            self.what,
-            f"{sign} {self.limit:.{self.digits}f}{self.unit}",
-            f"{self.measured:.{self.digits}f}{self.unit}",
-            verdict,
-        )
-
-
-def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a Markdown table; the first column is text, the others are numbers."""
-    lines = ["| " + " | ".join(head) + " |", "| --- |" + " ---: |" * (len(head) - 1)]
-    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
-
-
 def arm(data: dict[str, Any], method: str, count: int) -> dict[str, Any] | None:
     """Return the entry of one arm, or None."""
     return next((a for a in data["arms"] if (a["method"], a["num_layers"]) == (method, count)), None)
-
-
-def origin(data: dict[str, Any]) -> str:
-    """Say in one paragraph what a result was measured on."""
-    device = data["device"]
-    driver = f", driver {device['driver']}" if device["driver"] else ""
-    link = data.get("link")
-    speed = f", D2H {link['d2h'] / 1e9:.1f} GB/s, H2D {link['h2d'] / 1e9:.1f} GB/s" if link else ""
-    text = (
-        f"Measured on {device['name']}{driver}, torch {device['torch']}, Python {device['python']}{speed}, "
-        f"{data['date'][:10]}, library sources `{data['source_digest'][:12]}`, with `{data['command']}`."
-    )
-    return "**Rehearsal on the reference device; no GPU figures.** " + text if device["reference"] else text
 
 
 def model_line(data: dict[str, Any]) -> str:
@@ -168,6 +106,8 @@ def targets(results: dict[str, dict[str, Any]]) -> list[Target]:
         found.append(
             Target(f"host time for a saved tensor: {case['case']}", limit, case["seconds"] * 1e6, " µs", digits=1)
         )
+    if "llama" in results:
+        found += report_llama.targets(results["llama"])
     return found
 
 
@@ -242,6 +182,8 @@ def report(results: dict[str, dict[str, Any]], folder: Path = RESULTS) -> str:
             "backward; simulate is given these layers' measured costs and the link's bandwidth."
         )
         parts += [text, details(data), origin(data)]
+    if "llama" in results:
+        parts += report_llama.sections(results["llama"])
     every_run = runs(folder)
     if every_run:
         text = "Every run of the GPT benchmark that was made, in order; the tables above are of the last one."
@@ -313,7 +255,7 @@ def notes(folder: Path = RESULTS) -> str:
 
 def load(folder: Path) -> dict[str, dict[str, Any]]:
     """Read all results of a folder."""
-    found = {name: read(folder, name) for name in ("gpt", "linear", "profile-gpt", "overhead")}
+    found = {name: read(folder, name) for name in ("gpt", "linear", "llama", "profile-gpt", "overhead")}
     return {name: data for name, data in found.items() if data is not None}
 
 
@@ -335,6 +277,10 @@ def main(arguments: list[str]) -> int:
         from picture import draw
 
         draw(results["gpt"], options.results / "compare.png")
+    if "llama" in results:
+        from picture import draw_llama
+
+        draw_llama(results["llama"], options.results / "llama.png")
     print(headline(options.results))
     return 0
 

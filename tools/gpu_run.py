@@ -4,15 +4,15 @@
 
 Needs Python 3.12, torch, pytest, pytest-timeout and matplotlib, and for the gallery the packages of the `docs` extra;
 no network, no nox and no installation of the library.  Each step is a process with its own time limit, and one that
-fails does not stop the others.  The output folder then holds at most eight files:
+fails does not stop the others.  The output folder then holds at most nine files, and eight without ``profile``:
 
 run.log                      all output of all steps
 tests.xml, gpu-tests.json    the tests' results, as JUnit XML and for benchmarks/results
 gallery-recording.tar.gz     for ``python docs/tools/record_gallery.py unpack``
-gpt.json, linear.json, overhead.json, profile-*.json     for benchmarks/results
+gpt.json, linear.json, overhead.json, llama.json, profile-*.json     for benchmarks/results
 
-``--only tests,gallery,benchmarks`` chooses steps; ``benchmarks`` stands for overhead, linear and gpt; ``profile`` is
-run only when it is named.  ``--rehearse`` takes small sizes, for a machine without a GPU.
+``--only tests,gallery,benchmarks`` chooses steps; ``benchmarks`` stands for overhead, linear and gpt; ``llama`` and
+``profile`` are run only when they are named.  ``--rehearse`` takes small sizes, for a machine without a GPU.
 """
 
 # ruff: noqa: T201 - a script that prints
@@ -75,6 +75,7 @@ def steps(out: Path, *, rehearse: bool, select: str) -> dict[str, Step]:
         Step("overhead", ("benchmarks/overhead.py", *target, *small), 40),
         Step("linear", (compare, "linear", *target, *small), 70),
         Step("gpt", (compare, "gpt", *target, *small), 300),
+        Step("llama", ("benchmarks/llama.py", *target, *small), 330),
         Step("profile", (compare, "gpt", *target, "--profile", "4", *small), 80),
     ]
     return {step.name: step for step in every}
@@ -180,6 +181,8 @@ def benchmark_lines(out: Path) -> list[str]:
     for name in ("linear", "gpt"):
         if name in results:
             lines += ["", report.comparison(results[name]), "", report.details(results[name])]
+    if "llama" in results:
+        lines += ["", *report.report_llama.sections(results["llama"])]
     return lines
 
 
@@ -191,7 +194,7 @@ def summary(outcomes: list[Outcome], out: Path) -> None:
             print("\n".join(line[:200] for line in outcome.last_lines))
     if any(outcome.step.name == "tests" for outcome in outcomes):
         print("\n".join(["", "--- failed tests", *failures(out / "tests.xml")]))
-    if any(outcome.step.name in ("overhead", "linear", "gpt") for outcome in outcomes):
+    if any(outcome.step.name in ("overhead", "linear", "gpt", "llama") for outcome in outcomes):
         print("\n".join(["", "--- benchmarks", *benchmark_lines(out)]))
     print("\n=== summary")
     for outcome in outcomes:
