@@ -120,7 +120,7 @@ def check_same(
     return context
 
 
-def nothing_held(context: OffloadContext) -> None:
+def nothing_held(context: OffloadContext | actoffload.OffloadHandle) -> None:
     """Check that no byte is held on the device or in use on the host."""
     statistics = context.statistics()
     assert statistics.resident_bytes == 0

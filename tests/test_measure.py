@@ -164,6 +164,33 @@ def test_compare_steps_finds_the_whole_drop() -> None:
     assert result.seconds_with > 0
 
 
+@on_cpu
+@pytest.mark.parametrize("held", [False, True])
+def test_compare_steps_of_a_handle(held: bool) -> None:
+    """With a handle, where `without` pauses it; and R says so if somebody keeps a part of what should leave."""
+    model = nn.Sequential(*[nn.Linear(256, 256) for _ in range(6)])
+    handle = actoffload.offload(model)
+    holding: list[torch.Tensor] = []
+    if held:
+        model[1].register_forward_hook(lambda module, args, output: holding.append(output))
+
+    def step() -> None:
+        holding.clear()
+        model.zero_grad(set_to_none=False)
+        model(torch.randn(1024, 256)).square().mean().backward()
+
+    def without() -> None:
+        with handle.paused():
+            step()
+
+    result = compare_steps(without, step, handle, repeats=1, steps=1)
+    assert result.bytes_offloaded == result.bytes_absent == 4 * MIB
+    assert result.drop == (3 if held else 4) * MIB
+    assert result.ratio == (0.75 if held else 1.0)
+    assert compare_steps(without, step, handle, bytes_absent=8 * MIB, repeats=1).ratio == result.ratio / 2
+    handle.remove()
+
+
 def still(layers: nn.ModuleList, steps: int) -> list[Timeline]:
     pair = actoffload.get_cpu_offload_context(enabled=True, model_layers=len(layers), manual_synchronization=True)[:2]
     found = []

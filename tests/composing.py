@@ -1,0 +1,215 @@
+"""What the tests of composition share: a model of blocks, and programs that run with and without offload."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from helpers import no_gc, nothing_held, same_bits
+from torch import Tensor, nn
+
+import actoffload
+from actoffload.device import use
+
+ROWS, WIDTH, BLOCKS, STEPS = 48, 32, 6, 3
+LEAVING = BLOCKS - 2
+STREAM = ROWS * WIDTH * 4
+"""Bytes of what one block hands to the next."""
+
+Offload = Callable[..., Any]
+Program = Callable[[Offload], Sequence[Tensor]]
+
+
+class Block(nn.Module):
+    """A pre-norm transformer block on one sequence, with dropout if asked."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.norm, self.qkv, self.out = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.up, self.down, self.dropout = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH), nn.Dropout(dropout)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, 4, -1)).permute(1, 2, 0, 3).unsqueeze(1)
+        x = x + self.out(self.attend(q, k, v)[0].transpose(0, 1).flatten(1))
+        return x + self.down(self.dropout(F.gelu(self.up(x))))
+
+
+class Mlp(nn.Module):
+    """Two linears with a tanh, whose derivatives of any order exist."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Net(nn.Module):
+    """Blocks between two linears."""
+
+    def __init__(self, block: Callable[[], nn.Module] = Block) -> None:
+        super().__init__()
+        self.inp, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList([block() for _ in range(BLOCKS)])
+
+    def call(self, block: nn.Module, x: Tensor) -> Tensor:
+        return block(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inp(x)
+        for block in self.blocks:
+            x = self.call(block, x)
+        return self.head(x)
+
+
+def dropping() -> Block:
+    """Return a block with dropout."""
+    return Block(dropout=0.1)
+
+
+def batch(k: int = 0, rows: int = ROWS) -> Tensor:
+    """Return the data of a step."""
+    return torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(100 + k))
+
+
+def gradients(model: nn.Module) -> list[Tensor]:
+    """Take the gradients, and clear them; of a distributed one this process's part."""
+    found = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    model.zero_grad()
+    assert found
+    return [getattr(grad, "_local_tensor", grad) for grad in found]
+
+
+def train(
+    model: Callable[[Tensor], Tensor],
+    steps: int = STEPS,
+    of: nn.Module | None = None,
+    data: Callable[[int], Tensor] = batch,
+) -> list[Tensor]:
+    """Run some steps; return outputs and gradients of all of them.
+
+    Parameters
+    ----------
+    model : callable
+        What is called.
+    steps : int
+        How often.
+    of : module, optional
+        Whose gradients count, if `model` has no parameters.
+    data : callable
+        From the number of a step to its data.
+    """
+    owner = model if of is None else of
+    assert isinstance(owner, nn.Module)
+    found = []
+    for k in range(steps):
+        y = model(data(k))
+        y.square().sum().backward()
+        found += [y.detach(), *gradients(owner)]
+        del y
+    return found
+
+
+def training(make: Callable[[], nn.Module], **options: Any) -> Program:
+    """Return the program that makes a model, offloads it and trains it."""
+
+    def program(offload: Offload) -> list[Tensor]:
+        model = make()
+        offload(model, **options)
+        return train(model)
+
+    return program
+
+
+class Spy:
+    """A device that also looks at what leaves it.
+
+    Parameters
+    ----------
+    inner : Backend
+        What does the work.
+
+    Attributes
+    ----------
+    left : list of int
+        Bytes of each storage, or part of one, that was copied to the host.
+    watched : module or None
+        No memory of its parameters may leave.
+    """
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+        self.left: list[int] = []
+        self.watched: nn.Module | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def to_host(self, pairs: Any, stream: Any) -> None:
+        owned = memories(self.watched) if self.watched is not None else set()
+        for _, source in pairs:
+            self.left.append(source.nbytes)
+            assert source.untyped_storage().data_ptr() not in owned, "a parameter leaves"
+        self.inner.to_host(pairs, stream)
+
+
+def memories(module: nn.Module) -> set[int]:
+    """Return where the parameters of a module are at this moment; a distributed one is where its own part is."""
+    found = {getattr(p, "_local_tensor", p).untyped_storage().data_ptr() for p in module.parameters()}
+    return found - {0}
+
+
+def both(program: Program, *, leaves: bool = True, watch: bool = True, device: Any = None) -> actoffload.OffloadHandle:
+    """Run a program without offload and with; what it returns must have equal bits, and nothing may be held.
+
+    Parameters
+    ----------
+    program : callable
+        Called with a function to call instead of `actoffload.offload`.
+    leaves : bool
+        Whether something has to leave.
+    watch : bool
+        Whether what the model has as parameters while it runs may not leave.
+    device : Backend, optional
+        Which device; one of reference if not given.
+
+    Returns
+    -------
+    OffloadHandle
+        That of the second run, for its statistics.
+    """
+    handles: list[actoffload.OffloadHandle] = []
+    spy: Any = Spy(actoffload.ReferenceDevice() if device is None else device)
+
+    def offload(module: nn.Module, **options: Any) -> actoffload.OffloadHandle:
+        spy.watched = module if watch else None
+        handles.append(actoffload.offload(module, **{"layers": "*blocks.?", "min_bytes": 64, **options}))
+        return handles[-1]
+
+    torch.manual_seed(0)
+    wanted = program(lambda module, **options: None)
+    with no_gc(), use(spy):
+        torch.manual_seed(0)
+        got = program(offload)
+        (handle,) = handles
+        spy.watched = None
+        assert len(got) == len(wanted) > 0
+        for k, (a, b) in enumerate(zip(wanted, got, strict=True)):
+            assert same_bits(a, b), f"result {k} of shape {tuple(a.shape)} differs"
+        nothing_held(handle)
+    assert not hooked()
+    statistics = handle.statistics()
+    assert (statistics.tensors_offloaded > 0) == leaves
+    assert sum(spy.left) == statistics.bytes_offloaded
+    return handle
+
+
+def hooked() -> bool:
+    """Whether saved-tensor hooks of anybody are installed in this thread."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None

@@ -1,0 +1,247 @@
+"""Structures that real models have, built of plain PyTorch, each with the blocks that it is to be found to have."""
+
+from __future__ import annotations
+
+from torch import nn
+
+
+class Parts(nn.Module):
+    """A module of named children that can run."""
+
+    def __init__(self, **parts: nn.Module) -> None:
+        super().__init__()
+        for name, part in parts.items():
+            self.add_module(name, part)
+
+    def forward(self, x):
+        return x
+
+
+class Attention(Parts):
+    def __init__(self, width: int = 4) -> None:
+        super().__init__(qkv=nn.Linear(width, 3 * width), proj=nn.Linear(width, width))
+
+
+class Mlp(Parts):
+    def __init__(self, width: int = 4, hidden: int = 16) -> None:
+        super().__init__(up=nn.Linear(width, hidden), down=nn.Linear(hidden, width))
+
+
+class Block(Parts):
+    def __init__(self, width: int = 4) -> None:
+        super().__init__(norm=nn.LayerNorm(width), attention=Attention(width), mlp=Mlp(width))
+
+
+class Mamba(Parts):
+    def __init__(self, width: int = 4) -> None:
+        super().__init__(norm=nn.LayerNorm(width), mixer=Mlp(width))
+
+
+class MoeMlp(Parts):
+    def __init__(self, experts: int) -> None:
+        super().__init__(router=nn.Linear(4, experts), experts=nn.ModuleList(Mlp() for _ in range(experts)))
+
+
+class MoeBlock(Parts):
+    def __init__(self, experts: int = 8) -> None:
+        super().__init__(attention=Attention(), mlp=MoeMlp(experts) if experts else Mlp())
+
+
+class DirectMoeBlock(Parts):
+    def __init__(self, experts: int = 8) -> None:
+        super().__init__(attention=Attention(), experts=nn.ModuleList(Mlp() for _ in range(experts)))
+
+
+class ManyHeads(Parts):
+    def __init__(self) -> None:
+        super().__init__(heads=nn.ModuleList(Attention() for _ in range(16)), mlp=Mlp())
+
+
+class Stage(Parts):
+    def __init__(self, width: int, depth: int) -> None:
+        super().__init__(
+            blocks=nn.Sequential(*(Block(width) for _ in range(depth))), downsample=nn.Linear(width, 2 * width)
+        )
+
+
+class ConvBlock(nn.Sequential):
+    def __init__(self, before: int, after: int) -> None:
+        super().__init__(nn.Conv2d(before, after, 3), nn.BatchNorm2d(after), nn.ReLU())
+
+
+class Inverted(Parts):
+    """A block made of a list of its own, of which the first in a stage has other widths."""
+
+    def __init__(self, before: int, after: int) -> None:
+        super().__init__(convs=nn.Sequential(ConvBlock(before, 2 * after), ConvBlock(2 * after, after)))
+
+
+def residual_stage(before: int, after: int, depth: int) -> nn.Sequential:
+    return nn.Sequential(*(Inverted(before if k == 0 else after, after) for k in range(depth)))
+
+
+class Inception(Parts):
+    def __init__(self, width: int) -> None:
+        branches = {f"branch{k}": nn.Sequential(ConvBlock(width, 4), ConvBlock(4, 4)) for k in range(3)}
+        super().__init__(**branches)
+
+
+class Down(Parts):
+    def __init__(self, width: int) -> None:
+        super().__init__(convs=nn.Sequential(nn.Conv2d(width, 2 * width, 3), nn.Conv2d(2 * width, 2 * width, 3)))
+
+
+class Up(Down):
+    pass
+
+
+class Bottleneck(Parts):
+    def __init__(self, before: int, after: int) -> None:
+        super().__init__(conv1=nn.Conv2d(before, after, 1), conv2=nn.Conv2d(after, after, 3))
+
+
+class AttributeStage(Parts):
+    def __init__(self, before: int, after: int, depth: int) -> None:
+        super().__init__(**{f"b{k + 1}": Bottleneck(before if k == 0 else after, after) for k in range(depth)})
+
+
+def blocks(number: int, kind=Block) -> nn.ModuleList:
+    return nn.ModuleList(kind() for _ in range(number))
+
+
+shared = Block()
+
+PLAIN = {
+    "layers between embedding and head": (
+        Parts(embed=nn.Embedding(9, 4), layers=blocks(12), head=nn.Linear(4, 9)),
+        {"layers.*": 12},
+    ),
+    "two layers": (Parts(layers=blocks(2)), {"layers.*": 2}),
+    "a dictionary of layers": (
+        Parts(layers=nn.ModuleDict({str(k): Block() for k in range(5)}), norm=nn.LayerNorm(4)),
+        {"layers.*": 5},
+    ),
+    "the model is the list": (nn.Sequential(*blocks(3)), {"*": 3}),
+    "a stem in the list": (nn.Sequential(Mlp(), *blocks(6), nn.LayerNorm(4), Mlp()), {"*": 6}),
+    "one block, six times": (Parts(layers=nn.ModuleList([shared] * 6)), {"layers.*": 1}),
+    "hybrid": (Parts(layers=nn.ModuleList([Mamba(), Mamba(), Block(), Mamba()])), {"layers.*": 4}),
+    "hybrid in a Sequential": (
+        nn.Sequential(*(Block() if k == 3 else Mamba() for k in range(8))),
+        {"*": 8},
+    ),
+    "two stacks": (Parts(encoder=Parts(layers=blocks(6)), decoder=Parts(layers=blocks(2, Mamba))), None),
+    "layers that a stage of a pipeline does not have": (
+        Parts(layers=nn.ModuleList([nn.Identity(), nn.Identity(), *blocks(2)])),
+        {"layers.*": 2},
+    ),
+}
+PLAIN["two stacks"] = (PLAIN["two stacks"][0], {"encoder.layers.*": 6, "decoder.layers.*": 2})
+
+PARTS = {
+    "experts are parts": (Parts(layers=blocks(4, MoeBlock)), {"layers.*": 4}),
+    "experts in the block itself": (Parts(layers=blocks(2, DirectMoeBlock)), {"layers.*": 2}),
+    "a dense block first": (Parts(layers=nn.ModuleList([MoeBlock(0), MoeBlock(), MoeBlock()])), {"layers.*": 3}),
+    "a dense block and one with experts": (Parts(layers=nn.ModuleList([MoeBlock(0), MoeBlock()])), {"layers.*": 2}),
+    "heads in a block": (nn.Sequential(*(ManyHeads() for _ in range(3))), {"*": 3}),
+    "heads behind the blocks": (
+        Parts(
+            layers=nn.ModuleList(Block(16) for _ in range(4)),
+            heads=nn.ModuleList(Mlp(4, 2) for _ in range(20)),
+        ),
+        {"layers.*": 4},
+    ),
+    "a tower before the larger blocks": (
+        Parts(
+            vision=Parts(layers=nn.ModuleList(Mamba(2) for _ in range(3))),
+            language=Parts(layers=nn.ModuleList(Block(32) for _ in range(3))),
+        ),
+        {"vision.layers.*": 3, "language.layers.*": 3},
+    ),
+}
+
+STAGES = {
+    "stages that hold blocks": (
+        Parts(layers=nn.ModuleList(Stage(4 << k, depth) for k, depth in enumerate([2, 2, 6, 2]))),
+        {"layers.*.blocks.*": 12},
+    ),
+    "stages and what lies between": (
+        Parts(
+            features=nn.Sequential(
+                ConvBlock(3, 4),
+                nn.Sequential(*(Block(4) for _ in range(3))),
+                nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 8)),
+                nn.Sequential(*(Block(8) for _ in range(3))),
+                nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 16)),
+                nn.Sequential(*(Block(16) for _ in range(9))),
+            )
+        ),
+        {"features.*.*": 15, "features.*": 2},
+    ),
+    "lists of lists": (
+        Parts(block=nn.ModuleList(nn.ModuleList(Block(4 << k) for _ in range(2)) for k in range(4))),
+        {"block.*.*": 8},
+    ),
+    "lists of equal lists": (
+        Parts(block=nn.ModuleList(blocks(2) for _ in range(4))),
+        {"block.*.*": 8},
+    ),
+    "stages of one block": (
+        nn.Sequential(
+            ConvBlock(3, 4),
+            residual_stage(4, 8, 1),
+            residual_stage(8, 12, 3),
+            residual_stage(12, 16, 1),
+            ConvBlock(16, 9),
+        ),
+        {"*.*": 5},
+    ),
+    "a first block of other widths": (
+        Parts(layer1=residual_stage(4, 4, 2), layer2=residual_stage(4, 8, 2), layer3=residual_stage(8, 12, 2)),
+        {"layer1.*": 2, "layer2.*": 2, "layer3.*": 2},
+    ),
+    "equal stages are blocks": (Parts(groups=nn.ModuleList(Stage(4, 3) for _ in range(6))), {"groups.*": 6}),
+}
+
+ATTRIBUTES = {
+    "blocks with branches": (
+        Parts(**{f"inception{k}": Inception(4 + k) for k in range(5)}),
+        {f"inception{k}": 1 for k in range(5)},
+    ),
+    "down and up": (
+        Parts(**{f"down{k}": Down(2 + k) for k in range(4)}, **{f"up{k}": Up(8 - k) for k in range(4)}),
+        {**{f"down{k}": 1 for k in range(4)}, **{f"up{k}": 1 for k in range(4)}},
+    ),
+    "attributes in attributes": (
+        Parts(**{f"s{k + 1}": AttributeStage(2 << k, 4 << k, depth) for k, depth in enumerate([2, 4, 5, 2])}),
+        {f"s{k + 1}.b{j + 1}": 1 for k, depth in enumerate([2, 4, 5, 2]) for j in range(depth)},
+    ),
+}
+
+LEAVES = {
+    "linear layers": (nn.Sequential(*(nn.Linear(4, 4) for _ in range(12))), {"*": 12}),
+    "linear layers and activations": (
+        nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1)),
+        {"*": 3},
+    ),
+    "linear layers deeper in": (
+        Parts(encoder=nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), head=nn.Linear(2, 1)),
+        {"encoder.*": 2},
+    ),
+    "leaves do not count beside blocks": (
+        Parts(projections=nn.ModuleList(nn.Linear(4, 4) for _ in range(30)), layers=blocks(3)),
+        {"layers.*": 3},
+    ),
+    "parametrized leaves are leaves": (
+        Parts(
+            convs=nn.ModuleList(
+                nn.utils.parametrizations.weight_norm(nn.Conv1d(2, 2, 1), name="weight") for _ in range(9)
+            ),
+            layers=blocks(3),
+        ),
+        {"layers.*": 3},
+    ),
+    "only parametrized leaves": (
+        nn.Sequential(*(nn.utils.parametrizations.weight_norm(nn.Linear(2, 2)) for _ in range(4))),
+        {"*": 4},
+    ),
+}

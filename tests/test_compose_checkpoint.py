@@ -1,0 +1,308 @@
+"""Offload beside checkpointing: the inputs of checkpointed regions leave, and recomputation is left alone."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from composing import (
+    BLOCKS,
+    LEAVING,
+    STEPS,
+    STREAM,
+    WIDTH,
+    Block,
+    Net,
+    Offload,
+    batch,
+    both,
+    dropping,
+    gradients,
+    hooked,
+    train,
+    training,
+)
+from torch import Tensor, nn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    checkpoint_sequential,
+    create_selective_checkpoint_contexts,
+)
+
+import actoffload
+
+variants = pytest.mark.parametrize("reentrant", [False, True])
+
+
+class Checkpointed(Net):
+    """Each block in a checkpointed region."""
+
+    def __init__(self, block: Any = dropping, **options: Any) -> None:
+        super().__init__(block)
+        self.options = options
+
+    def call(self, block: nn.Module, x: Tensor) -> Tensor:
+        return checkpoint(block, x, **self.options)
+
+
+class Regions(Checkpointed):
+    """Several blocks in each checkpointed region."""
+
+    def __init__(self, each: int, **options: Any) -> None:
+        super().__init__(**options)
+        self.each = each
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inp(x)
+        for first in range(0, BLOCKS, self.each):
+            x = checkpoint(self.region, self.blocks[first : first + self.each], x, **self.options)
+        return self.head(x)
+
+    def region(self, blocks: Sequence[nn.Module], x: Tensor) -> Tensor:
+        for block in blocks:
+            x = block(x)
+        return x
+
+
+def only_inputs(handle: actoffload.OffloadHandle, leaving: int = LEAVING, regions: int = BLOCKS) -> None:
+    """Check that so many inputs of regions left in each step, and came back in time, and that nothing else was seen."""
+    statistics = handle.statistics()
+    assert statistics.passes == STEPS
+    # Apart from the regions, the two linears around them save their inputs. Of recomputation there is nothing.
+    assert statistics.tensors_saved == STEPS * (regions + 2)
+    assert statistics.tensors_offloaded == statistics.reloaded_ahead == STEPS * leaving
+    assert statistics.bytes_offloaded == statistics.bytes_reloaded == STEPS * leaving * STREAM
+    assert statistics.reloaded_on_demand == 0
+
+
+@variants
+def test_each_block_in_a_region(reentrant):
+    only_inputs(both(training(lambda: Checkpointed(use_reentrant=reentrant))))
+
+
+def test_a_region_does_not_stop_early():
+    only_inputs(both(training(lambda: Checkpointed(use_reentrant=False, early_stop=False))))
+
+
+@variants
+def test_a_region_inside_of_each_block(reentrant):
+    class Inner(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(super().forward, x, use_reentrant=reentrant)
+
+    only_inputs(both(training(lambda: Net(lambda: Inner(0.1)))))
+
+
+@variants
+@pytest.mark.parametrize("each", [2, 3])
+def test_regions_of_several_blocks(reentrant, each):
+    """A region's input travels with its first group, or with its last one where the region is reentrant."""
+    handle = both(training(lambda: Regions(each, use_reentrant=reentrant)))
+    travels_with = [first + each - 1 if reentrant else first for first in range(0, BLOCKS, each)]
+    only_inputs(handle, leaving=sum(group < LEAVING for group in travels_with), regions=BLOCKS // each)
+
+
+@variants
+def test_a_sequence_in_segments(reentrant):
+    class Segments(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(checkpoint_sequential(list(self.blocks), 3, self.inp(x), use_reentrant=reentrant))
+
+    # The last segment is not checkpointed; its two blocks stay.
+    assert both(training(lambda: Segments(dropping))).statistics().bytes_offloaded == STEPS * 2 * STREAM
+
+
+@variants
+def test_some_blocks_checkpointed_and_others_not(reentrant):
+    class Every(Net):
+        def call(self, block: nn.Module, x: Tensor) -> Tensor:
+            return checkpoint(block, x, use_reentrant=reentrant) if block is self.blocks[1] else block(x)
+
+    without = both(training(lambda: Net(dropping))).statistics()
+    statistics = both(training(lambda: Every(dropping))).statistics()
+    assert statistics.reloaded_on_demand == 0
+    # Three of the four blocks leave as a whole; of the checkpointed one its input.
+    assert statistics.bytes_offloaded == without.bytes_offloaded * 3 // 4 + STEPS * STREAM
+
+
+@variants
+@pytest.mark.parametrize("order", ["wrapped, then offloaded", "offloaded, then wrapped"])
+def test_checkpoint_wrapper(reentrant, order):
+    from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as wrapping
+
+    variant = wrapping.CheckpointImpl.REENTRANT if reentrant else wrapping.CheckpointImpl.NO_REENTRANT
+    wrap = functools.partial(wrapping.checkpoint_wrapper, checkpoint_impl=variant)
+
+    def program(offload: Offload) -> list[Tensor]:
+        model = Net(dropping)
+        if order.startswith("offloaded"):
+            offload(model)
+        wrapping.apply_activation_checkpointing(model, wrap, check_fn=lambda module: isinstance(module, Block))
+        if order.startswith("wrapped"):
+            offload(model)
+        return train(model)
+
+    only_inputs(both(program))
+
+
+def test_selective_checkpointing():
+    """What the policy saves is held by checkpointing itself and stays; the inputs leave."""
+    saved = []
+
+    def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        if op is torch.ops.aten.addmm.default:
+            saved.append(op)
+            return CheckpointPolicy.MUST_SAVE
+        return CheckpointPolicy.PREFER_RECOMPUTE
+
+    choose = functools.partial(create_selective_checkpoint_contexts, policy)
+    only_inputs(both(training(lambda: Checkpointed(Block, use_reentrant=False, context_fn=choose))))
+    assert saved
+
+
+@variants
+def test_gradients_taken_twice(reentrant):
+    """A retained graph is recomputed twice, and its inputs come back twice."""
+
+    def program(offload: Offload) -> list[Tensor]:
+        model = Checkpointed(use_reentrant=reentrant)
+        offload(model)
+        loss = model(batch()).square().sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+        return gradients(model)
+
+    statistics = both(program).statistics()
+    assert statistics.bytes_offloaded == LEAVING * STREAM
+    assert statistics.bytes_reloaded == 2 * LEAVING * STREAM
+
+
+@pytest.mark.parametrize(
+    ("reentrant", "words"),
+    [(False, "already runs under saved-tensor hooks of somebody else"), (True, "computed a second time in backward")],
+)
+def test_a_region_around_the_whole_model(reentrant, words):
+    def program(offload: Offload) -> list[Tensor]:
+        model = Net(dropping)
+        handle = offload(model)
+        results = train(lambda x: checkpoint(model, x.requires_grad_(), use_reentrant=reentrant), of=model)
+        if handle is not None:
+            assert handle.statistics().passes == 0
+        return results
+
+    with pytest.warns(UserWarning, match=f"(?s)Nothing is offloaded.*{words}.*parts of the model") as said:
+        both(program, leaves=False)
+    assert len(said) == 1
+
+
+def test_saving_on_the_host_by_somebody_else():
+    """The hooks of save_on_cpu around the model take its tensors, those around a block only that block's."""
+
+    class Half(Net):
+        def call(self, block: nn.Module, x: Tensor) -> Tensor:
+            if block is not self.blocks[0]:
+                return block(x)
+            with torch.autograd.graph.save_on_cpu():
+                return block(x)
+
+    def around(offload: Offload) -> list[Tensor]:
+        model = Net()
+        offload(model)
+        with torch.autograd.graph.save_on_cpu():
+            y = model(batch())
+        y.square().sum().backward()
+        return gradients(model)
+
+    with pytest.warns(UserWarning, match="save_on_cpu: theirs take the tensors"):
+        both(around, leaves=False)
+    inside, whole = both(training(Half)).statistics(), both(training(Net)).statistics()
+    assert inside.bytes_offloaded == whole.bytes_offloaded * 3 // 4
+
+
+def test_a_checkpointed_block_that_is_given_a_jagged_tensor():
+    """The input is made of plain tensors, which leave as any other."""
+
+    class Ragged(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            y = torch.nested.nested_tensor_from_jagged(self.inp(x), torch.tensor([0, 5, 20, x.shape[0]]))
+            for block in self.blocks:
+                y = checkpoint(block, y, use_reentrant=False)
+            return self.head(y.values())
+
+    class Rowwise(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.linear = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + torch.nn.functional.gelu(self.linear(self.norm(x)))
+
+    assert both(training(lambda: Ragged(Rowwise))).statistics().bytes_offloaded == STEPS * LEAVING * STREAM
+
+
+@variants
+def test_hugging_face(reentrant):
+    transformers = pytest.importorskip("transformers")
+    hidden, tokens = 64, torch.randint(0, 100, (2, 24), generator=torch.Generator().manual_seed(1))
+
+    def program(offload: Offload) -> list[Tensor]:
+        torch.manual_seed(0)
+        config = transformers.LlamaConfig(
+            hidden_size=hidden,
+            intermediate_size=96,
+            num_hidden_layers=BLOCKS,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            vocab_size=100,
+            attention_dropout=0.1,
+        )
+        model = transformers.LlamaForCausalLM(config).train()
+        # Its name up to version 5, and the one after that.
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable({"use_reentrant": reentrant})
+        if reentrant:
+            model.enable_input_require_grads()
+        offload(model, layers="model.layers.?")
+        results = []
+        for _ in range(STEPS):
+            model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+            results += gradients(model)
+        return results
+
+    statistics = both(program).statistics()
+    assert statistics.bytes_offloaded == statistics.bytes_reloaded == STEPS * LEAVING * tokens.numel() * hidden * 4
+    assert statistics.tensors_offloaded == STEPS * LEAVING
+    assert statistics.reloaded_on_demand == 0
+
+
+@variants
+def test_a_step_inside_of_the_forward(reentrant):
+    """A backward that the forward itself runs, through a region of its own, recomputes that and starts nothing."""
+
+    class Local(Net):
+        def call(self, block: nn.Module, x: Tensor) -> Tensor:
+            if block is self.blocks[3]:
+                inner = checkpoint(self.blocks[0], x.detach().requires_grad_(), use_reentrant=reentrant)
+                inner.square().sum().backward()
+            return block(x)
+
+    def program(offload: Offload) -> list[Tensor]:
+        model = Local(dropping)
+        handle = offload(model)
+        results = train(model)
+        assert not hooked()
+        if handle is not None:
+            assert handle.groups == (
+                *(f"blocks.{k}" for k in (0, 1, 2)),
+                "blocks.0",
+                "blocks.3",
+                "blocks.4",
+                "blocks.5",
+            )
+        return results
+
+    both(program)

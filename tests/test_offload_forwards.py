@@ -1,0 +1,221 @@
+"""Forwards inside of forwards, and forwards without a graph."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from helpers import nothing_held
+from torch import Tensor, nn
+from whole_model import UNIT, Transformer, Wave, Waves, agrees, data, equal, offload, train
+
+
+def offloaded(model: nn.Module, **options) -> tuple[int, int]:
+    """Return the bytes that a third step offloads, and how many storages it reloads on demand."""
+    handle, _ = agrees(model, **options)
+    handle.reset_statistics()
+    model(data().requires_grad_() * 1.0).sum().backward()
+    statistics = handle.statistics()
+    nothing_held(handle)
+    return statistics.bytes_offloaded, statistics.reloaded_on_demand
+
+
+# The model inside of itself
+
+
+class Recursive(Waves):
+    """Runs its blocks, then itself once more on the result."""
+
+    depth = 2
+
+    def forward(self, x, left=None):
+        left = self.depth if left is None else left
+        x = super().forward(x)
+        return torch.sin(self(x, left - 1)) if left else x
+
+
+def test_the_model_called_inside_itself_is_one_pass():
+    handle, statistics = agrees(Recursive(3))
+    assert statistics.passes == 3
+    assert len(handle.groups) == 9
+    assert statistics.reloaded_on_demand == 0
+    nbytes, _ = offloaded(Recursive(3))
+    assert nbytes == 7 * Wave.SAVES * UNIT
+
+
+def test_the_model_called_inside_one_of_its_groups():
+    class Calling(Wave):
+        model: nn.Module | None = None
+        left = 0
+
+        def forward(self, x):
+            x = super().forward(x)
+            if Calling.left:
+                Calling.left -= 1
+                x = torch.sin(Calling.model(x))
+            return x
+
+    class Starting(Waves):
+        def forward(self, x, *, first=False):
+            if first:
+                Calling.model, Calling.left = self, 2
+            return super().forward(x)
+
+    def run(model: nn.Module, x: Tensor) -> Tensor:
+        return model(x, first=True)
+
+    handle, statistics = agrees(Starting(4, Calling), run)
+    assert statistics.passes == 3
+    assert "blocks.0 (part 2)" in handle.groups
+    assert handle.plan.offloaded
+    Calling.model = None
+
+
+def test_a_model_whose_exception_is_caught_inside_of_it_and_which_is_called_again():
+    class Retrying(Waves):
+        def forward(self, x, fail=True):
+            for k, block in enumerate(self.blocks):
+                x = block(x)
+                if fail and k == 2:
+                    try:
+                        raise KeyError
+                    except KeyError:
+                        return self(x, fail=False)  # while an exception is being handled
+            return x
+
+    handle, statistics = agrees(Retrying(6))
+    assert statistics.passes == 3
+    assert handle.groups == (*(f"blocks.{k}" for k in range(3)), *(f"blocks.{k}" for k in range(6)))
+    assert statistics.reloaded_on_demand == 0
+
+
+def test_called_while_an_exception_is_handled():
+    """As a program does that tries a smaller batch after it ran out of memory."""
+    model = Waves(6)
+    want = train(copy.deepcopy(model))
+    handle = offload(model)
+    try:
+        raise MemoryError
+    except MemoryError:
+        got = train(model)
+    equal(got, want)
+    statistics = handle.statistics()
+    assert (statistics.passes, statistics.bytes_offloaded) == (3, 3 * 4 * 2 * UNIT)
+    assert handle.report().leaving
+
+
+# Without a graph
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_without_gradients_nothing_is_done(mode):
+    model = Waves(6)
+    handle = offload(model)
+    before = handle.statistics()
+    with mode():
+        model(data())
+    assert handle.statistics() == before
+    y = model(data())
+    with mode():
+        model(data(1))
+        for block in model.blocks:
+            block(data(1))
+    y.sum().backward()
+    statistics = handle.statistics()
+    assert (statistics.passes, statistics.reloaded_ahead, statistics.reloaded_on_demand) == (1, 8, 0)
+
+
+def test_validation_in_the_middle_of_an_epoch_changes_nothing():
+    model = Transformer(6)
+    reference = copy.deepcopy(model)
+    handle = offload(model)
+    for k in range(3):
+        equal(train(model), train(reference))
+        for each in (model, reference):
+            each.eval()
+            with torch.no_grad():
+                each(data(k))
+            each.train()
+    assert handle.statistics().passes == 9
+
+
+def test_a_frozen_front_under_no_grad():
+    """Its groups run, and save nothing."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.vision, self.text = nn.ModuleList(Wave() for _ in range(4)), nn.ModuleList(Wave() for _ in range(5))
+
+        def forward(self, x):
+            with torch.no_grad():
+                for block in self.vision:
+                    x = block(x)
+            for block in self.text:
+                x = block(x)
+            return x
+
+    _, statistics = agrees(Model())
+    assert statistics.bytes_offloaded == 3 * 3 * 2 * UNIT
+    assert statistics.reloaded_on_demand == 0
+
+
+def test_frozen_blocks_with_a_graph():
+    model = Transformer(6)
+    for block in model.blocks[:3]:
+        block.requires_grad_(False)
+    _, statistics = agrees(model)
+    assert statistics.bytes_offloaded > 0
+    assert statistics.reloaded_on_demand == 0
+    model = Transformer(6)
+    model.inp.requires_grad_(False)
+    for block in model.blocks[:3]:
+        block.requires_grad_(False)
+    _, less = agrees(model)
+    assert 0 < less.bytes_offloaded < statistics.bytes_offloaded
+
+
+def test_a_graph_inside_of_no_grad():
+    """The model is not told: only its blocks run with gradients, each by itself."""
+    model = Waves(6)
+    handle = offload(model)
+    with torch.no_grad():
+        x = data()
+        for block in model.blocks:
+            with torch.enable_grad():
+                y = block(x.requires_grad_())
+            x = y.detach()
+    y.sum().backward()
+    del y, x
+    nothing_held(handle)
+
+
+def test_a_gradient_is_taken_inside_of_the_forward():
+    """As for a gradient penalty, or forces from an energy."""
+
+    class Forces(Waves):
+        def forward(self, x):
+            x = x.detach().requires_grad_()
+            energy = super().forward(x)
+            (force,) = torch.autograd.grad(energy.sum(), x, create_graph=True)
+            return energy + force
+
+    _, statistics = agrees(Forces(6))
+    assert statistics.bytes_offloaded > 0
+
+
+def test_a_second_derivative():
+    model = Waves(6)
+    reference = copy.deepcopy(model)
+    handle = offload(model)
+
+    def penalty(model):
+        x = data().requires_grad_()
+        (gradient,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        gradient.square().sum().backward()
+        return [x.grad, *(p.grad for p in model.parameters())]
+
+    equal(penalty(model), penalty(reference))
+    nothing_held(handle)
+    assert handle.statistics().bytes_offloaded > 0

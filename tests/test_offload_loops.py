@@ -1,0 +1,169 @@
+"""Blocks that a loop of the program's own calls, without calling the model: pipelines, mainly."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from helpers import nothing_held
+from torch import Tensor, nn
+from whole_model import UNIT, Transformer, Wave, Waves, agrees, data, equal, offload, train
+
+import actoffload
+from actoffload import Reason
+
+SAVES = Wave.SAVES * UNIT
+
+
+def names(order: list[int]) -> tuple[str, ...]:
+    return tuple(f"blocks.{k}" for k in order)
+
+
+def measured(handle: actoffload.OffloadHandle, step: Callable[[], None]) -> actoffload.Statistics:
+    """Return the statistics of one step."""
+    handle.reset_statistics()
+    step()
+    return handle.statistics()
+
+
+def backward(model: nn.Module, seed: int = 0) -> Callable[[], None]:
+    return lambda: model(data(seed)).sum().backward()
+
+
+# A loop of the program's own
+
+
+def loop(model: nn.Module, x: Tensor) -> Tensor:
+    """Run the blocks as a pipeline stage does, without calling the model."""
+    for block in model.blocks:
+        x = block(x)
+    return x
+
+
+def test_a_loop_of_the_programs_own():
+    model = Waves(6)
+    handle, statistics = agrees(model, loop)
+    assert statistics.passes == 3
+    assert statistics.bytes_offloaded == 3 * 4 * SAVES
+    assert statistics.reloaded_on_demand == 0
+    assert statistics.peak_resident_bytes == 5 * UNIT
+    assert handle.report().passes == 3
+
+
+def test_a_loop_in_another_order_than_registered():
+    order = [3, 0, 5, 1, 4, 2]
+
+    def run(model, x):
+        for k in order:
+            x = model.blocks[k](x)
+        return x
+
+    model = Waves(6)
+    handle, _ = agrees(model, run, steps=4)
+    assert handle.groups == names(order)
+    statistics = measured(handle, lambda: run(model, data()).sum().backward())
+    assert statistics.passes == 1
+    assert statistics.bytes_offloaded == 4 * SAVES
+    assert statistics.reloaded_on_demand == 0
+
+
+def test_a_loop_with_work_of_its_own_between_the_blocks():
+    def run(model, x):
+        for block in model.blocks:
+            x = torch.sin(block(x)) * x
+        return x
+
+    _, statistics = agrees(Waves(6), run)
+    assert statistics.passes == 3
+    # What the loop itself saves, it saves where nothing is installed; what a block saves of it leaves all the same.
+    assert statistics.bytes_offloaded == 3 * 4 * SAVES
+
+
+@pytest.mark.parametrize("schedule", ["all forwards first", "1F1B", "interleaved stages"])
+def test_pipelines(schedule):
+    """Microbatches through the blocks of a stage, in the orders that pipelines use."""
+    model = Waves(6)
+    reference = copy.deepcopy(model)
+    handle = offload(model)
+
+    def go(model):
+        if schedule == "all forwards first":
+            losses = [loop(model, data(k)).square().sum() for k in range(4)]
+            for loss in losses:
+                loss.backward()
+        elif schedule == "1F1B":
+            losses = []
+            for k in range(4):
+                losses.append(loop(model, data(k)).square().sum())
+                if k >= 2:
+                    losses.pop(0).backward()
+            for loss in losses:
+                loss.backward()
+        else:  # two virtual stages in one process: the first half of two microbatches, then their second half
+            halves = []
+            for k in range(2):
+                x = data(k)
+                for block in model.blocks[:3]:
+                    x = block(x)
+                halves.append(x)
+            for x in halves:
+                for block in model.blocks[3:]:
+                    x = block(x)
+                x.square().sum().backward()
+        found = [p.grad for p in model.parameters()]
+        model.zero_grad()
+        return found
+
+    for _ in range(3):
+        equal(go(model), go(reference))
+        nothing_held(handle)
+    statistics = handle.statistics()
+    assert statistics.bytes_offloaded > 0
+    if schedule != "interleaved stages":
+        assert statistics.passes == 12
+        assert statistics.reloaded_on_demand == 0
+        assert statistics.bytes_offloaded == 12 * 4 * SAVES
+
+
+def test_a_loop_that_is_left_early_while_its_graph_is_held():
+    model = Waves(6)
+    reference = copy.deepcopy(model)
+    handle = offload(model)
+    short = data()
+    for block in model.blocks[:3]:
+        short = block(short)
+    equal(train(model, loop), train(reference, loop))
+    short.sum().backward()
+    model.zero_grad()
+    del short
+    equal(train(model, loop), train(reference, loop))
+    nothing_held(handle)
+    statistics = measured(handle, lambda: loop(model, data()).sum().backward())
+    assert statistics.bytes_offloaded == 4 * SAVES
+
+
+def test_the_model_and_a_loop_in_turns():
+    model = Waves(6)
+    reference = copy.deepcopy(model)
+    handle = offload(model)
+    for k in range(4):
+        for run in (loop, lambda model, x: model(x)):
+            equal(train(model, run, steps=1 + k % 2), train(reference, run, steps=1 + k % 2))
+            nothing_held(handle)
+    assert handle.statistics().bytes_offloaded == handle.statistics().passes * 4 * SAVES
+
+
+def test_a_kept_module_that_the_loop_calls_alone():
+    model = Transformer(6)
+
+    def run(model, x):
+        x = model.inp(x)
+        for block in model.blocks:
+            x = block(x)
+        return model.head(model.norm(x))
+
+    handle, statistics = agrees(model, run, keep=["inp", "head"])
+    assert len(handle.report().leaving) == 4, "the report is that of the blocks"
+    assert statistics.bytes_kept[Reason.KEPT] > 0

@@ -1,0 +1,323 @@
+"""The order of the groups is learned from the model as it runs, and may change from step to step."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+from helpers import nothing_held
+from torch import Tensor, nn
+from whole_model import UNIT, Mlp, Transformer, Wave, Waves, agrees, data, equal, offload, train
+
+import actoffload
+from actoffload import Reason
+
+SAVES = Wave.SAVES * UNIT
+
+
+class Ordered(Waves):
+    """Runs its blocks in the order in which `order` names them, which may leave some out or repeat them."""
+
+    def __init__(self, order: list[int] | Callable[[], list[int]], count: int = 6) -> None:
+        super().__init__(count)
+        self.order = order
+
+    def forward(self, x: Tensor) -> Tensor:
+        for k in self.order() if callable(self.order) else self.order:
+            x = self.blocks[k](x)
+        return x
+
+
+class Orders:
+    """The same orders for each copy of a model: one for every call."""
+
+    def __init__(self, orders: list[list[int]]) -> None:
+        self.orders, self.calls = orders, 0
+
+    def __call__(self) -> list[int]:
+        self.calls += 1
+        return self.orders[(self.calls - 1) % len(self.orders)]
+
+
+def names(order: list[int]) -> tuple[str, ...]:
+    return tuple(f"blocks.{k}" for k in order)
+
+
+def measured(handle: actoffload.OffloadHandle, step: Callable[[], None]) -> actoffload.Statistics:
+    """Return the statistics of one step."""
+    handle.reset_statistics()
+    step()
+    return handle.statistics()
+
+
+def backward(model: nn.Module, seed: int = 0) -> Callable[[], None]:
+    return lambda: model(data(seed)).sum().backward()
+
+
+ORDERS = [
+    [5, 4, 3, 2, 1, 0],
+    [3, 0, 5, 1, 4, 2],
+    [0, 1, 2, 0, 1, 2, 3, 4, 5],
+    [0, 0, 0, 0, 0],
+    [2, 4, 1],
+    [0, 1, 2, 3, 4, 5, 5, 4, 3, 2, 1, 0],
+]
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_any_order_is_learned_in_one_step(order):
+    model = Ordered(order)
+    handle, statistics = agrees(model)
+    assert statistics.passes == 3
+    assert handle.groups == names(order)
+    assert handle.plan.offloaded == tuple(range(len(order) - 2))
+    statistics = measured(handle, backward(model))
+    assert statistics.bytes_offloaded == (len(order) - 2) * SAVES
+    assert statistics.reloaded_on_demand == 0
+    assert statistics.peak_resident_bytes == 5 * UNIT
+    nothing_held(handle)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("num_layers", [1, 2])
+def test_any_order_with_a_number_of_layers(order, num_layers):
+    model = Ordered(order)
+    handle, _ = agrees(model, num_layers=num_layers)
+    assert handle.plan.offloaded == tuple(range(num_layers))
+    statistics = measured(handle, backward(model))
+    assert statistics.bytes_offloaded == num_layers * SAVES
+    assert statistics.reloaded_on_demand == 0
+    stay = len(order) - num_layers
+    assert statistics.peak_resident_bytes == min(stay * 2 + 1, len(order) * 2) * UNIT
+
+
+def test_the_first_step_is_right_and_offloads_already():
+    """Before it has run, a model is expected to run as it is registered; what differs is put right as it comes."""
+    for order in ORDERS:
+        model = Ordered(order)
+        handle = offload(model)
+        statistics = measured(handle, backward(model))
+        nothing_held(handle)
+        assert statistics.bytes_offloaded > 0
+        assert statistics.bytes_reloaded <= statistics.bytes_offloaded
+
+
+def test_an_order_that_changes_in_every_step():
+    generator = random.Random(5)
+    for _ in range(20):
+        orders = [[generator.randrange(6) for _ in range(generator.randrange(1, 12))] for _ in range(6)]
+        model, reference = (Ordered(Orders(orders)) for _ in range(2))
+        reference.load_state_dict(model.state_dict())
+        want = train(reference, steps=6)
+        handle = offload(model, num_layers=generator.choice([None, 1, 3]))
+        equal(train(model, steps=6), want)
+        nothing_held(handle)
+        assert handle.statistics().passes == 6
+        assert handle.groups == names(orders[-1])
+
+
+# Skipped layers
+
+
+def test_layer_drop():
+    """As in LayerDrop and stochastic depth: each step leaves out blocks by chance."""
+    generator = random.Random(1)
+    orders = [[k for k in range(8) if generator.random() < 0.75] for _ in range(10)]
+    model = Ordered(Orders(orders), count=8)
+    reference = copy.deepcopy(model)
+    want = train(reference, steps=10)
+    handle = offload(model)
+    equal(train(model, steps=10), want)
+    statistics = handle.statistics()
+    assert statistics.passes == 10
+    # As many stay as in any step; not always the same, so now and then a block that stayed should have left.
+    assert statistics.bytes_offloaded >= 0.7 * sum(max(0, len(order) - 2) for order in orders) * SAVES
+    nothing_held(handle)
+
+
+@pytest.mark.parametrize("skipped", range(6))
+def test_one_skipped_block_and_back_again(skipped):
+    every, some = list(range(6)), [k for k in range(6) if k != skipped]
+    model = Ordered(every)
+    handle, _ = agrees(model)
+    for order in (some, some, every, every):
+        model.order = order
+        statistics = measured(handle, backward(model))
+        assert handle.groups == names(order)
+        nothing_held(handle)
+    assert statistics.bytes_offloaded == 4 * SAVES
+    assert statistics.reloaded_on_demand == 0
+
+
+def test_a_skipped_block_that_hands_its_input_on():
+    """It runs, and returns what it got."""
+
+    class Dropped(Wave):
+        dropping = False
+
+        def forward(self, x):
+            return x if self.dropping else super().forward(x)
+
+    model = Waves(6, Dropped)
+    model.blocks[1].dropping = model.blocks[4].dropping = True
+    _, statistics = agrees(model)
+    assert statistics.bytes_offloaded == 3 * 3 * SAVES
+    assert statistics.reloaded_on_demand == 0
+
+
+def test_early_exit():
+    """Inference exits early, training sometimes does: what was expected behind it did not come."""
+    model = Ordered(Orders([[0, 1, 2, 3, 4, 5], [0, 1, 2], [0, 1, 2, 3, 4, 5], [0], [0, 1, 2, 3, 4, 5]]))
+    handle, statistics = agrees(model, steps=5)
+    assert statistics.passes == 5
+    statistics = measured(handle, backward(model))
+    assert statistics.bytes_offloaded == 4 * SAVES
+
+
+def test_early_exit_reloads_ahead_what_had_left():
+    model = Ordered(list(range(8)), count=8)
+    handle, _ = agrees(model)
+    model.order = list(range(6))
+    statistics = measured(handle, backward(model))
+    # Two groups were expected to follow, so blocks 4 and 5 were copied as well; they have not given up their memory.
+    assert statistics.bytes_offloaded == 6 * SAVES
+    assert statistics.reloaded_on_demand == 0
+    assert statistics.bytes_reloaded == 4 * SAVES
+
+
+# Called more than once
+
+
+def test_one_layer_for_all_as_in_albert():
+    class Albert(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = Mlp()
+
+        def forward(self, x):
+            for _ in range(7):
+                x = x + self.layer(x)
+            return x
+
+    model = Albert()
+    with pytest.warns(UserWarning, match="None of the 1 groups"):
+        handle = offload(model, layers="layer")
+    reference = copy.deepcopy(Albert())
+    reference.load_state_dict(model.state_dict())
+    equal(train(model), train(reference))
+    assert handle.groups == ("layer",) * 7
+    assert handle.plan.offloaded == tuple(range(5))
+    statistics = measured(handle, backward(model))
+    assert statistics.bytes_offloaded == 5 * 3 * UNIT
+    assert statistics.reloaded_on_demand == 0
+    handle.reschedule(num_layers=6)  # which could not be said before it had run
+    assert measured(handle, backward(model)).bytes_offloaded == 6 * 3 * UNIT
+
+
+def test_hugging_face_albert():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.AlbertConfig(
+        vocab_size=32,
+        embedding_size=16,
+        hidden_size=32,
+        num_hidden_layers=5,
+        num_hidden_groups=1,
+        num_attention_heads=2,
+        intermediate_size=48,
+        max_position_embeddings=16,
+    )
+    torch.manual_seed(0)
+    model = transformers.AlbertModel(config)
+    tokens = torch.randint(32, (2, 8), generator=torch.Generator().manual_seed(1))
+    with pytest.warns(UserWarning, match="None of the 1 groups"):
+        handle, statistics = agrees(
+            model, lambda model, x: model(input_ids=tokens).last_hidden_state, layers="encoder.albert_layer_groups.0"
+        )
+    assert len(handle.groups) == 5
+    assert statistics.bytes_offloaded > 0
+    assert statistics.reloaded_on_demand == 0
+
+
+def test_a_block_that_calls_itself():
+    class Deep(Wave):
+        def forward(self, x, depth=2):
+            x = super().forward(x)
+            return self(x, depth - 1) if depth else x * torch.cos(x)
+
+    model = Waves(4, Deep)
+    handle, statistics = agrees(model)
+    assert handle.groups[:6] == (
+        "blocks.0",
+        "blocks.0",
+        "blocks.0",
+        "blocks.0 (part 2)",
+        "blocks.0 (part 2)",
+        "blocks.1",
+    )
+    assert statistics.bytes_offloaded > 0
+
+
+# Shapes
+
+
+def test_shapes_that_change_from_step_to_step():
+    model = Transformer(5)
+    reference = copy.deepcopy(model)
+    handle = offload(model)
+    for k, rows in enumerate([16, 3, 40, 16, 1, 33]):
+        for each in (model, reference):
+            each.zero_grad()
+            each(data(k, rows)).square().sum().backward()
+        equal([p.grad for p in model.parameters()], [p.grad for p in reference.parameters()])
+        nothing_held(handle)
+    statistics = handle.statistics()
+    assert statistics.passes == 6
+    assert statistics.reloaded_on_demand == 0
+
+
+def test_shapes_that_change_inside_of_the_model():
+    class Pooling(Wave):
+        def forward(self, x):
+            return super().forward(x)[::2].contiguous() if x.size(0) > 1 else super().forward(x)
+
+    _, statistics = agrees(Waves(6, Pooling), num_layers=3)
+    assert statistics.bytes_offloaded == 3 * 2 * (UNIT + UNIT // 2 + UNIT // 4)
+    assert statistics.reloaded_on_demand == 0
+
+
+# Encoder and decoder
+
+
+def test_a_decoder_that_looks_at_the_encoders_output_in_every_block():
+    class Cross(Wave):
+        def forward(self, x, memory):
+            return super().forward(x) * memory
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.decoder = nn.ModuleList([Cross() for _ in range(4)])  # registered first, and runs last
+            self.encoder = nn.ModuleList([Wave() for _ in range(4)])
+
+        def forward(self, x):
+            memory = x
+            for block in self.encoder:
+                memory = block(memory)
+            for block in self.decoder:
+                x = block(x, memory=memory)
+            return x
+
+    model = Model()
+    handle, statistics = agrees(model)
+    assert handle.groups == (*(f"encoder.{k}" for k in range(4)), *(f"decoder.{k}" for k in range(4)))
+    assert statistics.reloaded_on_demand == 0
+    statistics = measured(handle, backward(model))
+    # Two kinds or one: the last two groups stay. The input and the encoder's output are saved in them as well.
+    assert handle.plan.offloaded == tuple(range(6))
+    assert statistics.bytes_kept[Reason.SHARED] >= UNIT
+    both = measured(handle, lambda: (model(data(1)) + model(data(2))).sum().backward())
+    assert both.passes == 2
+    assert both.reloaded_on_demand == 0

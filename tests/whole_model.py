@@ -1,0 +1,174 @@
+"""What the tests of `actoffload.offload` share: models whose saved bytes are known, and comparing bit by bit."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from helpers import no_gc, nothing_held, same_bits
+from torch import Tensor, nn
+
+import actoffload
+from actoffload.device import use
+
+ROWS, WIDTH = 16, 32
+UNIT = ROWS * WIDTH * 4
+"""Bytes of what one block hands to the next, and of each storage that a `Wave` saves."""
+
+Run = Callable[[nn.Module, Tensor], Tensor]
+
+
+class Wave(nn.Module):
+    """Saves two storages, its input and the argument of the sine; never its output."""
+
+    SAVES = 2
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.rand(width) + 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sin(x * self.scale)
+
+
+class Waves(nn.Module):
+    """Blocks of one type, and nothing else that saves anything."""
+
+    def __init__(self, count: int = 6, block: Callable[[], nn.Module] = Wave) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([block() for _ in range(count)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Mlp(nn.Module):
+    """Two linears with a tanh between them, whose output is saved once and used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.tanh(self.up(x)))
+
+
+class Attention(nn.Module):
+    """One head over the rows of a batch of one sequence; query, key and value are views of one storage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).chunk(3, dim=-1)
+        return self.out((q @ k.mT / WIDTH**0.5).softmax(-1) @ v)
+
+
+class Block(nn.Module):
+    """A pre-norm transformer block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.attention = nn.LayerNorm(WIDTH), Attention()
+        self.norm2, self.mlp = nn.LayerNorm(WIDTH), Mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
+
+
+class Transformer(nn.Module):
+    """Blocks between a linear that makes their input and a head."""
+
+    def __init__(self, count: int = 6, block: Callable[[], nn.Module] = Block) -> None:
+        super().__init__()
+        self.inp = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList([block() for _ in range(count)])
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inp(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def data(seed: int = 0, rows: int = ROWS) -> Tensor:
+    """Return the input of a step, on a storage of its own."""
+    return torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(seed))
+
+
+def offload(model: nn.Module, *, device: Any = None, **options: Any) -> actoffload.OffloadHandle:
+    """Offload a model on a reference device of its own, also its small tensors."""
+    with use(device or actoffload.ReferenceDevice()):
+        return actoffload.offload(model, **{"min_bytes": 64, **options})
+
+
+def call(model: nn.Module, x: Tensor) -> Tensor:
+    """Call a model: how most programs run one."""
+    return model(x)
+
+
+def train(model: nn.Module, run: Run = call, steps: int = 3) -> list[Tensor]:
+    """Run some steps; return their outputs and gradients, and the buffers in the end."""
+    found = []
+    for k in range(steps):
+        torch.manual_seed(k)
+        y = run(model, data(k))
+        y.square().sum().backward()
+        found.append(y.detach().clone())
+        del y
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                found.append(parameter.grad)
+                parameter.grad = None
+    return [*found, *(buffer.clone() for buffer in model.buffers())]
+
+
+def equal(got: list[Tensor], want: list[Tensor]) -> None:
+    """Check that two lists of tensors have equal bits."""
+    assert len(got) == len(want) > 0
+    for k, (a, b) in enumerate(zip(got, want, strict=True)):
+        assert same_bits(a, b), f"result {k} of shape {tuple(a.shape)} differs"
+
+
+def agrees(
+    model: nn.Module, run: Run = call, steps: int = 3, **options: Any
+) -> tuple[actoffload.OffloadHandle, actoffload.Statistics]:
+    """Train a copy of a model as it is, and the model with offload: equal bits, and nothing is held in the end.
+
+    Returns the handle and the statistics of all steps.
+    """
+    want = train(copy.deepcopy(model), run, steps)
+    handle = offload(model, **options)
+    with no_gc():
+        got = train(model, run, steps)
+        nothing_held(handle)  # type: ignore[arg-type]
+    equal(got, want)
+    return handle, handle.statistics()
+
+
+def hooks(model: nn.Module) -> list[int]:
+    """Return how many hooks each module of a model has."""
+    return [
+        len(module._forward_hooks)
+        + len(module._forward_pre_hooks)
+        + len(module._backward_hooks)
+        + len(module._forward_hooks_always_called)
+        + len(module._forward_pre_hooks_with_kwargs)
+        for module in model.modules()
+    ]
+
+
+def nothing_installed(model: nn.Module | None = None) -> None:
+    """Check that what is saved now goes to nobody, and that a model, if given, carries no hook."""
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    assert not actoffload.is_cpu_offload_enabled()
+    if model is not None:
+        assert not any(hooks(model))
+        assert all(module._compiled_call_impl is None for module in model.modules())
