@@ -1,12 +1,14 @@
-"""One rank of the tests with several processes: runs cases by name, and writes what they saw to a file.
+"""One rank of a program of several: runs cases without offload and with, and writes what it saw to a file.
 
-Called as ``compose_ranks.py RANK WORLD FOLDER CASE...`` by `test_compose_distributed` and its sibling for GPUs.
+Called as ``compose_ranks.py RANK WORLD FOLDER CASE ...``.  On a machine with enough accelerators that torch sees, each
+rank takes one of them; otherwise all of them share the CPU.
 """
 
 from __future__ import annotations
 
-import functools
 import json
+import os
+import subprocess
 import sys
 import traceback
 import warnings
@@ -15,130 +17,258 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import composing
 import torch
 import torch.distributed as dist
-from composing import BLOCKS, WIDTH, Net, Offload, both, gradients, train
+import torch.nn.functional as F
+from composing import WIDTH, Block, Net, Offload, both, dropping, gradients, train
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
-from actoffload import Reason
+from actoffload import device as devices
 
-CASES: dict[str, Callable[[], Any]] = {}
+DEVICE = "cpu"
 
 
-def case(program):
-    CASES[program.__name__] = program
+def batch(k: int) -> Tensor:
+    """Return the data of a step, different in each rank."""
+    return composing.batch(10 * k + dist.get_rank()).to(DEVICE)
+
+
+def steps(model: nn.Module, count: int = composing.STEPS) -> list[Tensor]:
+    return train(model, count, data=batch)
+
+
+class Skipping(Net):
+    """Leaves out another block in each forward, in all ranks the same."""
+
+    forwards = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.forwards += 1
+        x = self.inp(x)
+        for k, block in enumerate(self.blocks):
+            x = block(x) if k != self.forwards % 3 else x
+        return self.head(x)
+
+
+class Checkpointed(Net):
+    """Each block in a checkpointed region."""
+
+    def call(self, block: nn.Module, x: Tensor) -> Tensor:
+        return checkpoint(block, x, use_reentrant=False)
+
+
+class Detached(Block):
+    """Uses a weight in a way in which autograd does not see that it is one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.more = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.more(x) + F.linear(x, self.more.weight.detach())
+
+
+# Distributed data parallel
+
+
+def data_parallel(make: Callable[[], nn.Module] = Net, inside: bool = False, **options: Any) -> Any:
+    def program(offload: Offload) -> list[Tensor]:
+        net = make().to(DEVICE)
+        if inside:
+            offload(net)
+        model = DistributedDataParallel(net, **options)
+        if not inside:
+            offload(model)
+        return steps(model)
+
     return program
 
 
-@case
-def ddp(offload):
-    model = DistributedDataParallel(Net())
+def without_synchronization(offload: Offload) -> list[Tensor]:
+    model = DistributedDataParallel(Net(dropping).to(DEVICE))
     offload(model)
-    return train(model)
+    results = []
+    for k in range(composing.STEPS):
+        with model.no_sync():
+            model(batch(2 * k)).square().sum().backward()
+        model(batch(2 * k + 1)).square().sum().backward()
+        results += gradients(model)
+    return results
 
 
-@case
-def ddp_inner(offload):
-    net = Net()
-    offload(net)
-    model = DistributedDataParallel(net)
-    return train(model)
+# Fully sharded data parallel
 
 
-@case
-def ddp_unused(offload):
-    class Skip(Net):
-        def __init__(self):
-            super().__init__()
-            self.k = 0
-
-        def forward(self, x):
-            self.k += 1
-            x = self.inp(x)
-            for i, b in enumerate(self.blocks):
-                if i != self.k % 3:
-                    x = b(x)
-            return self.head(x)
-
-    model = DistributedDataParallel(Skip(), find_unused_parameters=True)
-    offload(model)
-    return train(model)
-
-
-@case
-def ddp_static(offload):
-    model = DistributedDataParallel(Net(), static_graph=True)
-    offload(model)
-    return train(model)
-
-
-@case
-def ddp_nosync(offload):
-    from composing import batch
-
-    model = DistributedDataParallel(Net())
-    offload(model)
-    with model.no_sync():
-        model(batch(0)).square().sum().backward()
-    model(batch(1)).square().sum().backward()
-    return gradients(model)
-
-
-def shard(before=True, frozen=False, **k):
-    def prog(offload):
-        net = Net()
+def sharded(
+    make: Callable[[], Net] = Net, first: str = "sharded", frozen: bool = False, compiled: str = "", **options: Any
+) -> Any:
+    def program(offload: Offload) -> list[Tensor]:
+        torch._dynamo.reset()
+        net = make().to(DEVICE)
         if frozen:
-            for b in net.blocks:
-                b.up.requires_grad_(False)
-        if before:
+            for block in net.blocks:
+                block.up.requires_grad_(False)
+        if first == "offloaded":
             offload(net)
-        for b in net.blocks:
-            fully_shard(b, **k)
-        fully_shard(net, **k)
-        if not before:
+        for block in net.blocks:
+            if compiled == "before":
+                block.compile(backend="aot_eager")
+            fully_shard(block, mesh=mesh(), **options)
+            if compiled == "after":
+                block.compile(backend="aot_eager")
+        fully_shard(net, mesh=mesh(), **options)
+        if first == "sharded":
             offload(net)
-        return [getattr(t, "_local_tensor", t) for t in train(net)]
+        return steps(net)
 
-    return prog
-
-
-for b in (True, False):
-    CASES[f"fsdp {b}"] = shard(b)
-    CASES[f"fsdp {b} zero2"] = shard(b, reshard_after_forward=False)
-    CASES[f"fsdp {b} bf16"] = shard(b, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
-    CASES[f"fsdp {b} frozen"] = shard(b, frozen=True)
+    return program
 
 
-def main(rank, world, folder):
+def accumulating(offload: Offload) -> list[Tensor]:
+    net = Net(dropping).to(DEVICE)
+    for block in net.blocks:
+        fully_shard(block, mesh=mesh())
+    fully_shard(net, mesh=mesh())
+    offload(net)
+    results = []
+    for k in range(4):
+        net.set_requires_gradient_sync(k % 2 == 1)
+        net(batch(k)).square().sum().backward()
+        if k % 2:
+            results += gradients(net)
+    return results
+
+
+def mesh() -> Any:
+    return init_device_mesh(DEVICE, (dist.get_world_size(),))
+
+
+# Tensor parallel
+
+
+def tensor_parallel(offload: Offload) -> list[Tensor]:
+    net = Net().to(DEVICE)
+    for block in net.blocks:
+        parallelize_module(block, mesh(), {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    offload(net)
+    return train(net, data=lambda k: composing.batch(k).to(DEVICE))
+
+
+HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+CASES: dict[str, Callable[[Offload], list[Tensor]]] = {
+    "ddp": data_parallel(lambda: Net(dropping)),
+    "ddp around an offloaded model": data_parallel(inside=True),
+    "ddp, unused parameters": data_parallel(Skipping, find_unused_parameters=True),
+    "ddp, static graph": data_parallel(static_graph=True),
+    "ddp, views as gradients": data_parallel(gradient_as_bucket_view=True),
+    "ddp, checkpointed": data_parallel(lambda: Checkpointed(dropping)),
+    "ddp, no_sync": without_synchronization,
+    "fsdp": sharded(lambda: Net(dropping)),
+    "fsdp, offloaded first": sharded(first="offloaded"),
+    "fsdp, not resharded": sharded(reshard_after_forward=False),
+    "fsdp, not resharded, offloaded first": sharded(first="offloaded", reshard_after_forward=False),
+    "fsdp, bfloat16": sharded(mp_policy=HALF),
+    "fsdp, bfloat16, offloaded first": sharded(first="offloaded", mp_policy=HALF),
+    "fsdp, frozen weights": sharded(frozen=True),
+    "fsdp, detached weights": sharded(lambda: Net(Detached)),
+    "fsdp, checkpointed": sharded(lambda: Checkpointed(dropping)),
+    "fsdp, accumulating": accumulating,
+    "fsdp, compiled before": sharded(compiled="before"),
+    "fsdp, compiled after": sharded(compiled="after"),
+    "tensor parallel": tensor_parallel,
+}
+
+
+def seen(name: str) -> dict[str, Any]:
+    """Run a case; return numbers from its statistics, or the error."""
+    try:
+        statistics = both(CASES[name], device=devices.backend() if DEVICE != "cpu" else None).statistics()
+    except BaseException:
+        return {"error": traceback.format_exc()}
+    return {
+        "bytes_offloaded": statistics.bytes_offloaded,
+        "bytes_reloaded": statistics.bytes_reloaded,
+        "on_demand": statistics.reloaded_on_demand,
+        "passes": statistics.passes,
+        "kept": {reason.name: nbytes for reason, nbytes in statistics.bytes_kept.items()},
+    }
+
+
+def main(rank: int, world: int, folder: Path, names: list[str]) -> None:
+    """Run cases, as one of several ranks."""
+    global DEVICE
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    if torch.cuda.is_available() and torch.cuda.device_count() >= world:
+        DEVICE = "cuda"
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.cuda.set_device(rank)
+        torch.utils.deterministic.fill_uninitialized_memory = False
+        torch.use_deterministic_algorithms(True)
+    else:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world, timeout=timedelta(seconds=20)
+        "gloo" if DEVICE == "cpu" else "nccl",
+        init_method=f"file://{folder / 'store'}",
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(seconds=60),
     )
-    import time
-
-    for n, c in CASES.items():
-        t = time.time()
-        try:
-            h = both(c)
-            s = h.statistics()
-            if rank == 0:
-                print(
-                    n,
-                    s.bytes_offloaded,
-                    s.tensors_offloaded,
-                    s.reloaded_ahead,
-                    s.reloaded_on_demand,
-                    {r.name: (v, s.bytes_kept[r]) for r, v in s.tensors_kept.items()},
-                    f"{time.time() - t:.2f}",
-                )
-        except Exception:
-            if rank == 0:
-                print(n)
-                traceback.print_exc()
+    for k, name in enumerate(names):
+        found = seen(name)
+        (folder / f"{k}-{rank}.json").write_text(json.dumps(found))
+        if "error" in found:  # the others may wait for this rank now
+            break
     dist.destroy_process_group()
 
 
+# Starting ranks
+
+
+def run_ranks(folder: Path, names: list[str], world: int) -> dict[str, list[dict[str, Any]]]:
+    """Run cases in processes of their own; return what each rank saw of each case, or why not.
+
+    Parameters
+    ----------
+    folder : path
+        An empty one, for the files of the ranks.
+    names : list of str
+        Which of `CASES`.
+    world : int
+        Number of ranks.
+    """
+    here = Path(__file__).parent
+    paths = [str(here), str(here.parent / "src"), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"}
+    processes = []
+    for rank in range(world):
+        arguments = [sys.executable, __file__, str(rank), str(world), str(folder), *names]
+        with (folder / f"{rank}.log").open("w") as log:
+            processes.append(subprocess.Popen(arguments, stdout=log, stderr=log, env=environment))
+    try:
+        for process in processes:
+            process.wait(timeout=240)
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+    def read(k: int, rank: int) -> dict[str, Any]:
+        path = folder / f"{k}-{rank}.json"
+        if not path.exists():
+            return {"error": f"rank {rank} did not come to it:\n{(folder / f'{rank}.log').read_text()[-2000:]}"}
+        found: dict[str, Any] = json.loads(path.read_text())
+        return found
+
+    return {name: [read(k, rank) for rank in range(world)] for k, name in enumerate(names)}
+
+
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4:])

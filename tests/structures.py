@@ -57,6 +57,20 @@ class ManyHeads(Parts):
         super().__init__(heads=nn.ModuleList(Attention() for _ in range(16)), mlp=Mlp())
 
 
+class TwoLists(Parts):
+    """A stage whose blocks of two types take turns, as in the U-Nets of diffusion models."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(
+            attentions=nn.ModuleList(Attention(width) for _ in range(2)),
+            resnets=nn.ModuleList(Mlp(width) for _ in range(2)),
+        )
+
+
+class TextTower(Parts):
+    pass
+
+
 class Stage(Parts):
     def __init__(self, width: int, depth: int) -> None:
         super().__init__(
@@ -142,6 +156,10 @@ PARTS = {
     "experts in the block itself": (Parts(layers=blocks(2, DirectMoeBlock)), {"layers.*": 2}),
     "a dense block first": (Parts(layers=nn.ModuleList([MoeBlock(0), MoeBlock(), MoeBlock()])), {"layers.*": 3}),
     "a dense block and one with experts": (Parts(layers=nn.ModuleList([MoeBlock(0), MoeBlock()])), {"layers.*": 2}),
+    "experts in the second of two blocks": (
+        Parts(layers=nn.ModuleList([DirectMoeBlock(0), DirectMoeBlock(8)])),
+        {"layers.*": 2},
+    ),
     "heads in a block": (nn.Sequential(*(ManyHeads() for _ in range(3))), {"*": 3}),
     "heads behind the blocks": (
         Parts(
@@ -149,6 +167,10 @@ PARTS = {
             heads=nn.ModuleList(Mlp(4, 2) for _ in range(20)),
         ),
         {"layers.*": 4},
+    ),
+    "plain blocks behind the blocks": (
+        Parts(layers=blocks(4), tail=nn.ModuleList(Mlp() for _ in range(3))),
+        {"layers.*": 4, "tail.*": 3},
     ),
     "a tower before the larger blocks": (
         Parts(
@@ -185,6 +207,30 @@ STAGES = {
         Parts(block=nn.ModuleList(blocks(2) for _ in range(4))),
         {"block.*.*": 8},
     ),
+    "one stage": (Parts(stages=nn.ModuleList([Stage(4, 3)])), {"stages.*.blocks.*": 3}),
+    "stages with two lists each": (
+        Parts(down=nn.ModuleList(TwoLists(4 << k) for k in range(3))),
+        {"down.*.attentions.*": 6, "down.*.resnets.*": 6},
+    ),
+    "stages, and elsewhere equal lists": (
+        Parts(
+            features=nn.Sequential(*(nn.Sequential(Block(4 << k), Block(4 << k)) for k in range(3))),
+            branches=nn.ModuleList(nn.Sequential(Mamba(), Mamba()) for _ in range(2)),
+        ),
+        {"features.*.*": 6, "branches.*": 2},
+    ),
+    "blocks and lists of blocks": (
+        Parts(layers=nn.ModuleList([Block(), Block(), blocks(3)])),
+        {"layers.*": 2, "layers.*.*": 3},
+    ),
+    "towers by name": (
+        Parts(
+            towers=nn.ModuleList(
+                [nn.ModuleDict({"a": Parts(net=Parts(of=blocks(3))), "b": TextTower(net=Parts(of=blocks(2, Mamba)))})]
+            )
+        ),
+        {"towers.*.a.net.of.*": 3, "towers.*.b.net.of.*": 2},
+    ),
     "stages of one block": (
         nn.Sequential(
             ConvBlock(3, 4),
@@ -210,6 +256,10 @@ ATTRIBUTES = {
     "down and up": (
         Parts(**{f"down{k}": Down(2 + k) for k in range(4)}, **{f"up{k}": Up(8 - k) for k in range(4)}),
         {**{f"down{k}": 1 for k in range(4)}, **{f"up{k}": 1 for k in range(4)}},
+    ),
+    "a pair among attributes": (
+        Parts(**{f"inception{k}": Inception(4 + k) for k in range(5)}, end1=Down(2), end2=Down(4), head=Up(3)),
+        {f"inception{k}": 1 for k in range(5)} | {"end1": 1, "end2": 1},
     ),
     "attributes in attributes": (
         Parts(**{f"s{k + 1}": AttributeStage(2 << k, 4 << k, depth) for k, depth in enumerate([2, 4, 5, 2])}),

@@ -144,6 +144,30 @@ def test_a_loop_that_is_left_early_while_its_graph_is_held():
     assert statistics.bytes_offloaded == 4 * SAVES
 
 
+def test_the_model_is_called_while_a_loop_is_half_way():
+    """Its forward is a pass of its own, and the loop goes on with another one."""
+    model = Waves(6)
+    reference = copy.deepcopy(model)
+    handle = offload(model)
+    found = []
+    for each in (model, reference):
+        half = data(3).requires_grad_() * 1.0
+        for block in each.blocks[:3]:
+            half = block(half)
+        y = each(data(4))
+        for block in each.blocks[3:]:
+            half = block(half)
+        (y + half).square().sum().backward()
+        found.append([p.grad for p in each.parameters()])
+        del half, y
+    equal(*found)
+    assert handle.statistics().passes == 3
+    nothing_held(handle)
+    model.zero_grad()
+    assert measured(handle, lambda: model(data()).sum().backward()).passes == 1
+    assert handle.groups == tuple(f"blocks.{k}" for k in range(6))
+
+
 def test_the_model_and_a_loop_in_turns():
     model = Waves(6)
     reference = copy.deepcopy(model)

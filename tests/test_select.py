@@ -207,6 +207,9 @@ def test_the_error_of_a_pattern_names_what_is_close():
         choose(model(), "model.layer.*.mlp")
     with pytest.raises(ValueError, match=r"Close to it: .*'model.layers.2'"):
         choose(model(), "model.layers.7")
+    # Indices only where an index was given.
+    with pytest.raises(ValueError, match=r"Close to it: '[^\d]*\. Modules"):
+        choose(model(), "model.layer.mlp.up")
     with pytest.raises(ValueError, match=r"Modules there are 'model', 'lm_head', 'model.embed', 'model.layers'"):
         choose(model(), "xyz")
     with pytest.raises(ValueError, match="no modules inside"):

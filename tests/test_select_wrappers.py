@@ -120,6 +120,7 @@ def test_a_module_that_is_called_module():
 
     root = Parts(layers=blocks(3, Residual))
     assert [each.name for each in choose(root, "layers.*.module")] == [f"layers.{k}.module" for k in range(3)]
+    assert [each.kind for each in choose(root, "layers.1.module")] == ["layers.*.module"]
     assert [each.name for each in choose(root, Block)] == [f"layers.{k}.module" for k in range(3)]
     assert [each.name for each in choose(root, None)] == [f"layers.{k}" for k in range(3)]
 

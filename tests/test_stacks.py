@@ -22,6 +22,7 @@ from torch import nn
 
 from actoffload.module_names import starred
 from actoffload.select import choose
+from actoffload.stacks import find_stacks
 
 
 def found(model: nn.Module) -> dict[str, int]:
@@ -53,6 +54,12 @@ def test_it_is_found_in_a_larger_model_too(name):
 def test_the_transformer_of_pytorch():
     model = nn.Transformer(8, 2, num_encoder_layers=6, num_decoder_layers=3, batch_first=True)
     assert found(model) == {"encoder.layers.*": 6, "decoder.layers.*": 3}
+
+
+def test_a_shared_block_is_in_its_stack_once():
+    block = Block()
+    (stack,) = find_stacks(nn.ModuleList([block] * 3))
+    assert stack.blocks == (block,)
 
 
 def test_lazy_layers():
@@ -106,17 +113,19 @@ def test_a_model_within_a_model_has_blocks_of_its_own():
 
 
 def test_models_are_no_blocks():
-    model = nn.ModuleList(Named(layers=blocks(3)) for _ in range(2))
-    assert found(Parts(ensemble=model)) == {"ensemble.*.layers.*": 6}
+    def inner() -> Named:
+        return Named(net=Parts(layers=blocks(3)))
+
+    assert found(Parts(ensemble=nn.ModuleList([inner(), inner()]))) == {"ensemble.*.net.layers.*": 6}
+    assert found(Parts(only=nn.ModuleList([inner()]))) == {"only.*.net.layers.*": 3}
+    assert found(Parts(all=nn.ModuleList([Block(), Block(), inner()]))) == {"all.*": 2, "all.*.net.layers.*": 3}
 
 
 def test_small_blocks_that_are_named_stay():
     class Vision(Named):
-        _no_split_modules = ("Block", "Mamba")
+        _no_split_modules = ("Block", "Mlp")
 
-    model = Vision(
-        language=nn.ModuleList(Block(64) for _ in range(3)), vision=nn.ModuleList(Mamba(2) for _ in range(3))
-    )
+    model = Vision(language=nn.ModuleList(Block(64) for _ in range(3)), vision=nn.ModuleList(Mlp(2) for _ in range(3)))
     assert found(model) == {"language.*": 3, "vision.*": 3}
 
 

@@ -80,6 +80,10 @@ HUGGING_FACE = {
     "ResNetModel": ({}, {("encoder.stages.*.layers.*", "ResNetBottleNeckLayer"): 16}),
     "ConvNextModel": ({}, {("encoder.stages.*.layers.*", "ConvNextLayer"): 18}),
     "SegformerModel": ({}, {("stages.*.blocks.*", "SegformerLayer"): 8}),
+    "MobileViTModel": (
+        {},
+        {("encoder.layer.*", "MobileViTMobileNetLayer"): 2, ("encoder.layer.*", "MobileViTLayer"): 3},
+    ),
     # A stem of convolutions, and no names.
     "Wav2Vec2Model": (
         {**SMALL, "num_hidden_layers": 3},

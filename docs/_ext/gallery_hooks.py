@@ -8,7 +8,17 @@ from typing import Any
 from unittest import mock
 
 MB = 1e6  # sphinx-gallery prints the number with "MB" behind it
-ORDER = ("basic.py", "manual_synchronization.py", "cuda_graphs.py")
+ORDER = (
+    # Whole models, with one line.
+    "hugging_face_llama.py",
+    "not_freed.py",
+    "offload_beside_checkpointing.py",
+    "moe_groups.py",
+    # A loop of one's own, with a context around each layer.
+    "basic.py",
+    "manual_synchronization.py",
+    "cuda_graphs.py",
+)
 
 
 def example_order(filename: str) -> tuple[int, str]:

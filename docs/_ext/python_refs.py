@@ -22,6 +22,7 @@ PYTHON = "https://docs.python.org/3/library/"
 TORCH = "https://docs.pytorch.org/docs/stable/"
 # The manual documents these under another name than the one that programs use.
 TORCH_NAMES = {
+    "torch.nn.modules.module.Module": "torch.nn.Module",
     "torch.nn.Parameter": "torch.nn.parameter.Parameter",
     "torch.accelerator.max_memory_allocated": "torch.accelerator.memory.max_memory_allocated",
     "torch.accelerator.reset_peak_memory_stats": "torch.accelerator.memory.reset_peak_memory_stats",
@@ -55,6 +56,12 @@ TORCH_PAGES = {
         )
     },
 }
+MATPLOTLIB = "https://matplotlib.org/stable/api/"
+# Imported for annotations alone, so that matplotlib stays optional; a signature then has the bare names.
+MATPLOTLIB_PAGES = {
+    "Axes": ("_as_gen/matplotlib.axes.Axes.html", "matplotlib.axes.Axes"),
+    "Figure": ("_as_gen/matplotlib.figure.Figure.html", "matplotlib.figure.Figure"),
+}
 CONSTANTS = {"None", "True", "False", "Ellipsis", "NotImplemented"}
 FUNCTION_PAGE = {"int", "float", "bool", "complex", "object", "type", "property", "super", "slice"}
 
@@ -80,10 +87,13 @@ def python_page(name: str) -> str | None:
 
 
 def external_page(name: str) -> str | None:
-    """Return the address of the manual's page for a name of PyTorch or Python, None if unknown."""
+    """Return the address of the manual's page for a name of PyTorch, matplotlib or Python, None if unknown."""
     documented = TORCH_NAMES.get(name, name)
     if documented in TORCH_PAGES:
         return f"{TORCH}{TORCH_PAGES[documented]}#{documented}"
+    if name in MATPLOTLIB_PAGES:
+        page, anchor = MATPLOTLIB_PAGES[name]
+        return f"{MATPLOTLIB}{page}#{anchor}"
     return python_page(name)
 
 

@@ -20,7 +20,7 @@ from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
 import actoffload
-from actoffload import DefaultSchedule, Kind, LayerCost, Link, ManualSchedule, Plan, Simulation, simulate
+from actoffload import DefaultSchedule, GroupSchedule, Kind, LayerCost, Link, ManualSchedule, Plan, Simulation, simulate
 from actoffload.observe.plots import plot_step
 
 LAYERS = 5
@@ -60,11 +60,17 @@ def by_hand() -> Plan:
     )
 
 
+def groups() -> Plan:
+    """Group scheduling, 3 of 5 layers over the link of `stalls`: each gives way tensor by tensor."""
+    return GroupSchedule(num_layers=3).plan(["block"] * LAYERS)
+
+
 FIGURES: dict[str, Callable[[], Plan]] = {
     "sequential": sequential,
     "full-overlap": full_overlap,
     "stalls": stalls,
     "manual": by_hand,
+    "groups": groups,
 }
 
 

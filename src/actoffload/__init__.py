@@ -17,7 +17,7 @@ from .model import offload
 from .observe.counters import Reason, Statistics
 from .observe.recorder import TimelineRecorder
 from .observe.report import GroupReport, HeldStorage, Report
-from .observe.step_timeline import StepTimeline
+from .observe.step_timeline import LayerTimes, StepTimeline
 from .observe.synchronization import Synchronization, Synchronizations, find_synchronizations
 from .offload_context import OffloadContext
 from .schedule.costs import LayerCost, Link, Saved
@@ -41,6 +41,7 @@ __all__ = [
     "HostMemoryWarning",
     "Kind",
     "LayerCost",
+    "LayerTimes",
     "Link",
     "ManualController",
     "ManualSchedule",

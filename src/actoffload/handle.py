@@ -152,7 +152,7 @@ class OffloadHandle:
         if before is not None and before.open:
             raise RuntimeError("A step is being recorded already: leave that `with handle.recording():` block first.")
         recorder = TimelineRecorder(self._engine.backend, self._engine.counters)
-        recording = Recording(recorder, self._places[0].ref, self._groups)
+        recording = Recording(recorder, self._places[0].ref, self._groups, names=self.groups)
         if nvtx:
             recorder.mark_ranges(recording.name_of)
         self._engine.record(recorder)

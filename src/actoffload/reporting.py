@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import re
+import sys
 import weakref
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+import torch
 from torch.nn import Module
 
 from .describe import group_names
@@ -16,6 +20,7 @@ from .observe.holders import find_all_holders
 from .observe.recorder import TimelineRecorder
 from .observe.report import GroupReport, HeldStorage, Report, sum_groups
 from .observe.step_timeline import LayerTimes, StepTimeline
+from .outputs import tensors_in
 from .planner import GroupKey, Planner
 from .schedule.costs import LayerCost, Link
 from .schedule.groups import GroupSchedule
@@ -25,6 +30,9 @@ from .tally import GroupTally, Held, PassTally
 from .tracker import Place
 
 __all__ = ["Recording", "Seen", "build_report"]
+
+CALLED, RETURNED = "what the model was called with", "what the model returns"
+IN_THE_CALL = re.compile(r"\(module\.py:\d+\)|without a name")
 
 
 class Seen:
@@ -68,6 +76,7 @@ class Recording:
     open: bool = True
     names: tuple[str, ...] = ()
     passes: int = 0
+    outside: Counter[str] = field(default_factory=Counter)
     held: tuple[Held, ...] = ()
     holders: dict[int, tuple[str, ...]] = field(default_factory=dict)
 
@@ -85,11 +94,41 @@ def _note_pass(recording: Recording, tally: PassTally) -> None:
     recording.passes += 1
     recording.names = group_names(recording.groups, tally.sequence)
     recording.held, recording.holders = tally.held, {}
+    root = recording.root()
+    modules = {} if root is None else {module: name or "the model" for name, module in root.named_modules()}
+    recording.outside = Counter[str]()
+    for nbytes, saver in tally.savers:
+        module = saver()
+        if module is not None and module is not root and module in modules:
+            recording.outside[re.sub(r"\b\d+\b", "*", modules[module])] += nbytes  # a pattern that layers takes
     if tally.held:
-        root = recording.root()
-        modules = {} if root is None else {module: name or "the model" for name, module in root.named_modules()}
         with recording.recorder.apart():
-            recording.holders = find_all_holders([held.address for held in tally.held], modules)
+            found = find_all_holders([held.address for held in tally.held], modules)
+            passing = {} if root is None else _passing(root)
+        recording.holders = {address: _spoken(lines, passing.get(address)) for address, lines in found.items()}
+
+
+def _passing(root: Module) -> dict[int, str]:
+    """Return what the call of the model, which is about to end, was given and returns, by address."""
+    frame, call = sys._getframe(), Module._call_impl.__code__
+    while frame.f_code is not call or frame.f_locals["self"] is not root:
+        if frame.f_back is None:
+            return {}  # the blocks were called by a loop of the program's own
+        frame = frame.f_back
+    given = frame.f_locals
+    found = {}
+    for words, value in ((CALLED, (given.get("args"), given.get("kwargs"))), (RETURNED, given.get("result"))):
+        for tensor in tensors_in(value):
+            if type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.is_nested:
+                found[tensor.untyped_storage()._cdata] = words
+    return found
+
+
+def _spoken(lines: tuple[str, ...], passing: str | None) -> tuple[str, ...]:
+    """Return what to say of a holder: not by which of torch's own variables a call holds what passes through it."""
+    if passing is None:
+        return lines
+    return tuple(line for line in lines if not IN_THE_CALL.search(line)) or (passing,)
 
 
 def build_report(
@@ -132,6 +171,7 @@ def build_report(
             *(GroupReport(name, groups[k].kind, calls=0) for k, name in absent),
         ),
         outside=tally.outside,
+        outside_modules={} if recording is None or recording.names != names else dict(recording.outside),
         passes=statistics.passes,
         num_layers=_number(schedule, kinds),
         peak_resident_bytes=statistics.peak_resident_bytes,

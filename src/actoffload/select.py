@@ -171,7 +171,7 @@ def _meaning(names: Names, entry: Any, alone: bool, argument: str) -> Iterator[t
                 f"{argument} has a {type(entry).__name__} that is no part of this {names.title}: pass modules of the "
                 "very model that is offloaded, and not of a copy of it or of a model around it."
             )
-        found, opened = [names.first[entry]], alone and argument == "layers"
+        found, opened = [names.first[entry]], alone
     elif isinstance(entry, type) and issubclass(entry, Module):
         # A wrapper stands for what it wraps: both have one clean name, and the wrapper comes first.
         by_name: dict[str, Named] = {}

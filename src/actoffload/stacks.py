@@ -178,8 +178,6 @@ class _Search:
     def _are_stages(self, members: list[Module]) -> bool:
         most = _most(members)
         kind = block_type(most[0])
-        if not runs(unwrap(most[0])) or any(_is_model(each) for each in most):
-            return True
         # What one Sequential holds says nothing of another.
         if _two_alike(most) if kind is Sequential else kind in self._alike:
             return False

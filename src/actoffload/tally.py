@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+from torch.nn import Module
 
 from .engine.layer import Layer
 from .engine.modelpass import ModelPass
 from .engine.resident import Resident
+from .engine.roles import OUTSIDE
 from .engine.storage import Where
 from .engine.weak import StorageRef
 from .observe.counters import Reason
@@ -91,6 +95,8 @@ class PassTally:
         Count and bytes of what stayed outside of the groups.
     held : tuple of Held
         What somebody else holds.
+    savers : tuple of (int, weakref of torch.nn.Module)
+        Of what stayed outside, the bytes of each storage and the module that saved it, if somebody recorded.
     plan : Plan
         What the pass followed in the end.
     sequence : tuple of GroupKey
@@ -102,6 +108,7 @@ class PassTally:
     groups: tuple[GroupTally, ...]
     outside: dict[Reason, tuple[int, int]]
     held: tuple[Held, ...]
+    savers: tuple[tuple[int, weakref.ref[Module]], ...]
     plan: Plan
     sequence: tuple[GroupKey, ...]
     as_before: bool
@@ -129,8 +136,8 @@ class PassTally:
                         reason = Reason.SHARED if shared else Reason.HOST_FULL
                         before = kept.get(reason, (0, 0))
                         kept[reason] = before[0] + 1, before[1] + storage.nbytes
-                    memory = storage.held_by_others
-                    if memory is not None and not done.ledger.saved_again(storage, memory._cdata):
+                    memory = done.ledger.held_by_others(storage)
+                    if memory is not None:
                         held.append(Held(layer.index, storage.nbytes, StorageRef(memory), memory._cdata))
                 for ref in layer.residents:
                     resident = ref()
@@ -140,5 +147,9 @@ class PassTally:
                         saved += resident.nbytes
                         expected += resident.nbytes
                 groups.append(GroupTally(key, layer, leaves, count, saved, copied, expected, gone, kept))
+            outside = ((ref(), module) for ref, module in done.savers)
+            savers = tuple((of.nbytes, module) for of, module in outside if of and module and OUTSIDE in of.layers)
         as_before = last is None or tuple(last) == tuple(sequence)
-        return PassTally(tuple(groups), done.kept_outside(), tuple(held), done.roles.plan, tuple(sequence), as_before)
+        return PassTally(
+            tuple(groups), done.kept_outside(), tuple(held), savers, done.roles.plan, tuple(sequence), as_before
+        )

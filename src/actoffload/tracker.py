@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
-import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -15,13 +15,14 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Module
 
-from .engine.dynamo import opaque
 from .engine.engine import Engine
 from .engine.layer import Layer
 from .engine.modelowned import ModelOwned, OwnedByModel
 from .engine.modelpass import ModelPass
+from .engine.packer import Pack, Packer
 from .engine.saved import unpack
 from .engine.state import running
+from .obstacles import Obstacles
 from .outputs import tensors_in
 from .planner import GroupKey, Planner
 from .schedule.course import Course
@@ -30,18 +31,8 @@ __all__ = ["GROUP", "KEPT", "ROOT", "Place", "Tracker"]
 
 ROOT, GROUP, KEPT = "root", "group", "kept"
 
-TAKEN = (
-    "that already runs under saved-tensor hooks of somebody else, such as those of torch.utils.checkpoint around the "
-    "whole model or torch.autograd.graph.save_on_cpu: theirs take the tensors. Put them around parts of the model."
-)
-RECOMPUTED = (
-    "that is computed a second time in backward, as with torch.utils.checkpoint around the whole model: there is "
-    "nothing left to save. Put it around parts of the model."
-)
-TRANSFORMED = (
-    "inside of torch.func.grad and its relatives, which do not work together with saved-tensor hooks. Use "
-    "torch.func.functional_call with torch.autograd.grad or backward."
-)
+COMPILED = f"torch{os.sep}_dynamo{os.sep}eval_frame.py"
+"""Where compiled code is called; a frame of its own cannot be told from others."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,15 +77,6 @@ class _Frame:
     layer: Layer | None = None
 
 
-class _Now:
-    """What is done at this moment with what a forward saves.
-
-    A gradient that is taken inside of a forward saves tensors in autograd's threads, so this belongs to no thread.
-    """
-
-    pack: Callable[[torch.Tensor], Any] | None = None
-
-
 class _State(threading.local):
     """Where one thread is in the model."""
 
@@ -103,7 +85,9 @@ class _State(threading.local):
         self.owned: OwnedByModel | None = None
         self.frames: list[_Frame] = []
         self.inside: saved_tensors_hooks | None = None
-        self.now = _Now()
+        # A gradient that is taken inside of a forward saves tensors in autograd's threads, so this is shared with them.
+        self.packer = Packer()
+        self.between: Pack | None = None  # takes what is saved in no group
 
 
 class Tracker:
@@ -133,7 +117,7 @@ class Tracker:
         self._planner = planner
         self._done = done
         self._state = _State()
-        self._told: set[str] = set()
+        self._obstacles = Obstacles()
         self._at_work = 0  # threads in a forward
         self._then: Callable[[], None] | None = None
         self.paused = 0
@@ -145,38 +129,21 @@ class Tracker:
         state = self._state
         self._finish(failed=False)
         if torch._C._current_graph_task_id() != -1:  # a recomputation
-            # The variant of checkpointing that has hooks was told of in the forward.
-            if place.role is ROOT and not self.paused and torch.is_grad_enabled() and not _hooked():
-                self._tell(RECOMPUTED)
+            if place.role is ROOT and not self.paused:
+                self._obstacles.recomputed()
             return
-        if state.inside is None:
-            if self.paused or not torch.is_grad_enabled() or not self._hooks_are_free():
-                return
-        elif place.role is ROOT and not self._nested(place):
+        if state.inside is not None and not self._goes_on(place):
             self._reset()  # an interrupt took the program out of the forward before this one, past every hook
+        if state.inside is None and (self.paused or not torch.is_grad_enabled() or self._obstacles.hinder()):
+            return
         frame = _Frame(place, sys.exception())
         if state.inside is None:
             self._begin_pass(alone=place.role is not ROOT)
         state.frames.append(frame)
         if place.role is GROUP:
             self._pause_outer()
-            self._start_group(frame, list(tensors_in((args, kwargs))))
+            self._start_group(frame, tensors_in((args, kwargs)))
         self._resume()
-
-    def _hooks_are_free(self) -> bool:
-        """Whether what this thread saves would come to us."""
-        if torch._C._autograd._saved_tensors_hooks_get_disabled_error_message() is not None:
-            self._tell(TRANSFORMED)
-            return False
-        if _hooked():
-            self._tell(TAKEN)
-            return False
-        return True
-
-    def _tell(self, why: str) -> None:
-        if why not in self._told:
-            self._told.add(why)
-            warnings.warn(f"Nothing is offloaded in a forward {why} This is said once.", UserWarning, stacklevel=7)
 
     def _begin_pass(self, *, alone: bool) -> None:
         state = self._state
@@ -188,23 +155,16 @@ class Tracker:
             course = Course(self._planner.expected)
             current = ModelPass(self._engine, course, self._planner.roles, ModelOwned(None, state.owned))
             state.current = current
-        inside = saved_tensors_hooks(self._packer(), unpack)
+        state.packer = Packer()
+        state.between = current.packer_between()
+        inside = saved_tensors_hooks(state.packer.pack, unpack)
         inside.__enter__()
         running.backends.append(self._engine.backend)
         state.inside = inside
         with self._engine.lock:
             self._at_work += 1
 
-    def _packer(self) -> Callable[[torch.Tensor], Any]:
-        now = self._state.now = _Now()
-
-        def pack(tensor: torch.Tensor) -> Any:
-            assert now.pack is not None
-            return now.pack(tensor)
-
-        return opaque(pack)
-
-    def _start_group(self, frame: _Frame, inputs: Sequence[torch.Tensor]) -> None:
+    def _start_group(self, frame: _Frame, inputs: Iterable[torch.Tensor]) -> None:
         state, place = self._state, frame.place
         assert state.current is not None
         assert state.owned is not None
@@ -228,15 +188,16 @@ class Tracker:
         current = state.current
         assert current is not None
         if not state.frames or state.frames[-1].place.role is ROOT:
-            state.now.pack = current.packer_between()
+            assert state.between is not None
+            state.packer.take_aside(state.between)
         elif state.frames[-1].place.role is KEPT:
-            state.now.pack = current.packer_withheld()
+            state.packer.take_aside(current.packer_withheld())
         else:
             frame = state.frames[-1]
             if frame.layer is None:  # it goes on, behind an inner one
                 self._start_group(frame, ())
             assert frame.layer is not None
-            state.now.pack = current.packer(frame.layer)
+            state.packer.take_for(current, frame.layer)
 
     # Ends
 
@@ -281,7 +242,8 @@ class Tracker:
         current, inside = state.current, state.inside
         assert inside is not None
         assert current is not None
-        state.inside = state.now.pack = None
+        state.inside = state.between = None
+        state.packer.end()
         state.frames.clear()
         with self._engine.lock:
             self._at_work -= 1
@@ -319,23 +281,29 @@ class Tracker:
         if self._then is not None and not self._at_work and not failed:
             then, self._then = self._then, None
             then()
+            self._engine.close()  # again: the last forward may have taken host memory since
 
-    def _nested(self, place: Place) -> bool:
-        """Whether the model really runs inside itself."""
-        return self._calls(place) > 1
+    def _goes_on(self, place: Place) -> bool:
+        """Whether a module that begins does so inside of the forward that was begun before."""
+        if place.role is ROOT:
+            return self._calls(place, 2) > 1  # only if the model runs inside itself
+        frames = self._state.frames
+        enough = 1 + bool(frames and frames[0].place is place)
+        return bool(frames) and self._calls(frames[0].place, enough, unknown=2) >= enough
 
-    def _calls(self, place: Place) -> int:
-        """Return how often a module's own call is on the stack."""
+    def _calls(self, place: Place, enough: int = 1, unknown: int = 0) -> int:
+        """Return how often a module's own call is on the stack, or `unknown` if compiled code called what runs.
+
+        It is asked at the beginning of each group, and the stack may be deep; so nobody looks further than `enough`.
+        """
         found = 0
         frame: FrameType | None = sys._getframe()
-        call = Module._call_impl.__code__
-        while frame is not None:
-            if frame.f_code is call and frame.f_locals.get("self") is place.module:
-                found += 1
+        call, hooks = Module._call_impl.__code__, place.module._forward_pre_hooks  # a replica shares them
+        while frame is not None and found < enough:
+            code = frame.f_code
+            if code is call:
+                found += frame.f_locals["self"]._forward_pre_hooks is hooks
+            elif unknown and code.co_filename.endswith(COMPILED):
+                return unknown
             frame = frame.f_back
         return found
-
-
-def _hooked() -> bool:
-    """Whether what this thread saves goes through saved-tensor hooks."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None

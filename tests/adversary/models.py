@@ -35,6 +35,9 @@ class Surroundings(Protocol):
     def made(self, tensor: Tensor) -> Tensor:
         """Say that the current stream has just made a tensor."""
 
+    def read(self, tensor: Tensor) -> None:
+        """Say that the current stream reads a tensor that was made before."""
+
     def crossing(self) -> None:
         """Order all streams, as a copy from one device to another does."""
 
@@ -201,6 +204,8 @@ def _fork(env: Surroundings, x: Tensor, w: Tensor) -> Tensor:
     h = env.made(y @ w)
     with env.side(join=False):
         forked = h * h
+        if forked.requires_grad:  # else nothing keeps `h` until the streams are joined
+            env.read(h)
         env.state["forked"] = forked + env.state["forked"] if "forked" in env.state else forked
     return y * y
 

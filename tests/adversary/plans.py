@@ -1,4 +1,4 @@
-"""Plans as strategies: any that is allowed, and those of groups that give way."""
+"""Plans as strategies: any that is allowed, and those of groups that give way and come back."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ def plans(draw: st.DrawFn, model_layers: int) -> Plan:
     """Draw any plan that is allowed.
 
     Each layer does none, one, two or three of offload, release and reload, at any events.  One that is released may
-    give way before, at the start of any later forward that lies between.  What is usual is drawn more often.
+    give way before, at the start of any later forward that lies between; one that is reloaded may come back before, at
+    the start of any later backward that lies between.  What is usual is drawn more often.
     """
     events = list(Plan(model_layers).events())
     at = {event: k for k, event in enumerate(events)}
@@ -41,8 +42,14 @@ def plans(draw: st.DrawFn, model_layers: int) -> Plan:
             put(Do.GIVE_WAY, layer, earliest)
         release = draw(st.one_of(st.just(min(earliest + 1, last)), st.integers(earliest, last)))
         put(Do.RELEASE, layer, release)
-        if many == 3:
-            put(Do.RELOAD, layer, draw(st.integers(release, last)))
+        if many == 2:
+            continue
+        starts = [k for k in range(release, last) if events[k].when is When.BACKWARD_START]
+        earliest = release
+        if starts and draw(st.sampled_from([True, True, False])):
+            earliest = draw(st.sampled_from(starts))
+            put(Do.COME_BACK, layer, earliest)
+        put(Do.RELOAD, layer, draw(st.one_of(st.just(min(earliest + 1, last)), st.integers(earliest, last))))
     return Plan(model_layers, steps)
 
 

@@ -45,7 +45,7 @@ KEPT_BY: dict[str, str] = {
     "pass of the graph": f"self.owner = {WEAK.format('owner')}",
     "resident tensor": "self.probe = probe.detach(); self.probe.data = torch.empty(0, dtype=probe.dtype)",
     "source until copied": "self._source: torch.UntypedStorage | None = None",
-    "address of the storage": "self._weak = None",
+    "address of the storage": "self.weak = None",
     "address of a marked storage": "kept[storage._cdata] = __import__('types').SimpleNamespace(expired=False)",
     "address of a final storage": (
         "note = Final(__import__('types').SimpleNamespace(expired=False), tensor._version, event, captured, whole)"
@@ -86,10 +86,28 @@ CONDITIONS: list[tuple[str, str, str, str]] = [
         "layer.eager",
     ),
     (
+        "a tensor that was edited since is taken for the first one",
+        "actoffload/engine/ledger.py",
+        "or first.version != tensor._version",
+        "or False",
+    ),
+    (
+        "a tensor with another version counter is taken for the first one",
+        "actoffload/engine/ledger.py",
+        "or storage.root() is not (tensor if base is None else base)",
+        "or False",
+    ),
+    (
+        "a tensor that lies otherwise is taken for the first one",
+        "actoffload/engine/ledger.py",
+        "or View.of(tensor) != first.view",
+        "or False",
+    ),
+    (
         "released while another layer holds it",
         "actoffload/engine/storage.py",
-        "if self.where is not Where.LEAVING or self.refused or not all(self.layers.values()):",
-        "if self.where is not Where.LEAVING or self.refused:",
+        " or (len(self.layers) > 1 and not all(self.layers.values())):",
+        ":",
     ),
     (
         "aliases are not hollowed",
@@ -154,8 +172,8 @@ CONDITIONS: list[tuple[str, str, str, str]] = [
     (
         "device memory is taken on the current stream",
         "actoffload/engine/reload.py",
-        "with nullcontext() if backend.current_stream(transfers.device) == stream else backend.on(stream):",
-        "with nullcontext():",
+        "if backend.current_stream(transfers.device) == stream:",
+        "if True:",
     ),
     (
         "an old mark stands for later copies out",
@@ -166,19 +184,13 @@ CONDITIONS: list[tuple[str, str, str, str]] = [
     (
         "the mark of one copy stands for a later one of the same storage",
         "actoffload/engine/storage.py",
-        "        self.left = None\n        self._pieces",
-        "        self._pieces",
+        "self.left = None  # what was behind",
+        "pass  # what was behind",
     ),
     (
         "a layer ends without a mark behind its copies",
         "actoffload/engine/layer.py",
         "storage.left = self._left_mark(storage.home.transfers)",
-        "pass",
-    ),
-    (
-        "a copy that was queued late has no mark",
-        "actoffload/engine/ledger.py",
-        "layer.copied_late(storage)",
         "pass",
     ),
     (
@@ -188,22 +200,22 @@ CONDITIONS: list[tuple[str, str, str, str]] = [
         "storage.left = storage.home.transfers.mark(storage.home.transfers.back)",
     ),
     (
-        "what comes before memory changes hands crosses the border of a capture",
+        "any wait crosses the border of a capture",
         "actoffload/engine/transfer.py",
         "        if mark.captured == captured:\n            # [wait: any]\n",
         "        if True:\n",
+    ),
+    (
+        "giving way crosses the border of a capture",
+        "actoffload/engine/transfer.py",
+        "            if mark.captured == captured:\n                self.backend.wait(home",
+        "            if True:\n                self.backend.wait(home",
     ),
     (
         "what comes before a use crosses the border of a capture",
         "actoffload/engine/transfer.py",
         "if arrived.captured == captured:",
         "if True:",
-    ),
-    (
-        "a host buffer's fence crosses the border of a capture",
-        "actoffload/engine/transfer.py",
-        "if mark.order > self._waited and mark.captured == captured:",
-        "if mark.order > self._waited:",
     ),
     (
         "one home's wait counts for another home",
@@ -219,9 +231,9 @@ CONDITIONS: list[tuple[str, str, str, str]] = [
     ),
     (
         "a backward ends with a layer still back",
-        "actoffload/engine/passes.py",
-        "                layer.evict()\n                self._finish(Kind.BACKWARD, k)\n",
-        "                self._finish(Kind.BACKWARD, k)\n",
+        "actoffload/engine/layer.py",
+        "        self.evict()\n",
+        "",
     ),
     (
         "what came back for the next part of a backward leaves",

@@ -1,63 +1,17 @@
-"""The report as data, text, Markdown and HTML: every number in its place, and every sum from one place."""
+"""The report as data and text: every number in its place, and every sum from one place."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import re
-from html.parser import HTMLParser
 
 import pytest
+from report_samples import MIB, block, report, table
 
 from actoffload import Reason
-from actoffload.observe.folding import fold, name_of_all, numberless
 from actoffload.observe.render import size
 from actoffload.observe.report import GroupReport, HeldStorage, Report, merge_held, sum_groups
-
-MIB = 2**20
-
-
-def block(index: int, **more: object) -> GroupReport:
-    """Return a group of 512 MiB that leaves, but for those from 4 on."""
-    leaves = index < 4
-    numbers = {
-        "kind": "Block",
-        "leaves": leaves,
-        "storages": 8,
-        "bytes_saved": 512 * MIB,
-        "bytes_offloaded": 512 * MIB if leaves else 0,
-        "kept": {Reason.PARAMETER: (4, 100 * MIB), Reason.SMALL: (6, 2 * MIB)},
-        "reloaded_ahead": 8 if leaves else 0,
-        "bytes_reloaded": 512 * MIB if leaves else 0,
-    }
-    return GroupReport(f"model.layers.{index}", **{**numbers, **more})
-
-
-def report(**more: object) -> Report:
-    numbers = {
-        "groups": tuple(block(k) for k in range(6)),
-        "outside": {Reason.OUTSIDE: (2, 300 * MIB), Reason.PARAMETER: (1, 50 * MIB)},
-        "passes": 7,
-        "num_layers": 4,
-        "peak_resident_bytes": 1024 * MIB,
-        "host_bytes": 2050 * MIB,
-        "host_bytes_high_water": 2048 * MIB,
-        "expected_bytes": 2048 * MIB,
-        "dropped_bytes": 1920 * MIB,
-    }
-    return Report(**{**numbers, **more})
-
-
-def cells(line: str) -> list[str]:
-    return re.split(r"\s{2,}", line.strip())
-
-
-def table(text: str, first: str) -> list[list[str]]:
-    """Return the cells of the table whose header begins with a word, without rules and its header."""
-    blocks = [part.split("\n") for part in text.split("\n\n")]
-    lines = next(lines for lines in blocks if lines[0].startswith(first))
-    return [cells(line) for line in lines if not set(line) <= {"-"}]
-
 
 # Data
 
@@ -247,25 +201,7 @@ def test_sizes_are_shown_in_a_fitting_unit(nbytes, words):
     assert size(nbytes) == words
 
 
-# Folding
-
-
-@pytest.mark.parametrize(
-    ("rows", "folded"),
-    [
-        ("", []),
-        ("abc", ["a", "b", "c"]),
-        ("aaab", ["aaa", "b"]),
-        ("ababab", ["aaa", "bbb"]),
-        ("xababy", ["x", "aa", "bb", "y"]),
-        ("aabb", ["aa", "bb"]),
-        ("aabaab", ["aa", "aa", "bb"]),
-        ("abcabcd", ["aa", "bb", "cc", "d"]),
-    ],
-)
-def test_rows_and_patterns_of_rows_are_folded(rows, folded):
-    assert ["".join(part) for part in fold(rows, str)] == folded
-    assert sorted("".join(folded)) == sorted(rows)
+# Folded lines
 
 
 def test_modules_of_a_block_are_folded_by_their_place_in_it():
@@ -294,104 +230,3 @@ def test_groups_that_differ_in_anything_shown_have_their_own_lines(other):
     groups = tuple(dataclasses.replace(block(k, **times), **(other if k == 2 else {})) for k in range(4))
     rows = table(str(Report(groups)), "group")
     assert [row[0] for row in rows[1:4]] == ["model.layers.0 … 1 (2 groups)", groups[2].name, "model.layers.3"]
-
-
-@pytest.mark.parametrize(
-    ("names", "name"),
-    [
-        (["a.0"], "a.0"),
-        (["a.0.b", "a.1.b", "a.12.b"], "a.0 … 12.b"),
-        (["a.0.b.0", "a.1.b.1"], "a.0.b.0, a.1.b.1"),  # two numbers differ
-        (["a", "b", "c"], "a, b, c"),
-        (["a", "b", "c", "d"], "a, b and 2 more"),
-        (["a.0", "a.0"], "a.0, a.0"),
-    ],
-)
-def test_several_names_become_one(names, name):
-    assert name_of_all(names) == name
-
-
-def test_names_without_numbers():
-    assert numberless("encoder.12.mlp3") == "encoder.#.mlp#"
-
-
-# Markdown and HTML
-
-NASTY = "layers|0<b>`&*_"
-
-
-def rows_of_markdown(markdown: str) -> list[list[str]]:
-    """Return the cells of all tables in Markdown: a pipe ends a cell unless a backslash comes before it."""
-    rows = [re.split(r"(?<!\\)\|", line)[1:-1] for line in markdown.split("\n") if line.startswith("|")]
-    return [[cell.strip() for cell in row] for row in rows]
-
-
-def test_markdown_has_the_numbers_of_the_text():
-    rows = rows_of_markdown(report(advice=("Do `this_one` & *that*.",)).to_markdown())
-    assert rows[0] == ["group", "leaves", "saved", "offloaded", "kept"]
-    assert rows[1] == [":---", ":---", "---:", "---:", "---:"]
-    assert rows[2] == ["model.layers.0 … 3 (4 groups)", "yes", "512.0 MiB", "512.0 MiB", "2.0 MiB"]
-    assert rows[4] == ["**total**", "**4 of 6**", "**3072.0 MiB**", "**2048.0 MiB**", "**12.0 MiB**"]
-    assert report(advice=("Do `this_one` & *that*.",)).to_markdown().endswith("- Do `this_one` & \\*that\\*.")
-
-
-def test_markdown_keeps_its_columns_whatever_a_module_is_called():
-    held = (HeldStorage(NASTY, MIB, (f"attribute `x|y` of {NASTY}",)),)
-    markdown = Report((GroupReport(NASTY, bytes_saved=MIB),), held=held).to_markdown()
-    lengths = {len(row) for row in rows_of_markdown(markdown)[:4]}
-    assert lengths == {4}
-    assert "<b>" not in markdown.replace("\\<b\\>", "")
-
-
-class Reader(HTMLParser):
-    """Reads tables, lists and what is left open."""
-
-    def __init__(self, html: str) -> None:
-        super().__init__(convert_charrefs=True)
-        self.open: list[str] = []
-        self.rows: list[list[str]] = []
-        self.items: list[str] = []
-        self.tags: set[str] = set()
-        self.feed(html)
-        self.close()
-
-    def handle_starttag(self, tag, attrs):
-        self.open.append(tag)
-        self.tags.add(tag)
-        if tag == "tr":
-            self.rows.append([])
-        elif tag in ("td", "th"):
-            self.rows[-1].append("")
-        elif tag == "li":
-            self.items.append("")
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-    def handle_data(self, data):
-        if {"td", "th"} & set(self.open):
-            self.rows[-1][-1] += data
-        elif "li" in self.open:
-            self.items[-1] += data
-
-
-def test_html_has_the_rows_of_the_text_and_is_well_formed():
-    shown = report(step_seconds=0.5, advice=("Take `keep` out & go on.",))
-    reader = Reader(shown.to_html())
-    assert reader.open == []
-    text_rows = [row for part in ("group", "passes", "kept on the device") for row in table(str(shown), part)]
-    assert reader.rows == [row for row in text_rows if len(row) > 1]
-    assert reader.items == ["Take keep out & go on."]
-    assert shown._repr_html_() == shown.to_html()
-
-
-def test_html_escapes_names():
-    held = (HeldStorage(NASTY, MIB, (f"attribute `<i>` of {NASTY}",)),)
-    group = GroupReport("<script>alert(1)</script>", "<img src=x>", bytes_saved=MIB)
-    shown = Report((group, GroupReport(NASTY, bytes_saved=1)), held=held, advice=(f"Look at <b>{NASTY}</b>.",))
-    reader = Reader(shown.to_html())
-    assert reader.open == []
-    assert reader.tags == {"div", "table", "thead", "tbody", "tfoot", "tr", "th", "td", "ul", "li", "code"}
-    assert reader.rows[1][:2] == ["<script>alert(1)</script>", "<img src=x>"]
-    assert reader.rows[2][0] == NASTY
-    assert reader.items == [f"Look at <b>{NASTY}</b>."]

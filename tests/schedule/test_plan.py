@@ -18,7 +18,7 @@ from actoffload.schedule.plan import Action, Do, Event, Plan, When
 
 FORWARD_START, FORWARD_END = When.FORWARD_START, When.FORWARD_END
 BACKWARD_START, BACKWARD_END = When.BACKWARD_START, When.BACKWARD_END
-ORDER = (Do.OFFLOAD, Do.GIVE_WAY, Do.RELEASE)
+GONE = [(FORWARD_START, 0, Do.OFFLOAD, 0), (FORWARD_END, 0, Do.RELEASE, 0)]
 
 
 def plan(model_layers: int, *steps: tuple[When, int, Do, int]) -> Plan:
@@ -175,15 +175,49 @@ def test_a_layer_may_leave_and_return_at_one_event() -> None:
         (
             2,
             [(FORWARD_START, 0, Do.OFFLOAD, 0), (FORWARD_START, 1, Do.GIVE_WAY, 0)],
-            "In the plan layer 0 gives way without being released later; add its release.",
+            "In the plan layer 0 gives way without the action 'release layer 0' behind it; add that.",
         ),
         *(
             (
                 3,
                 [(FORWARD_START, 0, Do.OFFLOAD, 0), (when, at, Do.RELEASE, 0), (FORWARD_START, 2, Do.GIVE_WAY, 0)],
-                "In the plan layer 0 gives way without being released later; add its release.",
+                "In the plan layer 0 gives way without the action 'release layer 0' behind it; add that.",
             )
             for when, at in ((FORWARD_START, 1), (FORWARD_END, 1), (FORWARD_START, 2))
+        ),
+        (
+            2,
+            [(BACKWARD_START, 1, Do.COME_BACK, 2)],
+            "The plan would let layer 2 come back, but its layers are 0 to 1.",
+        ),
+        (
+            2,
+            [*GONE, (BACKWARD_START, 1, Do.COME_BACK, 0), (BACKWARD_START, 0, Do.COME_BACK, 0)],
+            "The plan would let layer 0 come back twice in one pass; once is enough.",
+        ),
+        (
+            2,
+            [(FORWARD_START, 0, Do.OFFLOAD, 0), (BACKWARD_START, 1, Do.COME_BACK, 0), (BACKWARD_END, 1, Do.RELOAD, 0)],
+            "The plan would let layer 0 come back without, or before, the action 'release layer 0'; add it earlier.",
+        ),
+        *(
+            (
+                2,
+                [*GONE, (when, 1, Do.COME_BACK, 0), (BACKWARD_START, 0, Do.RELOAD, 0)],
+                f"In the plan layer 0 comes back at the {when.value} of layer 1; "
+                "it can only at the backward start of a layer.",
+            )
+            for when in (FORWARD_END, BACKWARD_END)
+        ),
+        (
+            2,
+            [*GONE, (BACKWARD_START, 1, Do.COME_BACK, 0)],
+            "In the plan layer 0 comes back without the action 'reload layer 0' behind it; add that.",
+        ),
+        (
+            2,
+            [*GONE, (BACKWARD_START, 1, Do.RELOAD, 0), (BACKWARD_START, 1, Do.COME_BACK, 0)],
+            "In the plan layer 0 comes back without the action 'reload layer 0' behind it; add that.",
         ),
     ],
 )
@@ -202,24 +236,42 @@ def test_a_layer_may_give_way_and_be_released_at_one_event() -> None:
 
 
 @pytest.mark.parametrize("of", range(1, 4))
-def test_the_rules_in_full(of: int) -> None:
+def test_the_rules_of_giving_way_in_full(of: int) -> None:
     """Every way to offload, give way to and release one layer: the allowed ones are those that the rules name."""
     events = list(Plan(of).events())
     for layer, offload, give, release in product(range(of), *[range(len(events))] * 3):
-        steps = [
-            (events[k].when, events[k].layer, do, layer) for k, do in zip((offload, give, release), ORDER, strict=True)
-        ]
+        places = zip((offload, give, release), (Do.OFFLOAD, Do.GIVE_WAY, Do.RELEASE), strict=True)
         first, end, last = (events.index(Event(w, layer)) for w in (FORWARD_START, FORWARD_END, BACKWARD_START))
         allowed = (
             first <= offload <= give <= release <= last
             and end < give  # the start of a later forward
             and events[give].when is FORWARD_START
         )
-        if allowed:
-            assert plan(of, *steps).find(Do.GIVE_WAY, layer) == events[give]
-        else:
-            with pytest.raises(ValueError, match=r"^(The plan would|In the plan) .+; .+\.$"):
-                plan(of, *steps)
+        check([(events[k].when, events[k].layer, do, layer) for k, do in places], of, allowed)
+
+
+@pytest.mark.parametrize("of", range(1, 4))
+def test_the_rules_of_coming_back_in_full(of: int) -> None:
+    events = list(Plan(of).events())
+    for layer, release, back, reload in product(range(of), *[range(len(events))] * 3):
+        places = zip((release, back, reload), (Do.RELEASE, Do.COME_BACK, Do.RELOAD), strict=True)
+        end, last = (events.index(Event(w, layer)) for w in (FORWARD_END, BACKWARD_START))
+        allowed = (
+            end <= release <= back <= reload <= last
+            and back < last  # the start of a later layer's backward
+            and events[back].when is BACKWARD_START
+        )
+        steps = [(events[k].when, events[k].layer, do, layer) for k, do in places]
+        check([(FORWARD_START, layer, Do.OFFLOAD, layer), *steps], of, allowed)
+
+
+def check(steps: list[tuple[When, int, Do, int]], of: int, allowed: bool) -> None:
+    if allowed:
+        made = plan(of, *steps)
+        assert all(made.find(do, layer) == Event(when, at) for when, at, do, layer in steps)
+    else:
+        with pytest.raises(ValueError, match=r"^(The plan would|In the plan) .+; .+\.$"):
+            plan(of, *steps)
 
 
 def test_a_plan_cannot_be_changed_from_outside() -> None:
@@ -245,6 +297,7 @@ def test_equal_plans_have_equal_hashes_and_survive_copies(schedule: Callable[[],
 def test_a_plan_reads_in_the_order_of_the_pass() -> None:
     steps = {
         Event(BACKWARD_END, 1): (Action(Do.RELOAD, 0),),
+        Event(BACKWARD_START, 1): (Action(Do.COME_BACK, 0),),
         Event(FORWARD_END, 1): (Action(Do.RELEASE, 0),),
         Event(FORWARD_START, 1): (Action(Do.GIVE_WAY, 0),),
         Event(FORWARD_START, 0): (Action(Do.OFFLOAD, 0),),
@@ -253,6 +306,7 @@ def test_a_plan_reads_in_the_order_of_the_pass() -> None:
         "forward start of layer 0: offload layer 0\n"
         "forward start of layer 1: layer 0 gives way\n"
         "forward end of layer 1: release layer 0\n"
+        "backward start of layer 1: layer 0 comes back\n"
         "backward end of layer 1: reload layer 0"
     )
     assert str(Plan(3)) == "nothing is offloaded in 3 layers"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -72,10 +73,19 @@ def test_without_accelerator_nothing_is_measured(monkeypatch):
 def test_examples_come_in_the_order_in_which_a_reader_learns():
     from gallery_hooks import example_order
 
-    names = ["cuda_graphs.py", "another.py", "basic.py", "manual_synchronization.py"]
+    names = ["cuda_graphs.py", "another.py", "basic.py", "moe_groups.py", "an_other.py", "hugging_face_llama.py"]
     assert sorted(names, key=example_order) == [
+        "hugging_face_llama.py",
+        "moe_groups.py",
         "basic.py",
-        "manual_synchronization.py",
         "cuda_graphs.py",
+        "an_other.py",
         "another.py",
     ]
+
+
+def test_every_example_has_its_place_and_no_other_has():
+    from gallery_hooks import ORDER
+
+    examples = Path(__file__).parents[2] / "examples"
+    assert sorted(ORDER) == sorted(path.name for path in examples.glob("[!_]*.py"))

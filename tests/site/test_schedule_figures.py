@@ -73,7 +73,7 @@ def test_a_figure_has_a_light_and_a_dark_image_words_and_the_caption_of_its_page
     [
         (
             ".. schedule-figure:: stall\n\n   Caption.\n",
-            "There is no schedule figure 'stall'; expected one of sequential, full-overlap, stalls, manual.",
+            "There is no schedule figure 'stall'; expected one of sequential, full-overlap, stalls, manual, groups.",
         ),
         (
             ".. schedule-figure:: stalls\n",
@@ -111,3 +111,5 @@ def test_the_figures_show_what_their_names_say() -> None:
     assert count == 3
     assert stalled > 0
     assert run("manual") == (2, 0.0)
+    assert run("groups")[0] == 3
+    assert 0 < run("groups")[1] < stalled

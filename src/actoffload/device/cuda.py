@@ -11,7 +11,7 @@ __all__ = ["MEMORY_COUNTERS", "capturing", "driver_calls"]
 MEMORY_COUNTERS = ("num_device_alloc", "num_device_free", "num_alloc_retries")
 
 
-capturing: Callable[[], bool] = torch.cuda.is_current_stream_capturing
+capturing: Callable[[], bool] = torch._C._cuda_isCurrentStreamCapturing
 """Whether the current stream is being captured into a CUDA graph.  Asks the driver; does not synchronize."""
 
 

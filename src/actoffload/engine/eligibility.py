@@ -19,6 +19,8 @@ MIN_ELEMENTS = 256 * 1024
 
 LARGEST_ELEMENT = 16
 
+_types: dict[torch.device, str] = {}  # a device spells its type out anew each time it is asked
+
 
 class Limit(NamedTuple):
     """Tensors below either size stay.
@@ -55,13 +57,16 @@ def stays(tensor: torch.Tensor, backend: Backend, owned: Owned, limit: Limit) ->
     count = tensor.numel()
     if count < limit.elements or count * tensor.itemsize < limit.nbytes:
         return Reason.SMALL
-    type_ = tensor.device.type
+    device = tensor.device
+    type_ = _types.get(device)
+    if type_ is None:
+        type_ = _types[device] = device.type
     if type_ != backend.type:
         return Reason.DEVICE
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
         return Reason.LAYOUT
     needs_gradient, base = tensor.requires_grad, tensor._base
-    if base is not None or (needs_gradient and (tensor.is_leaf or torch.is_autocast_enabled(type_))):
+    if base is not None or needs_gradient:
         reason = _tied(tensor)
         if reason is not None:
             return reason
@@ -88,15 +93,17 @@ def _tied(tensor: torch.Tensor) -> Reason | None:
             return Reason.PARAMETER
         if base.requires_grad and base.is_leaf:
             return Reason.LEAF
-    if needs_gradient and torch.is_autocast_enabled(tensor.device.type):
-        return Reason.PARAMETER if _casts_parameter(tensor if base is None else base) else None
-    return None
+    # Whether autocast is on cannot be asked: it is off inside of the operations that it has cast for.
+    return Reason.PARAMETER if needs_gradient and _is_parameters(tensor if base is None else base) else None
 
 
-def _casts_parameter(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is a parameter in another dtype, as autocast makes and keeps for its whole region."""
+WEIGHTS = frozenset({"ToCopyBackward0", "TBackward0", "TransposeBackward0"})
+
+
+def _is_parameters(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a parameter in another dtype, as autocast makes, or one that a backward has transposed."""
     node = tensor.grad_fn
-    if node is None or node.name() != "ToCopyBackward0":
+    if node is None or node.name() not in WEIGHTS:
         return False
     return isinstance(getattr(node.next_functions[0][0], "variable", None), Parameter)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 import torch
@@ -38,19 +39,21 @@ class View(NamedTuple):
     @staticmethod
     def of(tensor: torch.Tensor) -> View:
         """Describe a strided tensor."""
-        return View(
-            tensor.dtype,
-            tensor.size(),
-            tensor.stride(),
-            int(tensor.storage_offset()) * tensor.itemsize,
-            tensor.is_conj(),
-            tensor.is_neg(),
+        offset = tensor.storage_offset()
+        return _view(
+            (
+                tensor.dtype,
+                tensor.size(),
+                tensor.stride(),
+                int(offset) * tensor.itemsize if offset else 0,
+                tensor.is_conj(),
+                tensor.is_neg(),
+            )
         )
 
-    @property
-    def lazy(self) -> bool:
-        """Whether conjugation or negation is still to be done."""
-        return self.conj or self.neg
+    def fills(self, nbytes: int) -> bool:
+        """Whether each byte of a storage belongs to exactly one element."""
+        return _fills(self, nbytes)
 
     @property
     def covered(self) -> int:
@@ -84,13 +87,15 @@ class View(NamedTuple):
         return False
 
     def on(self, buffer: torch.Tensor, base: int) -> torch.Tensor:
-        """Return this view on a contiguous buffer, whose first byte stands for byte `base` of the storage.
+        """Return this view on a buffer without gaps, whose first byte stands for byte `base` of the storage.
 
         It is a view in autograd's sense, and shares the version counter of the buffer.
         """
         element = self.dtype.itemsize
-        data = buffer.view(-1).view(torch.uint8)
-        data = data[: data.numel() // element * element].view(self.dtype)
+        data = buffer
+        if data.dtype is not self.dtype:
+            data = data.as_strided((data.numel(),), (1,)).view(torch.uint8)
+            data = data[: data.numel() // element * element].view(self.dtype)
         tensor = data.as_strided(self.size, self.stride, (self.offset - base) // element)
         if self.conj:
             tensor = tensor.conj()
@@ -103,6 +108,15 @@ class View(NamedTuple):
         size, stride = self.compact
         tensor = torch.empty(0, dtype=self.dtype, device=device)
         return tensor.set_(memory, (self.offset - base) // self.dtype.itemsize, size, stride)
+
+
+_view = partial(tuple.__new__, View)  # without the frame of Python's that a named tuple makes
+
+
+@lru_cache(maxsize=1024)
+def _fills(view: View, nbytes: int) -> bool:
+    expanded = any(stride == 0 and size > 1 for size, stride in zip(view.size, view.stride, strict=True))
+    return view.covered == nbytes and view.extent == (0, nbytes) and not expanded and not view.overlaps
 
 
 def raw(memory: torch.UntypedStorage, start: int, stop: int, device: torch.device) -> torch.Tensor:

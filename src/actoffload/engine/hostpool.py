@@ -85,14 +85,14 @@ class HostBuffer:
         self.epoch = epoch
         self._typed: tuple[Any, torch.Tensor] | None = None
 
-    def typed(self, dtype: torch.dtype, size: torch.Size) -> torch.Tensor | None:
-        """Return the buffer as a contiguous tensor, or None if it consists of several parts."""
-        key = (dtype, size)
+    def typed(self, dtype: torch.dtype, size: torch.Size, stride: tuple[int, ...]) -> torch.Tensor | None:
+        """Return the buffer as a tensor without gaps, or None if it consists of several parts."""
+        key = (dtype, size, stride)
         if self._typed is not None and self._typed[0] == key:
             return self._typed[1]
         if len(self.parts) > 1:
             return None
-        tensor = self.parts[0].view(dtype).view(size)
+        tensor = self.parts[0].view(dtype).as_strided(size, stride)
         self._typed = (key, tensor)
         return tensor
 

@@ -11,6 +11,7 @@ import torch
 
 from ..device.base import Stream
 from ..observe.counters import Reason
+from ..schedule.plan import reserve
 from .dynamo import opaque
 from .marks import Mark
 from .owned import Owned
@@ -39,6 +40,23 @@ class Token:
     """Alive as long as the graph of a layer is: held by all that autograd holds for it."""
 
     __slots__ = ("__weakref__",)
+
+
+class _Reached:
+    """The hook at the end of a layer's graph, which it keeps alive."""
+
+    __slots__ = ("_index", "_reached", "_token")
+
+    def __init__(self, reached: Callable[[int], None], index: int, token: Token) -> None:
+        self._reached = reached
+        self._index = index
+        self._token = token
+
+    def __call__(self, gradients: Any) -> None:
+        self._reached(self._index)
+
+
+opaque(_Reached.__call__)
 
 
 class Layer:
@@ -91,10 +109,7 @@ class Layer:
             token = Token()  # nothing was saved, but the outputs may have a graph all the same
             self._alive = weakref.ref(token)
 
-        def hook(gradients: Any, token: Token = token) -> None:
-            reached(index)
-
-        opaque(hook)
+        hook = _Reached(reached, index, token)
         self._outputs = [weakref.ref(output) for output in outputs]
         for node in {output.grad_fn for output in outputs if output.grad_fn is not None}:
             node.register_prehook(hook)
@@ -132,7 +147,8 @@ class Layer:
         """Queue the copies of all that is saved; return the storages that found no host memory."""
         self.phase = Phase.OFFLOADING
         living = self.living()
-        refused = [s for s in living if s.incomplete and not s.leave(self.index, self.captured, ended=True)]
+        incomplete = [s for s in living if (s.new or s.loose) and not s.refused and not s.pinned]
+        refused = [s for s in incomplete if not s.leave(self.index, self.captured, ended=True)]
         for storage in living:
             if storage.where is Where.LEAVING and storage.left is None:
                 storage.left = self._left_mark(storage.home.transfers)
@@ -151,8 +167,16 @@ class Layer:
             transfers = storage.home.transfers
             storage.left = self._left[transfers] = transfers.end_of_copies_out()
 
-    def give_way(self, nbytes: int) -> None:
-        """Give up device memory for so many bytes that another layer has saved, in the order of saving."""
+    def give_way(self, nbytes: int, captured: bool) -> None:
+        """Give up device memory for so many bytes that another layer has saved, in the order of saving.
+
+        Parameters
+        ----------
+        nbytes : int
+            How many.
+        captured : bool
+            The forward of that layer is captured into a graph.
+        """
         self._owed += nbytes
         while self._owed > 0 and self._given < len(self.storages):
             storage = self.storages[self._given]()
@@ -161,7 +185,7 @@ class Layer:
                 continue
             home = storage.home
             # [wait: giving way for the copy out]
-            home.transfers.join(storage.stream, home.streams, storage.left, self.index, self.captured)
+            home.transfers.join(storage.stream, home.streams, storage.left, self.index, captured)
             self._owed -= storage.release(self.index)
 
     def release(self) -> None:
@@ -179,7 +203,8 @@ class Layer:
                 waited.append((home.transfers, storage.stream))
                 # [wait: release for the copies out]
                 home.transfers.join(storage.stream, home.streams, mark, self.index)
-            storage.release(self.index)
+            if not storage.layers[self.index]:  # else it has given way
+                storage.release(self.index)
         self._left.clear()
 
     def reload(self) -> None:
@@ -202,8 +227,8 @@ class Layer:
         used : callable
             Called when backward asks for a tensor that stayed.
         """
-        self.successor, self._room = successor, 0
-        residents = [(ref, ref()) for ref in self.residents]
+        self.successor = successor
+        residents = [(ref, ref()) for ref in dict.fromkeys(self.residents)]  # each once, however often it was saved
         storages = ((ref, ref()) for ref in self.storages)
         for _, resident in residents:
             if resident is not None:
@@ -213,6 +238,7 @@ class Layer:
             [(ref, s.nbytes) for ref, s in storages if s is not None and len(s.layers) == 1],
             [(ref, r.nbytes) for ref, r in residents if r is not None],
         )
+        self._room = -reserve(sum(nbytes for unused in self._unused for _, nbytes in unused))
 
     def backward_done(self) -> None:
         """Backward has passed: nobody takes its room any more, and what is still held goes to the host again."""
@@ -231,7 +257,7 @@ class Layer:
         for unused in self._unused:
             while unused and unused[-1][0]() is None:
                 self._room += unused.pop()[1]
-        if self._room:
+        if self._room > 0:
             self._room = self.successor._come_back(self._room)
 
     def _come_back(self, room: int) -> int:
@@ -267,5 +293,4 @@ class Layer:
 
     def living(self) -> list[SavedStorage]:
         """Return the storages that autograd still holds, in order of saving."""
-        found = (ref() for ref in self.storages)
-        return [storage for storage in found if storage is not None]
+        return [storage for ref in self.storages if (storage := ref()) is not None]

@@ -17,6 +17,7 @@ from .marks import Mark
 from .outer import Within, serves, together
 from .resident import Resident
 from .roles import Roles
+from .saved import Moved
 from .storage import SavedStorage, Where
 from .transfer import HOME
 
@@ -37,22 +38,22 @@ class Ledger:
         self._backend = engine.backend
         self._counters = engine.counters
         self._lock = engine.lock
-        self._storages: dict[int, weakref.ref[SavedStorage]] = {}
+        self.storages: dict[int, weakref.ref[SavedStorage]] = {}
         self._residents: dict[int, weakref.ref[Resident]] = {}
         self._homes: dict[torch.device, Home] = {}
 
-    def follows(self, tensor: torch.Tensor) -> bool:
-        """Whether a layer that leaves has saved the same storage, as it is now, and it is still on the device."""
-        ref = self._storages.get(tensor.untyped_storage()._cdata)
-        storage = None if ref is None else ref()
-        if storage is None or storage.version != tensor._version:
-            return False
-        return storage.where is Where.DEVICE or storage.where is Where.LEAVING
+    def resident_at(self, address: int) -> Resident | None:
+        """Return what counts the storage at an address, if it was saved where it stays, and still is."""
+        ref = self._residents.get(address)
+        return None if ref is None else ref()
 
-    def resident(self, layer: Layer, tensor: torch.Tensor) -> Resident:
-        """Return what counts the storage of a tensor in a layer that stays."""
+    def resident(self, layer: Layer, tensor: torch.Tensor) -> Resident | None:
+        """Return what counts the storage of a tensor in a layer that stays; None if one that leaves has it as well."""
         memory = tensor.untyped_storage()
         key = memory._cdata
+        known = self.storages.get(key)
+        if known is not None and _on_device(known(), tensor._version):
+            return None
         with self._lock:
             ref = self._residents.get(key)
             resident = None if ref is None else ref()
@@ -60,62 +61,97 @@ class Ledger:
                 resident = Resident(memory.nbytes(), self._counters)
                 self._residents[key] = ref = weakref.ref(resident)
                 if layer.donor is not None:
-                    self._make_room(layer.donor, resident.nbytes)
+                    self.make_room(layer, resident.nbytes)
             if ref is not None:
                 layer.residents.append(ref)
         return resident
 
+    def again(self, known: weakref.ref[SavedStorage], tensor: torch.Tensor, index: int) -> Moved | None:
+        """Return what autograd holds for a tensor already, if it is the one that a layer saved first on a storage.
+
+        That is, the storage is being copied as a whole, the tensor lies on it in the same way, and it has the same
+        version counter.
+
+        Parameters
+        ----------
+        known : weakref.ref of SavedStorage
+            What was saved at the address of the tensor's storage.
+        tensor : torch.Tensor
+            A strided tensor that is saved, and no part of another.
+        index : int
+            Which layer saves it.
+        """
+        storage = known()
+        if storage is None or storage.first is None:
+            return None
+        if notes.kept and tensor.untyped_storage()._cdata in notes.kept:
+            return None
+        with self._lock:
+            first, base = storage.first(), tensor._base
+            if (
+                first is None
+                or first.index != index
+                or first.version != tensor._version
+                or storage.root() is not (tensor if base is None else base)  # views share the counter of their base
+                or storage.where is not Where.LEAVING
+                or storage.within
+                or View.of(tensor) != first.view
+            ):
+                return None
+            home = storage.home
+            stream = self._backend.current_stream(home.transfers.device)
+            if stream not in home.streams:
+                home.streams.append(stream)
+            return first
+
     def save(
-        self,
-        layer: Layer,
-        tensor: torch.Tensor,
-        view: View,
-        probe: torch.Tensor,
-        roles: Roles,
-        within: Within = (),
-    ) -> SavedStorage:
+        self, layer: Layer, tensor: torch.Tensor, roles: Roles, within: Within = ()
+    ) -> tuple[SavedStorage, View, torch.Tensor]:
         """Return the storage of a saved tensor; it starts to leave at once if the plan says so.
 
         Parameters
         ----------
         layer : Layer
             Who saves it.
-        tensor, view, probe : torch.Tensor, View and torch.Tensor
-            What is saved, how it lies in its storage, and a detached alias.
+        tensor : torch.Tensor
+            What is saved.
         roles : Roles
             What the plan of the pass means for its layers.
         within : tuple of Seen
             The wrappers of which the tensor is a part.
+
+        Returns
+        -------
+        storage, view, probe : SavedStorage, View and torch.Tensor
+            The storage, how the tensor lies in it, and a detached alias of the tensor.
         """
-        memory = tensor.untyped_storage()
-        key, version = memory._cdata, tensor._version
-        device = self._backend.place(tensor)
-        stays = roles.planned and layer.index in roles.stay
+        memory, probe, view = tensor.untyped_storage(), tensor.detach(), View.of(tensor)
+        key, version, index = memory._cdata, tensor._version, layer.index
+        backend = self._backend
+        device = backend.place(tensor)
+        stays = roles.planned and index in roles.stay
         with self._lock:
             home = self._homes.get(device) or self._home(device, tensor.device)
-            stream = self._backend.current_stream(device)
+            stream = backend.current_stream(device)
             if stream not in home.streams:
                 home.streams.append(stream)
-            ref = self._storages.get(key)
+            ref = self.storages.get(key)
             storage = None if ref is None else ref()
-            if storage is not None and not within and storage.has_left_whole(layer.index, version):
-                storage.add(view, probe)
-                return storage
             if ref is None or storage is None or not _usable(storage, version, layer, view, within):
                 storage = SavedStorage(version, memory, home, stream)
-                self._storages[key] = ref = weakref.ref(storage)
+                self.storages[key] = ref = weakref.ref(storage)
                 if layer.donor is not None:
-                    self._make_room(layer.donor, storage.nbytes)
-            if layer.index not in storage.layers:
+                    self.make_room(layer, storage.nbytes)
+            if index not in storage.layers:
                 layer.storages.append(ref)
-                storage.layers[layer.index] = storage.where is Where.HOST
+                storage.layers[index] = storage.where is Where.HOST
                 if roles.planned and len(storage.layers) > 1:
                     self._shared(storage, stays, roles)
-            storage.add(view, probe)
+            storage.add(tensor, view, probe)
             if within:
                 storage.within = together(storage.within, within)
-            if self._backend.checks:
-                self._backend.saved(tensor, stream)
+            if backend.checks:
+                backend.saved(tensor, stream)
             note = notes.take_final(key, version) if notes.finals else None
             if note is not None:
                 storage.ready = Mark(note.event, HOME, 0, note.captured)
@@ -127,13 +163,14 @@ class Ledger:
                 self.leave(layer, storage, ended=layer.token is None)
             if self._engine.recorder is not None:
                 self._engine.recorder.level()
-        return storage
+        return storage, view, probe
 
-    def _make_room(self, donor: Layer, nbytes: int) -> None:
-        """Let an earlier layer give way to what was saved now."""
+    def make_room(self, layer: Layer, nbytes: int) -> None:
+        """Let an earlier layer give way to what this one has saved now."""
         if self._engine.recorder is not None:
             self._engine.recorder.level()
-        donor.give_way(nbytes)
+        assert layer.donor is not None
+        layer.donor.give_way(nbytes, layer.captured)
 
     def _shared(self, storage: SavedStorage, stays: bool, roles: Roles) -> None:
         """Count a storage that a layer which stays and one which leaves have both saved."""
@@ -162,17 +199,31 @@ class Ledger:
 
     def at(self, address: int) -> SavedStorage | None:
         """Return what was saved on the storage at an address, if it is still saved."""
-        ref = self._storages.get(address)
+        ref = self.storages.get(address)
         return None if ref is None else ref()
 
-    def saved_again(self, storage: SavedStorage, address: int) -> bool:
-        """Whether memory that a storage has given up was saved once more, by somebody who keeps it."""
-        ref = self._residents.get(address)
-        return self.at(address) is not storage or (ref is not None and ref() is not None)
+    def held_by_others(self, storage: SavedStorage) -> torch.UntypedStorage | None:
+        """Return memory that a storage has given up, if it exists all the same, and not because it was saved again.
+
+        The caller must let go of it.
+        """
+        if storage.where is not Where.HOST or torch.UntypedStorage._expired(storage.weak):
+            return None
+        found: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(storage.weak)
+        if found is None or self.at(found._cdata) is not storage or self.resident_at(found._cdata) is not None:
+            return None
+        return found
 
     def _home(self, device: torch.device, memory_device: torch.device) -> Home:
         home = self._homes[device] = Home(self._engine.transfers(device), self._counters, memory_device, [])
         return home
+
+
+def _on_device(storage: SavedStorage | None, version: int) -> bool:
+    """Whether a storage, as it is now, is still on the device."""
+    if storage is None or storage.version != version:
+        return False
+    return storage.where is Where.DEVICE or storage.where is Where.LEAVING
 
 
 def _usable(storage: SavedStorage, version: int, layer: Layer, view: View, within: Within) -> bool:

@@ -7,7 +7,7 @@ import weakref
 from torch.nn import Module
 
 from ..observe.counters import Reason
-from .owned import Owned, addresses
+from .owned import Owned, addresses, modules_in
 
 __all__ = ["ModelOwned", "OwnedByModel"]
 
@@ -30,10 +30,11 @@ class OwnedByModel:
         """Return why the storage at this address stays, if the model owned it when it was first asked."""
         if self._found is None:
             model = self._model()
-            self._found = {} if model is None else dict(addresses(model))
+            self._found = {} if model is None else addresses(model)
             # A sharding wrapper puts other storages in the parameters' places while a module runs. That of PyTorch,
             # fully_shard, gives the modules a class with a method to shard them again.
-            self.swaps = model is not None and any(hasattr(type(module), "reshard") for module in model.modules())
+            types = set() if model is None else {type(module) for module in modules_in(model)}
+            self.swaps = any(hasattr(type_, "reshard") for type_ in types)
         return self._found.get(key)
 
 

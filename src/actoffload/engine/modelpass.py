@@ -11,30 +11,31 @@ the last of them: a checkpointed region may hold several groups, and backward co
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Generic
 
 import torch
+from torch.nn import Module
 
 from ..observe.counters import Reason
+from ..observe.savers import module_at_work
 from ..schedule.course import Course, Key
 from .compound import Compound, is_compound, plain_parts
 from .dynamo import opaque
 from .eligibility import stays
 from .engine import Engine
-from .geometry import View
 from .layer import Layer
 from .outer import Within
 from .owned import Owned
+from .packer import Pack
 from .passes import Pass
 from .roles import OUTSIDE, Roles
 from .saved import Kept, Moved, keep
-from .storage import Where
+from .storage import SavedStorage, Where
 from .weak import StorageRef
 
 __all__ = ["ModelPass"]
-
-Pack = Callable[[torch.Tensor], Kept | Moved | Compound]
 
 
 class ModelPass(Pass, Generic[Key]):
@@ -62,6 +63,8 @@ class ModelPass(Pass, Generic[Key]):
         self._roles_of = roles_of
         self._owned = owned
         self.course = course
+        # What was saved between the groups, and by which module: as long as somebody records.
+        self.savers: list[tuple[weakref.ref[SavedStorage], weakref.ref[Module] | None]] = []
         self._between = Layer(OUTSIDE, engine.backend.capturing())
         self._withheld = Layer(OUTSIDE, engine.backend.capturing())
         self._inputs: dict[int, StorageRef] = {}  # of the groups that built no graph, since the last that did
@@ -95,7 +98,7 @@ class ModelPass(Pass, Generic[Key]):
         if graph or self._region_saved:
             self._inputs = {}
             self._region_saved = False
-        if self._between.storages or not graph:
+        if self._between.storages or self._between.residents or not graph:
             storages = [memory for tensor in inputs for memory in _storages(tensor)]
             self._adopt(layer, {memory._cdata for memory in storages})
             if not graph:
@@ -105,13 +108,19 @@ class ModelPass(Pass, Generic[Key]):
     def _adopt(self, layer: Layer, addresses: set[int]) -> None:
         """Let what was saved before a group, and is an input of it, travel with it; see [Note: between the groups]."""
         with self.lock:
+            stay = [ref() for ref in self._between.residents]
             for address in addresses:
-                storage = self.ledger.at(address)
+                storage, resident = self.ledger.at(address), self.ledger.resident_at(address)
                 if storage is not None and storage in self._between.living() and len(storage.layers) == 1:
                     storage.layers = {layer.index: storage.where is Where.HOST}
                     layer.storages += [ref for ref in self._between.storages if ref() is storage]
                     if layer.eager:
                         self.ledger.leave(layer, storage, ended=False)
+                    if layer.donor is not None:
+                        self.ledger.make_room(layer, storage.nbytes)
+                elif layer.donor is not None and resident is not None and resident in stay:
+                    self.ledger.make_room(layer, resident.nbytes)
+            self._between.residents.clear()
             self._count_between()
 
     def _count_between(self) -> None:
@@ -170,14 +179,20 @@ class ModelPass(Pass, Generic[Key]):
                 self._note(layer, reason, tensor.nbytes if tensor.layout is torch.strided else 0)
                 return keep(tensor, token)
             late = self._late(tensor) if because is None else None
-            if late is None and len(self.layers) > self.roles.last_leaving and not ledger.follows(tensor):
-                self._note(layer, because or Reason.OUTSIDE, tensor.untyped_storage().nbytes())
-                return keep(tensor, token, ledger.resident(layer, tensor))
-            probe, view = tensor.detach(), View.of(tensor)
-            saver = layer if late is None else late
-            storage = ledger.save(saver, tensor, view, probe, self.roles, within)
-            if because is not None:
-                self._note(layer, because, storage.nbytes)
+            if late is None and len(self.layers) > self.roles.last_leaving and self.engine.recorder is None:
+                known = ledger.resident_at(tensor.untyped_storage()._cdata)
+                resident = ledger.resident(layer, tensor)
+                if resident is not None:
+                    if known is None:
+                        self._note(layer, because or Reason.OUTSIDE, resident.nbytes)
+                    return keep(tensor, token, resident)
+            saver, before = layer if late is None else late, len(layer.storages)
+            storage, view, probe = ledger.save(saver, tensor, self.roles, within)
+            if len(layer.storages) > before:
+                if because is not None:
+                    self._note(layer, because, storage.nbytes)
+                elif late is None and self.engine.recorder is not None:
+                    self.savers.append((layer.storages[-1], module_at_work()))
             mine = token if late is None else late.revive()
             return Moved(self, saver.index, storage, view, probe, mine)
 

@@ -9,7 +9,7 @@ are asked what they own at that moment.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from ..observe.counters import Reason
 from .compound import plain_parts
 
-__all__ = ["Owned", "addresses", "unwatch", "watch"]
+__all__ = ["Owned", "addresses", "modules_in", "unwatch", "watch"]
 
 
 class Owned:
@@ -66,20 +66,36 @@ class Owned:
 _Table: TypeAlias = tuple[Mapping[str, torch.Tensor | None], Reason]
 
 
-def _tables(root: Module) -> Iterator[_Table]:
-    """Yield the tables in which a module and those in it have their tensors."""
-    for module in root.modules():
-        yield module._parameters, Reason.PARAMETER
-        yield module._buffers, Reason.BUFFER
+def _tables(root: Module) -> list[_Table]:
+    """Return the tables in which a module and those in it have their tensors."""
+    tables: list[_Table] = []
+    for module in modules_in(root):
+        tables += ((module._parameters, Reason.PARAMETER), (module._buffers, Reason.BUFFER))
+    return tables
 
 
-def addresses(root: Module) -> Iterator[tuple[int, Reason]]:
-    """Yield the addresses of the storages that a module and those in it own now, each with its reason to stay."""
+def modules_in(root: Module) -> list[Module]:
+    """Return a module and all that are in it, each once; what `Module.modules` yields, many times faster."""
+    found = {root: None}
+    waiting = [root]
+    while waiting:
+        for child in waiting.pop()._modules.values():
+            if child is not None and child not in found:
+                found[child] = None
+                waiting.append(child)
+    return list(found)
+
+
+def addresses(root: Module) -> dict[int, Reason]:
+    """Return the addresses of the storages that a module and those in it own now, each with its reason to stay."""
+    found: dict[int, Reason] = {}
     for table, reason in _tables(root):
         for tensor in table.values():
-            if tensor is not None:
-                for address in _addresses(tensor):
-                    yield address, reason
+            if type(tensor) is Parameter and tensor.layout is torch.strided:
+                found[tensor.untyped_storage()._cdata] = reason
+            elif tensor is not None:
+                found.update((address, reason) for address in _addresses(tensor))
+    return found
 
 
 class _Watch(threading.local):

@@ -9,23 +9,18 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from torch.nn import Parameter
 
 from ..device.base import Backend
-from ..observe.counters import Counters, Reason
+from ..observe.counters import Counters
 from ..schedule.plan import Do, When
 from ..schedule.timeline import Kind
-from .compound import Compound, is_compound
-from .dynamo import opaque
-from .eligibility import stays
 from .engine import Engine
 from .geometry import View
 from .layer import Layer, Phase
 from .ledger import Ledger
-from .outer import Within
+from .packer import Pack, Packer
 from .reload import reload
 from .roles import OUTSIDE, Roles
-from .saved import Kept, Moved, keep
 from .storage import SavedStorage, Where
 
 __all__ = ["Pass"]
@@ -89,43 +84,11 @@ class Pass:
             self._finish(Kind.FORWARD, layer.index)
             self._event(When.FORWARD_END, layer.index)
 
-    def packer(self, layer: Layer, within: Within = ()) -> Callable[[torch.Tensor], Kept | Moved | Compound]:
-        """Return the pack hook of a layer: it takes each tensor that autograd saves, or parts `within` wrappers."""
-        token, backend, owned, kept, index = layer.token, self.backend, layer.owned, layer.kept, layer.index
-        assert token is not None
-        # Behind the last layer that leaves, storages need not be followed, unless somebody records every step.
-        roles, ledger, limit = self.roles, self.ledger, self.engine.limit()
-        stays_whole = index > roles.last_leaving and self.engine.recorder is None
-        smallest = limit.surely
-
-        def pack(tensor: torch.Tensor) -> Kept | Moved | Compound:
-            # Most of them are small or parameters, and not worth a call.
-            kind = type(tensor)
-            if kind is torch.Tensor and tensor.numel() < smallest:
-                reason: Reason | None = Reason.SMALL
-            elif kind is Parameter:
-                reason = Reason.PARAMETER
-            else:
-                reason = stays(tensor, backend, owned, limit)
-                if reason is Reason.SUBCLASS and is_compound(tensor):
-                    # A packer for its parts, and not `pack` itself: that would close a cycle.
-                    compound = Compound.pack(tensor, within, lambda inner: self.packer(layer, inner))
-                    if compound is not None:
-                        return compound
-            if reason is not None:
-                count = kept.get(reason)
-                if count is None:
-                    count = kept[reason] = [0, 0]
-                count[0] += 1
-                count[1] += tensor.nbytes if tensor.layout is torch.strided else 0
-                return keep(tensor, token)
-            if stays_whole and not ledger.follows(tensor):
-                return keep(tensor, token, ledger.resident(layer, tensor))
-            probe = tensor.detach()
-            view = View.of(tensor)
-            return Moved(self, index, ledger.save(layer, tensor, view, probe, roles, within), view, probe, token)
-
-        return opaque(pack)
+    def packer(self, layer: Layer) -> Pack:
+        """Return the pack hook of a layer: it takes each tensor that autograd saves."""
+        packer = Packer()
+        packer.take_for(self, layer)
+        return packer.pack
 
     def follow(self, roles: Roles) -> None:
         """Go on by another plan, whose layers are those of this pass so far and what is now expected to come.
@@ -159,8 +122,8 @@ class Pass:
                 first = self.layers[min(storage.layers)]
                 first.on_demand += 1
                 first.bytes_back += storage.bytes_copied
-            if index != OUTSIDE:
-                self._pass_on(index)
+            if index != OUTSIDE and self.layers[index].successor is not None:
+                self.layers[index].pass_on()
             tensor = storage.fetch(view, probe, index, captured)
             if self.engine.recorder is not None:
                 self.engine.recorder.level()
@@ -235,7 +198,7 @@ class Pass:
     # Events
 
     def _event(self, when: When, index: int) -> None:
-        for action in self.roles.plan.at(when, index):
+        for action in self.roles.actions.get((when._name_, index), ()):
             if action.layer < len(self.layers):
                 self.do(action.do, action.layer, index)
         recorder = self.engine.recorder

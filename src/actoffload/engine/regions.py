@@ -11,11 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
-from .geometry import GRAIN, View
+import torch
+
+from .geometry import GRAIN, View, raw
 from .hostpool import HostBuffer
 
 __all__ = ["Piece", "dense", "gaps", "loose_pieces", "reload_spans"]
+
+Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass(slots=True)
@@ -49,6 +54,18 @@ class Piece:
     def nbytes(self) -> int:
         """Bytes that move."""
         return self.stop - self.start if self.elements is None else self.elements.covered
+
+    def pairs(self, memory: torch.UntypedStorage, base: int, device: torch.device) -> list[Pair]:
+        """Return the parts of a transfer of this piece; byte 0 of `memory` stands for byte `base` of the storage."""
+        assert self.host is not None
+        if self.elements is not None:
+            elements = self.elements.elements(memory, base, device)
+            return [(self.host.parts[0].view(elements.dtype).view(elements.shape), elements)]
+        pairs, start = [], self.start - base
+        for part in self.host.parts:
+            pairs.append((part, raw(memory, start, start + part.numel(), device)))
+            start += part.numel()
+        return pairs
 
     def holds(self, view: View) -> bool:
         """Whether every element of a view moves with this piece."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 
 from ..device.base import Stream
 from .storage import SavedStorage, Where
@@ -18,29 +17,31 @@ def reload(storages: Sequence[SavedStorage], layer: int, *, on_demand: bool = Fa
     All device memory is taken before the first copy starts, so that one start mark serves all.  If it runs
     out, those that got theirs come back all the same, and the error is the allocator's own.
     """
-    groups: list[tuple[Transfers, Stream, list[SavedStorage]]] = []
-    for storage in storages:
-        if storage.where is not Where.HOST:
-            continue
-        transfers, stream = storage.home.transfers, storage.stream
-        for of, on, group in groups:  # nearly always there is one
-            if of is transfers and on == stream:
-                group.append(storage)
-                break
-        else:
-            groups.append((transfers, stream, [storage]))
-    for transfers, stream, group in groups:
+    waiting = [storage for storage in storages if storage.where is Where.HOST]
+    while waiting:
+        transfers, stream = waiting[0].home.transfers, waiting[0].stream
+        group, waiting = waiting, []
+        if len(group) > 1:  # nearly always they are all from one stream
+            both = group
+            group = [s for s in both if s.home.transfers is transfers and s.stream == stream]
+            if len(group) < len(both):
+                waiting = [s for s in both if s not in group]
         _reload_group(transfers, stream, group, layer, on_demand)
 
 
 def _reload_group(transfers: Transfers, stream: Stream, group: list[SavedStorage], layer: int, on_demand: bool) -> None:
     backend = transfers.backend
-    taken: list[SavedStorage] = []
+    taken = 0
     try:
-        with nullcontext() if backend.current_stream(transfers.device) == stream else backend.on(stream):
+        if backend.current_stream(transfers.device) == stream:
             for storage in group:
                 storage.allocate()
-                taken.append(storage)
+                taken += 1
+        else:
+            with backend.on(stream):
+                for storage in group:
+                    storage.allocate()
+                    taken += 1
     finally:
         if taken:
             captured = backend.capturing()
@@ -48,9 +49,9 @@ def _reload_group(transfers: Transfers, stream: Stream, group: list[SavedStorage
             transfers.begin_reload(stream)
             done = 0
             try:
-                for storage in taken:
+                for storage in group[:taken]:
                     storage.come_back(layer, captured, on_demand=on_demand)
                     done += 1
             finally:
-                for storage in taken[done:]:  # a copy could not be queued: this memory has no content
+                for storage in group[done:taken]:  # a copy could not be queued: this memory has no content
                     storage.evict()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ..schedule.plan import Do, Plan
+from ..schedule.plan import Action, Do, Plan
 
 __all__ = ["OUTSIDE", "Roles"]
 
@@ -28,6 +29,8 @@ class Roles:
         Layers that leave tensor by tensor.
     planned : bool
         Whether the plan says anything; otherwise the program calls for each transfer itself.
+    actions : mapping
+        What `Plan.at` says, by the name of the event and the layer.
     """
 
     plan: Plan
@@ -35,6 +38,7 @@ class Roles:
     last_leaving: int
     giving_way: frozenset[int]
     planned: bool
+    actions: Mapping[tuple[str, int], tuple[Action, ...]]
 
     @staticmethod
     def of(plan: Plan, *, planned: bool | None = None) -> Roles:
@@ -44,4 +48,6 @@ class Roles:
         stay = frozenset((*range(plan.model_layers), OUTSIDE)) - set(leaving)
         steps = (action for actions in plan.steps.values() for action in actions)
         giving_way = frozenset(action.layer for action in steps if action.do is Do.GIVE_WAY)
-        return Roles(plan, stay, leaving[-1] if leaving else plan.model_layers, giving_way, said)
+        last = leaving[-1] if leaving else plan.model_layers
+        actions = {(event.when.name, event.layer): actions for event, actions in plan.steps.items()}
+        return Roles(plan, stay, last, giving_way, said, actions)

@@ -44,7 +44,7 @@ def keep(tensor: torch.Tensor, token: Token, resident: Resident | None = None) -
 class Moved:
     """A saved tensor whose storage may leave the device."""
 
-    __slots__ = ("index", "owner", "probe", "storage", "token", "version", "view")
+    __slots__ = ("__weakref__", "index", "owner", "probe", "storage", "token", "version", "view")
 
     def __init__(
         self, owner: Pass, index: int, storage: SavedStorage, view: View, probe: torch.Tensor, token: Token

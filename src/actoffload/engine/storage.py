@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import enum
 import sys
+import weakref
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
 from ..device.base import Pairs, Stream
 from .dynamo import opaque
-from .geometry import View, raw
+from .geometry import View
 from .hollow import hollow
 from .home import Home
+from .hostpool import HostBuffer
 from .inplace import changed
 from .marks import Mark
 from .outer import Within
 from .regions import Piece, dense, gaps, loose_pieces, reload_spans
+
+if TYPE_CHECKING:
+    from .saved import Moved
 
 __all__ = ["SavedStorage", "Where"]
 
@@ -37,8 +43,8 @@ class SavedStorage:
     given back, whatever the state.  So there is no pass to end and nothing to reset.  The pass that owns it
     guards all methods but the finalizer with one lock.
 
-    Nearly every storage of a model is saved as one contiguous tensor that fills it.  Such a *plain* storage is
-    copied from and to tensors of its own type and shape; everything else goes through byte views.
+    Nearly every storage of a model is saved as one tensor that fills it.  Such a *plain* storage is copied from and to
+    tensors of its own type and layout; everything else goes through byte views.
 
     Parameters
     ----------
@@ -60,9 +66,12 @@ class SavedStorage:
     left: Mark | None = None  # after its copies out; None as long as more may come
     within: Within = ()  # the wrappers in which it was saved; see [Note: outer tensors]
     bytes_copied = 0
-    _plain: View | None = None  # the layout of a plain storage
-    _typed: torch.Tensor | None = None  # and its host copy, if that is in one part
-    _loose: Sequence[View] = ()  # saved, and waiting for the end of the layer
+    plain: View | None = None  # the layout of a plain storage
+    first: weakref.ref[Moved] | None = None  # what autograd holds for the tensor that made it plain
+    root: weakref.ref[torch.Tensor]  # that tensor, or the one of which it is a view
+    _typed: torch.Tensor | None = None  # its host copy, if that is in one part
+    _host: HostBuffer | None = None  # and where that lies
+    loose: Sequence[View] = ()  # saved, and waiting for the end of the layer
     _pieces: Sequence[Piece] = ()
     _buffers: Sequence[tuple[int, int, torch.Tensor]] = ()
     _clean: Sequence[int] = ()  # the versions at which the buffers came back
@@ -74,50 +83,40 @@ class SavedStorage:
         self.home = home
         self.stream = stream
         self.version = version
-        self.nbytes = self._resident = memory.nbytes()
+        self.nbytes = self._resident = nbytes = memory.nbytes()
         self.layers: dict[int, bool] = {}  # who saved it -> has let go of the device memory
         self._source: torch.UntypedStorage | None = memory  # [keep: source until copied]
-        self._weak = memory._weak_ref()  # [keep: address of the storage]
-        self._new: list[View] = []  # saved, and not looked at yet
+        self.weak = memory._weak_ref()  # [keep: address of the storage]
+        self.new: list[View] = []  # saved, and not looked at yet
         self._probes: list[torch.Tensor] = []
         counters = home.counters
         counters.tensors_saved += 1
-        counters.bytes_saved += self.nbytes
-        counters.rise(self.nbytes)
+        counters.bytes_saved += nbytes
+        counters.rise(nbytes)
 
     # Saving
 
-    def add(self, view: View, probe: torch.Tensor) -> None:
-        """Take in one more saved tensor: its layout, and a detached alias that carries its version counter."""
+    def add(self, tensor: torch.Tensor, view: View, probe: torch.Tensor) -> None:
+        """Take in one more saved tensor, its layout, and a detached alias that carries its version counter."""
         if self.where is Where.HOST:
             hollow(probe)
             return
-        if not self._probes and probe.nbytes == self.nbytes and probe.is_contiguous() and not view.lazy:
-            self._plain = view
+        whole = tensor.nbytes == self.nbytes and not (view.conj or view.neg)
+        if whole and not self._probes and (tensor.is_contiguous() or view.fills(self.nbytes)):
+            self.plain = view
+            base = tensor._base
+            self.root = weakref.ref(tensor if base is None else base)
         self._probes.append(probe)
-        self._new.append(view)
+        self.new.append(view)
 
     def add_whole(self) -> None:
         """Move the whole storage, whatever the saved views cover."""
-        self._new.append(View(torch.uint8, torch.Size((self.nbytes,)), (1,), 0, False, False))
-
-    def has_left_whole(self, layer: int, version: int) -> bool:
-        """Whether one more tensor that a layer saves on it has nothing to add: every byte is being copied already."""
-        return (
-            self.where is Where.LEAVING
-            and self._typed is not None
-            and self.version == version
-            and layer in self.layers
-            and not self.within
-        )
-
-    @property
-    def incomplete(self) -> bool:
-        """Whether something that was saved is not copied yet."""
-        return bool(self._new or self._loose) and not self.refused and not self.pinned
+        self.new.append(View(torch.uint8, torch.Size((self.nbytes,)), (1,), 0, False, False))
 
     def holds(self, view: View) -> bool:
         """Whether the host copy has every element of a view."""
+        if self._typed is not None:
+            return True
         pieces = self._pieces
         if any(piece.holds(view) for piece in pieces):
             return True
@@ -139,26 +138,24 @@ class SavedStorage:
         """
         if self._source is None or self.refused or self.pinned:
             return not self.refused
-        new = self._new
-        if (
-            new
-            and new[0] is self._plain
-            and not self._pieces
-            and not self._copy(Piece(0, self.nbytes), layer, captured)
-        ):
-            return False
+        new = self.new
+        if new and new[0] is self.plain and not self.bytes_copied:
+            if not self._copy_plain(layer, captured):
+                return False
+            if len(new) == 1:  # as nearly always
+                new.clear()
         for view in new:
-            if view is self._plain or self.holds(view):
+            if view is self.plain or self.holds(view):
                 continue
             piece = dense(view, self.nbytes)
             if piece is None:
-                self._loose = (*self._loose, view)
+                self.loose = (*self.loose, view)
             elif not self._copy_missing(piece, layer, captured):
                 return False
         new.clear()
-        if ended and self._loose:
-            loose = [view for view in self._loose if not self.holds(view)]
-            self._loose = ()
+        if ended and self.loose:
+            loose = [view for view in self.loose if not self.holds(view)]
+            self.loose = ()
             for piece in loose_pieces(loose, self.nbytes) if loose else ():
                 if not self._copy_missing(piece, layer, captured):
                     return False
@@ -170,46 +167,53 @@ class SavedStorage:
             return self._copy(piece, layer, captured)
         return all(self._copy(gap, layer, captured) for gap in gaps(*piece.exact, self._pieces, self.nbytes))
 
-    def _copy(self, piece: Piece, layer: int, captured: bool) -> bool:
-        transfers, source = self.home.transfers, self._source
-        assert source is not None
-        host = transfers.pool.take(piece.nbytes, captured=captured, whole=piece.elements is not None)
+    def _copy_plain(self, layer: int, captured: bool) -> bool:
+        plain, pool = self.plain, self.home.transfers.pool
+        assert plain is not None
+        host = pool.take(self.nbytes, captured=captured)
         if host is None:
-            self.refused = transfers.pool.refusal
-            self._new.clear()
-            self._loose = ()
-            return False
-        piece.host = host
-        plain = self._plain
-        if plain is not None and not self._pieces:
-            self._typed = host.typed(plain.dtype, plain.size)
-        typed = self._typed
-        pairs = self._pairs(piece, source, 0) if typed is None else ((typed, self._probes[0]),)
-        try:
-            transfers.to_host(pairs, host, self.stream, self.ready, layer, captured)
-        except BaseException:
-            transfers.pool.give_back(host, host.fence)
-            raise
-        counters = self.home.counters
-        counters.tensors_offloaded += self.where is Where.DEVICE
-        counters.bytes_offloaded += host.nbytes
-        self.bytes_copied += host.nbytes
-        self.where = Where.LEAVING
-        self.left = None
-        self._pieces = (*self._pieces, piece)
+            return self._refuse(pool.refusal)
+        typed = host.typed(plain.dtype, plain.size, plain.stride)
+        if typed is None:
+            self._queue_piece(Piece(0, self.nbytes, None, host), host, layer, captured)
+        else:
+            self._queue(((typed, self._probes[0]),), host, layer, captured)
+            self._typed, self._host = typed, host
         return True
 
-    def _pairs(self, piece: Piece, memory: torch.UntypedStorage, base: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return the parts of a transfer of a piece; byte 0 of `memory` stands for byte `base`."""
-        assert piece.host is not None
-        if piece.elements is not None:
-            elements = piece.elements.elements(memory, base, self.home.device)
-            return [(piece.host.parts[0].view(elements.dtype).view(elements.shape), elements)]
-        pairs, start = [], piece.start - base
-        for part in piece.host.parts:
-            pairs.append((part, raw(memory, start, start + part.numel(), self.home.device)))
-            start += part.numel()
-        return pairs
+    def _copy(self, piece: Piece, layer: int, captured: bool) -> bool:
+        pool = self.home.transfers.pool
+        host = piece.host = pool.take(piece.nbytes, captured=captured, whole=piece.elements is not None)
+        if host is None:
+            return self._refuse(pool.refusal)
+        self._queue_piece(piece, host, layer, captured)
+        return True
+
+    def _queue_piece(self, piece: Piece, host: HostBuffer, layer: int, captured: bool) -> None:
+        assert self._source is not None
+        self._queue(piece.pairs(self._source, 0, self.home.device), host, layer, captured)
+        self._pieces = (*self._pieces, piece)
+
+    def _refuse(self, refusal: str) -> bool:
+        self.refused = refusal
+        self.new.clear()
+        self.loose = ()
+        return False
+
+    def _queue(self, pairs: Pairs, host: HostBuffer, layer: int, captured: bool) -> None:
+        """Queue a copy out."""
+        home, nbytes = self.home, host.nbytes
+        try:
+            home.transfers.to_host(pairs, host, self.stream, self.ready, layer, captured)
+        except BaseException:
+            home.transfers.pool.give_back(host, host.fence)
+            raise
+        counters = home.counters
+        counters.tensors_offloaded += self.where is Where.DEVICE
+        counters.bytes_offloaded += nbytes
+        self.bytes_copied += nbytes
+        self.where = Where.LEAVING
+        self.left = None  # what was behind the copies so far is not behind this one
 
     def release(self, layer: int) -> int:
         """Let a layer give up the device memory; it is freed when all layers that saved the storage have.
@@ -217,7 +221,7 @@ class SavedStorage:
         Home has waited for the copies of each of these layers before.  Return how many bytes were given up now.
         """
         self.layers[layer] = True
-        if self.where is not Where.LEAVING or self.refused or not all(self.layers.values()):
+        if self.where is not Where.LEAVING or self.refused or (len(self.layers) > 1 and not all(self.layers.values())):
             return 0
         streams = self.home.streams
         if len(streams) > 1:
@@ -233,49 +237,41 @@ class SavedStorage:
         self.home.counters.rise(-self.nbytes)
         return self.nbytes
 
-    @property
-    def held_by_others(self) -> torch.UntypedStorage | None:
-        """The memory, if this object has given it up and it exists all the same; the caller must let go of it."""
-        if self.where is not Where.HOST:
-            return None
-        if torch.UntypedStorage._expired(self._weak):
-            return None
-        found: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(self._weak)
-        return found
-
     # Coming back
 
     def allocate(self) -> None:
         """Take device memory for what is on the host only; the current stream is the home stream."""
-        backend, place, plain = self.home.transfers.backend, self.home.transfers.device, self._plain
+        home, plain = self.home, self.plain
+        backend, place = home.transfers.backend, home.transfers.device
         if plain is not None and self._typed is not None:
-            self._buffers = [(0, self.nbytes, backend.empty_device(plain.size, plain.stride, plain.dtype, place))]
-            self._resident = self.nbytes
+            nbytes = self.nbytes
+            self._buffers = ((0, nbytes, backend.empty_device(plain.size, plain.stride, plain.dtype, place)),)
         else:
             spans = reload_spans(self._pieces)
             self._buffers = [(a, b, backend.empty_device((b - a,), (1,), torch.uint8, place)) for a, b in spans]
-            self._resident = sum(stop - start for start, stop in spans)
+            nbytes = sum(stop - start for start, stop in spans)
+        self._resident = nbytes
         self.where = Where.BACK
         self._awaited = False
         self._users = ()
-        self.home.counters.rise(self._resident)
+        home.counters.rise(nbytes)
 
     def come_back(self, layer: int, captured: bool, *, on_demand: bool) -> None:
         """Queue the copies into the memory taken by `allocate`."""
-        nbytes = self.nbytes
-        pairs: Pairs
-        if self._typed is not None:
-            pairs = ((self._typed, self._buffers[0][2]),)
+        home, typed = self.home, self._typed
+        if typed is not None:
+            buffer = self._buffers[0][2]
+            self._arrived = home.transfers.to_device(((typed, buffer),), layer, captured)
+            self._clean = (buffer._version,)
         else:
-            parts: list[tuple[torch.Tensor, torch.Tensor]] = []
+            pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
             for piece in self._pieces:
                 start, buffer = self._buffer_of(piece.start, piece.stop)
-                parts += self._pairs(piece, buffer.untyped_storage(), start)
-            pairs, nbytes = parts, sum(piece.nbytes for piece in self._pieces)
-        self._arrived = self.home.transfers.to_device(pairs, layer, captured)
-        counters = self.home.counters
-        counters.bytes_reloaded += nbytes
-        self._clean = [buffer._version for _, _, buffer in self._buffers]
+                pairs += piece.pairs(buffer.untyped_storage(), start, home.device)
+            self._arrived = home.transfers.to_device(pairs, layer, captured)
+            self._clean = [buffer._version for _, _, buffer in self._buffers]
+        counters = home.counters
+        counters.bytes_reloaded += self.bytes_copied
         if on_demand:
             counters.reloaded_on_demand += 1
         else:
@@ -288,21 +284,21 @@ class SavedStorage:
         """Return a saved tensor on the device, for the calling thread's current stream; `reload` came first."""
         if self.where is Where.DEVICE or self.where is Where.LEAVING:
             return probe.detach()  # not the probe, which is hollowed out: somebody may hold on to what he got
-        transfers = self.home.transfers
-        assert self._arrived is not None
+        transfers, arrived = self.home.transfers, self._arrived
+        assert arrived is not None
         current = transfers.backend.current_stream(transfers.device)
         if current != self.stream:
             # [wait: another stream's use for the copy in]
-            transfers.use(current, self._arrived, layer, captured)
+            transfers.use(current, arrived, layer, captured)
             self._users = (*self._users, current)
         elif not self._awaited:
             # [wait: home's use for the copy in]
-            transfers.use(current, self._arrived, layer, captured)
+            transfers.use(current, arrived, layer, captured)
             self._awaited = True
-        for (_, _, buffer), version in zip(self._buffers, self._clean, strict=True):
+        for (_, _, buffer), version in zip(self._buffers, self._clean):  # noqa: B905 (as long as each other)
             if buffer._version != version:
                 raise changed(buffer, view.size, version)
-        if view is self._plain and self._typed is not None:
+        if view is self.plain and self._typed is not None:
             return buffer
         start, buffer = self._buffer_of(*view.extent)
         return view.on(buffer, start)
@@ -335,14 +331,16 @@ class SavedStorage:
                 left = self.left if self.left is not None else home.transfers.end_of_copies_out()
                 # [wait: dropping for a copy out]
                 home.transfers.join(self.stream, home.streams, left, min(self.layers, default=0))
-            elif self.where is Where.BACK:
+            elif self.where is Where.BACK and (self._users or not self._awaited):
                 self._free_buffers()
             fence = () if self._arrived is None else (self._arrived,)
+            if self._host is not None:
+                home.transfers.pool.give_back(self._host, fence)
             for piece in self._pieces:
                 if piece.host is not None:
                     home.transfers.pool.give_back(piece.host, fence)
             home.counters.freed(self._resident)
-            torch.UntypedStorage._free_weak_ref(self._weak)  # type: ignore[no-untyped-call]
+            torch.UntypedStorage._free_weak_ref(self.weak)  # type: ignore[no-untyped-call]
         except Exception:
             # Half-built objects and an interpreter on its way out: there is nobody to tell and nothing to save.
             if not sys.is_finalizing() and hasattr(self, "_resident"):

@@ -31,6 +31,7 @@ What seems to cross is work from before the capture, which `torch.cuda.graph` ha
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import count
 
 import torch
@@ -44,6 +45,8 @@ from .marks import Mark
 __all__ = ["Transfers"]
 
 OUT, BACK, HOME = 0, 1, 2
+
+_mark = partial(tuple.__new__, Mark)  # without the frame of Python's that a named tuple makes
 
 
 class Transfers:
@@ -77,7 +80,7 @@ class Transfers:
         """Return a mark at the present end of a stream; `captured` saves asking, where the caller knows."""
         if captured is None:
             captured = self.backend.capturing()
-        return Mark(self.backend.record(stream), lane, next(self._orders), captured)
+        return _mark((self.backend.record(stream), lane, next(self._orders), captured))
 
     def wait(self, stream: Stream, mark: Mark, captured: bool | None = None) -> None:
         """Let a stream wait for a mark, unless the border of a capture lies between; see [Note: capture]."""
@@ -96,9 +99,12 @@ class Transfers:
         captured: bool | None = None,
     ) -> None:
         """Let home, and the other streams of a pass, wait for a transfer before memory changes hands."""
+        if captured is None:
+            captured = self.backend.capturing()
         recorder = self.recorder
         if recorder is None or layer is None:
-            self.wait(home, mark, captured)  # [wait: home before memory changes hands]
+            if mark.captured == captured:
+                self.backend.wait(home, mark.event)  # [wait: home before memory changes hands]
         else:
             with recorder.span(Kind.STALL, layer, home, 0):
                 self.wait(home, mark, captured)  # [wait: home before memory changes hands, recorded]
@@ -136,11 +142,14 @@ class Transfers:
 
     def end_of_copies_out(self, captured: bool | None = None) -> Mark:
         """Return a mark after all copies out that are queued so far."""
-        return self.mark(self.out, OUT, captured)
+        if captured is None:
+            captured = self.backend.capturing()
+        return _mark((self.backend.record(self.out), OUT, next(self._orders), captured))
 
     def begin_reload(self, home: Stream) -> None:
         """Let copies in start only after home has reached this point, where their memory was allocated."""
-        self.wait(self.back, self.mark(home))  # [wait: copy in for its memory]
+        event = self.backend.record(home)
+        self.backend.wait(self.back, event)  # [wait: copy in for its memory]
 
     def to_device(self, pairs: Pairs, layer: int, captured: bool) -> Mark:
         """Queue a copy in; `begin_reload` came first.  Return its end."""
@@ -150,7 +159,7 @@ class Transfers:
         else:
             with recorder.span(Kind.H2D, layer, self.back, sum(host.nbytes for host, _ in pairs)):
                 self.backend.to_device(pairs, self.back)
-        return self.mark(self.back, BACK, captured)
+        return _mark((self.backend.record(self.back), BACK, next(self._orders), captured))
 
     def use(self, stream: Stream, arrived: Mark, layer: int, captured: bool) -> None:
         """Let a stream wait for a copy in before it reads."""

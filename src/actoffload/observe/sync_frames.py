@@ -86,12 +86,18 @@ def ends_backward(frame: FrameType | None) -> bool:
     return False
 
 
+_COUNTS = str(Path(__file__).parents[1] / "moe" / "groups.py")
+
+
 def stays_on_host(frame: FrameType | None) -> bool:
     """Tell whether torch works here on tensors that lie in host memory whatever the device is.
 
-    These are the step counters of optimizers, and everything that happens in a data loader.
+    These are the step counters of optimizers, the counts of `actoffload.moe.grouped_mlp`, which takes no others into
+    Python, and everything that happens in a data loader.
     """
     if ("optim/optimizer.py", "_get_value") in torch_functions(frame):
+        return True
+    if any(above.f_code.co_filename == _COUNTS for above in _upwards(frame)):
         return True
     loader = f"{_TORCH}utils{sep}data{sep}"
     return any(above.f_code.co_filename.startswith(loader) for above in _upwards(frame))

@@ -226,13 +226,13 @@ class Watch:
         return wrap
 
 
-class _Recognizer(TorchDispatchMode):
+class _Recognizer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Shows each operator of this thread, and of the backwards that it calls, to a watch."""
 
     supports_higher_order_operators = True
 
     def __init__(self, watch: Watch) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._watch = watch
 
     @classmethod

@@ -25,8 +25,10 @@ class GroupSchedule:
     Let ``d`` be the number of groups at the end of the sequence that stay, or `max_inflight` if that is smaller.
     Group ``i`` is copied while it computes and leaves while group ``i + d`` computes: for each tensor that the later
     one saves, as many bytes of the earlier one give way.  So no more than ``d`` groups are on the device, and the
-    copies have until the end of the forward.  In backward group ``i`` comes back likewise, into the room of what group
-    ``i + d`` has used.
+    copies have until the end of the forward.  In backward group ``i`` comes back when that of group ``i + d`` has
+    ended; with several kinds one group ahead of its own, because groups of different sizes make no room for each other.
+    If only one group stays, the next one comes back into the room of what it has used beyond its first quarter: no
+    copy could run beside compute otherwise.
 
     Parameters
     ----------
@@ -85,15 +87,18 @@ class GroupSchedule:
     def plan(self, kinds: Sequence[str]) -> Plan:
         """Return the plan for a sequence of groups, given by their kinds; at least one."""
         steps: dict[Event, tuple[Action, ...]] = {}
-        d = self.distance(kinds)
-        for i in self.leaving(kinds):
-            pairs = (
+        leaving, d = self.leaving(kinds), self.distance(kinds)
+        back = d if len(set(kinds)) == 1 else min(d, RESIDENT)
+        alone = bool(leaving) and leaving[-1] == len(kinds) - 2
+        for i in leaving:
+            pairs = [
                 (Event(When.FORWARD_START, i), Action(Do.OFFLOAD, i)),
                 (Event(When.FORWARD_START, i + d), Action(Do.GIVE_WAY, i)),
                 (Event(When.FORWARD_END, i + d), Action(Do.RELEASE, i)),
-                (Event(When.BACKWARD_START, i + d), Action(Do.COME_BACK, i)),
-                (Event(When.BACKWARD_END, i + d), Action(Do.RELOAD, i)),
-            )
+                (Event(When.BACKWARD_END, i + back), Action(Do.RELOAD, i)),
+            ]
+            if alone:
+                pairs.append((Event(When.BACKWARD_START, i + back), Action(Do.COME_BACK, i)))
             for event, action in pairs:
                 steps[event] = (*steps.get(event, ()), action)
         return Plan(len(kinds), steps)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from .costs import LayerCost, Link, Saved
-from .plan import Do, Plan, When
+from .plan import Do, Plan, When, reserve
 from .simulation import Simulation
 from .timeline import Kind, Span, Timeline
 
@@ -151,7 +151,7 @@ class _Run:
     def _make_room(self, nbytes: int, kind: Kind, layer: int, since: float) -> float:
         """Let the layer that gives way free as many bytes; return since when compute has worked."""
         donor = self.donor
-        if donor is None:
+        if donor is None or donor in self.released:
             return since
         self.owed[donor] = self.owed.get(donor, 0) + nbytes
         for tensor in self.held[donor]:
@@ -214,7 +214,7 @@ class _Run:
             elif action.do is Do.RELEASE:
                 self._release(action.layer)
             elif action.do is Do.COME_BACK:
-                self.successor, self.room = action.layer, 0
+                self.successor, self.room = action.layer, -reserve(self.layers[layer].nbytes)
             else:
                 self._reload(action.layer)
 

@@ -1,0 +1,63 @@
+"""Circumstances in which nothing of a forward can be offloaded, and what to do about them."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+
+__all__ = ["Obstacles"]
+
+TAKEN = (
+    "that already runs under saved-tensor hooks of somebody else, such as those of torch.utils.checkpoint around the "
+    "whole model or torch.autograd.graph.save_on_cpu: theirs take the tensors. Put them around parts of the model."
+)
+RECOMPUTED = (
+    "that is computed a second time in backward, as with torch.utils.checkpoint around the whole model: there is "
+    "nothing left to save. Put it around parts of the model."
+)
+TRANSFORMED = (
+    "inside of torch.func.grad, jvp and their relatives, which do not go together with saved-tensor hooks. Use "
+    "torch.func.functional_call with torch.autograd.grad or backward."
+)
+
+
+class Obstacles:
+    """Looks for what is in the way of a forward, and tells of each kind once."""
+
+    def __init__(self) -> None:
+        self._told: set[str] = set()
+
+    def hinder(self) -> bool:
+        """Return whether what this thread saves from now on would not come to hooks of ours."""
+        if _transformed():
+            self._tell(TRANSFORMED)
+            return True
+        if _hooked():
+            self._tell(TAKEN)
+            return True
+        return False
+
+    def recomputed(self) -> None:
+        """Tell of a whole model that runs inside of a backward."""
+        # The variant of checkpointing that has hooks was told of in the forward.
+        if torch.is_grad_enabled() and not _hooked():
+            self._tell(RECOMPUTED)
+
+    def _tell(self, why: str) -> None:
+        if why not in self._told:
+            self._told.add(why)
+            warnings.warn(f"Nothing is offloaded in a forward {why} This is said once.", UserWarning, stacklevel=7)
+
+
+def _hooked() -> bool:
+    """Whether what this thread saves goes through saved-tensor hooks."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+def _transformed() -> bool:
+    """Whether this thread is inside of a transform of functions under which autograd saves no plain tensors."""
+    if torch._C._autograd._saved_tensors_hooks_get_disabled_error_message() is not None:
+        return True
+    levels = torch._C._functorch.get_interpreter_stack() or ()
+    return any(level.key() != torch._C._functorch.TransformType.Vmap for level in levels)

@@ -1,0 +1,301 @@
+"""`actoffload.offload` on a GPU: every bit as without, the peak drops by what the plan says, nothing waits."""
+
+from __future__ import annotations
+
+import gc
+import random
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from gpu_harness import CUDA, DEVICE, WIDTH, flash, lenient, make_input, needs_cuda, patched
+from offload_harness import LAYERS, NBYTES, Net, expected, make, offload, one, peak, settled_peak, step
+from torch import Tensor, nn
+
+from actoffload import LayerCost, Link, Plan, Saved, simulate
+
+pytestmark = [pytest.mark.gpu, *lenient]
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "blocks": {},
+    "five blocks": {"num_layers": 5},
+    "one at a time": {"num_layers": 6, "max_inflight": 1},
+    "parts of blocks": {"layers": ["*.mlp", "*.qkv", "*.out"]},
+    "blocks and parts": {"layers": ["blocks.*", "*.mlp"], "keep": ["*.norm2"]},
+}
+
+
+@pytest.mark.parametrize("how", OPTIONS)
+def test_a_transformer_with_flash_attention_bit_by_bit(how: str) -> None:
+    model = make("attention", 8)
+    with flash():
+        want = expected(model, range(5))
+        handle = offload(model, **OPTIONS[how])
+        for seed in range(5):
+            assert step(model, seed).differences(want[seed]) == []
+    statistics = handle.statistics()
+    assert statistics.tensors_offloaded > 0
+    assert statistics.reloaded_on_demand == 0
+    assert statistics.resident_bytes == statistics.host_bytes_used == 0
+    handle.remove()
+    with flash():
+        assert step(model, 0).differences(want[0]) == []
+
+
+@pytest.mark.parametrize("kind", ["linear", "mlp"])
+def test_other_blocks_bit_by_bit_with_shapes_that_change(kind: str) -> None:
+    model = make(kind, 8)
+    rows = [512, 1024, 2048, 1024] if CUDA else [512, 600, 512, 700]
+    want = [step(model, seed, n) for seed, n in enumerate(rows)]
+    handle = offload(model)
+    for seed, n in enumerate(rows):
+        assert step(model, seed, n).differences(want[seed]) == []
+    assert handle.statistics().reloaded_on_demand == 0
+
+
+# Memory
+
+
+def planned_peak(plan: Plan) -> int:
+    """Return the largest number of resident bytes that a plan allows, as `simulate` says."""
+    costs = [LayerCost(1.0, 2.0, (Saved(NBYTES, saved_at=0.0),))] * LAYERS
+    return simulate(plan, costs, Link(d2h=float("inf"), h2d=float("inf"))).peak_bytes
+
+
+@pytest.mark.parametrize("num_layers", [1, 3, 6, 10])
+def test_the_peak_drops_by_what_leaves(num_layers: int) -> None:
+    """Of the bytes that the plan wants absent at the peak, all are: R is 100 %."""
+    model = make("linear")
+    without = settled_peak(model)
+    handle = offload(model, num_layers=num_layers)
+    within = settled_peak(model)
+    assert without - within == num_layers * NBYTES
+    report = handle.report()
+    assert (report.expected_bytes, report.dropped_bytes) == (num_layers * NBYTES, num_layers * NBYTES)
+    handle.reset_statistics()
+    peak(model)
+    statistics = handle.statistics()
+    assert statistics.bytes_offloaded == num_layers * NBYTES
+    # The stem saves its input, which stays; the plan does not know of it.
+    assert statistics.peak_resident_bytes == planned_peak(handle.plan) + NBYTES
+
+
+@needs_cuda
+def test_the_allocators_own_peak_drops_by_995_thousandths() -> None:
+    """The same by what the allocator counts with its rounding."""
+    model = make("linear")
+    settled_peak(model)
+    without = torch.cuda.max_memory_allocated()
+    offload(model, num_layers=6)
+    settled_peak(model)
+    assert (without - torch.cuda.max_memory_allocated()) / (6 * NBYTES) >= 0.995
+
+
+@needs_cuda
+@pytest.mark.parametrize("how", OPTIONS)
+def test_r_of_a_transformer(how: str) -> None:
+    """What the report says should be gone is gone, to the last thousandth; measured, not counted."""
+    model = make("attention", 8)
+    with flash():
+        without = settled_peak(model)
+        handle = offload(model, **OPTIONS[how])
+        within = settled_peak(model)
+    report = handle.report()
+    assert report.r == 1.0
+    assert report.expected_bytes
+    # At the peak of a transformer the first backward adds what it works with; it is the same with and without.
+    assert (without - within) / report.expected_bytes >= 0.995
+
+
+def test_what_somebody_holds_does_not_drop_and_the_report_knows() -> None:
+    class Holding(Net):
+        held: list[Tensor]
+
+        def forward(self, x: Tensor) -> Tensor:
+            x, self.held = self.stem(x), []
+            for block in self.blocks:
+                x = block(x)
+                self.held.append(x)
+            self.held = self.held[:3]
+            return x
+
+    model = make("linear", of=Holding)
+    without = settled_peak(model)
+    handle = offload(model, num_layers=6)
+    with handle.recording():
+        one(model, 0)
+    report = handle.report()
+    assert (report.expected_bytes, report.dropped_bytes) == (6 * NBYTES, 3 * NBYTES)
+    assert [held.group for held in report.held] == ["blocks.1", "blocks.2", "blocks.3"]
+    assert all("held" in holder for held in report.held for holder in held.holders)
+    model.zero_grad(set_to_none=True)
+    del model.held
+    assert without >= settled_peak(model) >= without - 6 * NBYTES
+
+
+# Nothing waits, and nothing is taken
+
+
+@needs_cuda
+@pytest.mark.parametrize("how", OPTIONS)
+def test_steps_from_the_third_on_neither_synchronize_nor_allocate(how: str) -> None:
+    from actoffload.device.cuda import driver_calls
+
+    model = make("attention", 8)
+    handle = offload(model, **OPTIONS[how])
+
+    def forbidden(*args: Any) -> None:
+        raise AssertionError("a step synchronized")
+
+    with flash():
+        for seed in range(2):
+            one(model, seed)
+    torch.cuda.synchronize()
+    before = driver_calls()
+    quiet = patched(torch.cuda, "synchronize", forbidden), patched(torch.accelerator, "synchronize", forbidden)
+    with quiet[0], quiet[1], flash():
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            for seed in range(2, 8):
+                one(model, seed)
+                print(handle, handle.report())
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    assert driver_calls() == before
+
+
+WAITING = {"cudaDeviceSynchronize", "cudaStreamSynchronize", "cudaEventSynchronize", "cudaMemcpy"}
+TAKING = {"cudaMalloc", "cudaFree", "cudaHostAlloc", "cudaFreeHost", "cudaMallocHost", "cudaHostRegister"}
+
+
+@needs_cuda
+def test_the_driver_saw_no_call_that_waits_or_allocates() -> None:
+    """The profiler's list of runtime calls in a steady step, as a second witness."""
+    from torch.profiler import ProfilerActivity, profile, record_function
+
+    model = make("mlp")
+    offload(model, num_layers=6)
+    for seed in range(3):
+        one(model, seed)
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        with record_function("steady step"):
+            one(model, 3)
+        torch.cuda.synchronize()
+    host = [event for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CPU]
+    whole = next(event for event in host if event.name == "steady step").time_range
+    calls = Counter(
+        event.name
+        for event in host
+        if event.name.startswith("cuda") and whole.start <= event.time_range.start <= whole.end
+    )
+    if not calls["cudaMemcpyAsync"]:
+        pytest.skip("the profiler recorded no runtime calls on this machine")
+    assert calls["cudaMemcpyAsync"] >= 6 * 2 * 2
+    assert not {name for name in calls if name in WAITING | TAKING}
+
+
+# Streams
+
+
+@needs_cuda
+def test_steps_on_two_streams_in_turns() -> None:
+    model = make("mlp", 6)
+    want = expected(model, range(4))
+    torch.cuda.synchronize()
+    handle = offload(model, num_layers=3)
+    side = torch.cuda.Stream()
+    for seed in range(4):
+        with torch.cuda.stream(side if seed % 2 else torch.cuda.default_stream()):
+            result = step(model, seed)
+        torch.cuda.synchronize()
+        assert result.differences(want[seed]) == []
+    assert handle.statistics().resident_bytes == 0
+
+
+@needs_cuda
+@pytest.mark.parametrize("delay", [0, 2_000_000])
+def test_blocks_that_use_a_stream_of_their_own(delay: int) -> None:
+    from test_gpu_streams import TwoStreams
+
+    torch.manual_seed(3)
+    model = nn.Sequential(*[TwoStreams(WIDTH, None, 0) for _ in range(6)]).to(DEVICE)
+    want = expected(model, range(4))
+    for block in model:
+        block.side, block.delay = torch.cuda.Stream(), delay
+    handle = offload(model)
+    for seed in range(4):
+        assert step(model, seed).differences(want[seed]) == []
+    assert handle.statistics().tensors_offloaded > 0
+    assert handle.statistics().resident_bytes == 0
+
+
+# A thousand steps
+
+
+class PlannedError(Exception):
+    pass
+
+
+def test_many_steps_with_random_aborts() -> None:
+    class Failing(Net):
+        fails, at = "", 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.stem(x)
+            for k, block in enumerate(self.blocks):
+                x = block(x)
+                if k == self.at and self.fails == "forward":
+                    raise PlannedError
+                if k == self.at and self.fails == "interrupt":
+                    raise KeyboardInterrupt
+                if k == self.at and self.fails == "backward":
+                    x.register_hook(explode)
+            return x
+
+    def explode(gradient: Tensor) -> None:
+        raise PlannedError
+
+    model = make("mlp", 6, of=Failing)
+    want = step(model, 0, 512)
+    handle = offload(model)
+    for seed in range(3):
+        one(model, seed, 512)
+    source, seen = random.Random(4), Counter[str]()
+    model.zero_grad(set_to_none=False)
+    gc.collect()
+    baseline = torch.cuda.memory_allocated() if CUDA else 0
+    gc.disable()
+    try:
+        for k in range(1000 if CUDA else 60):
+            model.at = source.randrange(6)
+            model.fails = source.choice(["", "", "forward", "backward", "interrupt", "no grad", "dropped", "retained"])
+            try:
+                if model.fails == "no grad":
+                    with torch.no_grad():
+                        model(make_input(model, k, 512))
+                    continue
+                output = model(make_input(model, k, 512)).sum()
+                if model.fails == "retained":
+                    output.backward(retain_graph=True)
+                if model.fails != "dropped":
+                    output.backward()
+            except (PlannedError, KeyboardInterrupt):
+                seen[model.fails] += 1
+            finally:
+                output = None
+        model.fails = ""
+        one(model, 0, 512)
+        statistics = handle.statistics()
+        held = torch.cuda.memory_allocated() if CUDA else 0
+    finally:
+        gc.enable()
+    assert all(seen[way] for way in ("forward", "backward", "interrupt"))
+    assert statistics.resident_bytes == statistics.host_bytes_used == 0
+    assert held == baseline
+    model.zero_grad(set_to_none=True)
+    assert step(model, 0, 512).differences(want) == []
+    handle.remove()
+    assert handle.statistics().host_bytes == 0

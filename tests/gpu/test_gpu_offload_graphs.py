@@ -1,0 +1,198 @@
+"""`actoffload.offload` on a GPU: CUDA graphs of whole steps, and a timeline made of device events."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from gpu_harness import CUDA, flash, lenient, loss, make_input, needs_cuda
+from offload_harness import LAYERS, NBYTES, ROWS, Net, expected, make, offload, one, step
+from test_gpu_graphs import WholeStep, requested
+from torch import Tensor, nn
+
+from actoffload import Kind
+
+pytestmark = [pytest.mark.gpu, *lenient]
+
+
+def called(model: Any, x: Tensor) -> Tensor:
+    """Run a model in a graph, whose input is a tensor that the graph has made and that may leave."""
+    output: Tensor = model(x)
+    return output
+
+
+# CUDA graphs
+
+
+@needs_cuda
+@pytest.mark.parametrize("kind", ["linear", "mlp", "attention"])
+def test_a_whole_step_in_one_graph(kind: str) -> None:
+    model = make(kind, 8)
+    rows = 2048
+    with flash():
+        want = expected(model, range(6), rows)
+        handle = offload(model)
+        graph = WholeStep(model, called, rows)
+        for seed in range(6):
+            assert graph.replay(seed).differences(want[seed]) == []
+        for seed in range(3):  # eager steps beside the graph
+            assert step(model, seed, rows).differences(want[seed]) == []
+            assert graph.replay(seed + 1).differences(want[seed + 1]) == []
+    statistics = handle.statistics()
+    assert statistics.bytes_reloaded == statistics.bytes_offloaded > 0
+    assert statistics.reloaded_on_demand == 0
+
+
+@needs_cuda
+def test_a_graph_keeps_the_drop() -> None:
+    plain = WholeStep(make("linear"), called, ROWS)
+    model = make("linear")
+    offload(model, num_layers=6)
+    offloading = WholeStep(model, called, ROWS)
+    # The allocator counts a few bytes of its own for a capture.
+    assert abs(plain.peak - offloading.peak - 6 * NBYTES) <= 512
+
+
+@needs_cuda
+def test_graphed_callables_take_a_module_around_an_offloaded_one() -> None:
+    """`make_graphed_callables` refuses a module that has hooks itself, as PyTorch says; not one that holds it."""
+
+    class Holder(nn.Module):
+        def __init__(self, model: nn.Module) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.model(x.clone())
+
+    model = make("mlp", 8)
+    want = expected(model, range(5), 2048)
+    handle = offload(model)
+    with pytest.raises((RuntimeError, AssertionError), match="hooks"):
+        torch.cuda.make_graphed_callables(model, (make_input(model, 0, 2048),))
+    graphed = torch.cuda.make_graphed_callables(Holder(model), (make_input(model, 0, 2048),))
+    for seed in range(5):
+        output = graphed(make_input(model, seed, 2048))
+        loss(output).backward()
+        got = [parameter.grad.clone() for parameter in model.parameters()]
+        model.zero_grad(set_to_none=True)
+        assert torch.equal(output, want[seed].output)
+        assert all(torch.equal(a, b) for a, b in zip(got, want[seed].grads, strict=True))
+    assert handle.statistics().tensors_offloaded > 0
+
+
+@needs_cuda
+def test_removing_gives_the_host_memory_of_graphs_back() -> None:
+    model = make("linear", 8)
+    handle = offload(model)
+    graph = WholeStep(model, called, 2048)
+    graph.replay(0)
+    assert handle.statistics().host_bytes > 0
+    torch.cuda.synchronize()
+    del graph
+    handle.remove()
+    assert handle.statistics().host_bytes == 0
+    assert requested("current") >= 0
+
+
+# Timeline
+
+
+def recorded(model: nn.Module, **options: Any) -> Any:
+    """Record the third step of a model; return its handle."""
+    handle = offload(model, **options)
+    for seed in range(2):
+        one(model, seed)
+    if CUDA:
+        torch.cuda.synchronize()
+    handle.reset_statistics()
+    with handle.recording():
+        one(model, 2)
+    return handle
+
+
+@pytest.mark.parametrize("options", [{}, {"num_layers": 10}, {"num_layers": 6, "max_inflight": 1}])
+def test_the_timeline_adds_up(options: dict[str, Any]) -> None:
+    handle = recorded(make("mlp"), **options)
+    timeline, statistics = handle.timeline().timeline, handle.statistics()
+    assert timeline.source == ("measured" if CUDA else "reference device")
+    assert timeline.nbytes(Kind.D2H) == statistics.bytes_offloaded > 0
+    assert timeline.nbytes(Kind.H2D) == statistics.bytes_reloaded > 0
+    assert timeline.peak_bytes == statistics.peak_resident_bytes
+    end = timeline.end
+    compute = timeline.of(Kind.FORWARD, Kind.BACKWARD)
+    assert sorted((span.kind.value, span.layer) for span in compute) == sorted(
+        (kind, k) for kind in ("forward", "backward") for k in range(LAYERS)
+    )
+    # Compute is one stream: its spans follow each other, and with what lies between the blocks they make the step.
+    ordered = sorted(compute, key=lambda span: span.start)
+    assert all(a.end <= b.start + 1e-4 for a, b in pairwise(ordered))
+    assert 0.5 * end <= sum(span.seconds for span in compute) <= end * 1.001
+    for kind in (Kind.D2H, Kind.H2D):
+        copies = sorted(timeline.of(kind), key=lambda span: span.start)
+        assert all(a.end <= b.start + 1e-4 for a, b in pairwise(copies))
+        assert all(0 <= span.start <= span.end <= end * 1.001 for span in copies)
+    for stall in timeline.of(Kind.STALL):
+        assert 0 <= stall.start <= stall.end <= end * 1.001
+
+
+@needs_cuda
+def test_the_recorded_step_is_as_long_as_it_is() -> None:
+    """By a pair of events around it; recording costs little, and the search for holders is left out."""
+    model = make("mlp")
+    handle = offload(model)
+    for seed in range(3):
+        one(model, seed)
+    torch.cuda.synchronize()
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    with handle.recording():
+        start.record()
+        one(model, 3)
+        end.record()
+    torch.cuda.synchronize()
+    seconds = start.elapsed_time(end) * 1e-3
+    assert 0.5 * seconds <= handle.timeline().timeline.end <= 1.05 * seconds
+
+
+def test_a_report_after_recording() -> None:
+    model = make("mlp")
+    handle = recorded(model, num_layers=8)
+    report = handle.report()
+    assert report.step_seconds is not None
+    assert [group.name for group in report.groups] == [f"blocks.{k}" for k in range(LAYERS)]
+    for group in report.groups:
+        assert group.forward_seconds is not None
+        assert group.backward_seconds is not None
+        assert group.stall_seconds is not None
+        assert group.forward_seconds >= 0
+        assert group.backward_seconds >= 0
+    totals = report.totals
+    spent = totals.forward_seconds + totals.backward_seconds + totals.stall_seconds
+    assert 0.5 * report.step_seconds <= spent <= report.step_seconds * 1.001
+    assert totals.bytes_offloaded == handle.statistics().bytes_offloaded
+    for said in ("blocks.0", "R ", "step"):
+        assert said in str(report)
+    assert report.advice
+
+
+@needs_cuda
+def test_a_recorded_step_changes_no_bit_and_waits_for_nothing() -> None:
+    model = make("attention", 8)
+    with flash():
+        want = expected(model, range(4))
+        handle = offload(model)
+        for seed in range(3):
+            assert step(model, seed).differences(want[seed]) == []
+        torch.cuda.synchronize()
+        with handle.recording(nvtx=True):
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                output = model(make_input(model, 3, ROWS))
+                loss(output).backward()
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(output, want[3].output)
+    assert handle.timeline().timeline.nbytes(Kind.D2H) > 0
+    assert Net.__name__ in repr(handle)

@@ -1,0 +1,144 @@
+"""Offload beside the back ends of scaled_dot_product_attention, masks, dropout, grouped heads, jagged sequences."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from composing import LEAVING, ROWS, STEPS, STREAM, WIDTH, Block, Net, both, training
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+HEADS = 4
+SCORES = HEADS * ROWS * ROWS * 4
+"""Bytes of what a back end that is not fused saves: a number for each pair of positions."""
+
+
+class Attending(Block):
+    """A block with a back end, and options of attention."""
+
+    def __init__(self, backend: SDPBackend, dropout: float = 0.0, **options: Any) -> None:
+        super().__init__(dropout)
+        self.backend, self.options = backend, options
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with sdpa_kernel(self.backend):
+            return F.scaled_dot_product_attention(q, k, v, **self.options)
+
+
+def mask() -> Tensor:
+    return torch.rand(ROWS, ROWS, generator=torch.Generator().manual_seed(3)) > 0.2
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "causal": {"is_causal": True},
+    "mask": {"attn_mask": mask()},
+    "bias": {"attn_mask": mask().float()},
+    "scale": {"scale": 0.3},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("backend", [SDPBackend.MATH, SDPBackend.FLASH_ATTENTION])
+def test_back_ends(backend, options):
+    make = functools.partial(Net, functools.partial(Attending, backend, 0.1, **OPTIONS[options]))
+    statistics = both(training(make)).statistics()
+    # A bias is saved in every block, also in those that stay, so what was copied of it has nothing to come back for.
+    shared = STEPS * ROWS * ROWS * 4 if options == "bias" and backend is SDPBackend.FLASH_ATTENTION else 0
+    assert statistics.bytes_reloaded == statistics.bytes_offloaded - shared > STEPS * LEAVING * 4 * STREAM
+    assert statistics.reloaded_on_demand == 0
+    if backend is SDPBackend.MATH:
+        assert statistics.bytes_offloaded > STEPS * LEAVING * (4 * STREAM + SCORES)
+
+
+def test_what_a_fused_back_end_does_not_save_does_not_leave():
+    bytes_offloaded = {
+        backend: both(training(lambda: Net(lambda: Attending(backend)))).statistics().bytes_offloaded  # noqa: B023
+        for backend in (SDPBackend.MATH, SDPBackend.FLASH_ATTENTION)
+    }
+    saved = bytes_offloaded[SDPBackend.MATH] - bytes_offloaded[SDPBackend.FLASH_ATTENTION]
+    assert saved > STEPS * LEAVING * SCORES * 0.9
+
+
+def test_dropout_in_attention():
+    """The mask of dropout is saved and leaves like any other; random numbers are drawn as without offload."""
+    make = functools.partial(Net, lambda: Attending(SDPBackend.MATH, 0.1, dropout_p=0.2))
+    without = both(training(lambda: Net(lambda: Attending(SDPBackend.MATH)))).statistics()
+    assert both(training(make)).statistics().bytes_offloaded > without.bytes_offloaded
+
+
+def test_fewer_heads_for_keys_and_values():
+    class Grouped(Block):
+        def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return F.scaled_dot_product_attention(q, k[:, :2], v[:, :2], enable_gqa=True)
+
+    both(training(lambda: Net(Grouped)))
+
+
+def test_attention_written_out():
+    """Scores, a mask, softmax and dropout by hand, with views and in-place operations."""
+
+    class Written(Block):
+        def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            scores = (q @ k.transpose(-2, -1)).mul_(q.shape[-1] ** -0.5).masked_fill_(~mask(), float("-inf"))
+            return F.dropout(scores.softmax(-1), 0.1) @ v
+
+    statistics = both(training(lambda: Net(Written))).statistics()
+    assert statistics.bytes_offloaded > STEPS * LEAVING * SCORES
+
+
+def test_multi_head_attention_module():
+    class Module(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = nn.MultiheadAttention(WIDTH, HEADS, dropout=0.1, batch_first=True)
+            self.norm = nn.LayerNorm(WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.norm(x).unsqueeze(0)
+            return x + self.attention(y, y, y, need_weights=False)[0][0]
+
+    both(training(lambda: Net(Module)))
+
+
+def test_transformer_layers_of_pytorch():
+    def layer() -> nn.Module:
+        return nn.TransformerEncoderLayer(WIDTH, HEADS, 2 * WIDTH, dropout=0.1, batch_first=True)
+
+    class Batched(Net):
+        def call(self, block: nn.Module, x: Tensor) -> Tensor:
+            return block(x.unsqueeze(0))[0]
+
+    both(training(lambda: Batched(layer)))
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")  # of attention on the CPU
+def test_sequences_of_different_lengths():
+    """Jagged tensors from block to block: their values leave, their offsets stay as they are small."""
+
+    class Ragged(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.out, self.dropout = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.Dropout(0.1)
+            self.qkv = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(3)])
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.norm(x)
+            q, k, v = (linear(y).unflatten(-1, [HEADS, -1]).transpose(1, 2) for linear in self.qkv)
+            return x + self.dropout(self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(-2)))
+
+    class Packed(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            y = torch.nested.nested_tensor_from_jagged(self.inp(x), torch.tensor([0, 5, 20, ROWS]))
+            for block in self.blocks:
+                y = block(y)
+            return self.head(y.values())
+
+    statistics = both(training(lambda: Packed(Ragged))).statistics()
+    # In each block: its input, what the norm, the three linears and attention return.
+    assert statistics.bytes_offloaded >= STEPS * LEAVING * 6 * STREAM
+    assert statistics.reloaded_on_demand == 0

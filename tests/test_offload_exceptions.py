@@ -1,0 +1,249 @@
+"""Exceptions and interrupts: no hook stays installed, nothing is held, and the next step works."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+
+import pytest
+import torch
+from helpers import no_gc, nothing_held
+from torch import nn
+from whole_model import UNIT, Wave, Waves, call, data, equal, nothing_installed, offload, train
+
+import actoffload
+
+
+def start() -> torch.Tensor:
+    return data().requires_grad_() * 1.0
+
+
+def loop(model, x):
+    for block in model.blocks:
+        x = block(x)
+    return x
+
+
+# In forward
+
+
+class Fails(Wave):
+    """A block that raises, once, what it is told to: before, in or behind its work."""
+
+    error: type[BaseException] | None = None  # an instance would be held by its own traceback
+    where = "behind"
+
+    def forward(self, x):
+        error, self.error = self.error, None
+        if error is not None and self.where == "before":
+            raise error("boom")
+        y = x * self.scale
+        if error is not None and self.where == "in":
+            raise error("boom")
+        y = torch.sin(y)
+        if error is not None and self.where == "behind":
+            raise error("boom")
+        return y
+
+
+def right(model: nn.Module, handle: actoffload.OffloadHandle, run=call) -> None:
+    """Check that the next steps are as if nothing had happened."""
+    model.zero_grad(set_to_none=True)
+    with handle.paused():
+        want = train(model, run, steps=2)
+    handle.reset_statistics()
+    equal(train(model, run, steps=2), want)
+    statistics = handle.statistics()
+    assert statistics.passes == 2
+    assert statistics.bytes_offloaded == 2 * 8 * UNIT
+    assert statistics.reloaded_on_demand == 0
+    nothing_held(handle)
+    nothing_installed()
+
+
+@pytest.mark.parametrize("where", ["before", "in", "behind"])
+@pytest.mark.parametrize("at", [0, 3, 5])
+@pytest.mark.parametrize("run", [call, loop], ids=["the model", "a loop"])
+def test_an_exception_in_forward(run, at, where):
+    model = Waves(6, Fails)
+    handle = offload(model)
+    with no_gc():
+        for _ in range(2):
+            block = model.blocks[at]
+            block.error, block.where = KeyError, where
+            with contextlib.suppress(KeyError):
+                run(model, start())
+            nothing_installed()
+            nothing_held(handle)
+        right(model, handle, run)
+
+
+@pytest.mark.parametrize("at", [0, 3])
+def test_an_exception_in_forward_whose_graph_is_held(at):
+    """The traceback, or the program, keeps the tensors: they are held, and belong to nothing that goes on."""
+    model = Waves(6, Fails)
+    handle = offload(model)
+    kept = []
+    for block in model.blocks:
+        block.register_forward_hook(lambda module, args, y: kept.append(y))
+    model.blocks[at].error = KeyError
+    with pytest.raises(KeyError) as raised:
+        model(start())
+    nothing_installed()
+    for block in model.blocks:
+        block._forward_hooks.popitem()
+    right_after = copy.deepcopy(model)
+    equal(train(model), train(right_after))
+    assert handle.statistics().passes == 4
+    if kept:
+        kept[-1].sum().backward()
+    del raised
+    kept.clear()
+    right(model, handle)
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing:UserWarning")
+@pytest.mark.parametrize("hook", ["forward_pre", "forward", "backward", "full backward"])
+@pytest.mark.parametrize("first", [True, False], ids=["before ours", "behind ours"])
+@pytest.mark.parametrize("of", ["model", "block"])
+def test_an_exception_in_a_hook(hook, first, of):
+    model = Waves(6)
+    handle = None if first else offload(model)
+    owner = model if of == "model" else model.blocks[2]
+
+    def boom(*_):
+        if fuse:
+            fuse.clear()
+            raise KeyError("boom")
+
+    register = {
+        "forward_pre": owner.register_forward_pre_hook,
+        "forward": owner.register_forward_hook,
+        "backward": owner.register_full_backward_pre_hook,
+        "full backward": owner.register_full_backward_hook,
+    }[hook]
+    register(boom)
+    handle = offload(model) if handle is None else handle
+    with no_gc():
+        for _ in range(2):
+            fuse = [True]
+            with contextlib.suppress(KeyError):
+                model(start()).sum().backward()
+            assert not fuse
+            nothing_installed()
+            torch.ones(1, requires_grad=True).sum().backward()  # pops what autograd left in its queue
+            nothing_held(handle)
+        right(model, handle)
+
+
+@pytest.mark.parametrize("at", [0, 2, 5])
+def test_an_exception_in_backward(at):
+    class Explode(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x * 1.0
+
+        @staticmethod
+        def backward(ctx, grad):
+            if fuse:
+                fuse.clear()
+                raise KeyError("boom")
+            return grad * (1 + 0 * ctx.saved_tensors[0])
+
+    model = Waves(6)
+    model.blocks[at].register_forward_hook(lambda module, args, y: Explode.apply(y))
+    handle = offload(model)
+    with no_gc():
+        fuse = [True]
+        with contextlib.suppress(KeyError):
+            model(start()).sum().backward()
+        torch.ones(1, requires_grad=True).sum().backward()
+        nothing_held(handle)
+        # A graph that was kept can be used again.
+        fuse = [True]
+        x = data().requires_grad_()
+        y = model(x)
+        with contextlib.suppress(KeyError):
+            y.sum().backward(retain_graph=True)
+        model.zero_grad()
+        (got,) = torch.autograd.grad(y.sum(), x)
+        del y
+    with handle.paused():
+        (want,) = torch.autograd.grad(model(x).sum(), x)
+    equal([got], [want])
+    nothing_held(handle)
+
+
+# Interrupts
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, GeneratorExit])
+@pytest.mark.parametrize("run", [call, loop], ids=["the model", "a loop"])
+@pytest.mark.parametrize("at", [0, 3, 5])
+def test_an_interrupt_passes_over_hooks_and_the_next_forward_works(at, run, error):
+    model = Waves(6, Fails)
+    handle = offload(model)
+    with no_gc():
+        for _ in range(3):
+            model.blocks[at].error = error
+            with contextlib.suppress(error):
+                run(model, start())
+        right(model, handle, run)
+        model.blocks[at].error = error
+        with contextlib.suppress(error):
+            run(model, start())
+        right(model, handle, loop if run is call else call)
+
+
+@pytest.mark.parametrize("run", [call, loop], ids=["the model", "a loop"])
+def test_an_interrupt_and_then_the_end_of_offloading(run):
+    model = Waves(6, Fails)
+    model.blocks[3].error = KeyboardInterrupt
+    with contextlib.suppress(KeyboardInterrupt), offload(model) as handle:
+        run(model, start())
+    nothing_installed(model)
+    nothing_held(handle)
+    assert handle.statistics().host_bytes == 0
+    handle = offload(model)
+    right(model, handle, run)
+
+
+@pytest.mark.parametrize("run", [call, loop], ids=["the model", "a loop"])
+@pytest.mark.parametrize("then", ["paused", "no_grad"])
+def test_an_interrupt_and_then_a_forward_that_is_not_to_be_offloaded(then, run):
+    model = Waves(6, Fails)
+    handle = offload(model)
+    model.blocks[3].error = KeyboardInterrupt
+    with contextlib.suppress(KeyboardInterrupt):
+        model(start())
+    handle.reset_statistics()
+    with handle.paused() if then == "paused" else torch.no_grad():
+        run(model, start())
+        nothing_installed()
+    assert handle.statistics().passes == 0
+    right(model, handle)
+
+
+def test_an_interrupt_that_is_caught_inside_of_the_model():
+    class Catching(Waves):
+        def forward(self, x):
+            for block in self.blocks:
+                try:
+                    x = block(x)
+                except KeyboardInterrupt:
+                    x = x * 2.0
+            return x
+
+    model = Catching(6, Fails)
+    handle = offload(model)
+    x = data().requires_grad_()
+    model.blocks[2].error = KeyboardInterrupt
+    (got,) = torch.autograd.grad(model(x).sum(), x)
+    nothing_installed()
+    model.blocks[2].error = KeyboardInterrupt
+    with handle.paused():
+        (want,) = torch.autograd.grad(model(x).sum(), x)
+    equal([got], [want])
+    model(start())  # what ran before is expected again, and is corrected by this
+    right(model, handle)
