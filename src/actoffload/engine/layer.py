@@ -228,15 +228,15 @@ class Layer:
             Called when backward asks for a tensor that stayed.
         """
         self.successor = successor
-        residents = [(ref, ref()) for ref in dict.fromkeys(self.residents)]  # each once, however often it was saved
+        # Each once, however often it was saved.
+        residents = {id(resident): (ref, resident) for ref in self.residents if (resident := ref()) is not None}
         storages = ((ref, ref()) for ref in self.storages)
-        for _, resident in residents:
-            if resident is not None:
-                resident.used = used
+        for _, resident in residents.values():
+            resident.used = used
         # What several layers saved is not free when this one has used it.
         self._unused = (
             [(ref, s.nbytes) for ref, s in storages if s is not None and len(s.layers) == 1],
-            [(ref, r.nbytes) for ref, r in residents if r is not None],
+            [(ref, resident.nbytes) for ref, resident in residents.values()],
         )
         self._room = -reserve(sum(nbytes for unused in self._unused for _, nbytes in unused))
 
