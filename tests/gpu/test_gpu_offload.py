@@ -121,7 +121,6 @@ def test_what_somebody_holds_does_not_drop_and_the_report_knows() -> None:
             return x
 
     model = make("linear", of=Holding)
-    without = settled_peak(model)
     handle = offload(model, num_layers=6)
     with handle.recording():
         one(model, 0)
@@ -129,9 +128,6 @@ def test_what_somebody_holds_does_not_drop_and_the_report_knows() -> None:
     assert (report.expected_bytes, report.dropped_bytes) == (6 * NBYTES, 3 * NBYTES)
     assert [held.group for held in report.held] == ["blocks.1", "blocks.2", "blocks.3"]
     assert all("held" in holder for held in report.held for holder in held.holders)
-    model.zero_grad(set_to_none=True)
-    del model.held
-    assert without >= settled_peak(model) >= without - 6 * NBYTES
 
 
 # Nothing waits, and nothing is taken
