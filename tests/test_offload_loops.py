@@ -144,6 +144,27 @@ def test_a_loop_that_is_left_early_while_its_graph_is_held():
     assert statistics.bytes_offloaded == 4 * SAVES
 
 
+def test_a_loop_that_is_left_early_and_runs_backward():
+    """Its output is held on to: what comes next is another pass all the same."""
+    model = Waves(6)
+    handle = offload(model)
+    for _ in range(2):
+        loop(model, data()).sum().backward()
+    short = data()
+    for block in model.blocks[:3]:
+        short = block(short)
+    short.sum().backward()
+    before = handle.statistics().passes
+    loop(model, data()).sum().backward()
+    assert handle.statistics().passes > before
+    del short
+    # That it ended early was learned as well, so a whole one takes two passes at first.
+    loop(model, data()).sum().backward()
+    statistics = measured(handle, lambda: loop(model, data()).sum().backward())
+    assert (statistics.passes, statistics.bytes_offloaded) == (1, 4 * SAVES)
+    assert handle.groups == tuple(f"blocks.{k}" for k in range(6))
+
+
 def test_the_model_is_called_while_a_loop_is_half_way():
     """Its forward is a pass of its own, and the loop goes on with another one."""
     model = Waves(6)

@@ -91,6 +91,7 @@ class ModelPass(Pass, Generic[Key]):
             What its module owns.
         """
         if not self.course.arrive(key):
+            self.settled = False
             self.follow(self._roles_of(self.course.sequence))
         layer = self.forward_start()
         layer.owned = owned
@@ -179,7 +180,8 @@ class ModelPass(Pass, Generic[Key]):
                 self._note(layer, reason, tensor.nbytes if tensor.layout is torch.strided else 0)
                 return keep(tensor, token)
             late = self._late(tensor) if because is None else None
-            if late is None and len(self.layers) > self.roles.last_leaving and self.engine.recorder is None:
+            behind = len(self.layers) > self.roles.last_leaving and self.settled and self.engine.recorder is None
+            if late is None and behind:
                 known = ledger.resident_at(tensor.untyped_storage()._cdata)
                 resident = ledger.resident(layer, tensor)
                 if resident is not None:

@@ -60,7 +60,7 @@ class Packer:
         self._token, self._index, self._kept, self._owned = layer.token, layer.index, layer.kept, layer.owned
         self._smallest = limit.surely
         # Behind the last layer that leaves, storages need not be followed, unless somebody records every step.
-        self._stays_whole = layer.index > roles.last_leaving and owner.engine.recorder is None
+        self._stays_whole = layer.index > roles.last_leaving and owner.settled and owner.engine.recorder is None
         self._aside = None
 
     def take_aside(self, pack: Pack) -> None:

@@ -37,6 +37,9 @@ class Pass:
         Its plan; that of the engine if not given.
     """
 
+    # Whether all layers came as the plan expects them; otherwise one that stays may have to leave after all.
+    settled = True
+
     def __init__(self, engine: Engine, roles: Roles | None = None) -> None:
         self.engine = engine
         self.backend: Backend = engine.backend
