@@ -225,6 +225,27 @@ def test_an_interrupt_and_then_a_forward_that_is_not_to_be_offloaded(then, run):
     right(model, handle)
 
 
+@pytest.mark.parametrize("run", [call, loop], ids=["the model", "a loop"])
+def test_an_interrupt_in_one_model_is_not_in_the_way_of_another(run):
+    first, second, third = Waves(6, Fails), Waves(6, Fails), Waves(6)
+    handles = [offload(first), offload(second)]
+    for model in (first, second):
+        model.blocks[3].error = KeyboardInterrupt
+        with contextlib.suppress(KeyboardInterrupt):
+            run(model, start())
+    third_handle = offload(third)
+    right(third, third_handle, run)
+    right(second, handles[1], run)
+    right(first, handles[0], run)
+    # A forward that is under way is left alone: the inner model of two that are offloaded says that it is not.
+    outer = nn.Sequential(first)
+    with offload(outer, layers="0.blocks") as handle:
+        with pytest.warns(UserWarning, match="saved-tensor hooks of somebody else"):
+            outer(start()).sum().backward()
+        assert handle.statistics().bytes_offloaded == 8 * UNIT
+    nothing_installed()
+
+
 def test_an_interrupt_that_is_caught_inside_of_the_model():
     class Catching(Waves):
         def forward(self, x):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections import Counter
 from typing import Any
 
@@ -197,6 +198,17 @@ def test_without_a_recording_no_timed_event_is_made_and_nothing_is_looked_for(mo
     step(model)
     assert dict(device.calls) == counts[0]
     assert len(searches) == 1
+
+
+def test_the_search_for_holders_is_no_part_of_the_step(monkeypatch):
+    from actoffload import reporting
+
+    search = reporting.find_all_holders
+    monkeypatch.setattr(reporting, "find_all_holders", lambda *a: time.sleep(1.0) or search(*a))
+    model = Inside(6, Caching)
+    _, report = reported(model, record=True, device=actoffload.ReferenceDevice(wall_clock=True))
+    assert len(report.held) == 4
+    assert 0 < report.step_seconds < 1.0
 
 
 def test_a_recording_is_of_one_step_and_stays():

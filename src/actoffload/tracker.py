@@ -90,6 +90,24 @@ class _State(threading.local):
         self.between: Pack | None = None  # takes what is saved in no group
 
 
+class _InForward(threading.local):
+    """Whose forwards a thread is in, outermost first."""
+
+    def __init__(self) -> None:
+        self.trackers: list[Tracker] = []
+
+
+_in_forward = _InForward()
+
+
+def _reset_others() -> None:
+    """Leave the forwards of other models out of which an interrupt took this thread; their hooks are in the way."""
+    for tracker in reversed(_in_forward.trackers.copy()):
+        if tracker.runs():
+            return
+        tracker.reset()
+
+
 class Tracker:
     """Turns the comings and goings of modules into passes.
 
@@ -133,7 +151,9 @@ class Tracker:
                 self._obstacles.recomputed()
             return
         if state.inside is not None and not self._goes_on(place):
-            self._reset()  # an interrupt took the program out of the forward before this one, past every hook
+            self.reset()  # an interrupt took the program out of the forward before this one, past every hook
+        if state.inside is None:
+            _reset_others()
         if state.inside is None and (self.paused or not torch.is_grad_enabled() or self._obstacles.hinder()):
             return
         frame = _Frame(place, sys.exception())
@@ -160,6 +180,7 @@ class Tracker:
         inside = saved_tensors_hooks(state.packer.pack, unpack)
         inside.__enter__()
         running.backends.append(self._engine.backend)
+        _in_forward.trackers.append(self)
         state.inside = inside
         with self._engine.lock:
             self._at_work += 1
@@ -248,6 +269,7 @@ class Tracker:
         with self._engine.lock:
             self._at_work -= 1
         running.backends.pop()
+        _in_forward.trackers.remove(self)
         inside.__exit__()
         if finished or (current.course.complete and not current.aborted):
             current.forward_done()
@@ -260,7 +282,8 @@ class Tracker:
             self._planner.learn(sequence)
             self._done(current, sequence)
 
-    def _reset(self) -> None:
+    def reset(self) -> None:
+        """Leave a forward that nothing will end any more."""
         state = self._state
         if state.current is not None:
             state.current.aborted = True
@@ -273,7 +296,7 @@ class Tracker:
         self._then = then
         frames = self._state.frames
         if self._state.inside is not None and not (frames and self._calls(frames[0].place)):
-            self._reset()  # an interrupt took the program out of it
+            self.reset()  # an interrupt took the program out of it
         self._finish(failed=False)
 
     def _finish(self, failed: bool) -> None:
@@ -282,6 +305,11 @@ class Tracker:
             then, self._then = self._then, None
             then()
             self._engine.close()  # again: the last forward may have taken host memory since
+
+    def runs(self) -> bool:
+        """Whether the forward that was begun in this thread is still under way, as far as can be seen."""
+        frames = self._state.frames
+        return bool(frames) and self._calls(frames[0].place, unknown=1) > 0
 
     def _goes_on(self, place: Place) -> bool:
         """Whether a module that begins does so inside of the forward that was begun before."""

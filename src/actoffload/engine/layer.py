@@ -148,7 +148,12 @@ class Layer:
         self.phase = Phase.OFFLOADING
         living = self.living()
         incomplete = [s for s in living if (s.new or s.loose) and not s.refused and not s.pinned]
-        refused = [s for s in incomplete if not s.leave(self.index, self.captured, ended=True)]
+        refused = []
+        for storage in incomplete:
+            if not storage.leave(self.index, self.captured, ended=True):
+                refused.append(storage)
+            elif self.gives_way and storage.where is Where.LEAVING and storage.left is None:
+                storage.left = storage.home.transfers.end_of_copies_out(self.captured)
         for storage in living:
             if storage.where is Where.LEAVING and storage.left is None:
                 storage.left = self._left_mark(storage.home.transfers)

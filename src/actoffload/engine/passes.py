@@ -201,10 +201,12 @@ class Pass:
     # Events
 
     def _event(self, when: When, index: int) -> None:
+        recorder = self.engine.recorder
         for action in self.roles.actions.get((when._name_, index), ()):
             if action.layer < len(self.layers):
                 self.do(action.do, action.layer, index)
-        recorder = self.engine.recorder
+                if recorder is not None:
+                    recorder.level()
         if recorder is not None:
             recorder.level()
             if when is When.FORWARD_START:
