@@ -252,7 +252,6 @@ def test_a_storage_that_two_groups_that_leave_have_saved_moves_once():
     assert statistics.bytes_kept[Reason.SHARED] == UNIT
 
 
-@pytest.mark.xfail(reason="Ledger._shared counts such a storage once for each group that stays", strict=True)
 def test_a_storage_that_many_groups_save_is_counted_once():
     class Table(Waves):
         def __init__(self):

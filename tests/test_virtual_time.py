@@ -194,6 +194,17 @@ def test_even_groups_that_give_way(num, of, inflight, speed):
     assert want.peak_bytes <= (of - num) * 4096 + 1024 * (num > 0)
 
 
+@pytest.mark.parametrize("inflight", [1, 2, 3])
+def test_a_cap_alone_makes_nobody_wait(inflight):
+    """A copy of a group takes 0.75 of the time of its compute, so that one on its way at a time is enough."""
+    each = [LayerCost.even(4096, forward=1.0, backward=1.0, pieces=4)] * 8
+    link = Link(4096 / 0.75, 4096 / 0.75)
+    plan = GroupSchedule(4, max_inflight=inflight).plan(["layer"] * 8)
+    want = simulate(plan, each, link)
+    assert (want.forward_stall, want.backward_stall) == (0.0, 0.0)
+    agree(execute(plan, each, link), want)
+
+
 @settings(max_examples=150)
 @given(st.data(), links)
 def test_any_groups(data, link):

@@ -64,7 +64,8 @@ def offload(
         Largest amount of page-locked host memory to hold for each device, in bytes.  What does not fit stays on the
         device, with one warning.
     max_inflight : int, optional
-        At most so many groups are on their way at a time, in either direction.
+        At most so many groups are on their way whenever one has ended, in either direction; compute waits where there
+        would be more.
 
     Returns
     -------

@@ -135,7 +135,8 @@ def check_plan(schedule: GroupSchedule, kinds: Sequence[str]) -> None:
     d = schedule.distance(kinds)
     behind = len(kinds) - 1 - leaving[-1]
     assert d == (behind if schedule.max_inflight is None else min(behind, schedule.max_inflight)) >= 1
-    back = min(d, 2) if len(set(kinds)) > 1 else d
+    ahead = behind if schedule.max_inflight is None else min(behind, schedule.max_inflight + 1)
+    back = min(ahead, 2) if len(set(kinds)) > 1 else ahead
     alone = behind == 1  # then copies would have nothing to run beside
     for i in leaving:
         assert plan.find(Do.OFFLOAD, i) == Event(When.FORWARD_START, i)
@@ -171,8 +172,8 @@ def test_a_plan_written_out() -> None:
             Event(When.FORWARD_END, 1): (Action(Do.RELEASE, 0),),
             Event(When.FORWARD_START, 2): (Action(Do.GIVE_WAY, 1),),
             Event(When.FORWARD_END, 2): (Action(Do.RELEASE, 1),),
-            Event(When.BACKWARD_END, 2): (Action(Do.RELOAD, 1),),
-            Event(When.BACKWARD_END, 1): (Action(Do.RELOAD, 0),),
+            Event(When.BACKWARD_END, 3): (Action(Do.RELOAD, 1),),
+            Event(When.BACKWARD_END, 2): (Action(Do.RELOAD, 0),),
         },
     )
 

@@ -98,10 +98,12 @@ class Ledger:
                 or View.of(tensor) != first.view
             ):
                 return None
-            home = storage.home
-            stream = self._backend.current_stream(home.transfers.device)
+            home, backend = storage.home, self._backend
+            stream = backend.current_stream(home.transfers.device)
             if stream not in home.streams:
                 home.streams.append(stream)
+            if backend.checks:
+                backend.saved(tensor, stream)
             return first
 
     def save(
@@ -175,7 +177,8 @@ class Ledger:
     def _shared(self, storage: SavedStorage, stays: bool, roles: Roles) -> None:
         """Count a storage that a layer which stays and one which leaves have both saved."""
         if stays:
-            if storage.where is Where.LEAVING:
+            if storage.where is Where.LEAVING and not storage.shared:
+                storage.shared = True
                 self._counters.keep(Reason.SHARED, storage.nbytes)
         elif storage.where is Where.DEVICE and not storage.pinned and not roles.stay.isdisjoint(storage.layers):
             storage.pinned = True

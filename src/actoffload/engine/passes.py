@@ -177,7 +177,9 @@ class Pass:
         # A graph that is gone will not need its layers again, and what it let in is for the part that comes next.
         retained = any(self.layers[k].living() for k in self._started)
         for layer in self.layers:
-            if retained or layer.index in self._started:
+            if layer.index in self._started:
+                layer.backward_done()
+            elif retained:
                 layer.evict()
         self.engine.running(self._task, None)
         self._task = -1

@@ -62,6 +62,7 @@ class SavedStorage:
     where = Where.DEVICE
     refused = ""  # why the host did not take it
     pinned = False  # saved in a layer that stays, before one that leaves: a copy would free nothing
+    shared = False  # saved in a layer that stays, after one that leaves, and counted as such
     ready: Mark | None = None  # after what copies out must come; None for the moment at which they are queued
     left: Mark | None = None  # after its copies out; None as long as more may come
     within: Within = ()  # the wrappers in which it was saved; see [Note: outer tensors]

@@ -24,11 +24,12 @@ class GroupSchedule:
 
     Let ``d`` be the number of groups at the end of the sequence that stay, or `max_inflight` if that is smaller.
     Group ``i`` is copied while it computes and leaves while group ``i + d`` computes: for each tensor that the later
-    one saves, as many bytes of the earlier one give way.  So no more than ``d`` groups are on the device, and the
-    copies have until the end of the forward.  In backward group ``i`` comes back when that of group ``i + d`` has
-    ended; with several kinds one group ahead of its own, because groups of different sizes make no room for each other.
-    If only one group stays, the next one comes back into the room of what it has used beyond its first quarter: no
-    copy could run beside compute otherwise.
+    one saves, as many bytes of the earlier one give way.  So the device holds the bytes of ``d`` groups and one tensor,
+    and the copies have until the end of the forward.  In backward group ``i`` comes back when that of the group has
+    ended that lies as many places behind it as groups stay at the end, or `max_inflight` and one if that is less; with
+    several kinds one group ahead of its own, because groups of different sizes make no room for each other.  If only
+    one group stays, the next one comes back into the room of what it has used beyond its first quarter: no copy could
+    run beside compute otherwise.
 
     Parameters
     ----------
@@ -37,8 +38,8 @@ class GroupSchedule:
     fraction : float
         Of the groups that would leave, the first so many, rounded: those that would lie longest on the device.
     max_inflight : int, optional
-        At most so many groups are on their way, in either direction; compute waits for the first one before one
-        more may start.  None for no limit but that of the groups which stay.
+        At most so many groups are on their way whenever a group has ended, in either direction: compute waits for the
+        first one where there would be more.  None for no limit but that of the groups which stay.
 
     Raises
     ------
@@ -78,18 +79,23 @@ class GroupSchedule:
             found += may[: math.floor(self.fraction * len(may) + 0.5)]
         return tuple(sorted(found))
 
+    def staying(self, kinds: Sequence[str]) -> int:
+        """Return how many groups at the end of a sequence stay."""
+        leaving = self.leaving(kinds)
+        return len(kinds) - 1 - leaving[-1] if leaving else len(kinds)
+
     def distance(self, kinds: Sequence[str]) -> int:
         """Return after how many more groups one that leaves is gone."""
-        leaving = self.leaving(kinds)
-        at_the_end = len(kinds) - 1 - leaving[-1] if leaving else len(kinds)
+        at_the_end = self.staying(kinds)
         return min(at_the_end, self.max_inflight or at_the_end)
 
     def plan(self, kinds: Sequence[str]) -> Plan:
         """Return the plan for a sequence of groups, given by their kinds; at least one."""
         steps: dict[Event, tuple[Action, ...]] = {}
-        leaving, d = self.leaving(kinds), self.distance(kinds)
-        back = d if len(set(kinds)) == 1 else min(d, RESIDENT)
-        alone = bool(leaving) and leaving[-1] == len(kinds) - 2
+        leaving, at_the_end, d = self.leaving(kinds), self.staying(kinds), self.distance(kinds)
+        # While one is used the next must be on its way already, or every copy would be waited for.
+        back = min(at_the_end, d + 1) if len(set(kinds)) == 1 else min(at_the_end, d + 1, RESIDENT)
+        alone = bool(leaving) and at_the_end == 1
         for i in leaving:
             pairs = [
                 (Event(When.FORWARD_START, i), Action(Do.OFFLOAD, i)),
