@@ -40,7 +40,7 @@ FULL = {
     "8k": LlamaSettings(8192, 12, steps=2, seconds=60),
     "32k": LlamaSettings(32768, 8, steps=1, seconds=65),
 }
-HOST = LlamaSettings(256, 6, min_bytes=2**20 * 256 // 8192)
+HOST = LlamaSettings(256, 12, min_bytes=2**20 * 256 // 8192)
 """As many tensors as at 8k tokens, because the limit is as much smaller; and kernels shorter than their launches."""
 
 # The same parts with an eighth of the width, small enough for the reference device; never published.
