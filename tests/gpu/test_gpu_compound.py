@@ -235,6 +235,9 @@ def test_a_tensor_parallel_model(group: None) -> None:
     ).to(DEVICE)
     for layer in layers:
         parallelize_module(layer, mesh, ways)
+    for weight in layers.parameters():  # an imagined scatter leaves whatever was in that memory, perhaps no numbers
+        local = weight.to_local() if isinstance(weight, DTensor) else weight
+        nn.init.normal_(local.detach(), std=0.02)
     pair = offload(LEAVING, LAYERS)
 
     def run(seed: int, pair: Any) -> Result:

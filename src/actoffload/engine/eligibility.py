@@ -89,7 +89,8 @@ def _tied(tensor: torch.Tensor) -> Reason | None:
         return Reason.LEAF
     base = tensor._base
     if base is not None:
-        if isinstance(base, Parameter):  # also a frozen one
+        # Also a frozen one; asking whether something is a parameter takes long, and a plain tensor never is.
+        if type(base) is not torch.Tensor and isinstance(base, Parameter):
             return Reason.PARAMETER
         if base.requires_grad and base.is_leaf:
             return Reason.LEAF
@@ -103,7 +104,7 @@ WEIGHTS = frozenset({"ToCopyBackward0", "TBackward0", "TransposeBackward0"})
 def _is_parameters(tensor: torch.Tensor) -> bool:
     """Whether a tensor is a parameter in another dtype, as autocast makes, or one that a backward has transposed."""
     node = tensor.grad_fn
-    if node is None or node.name() not in WEIGHTS:
+    if node is None or type(node).__name__ not in WEIGHTS:
         return False
     return isinstance(getattr(node.next_functions[0][0], "variable", None), Parameter)
 
