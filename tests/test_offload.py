@@ -227,9 +227,7 @@ def test_max_host_bytes_that_suffice():
     assert statistics.tensors_offloaded == 3 * 8
 
 
-@pytest.mark.parametrize(
-    ("inflight", "distance", "ahead"), [(None, 3, 3), (1, 1, 2), (2, 2, 3), (3, 3, 3), (9, 3, 3)]
-)
+@pytest.mark.parametrize(("inflight", "distance", "ahead"), [(None, 3, 3), (1, 1, 2), (2, 2, 3), (3, 3, 3), (9, 3, 3)])
 def test_max_inflight(inflight, distance, ahead):
     handle, statistics = agrees(Waves(8), steps=1, num_layers=5, max_inflight=inflight)
     plan = handle.plan

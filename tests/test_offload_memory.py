@@ -7,9 +7,9 @@ import torch
 from helpers import nothing_held
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_virtual_time import agree, layer_of, links
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from virtual_time import agree, layer_of, links
 from whole_model import ROWS, UNIT, WIDTH, Attention, Block, Mlp, Wave, Waves, agrees, data, offload
 
 import actoffload

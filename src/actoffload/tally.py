@@ -12,8 +12,8 @@ from .engine.layer import Layer
 from .engine.modelpass import ModelPass
 from .engine.resident import Resident
 from .engine.roles import OUTSIDE
-from .engine.storage import Where
 from .engine.weak import StorageRef
+from .engine.where import Where
 from .observe.counters import Reason
 from .planner import GroupKey
 from .schedule.plan import Plan

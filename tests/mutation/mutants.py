@@ -226,7 +226,8 @@ CONDITIONS: list[tuple[str, str, str, str]] = [
     (
         "what a retained graph holds stays after backward",
         "actoffload/engine/passes.py",
-        "            if retained or layer.index in self._started:\n                layer.evict()\n",
+        "            if layer.index in self._started:\n                layer.backward_done()\n"
+        "            elif retained:\n                layer.evict()\n",
         "            pass\n",
     ),
     (
@@ -238,8 +239,8 @@ CONDITIONS: list[tuple[str, str, str, str]] = [
     (
         "what came back for the next part of a backward leaves",
         "actoffload/engine/passes.py",
-        "if retained or layer.index in self._started:",
-        "if True:",
+        "            elif retained:",
+        "            else:",
     ),
     (
         "start_offload counts after an edit",

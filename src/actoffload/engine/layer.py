@@ -17,8 +17,9 @@ from .marks import Mark
 from .owned import Owned
 from .reload import reload
 from .resident import Resident
-from .storage import SavedStorage, Where
+from .storage import SavedStorage
 from .transfer import Transfers
+from .where import Where
 
 __all__ = ["Layer", "Phase", "Token"]
 

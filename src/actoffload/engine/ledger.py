@@ -18,8 +18,9 @@ from .outer import Within, serves, together
 from .resident import Resident
 from .roles import Roles
 from .saved import Moved
-from .storage import SavedStorage, Where
+from .storage import SavedStorage
 from .transfer import HOME
+from .where import Where
 
 __all__ = ["Ledger"]
 

@@ -32,8 +32,9 @@ from .packer import Pack
 from .passes import Pass
 from .roles import OUTSIDE, Roles
 from .saved import Kept, Moved, keep
-from .storage import SavedStorage, Where
+from .storage import SavedStorage
 from .weak import StorageRef
+from .where import Where
 
 __all__ = ["ModelPass"]
 

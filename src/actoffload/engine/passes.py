@@ -21,7 +21,8 @@ from .ledger import Ledger
 from .packer import Pack, Packer
 from .reload import reload
 from .roles import OUTSIDE, Roles
-from .storage import SavedStorage, Where
+from .storage import SavedStorage
+from .where import Where
 
 __all__ = ["Pass"]
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..device.base import Stream
-from .storage import SavedStorage, Where
+from .storage import SavedStorage
 from .transfer import Transfers
+from .where import Where
 
 __all__ = ["reload"]
 

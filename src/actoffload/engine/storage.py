@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import sys
 import weakref
 from collections.abc import Sequence
@@ -20,20 +19,12 @@ from .inplace import changed
 from .marks import Mark
 from .outer import Within
 from .regions import Piece, dense, gaps, loose_pieces, reload_spans
+from .where import Where
 
 if TYPE_CHECKING:
     from .saved import Moved
 
-__all__ = ["SavedStorage", "Where"]
-
-
-class Where(enum.Enum):
-    """Where the bytes are."""
-
-    DEVICE = "on the device"
-    LEAVING = "on the device, copied or being copied to the host"
-    HOST = "on the host only"
-    BACK = "on the host and, again, on the device"
+__all__ = ["SavedStorage"]
 
 
 class SavedStorage:

@@ -1,0 +1,145 @@
+"""Programs that take a given time and save given bytes, run on the reference device and simulated."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import strategies as st
+
+from actoffload import (
+    Kind,
+    LayerCost,
+    Link,
+    Plan,
+    ReferenceDevice,
+    Saved,
+    Simulation,
+    Statistics,
+    Timeline,
+)
+from actoffload.engine.engine import Engine
+from actoffload.offload_context import OffloadContext
+
+__all__ = ["Work", "agree", "costs", "eighths", "execute", "layer_of", "links", "run"]
+
+
+class Work(torch.autograd.Function):
+    """Computes for a while in forward and in backward, and may save one tensor in between."""
+
+    @staticmethod
+    def forward(ctx, x, device, before, behind, payload):
+        device.compute(before)
+        if payload is not None:
+            ctx.save_for_backward(payload)
+        ctx.device, ctx.behind = device, behind
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        for tensor in ctx.saved_tensors:  # waits for it
+            assert tensor.dtype is torch.uint8
+        ctx.device.compute(ctx.behind)
+        return grad, None, None, None, None
+
+
+def layer_of(cost: LayerCost, device: ReferenceDevice):
+    """Return a layer that takes as long and saves as much as a cost says."""
+    saved_at = [saved.saved_at * cost.forward for saved in cost.saved]
+    needed_at = [saved.needed_at * cost.backward for saved in cost.saved]
+
+    def layer(x):
+        forward_done, needed_next = 0.0, [cost.backward, *needed_at]
+        for k, saved in enumerate(cost.saved):
+            payload = torch.full((saved.nbytes,), k % 251, dtype=torch.uint8)
+            behind = needed_next[k] - needed_at[k]  # until the tensor that was saved before is needed
+            x = Work.apply(x, device, saved_at[k] - forward_done, behind, payload)
+            forward_done = saved_at[k]
+        head = needed_at[-1] if cost.saved else cost.backward
+        return Work.apply(x, device, cost.forward - forward_done, head, None)
+
+    return layer
+
+
+def run(context, sync, device, costs, *, after=lambda k, x: None) -> tuple[Timeline, Statistics, float]:
+    with context.record_timeline() as recorder:
+        x = torch.zeros(1, requires_grad=True) * 1.0
+        for k, cost in enumerate(costs):
+            with context:
+                x = layer_of(cost, device)(x)
+            x = sync(x)
+            after(k, x)
+        x.backward()
+        del x
+    return recorder.timeline(), context.statistics(), device.main.now
+
+
+def agree(got: tuple[Timeline, Statistics, float], want: Simulation) -> None:
+    timeline, statistics, end = got
+
+    def copies(t: Timeline) -> list[tuple]:
+        return sorted((s.kind.value, s.start, s.end, s.layer, s.nbytes) for s in t.of(Kind.D2H, Kind.H2D))
+
+    assert copies(timeline) == copies(want.timeline)
+    assert end == want.step_time
+    assert timeline.end == want.timeline.end
+    layers = range(max((s.layer for s in want.timeline.spans), default=0) + 1)
+
+    def stalled(t: Timeline) -> list[float]:
+        return [sum(s.seconds for s in t.of(Kind.STALL) if s.layer == k) for k in layers]
+
+    assert stalled(timeline) == stalled(want.timeline)
+    assert timeline.seconds(Kind.STALL) == want.stall_seconds
+
+    def work(t: Timeline, kind: Kind) -> list[float]:
+        """Seconds of compute of each layer: its spans less the stalls that lie in them."""
+        spans, stalls = t.of(kind), t.of(Kind.STALL)
+        return [
+            sum(b.seconds - sum(s.seconds for s in stalls if b.start <= s.start and s.end <= b.end) for b in mine)
+            for mine in ([span for span in spans if span.layer == k] for k in layers)
+        ]
+
+    def starts(t: Timeline) -> list[float]:
+        """When each layer that computes at all first does: behind the stalls with which its span may begin."""
+        stalls = {s.start: s.end for s in t.of(Kind.STALL) if s.seconds}
+        found = []
+        for k, seconds in zip(layers, work(t, Kind.FORWARD), strict=True):
+            if seconds:
+                start = min(s.start for s in t.of(Kind.FORWARD) if s.layer == k and s.seconds)
+                while start in stalls:
+                    start = stalls[start]
+                found.append(start)
+        return found
+
+    assert starts(timeline) == starts(want.timeline)
+    assert work(timeline, Kind.FORWARD) == work(want.timeline, Kind.FORWARD)
+    assert work(timeline, Kind.BACKWARD) == work(want.timeline, Kind.BACKWARD)
+    assert statistics.peak_resident_bytes == want.peak_bytes
+    assert timeline.peak_bytes == want.peak_bytes
+    assert statistics.reloaded_on_demand == want.reloaded_on_demand
+    assert statistics.bytes_offloaded == want.bytes_offloaded
+    assert statistics.bytes_reloaded == want.bytes_reloaded
+    assert statistics.resident_bytes == 0
+
+
+eighths = st.integers(0, 8).map(lambda k: k / 8)
+seconds = st.integers(0, 12).map(lambda k: k / 4)
+
+
+@st.composite
+def costs(draw, most: int = 4) -> LayerCost:
+    count = draw(st.integers(0, most))
+    saved_at = sorted(draw(eighths) for _ in range(count))
+    needed_at = sorted((draw(eighths) for _ in range(count)), reverse=True)
+    sizes = [draw(st.integers(1, 24)) * 256 for _ in range(count)]
+    return LayerCost(
+        draw(seconds), draw(seconds), tuple(Saved(*each) for each in zip(sizes, saved_at, needed_at, strict=True))
+    )
+
+
+bandwidths = st.sampled_from([256.0, 1024.0, 4096.0, 65536.0, float("inf")])
+links = st.builds(Link, bandwidths, bandwidths, st.sampled_from([0.0, 0.125]))
+
+
+def execute(plan: Plan, each: list[LayerCost], link: Link) -> tuple[Timeline, Statistics, float]:
+    device = ReferenceDevice(link.d2h, link.h2d, link.latency)
+    context = OffloadContext(Engine(plan, device))
+    return run(context, context.synchronize, device, each)
