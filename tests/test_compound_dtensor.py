@@ -94,6 +94,7 @@ def test_what_came_back_has_placements_and_both_shapes(mesh):
 
     whole = torch.randn(16, 32)
     tensor = distribute_tensor(whole, mesh, [Shard(1)]).t()
+    expected = tensor.to_local().clone()  # before torch 2.13 an imagined scatter leaves whatever was in the memory
     seen: list[Any] = []
     _, statistics = one_layer(lambda x: Saves.apply(x, tensor, seen))
     assert statistics.bytes_offloaded == 16 * 16 * 4
@@ -103,7 +104,7 @@ def test_what_came_back_has_placements_and_both_shapes(mesh):
     local = back.to_local()
     assert local.data_ptr() != tensor.to_local().data_ptr()
     assert local.stride() == tensor.to_local().stride()
-    assert same_bits(local, whole[:, :16].t())
+    assert same_bits(local, expected)
 
 
 FORMS = {
@@ -127,6 +128,9 @@ def _again(w: Any) -> Any:
 @pytest.mark.parametrize("form", FORMS)
 def test_sharded_parameters_stay_under_any_name(mesh, form, frozen):
     from torch.distributed.tensor import Shard, distribute_tensor
+
+    if form == "wrapped again" and not frozen and torch.__version__ < (2, 13):
+        pytest.skip("DTensor.from_local has no backward for a gradient that nobody gave, before torch 2.13")
 
     class Layer(nn.Module):
         def __init__(self) -> None:

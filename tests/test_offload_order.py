@@ -235,7 +235,7 @@ def test_one_layer_for_all_as_in_albert():
             return x
 
     model = Albert()
-    with pytest.warns(UserWarning, match="None of the 1 groups"):
+    with pytest.warns(UserWarning, match="None of the groups"):
         handle = offload(model, layers="layer")
     reference = copy.deepcopy(Albert())
     reference.load_state_dict(model.state_dict())
@@ -264,7 +264,7 @@ def test_hugging_face_albert():
     torch.manual_seed(0)
     model = transformers.AlbertModel(config)
     tokens = torch.randint(32, (2, 8), generator=torch.Generator().manual_seed(1))
-    with pytest.warns(UserWarning, match="None of the 1 groups"):
+    with pytest.warns(UserWarning, match="None of the groups"):
         handle, statistics = agrees(
             model, lambda model, x: model(input_ids=tokens).last_hidden_state, layers="encoder.albert_layer_groups.0"
         )

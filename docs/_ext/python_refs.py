@@ -22,12 +22,15 @@ PYTHON = "https://docs.python.org/3/library/"
 TORCH = "https://docs.pytorch.org/docs/stable/"
 # The manual documents these under another name than the one that programs use.
 TORCH_NAMES = {
+    "torch.distributed.distributed_c10d.ProcessGroup": "torch.distributed.ProcessGroup",
     "torch.nn.modules.module.Module": "torch.nn.Module",
     "torch.nn.Parameter": "torch.nn.parameter.Parameter",
     "torch.accelerator.max_memory_allocated": "torch.accelerator.memory.max_memory_allocated",
     "torch.accelerator.reset_peak_memory_stats": "torch.accelerator.memory.reset_peak_memory_stats",
 }
 TORCH_PAGES = {
+    "torch.distributed.ProcessGroup": "distributed.html",
+    "torch.distributed.all_gather_object": "distributed.html",
     "torch.Tensor": "tensors.html",
     "torch.dtype": "tensor_attributes.html",
     "torch.device": "tensor_attributes.html",

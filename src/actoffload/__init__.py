@@ -15,6 +15,7 @@ from .handle import OffloadHandle
 from .marks import is_cpu_offload_enabled, mark_not_offload, start_offload
 from .model import offload
 from .observe.counters import Reason, Statistics
+from .observe.ranks import RankReports, gather_reports
 from .observe.recorder import TimelineRecorder
 from .observe.report import GroupReport, HeldStorage, Report
 from .observe.step_timeline import LayerTimes, StepTimeline
@@ -49,6 +50,7 @@ __all__ = [
     "OffloadHandle",
     "Pass",
     "Plan",
+    "RankReports",
     "Reason",
     "ReferenceDevice",
     "ReferenceDeviceWarning",
@@ -64,6 +66,7 @@ __all__ = [
     "TimelineRecorder",
     "When",
     "find_synchronizations",
+    "gather_reports",
     "get_cpu_offload_context",
     "is_cpu_offload_enabled",
     "mark_not_offload",

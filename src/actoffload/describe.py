@@ -22,7 +22,7 @@ def group_names(groups: Sequence[Place], sequence: Iterable[tuple[int, int]]) ->
 
 
 def fold(names: Sequence[str]) -> list[str]:
-    """Fold names that differ in one number into ranges.
+    """Fold names that differ in one number, which counts up by one, into ranges.
 
     Examples
     --------
@@ -32,11 +32,18 @@ def fold(names: Sequence[str]) -> list[str]:
     """
     found: list[list[str]] = []
     for name in names:
-        if found and re.sub(r"\d+", "#", found[-1][-1]) == re.sub(r"\d+", "#", name):
+        if found and _follows(found[-1][-1], name):
             found[-1].append(name)
         else:
             found.append([name])
-    return [f"{names[0]} ... {names[-1]}" if len(names) > 1 else names[0] for names in found]
+    return [f"{part[0]} ... {part[-1]}" if len(part) > 1 else part[0] for part in found]
+
+
+def _follows(before: str, name: str) -> bool:
+    """Whether two names differ in one number only, which is one more in the second."""
+    old, new = re.split(r"(\d+)", before), re.split(r"(\d+)", name)
+    differ = [k for k in range(len(old)) if old[k] != new[k]] if len(old) == len(new) else []
+    return len(differ) == 1 and differ[0] % 2 == 1 and int(new[differ[0]]) == int(old[differ[0]]) + 1
 
 
 def describe(places: Sequence[Place], planner: Planner, state: str = "") -> str:

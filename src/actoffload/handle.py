@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import warnings
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from torch.nn import Module
+
+from . import device as devices
 from .describe import describe, group_names
 from .engine.engine import Engine
-from .module_hooks import ModuleHooks
+from .module_hooks import ModuleHooks, hooks_of
 from .observe.counters import Statistics
 from .observe.recorder import TimelineRecorder
 from .observe.step_timeline import StepTimeline
-from .planner import Planner, check_number, check_types
+from .planner import GroupKey, Planner, check_number, check_types
 from .reporting import Recording, Seen, build_report
 from .schedule.groups import GroupSchedule
 from .schedule.plan import Plan
@@ -38,7 +43,38 @@ class OffloadHandle:
         self._engine = engine
         self._seen = Seen(self._groups)
         self._tracker = Tracker(places[0], engine, planner, self._seen.forward_done)
-        self._hooks: ModuleHooks | None = ModuleHooks(self._tracker, places)
+        self._hooks: ModuleHooks | None = ModuleHooks(self._tracker, places, (planner, engine, self._seen))
+
+    @classmethod
+    def of(cls, model: Module) -> OffloadHandle | None:
+        """Return a handle of a model that is offloaded, as where the first one was not kept; None if it is not.
+
+        Parameters
+        ----------
+        model : torch.nn.Module
+            What `offload` was called with.
+
+        Examples
+        --------
+        >>> model = torch.nn.Sequential(*[torch.nn.Linear(8, 8) for _ in range(6)])
+        >>> _ = actoffload.offload(model)
+        >>> actoffload.OffloadHandle.of(model).remove()
+        >>> actoffload.OffloadHandle.of(model) is None
+        True
+        """
+        hooks = hooks_of(model)
+        if hooks is None or hooks.tracker is None:
+            return None
+        found = cls.__new__(cls)
+        found._places, found._tracker, found._hooks = hooks.places, hooks.tracker, hooks
+        found._groups = tuple(place for place in hooks.places if place.group >= 0)
+        found._planner, found._engine, found._seen = hooks.behind
+        return found
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copy and pickle as a handle that was removed: a copy of the model is another one, which nobody follows."""
+        places = [(place.role, place.name, place.group, place.kind) for place in self._places]
+        return _removed, (places, self._planner.schedule, self._planner.expected, *self._engine.limits)
 
     # On and off
 
@@ -47,10 +83,11 @@ class OffloadHandle:
 
         Passes in flight finish as they began, and their memory goes when they do.  Doing it twice is fine.
         """
-        if self._hooks is not None:
+        if self.installed:
+            assert self._hooks is not None
             self._hooks.remove()
-            self._hooks = None
             self._engine.close()
+        self._hooks = None
 
     @property
     def active(self) -> bool:
@@ -60,7 +97,7 @@ class OffloadHandle:
     @property
     def installed(self) -> bool:
         """Whether the model still carries the hooks of this handle."""
-        return self._hooks is not None
+        return self._hooks is not None and self._hooks.tracker is not None
 
     @contextmanager
     def paused(self) -> Iterator[OffloadHandle]:
@@ -83,15 +120,22 @@ class OffloadHandle:
 
         Raises
         ------
+        RuntimeError
+            If the handle was removed.
         ValueError
             If a number is out of its range.
         TypeError
             If what should be a number is none.
         """
+        self._need_hooks("be scheduled anew")
         check_types(num_layers=num_layers, fraction=fraction, max_inflight=max_inflight)
         schedule = GroupSchedule(num_layers, fraction, max_inflight)
         check_number(num_layers, [place.kind for place in self._groups], self._planner.kinds(self._planner.expected))
         self._planner.reschedule(schedule)
+
+    def _need_hooks(self, what: str) -> None:
+        if not self.installed:
+            raise RuntimeError(f"This handle was removed, so it cannot {what}: call offload again and use its handle.")
 
     def __enter__(self) -> OffloadHandle:
         return self
@@ -146,8 +190,14 @@ class OffloadHandle:
         Raises
         ------
         RuntimeError
-            If a step is being recorded already.
+            If a step is being recorded already, or the handle was removed.
+
+        Warns
+        -----
+        UserWarning
+            If no forward of the model has ended in the block; what was recorded before is kept then.
         """
+        self._need_hooks("record a step")
         before = self._seen.recording
         if before is not None and before.open:
             raise RuntimeError("A step is being recorded already: leave that `with handle.recording():` block first.")
@@ -160,6 +210,13 @@ class OffloadHandle:
         try:
             yield
             recorder.level()
+            if not recording.passes:
+                warnings.warn(
+                    "Nothing was recorded: no forward of the model with a graph has ended in the recording block. Run "
+                    "a whole training step there.",
+                    UserWarning,
+                    stacklevel=3,
+                )
         finally:
             self._engine.record(None)
             recording.open = False
@@ -198,3 +255,25 @@ class OffloadHandle:
                 "There is nothing to report yet: no forward of the model has ended. Run a training step first."
             )
         return build_report(self._planner, self._groups, self._seen.tally, self._seen.recording, self.statistics())
+
+
+def _removed(
+    places: Sequence[tuple[str, str, int, str]],
+    schedule: GroupSchedule,
+    expected: tuple[GroupKey, ...],
+    max_host_bytes: int | None,
+    min_bytes: int | None,
+) -> OffloadHandle:
+    """Return a handle like another one that was removed from its model."""
+    nobody = weakref.ref(Module())
+    copied = [Place(role, name, nobody, group, kind) for role, name, group, kind in places]
+    handle = OffloadHandle.__new__(OffloadHandle)
+    handle._places = tuple(copied)
+    handle._groups = tuple(place for place in copied if place.group >= 0)
+    handle._planner = Planner(schedule, [place.kind for place in handle._groups])
+    handle._planner.learn(expected)
+    handle._engine = Engine(Plan(1), devices.backend(), max_host_bytes, min_bytes=min_bytes)
+    handle._seen = Seen(handle._groups)
+    handle._tracker = Tracker(copied[0], handle._engine, handle._planner, handle._seen.forward_done)
+    handle._hooks = None
+    return handle

@@ -12,7 +12,7 @@ from torch.nn import Module
 from . import device as devices
 from .engine.engine import Engine
 from .handle import OffloadHandle
-from .module_hooks import ModuleHooks
+from .module_hooks import hooks_of
 from .planner import Planner, check_number, check_types
 from .schedule.groups import GroupSchedule
 from .schedule.plan import Plan
@@ -20,9 +20,6 @@ from .select import choose, find_kept
 from .tracker import GROUP, KEPT, ROOT, Place
 
 __all__ = ["offload"]
-
-# Hooks are on their model also where nobody has kept the handle.
-_offloaded: weakref.WeakKeyDictionary[Module, weakref.ref[ModuleHooks]] = weakref.WeakKeyDictionary()
 
 
 def offload(
@@ -108,9 +105,11 @@ def offload(
         raise ValueError(f"min_bytes is {min_bytes}; expected a number of bytes, 0 or more.")
     if max_host_bytes is not None and max_host_bytes < 0:
         raise ValueError(f"max_host_bytes is {max_host_bytes}; expected a number of bytes, or None for no limit.")
-    before = _offloaded.get(module)
-    if before is not None and before() is not None:
-        raise ValueError("This model is offloaded already: call remove() of its handle first.")
+    if hooks_of(module) is not None:
+        raise ValueError(
+            "This model is offloaded already: call remove() of its handle first, which OffloadHandle.of(model) returns "
+            "as well."
+        )
     schedule = GroupSchedule(num_layers, fraction, max_inflight)
     chosen = choose(module, layers)
     kept = find_kept(module, keep)
@@ -127,12 +126,15 @@ def offload(
     ]
     engine = Engine(Plan(1), devices.backend(), max_host_bytes, min_bytes=min_bytes)
     handle = OffloadHandle(places, planner, engine)
-    assert handle._hooks is not None
-    _offloaded[module] = weakref.ref(handle._hooks)
     if not handle.plan.offloaded and num_layers != 0 and fraction:
+        kinds = [group.kind for group in chosen]
+        if max(map(kinds.count, kinds)) == 1:
+            what = "Choose modules with layers of which there are several of a kind"
+        else:
+            what = "Choose smaller modules with layers, or more groups with num_layers or fraction"
         warnings.warn(
-            f"None of the {len(chosen)} groups that were found leaves the device: the last ones stay, because backward "
-            "begins there. Choose smaller modules with layers, or more groups with num_layers or fraction.",
+            f"None of the groups that were found ({len(chosen)}) leaves the device: the last of each kind and the last "
+            f"two of all stay, because backward begins there. {what}.",
             UserWarning,
             stacklevel=2,
         )

@@ -13,6 +13,8 @@ for the modules around the chosen ones is dropped, to be compiled again with the
 from __future__ import annotations
 
 import threading
+import warnings
+import weakref
 from collections.abc import Callable, Sequence, Set
 from typing import Any
 
@@ -23,7 +25,9 @@ from torch.utils.hooks import RemovableHandle
 from .engine.dynamo import opaque
 from .tracker import ROOT, Place, Tracker
 
-__all__ = ["ModuleHooks"]
+__all__ = ["ModuleHooks", "hooks_of"]
+
+_installed: weakref.WeakKeyDictionary[Module, weakref.ref[ModuleHooks]] = weakref.WeakKeyDictionary()
 
 REASON = (
     "actoffload follows the chosen modules of a model, and those that keep names, from outside of compiled code; "
@@ -126,12 +130,17 @@ class ModuleHooks:
         Who is told.
     places : sequence of Place
         The root first.
+    behind : object
+        What a handle consists of, for who has lost his.
     """
 
-    def __init__(self, tracker: Tracker, places: Sequence[Place]) -> None:
+    def __init__(self, tracker: Tracker, places: Sequence[Place], behind: Any = None) -> None:
+        self.places = tuple(places)
+        self.behind = behind
         self._handles: list[RemovableHandle] = []
         self._around: list[tuple[Place, list[_Hook], list[_Hook]]] = []
-        self._tracker: Tracker | None = tracker
+        self.tracker: Tracker | None = tracker
+        self._missed = False
         of: dict[Module, tuple[Place, list[_Hook], list[_Hook]]] = {}
         for place in places:
             before = _Before(tracker, place)
@@ -145,6 +154,7 @@ class ModuleHooks:
                 self._handles.append(place.module.register_forward_pre_hook(self._look, prepend=True))
         self._around += of.values()
         self.surround()
+        _installed[places[0].module] = weakref.ref(self)
         _forget_compiled(places[0].module, {place.module for place in places[1:]}, {})
 
     def _look(self, module: Module, args: Any) -> None:
@@ -162,16 +172,30 @@ class ModuleHooks:
     def surround(self) -> None:
         """Put wrappers around modules that have been compiled in place since the last time."""
         for place, before, after in self._around:
-            module = place.module
+            module = place.ref()
+            if module is None:
+                self._miss(place)
+                continue
             call = module._compiled_call_impl
             if call is not None and not isinstance(call, _Around):
                 module._compiled_call_impl = _Around(call, before, after)
 
+    def _miss(self, place: Place) -> None:
+        """Tell, once, that a module is gone that was there when the hooks were put on."""
+        if not self._missed:
+            self._missed = True
+            warnings.warn(
+                f"The module '{place.name}' has been replaced or deleted since offload was called; nobody follows what "
+                "took its place. Call remove() of the handle and offload again. This is said once.",
+                UserWarning,
+                stacklevel=5,
+            )
+
     def remove(self) -> None:
         """Take everything off again; where a forward is under way, when it ends."""
-        if self._tracker is not None:
-            self._tracker.retire(self._take_off)
-            self._tracker = None
+        if self.tracker is not None:
+            self.tracker.retire(self._take_off)
+            self.tracker = None
 
     def _take_off(self) -> None:
         for handle in self._handles:
@@ -182,6 +206,13 @@ class ModuleHooks:
                 module._compiled_call_impl = module._compiled_call_impl.call
         self._handles.clear()
         self._around.clear()
+
+
+def hooks_of(model: Module) -> ModuleHooks | None:
+    """Return the hooks on a model, or None if nobody follows it, or nobody any more."""
+    ref = _installed.get(model)
+    hooks = None if ref is None else ref()
+    return None if hooks is None or hooks.tracker is None else hooks
 
 
 def _forget_compiled(module: Module, followed: Set[Module], known: dict[Module, bool]) -> bool:
@@ -209,5 +240,6 @@ def _drop(function: Any) -> None:
 
 def _nothing() -> ModuleHooks:
     empty = ModuleHooks.__new__(ModuleHooks)
-    empty._handles, empty._around, empty._tracker = [], [], None
+    empty._handles, empty._around, empty.tracker, empty._missed = [], [], None, False
+    empty.places, empty.behind = (), None
     return empty

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import torch
+
+from .engine.saved import unpack
 
 __all__ = ["Obstacles"]
 
 TAKEN = (
     "that already runs under saved-tensor hooks of somebody else, such as those of torch.utils.checkpoint around the "
     "whole model or torch.autograd.graph.save_on_cpu: theirs take the tensors. Put them around parts of the model."
+)
+OURS = (
+    "that runs inside of the forward of another model, or of a layer, which actoffload offloads as well: what is "
+    "outside takes the tensors. Offload one of the two only."
 )
 RECOMPUTED = (
     "that is computed a second time in backward, as with torch.utils.checkpoint around the whole model: there is "
@@ -33,15 +40,16 @@ class Obstacles:
         if _transformed():
             self._tell(TRANSFORMED)
             return True
-        if _hooked():
-            self._tell(TAKEN)
+        hooks = _hooks()
+        if hooks is not None:
+            self._tell(OURS if hooks[1] is unpack else TAKEN)
             return True
         return False
 
     def recomputed(self) -> None:
         """Tell of a whole model that runs inside of a backward."""
         # The variant of checkpointing that has hooks was told of in the forward.
-        if torch.is_grad_enabled() and not _hooked():
+        if torch.is_grad_enabled() and _hooks() is None:
             self._tell(RECOMPUTED)
 
     def _tell(self, why: str) -> None:
@@ -50,9 +58,10 @@ class Obstacles:
             warnings.warn(f"Nothing is offloaded in a forward {why} This is said once.", UserWarning, stacklevel=7)
 
 
-def _hooked() -> bool:
-    """Whether what this thread saves goes through saved-tensor hooks."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+def _hooks() -> tuple[Any, Any] | None:
+    """Return the saved-tensor hooks through which goes what this thread saves, if there are any."""
+    found: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return found
 
 
 def _transformed() -> bool:

@@ -91,6 +91,11 @@ class Engine:
             )
         return self.plan, self._max_host_bytes
 
+    @property
+    def limits(self) -> tuple[int | None, int | None]:
+        """The limits on host memory and on the size of tensors, as they were given."""
+        return self._max_host_bytes, self._min_bytes
+
     def began(self, begun: Pass) -> None:
         """Note a new pass."""
         self._latest = weakref.ref(begun)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import torch
 
 __all__ = ["StorageRef"]
@@ -29,4 +31,5 @@ class StorageRef:
         return bool(torch.UntypedStorage._expired(self._weak))
 
     def __del__(self) -> None:
-        torch.UntypedStorage._free_weak_ref(self._weak)  # type: ignore[no-untyped-call]
+        if not sys.is_finalizing():  # by then torch may be gone, and the process gives everything back
+            torch.UntypedStorage._free_weak_ref(self._weak)  # type: ignore[no-untyped-call]

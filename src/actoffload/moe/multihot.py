@@ -48,11 +48,13 @@ def indices_to_multihot(
         If `indices` or `probs` is no tensor or has another dtype, or `num_experts` is not an int.
     ValueError
         If the shapes or devices do not match, or `num_experts` is less than 1.
+    IndexError
+        If there is no expert of an index, on the CPU.
 
     Notes
     -----
-    Only shapes and dtypes are checked, because a look at values is what makes a host wait.  An index below -1 or above
-    ``num_experts - 1`` is an error of the kernel: a RuntimeError on the CPU, a failed assertion on an accelerator.
+    On an accelerator only shapes and dtypes are checked, because a look at values is what makes a host wait.  There an
+    index below -1 or above ``num_experts - 1`` is a failed assertion of the kernel.
 
     Where an expert stands in a row more than once, one of its probabilities is kept: the last one on the CPU, any of
     them on an accelerator.  The gradient of the table goes to each of them.  Indexing with a mask does the same.
@@ -75,7 +77,12 @@ def indices_to_multihot(
     _check(indices, probs, num_experts)
     columns = indices.long() + 1  # a new tensor in any case; [Note: no masks]
     table = torch.zeros(indices.shape[0], num_experts + 1, dtype=torch.bool, device=indices.device)
-    routing_map = _without_first(table.scatter_(1, columns, True))
+    try:
+        routing_map = _without_first(table.scatter_(1, columns, True))
+    except RuntimeError as error:
+        if "out of bounds" not in str(error):
+            raise
+        raise IndexError(_beyond(indices, num_experts)) from None
     return routing_map, _Table.apply(probs, columns, num_experts)  # type: ignore[no-untyped-call]
 
 
@@ -102,6 +109,15 @@ class _Table(torch.autograd.Function):
 def _without_first(table: torch.Tensor) -> torch.Tensor:
     # A copy even of a single row, so that a result is never a view of something unseen.
     return table[:, 1:].clone(memory_format=torch.contiguous_format)
+
+
+def _beyond(indices: torch.Tensor, num_experts: int) -> str:
+    """Say which index has no expert."""
+    least, most = (int(value) for value in indices.aminmax())
+    return (
+        f"indices has {least if least < -1 else most}, and num_experts is {num_experts}; expected -1 for 'not here', "
+        f"or an expert from 0 to {num_experts - 1}."
+    )
 
 
 def _check(indices: torch.Tensor, probs: torch.Tensor, num_experts: int) -> None:

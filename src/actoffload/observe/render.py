@@ -1,4 +1,4 @@
-"""A report as text, Markdown or HTML: the same tables and sentences in three notations."""
+"""Reports as text, Markdown or HTML: the same tables and sentences in three notations."""
 
 from __future__ import annotations
 
@@ -14,7 +14,19 @@ from .folding import fold, name_of_all, numberless
 if TYPE_CHECKING:
     from .report import GroupReport, Report
 
-__all__ = ["Table", "html", "markdown", "milliseconds", "percent", "size", "text", "text_table"]
+__all__ = [
+    "Table",
+    "as_html",
+    "as_markdown",
+    "as_text",
+    "html",
+    "markdown",
+    "milliseconds",
+    "percent",
+    "size",
+    "text",
+    "text_table",
+]
 
 MOST_HELD = 12
 
@@ -137,10 +149,7 @@ def _facts(report: Report) -> Iterator[tuple[str, str]]:
     yield "at the peak", f"{size(report.peak_resident_bytes)} of saved activations on the device"
     if report.r is not None:
         expected, dropped = size(report.expected_bytes or 0), size(report.dropped_bytes or 0)
-        yield (
-            "R",
-            f"{percent(report.r, 2)}: of {expected} that should be gone, {dropped} are",
-        )
+        yield "R", f"{percent(report.r, 2)}: of {expected} that should be gone, {dropped} are"
     if totals.bytes_offloaded:
         ahead, demand = totals.reloaded_ahead, totals.reloaded_on_demand
         yield "reloaded", f"{size(totals.bytes_reloaded)}: {ahead} storages ahead, {demand} on demand"
@@ -190,9 +199,24 @@ def _tables(report: Report, *, all_groups: bool) -> list[Table]:
 
 def text(report: Report, *, all_groups: bool = False) -> str:
     """Return a report for a terminal; see `Report.to_text`."""
-    blocks = ["\n".join(text_table(table)) for table in _tables(report, all_groups=all_groups)]
-    if report.advice:
-        blocks.append("\n".join(f"- {sentence}" for sentence in report.advice))
+    return as_text(_tables(report, all_groups=all_groups), report.advice)
+
+
+def markdown(report: Report, *, all_groups: bool = False) -> str:
+    """Return a report in Markdown; see `Report.to_markdown`."""
+    return as_markdown(_tables(report, all_groups=all_groups), report.advice)
+
+
+def html(report: Report, *, all_groups: bool = False) -> str:
+    """Return a report in HTML; see `Report.to_html`."""
+    return as_html(_tables(report, all_groups=all_groups), report.advice)
+
+
+def as_text(tables: Sequence[Table], sentences: Sequence[str] = ()) -> str:
+    """Return tables, and a list of sentences behind them, for a terminal."""
+    blocks = ["\n".join(text_table(table)) for table in tables]
+    if sentences:
+        blocks.append("\n".join(f"- {sentence}" for sentence in sentences))
     return "\n\n".join(blocks)
 
 
@@ -202,10 +226,8 @@ def text_table(table: Table) -> Iterator[str]:
     widths = [max(len(row[k]) for row in shown) for k in range(len(table.header))]
 
     def line(row: Sequence[str]) -> str:
-        cells = [
-            cell.ljust(width) if k < table.left else cell.rjust(width)
-            for k, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
+        columns = enumerate(zip(row, widths, strict=True))
+        cells = [cell.ljust(width) if k < table.left else cell.rjust(width) for k, (cell, width) in columns]
         return "  ".join(cells).rstrip()
 
     rule = "-" * (sum(widths) + 2 * (len(widths) - 1))
@@ -221,22 +243,19 @@ def text_table(table: Table) -> Iterator[str]:
         yield table.note
 
 
-def markdown(report: Report, *, all_groups: bool = False) -> str:
-    """Return a report in Markdown; see `Report.to_markdown`."""
+def as_markdown(tables: Sequence[Table], sentences: Sequence[str] = ()) -> str:
+    """Return tables, and a list of sentences behind them, in Markdown."""
     blocks = []
-    for table in _tables(report, all_groups=all_groups):
-        lines = [
-            _markdown_row(table.header),
-            _markdown_row([":---" if k < table.left else "---:" for k in range(len(table.header))], raw=True),
-        ]
-        for k, row in enumerate(table.rows):
-            bold = table.sums and k == len(table.rows) - 1
-            lines.append(_markdown_row(row, bold=bold))
+    for table in tables:
+        sides = [":---" if k < table.left else "---:" for k in range(len(table.header))]
+        lines = [_markdown_row(table.header), _markdown_row(sides, raw=True)]
+        last = len(table.rows) - 1 if table.sums else None
+        lines += [_markdown_row(row, bold=k == last) for k, row in enumerate(table.rows)]
         blocks.append("\n".join(lines))
         if table.note:
             blocks.append(_markdown_text(table.note))
-    if report.advice:
-        blocks.append("\n".join(f"- {_markdown_text(sentence)}" for sentence in report.advice))
+    if sentences:
+        blocks.append("\n".join(f"- {_markdown_text(sentence)}" for sentence in sentences))
     return "\n\n".join(blocks)
 
 
@@ -252,12 +271,11 @@ def _markdown_text(words: str) -> str:
     return "`".join(part if k % 2 else re.sub(r"([\\*_<>\[\]#~$])", r"\\\1", part) for k, part in enumerate(parts))
 
 
-def html(report: Report, *, all_groups: bool = False) -> str:
-    """Return a report in HTML; see `Report.to_html`."""
-    blocks = [_html_table(table) for table in _tables(report, all_groups=all_groups)]
-    if report.advice:
-        items = "".join(f"<li>{_html_text(sentence)}</li>" for sentence in report.advice)
-        blocks.append(f"<ul>{items}</ul>")
+def as_html(tables: Sequence[Table], sentences: Sequence[str] = ()) -> str:
+    """Return tables, and a list of sentences behind them, in HTML."""
+    blocks = [_html_table(table) for table in tables]
+    if sentences:
+        blocks.append("<ul>" + "".join(f"<li>{_html_text(sentence)}</li>" for sentence in sentences) + "</ul>")
     return '<div class="actoffload-report">' + "\n".join(blocks) + "</div>"
 
 
