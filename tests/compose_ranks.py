@@ -30,6 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from actoffload import device as devices
+from actoffload import gather_reports
 
 DEVICE = "cpu"
 
@@ -189,7 +190,8 @@ CASES: dict[str, Callable[[Offload], list[Tensor]]] = {
 def seen(name: str) -> dict[str, Any]:
     """Run a case; return numbers from its statistics, or the error."""
     try:
-        statistics = both(CASES[name], device=devices.backend() if DEVICE != "cpu" else None).statistics()
+        handle = both(CASES[name], device=devices.backend() if DEVICE != "cpu" else None)
+        statistics, reports = handle.statistics(), gather_reports(handle.report())
     except BaseException:
         return {"error": traceback.format_exc()}
     return {
@@ -197,6 +199,7 @@ def seen(name: str) -> dict[str, Any]:
         "bytes_reloaded": statistics.bytes_reloaded,
         "on_demand": statistics.reloaded_on_demand,
         "passes": statistics.passes,
+        "by_rank": [report.totals.bytes_offloaded for report in reports.reports],
         "kept": {reason.name: nbytes for reason, nbytes in statistics.bytes_kept.items()},
     }
 

@@ -39,6 +39,9 @@ def test_two_ranks(ranks, name):
         assert "error" not in seen, seen["error"]
         assert seen["bytes_reloaded"] == seen["bytes_offloaded"] > 0
         assert seen["on_demand"] == 0
+        # Each rank knows the same of all, and of itself what it knew before: the latest pass of all that were run.
+        assert seen["by_rank"] == ranks[name][0]["by_rank"]
+        assert 0 < seen["by_rank"][ranks[name].index(seen)] <= seen["bytes_offloaded"]
         half = "bfloat16" in name
         if "checkpointed" in name:
             assert seen["bytes_offloaded"] == STEPS * LEAVING * STREAM

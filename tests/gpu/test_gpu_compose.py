@@ -205,3 +205,5 @@ def test_two_devices(tmp_path: Path) -> None:
             assert "error" not in seen, f"{name}: {seen.get('error')}"
             assert seen["bytes_reloaded"] == seen["bytes_offloaded"] > 0
             assert seen["kept"]["PARAMETER"] > 0
+            assert len(seen["by_rank"]) == 2
+            assert min(seen["by_rank"]) > 0
