@@ -96,6 +96,7 @@ html_title = "actoffload"
 html_static_path = ["docs/_static"]
 templates_path = ["docs/_templates"]
 html_css_files = ["custom.css"]
+html_js_files = ["stacked_tables.js"]
 html_favicon = "docs/_static/logo.svg"
 html_show_sourcelink = False
 html_copy_source = False
@@ -105,7 +106,12 @@ html_theme_options = {
     "logo": {"image_light": "_static/logo.svg", "image_dark": "_static/logo-dark.svg", "text": "actoffload"},
     "show_prev_next": True,
     "navbar_align": "left",
-    "header_links_before_dropdown": 6,
+    "header_links_before_dropdown": 4,  # as many as stand in one row with search and theme at 1200 pixels
+    # Gallery pages have their section on the left; their code and tables need the room on the right.
+    "secondary_sidebar_items": {
+        **{page: ["page-toc"] for page in ("*", "guide/*", "development/*")},
+        "gallery/*": [],
+    },
     "navigation_with_keys": False,
     "footer_start": ["copyright"],
     "footer_end": ["theme-version"],

@@ -64,7 +64,7 @@ def fits(row: dict[str, Any], compute: dict[str, float]) -> bool:
 
 
 def bound_seconds(row: dict[str, Any], compute: dict[str, float]) -> float:
-    """Return the time under which no schedule moves these bytes."""
+    """Return how long compute and copies take that run beside each other, as fast as each ran by itself."""
     return max(compute["forward"], row["d2h_seconds"]) + max(compute["backward"], row["h2d_seconds"])
 
 

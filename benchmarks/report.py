@@ -26,6 +26,7 @@ NAMES = {
     "no offload, again": "no offload, again",
 }
 TITLES = {"gpt": "Twelve GPT blocks", "linear": "Twelve linear layers"}
+SHORT = {"gpt": "GPT", "linear": "Linear layers"}
 
 
 def arm(data: dict[str, Any], method: str, count: int) -> dict[str, Any] | None:
@@ -96,15 +97,15 @@ def targets(results: dict[str, dict[str, Any]]) -> list[Target]:
         ours = [a for a in results.get(name, {"arms": []})["arms"] if a["method"] == OURS]
         if ours:
             worst = min(a["r"] for a in ours) * 100
-            found.append(Target(f"{name}: smallest R", 99.5, worst, " %", at_least=True, digits=2))
+            found.append(Target(f"{SHORT[name]}: smallest R", 99.5, worst, " %", at_least=True, digits=2))
             most = max(a["host_ratio"] for a in ours)
-            found.append(Target(f"{name}: pinned bytes held / bytes offloaded", 1.05, most, ""))
+            found.append(Target(f"{SHORT[name]}: pinned bytes held / bytes offloaded", 1.05, most, ""))
     for case in results.get("overhead", {"cases": []})["cases"]:
         if case["case"].startswith("autograd"):
             continue  # not ours: the floor under the others
         limit = 60 if case["case"].startswith("offloaded") else 5
         found.append(
-            Target(f"host time for a saved tensor: {case['case']}", limit, case["seconds"] * 1e6, " µs", digits=1)
+            Target(f"Host time for a saved tensor: {case['case']}", limit, case["seconds"] * 1e6, " µs", digits=1)
         )
     if "llama" in results:
         found += report_llama.targets(results["llama"])
@@ -245,7 +246,7 @@ def notes(folder: Path = RESULTS) -> str:
         )
     cases = {case["case"]: case["seconds"] * 1e6 for case in results.get("overhead", {"cases": []})["cases"]}
     floor = next((seconds for case, seconds in cases.items() if case.startswith("autograd")), None)
-    if floor is not None and any(not target.met for target in targets(results) if target.what.startswith("host time")):
+    if floor is not None and any(not target.met for target in targets(results) if target.what.startswith("Host time")):
         lines.append(
             f"The host times are those of Python on this machine's host: autograd takes {floor:.1f} µs there to call "
             "hooks that do nothing. They delay no kernel as long as the host is ahead of the device."

@@ -52,8 +52,13 @@ class Target:
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a Markdown table; the first column is text, the others are numbers."""
-    lines = ["| " + " | ".join(head) + " |", "| --- |" + " ---: |" * (len(head) - 1)]
+    """Return a Markdown table; the first column is text unless all of it are numbers, the others are numbers.
+
+    The page's style sheet lets text wrap, but no cell that is aligned to the right.
+    """
+    rows = list(rows)
+    first = "---:" if rows and all(row[0].isdecimal() for row in rows) else "---"
+    lines = ["| " + " | ".join(head) + " |", f"| {first} |" + " ---: |" * (len(head) - 1)]
     return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
 
 

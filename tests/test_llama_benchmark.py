@@ -24,6 +24,7 @@ import report_llama  # noqa: E402
 import results_file  # noqa: E402
 from llama_arms import Offloaded  # noqa: E402
 from llama_model import LlamaSettings, Stack, _Saved, absent_bytes, saved_storages  # noqa: E402
+from report_parts import table  # noqa: E402
 
 from actoffload import Link  # noqa: E402
 
@@ -244,6 +245,45 @@ def test_page_has_tables_and_says_what_was_missed(result: dict[str, Any]) -> Non
     assert "| self_attn | bfloat16, 1 × 1 × 64 × 32 | 0.00 | no: one for all layers |" in text
     assert "| 3 | 0.00 |" in text
     assert "**Rehearsal on the reference device; no GPU figures.**" in text
+
+
+def test_page_names_the_compute_that_each_row_refers_to(result: dict[str, Any]) -> None:
+    part = result["parts"]["8k"]
+    one, two, three = report_llama.ours(part)
+    for arm in (one, two, three):
+        arm["compute"] = {"forward": 0.1, "backward": 0.25}
+    text = report.report({"llama": result}).split("### 8k tokens")[1].split("### 32k tokens")[0]
+    assert "Forward computes for 100.0 ms and backward for 250.0 ms." in text
+    assert "rounds" not in text
+    for arm in (two, three):
+        arm["compute"] = {"forward": 0.2, "backward": 0.3}
+        arm["bound_seconds"] = 0.6
+    text = report.report({"llama": result})
+    assert "N = 1 beside forward of 100.0 ms and backward of 250.0 ms, 350.0 ms together; " in text
+    assert "N = 2 to 3 beside forward of 200.0 ms and backward of 300.0 ms, 500.0 ms together." in text
+    row = next(line for line in text.split("### 8k")[1].splitlines() if line.startswith("| 3 |"))
+    assert row.split(" | ")[5] == "600.0"
+
+
+def test_steps_below_their_bound_are_explained(result: dict[str, Any]) -> None:
+    one, two, three = report_llama.ours(result["parts"]["8k"])
+    for arm in (one, two, three, *report_llama.ours(result["parts"]["32k"])):
+        arm["bound_ratio"] = 1.0
+    assert "below their bound" not in report.report({"llama": result})
+    one["bound_ratio"], three["bound_ratio"] = 0.995, 0.98
+    assert "Steps with N = 1, 3 lie below their bound, by 2.0 % at most" in report.report({"llama": result})
+
+
+def test_scalars_are_named(result: dict[str, Any]) -> None:
+    entry = result["parts"]["8k"]["saved"][0]
+    entry["shape"], entry["dtype"] = [], "uint64"
+    assert f"| {entry['module']} | uint64, scalar | " in report.report({"llama": result})
+
+
+def test_columns_of_numbers_are_aligned_to_the_right() -> None:
+    assert table(("layers", "ms"), [("1", "2.0"), ("10", "2.5")]).splitlines()[1] == "| ---: | ---: |"
+    assert table(("what", "ms"), [("1", "2.0"), ("GPT", "2.5")]).splitlines()[1] == "| --- | ---: |"
+    assert table(("what", "ms"), []).splitlines()[1] == "| --- | ---: |"
 
 
 def test_page_of_one_part(result: dict[str, Any]) -> None:

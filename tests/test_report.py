@@ -93,9 +93,9 @@ def test_targets_say_by_how_much_they_are_missed(results: dict[str, dict[str, An
     assert rows["GPT, 4 of 12 layers: step / no offload"][1:] == ("≤ 1.010", "1.005", "met")
     assert rows["GPT, 10 of 12 layers: step / bound"][1:] == ("≤ 1.100", "1.150", "missed by 0.050")
     assert rows["GPT, 10 of 12 layers: distance from simulate"][3] == "missed by 12.00 %"
-    assert rows["gpt: smallest R"][1:] == ("≥ 99.50 %", "100.00 %", "met")
-    assert rows["host time for a saved tensor: passed through, too small"][3] == "met"
-    assert rows["host time for a saved tensor: offloaded and reloaded"][3] == "missed by 10.0 µs"
+    assert rows["GPT: smallest R"][1:] == ("≥ 99.50 %", "100.00 %", "met")
+    assert rows["Host time for a saved tensor: passed through, too small"][3] == "met"
+    assert rows["Host time for a saved tensor: offloaded and reloaded"][3] == "missed by 10.0 µs"
 
 
 def test_a_lower_limit_is_missed_below_it() -> None:

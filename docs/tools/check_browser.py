@@ -3,8 +3,9 @@
 Usage: python docs/tools/check_browser.py build/docs/html [--screenshots DIR]
 
 For each page, at the width of a desktop and of a phone: nothing in the console, no script error, no failed
-request, nothing loaded from another host, a heading and text in the main part, every image drawn, and no
-sideways scrolling. With --screenshots, each page is also saved as PNG, in light and in dark.
+request, nothing loaded from another host, a heading and text in the main part, every image drawn, no number
+apart from its unit in a table, and no sideways scrolling. With --screenshots, each page is also saved
+as PNG, in light and in dark.
 """
 
 from __future__ import annotations
@@ -26,10 +27,17 @@ LOOK = """
   images.forEach(image => { image.loading = 'eager'; });
   await Promise.all(images.map(image => image.decode().catch(() => null)));
   const shown = image => image.getClientRects().length > 0;
+  const lines = cell => {
+    const range = document.createRange();
+    range.selectNodeContents(cell.querySelector('p') || cell);
+    return new Set([...range.getClientRects()].map(box => Math.round(box.bottom))).size;
+  };
+  const numbers = [...main.querySelectorAll('td.text-right, td[style*="right"]')];
   return {
     heading: (main.querySelector('h1') || {}).innerText || '',
     text: main.innerText.trim().length,
     broken: images.filter(i => shown(i) && !(i.complete && i.naturalWidth > 0)).map(i => i.src),
+    split: numbers.filter(cell => lines(cell) > 1).map(cell => cell.innerText.trim()),
     overflow: document.documentElement.scrollWidth - window.innerWidth,
   };
 })()
@@ -75,6 +83,8 @@ def check_page(tab: Tab, base: str, name: str, width: int, height: int) -> list[
         if look["text"] < 40:
             problems.append(f"the main part shows {look['text']} characters of text")
     problems += [f"image is not drawn: {source}" for source in look["broken"]]
+    if look["split"]:
+        problems.append(f"numbers are split over lines: {', '.join(look['split'][:5])}")
     if look["overflow"] > 1:
         problems.append(f"is {look['overflow']} pixels wider than the window")
     return problems

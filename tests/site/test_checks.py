@@ -62,6 +62,11 @@ def test_browser_finds_what_a_reader_would_see(site):
     write(site / "bad.html", "<img src='gone.png'><script>console.error('said'); undefinedName()</script>")
     write(site / "wide.html", "<div style='width: 3000px'>wide</div>")
     (site / "empty.html").write_text("<!doctype html><html><body><main></main></body></html>")
+    cells = (
+        "<table style='width: {}px'><tr><td>what it is</td><td style='text-align: right'>3136.0 MiB</td></tr></table>"
+    )
+    write(site / "whole.html", cells.format(400))
+    write(site / "split.html", cells.format(10))
     write(site / "other.html", "<script src='http://127.0.0.2:9/x.js'></script>")
     with serving(site) as base, browser(path) as tab:
         assert check_page(tab, base, "index.html", 1280, 900) == []
@@ -70,6 +75,9 @@ def test_browser_finds_what_a_reader_would_see(site):
         assert "undefinedName is not defined" in bad
         assert "status 404" in bad
         assert "image is not drawn" in bad
+        assert check_page(tab, base, "whole.html", 1280, 900) == []
+        split = check_page(tab, base, "split.html", 1280, 900)
+        assert split == ["numbers are split over lines: 3136.0 MiB"]
         assert any("wider than the window" in p for p in check_page(tab, base, "wide.html", 390, 844))
         assert "the main part has no heading" in check_page(tab, base, "empty.html", 1280, 900)
         assert any("loads from another host" in p for p in check_page(tab, base, "other.html", 1280, 900))
