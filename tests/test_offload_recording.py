@@ -112,13 +112,18 @@ def test_what_only_passes_through_the_call_of_the_model_is_named_as_that():
     with handle.recording():
         model(data())[0].sum().backward()
     assert [held.group for held in handle.report().held] == [f"blocks.{k}" for k in range(4)]
-    assert {held.holders for held in handle.report().held} == {("what the model returns",)}
+    of = "of what the model returns"
+    assert [held.holders for held in handle.report().held] == [
+        (f"`[1]['hidden'][0]` {of}", "`args[0]` of what the model was called with"),
+        *((f"`[1]['hidden'][{k}]` {of}",) for k in range(1, 4)),
+    ]
+    assert f"because `[1]['hidden'][*]` {of} hold references: return only what the loss needs" in said(handle.report())
     model = Waves(6)
     handle = offload(model)
     with handle.recording():
         model(data()).sum().backward()
     assert [(held.group, held.holders) for held in handle.report().held] == [
-        ("blocks.0", ("what the model was called with",))
+        ("blocks.0", ("`args[0]` of what the model was called with",))
     ]
     x = data()
     with handle.recording():
@@ -140,7 +145,7 @@ def test_the_modules_that_save_outside_are_named_and_may_be_chosen():
         "head": UNIT,
     }
     assert sum(report.outside_modules.values()) == report.outside[Reason.OUTSIDE][1]
-    assert "add `blocks.*.mlp` to layers, where 20.0 KiB of them are saved" in said(report)
+    assert "add `blocks.*.mlp`, which saves 20.0 KiB of them, to layers" in said(report)
     handle.remove()
     _, better = reported(model, layers=["*.attention", "blocks.*.mlp"], record=True)
     assert better.totals.bytes_offloaded == 4 * (ATTENTION + MLP)

@@ -130,6 +130,29 @@ def test_a_storage_that_two_groups_save_counts_in_the_first():
     # What block 3 hands on is saved by block 4 as well, which stays.
     assert [group.kept.get(Reason.SHARED) for group in report.groups] == [None, None, None, (1, UNIT), None, None]
     assert (report.expected_bytes, report.r) == (4 * UNIT, 1.0)
+    # Its copy was in vain, and the numbers add up with that.
+    assert [group.bytes_in_vain for group in report.groups] == [0, 0, 0, UNIT, 0, 0]
+    totals = report.totals
+    assert totals.bytes_offloaded - totals.bytes_in_vain == totals.bytes_reloaded == report.expected_bytes
+    assert "2.0 KiB of what was offloaded is kept as well" in str(report)
+
+
+def test_what_the_host_refused_was_not_copied_in_vain(monkeypatch):
+    class Tanh(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(WIDTH))
+
+        def forward(self, x):
+            return torch.tanh(x * self.scale)
+
+    monkeypatch.setattr(actoffload.engine.hostpool, "GRANULE", UNIT)
+    monkeypatch.setattr(actoffload.engine.hostpool, "SPLIT", UNIT)
+    with pytest.warns(actoffload.HostMemoryWarning):
+        _, report = reported(Inside(6, Tanh), max_host_bytes=2 * UNIT)
+    assert report.kept[Reason.SHARED] == (1, UNIT)
+    assert report.totals.bytes_offloaded > 0
+    assert report.totals.bytes_in_vain == 0
 
 
 def test_a_layer_that_is_called_often_is_one_line():

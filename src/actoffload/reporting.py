@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import re
-import sys
 import weakref
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-import torch
 from torch.nn import Module
 
 from .describe import group_names
@@ -20,7 +18,6 @@ from .observe.holders import find_all_holders
 from .observe.recorder import TimelineRecorder
 from .observe.report import GroupReport, HeldStorage, Report, sum_groups
 from .observe.step_timeline import LayerTimes, StepTimeline
-from .outputs import tensors_in
 from .planner import GroupKey, Planner
 from .schedule.costs import LayerCost, Link
 from .schedule.groups import GroupSchedule
@@ -30,9 +27,6 @@ from .tally import GroupTally, Held, PassTally
 from .tracker import Place
 
 __all__ = ["Recording", "Seen", "build_report"]
-
-CALLED, RETURNED = "what the model was called with", "what the model returns"
-IN_THE_CALL = re.compile(r"\(module\.py:\d+\)|without a name")
 
 
 class Seen:
@@ -103,32 +97,7 @@ def _note_pass(recording: Recording, tally: PassTally) -> None:
             recording.outside[re.sub(r"\b\d+\b", "*", modules[module])] += nbytes  # a pattern that layers takes
     if tally.held:
         with recording.recorder.apart():
-            found = find_all_holders([held.address for held in tally.held], modules)
-            passing = {} if root is None else _passing(root)
-        recording.holders = {address: _spoken(lines, passing.get(address)) for address, lines in found.items()}
-
-
-def _passing(root: Module) -> dict[int, str]:
-    """Return what the call of the model, which is about to end, was given and returns, by address."""
-    frame, call = sys._getframe(), Module._call_impl.__code__
-    while frame.f_code is not call or frame.f_locals["self"] is not root:
-        if frame.f_back is None:
-            return {}  # the blocks were called by a loop of the program's own
-        frame = frame.f_back
-    given = frame.f_locals
-    found = {}
-    for words, value in ((CALLED, (given.get("args"), given.get("kwargs"))), (RETURNED, given.get("result"))):
-        for tensor in tensors_in(value):
-            if type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.is_nested:
-                found[tensor.untyped_storage()._cdata] = words
-    return found
-
-
-def _spoken(lines: tuple[str, ...], passing: str | None) -> tuple[str, ...]:
-    """Return what to say of a holder: not by which of torch's own variables a call holds what passes through it."""
-    if passing is None:
-        return lines
-    return tuple(line for line in lines if not IN_THE_CALL.search(line)) or (passing,)
+            recording.holders = find_all_holders([held.address for held in tally.held], modules)
 
 
 def build_report(
@@ -154,6 +123,7 @@ def build_report(
     recorded = None if recording is None or recording.open or recording.names != names else recording.timeline()
     timeline = None if recorded is None else recorded.timeline
     seconds = () if recorded is None else recorded.by_layer()
+    passes = 0 if recorded is None or recording is None else recording.passes
     held = _holders(tally, names, recording)
     rows = [
         _row(group, name, kind, seconds[k] if recorded else None, _not_freed(k, tally.held))
@@ -181,9 +151,10 @@ def build_report(
         expected_bytes=expected,
         dropped_bytes=gone - sum(entry.nbytes for entry in tally.held),
         step_seconds=None if timeline is None else timeline.end,
+        step_passes=passes,
         order="" if tally.as_before else "The groups ran in another order than in the pass before.",
     )
-    costs, link = (None, None) if timeline is None else _costs(timeline, rows)
+    costs, link = (None, None) if timeline is None else _costs(timeline, rows, passes)
 
     def plan_for(num_layers: int) -> Plan:
         if num_layers >= max(kinds.count(kind) for kind in set(kinds)):
@@ -222,6 +193,7 @@ def _row(group: GroupTally, name: str, kind: str, times: LayerTimes | None, not_
         storages=group.storages,
         bytes_saved=group.bytes_saved,
         bytes_offloaded=group.bytes_offloaded,
+        bytes_in_vain=group.bytes_in_vain,
         kept=group.kept,
         reloaded_ahead=layer.ahead,
         reloaded_on_demand=layer.on_demand,
@@ -242,8 +214,8 @@ def _by_name(rows: Sequence[GroupReport]) -> list[GroupReport]:
     return [mine[0] if len(mine) == 1 else sum_groups(mine, name) for name, mine in of.items()]
 
 
-def _costs(timeline: Timeline, rows: Sequence[GroupReport]) -> tuple[list[LayerCost] | None, Link | None]:
-    """Return what the groups cost and how fast copies were, for predictions; None where too little was seen."""
+def _costs(timeline: Timeline, rows: Sequence[GroupReport], passes: int) -> tuple[list[LayerCost] | None, Link | None]:
+    """Return what the groups cost in one of the passes, and how fast copies were; None where too little was seen."""
     speeds = []
     for kind in (Kind.D2H, Kind.H2D):
         busy = timeline.seconds(kind)
@@ -253,12 +225,12 @@ def _costs(timeline: Timeline, rows: Sequence[GroupReport]) -> tuple[list[LayerC
     costs = [
         LayerCost.even(
             row.bytes_saved,
-            forward=row.forward_seconds or 0.0,
-            backward=row.backward_seconds or 0.0,
+            forward=(row.forward_seconds or 0.0) / passes,
+            backward=(row.backward_seconds or 0.0) / passes,
             pieces=max(1, min(row.storages, row.bytes_saved)),
         )
         if row.bytes_saved
-        else LayerCost(row.forward_seconds or 0.0, row.backward_seconds or 0.0, ())
+        else LayerCost((row.forward_seconds or 0.0) / passes, (row.backward_seconds or 0.0) / passes, ())
         for row in rows
     ]
     return costs, Link(*speeds)

@@ -68,6 +68,8 @@ class GroupTally:
         Bytes of them that only groups which leave have saved, so that all of them should be gone.
     bytes_gone : int
         Bytes of them that were given up when the forward had ended.
+    bytes_in_vain : int
+        Bytes of them that were copied but stay, as a group that stays has saved them as well.
     kept : dict of Reason to (int, int)
         Count and bytes of what stayed.
     """
@@ -80,6 +82,7 @@ class GroupTally:
     bytes_offloaded: int
     bytes_expected: int
     bytes_gone: int
+    bytes_in_vain: int
     kept: dict[Reason, tuple[int, int]]
 
 
@@ -121,7 +124,7 @@ class PassTally:
         with done.lock:
             for key, layer in zip(sequence, done.layers, strict=True):
                 leaves = layer.index not in stay
-                count = saved = copied = expected = gone = 0
+                count = saved = copied = expected = gone = in_vain = 0
                 kept = {reason: (number, nbytes) for reason, (number, nbytes) in layer.kept.items()}
                 for storage in layer.living():
                     if min(storage.layers) != layer.index:
@@ -132,6 +135,7 @@ class PassTally:
                     gone += storage.nbytes if storage.where is Where.HOST else 0
                     shared = not stay.isdisjoint(storage.layers)
                     expected += 0 if shared else storage.nbytes
+                    in_vain += storage.bytes_copied if shared else 0
                     if leaves and (shared or storage.refused):
                         reason = Reason.SHARED if shared else Reason.HOST_FULL
                         before = kept.get(reason, (0, 0))
@@ -146,7 +150,7 @@ class PassTally:
                         count += 1
                         saved += resident.nbytes
                         expected += resident.nbytes
-                groups.append(GroupTally(key, layer, leaves, count, saved, copied, expected, gone, kept))
+                groups.append(GroupTally(key, layer, leaves, count, saved, copied, expected, gone, in_vain, kept))
             outside = ((ref(), module) for ref, module in done.savers)
             savers = tuple((of.nbytes, module) for of, module in outside if of and module and OUTSIDE in of.layers)
         as_before = last is None or tuple(last) == tuple(sequence)

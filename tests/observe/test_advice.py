@@ -109,7 +109,7 @@ def test_a_full_host_is_always_told_with_the_missing_bytes():
 def test_what_is_saved_outside_names_the_module_to_choose():
     outside = {Reason.OUTSIDE: (3, 400 * MIB)}
     named = report(outside=outside, outside_modules={"head": 380 * MIB, "norm": 20 * MIB})
-    assert "add `head` to layers, where 380.0 MiB of them are saved" in only(advise(named))
+    assert "add `head`, which saves 380.0 MiB of them, to layers" in only(advise(named))
     assert "name the module that saves them in layers" in only(advise(report(outside=outside)))
 
 
@@ -144,6 +144,11 @@ def test_equal_holders_of_many_groups_are_one_sentence():
         "10.0 % of the bytes of 3 groups (layers.0 … 2) (90.0 MiB of 900.0 MiB) are still on the device after their "
         "copy because attribute `seen` of layers.0 (Block), and their like in the other groups, hold references."
     )
+
+
+def test_what_was_copied_in_vain_did_not_leave():
+    groups = [block(k, leaves=k < 3, bytes_in_vain=50 * MIB if k == 2 else 0) for k in range(4)]
+    assert only(advise(report(*groups))).startswith("Nothing to do: 850.0 MiB of 1200.0 MiB of activations (70.8 %)")
 
 
 def test_without_a_record_and_without_a_holder_the_sentence_says_so():
@@ -203,8 +208,12 @@ def test_nothing_leaves_and_few_groups():
     )
     copied_none = tuple(block(k, bytes_offloaded=0) for k in range(3))
     assert only(advise(report(*copied_none))) == (
-        "Nothing was copied, although 3 of 3 groups should leave: 900.0 MiB of 900.0 MiB of their activations could."
+        "Nothing was copied, although 3 of 3 groups should leave: of 900.0 MiB of activations in these groups "
+        "900.0 MiB could."
     )
+    some = [block(0, bytes_offloaded=0, kept={Reason.SMALL: (1, 8 * MIB)}), block(1, bytes_offloaded=0)]
+    some += [block(2, leaves=False, kept={Reason.SMALL: (1, 16 * MIB)})]  # no group that should leave
+    assert "of 608.0 MiB of activations in these groups 600.0 MiB could." in only(advise(report(*some)))
     two = advise(report(block(0), block(1, leaves=False)))
     assert only(two).startswith("Only 2 groups were chosen")
 
@@ -262,16 +271,17 @@ def test_a_number_that_stalls_is_named_with_one_that_does_not():
     predicted = simulate(plan(stalls), COSTS, LINK)
     sentence = only(advise(report(num_layers=stalls), costs=COSTS, link=LINK, plan_for=plan))
     assert sentence == (
-        f"num_layers={stalls} would stall, {most} would not: a step takes {predicted.slowdown:.3f} times as long as "
-        f"without offload, of which {predicted.stall_seconds * 1e3:.2f} ms are waiting (simulated with 21.5 GB/s to "
-        "the host and 21.5 GB/s back)."
+        f"With num_layers={stalls} a step takes {predicted.slowdown:.3f} times as long as without offload, as compute "
+        f"waits for {predicted.stall_seconds * 1e3:.2f} ms of it; with num_layers={most} it would take "
+        f"{slowdown(most):.3f} times as long (simulated with 21.5 GB/s to the host and 21.5 GB/s back)."
     )
 
 
 def test_if_every_number_stalls_that_is_said():
     link = Link(1e6, 1e6)
     sentence = only(advise(report(num_layers=1), costs=COSTS, link=link, plan_for=plan))
-    assert sentence.startswith("num_layers=1 would stall, so would any other number: ")
+    assert sentence.startswith("With num_layers=1 a step takes ")
+    assert "; every other number would stall it as well (simulated with" in sentence
 
 
 def test_a_larger_number_that_would_not_stall_is_offered_after_the_rest():
@@ -279,7 +289,10 @@ def test_a_larger_number_that_would_not_stall_is_offered_after_the_rest():
     less = simulate(plan(2), COSTS, LINK).peak_bytes - simulate(plan(most), COSTS, LINK).peak_bytes
     fine, more = advise(report(num_layers=2), costs=COSTS, link=LINK, plan_for=plan)
     assert fine.startswith("Nothing to do")
-    assert more.startswith(f"num_layers={most} would not stall either, and hold {less / MIB:.1f} MiB less at the peak")
+    assert more.startswith(
+        f"num_layers={most} would not stall either, and would hold {less / MIB:.1f} MiB less at the peak than "
+        "num_layers=2 (simulated"
+    )
 
 
 def test_a_larger_number_that_saves_nothing_is_not_offered():
@@ -297,7 +310,7 @@ def test_what_was_measured_counts_more_than_what_is_predicted():
     calm = report(*groups, num_layers=11, step_seconds=0.4)
     assert only(advise(calm, costs=COSTS, link=LINK, plan_for=plan)).startswith("Nothing to do")
     unknown = dataclasses.replace(calm, step_seconds=None)
-    assert only(advise(unknown, costs=COSTS, link=LINK, plan_for=plan)).startswith("num_layers=11 would stall")
+    assert only(advise(unknown, costs=COSTS, link=LINK, plan_for=plan)).startswith("With num_layers=11 a step takes")
 
 
 def test_costs_that_fit_no_plan_give_no_sentence():

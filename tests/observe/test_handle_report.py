@@ -175,6 +175,20 @@ def test_holders_are_shown_once_for_groups_that_differ_in_numbers():
     assert merge_held(held)[1] == (("layers.0", "layers.1", "layers.2"), 3 * MIB, held[0].holders)
 
 
+def test_notes_under_the_groups_say_what_does_not_add_up():
+    groups = tuple(block(k, bytes_in_vain=3 * MIB if k == 3 else 0) for k in range(6))
+    shown = report(groups=groups, step_seconds=0.1, step_passes=4)
+    lines = shown.to_text().split("\n\n")[0].split("\n")[-3:]
+    assert lines == [
+        "A line for several groups shows what each of them has.",
+        "3.0 MiB of what was offloaded is kept as well, because groups that stay share it: these bytes were copied in "
+        "vain, and are not reloaded.",
+        "Times are sums over the 4 forward passes of the recorded step; bytes are of the last.",
+    ]
+    for words in (shown.to_markdown(), shown.to_html()):
+        assert all(line in words for line in lines)
+
+
 def test_a_long_list_of_holders_is_cut_and_says_so():
     held = tuple(
         HeldStorage("a", (40 - k) * MIB, (f"attribute `{chr(97 + k % 26) * (k + 1)}` of m",)) for k in range(20)

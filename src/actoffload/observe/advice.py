@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
@@ -10,8 +11,9 @@ from ..schedule.plan import Plan
 from ..schedule.simulate import Simulation, simulate
 from .counters import Reason
 from .folding import name_of_all
+from .holder_names import RETURNS
 from .render import milliseconds, percent, size
-from .report import WEIGHTS, Report, merge_held
+from .report import PASSES, WEIGHTS, Report, merge_held
 
 __all__ = ["advise", "most_layers_without_stall"]
 
@@ -34,9 +36,19 @@ DOING = {
     "requires_grad if nobody needs their gradients",
     Reason.SUBCLASS: "a subclass travels in parts if its class has __tensor_flatten__ and __tensor_unflatten__, or "
     "prepare_for_saving",
-    Reason.SHARED: "they leave only if every group that saves them does; raise num_layers so that it does",
+    Reason.SHARED: "they leave only if all groups that save them do; raise num_layers until all of these groups leave",
     Reason.LAYOUT: "only strided tensors can leave; a dense form of them would",
 }
+
+RETURN_LESS = (
+    (r"past_key_values", "pass use_cache=False to the model, or set model.config.use_cache = False, for training"),
+    (r"\w*hidden_states", "pass output_hidden_states=False to the model if the loss does not need them"),
+    (r"\w*attentions", "pass output_attentions=False to the model if the loss does not need them"),
+    (r"", "return only what the loss needs from forward while training"),
+)
+"""By the name of what a model returns: how to have it return less.  The names are those of Hugging Face's models."""
+
+KEEP_ARGUMENTS = "they go when that call ends, if its caller lets go of them; mark_not_offload spares their copies"
 
 
 def advise(
@@ -133,19 +145,20 @@ def _other_numbers(
         return [], []
     speed = f"simulated with {link.d2h / 1e9:.1f} GB/s to the host and {link.h2d / 1e9:.1f} GB/s back"
     if here.slowdown > 1 + TOLERANCE:
-        would = f"{best} would not" if best else "so would any other number"
+        takes = f"With num_layers={now} a step takes {here.slowdown:.3f} times as long as without offload"
+        other = f"with num_layers={best} it would take {there.slowdown:.3f} times as long"
         return [
             (
                 max(here.bytes_offloaded - there.bytes_offloaded, 0),
-                f"num_layers={now} would stall, {would}: a step takes {here.slowdown:.3f} times as long as without "
-                f"offload, of which {milliseconds(here.stall_seconds)} are waiting ({speed}).",
+                f"{takes}, as compute waits for {milliseconds(here.stall_seconds)} of it; "
+                f"{other if best else 'every other number would stall it as well'} ({speed}).",
             )
         ], []
     drop = here.peak_bytes - there.peak_bytes
     if drop <= 0:
         return [], []
-    words = f"num_layers={best} would not stall either, and hold {size(drop)} less at the peak ({speed})."
-    return [], [(drop, words)]
+    words = f"num_layers={best} would not stall either, and would hold {size(drop)} less at the peak than"
+    return [], [(drop, f"{words} num_layers={now} ({speed}).")]
 
 
 def _leaving(report: Report) -> Iterator[Weighted]:
@@ -154,16 +167,18 @@ def _leaving(report: Report) -> Iterator[Weighted]:
     if not report.leaving:
         yield saved, f"None of {groups} groups leaves the device: raise num_layers above {report.num_layers or 0}."
     elif not totals.bytes_offloaded:
+        theirs = [(group.bytes_saved, group.activation_bytes) for group in report.leaving]
+        could, everything = (size(sum(column)) for column in zip(*theirs, strict=True))
         yield (
             report.activation_bytes,
-            f"Nothing was copied, although {len(report.leaving)} of {groups} groups should leave: {size(saved)} of "
-            f"{size(report.activation_bytes)} of their activations could.",
+            f"Nothing was copied, although {len(report.leaving)} of {groups} groups should leave: of {everything} of "
+            f"activations in these groups {could} could.",
         )
     if groups < 3:
         yield (
             saved,
-            f"Only {groups} groups were chosen, so copies have little compute to run beside: choose smaller modules "
-            "with layers, at least 3 groups.",
+            f"Only {groups} groups were chosen, so copies have little compute to run beside: let the argument layers "
+            "choose smaller modules, at least 3.",
         )
 
 
@@ -200,7 +215,7 @@ def _choose(report: Report) -> str:
     if not report.outside_modules:
         return "name the module that saves them in layers"
     name, nbytes = max(report.outside_modules.items(), key=lambda item: (item[1], item[0]))
-    return f"add `{name}` to layers, where {size(nbytes)} of them are saved"
+    return f"add `{name}`, which saves {size(nbytes)} of them, to layers"
 
 
 def _not_freed(report: Report) -> Iterator[Weighted]:
@@ -234,10 +249,21 @@ def _not_freed_because(
 def _because(holders: Sequence[str], groups: int) -> str:
     if not holders:
         return "something that Python does not see holds a reference: autograd of another graph, or C++"
-    words = " and ".join(filter(None, (", ".join(holders[:-1]), holders[-1]))) + (
-        ", and their like in the other groups," if groups > 1 else ""
-    )
+    words = " and ".join(filter(None, (", ".join(holders[:-1]), holders[-1])))
+    passing = [found for line in holders if (found := PASSES.fullmatch(line))]
+    if passing:  # then they all do, and their words are for all groups already
+        one = len(holders) == 1 and not re.search(r"\*|` and |, `", holders[0])
+        return f"{words} {'holds a reference' if one else 'hold references'}: {_let_go(passing)}"
+    words += ", and their like in the other groups," if groups > 1 else ""
     return f"{words} {'hold references' if len(holders) > 1 or groups > 1 else 'holds a reference'}"
+
+
+def _let_go(passing: Sequence[re.Match[str]]) -> str:
+    """Return what to do about what a call of the model holds: about what it returns, if it does."""
+    returned = next((found["path"] or "" for found in passing if found["how"] == RETURNS), None)
+    if returned is None:
+        return KEEP_ARGUMENTS
+    return next(remedy for name, remedy in RETURN_LESS if not name or re.search(rf"\b{name}\b", returned))
 
 
 def _share(fraction: float) -> str:
@@ -291,9 +317,10 @@ def _stalled(report: Report) -> Iterator[Weighted]:
 
 def _fine(report: Report) -> str:
     totals, everything = report.totals, report.activation_bytes
-    share = percent(totals.bytes_offloaded / everything) if everything else percent(0)
+    left = totals.bytes_offloaded - totals.bytes_in_vain
+    share = percent(left / everything) if everything else percent(0)
     words = (
-        f"Nothing to do: {size(totals.bytes_offloaded)} of {size(everything)} of activations ({share}) left the device "
+        f"Nothing to do: {size(left)} of {size(everything)} of activations ({share}) left the device "
         f"in {len(report.leaving)} of {len(report.groups)} groups, and {totals.reloaded_on_demand} storages were "
         "reloaded on demand"
     )

@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 import sys
 import types
 from collections import deque
-from collections.abc import Iterator, Mapping
-from typing import Any, TypeAlias
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
-__all__ = ["Names", "is_part_of"]
+__all__ = ["CALLED", "RETURNS", "Names", "is_call", "is_part_of", "passed", "where_of"]
 
 PACKAGE = __name__.partition(".")[0]
 CONTAINERS = (dict, list, tuple, set, frozenset, deque, types.CellType)
 SUSPENDED = (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType)
 SOMEWHERE = "[…]"  # inside an object that does not tell under which name
 
-Locals: TypeAlias = dict[int, list[tuple[int, str, str]]]
-"""Address of an object -> local variables that refer to it: rank, name, and function."""
+RETURNS, CALLED = "returns", "was called with"
+PASSED = {"args": CALLED, "kwargs": CALLED, "result": RETURNS}
+"""What a call of a module hands on, by the names that `torch.nn.Module` has for it."""
 
-# What a name says; the smallest is the best, and the last two are worth a line only if there is no better one.
-MODULE, LASTING, FUNCTION, LOCAL, NAMELESS, PASSING = range(6)
+IN_A_CALL = ("Module._call_impl", "Module._wrapped_call_impl")
+
+# What a name says; the smallest is the best, and the last three are worth a line only if there is no better one.
+MODULE, LASTING, FUNCTION, LOCAL, CALL, NAMELESS, PASSING = range(7)
 
 
 class Names:
@@ -45,22 +47,16 @@ class Names:
         self._snapshots: list[object] = []  # alive until the end, so that their addresses are not used again
         self._modules = {id(module): name for module, name in modules.items()}
         self._namespaces = _namespaces()
-        self.locals: Locals = {}
-        for frame in _running_frames():
-            self._note_locals(frame)
 
-    def _note_locals(self, frame: types.FrameType) -> None:
-        code = frame.f_code
-        if not code.co_flags & inspect.CO_OPTIMIZED:  # its variables are globals, or the body of a class
-            self._namespaces.setdefault(id(frame.f_globals), _name_of_globals(frame.f_globals, code))
-            return
-        where = _where(code, frame.f_lineno)
-        rank = PASSING if is_part_of("torch", frame) else LOCAL
-        for name, value in self._variables(frame):
-            if name not in code.co_freevars:  # those are found as the closure of a function
-                self.locals.setdefault(id(value), []).append((rank, name, where))
+    def forget(self) -> None:
+        """Let go of what the search has kept alive so far."""
+        self._snapshots.clear()
 
-    def _variables(self, frame: types.FrameType) -> list[tuple[str, object]]:
+    def note_globals(self, frame: types.FrameType) -> None:
+        """Take the variables of a frame for globals, under the name of its module: or it runs the body of a class."""
+        self._namespaces.setdefault(id(frame.f_globals), _name_of_globals(frame.f_globals, frame.f_code))
+
+    def variables(self, frame: types.FrameType) -> list[tuple[str, object]]:
         """Return the local variables of a function's frame without keeping them alive.
 
         Before Python 3.13, reading ``f_locals`` leaves a dict in the frame that holds every variable until the
@@ -115,13 +111,13 @@ class Names:
         if kind is dict:
             return f"global `{name}` of module {self._namespace(root)}"
         if kind is types.FunctionType:
-            return f"{role} `{name}` of {_where(root.__code__, root.__code__.co_firstlineno)}"
+            return f"{role} `{name}` of {where_of(root.__code__, root.__code__.co_firstlineno)}"
         if kind is types.FrameType:
-            return f"local variable `{name}` of {_where(root.f_code, root.f_lineno)}, kept by a traceback"
+            return f"local variable `{name}` of {where_of(root.f_code, root.f_lineno)}, kept by a traceback"
         if kind in SUSPENDED:
             frame = _frame_of(root)
             assert frame is not None
-            return f"local variable `{name}` of the suspended {_where(frame.f_code, frame.f_lineno)}"
+            return f"local variable `{name}` of the suspended {where_of(frame.f_code, frame.f_lineno)}"
         if issubclass(kind, torch.autograd.function.FunctionCtx):
             return f"attribute `{name}` of ctx in the autograd function {_class(root).removesuffix('Backward')}"
         if issubclass(kind, types.ModuleType):
@@ -137,6 +133,11 @@ class Names:
         if any(is_part_of(PACKAGE, part) for node in nodes[1:] if type(node) is tuple for part in node):
             return None  # what the pack hook returned
         return NAMELESS, f"element `{self.path(nodes)}` of a {type(nodes[-1]).__name__} without a name"
+
+    def module(self, module: object) -> str:
+        """Return what a module is called."""
+        name = self._modules.get(id(module))
+        return _class(module) if name is None else name or "the root module"
 
     def _namespace(self, node: Any) -> str | None:
         found = self._namespaces.get(id(node))
@@ -178,7 +179,7 @@ class Names:
             return ".grad"
         frame = parent if kind is types.FrameType else _frame_of(parent) if kind in SUSPENDED else None
         if frame is not None:
-            return next((name for name, value in self._variables(frame) if value is child), SOMEWHERE)
+            return next((name for name, value in self.variables(frame) if value is child), SOMEWHERE)
         name = _attribute(parent, child)
         return SOMEWHERE if name is None else f".{name}"
 
@@ -199,16 +200,6 @@ def is_part_of(package: str, obj: object) -> bool:
     return isinstance(name, str) and (name == package or name.startswith(f"{package}."))
 
 
-def _running_frames() -> Iterator[types.FrameType]:
-    """Yield the frames of every thread but those of this package."""
-    for frame in sys._current_frames().values():
-        at: types.FrameType | None = frame
-        while at is not None:
-            if not is_part_of(PACKAGE, at):
-                yield at
-            at = at.f_back
-
-
 def _namespaces() -> dict[int, str]:
     """Return the names of modules by the address of their globals."""
     found: dict[int, str] = {}
@@ -216,6 +207,21 @@ def _namespaces() -> dict[int, str]:
         if issubclass(type(module), types.ModuleType):
             found.setdefault(id(types.ModuleType.__getattribute__(module, "__dict__")), name)
     return found
+
+
+def is_call(module: object, qualname: str) -> bool:
+    """Whether a function is one of those in which torch calls the forward of a module."""
+    return module == "torch.nn.modules.module" and qualname in IN_A_CALL
+
+
+def passed(variable: str, path: str, module: str) -> str:
+    """Return the line for what a call of a module was given, or returns."""
+    if variable == "kwargs":
+        path = re.sub(r"^\['(\w+)'\]", r"\1", path)
+    elif variable == "args":
+        path = f"args{path}"
+    path = path.removeprefix(".")
+    return (f"`{path}` of " if path else "") + f"what {module} {PASSED[variable]}"
 
 
 def _name_of_globals(namespace: dict[str, Any], code: types.CodeType) -> str:
@@ -237,7 +243,8 @@ def _frame_of(obj: Any) -> types.FrameType | None:
     return frame
 
 
-def _where(code: types.CodeType, line: int | None) -> str:
+def where_of(code: types.CodeType, line: int | None) -> str:
+    """Return the name of a function with its file and a line."""
     return f"{_short(code.co_qualname)} ({_file(code)}:{line})"
 
 

@@ -8,16 +8,35 @@ instance, has no holder in this sense.
 from __future__ import annotations
 
 import gc
+import inspect
+import sys
+import threading
+import types
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from .holder_names import CONTAINERS, NAMELESS, PACKAGE, SOMEWHERE, Names, is_part_of
+from .holder_names import (
+    CALL,
+    CONTAINERS,
+    LOCAL,
+    NAMELESS,
+    PACKAGE,
+    PASSED,
+    PASSING,
+    SOMEWHERE,
+    Names,
+    is_call,
+    is_part_of,
+    passed,
+    where_of,
+)
 
 __all__ = ["find_all_holders", "find_holders"]
 
-LEVELS = 8
+LEVELS = 12  # the cache of keys and values of an encoder with a decoder takes ten
 MOST_NODES = 2000
 MOST_PATHS = 500
 MOST_LINES = 16
@@ -39,7 +58,8 @@ def find_holders(address: int, modules: Mapping[torch.nn.Module, str] | None = N
     -------
     tuple of str
         What holds longest comes first: attributes of modules, globals and classes, closures, local variables.
-        Empty if Python holds nothing: the storage is gone, or only C++ holds it, for instance autograd.
+        If there is none of these, what a module that is being called was called with, and returns.  Empty if Python
+        holds nothing: the storage is gone, or only C++ holds it, for instance autograd.
 
     Notes
     -----
@@ -63,7 +83,25 @@ def find_all_holders(
 ) -> dict[int, tuple[str, ...]]:
     """Return the holders of several storages by their addresses, in one search; see `find_holders`."""
     search = _Search(modules or {})
-    return search.run(dict.fromkeys(addresses))
+    try:
+        return search.run(dict.fromkeys(addresses))
+    finally:
+        search.forget()
+
+
+@dataclass(frozen=True, slots=True)
+class _Local:
+    """A local variable: what its name says, the name, and its function; of a call of a module, that module."""
+
+    rank: int
+    name: str
+    where: str
+
+    def line(self, path: str = "") -> str:
+        """Return the line for what is reached from the variable in this way."""
+        if self.rank == CALL:
+            return passed(self.name, path, self.where)
+        return f"local variable `{self.name}{path}` of {self.where}"
 
 
 class _Search:
@@ -79,6 +117,9 @@ class _Search:
         self.ours: set[int] = set()  # what this package refers to
         self.ignored = self.names.ignored
         self.ignored.update(map(id, (self.nodes, self.names, self)))
+        self.locals: dict[int, list[_Local]] = {}  # by the address of what they refer to
+        for frame in _running_frames():
+            self._note_locals(frame)
 
     def run(self, addresses: Iterable[int]) -> dict[int, tuple[str, ...]]:
         """Return the holders of each storage."""
@@ -93,6 +134,29 @@ class _Search:
             if not frontier or len(self.nodes) > MOST_NODES:
                 break
         return {address: self._lines(found) for address, found in tensors.items()}
+
+    def forget(self) -> None:
+        """Let go of what was found: the frames of the search itself are among it, and hold the search."""
+        self.nodes.clear()
+        self.parents.clear()
+        self.locals.clear()
+        self.names.forget()
+
+    def _note_locals(self, frame: types.FrameType) -> None:
+        code = frame.f_code
+        if not code.co_flags & inspect.CO_OPTIMIZED:
+            self.names.note_globals(frame)
+            return
+        variables = self.names.variables(frame)
+        rank, where, module = PASSING if is_part_of("torch", frame) else LOCAL, where_of(code, frame.f_lineno), None
+        if is_call(frame.f_globals.get("__name__"), code.co_qualname):
+            module = next((self.names.module(value) for name, value in variables if name == "self"), None)
+        for name, value in variables:
+            if name not in code.co_freevars:  # those are found as the closure of a function
+                local = (
+                    _Local(rank, name, where) if module is None or name not in PASSED else _Local(CALL, name, module)
+                )
+                self.locals.setdefault(id(value), []).append(local)
 
     def _tensors(self, addresses: Iterable[int]) -> dict[int, list[Any]]:
         """Return the tensors and storage objects at each address."""
@@ -145,8 +209,7 @@ class _Search:
         """Return a line for each holder of these tensors, the best names first."""
         lines: set[tuple[int, str]] = set()
         for tensor in tensors:
-            for rank, name, where in self.names.locals.get(id(tensor), ()):
-                lines.add((rank, f"local variable `{name}` of {where}"))
+            lines.update((local.rank, local.line()) for local in self.locals.get(id(tensor), ()))
             for parent in self.parents.get(id(tensor), ()):
                 try:
                     best = self._best([tensor, self.nodes[parent]])
@@ -154,7 +217,7 @@ class _Search:
                     best = NAMELESS, f"an object of class {type(self.nodes[parent]).__name__}"
                 if best is not None:
                     lines.add(best)
-        named = {entry for entry in lines if entry[0] < NAMELESS}
+        named = {entry for entry in lines if entry[0] < CALL} or {entry for entry in lines if entry[0] == CALL}
         return tuple(dict.fromkeys(line for _, line in sorted(named or lines)))[:MOST_LINES]
 
     def _best(self, start: list[Any]) -> tuple[int, str] | None:
@@ -163,8 +226,8 @@ class _Search:
         paths = [start]
         for path in paths:  # grows while it is walked; the same object may be reached in several ways
             node = path[-1]
-            for rank, name, where in self.names.locals.get(id(node), ()):
-                found.append((rank, f"local variable `{name}{self.names.path(path)}` of {where}"))
+            for local in self.locals.get(id(node), ()):
+                found.append((local.rank, local.line(self.names.path(path))))
             if self.names.is_root(node):
                 found.append((self.names.rank(node), self.names.of_root(path)))
                 continue
@@ -199,3 +262,18 @@ def _referrers(objects: list[Any], addresses: set[int]) -> list[Any]:
     if len(objects) <= FEW:
         return gc.get_referrers(*objects)
     return [obj for obj in gc.get_objects() if not addresses.isdisjoint(map(id, gc.get_referents(obj)))]
+
+
+def _running_frames() -> list[types.FrameType]:
+    """Return the frames of every thread but those of this package."""
+    found: list[types.FrameType] = []
+    running = sys._current_frames()
+    # Not this one: a frame that holds itself lives, with all that called it, until the collector comes.
+    running[threading.get_ident()] = sys._getframe(1)
+    for frame in running.values():
+        at: types.FrameType | None = frame
+        while at is not None:
+            if not is_part_of(PACKAGE, at):
+                found.append(at)
+            at = at.f_back
+    return found

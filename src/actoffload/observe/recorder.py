@@ -6,7 +6,7 @@ Nothing is recorded, and no event is made, while no recorder is installed.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -48,7 +48,7 @@ class TimelineRecorder:
         self._running: dict[tuple[int, Kind, int], tuple[Stream, Event, object]] = {}
         self._name_of: Callable[[int], str] | None = None
         self._zero: Event | None = None
-        self._gap: tuple[Event, Event] | None = None
+        self._gaps: list[tuple[Event, Event]] = []
         self._done: Timeline | None = None
 
     def mark_ranges(self, name_of: Callable[[int], str]) -> None:
@@ -102,12 +102,12 @@ class TimelineRecorder:
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """Leave what the host does in this block, which is no part of the step, out of the timeline; done once."""
+        """Leave what the host does in this block, which is no part of the step, out of the timeline."""
         begun = self._backend.record_timed(self._stream())
         yield
         end = self._backend.record_timed(self._stream())
         with self._lock:
-            self._gap = self._gap or (begun, end)
+            self._gaps.append((begun, end))
 
     def _stream(self) -> Stream:
         return self._backend.current_stream(self._backend.current_device())
@@ -132,14 +132,27 @@ class TimelineRecorder:
             return Timeline((), (), source)
         self._backend.synchronize(self._backend.current_device())
 
-        gap = None if self._gap is None else [self._backend.elapsed(zero, event) for event in self._gap]
+        gaps = _union(
+            (self._backend.elapsed(zero, begun), self._backend.elapsed(zero, end)) for begun, end in self._gaps
+        )
 
         def seconds(event: Event) -> float:
             time = self._backend.elapsed(zero, event)
-            return time if gap is None else time - min(max(time - gap[0], 0.0), gap[1] - gap[0])
+            return time - sum(min(max(time - begun, 0.0), end - begun) for begun, end in gaps)
 
         spans = (Span(s.kind, s.layer, seconds(s.start), seconds(s.end), s.nbytes) for s in self._spans)
         # A wait that found its transfer done takes a few microseconds of stream time, and is no stall.
         shortest = self._backend.resolution
         kept = (s for s in spans if s.kind is not Kind.STALL or s.seconds > shortest)
         return Timeline.build(kept, [(seconds(event), nbytes) for event, nbytes in self._resident], source)
+
+
+def _union(gaps: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Put gaps together that overlap, as those of two threads may: nothing is taken out twice."""
+    found: list[tuple[float, float]] = []
+    for begun, end in sorted(gaps):
+        if found and begun <= found[-1][1]:
+            found[-1] = found[-1][0], max(end, found[-1][1])
+        else:
+            found.append((begun, end))
+    return found

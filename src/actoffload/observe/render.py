@@ -134,8 +134,22 @@ def groups_table(report: Report, *, all_groups: bool) -> Table:
         rows=tuple(rows),
         left=2 + kinds,
         sums=bool(report.groups),
-        note="A line for several groups shows what each of them has." if len(folded) < len(report.groups) else "",
+        note="\n".join(_notes(report, folded=len(folded) < len(report.groups))),
     )
+
+
+def _notes(report: Report, *, folded: bool) -> Iterator[str]:
+    totals = report.totals
+    if folded:
+        yield "A line for several groups shows what each of them has."
+    if totals.bytes_in_vain:
+        yield (
+            f"{size(totals.bytes_in_vain)} of what was offloaded is kept as well, because groups that stay share it: "
+            "these bytes were copied in vain, and are not reloaded."
+        )
+    if report.step_passes > 1:
+        passes = f"the {report.step_passes} forward passes of the recorded step"
+        yield f"Times are sums over {passes}; bytes are of the last."
 
 
 def _mean(column: Column, groups: Sequence[GroupReport]) -> str:

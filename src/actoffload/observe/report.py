@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 from .counters import Reason
 from .folding import numberless
+from .holder_names import CALLED, RETURNS
 
 __all__ = ["Amounts", "GroupReport", "HeldStorage", "Report"]
+
+PASSES = re.compile(f"(?:(?P<path>`.*) of )?what .+ (?P<how>{RETURNS}|{CALLED})")
+"""The line for a holder that is a call of the model: what it was given, or returns."""
 
 Amounts = Mapping[Reason, tuple[int, int]]
 """By reason: number of tensors, and their bytes."""
@@ -25,7 +30,7 @@ FOLLOWED = frozenset({Reason.HOST_FULL, Reason.SHARED})
 class GroupReport:
     """One group: a chosen module, whose saved tensors move together.
 
-    All numbers are of the latest pass, all sizes in bytes.
+    All numbers but those of seconds are of the latest pass, all sizes in bytes.
 
     Parameters
     ----------
@@ -40,6 +45,9 @@ class GroupReport:
         in the first group that saved it.
     bytes_offloaded : int
         Bytes copied to the host.
+    bytes_in_vain : int
+        Bytes of them that stay on the device all the same, because a group that stays has saved the same storages
+        after this one.  They are among those of `Reason.SHARED` too, and are not copied back.
     kept : mapping of Reason to (int, int)
         Saved tensors that could not leave, by reason: their number and their bytes.
     reloaded_ahead, reloaded_on_demand, bytes_reloaded : int
@@ -48,7 +56,8 @@ class GroupReport:
     bytes_not_freed : int
         Bytes that were copied and given up, and are still on the device because somebody holds their storage.
     forward_seconds, backward_seconds : float or None
-        Compute of the group on the device without waiting; None unless a step was recorded.
+        Compute of the group in the whole recorded step, on the device and without waiting; None unless a step was
+        recorded.
     forward_stall_seconds, backward_stall_seconds : float or None
         For how long compute waited for copies of this group: to the host in forward, back in backward.
     """
@@ -60,6 +69,7 @@ class GroupReport:
     storages: int = 0
     bytes_saved: int = 0
     bytes_offloaded: int = 0
+    bytes_in_vain: int = 0
     kept: Amounts = field(default_factory=dict)
     reloaded_ahead: int = 0
     reloaded_on_demand: int = 0
@@ -139,6 +149,8 @@ class Report:
         Bytes that the plan wants absent from the device at the peak, and the part of them that was.
     step_seconds : float or None
         Seconds of the recorded step.
+    step_passes : int
+        Forward passes in it: the micro-batches of a step that accumulates gradients.
     order : str
         A note on the order of the groups, for instance that it changed.
     advice : tuple of str
@@ -157,6 +169,7 @@ class Report:
     expected_bytes: int | None = None
     dropped_bytes: int | None = None
     step_seconds: float | None = None
+    step_passes: int = 0
     order: str = ""
     advice: tuple[str, ...] = ()
 
@@ -269,14 +282,60 @@ def add_amounts(amounts: Iterable[Amounts]) -> dict[Reason, tuple[int, int]]:
 
 
 def merge_held(held: Sequence[HeldStorage]) -> list[tuple[tuple[str, ...], int, tuple[str, ...]]]:
-    """Put storages together whose holders differ in numbers alone: (groups, bytes, holders), most bytes first."""
-    merged: dict[tuple[str, ...], tuple[dict[str, None], int, tuple[str, ...]]] = {}
+    """Put storages together that the same objects hold: (groups, bytes, holders), most bytes first.
+
+    The same are those whose lines differ in numbers alone, or behind the first name of what is reached from them:
+    the keys and the values of one cache.
+    """
+    merged: dict[tuple[str, ...], list[HeldStorage]] = {}
     for storage in held:
-        key = tuple(numberless(holder) for holder in storage.holders)
-        groups, nbytes, holders = merged.get(key, ({}, 0, storage.holders))
-        merged[key] = ({**groups, storage.group: None}, nbytes + storage.nbytes, holders)
-    entries = [(tuple(groups), nbytes, holders) for groups, nbytes, holders in merged.values()]
+        merged.setdefault(tuple(map(_holder, storage.holders)), []).append(storage)
+    entries = [
+        (
+            tuple(dict.fromkeys(storage.group for storage in same)),
+            sum(storage.nbytes for storage in same),
+            tuple(map(_one_line, zip(*(storage.holders for storage in same), strict=True))),
+        )
+        for same in merged.values()
+    ]
     return sorted(entries, key=lambda entry: (-entry[1], entry[0], entry[2]))
+
+
+def _holder(line: str) -> str:
+    """Return what the lines for one holder have in common."""
+    before, path, behind = _parts(line)
+    first = re.match(r"\[[^]]*\]|[^.[]*", path)
+    return numberless(f"{before}`{first and first[0]}`{behind}")
+
+
+def _one_line(lines: Sequence[str]) -> str:
+    """Return one line for several that name the same holder."""
+    alike: dict[str, list[str]] = {}
+    for line in lines:
+        alike.setdefault(numberless(_parts(line)[1]), []).append(line)
+    if not PASSES.fullmatch(lines[0]):
+        paths = [_parts(same[0])[1] for same in alike.values()]
+    else:
+        paths = [_starred([_parts(line)[1] for line in same]) for same in alike.values()]
+    before, path, behind = _parts(lines[0])
+    if not path:
+        return lines[0]
+    shown = [f"`{path}`" for path in (paths if len(paths) < 4 else paths[:2])]
+    shown += [f"{len(paths) - 2} more"] if len(paths) > 3 else []
+    return before + " and ".join(filter(None, (", ".join(shown[:-1]), shown[-1]))) + behind
+
+
+def _parts(line: str) -> tuple[str, str, str]:
+    """Return what stands before the path in a line, the path, and what stands behind it."""
+    before, _, rest = line.partition("`")
+    path, _, behind = rest.partition("`")
+    return before, path, behind
+
+
+def _starred(paths: Sequence[str]) -> str:
+    """Return a pattern for paths that differ in numbers alone."""
+    columns = zip(*(re.split(r"(\d+)", path) for path in paths), strict=True)
+    return "".join(parts[0] if len(set(parts)) == 1 else "*" for parts in columns)
 
 
 def _sum(values: Iterable[float | None]) -> float | None:
