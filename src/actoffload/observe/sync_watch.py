@@ -28,6 +28,7 @@ from types import FrameType
 from typing import Any, TextIO
 
 import torch
+from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .sync_causes import (
@@ -77,7 +78,8 @@ class _Thread(threading.local):
     def __init__(self) -> None:
         self.calls: list[_Call] = []
         self.explicit = 0  # depth of wrapped functions
-        self.range_check = 0  # values that `one_hot` reads next, on the CPU only
+        self.checks_range = False  # whether `one_hot` runs, on the CPU only
+        self.range_check = 0  # values that it reads next, where it was called by a name that a program imported
 
 
 class Watch:
@@ -102,6 +104,7 @@ class Watch:
                 for method, cause in (("cpu", BLOCKING_OUT), ("tolist", VALUE)):
                     wrapper = self._wrapped(f"torch.Tensor.{method}", cause, on_cpu=True)
                     stack.enter_context(_replaced(torch.Tensor, method, wrapper))
+                stack.enter_context(_replaced(functional, "one_hot", self._one_hot))
             stack.enter_context(_Recognizer(self))
             yield
 
@@ -136,10 +139,12 @@ class Watch:
 
     def _judge(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], on_cpu: bool) -> None:
         thread = self._thread
+        if on_cpu and thread.checks_range:
+            return
         if on_cpu and name == "aten::_local_scalar_dense" and thread.range_check:
             thread.range_check -= 1
             return
-        # `one_hot` checks the range of its indices on the host, for tensors on the CPU alone.
+        # so `one_hot` of torch 2.13 checks the range of its indices
         thread.range_check = 2 if name == "aten::aminmax" else 0
         cause = recognised(name, args, kwargs)
         if cause is not None and not _is_fake(args):
@@ -224,6 +229,28 @@ class Watch:
             return wrapper
 
         return wrap
+
+    def _one_hot(self, function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        """Replace `one_hot`, which checks the range of its indices on the host for tensors on the CPU alone.
+
+        What it does on a device is told instead: it reads the largest index where the number of classes is not given.
+        """
+
+        @functools.wraps(function)
+        def one_hot(tensor: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
+            if torch.compiler.is_compiling():
+                return function(tensor, num_classes)
+            thread = self._thread
+            thread.checks_range = True
+            try:
+                result = function(tensor, num_classes)
+            finally:
+                thread.checks_range = False
+            if num_classes == -1 and result.device.type == "cpu":
+                self._sight(sys._getframe(1), "torch.nn.functional.one_hot", VALUE, on_cpu=True, by_mode=False)
+            return result
+
+        return one_hot
 
 
 class _Recognizer(TorchDispatchMode):  # type: ignore[no-untyped-call]
