@@ -146,6 +146,26 @@ def accumulating(offload: Offload) -> list[Tensor]:
     return results
 
 
+def stepping_in_backward(offload: Offload) -> list[Tensor]:
+    """Shard, and let each parameter's part step as soon as its gradient is there."""
+    net = Net(dropping).to(DEVICE)
+    for block in net.blocks:
+        fully_shard(block, mesh=mesh())
+    fully_shard(net, mesh=mesh())
+    offload(net)
+    for parameter in net.parameters():
+        optimizer = torch.optim.AdamW([parameter], lr=1e-2)
+
+        def step(parameter: Tensor, optimizer: torch.optim.Optimizer = optimizer) -> None:
+            optimizer.step()
+            optimizer.zero_grad()
+
+        parameter.register_post_accumulate_grad_hook(step)
+    for k in range(composing.STEPS):
+        net(batch(k)).square().mean().backward()
+    return [parameter.to_local().detach().clone() for parameter in net.parameters()]
+
+
 def mesh() -> Any:
     return init_device_mesh(DEVICE, (dist.get_world_size(),))
 
@@ -180,7 +200,9 @@ CASES: dict[str, Callable[[Offload], list[Tensor]]] = {
     "fsdp, frozen weights": sharded(frozen=True),
     "fsdp, detached weights": sharded(lambda: Net(Detached)),
     "fsdp, checkpointed": sharded(lambda: Checkpointed(dropping)),
+    "fsdp, checkpointed and compiled": sharded(lambda: Checkpointed(dropping), compiled="before"),
     "fsdp, accumulating": accumulating,
+    "fsdp, steps inside of backward": stepping_in_backward,
     "fsdp, compiled before": sharded(compiled="before"),
     "fsdp, compiled after": sharded(compiled="after"),
     "tensor parallel": tensor_parallel,

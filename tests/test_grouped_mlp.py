@@ -276,6 +276,7 @@ WRONG = [
     ((X, [4], W1, W2), {}, ValueError, r"tokens_per_expert has 1 entries; expected one for each of the 2 experts"),
     ((X, [5, -1], W1, W2), {}, ValueError, r"gives expert 1 a negative number of tokens"),
     ((X, [4.0, 0.0], W1, W2), {}, TypeError, r"expected an integer tensor \[experts\], or a sequence of ints"),
+    ((X, [4, None], W1, W2), {}, TypeError, r"tokens_per_expert is a list with a NoneType in it; expected"),
     ((X, 4, W1, W2), {}, TypeError, r"tokens_per_expert is a int; expected"),
     ((X, torch.tensor([4, 1]), W1, W2), {}, ValueError, r"gives the experts 5 tokens"),
     ((X, torch.tensor([4.0, 0.0]), W1, W2), {}, TypeError, r"tokens_per_expert has dtype torch.float32"),
@@ -286,6 +287,7 @@ WRONG = [
     ((X, None, W1, W2), {"offsets": torch.tensor([4, 3])}, ValueError, r"gives expert 1 a negative number"),
     ((X, None, W1, W2), {"offsets": torch.tensor([1, 3])}, ValueError, r"offsets gives the experts 3 tokens"),
     ((X, [4, 0], W1, W2), {"activation": "tanh"}, ValueError, r"activation is 'tanh'; expected one of 'swiglu'"),
+    ((X, [4, 0], W1, W2), {"activation": ["silu"]}, ValueError, r"activation is \['silu'\]; expected one of"),
     (
         (X, [4, 0], W1, W2),
         {"activation": "silu"},
@@ -313,3 +315,9 @@ def test_wrong_arguments_are_named(arguments, more, error, text):
 def test_an_unknown_activation_of_the_module():
     with pytest.raises(ValueError, match="activation is 'swish'; expected one of"):
         GroupedMLP(2, 8, 16, activation="swish")
+
+
+@pytest.mark.parametrize(("sizes", "text"), [((0, 8, 16), "num_experts is 0"), ((2, 8, 0), "ffn_size is 0")])
+def test_sizes_of_the_module(sizes, text):
+    with pytest.raises(ValueError, match=f"{text}; expected an int of at least 1"):
+        GroupedMLP(*sizes)

@@ -165,6 +165,31 @@ def test_probs_that_need_no_gradient():
     assert not probabilities.requires_grad
 
 
+@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")  # of scatter_ under vmap
+def test_transforms_of_functions():
+    """Gradients by torch.func, and a batch by vmap, of whichever argument has the further dimension."""
+    indices, probs, grad = drawn(CASES["twice in a row"], torch.float32)
+
+    def table(indices: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
+        return indices_to_multihot(indices, probs, 5)[1]
+
+    leaf = probs.clone().requires_grad_()
+    (want,) = torch.autograd.grad(masked(indices, leaf, 5)[1], leaf, grad)
+    assert same_bits(torch.func.grad(lambda probs: (table(indices, probs) * grad).sum())(probs), want)
+    several = torch.stack([indices, indices.flip(0), indices.flip(1)]), torch.stack([probs, -probs, probs * 2])
+    for dims in ((0, 0), (0, None), (None, 0), (None, 2)):
+        arguments = [x[0] if at is None else x.movedim(0, at) for x, at in zip(several, dims, strict=True)]
+        maps, tables = torch.vmap(lambda i, p: indices_to_multihot(i, p, 5), dims)(*arguments)
+        slopes = torch.vmap(torch.func.grad(lambda p, i: (table(i, p) * grad).sum()), dims[::-1])(*arguments[::-1])
+        for k in range(3):
+            one = [x if at is None else x.select(at, k) for x, at in zip(arguments, dims, strict=True)]
+            leaf = one[1].clone().requires_grad_()
+            want_map, want_table = masked(one[0], leaf, 5)
+            assert same_bits(maps[k], want_map)
+            assert same_bits(tables[k], want_table)
+            assert same_bits(slopes[k], torch.autograd.grad(want_table, leaf, grad)[0])
+
+
 # No synchronization
 
 

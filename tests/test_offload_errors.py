@@ -96,6 +96,8 @@ def test_nothing_found_lists_the_candidates():
         offload(Two())
     for said in ("'stem' (Linear)", "'head' (Linear)", "layers="):
         assert said in str(raised.value)
+    with pytest.raises(ValueError, match=r"Its lists are the model itself \(1 Linear, 1 ReLU\)\."):
+        offload(nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
 
 
 def test_a_module_of_another_model():

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from whole_model import ROWS, UNIT, Transformer, Wave, Waves, data, offload
+from whole_model import ROWS, UNIT, WIDTH, Transformer, Wave, Waves, data, offload
 
 import actoffload
 from actoffload import Kind, Reason
@@ -150,6 +150,22 @@ def test_the_modules_that_save_outside_are_named_and_may_be_chosen():
     _, better = reported(model, layers=["*.attention", "blocks.*.mlp"], record=True)
     assert better.totals.bytes_offloaded == 4 * (ATTENTION + MLP)
     assert "blocks.*.mlp" not in better.outside_modules
+
+
+def test_a_name_stands_for_itself_where_its_pattern_would_mean_others_too():
+    inner = nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4)])
+    model = nn.Sequential(
+        nn.Linear(WIDTH, WIDTH), nn.Sequential(nn.Linear(WIDTH, WIDTH), inner), nn.Linear(WIDTH, WIDTH)
+    )
+    _, report = reported(model, record=True)
+    # "*.*" is also 1.1, which holds the groups; and "*" is 1, which holds them too.
+    assert report.outside_modules == {"1.0": UNIT, "2": UNIT}
+    assert "`2` saves 2.0 KiB of them, and would stay as a group too" in said(report)
+    alone = Transformer(3)
+    alone.blocks[1].extra = nn.Linear(WIDTH, WIDTH)
+    alone.blocks[1].norm2.register_forward_hook(lambda module, args, output: alone.blocks[1].extra(output))
+    _, report = reported(alone, layers="*.attention", record=True)
+    assert "blocks.1.extra" in report.outside_modules  # a pattern stands for several
 
 
 # Recording

@@ -22,21 +22,35 @@ def group_names(groups: Sequence[Place], sequence: Iterable[tuple[int, int]]) ->
 
 
 def fold(names: Sequence[str]) -> list[str]:
-    """Fold names that differ in one number, which counts up by one, into ranges.
+    """Fold names that differ in one number, which counts up by one, into ranges, and equal ones into one.
 
     Examples
     --------
     >>> from actoffload.describe import fold
     >>> fold(["layers.0", "layers.1", "layers.2", "head"])
     ['layers.0 ... layers.2', 'head']
+    >>> fold(["layer", "layer", "layer"])
+    ['layer (3 times)']
     """
+    return [_folded(part) for part in _parts(names)]
+
+
+def _parts(names: Sequence[str]) -> list[list[str]]:
     found: list[list[str]] = []
     for name in names:
-        if found and _follows(found[-1][-1], name):
-            found[-1].append(name)
+        last = found[-1] if found else []
+        equal = set(last) == {name}
+        if equal or (last and (len(last) == 1 or last[0] != last[-1]) and _follows(last[-1], name)):
+            last.append(name)
         else:
             found.append([name])
-    return [f"{part[0]} ... {part[-1]}" if len(part) > 1 else part[0] for part in found]
+    return found
+
+
+def _folded(part: Sequence[str]) -> str:
+    if len(part) == 1:
+        return part[0]
+    return f"{part[0]} ... {part[-1]}" if part[0] != part[-1] else f"{part[0]} ({len(part)} times)"
 
 
 def _follows(before: str, name: str) -> bool:
@@ -84,6 +98,6 @@ def describe(places: Sequence[Place], planner: Planner, state: str = "") -> str:
 
 
 def _shown(names: Sequence[str], most: int = 6) -> str:
-    folded = fold(names)
-    more = len(folded) - most
-    return ", ".join(folded[:most]) + (f", and {more} more" if more > 0 else "")
+    parts = _parts(names)
+    more = sum(map(len, parts[most:]))
+    return ", ".join(map(_folded, parts[:most])) + (f", and {more} more" if more else "")

@@ -48,18 +48,18 @@ def offload(
         modules, whose children are meant then, or a glob pattern over dotted names: ``"*.self_attn"``.  Several
         entries give several kinds of groups.
     num_layers : int, optional
-        The first so many groups of each kind leave.  None offloads all but the last two; with several kinds, all but
-        the last of each, and not the last two of all.
+        The first so many groups of each kind leave, but never the last of a kind.  None offloads all but the last two;
+        with several kinds, all but the last of each, and not the last two of all.
     keep : str, module, type or iterable of these
         Modules whose saved tensors stay, given like `layers`: the router, the head, a norm.  Inside of a chosen module
         and around one, the innermost rule holds.
     min_bytes : int
         Smaller tensors stay, in bytes.
     fraction : float
-        Of the groups that would leave, the first so many; 0.0 to 1.0.
+        Of the groups of each kind that would leave, the first so many; 0.0 to 1.0.
     max_host_bytes : int, optional
-        Largest amount of page-locked host memory to hold for each device, in bytes.  What does not fit stays on the
-        device, with one warning.
+        Largest amount of page-locked host memory to hold for each device, in bytes; it is taken in steps of 2 MiB.
+        What does not fit stays on the device, with one warning.
     max_inflight : int, optional
         At most so many groups are on their way whenever one has ended, in either direction; compute waits where there
         would be more.
@@ -134,7 +134,8 @@ def offload(
             what = "Choose smaller modules with layers, or more groups with num_layers or fraction"
         warnings.warn(
             f"None of the groups that were found ({len(chosen)}) leaves the device: the last of each kind and the last "
-            f"two of all stay, because backward begins there. {what}.",
+            f"two of all stay, because backward begins there. {what}. Where a forward calls one several times, its "
+            "earlier calls leave.",
             UserWarning,
             stacklevel=2,
         )

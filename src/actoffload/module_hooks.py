@@ -51,13 +51,13 @@ class _Hook:
 
 class _Before(_Hook):
     def __call__(self, module: Module, args: Any, kwargs: Any) -> None:
-        if not _surrounded(module):
+        if self.tracker is not None and not _surrounded(module):  # that of a copy is compiled, to nothing
             _begin(self, args, kwargs)
 
 
 class _After(_Hook):
     def __call__(self, module: Module, args: Any, output: Any) -> None:
-        if not _surrounded(module):
+        if self.tracker is not None and not _surrounded(module):
             _end(self, output)
 
 

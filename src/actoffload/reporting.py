@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field, replace
 
 from torch.nn import Module
 
 from .describe import group_names
 from .engine.modelpass import ModelPass
+from .module_names import Names
 from .observe.advice import advise
 from .observe.counters import Statistics
 from .observe.holders import find_all_holders
@@ -90,14 +91,26 @@ def _note_pass(recording: Recording, tally: PassTally) -> None:
     recording.held, recording.holders = tally.held, {}
     root = recording.root()
     modules = {} if root is None else {module: name or "the model" for name, module in root.named_modules()}
-    recording.outside = Counter[str]()
+    saved = Counter[Module]()
     for nbytes, saver in tally.savers:
         module = saver()
         if module is not None and module is not root and module in modules:
-            recording.outside[re.sub(r"\b\d+\b", "*", modules[module])] += nbytes  # a pattern that layers takes
+            saved[module] += nbytes
+    recording.outside = Counter[str]()
+    if root is not None:
+        names, may = Names(root), {*saved, *(group.ref() for group in recording.groups)}
+        for module, nbytes in saved.items():
+            recording.outside[_pattern(names, modules[module], may)] += nbytes
     if tally.held:
         with recording.recorder.apart():
             recording.holders = find_all_holders([held.address for held in tally.held], modules)
+
+
+def _pattern(names: Names, name: str, may: Set[Module | None]) -> str:
+    """Return a pattern that layers takes for a module and its like; its name if it has none, or others would match."""
+    pattern = re.sub(r"\b\d+\b", "*", name)
+    found = names.matching(pattern)
+    return pattern if len(found) > 1 and all(named.module in may for named in found) else name
 
 
 def build_report(

@@ -241,7 +241,8 @@ def _nothing_repeats(names: Names) -> str:
         if isinstance(named.module, CONTAINERS) and inside:
             types = Counter(block_type(child).__name__ for child in inside)
             members = _listed([f"{number} {name}" for name, number in types.most_common()], 3)
-            lists.setdefault(starred(named.clean), f"'{starred(named.clean)}' ({members})")
+            name = f"'{starred(named.clean)}'" if named.clean else "the model itself"
+            lists.setdefault(starred(named.clean), f"{name} ({members})")
     said = f"Found no repeated blocks in this {names.title}: no list of two or more modules of one type. "
     if lists:
         said += f"Its lists are {_listed(list(lists.values()))}. "

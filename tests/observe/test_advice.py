@@ -8,7 +8,8 @@ import re
 import pytest
 
 from actoffload import DefaultSchedule, LayerCost, Link, Reason, simulate
-from actoffload.observe.advice import IN_ORDER, TOLERANCE, advise, most_layers_without_stall
+from actoffload.engine.hostpool import GRANULE
+from actoffload.observe.advice import HOST_STEP, IN_ORDER, TOLERANCE, advise, most_layers_without_stall
 from actoffload.observe.report import GroupReport, HeldStorage, Report
 
 MIB = 2**20
@@ -75,6 +76,7 @@ def kept_for(reason: Reason, nbytes: int, count: int = 4, **more: object) -> Rep
 @pytest.mark.parametrize("reason", [reason for reason in Reason if reason not in IN_ORDER])
 def test_a_large_share_for_a_reason_is_named_with_what_to_do(reason):
     sentence = only(advise(kept_for(reason, 300 * MIB)))
+    assert " in 1 tensor) " in only(advise(kept_for(reason, 300 * MIB, count=1)))
     share = "25.0 %" if reason in (Reason.HOST_FULL, Reason.SHARED) else "20.0 %"  # those are among the bytes saved
     beginning = f'{share} of the activations (300.0 MiB in 4 tensors) stayed for the reason "{reason.value}": '
     assert sentence.startswith(beginning)
@@ -95,22 +97,32 @@ def test_only_a_tenth_and_more_is_worth_a_sentence(nbytes, said):
     assert ('"smaller than the limit"' in " ".join(advise(kept_for(Reason.SMALL, nbytes)))) is said
 
 
-def test_small_tensors_are_told_the_limit_with_which_most_would_leave():
+def test_small_tensors_are_told_a_limit_with_which_most_of_their_bytes_could_leave():
     sentence = only(advise(kept_for(Reason.SMALL, 300 * MIB, count=400)))  # 768 KiB each
     assert "they have 768.0 KiB on average" in sentence
-    assert f"with min_bytes={512 * 1024} most of them would leave" in sentence
+    assert f"with min_bytes={256 * 1024} most of these bytes could leave" in sentence  # at most half of the mean
+    tiny = only(advise(kept_for(Reason.SMALL, 300 * MIB, count=300 * MIB)))
+    assert "with min_bytes=1 most" in tiny
 
 
 def test_a_full_host_is_always_told_with_the_missing_bytes():
     sentence = only(advise(kept_for(Reason.HOST_FULL, 3 * MIB + 1, host_bytes_high_water=100 * MIB)))
-    assert f"raise max_host_bytes by {4 * MIB} (4.0 MiB), to at least {104 * MIB};" in sentence
+    assert f"raise max_host_bytes to at least {104 * MIB} (104.0 MiB);" in sentence
+    held = only(advise(kept_for(Reason.HOST_FULL, MIB, host_bytes=106 * MIB, host_bytes_high_water=100 * MIB)))
+    assert f"raise max_host_bytes to at least {108 * MIB} (108.0 MiB);" in held  # more than any limit with 106 held
+    assert HOST_STEP == GRANULE
 
 
 def test_what_is_saved_outside_names_the_module_to_choose():
     outside = {Reason.OUTSIDE: (3, 400 * MIB)}
-    named = report(outside=outside, outside_modules={"head": 380 * MIB, "norm": 20 * MIB})
-    assert "add `head`, which saves 380.0 MiB of them, to layers" in only(advise(named))
-    assert "name the module that saves them in layers" in only(advise(report(outside=outside)))
+    named = report(outside=outside, outside_modules={"head": 190 * MIB, "layers.*.norm": 170 * MIB, "*.b": 40 * MIB})
+    assert "add `layers.*.norm`, which saves 170.0 MiB of them, to layers" in only(advise(named))
+    # One module alone is the last of its kind, and would not leave.
+    alone = report(outside=outside, outside_modules={"head": 350 * MIB, "layers.*.norm": 50 * MIB})
+    assert only(advise(alone)).endswith(
+        ": `head` saves 350.0 MiB of them, and would stay as a group too, as the only one of its kind."
+    )
+    assert "record a step with handle.recording() to learn which modules" in only(advise(report(outside=outside)))
 
 
 # Not freed
@@ -216,6 +228,9 @@ def test_nothing_leaves_and_few_groups():
     assert "of 608.0 MiB of activations in these groups 600.0 MiB could." in only(advise(report(*some)))
     two = advise(report(block(0), block(1, leaves=False)))
     assert only(two).startswith("Only 2 groups were chosen")
+    one = advise(report(block(0, calls=2)))
+    assert only(one).startswith("Only one group was chosen")
+    assert only(advise(report(block(0, calls=6)))).startswith("Nothing to do")
 
 
 def test_the_most_bytes_come_first_and_the_order_is_always_the_same():

@@ -69,8 +69,12 @@ def test_a_dict_goes_through_json_and_comes_back_equal():
     full = report(held=held, step_seconds=0.5, order="as learned", advice=("Do.",), outside_modules={"head": 5})
     data = full.to_dict()
     assert json.loads(json.dumps(data, allow_nan=False)) == data
-    assert set(data) == {field.name for field in dataclasses.fields(Report)} | {"totals", "kept", "r"}
-    assert set(data["groups"][0]) == {field.name for field in dataclasses.fields(GroupReport)} | {"bytes_kept"}
+    more = {"totals", "kept", "r", "activation_bytes"}
+    assert set(data) == {field.name for field in dataclasses.fields(Report)} | more
+    more = {"bytes_kept", "activation_bytes", "stall_seconds"}
+    assert set(data["groups"][0]) == {field.name for field in dataclasses.fields(GroupReport)} | more
+    assert data["activation_bytes"] == full.activation_bytes == data["totals"]["activation_bytes"] + 300 * MIB
+    assert data["groups"][0]["activation_bytes"] == 514 * MIB
     assert data["groups"][0]["kept"] == {
         "parameter": {"tensors": 4, "bytes": 100 * MIB},
         "small": {"tensors": 6, "bytes": 2 * MIB},
@@ -187,6 +191,17 @@ def test_notes_under_the_groups_say_what_does_not_add_up():
     ]
     for words in (shown.to_markdown(), shown.to_html()):
         assert all(line in words for line in lines)
+
+
+def test_copies_in_vain_are_explained_by_what_made_them_vain():
+    stayed = block(4, bytes_in_vain=5 * MIB)
+    alone = report(groups=(block(0), stayed)).to_text()
+    assert "5.0 MiB of what was offloaded is kept as well, because its groups were expected to leave, and stay" in alone
+    assert "because the pass took another course: these bytes were copied in vain" in alone
+    assert "share it" not in alone
+    both = report(groups=(block(0, bytes_in_vain=3 * MIB), stayed)).to_text()
+    assert "3.0 MiB of what was offloaded is kept as well, because groups that stay share it" in both
+    assert "5.0 MiB of what was offloaded is kept as well, because its groups were expected to leave" in both
 
 
 def test_a_long_list_of_holders_is_cut_and_says_so():

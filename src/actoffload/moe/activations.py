@@ -85,6 +85,6 @@ _ACTIVATIONS = {
 
 def named(name: str) -> Activation:
     """Return the activation of a name that `grouped_mlp` takes."""
-    if name not in _ACTIVATIONS:
+    if not isinstance(name, str) or name not in _ACTIVATIONS:
         raise ValueError(f"activation is {name!r}; expected one of {', '.join(map(repr, _ACTIVATIONS))}.")
     return _ACTIVATIONS[name]

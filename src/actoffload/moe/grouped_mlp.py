@@ -187,6 +187,11 @@ class GroupedMLP(torch.nn.Module):
     device, dtype
         Of the weights.
 
+    Raises
+    ------
+    ValueError
+        If there is no such activation, or a size is less than 1.
+
     Attributes
     ----------
     fc1_weight : torch.nn.Parameter
@@ -216,6 +221,9 @@ class GroupedMLP(torch.nn.Module):
     ) -> None:
         super().__init__()
         width = named(activation).width
+        for name, size in (("num_experts", num_experts), ("hidden_size", hidden_size), ("ffn_size", ffn_size)):
+            if not isinstance(size, int) or size < 1:
+                raise ValueError(f"{name} is {size!r}; expected an int of at least 1.")
         self.activation = activation
         self.keep_fc1_input = keep_fc1_input
         self.keep_activation_input = keep_activation_input

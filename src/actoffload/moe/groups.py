@@ -211,12 +211,13 @@ def _leaves_garbage(device: torch.device) -> bool:
 
 
 def _ints(values: Any) -> list[int]:
-    if not isinstance(values, Sequence) or not all(type(value) is int for value in values):
-        raise TypeError(
-            f"tokens_per_expert is a {type(values).__name__}; expected an integer tensor [experts], or a sequence of "
-            "ints."
-        )
-    return list(values)
+    found = f"is a {type(values).__name__}"
+    if isinstance(values, Sequence):
+        others = [type(value).__name__ for value in values if type(value) is not int]
+        if not others:
+            return list(values)
+        found += f" with a {others[0]} in it"
+    raise TypeError(f"tokens_per_expert {found}; expected an integer tensor [experts], or a sequence of ints.")
 
 
 def _checked(name: str, counts: list[int], rows: int, number: int, padded: bool) -> tuple[int, ...]:

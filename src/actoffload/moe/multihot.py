@@ -31,7 +31,7 @@ def indices_to_multihot(
         The experts of each token, [tokens, topk], a signed integer dtype; -1 means "not here".
     probs : torch.Tensor
         Their probabilities, [tokens, topk], float16, bfloat16, float32 or float64.  Gradients flow through them, also
-        second ones.  What stands beside -1 is not used, and its gradient is zero.
+        second ones; not tangents of forward mode.  What stands beside -1 is not used, and its gradient is zero.
     num_experts : int
         Columns of the tables, at least 1.
 
@@ -76,14 +76,14 @@ def indices_to_multihot(
     """
     _check(indices, probs, num_experts)
     columns = indices.long() + 1  # a new tensor in any case; [Note: no masks]
-    table = torch.zeros(indices.shape[0], num_experts + 1, dtype=torch.bool, device=indices.device)
+    table = columns.new_zeros(indices.shape[0], num_experts + 1, dtype=torch.bool)
     try:
         routing_map = _without_first(table.scatter_(1, columns, True))
     except RuntimeError as error:
         if "out of bounds" not in str(error):
             raise
         raise IndexError(_beyond(indices, num_experts)) from None
-    return routing_map, _Table.apply(probs, columns, num_experts)  # type: ignore[no-untyped-call]
+    return routing_map, _table(probs, columns, num_experts)
 
 
 class _Table(torch.autograd.Function):
@@ -94,16 +94,36 @@ class _Table(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, probs: torch.Tensor, columns: torch.Tensor, num_experts: int) -> torch.Tensor:
-        ctx.save_for_backward(columns)
+    def forward(probs: torch.Tensor, columns: torch.Tensor, num_experts: int) -> torch.Tensor:
         table = probs.new_zeros(probs.shape[0], num_experts + 1)
         return _without_first(table.scatter_(1, columns, probs))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        ctx.save_for_backward(inputs[1])
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         (columns,) = ctx.saved_tensors
         taken = grads[0].gather(1, (columns - 1).clamp(min=0))
         return taken.masked_fill(columns == 0, 0.0) + 0.0, None, None
+
+    @staticmethod
+    def vmap(
+        info: Any, in_dims: tuple[int | None, ...], probs: torch.Tensor, columns: torch.Tensor, num_experts: int
+    ) -> tuple[torch.Tensor, int]:
+        # Rows know nothing of each other: those of all samples make one table.
+        probs, columns = (
+            operand.expand(info.batch_size, *operand.shape) if at is None else operand.movedim(at, 0)
+            for operand, at in ((probs, in_dims[0]), (columns, in_dims[1]))
+        )
+        table = _table(probs.flatten(0, 1), columns.flatten(0, 1), num_experts)
+        return table.view(*probs.shape[:2], num_experts), 0
+
+
+def _table(probs: torch.Tensor, columns: torch.Tensor, num_experts: int) -> torch.Tensor:
+    table: torch.Tensor = _Table.apply(probs, columns, num_experts)  # type: ignore[no-untyped-call]
+    return table
 
 
 def _without_first(table: torch.Tensor) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
@@ -12,6 +13,7 @@ from ..schedule.simulate import Simulation, simulate
 from .counters import Reason
 from .folding import name_of_all
 from .holder_names import RETURNS
+from .remedies import DOING, KEEP_ARGUMENTS, RETURN_LESS
 from .render import milliseconds, percent, size
 from .report import PASSES, WEIGHTS, Report, merge_held
 
@@ -23,32 +25,14 @@ LARGE = 0.1
 TOLERANCE = 0.005
 """A step that takes longer than this is said to stall."""
 
+HOST_STEP = 2**21
+"""Page-locked memory is taken in multiples of this, in bytes."""
+
 Weighted: TypeAlias = tuple[int, str]
 """The bytes that a sentence is about, and the sentence."""
 
 IN_ORDER = WEIGHTS | {Reason.DEVICE}
 """Weights stay in any case, and what is on another device takes no memory of this one."""
-
-DOING = {
-    Reason.MARKED: "take the calls of mark_not_offload away if they may leave",
-    Reason.KEPT: "take their module out of keep if they may leave",
-    Reason.LEAF: "whoever made them holds them as well, so a copy would free nothing; pass them without "
-    "requires_grad if nobody needs their gradients",
-    Reason.SUBCLASS: "a subclass travels in parts if its class has __tensor_flatten__ and __tensor_unflatten__, or "
-    "prepare_for_saving",
-    Reason.SHARED: "they leave only if all groups that save them do; raise num_layers until all of these groups leave",
-    Reason.LAYOUT: "only strided tensors can leave; a dense form of them would",
-}
-
-RETURN_LESS = (
-    (r"past_key_values", "pass use_cache=False to the model, or set model.config.use_cache = False, for training"),
-    (r"\w*hidden_states", "pass output_hidden_states=False to the model if the loss does not need them"),
-    (r"\w*attentions", "pass output_attentions=False to the model if the loss does not need them"),
-    (r"", "return only what the loss needs from forward while training"),
-)
-"""By the name of what a model returns: how to have it return less.  The names are those of Hugging Face's models."""
-
-KEEP_ARGUMENTS = "they go when that call ends, if its caller lets go of them; mark_not_offload spares their copies"
 
 
 def advise(
@@ -165,7 +149,7 @@ def _leaving(report: Report) -> Iterator[Weighted]:
     totals, groups = report.totals, len(report.groups)
     saved = totals.bytes_saved
     if not report.leaving:
-        yield saved, f"None of {groups} groups leaves the device: raise num_layers above {report.num_layers or 0}."
+        yield saved, f"None of {groups} groups leaves the device: {_let_leave(report)}."
     elif not totals.bytes_offloaded:
         theirs = [(group.bytes_saved, group.activation_bytes) for group in report.leaving]
         could, everything = (size(sum(column)) for column in zip(*theirs, strict=True))
@@ -174,12 +158,22 @@ def _leaving(report: Report) -> Iterator[Weighted]:
             f"Nothing was copied, although {len(report.leaving)} of {groups} groups should leave: of {everything} of "
             f"activations in these groups {could} could.",
         )
-    if groups < 3:
+    if groups < 3 and totals.calls < 3:
         yield (
             saved,
-            f"Only {groups} groups were chosen, so copies have little compute to run beside: let the argument layers "
-            "choose smaller modules, at least 3.",
+            f"Only {'one group was' if groups == 1 else f'{groups} groups were'} chosen, so copies have little compute "
+            "to run beside: let the argument layers choose smaller modules, at least 3.",
         )
+
+
+def _let_leave(report: Report) -> str:
+    """Return what keeps all groups on the device, as what to change."""
+    runs = Counter[str]()
+    for group in report.groups:
+        runs[group.kind] += group.calls
+    if max(runs.values()) < 2:
+        return "of each kind only one ran, and the last of a kind stays; let layers choose several of a kind"
+    return "raise fraction" if report.num_layers else "raise num_layers above 0"
 
 
 def _kept(report: Report) -> Iterator[Weighted]:
@@ -190,21 +184,22 @@ def _kept(report: Report) -> Iterator[Weighted]:
             continue
         yield (
             nbytes,
-            f"{percent(share)} of the activations ({size(nbytes)} in {count} tensors) stayed for the reason "
-            f'"{reason.value}": {_to_do(report, reason, count, nbytes)}.',
+            f"{percent(share)} of the activations ({size(nbytes)} in {count} tensor{'s' * (count > 1)}) stayed for the "
+            f'reason "{reason.value}": {_to_do(report, reason, count, nbytes)}.',
         )
 
 
 def _to_do(report: Report, reason: Reason, count: int, nbytes: int) -> str:
     if reason is Reason.SMALL:
         mean = max(nbytes // max(count, 1), 1)
-        lower = 1 << (mean.bit_length() - 1)
-        return f"they have {size(mean)} on average; with min_bytes={lower} most of them would leave"
+        lower = 1 << max(mean.bit_length() - 2, 0)  # smaller ones than half the mean have less than half the bytes
+        return f"they have {size(mean)} on average; with min_bytes={lower} most of these bytes could leave"
     if reason is Reason.HOST_FULL:
-        needed = -(-nbytes // 2**20) * 2**20
+        # More than the limit in any case: it forbade to add the steps that this needs to what is held.
+        enough = max(report.host_bytes, report.host_bytes_high_water) + -(-nbytes // HOST_STEP) * HOST_STEP
         return (
-            f"raise max_host_bytes by {needed} ({size(needed)}), to at least {report.host_bytes_high_water + needed}; "
-            "if no limit is set, the host itself has no more page-locked memory"
+            f"raise max_host_bytes to at least {enough} ({size(enough)}); if no limit is set, the host itself has no "
+            "more page-locked memory"
         )
     if reason is Reason.OUTSIDE:
         return _choose(report)
@@ -212,10 +207,15 @@ def _to_do(report: Report, reason: Reason, count: int, nbytes: int) -> str:
 
 
 def _choose(report: Report) -> str:
-    if not report.outside_modules:
-        return "name the module that saves them in layers"
-    name, nbytes = max(report.outside_modules.items(), key=lambda item: (item[1], item[0]))
-    return f"add `{name}`, which saves {size(nbytes)} of them, to layers"
+    modules, everything = report.outside_modules, report.activation_bytes
+    if not modules:
+        return "record a step with handle.recording() to learn which modules save them, and let layers choose these"
+    # A pattern stands for several modules; of one alone, the last of its kind, nothing would leave.
+    several = {name: nbytes for name, nbytes in modules.items() if "*" in name and nbytes >= LARGE * everything}
+    name, nbytes = max((several or modules).items(), key=lambda item: (item[1], item[0]))
+    if "*" in name:
+        return f"add `{name}`, which saves {size(nbytes)} of them, to layers"
+    return f"`{name}` saves {size(nbytes)} of them, and would stay as a group too, as the only one of its kind"
 
 
 def _not_freed(report: Report) -> Iterator[Weighted]:

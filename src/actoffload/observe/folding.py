@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Hashable, Sequence
+from itertools import pairwise
 from typing import TypeVar
 
 __all__ = ["fold", "name_of_all", "numberless"]
@@ -71,17 +72,24 @@ def name_of_all(names: Sequence[str]) -> str:
     >>> from actoffload.observe.folding import name_of_all
     >>> name_of_all(["model.layers.0.mlp", "model.layers.1.mlp", "model.layers.2.mlp"])
     'model.layers.0 … 2.mlp'
+    >>> name_of_all(["layers.0", "layers.2", "layers.4"])
+    'layers.0, 2 … 4'
     >>> name_of_all(["encoder", "decoder"])
     'encoder, decoder'
     >>> name_of_all(["a", "b", "c", "d", "e"])
     'a, b and 3 more'
     """
-    first, last = (re.split(r"(\d+)", name) for name in (names[0], names[-1]))
+    rows = [re.split(r"(\d+)", name) for name in names]
     if len(names) > 1 and len({numberless(name) for name in names}) == 1:
-        differ = [k for k in range(len(first)) if first[k] != last[k]]
+        differ = [k for k, column in enumerate(zip(*rows, strict=True)) if len(set(column)) > 1]
         if len(differ) == 1:
-            first[differ[0]] += f" … {last[differ[0]]}"
-            return "".join(first)
+            (k,), first = differ, rows[0]
+            steps = {int(after[k]) - int(before[k]) for before, after in pairwise(rows)}
+            # Three dots stand for what everybody would put there, so only for numbers at equal distances.
+            if len(steps) == 1 and (steps == {1} or len(names) > 2):
+                first[k] += "" if steps == {1} else f", {rows[1][k]}"
+                first[k] += f" … {rows[-1][k]}"
+                return "".join(first)
     if len(names) <= 3:
         return ", ".join(names)
     return f"{names[0]}, {names[1]} and {len(names) - 2} more"

@@ -142,11 +142,16 @@ def _notes(report: Report, *, folded: bool) -> Iterator[str]:
     totals = report.totals
     if folded:
         yield "A line for several groups shows what each of them has."
-    if totals.bytes_in_vain:
-        yield (
-            f"{size(totals.bytes_in_vain)} of what was offloaded is kept as well, because groups that stay share it: "
-            "these bytes were copied in vain, and are not reloaded."
-        )
+    staying = sum(group.bytes_in_vain for group in report.groups if not group.leaves)
+    for nbytes, because in (
+        (totals.bytes_in_vain - staying, "groups that stay share it"),
+        (staying, "its groups were expected to leave, and stay because the pass took another course"),
+    ):
+        if nbytes:
+            yield (
+                f"{size(nbytes)} of what was offloaded is kept as well, because {because}: these bytes were copied in "
+                "vain, and are not reloaded."
+            )
     if report.step_passes > 1:
         passes = f"the {report.step_passes} forward passes of the recorded step"
         yield f"Times are sums over {passes}; bytes are of the last."

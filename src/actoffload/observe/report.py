@@ -46,8 +46,9 @@ class GroupReport:
     bytes_offloaded : int
         Bytes copied to the host.
     bytes_in_vain : int
-        Bytes of them that stay on the device all the same, because a group that stays has saved the same storages
-        after this one.  They are among those of `Reason.SHARED` too, and are not copied back.
+        Bytes of them that stay on the device all the same, and are not copied back: because a group that stays has
+        saved the same storages after this one, then they are among those of `Reason.SHARED` too; or because the group
+        was expected to leave, and stays as the pass took another course.
     kept : mapping of Reason to (int, int)
         Saved tensors that could not leave, by reason: their number and their bytes.
     reloaded_ahead, reloaded_on_demand, bytes_reloaded : int
@@ -100,7 +101,8 @@ class GroupReport:
     def to_dict(self) -> dict[str, Any]:
         """Return the numbers under their names, for JSON."""
         values = {entry.name: getattr(self, entry.name) for entry in fields(self)}
-        return {**values, "kept": _amounts_to_dict(self.kept), "bytes_kept": self.bytes_kept}
+        sums = {name: getattr(self, name) for name in ("bytes_kept", "activation_bytes", "stall_seconds")}
+        return {**values, "kept": _amounts_to_dict(self.kept), **sums}
 
 
 @dataclass(frozen=True)
@@ -134,11 +136,11 @@ class Report:
     outside : mapping of Reason to (int, int)
         What was saved outside of the groups and stayed: number of tensors, and bytes.
     outside_modules : mapping of str to int
-        Bytes of activations saved outside of the groups, by the name of the module, as far as known.
+        Bytes of activations saved outside of the groups, by name of the module or pattern of several, if known.
     passes : int
         Forward passes since the statistics began.
     num_layers : int or None
-        How many groups leave, as asked for or as chosen.
+        How many groups of a kind leave, as asked for or as chosen; a part of them if a fraction was asked for.
     peak_resident_bytes : int
         Largest number of bytes of saved activations on the device since the statistics began.
     host_bytes, host_bytes_high_water : int
@@ -216,6 +218,7 @@ class Report:
             "outside_modules": dict(self.outside_modules),
             "kept": _amounts_to_dict(self.kept),
             "held": [{"group": held.group, "nbytes": held.nbytes, "holders": list(held.holders)} for held in self.held],
+            "activation_bytes": self.activation_bytes,
             "r": self.r,
             "advice": list(self.advice),
         }
