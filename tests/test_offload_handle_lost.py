@@ -1,0 +1,125 @@
+"""Handles that are lost, copied or outlived by their model, and models whose modules are replaced."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+from helpers import nothing_held
+from torch import nn
+from whole_model import UNIT, Transformer, Waves, data, equal, nothing_installed, offload
+
+import actoffload
+
+
+def step(model, seed: int = 0) -> None:
+    model(data(seed)).sum().backward()
+
+
+def test_a_handle_that_nobody_kept_is_found_again():
+    model = Waves(6)
+    offload(model, num_layers=3)
+    found = actoffload.OffloadHandle.of(model)
+    step(model)
+    assert found.statistics().bytes_offloaded == 3 * 2 * UNIT
+    assert found.report().num_layers == 3
+    assert str(found).startswith("offload of Waves: 3 of 6 groups leave")
+    again = actoffload.OffloadHandle.of(model)
+    again.reschedule(num_layers=2)
+    assert found.plan.offloaded == (0, 1)
+    again.remove()
+    assert not found.installed
+    assert actoffload.OffloadHandle.of(model) is None
+    nothing_installed()
+    found.remove()
+    assert offload(model).installed
+
+
+def test_the_handle_of_a_model_that_is_not_offloaded():
+    model = Waves(6)
+    assert actoffload.OffloadHandle.of(model) is None
+    offload(model)
+    assert actoffload.OffloadHandle.of(copy.deepcopy(model)) is None
+    assert actoffload.OffloadHandle.of(model.blocks) is None
+
+
+@pytest.mark.parametrize("way", [copy.deepcopy, copy.copy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_model_that_has_its_handle_is_copied_as_a_plain_one(way):
+    model = Waves(6)
+    model.handle = offload(model, num_layers=3, max_host_bytes=2**22)
+    step(model)
+    handle = way(model.handle)
+    other = way(model)
+    if way is not copy.copy:  # which has the hooks, and the handle, of the original
+        handle = other.handle
+    assert not handle.installed
+    assert handle.groups == model.handle.groups
+    assert handle.plan == model.handle.plan
+    assert str(handle).startswith("offload of Waves (removed): 3 of 6 groups leave")
+    assert handle.statistics().passes == 0
+    with pytest.raises(RuntimeError, match="nothing to report yet"):
+        handle.report()
+    with handle.paused():
+        handle.remove()
+    assert model.handle.installed
+    step(other)
+    assert model.handle.statistics().passes == 1 + (way is copy.copy)
+
+
+@pytest.mark.parametrize("change", ["replace", "delete", "kept"])
+def test_a_module_that_is_gone_is_told_of_once_and_the_others_leave(change):
+    model = Transformer(6)
+    handle = offload(model, layers="blocks", keep="blocks.4.mlp")
+    step(model)
+    if change == "replace":
+        model.blocks[1] = copy.deepcopy(Transformer(6).blocks[1])
+    elif change == "delete":
+        del model.blocks[1]
+    else:
+        model.blocks[4].mlp = copy.deepcopy(model.blocks[0].mlp)
+    reference = copy.deepcopy(model)
+    name = "blocks.4.mlp" if change == "kept" else "blocks.1"
+    with pytest.warns(UserWarning, match=f"module '{name}' has been replaced or deleted since offload"):
+        step(model)
+    step(model)
+    for each in (model, reference):
+        each.zero_grad()
+        step(each)
+    equal([p.grad for p in model.parameters()], [p.grad for p in reference.parameters()])
+    nothing_held(handle)
+    handle.reset_statistics()
+    step(model)
+    assert handle.statistics().bytes_offloaded > 0
+
+
+@pytest.mark.parametrize("does", ["reschedule", "recording"])
+def test_a_removed_handle_says_what_it_cannot_do(does):
+    handle = offload(Waves(6))
+    handle.remove()
+    with pytest.raises(RuntimeError, match=r"This handle was removed, so it cannot .*: call offload again"):
+        handle.reschedule(num_layers=2) if does == "reschedule" else handle.recording().__enter__()
+
+
+def test_a_recording_of_nothing_is_told_of_and_forgotten():
+    model = Waves(6)
+    handle = offload(model)
+    with pytest.warns(UserWarning, match="Nothing was recorded"), handle.recording():
+        pass
+    with pytest.raises(RuntimeError, match="No step was recorded"):
+        handle.timeline()
+
+
+def test_groups_each_of_their_own_kind_are_told_apart_from_too_few():
+    with pytest.warns(
+        UserWarning, match=r"None of the groups that were found \(2\).*Choose modules with layers of which"
+    ):
+        offload(Transformer(3), layers=["inp", "head"])
+
+
+def test_two_handles_around_each_other_say_so():
+    model = Transformer(5)
+    offload(model)
+    whole = nn.Sequential(model)
+    with offload(whole, layers="0.blocks"), pytest.warns(UserWarning, match="which actoffload offloads as well"):
+        step(whole)
