@@ -189,8 +189,10 @@ def test_the_limit_is_kept_and_said():
     pool = HostPool(Counting(), 4 * MIB)
     assert pool.take(5 * MIB) is None
     assert "limit of 4194304 bytes" in pool.refusal
+    assert pool.refusal.endswith(f"forbids {6 * MIB} more beside the 0 that are held")
     first, second = pool.take(2 * MIB), pool.take(2 * MIB)
     assert pool.take(1) is None
+    assert pool.refusal.endswith(f"forbids {2 * MIB} more beside the {4 * MIB} that are held")
     pool.give_back(first, ())
     assert pool.take(2 * MIB) is not None
     assert second.nbytes == 2 * MIB

@@ -63,8 +63,9 @@ class OffloadHandle:
         True
         """
         hooks = hooks_of(model)
-        if hooks is None or hooks.tracker is None:
+        if hooks is None:
             return None
+        assert hooks.tracker is not None
         found = cls.__new__(cls)
         found._places, found._tracker, found._hooks = hooks.places, hooks.tracker, hooks
         found._groups = tuple(place for place in hooks.places if place.group >= 0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from sync_table import Row, names, rows
 from torch import nn
 
@@ -47,7 +48,7 @@ def test_the_table_has_its_lines() -> None:
         "y = x.repeat_interleave(2, 0)",
         "y = x.to(device)",
         "hot = F.one_hot(labels, 8)",
-        "hot = F.one_hot(labels, num_classes=8)",
+        "hot = F.one_hot(input=labels, num_classes=8)",
         "y = x.sort(); z = x.topk(2); w = x.cumsum(0)",
         "y = F.cross_entropy(x, labels % 4)",
     ],
@@ -70,7 +71,7 @@ def test_lines_that_do_not_synchronize(line: str) -> None:
         ("same = torch.allclose(x, x)", "aten::allclose"),
         ("values = labels.tolist()", "torch.Tensor.tolist"),
         ("hot = F.one_hot(labels)", "torch.nn.functional.one_hot"),
-        ("hot = F.one_hot(labels, num_classes=-1)", "torch.nn.functional.one_hot"),
+        ("hot = F.one_hot(input=labels, num_classes=-1)", "torch.nn.functional.one_hot"),
         ("i = torch.linalg.inv(matrix)", "aten::_linalg_check_errors"),
         ("w = torch.where(mask)", "aten::nonzero"),
         ("x[mask, 0] = 1.0; x[mask, labels[:4] % 4] = 1.0", "aten::index_put_"),
@@ -97,6 +98,31 @@ def test_functions_of_torch_that_read_values_have_their_own_advice(line: str, in
         exec(compile(line, "<line>", "exec"), names("cpu"))
     assert all(instead in one.instead for one in found)
     assert found
+
+
+@on_cpu_only
+def test_a_range_check_of_one_hot_hides_nothing_else() -> None:
+    with find_synchronizations() as found:
+        exec(compile("hot = F.one_hot(labels, 8)\nn = labels.sum().item()", "<line>", "exec"), names("cpu"))
+    assert [one.line for one in found] == [2]
+
+
+@on_cpu_only
+def test_one_hot_in_one_graph() -> None:
+    torch._dynamo.reset()
+    routed = torch.compile(lambda labels: F.one_hot(labels, 8) * 2, fullgraph=True, backend="eager")
+    labels = torch.arange(8)
+    with find_synchronizations() as found:
+        hot = routed(labels)
+    assert not found, str(found)
+    assert torch.equal(hot, 2 * torch.eye(8, dtype=torch.int64))
+    torch._dynamo.reset()
+
+
+@on_cpu_only
+def test_wrong_arguments_are_told_by_torch_itself() -> None:
+    with find_synchronizations(), pytest.raises(TypeError, match="one_hot"):
+        F.one_hot(torch.arange(8), classes=8)
 
 
 @on_cpu_only

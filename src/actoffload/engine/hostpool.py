@@ -264,7 +264,9 @@ class HostPool:
             sizes.append(size)
             shortfall -= size
         if self._max_bytes is not None and self.bytes_held + sum(sizes) > self._max_bytes:
-            self.refusal = f"the limit of {self._max_bytes} bytes of host memory is reached"
+            held, more = self.bytes_held, sum(sizes)
+            limit = f"the limit of {self._max_bytes} bytes of host memory"
+            self.refusal = f"{limit} forbids {more} more beside the {held} that are held"
             return False
         for size in sizes:
             try:

@@ -78,8 +78,7 @@ class _Thread(threading.local):
     def __init__(self) -> None:
         self.calls: list[_Call] = []
         self.explicit = 0  # depth of wrapped functions
-        self.checks_range = False  # whether `one_hot` runs, on the CPU only
-        self.range_check = 0  # values that it reads next, where it was called by a name that a program imported
+        self.range_check = 0  # values that `one_hot` reads next, where a program has imported it by name
 
 
 class Watch:
@@ -104,7 +103,8 @@ class Watch:
                 for method, cause in (("cpu", BLOCKING_OUT), ("tolist", VALUE)):
                     wrapper = self._wrapped(f"torch.Tensor.{method}", cause, on_cpu=True)
                     stack.enter_context(_replaced(torch.Tensor, method, wrapper))
-                stack.enter_context(_replaced(functional, "one_hot", self._one_hot))
+                one_hot = self._wrapped("torch.nn.functional.one_hot", VALUE, on_cpu=True, waits=_counts_classes)
+                stack.enter_context(_replaced(functional, "one_hot", one_hot))
             stack.enter_context(_Recognizer(self))
             yield
 
@@ -139,8 +139,8 @@ class Watch:
 
     def _judge(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], on_cpu: bool) -> None:
         thread = self._thread
-        if on_cpu and thread.checks_range:
-            return
+        if on_cpu and thread.explicit:
+            return  # the wrapper has seen it, or knows that no device would wait
         if on_cpu and name == "aten::_local_scalar_dense" and thread.range_check:
             thread.range_check -= 1
             return
@@ -212,12 +212,20 @@ class Watch:
                 torch.cuda.set_sync_debug_mode(former)
                 warnings.showwarning = self._show_others  # `catch_warnings` may keep this per context
 
-    def _wrapped(self, operation: str, cause: Cause, on_cpu: bool = False) -> Callable[[Callable[..., Any]], Any]:
+    def _wrapped(
+        self,
+        operation: str,
+        cause: Cause,
+        on_cpu: bool = False,
+        waits: Callable[..., bool] = lambda *args, **kwargs: True,
+    ) -> Callable[[Callable[..., Any]], Any]:
         def wrap(function: Callable[..., Any]) -> Callable[..., Any]:
             @functools.wraps(function)
             def wrapper(*args: Any, **kwargs: Any) -> Any:
+                if torch.compiler.is_compiling():
+                    return function(*args, **kwargs)
                 thread = self._thread
-                if not thread.explicit:
+                if not thread.explicit and waits(*args, **kwargs):
                     self.used_accelerator = self.used_accelerator or not on_cpu
                     self._sight(sys._getframe(1), operation, cause, on_cpu=on_cpu, by_mode=False)
                 thread.explicit += 1
@@ -229,28 +237,6 @@ class Watch:
             return wrapper
 
         return wrap
-
-    def _one_hot(self, function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        """Replace `one_hot`, which checks the range of its indices on the host for tensors on the CPU alone.
-
-        What it does on a device is told instead: it reads the largest index where the number of classes is not given.
-        """
-
-        @functools.wraps(function)
-        def one_hot(tensor: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
-            if torch.compiler.is_compiling():
-                return function(tensor, num_classes)
-            thread = self._thread
-            thread.checks_range = True
-            try:
-                result = function(tensor, num_classes)
-            finally:
-                thread.checks_range = False
-            if num_classes == -1 and result.device.type == "cpu":
-                self._sight(sys._getframe(1), "torch.nn.functional.one_hot", VALUE, on_cpu=True, by_mode=False)
-            return result
-
-        return one_hot
 
 
 class _Recognizer(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -282,6 +268,11 @@ def _explicit_functions() -> Iterator[tuple[Any, str, str]]:
     for backend in (torch.cuda, torch.xpu):
         for kind in (backend.Stream, backend.Event):
             yield kind, "synchronize", f"{backend.__name__}.{kind.__name__}.synchronize"
+
+
+def _counts_classes(*args: Any, **kwargs: Any) -> bool:
+    """Whether a call of `one_hot` reads the largest index.  Its check of the range is done on the CPU alone."""
+    return bool(kwargs.get("num_classes", args[1] if len(args) > 1 else -1) == -1)
 
 
 @contextmanager
