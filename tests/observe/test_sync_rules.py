@@ -110,7 +110,7 @@ def test_a_range_check_of_one_hot_hides_nothing_else() -> None:
 @on_cpu_only
 def test_one_hot_in_one_graph() -> None:
     torch._dynamo.reset()
-    routed = torch.compile(lambda labels: F.one_hot(labels, 8) * 2, fullgraph=True, backend="eager")
+    routed = torch.compile(lambda labels: F.one_hot(labels, 8) * 2, fullgraph=True, backend="aot_eager")
     labels = torch.arange(8)
     with find_synchronizations() as found:
         hot = routed(labels)
