@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-GOOD = "<!doctype html><html><body><main><h1 id='one'>Title</h1><p>{0}</p>{1}</main></body></html>"
+# With an icon: the browser asks for one at some time after the page, and what is missing would be told of the next one.
+HEAD = "<!doctype html><html><head><link rel='icon' href='data:,'></head>"
+GOOD = HEAD + "<body><main><h1 id='one'>Title</h1><p>{0}</p>{1}</main></body></html>"
 PIXEL = "<svg xmlns='http://www.w3.org/2000/svg' width='4' height='4'><rect width='4' height='4'/></svg>"
 
 
@@ -61,7 +63,7 @@ def test_browser_finds_what_a_reader_would_see(site):
         pytest.skip("no Chromium or Chrome is installed")
     write(site / "bad.html", "<img src='gone.png'><script>console.error('said'); undefinedName()</script>")
     write(site / "wide.html", "<div style='width: 3000px'>wide</div>")
-    (site / "empty.html").write_text("<!doctype html><html><body><main></main></body></html>")
+    (site / "empty.html").write_text(HEAD + "<body><main></main></body></html>")
     cells = (
         "<table style='width: {}px'><tr><td>what it is</td><td style='text-align: right'>3136.0 MiB</td></tr></table>"
     )
