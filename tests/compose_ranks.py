@@ -21,7 +21,7 @@ import composing
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from composing import WIDTH, Block, Net, Offload, both, dropping, gradients, train
+from composing import WIDTH, Block, Net, Offload, both, dropping, gradients, stepping_in_backward, train
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -117,13 +117,11 @@ def sharded(
                 block.up.requires_grad_(False)
         if first == "offloaded":
             offload(net)
-        for block in net.blocks:
-            if compiled == "before":
-                block.compile(backend="aot_eager")
-            fully_shard(block, mesh=mesh(), **options)
-            if compiled == "after":
-                block.compile(backend="aot_eager")
-        fully_shard(net, mesh=mesh(), **options)
+        if compiled == "before":
+            compile_blocks(net)
+        shard(net, **options)
+        if compiled == "after":
+            compile_blocks(net)
         if first == "sharded":
             offload(net)
         return steps(net)
@@ -131,11 +129,21 @@ def sharded(
     return program
 
 
+def shard(net: Net, **options: Any) -> None:
+    """Shard each block and what is around them."""
+    for block in net.blocks:
+        fully_shard(block, mesh=mesh(), **options)
+    fully_shard(net, mesh=mesh(), **options)
+
+
+def compile_blocks(net: Net) -> None:
+    for block in net.blocks:
+        block.compile(backend="aot_eager")
+
+
 def accumulating(offload: Offload) -> list[Tensor]:
     net = Net(dropping).to(DEVICE)
-    for block in net.blocks:
-        fully_shard(block, mesh=mesh())
-    fully_shard(net, mesh=mesh())
+    shard(net)
     offload(net)
     results = []
     for k in range(4):
@@ -146,21 +154,12 @@ def accumulating(offload: Offload) -> list[Tensor]:
     return results
 
 
-def stepping_in_backward(offload: Offload) -> list[Tensor]:
+def sharded_stepping_in_backward(offload: Offload) -> list[Tensor]:
     """Shard, and let each parameter's part step as soon as its gradient is there."""
     net = Net(dropping).to(DEVICE)
-    for block in net.blocks:
-        fully_shard(block, mesh=mesh())
-    fully_shard(net, mesh=mesh())
+    shard(net)
     offload(net)
-    for parameter in net.parameters():
-        optimizer = torch.optim.AdamW([parameter], lr=1e-2)
-
-        def step(parameter: Tensor, optimizer: torch.optim.Optimizer = optimizer) -> None:
-            optimizer.step()
-            optimizer.zero_grad()
-
-        parameter.register_post_accumulate_grad_hook(step)
+    stepping_in_backward(net)
     for k in range(composing.STEPS):
         net(batch(k)).square().mean().backward()
     return [parameter.to_local().detach().clone() for parameter in net.parameters()]
@@ -202,7 +201,7 @@ CASES: dict[str, Callable[[Offload], list[Tensor]]] = {
     "fsdp, checkpointed": sharded(lambda: Checkpointed(dropping)),
     "fsdp, checkpointed and compiled": sharded(lambda: Checkpointed(dropping), compiled="before"),
     "fsdp, accumulating": accumulating,
-    "fsdp, steps inside of backward": stepping_in_backward,
+    "fsdp, steps inside of backward": sharded_stepping_in_backward,
     "fsdp, compiled before": sharded(compiled="before"),
     "fsdp, compiled after": sharded(compiled="after"),
     "tensor parallel": tensor_parallel,

@@ -87,6 +87,24 @@ def gradients(model: nn.Module) -> list[Tensor]:
     return [getattr(grad, "_local_tensor", grad) for grad in found]
 
 
+def copies(model: nn.Module) -> list[Tensor]:
+    """Return the parameters as they are now."""
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def stepping_in_backward(model: nn.Module) -> None:
+    """Give each parameter an optimizer of its own, which steps as soon as the gradient is there."""
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            optimizer = torch.optim.AdamW([parameter], lr=1e-2)
+
+            def step(parameter: Tensor, optimizer: torch.optim.Optimizer = optimizer) -> None:
+                optimizer.step()
+                optimizer.zero_grad()
+
+            parameter.register_post_accumulate_grad_hook(step)
+
+
 def train(
     model: Callable[[Tensor], Tensor],
     steps: int = STEPS,

@@ -21,8 +21,10 @@ from composing import (
     Offload,
     batch,
     both,
+    copies,
     dropping,
     gradients,
+    stepping_in_backward,
     training,
 )
 from test_compose_weights import adapted
@@ -58,19 +60,6 @@ def compiling(model: Net, whole: bool = False) -> Callable[[Tensor], Tensor]:
     return model
 
 
-def stepping_in_backward(model: nn.Module) -> None:
-    """Give each parameter an optimizer of its own, which steps as soon as the gradient is there."""
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            optimizer = torch.optim.AdamW([parameter], lr=1e-2)
-
-            def step(parameter: Tensor, optimizer: torch.optim.Optimizer = optimizer) -> None:
-                optimizer.step()
-                optimizer.zero_grad()
-
-            parameter.register_post_accumulate_grad_hook(step)
-
-
 def losses(run: Callable[[Tensor], Tensor], half: bool = False, steps: int = STEPS) -> Iterator[Tensor]:
     """Run steps, a backward each; yield each loss when its backward is done."""
     for k in range(steps):
@@ -83,10 +72,6 @@ def losses(run: Callable[[Tensor], Tensor], half: bool = False, steps: int = STE
         del loss
 
 
-def parameters(model: nn.Module) -> list[Tensor]:
-    return [parameter.detach().clone() for parameter in model.parameters()]
-
-
 @variants
 @pytest.mark.parametrize("lora", [False, True])
 def test_checkpointing_and_steps_inside_of_backward(reentrant, lora):
@@ -97,10 +82,10 @@ def test_checkpointing_and_steps_inside_of_backward(reentrant, lora):
         model.inp.requires_grad_(True)  # the reentrant variant needs an input that requires a gradient
         offload(checkpointing(model, reentrant))
         stepping_in_backward(model)
-        before = parameters(model)
+        before = copies(model)
         found = list(losses(model))
-        assert any(not torch.equal(a, b) for a, b in zip(before, parameters(model), strict=True))
-        return found + parameters(model)
+        assert any(not torch.equal(a, b) for a, b in zip(before, copies(model), strict=True))
+        return found + copies(model)
 
     statistics = both(program).statistics()
     assert statistics.bytes_offloaded == statistics.bytes_reloaded == STEPS * LEAVING * STREAM
@@ -135,7 +120,7 @@ def test_accumulation_over_living_graphs_and_steps_inside_of_backward():
         stepping_in_backward(model)
         for k in range(STEPS):
             sum(model(batch(2 * k + j)).square().mean() for j in range(2)).backward()  # type: ignore[union-attr]
-        return parameters(model)
+        return copies(model)
 
     statistics = both(program).statistics()
     assert statistics.passes == 2 * STEPS
@@ -161,7 +146,7 @@ def test_compiled_under_autocast_with_a_gradient_scaler(whole):
             optimizer.zero_grad()
             results.append(loss.detach())
             del loss
-        return results + parameters(model)
+        return results + copies(model)
 
     statistics = both(program).statistics()
     assert statistics.passes == 4
@@ -208,7 +193,7 @@ def test_experts_in_a_whole_model(how):
         if how.startswith("steps"):
             stepping_in_backward(model)
         results = list(losses(model, half=how == "autocast"))
-        return results + (parameters(model) if how.startswith("steps") else gradients(model))
+        return results + (copies(model) if how.startswith("steps") else gradients(model))
 
     statistics = both(program).statistics()
     # Each token twice: the input of FC1, that of the gated activation, that of FC2.

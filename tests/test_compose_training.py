@@ -13,18 +13,15 @@ from composing import (
     Offload,
     batch,
     both,
+    copies,
     dropping,
     gradients,
+    stepping_in_backward,
     training,
 )
 from torch import Tensor, nn
 
 from actoffload import Reason
-
-
-def copies(model: nn.Module) -> list[Tensor]:
-    return [parameter.detach().clone() for parameter in model.parameters()]
-
 
 # Mixed precision
 
@@ -137,14 +134,7 @@ def test_steps_inside_of_backward():
     def program(offload: Offload) -> list[Tensor]:
         model = Net()
         offload(model)
-        for parameter in model.parameters():
-            optimizer = torch.optim.AdamW([parameter], lr=1e-2)
-
-            def step(parameter: Tensor, optimizer: torch.optim.Optimizer = optimizer) -> None:
-                optimizer.step()
-                optimizer.zero_grad()
-
-            parameter.register_post_accumulate_grad_hook(step)
+        stepping_in_backward(model)
         results = []
         for k in range(STEPS):
             y = model(batch(k))

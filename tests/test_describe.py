@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
-from whole_model import Mlp, Transformer, data, offload
+from whole_model import Repeated, Transformer, data, offload
 
 from actoffload.describe import fold
 
@@ -36,17 +35,7 @@ def test_a_long_list_says_how_many_names_are_missing():
 
 
 def test_a_module_that_runs_several_times_is_named_once():
-    class Again(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = Mlp()
-
-        def forward(self, x):
-            for _ in range(7):
-                x = x + self.layer(x)
-            return x
-
-    model = Again()
+    model = Repeated()
     with pytest.warns(UserWarning, match="Where a forward calls one several times, its earlier calls leave"):
         handle = offload(model, layers="layer")
     model(data()).sum().backward()

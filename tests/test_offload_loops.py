@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 
 import pytest
 import torch
 from helpers import nothing_held
 from torch import Tensor, nn
-from whole_model import UNIT, Transformer, Wave, Waves, agrees, data, equal, offload, train
+from whole_model import UNIT, Transformer, Wave, Waves, agrees, data, equal, measured, offload, train
 
-import actoffload
 from actoffload import Reason
 
 SAVES = Wave.SAVES * UNIT
@@ -19,17 +17,6 @@ SAVES = Wave.SAVES * UNIT
 
 def names(order: list[int]) -> tuple[str, ...]:
     return tuple(f"blocks.{k}" for k in order)
-
-
-def measured(handle: actoffload.OffloadHandle, step: Callable[[], None]) -> actoffload.Statistics:
-    """Return the statistics of one step."""
-    handle.reset_statistics()
-    step()
-    return handle.statistics()
-
-
-def backward(model: nn.Module, seed: int = 0) -> Callable[[], None]:
-    return lambda: model(data(seed)).sum().backward()
 
 
 # A loop of the program's own

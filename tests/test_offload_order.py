@@ -9,10 +9,8 @@ from collections.abc import Callable
 import pytest
 import torch
 from helpers import nothing_held
-from torch import Tensor, nn
-from whole_model import UNIT, Mlp, Wave, Waves, agrees, data, equal, offload, train
-
-import actoffload
+from torch import Tensor
+from whole_model import UNIT, Repeated, Wave, Waves, agrees, backward, data, equal, measured, offload, train
 
 SAVES = Wave.SAVES * UNIT
 
@@ -43,17 +41,6 @@ class Orders:
 
 def names(order: list[int]) -> tuple[str, ...]:
     return tuple(f"blocks.{k}" for k in order)
-
-
-def measured(handle: actoffload.OffloadHandle, step: Callable[[], None]) -> actoffload.Statistics:
-    """Return the statistics of one step."""
-    handle.reset_statistics()
-    step()
-    return handle.statistics()
-
-
-def backward(model: nn.Module, seed: int = 0) -> Callable[[], None]:
-    return lambda: model(data(seed)).sum().backward()
 
 
 ORDERS = [
@@ -224,20 +211,10 @@ def test_early_exit_reloads_ahead_what_had_left():
 
 
 def test_one_layer_for_all_as_in_albert():
-    class Albert(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = Mlp()
-
-        def forward(self, x):
-            for _ in range(7):
-                x = x + self.layer(x)
-            return x
-
-    model = Albert()
+    model = Repeated()
     with pytest.warns(UserWarning, match="None of the groups"):
         handle = offload(model, layers="layer")
-    reference = copy.deepcopy(Albert())
+    reference = copy.deepcopy(Repeated())
     reference.load_state_dict(model.state_dict())
     equal(train(model), train(reference))
     assert handle.groups == ("layer",) * 7

@@ -3,27 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 
 from helpers import nothing_held
 from torch import nn
-from whole_model import UNIT, Transformer, Wave, Waves, agrees, data, equal, offload
+from whole_model import UNIT, Transformer, Wave, Waves, agrees, backward, data, equal, measured, offload
 
-import actoffload
 from actoffload import Reason
 
 SAVES = Wave.SAVES * UNIT
-
-
-def measured(handle: actoffload.OffloadHandle, step: Callable[[], None]) -> actoffload.Statistics:
-    """Return the statistics of one step."""
-    handle.reset_statistics()
-    step()
-    return handle.statistics()
-
-
-def backward(model: nn.Module, seed: int = 0) -> Callable[[], None]:
-    return lambda: model(data(seed)).sum().backward()
 
 
 # Shapes

@@ -57,6 +57,21 @@ class Mlp(nn.Module):
         return self.down(torch.tanh(self.up(x)))
 
 
+class Repeated(nn.Module):
+    """One layer for all, as in ALBERT."""
+
+    TIMES = 7
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = Mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(self.TIMES):
+            x = x + self.layer(x)
+        return x
+
+
 class Attention(nn.Module):
     """One head over the rows of a batch of one sequence; query, key and value are views of one storage."""
 
@@ -112,6 +127,18 @@ def offload(model: nn.Module, *, device: Any = None, **options: Any) -> actofflo
 def call(model: nn.Module, x: Tensor) -> Tensor:
     """Call a model: how most programs run one."""
     return model(x)
+
+
+def measured(handle: actoffload.OffloadHandle, step: Callable[[], None]) -> actoffload.Statistics:
+    """Return the statistics of one step."""
+    handle.reset_statistics()
+    step()
+    return handle.statistics()
+
+
+def backward(model: nn.Module, seed: int = 0) -> Callable[[], None]:
+    """Return a step of a model."""
+    return lambda: model(data(seed)).sum().backward()
 
 
 def train(model: nn.Module, run: Run = call, steps: int = 3) -> list[Tensor]:
