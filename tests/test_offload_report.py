@@ -293,3 +293,16 @@ def test_advice_when_nothing_leaves_or_too_few_groups_were_chosen():
     with pytest.warns(UserWarning, match="None of the groups"):
         _, report = reported(Inside(2))
     assert "Only 2 groups were chosen" in said(report)
+
+
+def test_of_a_storage_that_is_saved_in_part_that_part_is_copied_and_all_is_freed():
+    class Packed(nn.Module):
+        def forward(self, x):
+            return torch.sin((x * 1.0).repeat(3, 1)[-ROWS:])
+
+    model = Waves(6, Packed)
+    handle = offload(model, layers="blocks")
+    model(data().requires_grad_()).sum().backward()
+    totals = handle.report().totals
+    assert (totals.bytes_saved, totals.bytes_offloaded) == (6 * 3 * UNIT, 4 * UNIT)
+    assert handle.report().dropped_bytes == handle.report().expected_bytes == 4 * 3 * UNIT
