@@ -63,7 +63,10 @@ numpydoc_show_class_members = False
 numpydoc_class_members_toctree = False
 
 # -- Doctests: the same names as in conftest.py, for pages and docstrings ---------------------------------
-doctest_global_setup = "import torch\nimport actoffload\nfrom actoffload import *\n"
+doctest_global_setup = (
+    "import torch\nimport actoffload\n"
+    "from actoffload import *\nfrom actoffload.report import *\nfrom actoffload.schedule import *\n"
+)
 
 # -- Gallery --------------------------------------------------------------------------------------------
 # The one-time notice of the reference device is a page's box here, and would show a machine's paths.

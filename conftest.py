@@ -38,7 +38,8 @@ def doctest_names() -> dict[str, Any]:
 
     import actoffload
 
-    public = {name: getattr(actoffload, name) for name in actoffload.__all__}
+    modules = (actoffload.schedule, actoffload.report, actoffload)
+    public = {name: getattr(module, name) for module in modules for name in module.__all__}
     return {"torch": torch, "actoffload": actoffload, **public}
 
 

@@ -25,9 +25,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 import actoffload
-from actoffload import Kind, LayerCost, Link, Plan, Timeline, simulate
-from actoffload.observe.costs import measured_costs
-from actoffload.observe.measure import MemoryMeter, measure_link, measure_step_times
+from actoffload.measure import MemoryMeter, measure_link, measure_step_times, measured_costs
+from actoffload.schedule import Kind, LayerCost, Link, Plan, Timeline, simulate
 
 NOTHING, AGAIN = "no offload", "no offload, again"
 Run = Callable[[int, nn.Module, torch.Tensor], torch.Tensor]
@@ -158,7 +157,7 @@ def measure(model: Model, repeats: int, slow_repeats: int, steps: int) -> dict[s
 def offloading(
     row: dict[str, Any],
     plan: Plan,
-    statistics: actoffload.Statistics,
+    statistics: actoffload.report.Statistics,
     costs: tuple[LayerCost, ...],
     link: Link,
     compute: tuple[float, float],

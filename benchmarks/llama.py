@@ -30,8 +30,8 @@ from results_file import RESULTS, write
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import actoffload
-from actoffload import Link
-from actoffload.observe.measure import MemoryMeter, measure_link, measure_step_times
+from actoffload.measure import MemoryMeter, measure_link, measure_step_times
+from actoffload.schedule import Link
 
 NOTHING, AGAIN, OURS = "no offload", "no offload, again", "actoffload"
 Arm = tuple[str, int]
@@ -68,7 +68,7 @@ def bound_seconds(row: dict[str, Any], compute: dict[str, float]) -> float:
     return max(compute["forward"], row["d2h_seconds"]) + max(compute["backward"], row["h2d_seconds"])
 
 
-def copies(statistics: actoffload.Statistics, link: Link) -> dict[str, Any]:
+def copies(statistics: actoffload.report.Statistics, link: Link) -> dict[str, Any]:
     """Return what one step moved, and how long the link takes for it."""
     return {
         "tensors_offloaded": statistics.tensors_offloaded,

@@ -10,8 +10,8 @@ import torch
 from llama_model import Stack
 
 import actoffload
-from actoffload import Kind
-from actoffload.observe.measure import MemoryMeter
+from actoffload.measure import MemoryMeter
+from actoffload.schedule import Kind
 
 
 class Offloaded:
@@ -35,7 +35,7 @@ class Offloaded:
             self.handle.reschedule(num_layers=count)
         self._stack.step(self._stack.model)
 
-    def counted(self, count: int) -> tuple[actoffload.Statistics, int, float]:
+    def counted(self, count: int) -> tuple[actoffload.report.Statistics, int, float]:
         """Return statistics, peak in bytes and about the seconds of a step, the second one of its kind."""
         self.step(count)
         self.handle.reset_statistics()
@@ -114,6 +114,6 @@ def driver_calls(device: torch.device) -> dict[str, int]:
     """Return how often memory was taken from the driver, where that is known."""
     if device.type != "cuda":
         return {}
-    from actoffload.device.cuda import driver_calls as calls
+    from actoffload.device.accelerator import driver_calls as calls
 
     return calls()

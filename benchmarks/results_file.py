@@ -38,7 +38,7 @@ def write(folder: Path, name: str, data: dict[str, Any], command: str) -> Path:
     command : str
         What to run for the same.
     """
-    from actoffload.observe.measure import describe_device
+    from actoffload.measure import describe_device
 
     origin = {
         "format": FORMAT,

@@ -18,9 +18,8 @@ import torch
 from matplotlib import pyplot
 
 import actoffload
-from actoffload.observe.compare import Comparison
-from actoffload.observe.measure import MemoryMeter, describe_device, measure_step_times
-from actoffload.observe.plots import plot_memory, plot_timeline
+from actoffload.measure import Comparison, MemoryMeter, describe_device, measure_step_times
+from actoffload.report.plots import plot_memory, plot_timeline
 
 graphs = torch.cuda.is_available()
 print(f"Runs on {describe_device()}." if graphs else "CUDA graphs need CUDA: nothing to capture on this machine.")

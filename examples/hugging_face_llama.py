@@ -21,8 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import actoffload
-from actoffload.observe.compare import compare_steps
-from actoffload.observe.measure import describe_device, measure_peak, measure_step_times
+from actoffload.measure import compare_steps, describe_device, measure_peak, measure_step_times
 
 device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 reference = device.type == "cpu"

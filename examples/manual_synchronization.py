@@ -17,9 +17,8 @@ import torch
 from matplotlib import pyplot
 
 import actoffload
-from actoffload.observe.compare import compare_steps
-from actoffload.observe.measure import MemoryMeter, describe_device
-from actoffload.observe.plots import plot_memory, plot_timeline
+from actoffload.measure import MemoryMeter, compare_steps, describe_device
+from actoffload.report.plots import plot_memory, plot_timeline
 
 device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 shape = (1, 512, 1024) if device.type == "cpu" else (16, 1024, 1024)

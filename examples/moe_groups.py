@@ -21,8 +21,8 @@ import torch.nn.functional as F
 from matplotlib import pyplot
 
 import actoffload
+from actoffload.measure import describe_device, measure_peak, measure_step_times
 from actoffload.moe import GroupedMLP, indices_to_multihot
-from actoffload.observe.measure import describe_device, measure_peak, measure_step_times
 
 device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 reference = device.type == "cpu"

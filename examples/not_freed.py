@@ -21,9 +21,8 @@ import torch.nn.functional as F
 from matplotlib import pyplot
 
 import actoffload
-from actoffload.observe.compare import compare_steps
-from actoffload.observe.measure import MemoryMeter, describe_device
-from actoffload.observe.plots import plot_memory
+from actoffload.measure import MemoryMeter, compare_steps, describe_device
+from actoffload.report.plots import plot_memory
 
 device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 reference = device.type == "cpu"

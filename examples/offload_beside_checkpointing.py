@@ -22,7 +22,7 @@ from matplotlib import pyplot
 from torch.utils.checkpoint import checkpoint
 
 import actoffload
-from actoffload.observe.measure import MemoryMeter, describe_device, measure_step_times
+from actoffload.measure import MemoryMeter, describe_device, measure_step_times
 
 device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 reference = device.type == "cpu"

@@ -205,7 +205,7 @@ def both(program: Program, *, leaves: bool = True, watch: bool = True, device: A
         That of the second run, for its statistics.
     """
     handles: list[actoffload.OffloadHandle] = []
-    spy: Any = Spy(actoffload.ReferenceDevice() if device is None else device)
+    spy: Any = Spy(actoffload.device.ReferenceDevice() if device is None else device)
 
     def offload(module: nn.Module, **options: Any) -> actoffload.OffloadHandle:
         spy.watched = module if watch else None

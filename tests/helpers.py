@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 import actoffload
+from actoffload.context.context import OffloadContext
 from actoffload.device import use
-from actoffload.engine import eligibility
-from actoffload.offload_context import OffloadContext
+from actoffload.engine import ownership as eligibility
 
 LIMIT = 256 * 1024
 """Elements below which a tensor stays."""
@@ -33,14 +33,14 @@ def any_size(elements: int = 64) -> Iterator[None]:
 
 def make(num_layers: int, model_layers: int, **more: Any) -> tuple[OffloadContext, Callable[[Any], Any]]:
     """Return an enabled context and its synchronization function on a reference device of its own."""
-    with use(more.pop("device", None) or actoffload.ReferenceDevice()):
+    with use(more.pop("device", None) or actoffload.device.ReferenceDevice()):
         context, sync = actoffload.get_cpu_offload_context(True, num_layers, model_layers, **more)
     return context, sync
 
 
 def make_manual(model_layers: int, **more: Any) -> tuple[OffloadContext, Callable[[Any], Any], Any]:
     """Return the three objects of manual synchronization on a reference device of its own."""
-    with use(more.pop("device", None) or actoffload.ReferenceDevice()):
+    with use(more.pop("device", None) or actoffload.device.ReferenceDevice()):
         context, sync, controller = actoffload.get_cpu_offload_context(
             True, model_layers=model_layers, manual_synchronization=True, **more
         )
@@ -147,7 +147,7 @@ def alive(*types: type) -> int:
     return sum(type(thing) in types for thing in gc.get_objects())
 
 
-class Failing(actoffload.ReferenceDevice):
+class Failing(actoffload.device.ReferenceDevice):
     """A device on which a chosen call fails a number of times."""
 
     def __init__(self) -> None:

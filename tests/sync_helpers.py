@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from actoffload.observe.synchronization import Synchronization, Synchronizations
+from actoffload.report.synchronization import Synchronization, Synchronizations
 
 ITEM = "aten::item / aten::_local_scalar_dense"
 

@@ -5,17 +5,18 @@ import torch
 from torch import nn
 
 import actoffload
-from actoffload import DefaultSchedule, Kind, Link, Plan, Span, Timeline, simulate
-from actoffload.observe.compare import Comparison, compare_steps
-from actoffload.observe.costs import measured_costs
-from actoffload.observe.measure import (
+from actoffload.measure import (
+    Comparison,
     DeviceInfo,
     MemoryMeter,
+    compare_steps,
     describe_device,
     measure_link,
     measure_peak,
     measure_step_times,
+    measured_costs,
 )
+from actoffload.schedule import DefaultSchedule, Kind, Link, Plan, Span, Timeline, simulate
 
 MIB = 2**20
 on_cpu = pytest.mark.skipif(torch.accelerator.is_available(), reason="how memory is followed without an accelerator")

@@ -5,19 +5,11 @@ from __future__ import annotations
 import torch
 from hypothesis import strategies as st
 
-from actoffload import (
-    Kind,
-    LayerCost,
-    Link,
-    Plan,
-    ReferenceDevice,
-    Saved,
-    Simulation,
-    Statistics,
-    Timeline,
-)
+from actoffload.context.context import OffloadContext
+from actoffload.device import ReferenceDevice
 from actoffload.engine.engine import Engine
-from actoffload.offload_context import OffloadContext
+from actoffload.report import Statistics
+from actoffload.schedule import Kind, LayerCost, Link, Plan, Saved, Simulation, Timeline
 
 __all__ = ["Work", "agree", "costs", "eighths", "execute", "layer_of", "links", "run"]
 

@@ -120,7 +120,7 @@ def data(seed: int = 0, rows: int = ROWS) -> Tensor:
 
 def offload(model: nn.Module, *, device: Any = None, **options: Any) -> actoffload.OffloadHandle:
     """Offload a model on a reference device of its own, also its small tensors."""
-    with use(device or actoffload.ReferenceDevice()):
+    with use(device or actoffload.device.ReferenceDevice()):
         return actoffload.offload(model, **{"min_bytes": 64, **options})
 
 
@@ -129,7 +129,7 @@ def call(model: nn.Module, x: Tensor) -> Tensor:
     return model(x)
 
 
-def measured(handle: actoffload.OffloadHandle, step: Callable[[], None]) -> actoffload.Statistics:
+def measured(handle: actoffload.OffloadHandle, step: Callable[[], None]) -> actoffload.report.Statistics:
     """Return the statistics of one step."""
     handle.reset_statistics()
     step()
@@ -166,7 +166,7 @@ def equal(got: list[Tensor], want: list[Tensor]) -> None:
 
 def agrees(
     model: nn.Module, run: Run = call, steps: int = 3, **options: Any
-) -> tuple[actoffload.OffloadHandle, actoffload.Statistics]:
+) -> tuple[actoffload.OffloadHandle, actoffload.report.Statistics]:
     """Train a copy of a model as it is, and the model with offload: equal bits, and nothing is held in the end.
 
     Returns the handle and the statistics of all steps.

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_map
 
-from actoffload import Statistics
+from actoffload.report import Statistics
 
 N = 32
 ONE = N * N * 4

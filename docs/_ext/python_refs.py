@@ -59,6 +59,7 @@ TORCH_PAGES = {
         )
     },
 }
+PUBLIC = ("actoffload", "actoffload.schedule", "actoffload.report", "actoffload.measure")
 MATPLOTLIB = "https://matplotlib.org/stable/api/"
 # Imported for annotations alone, so that matplotlib stays optional; a signature then has the bare names.
 MATPLOTLIB_PAGES = {
@@ -124,11 +125,14 @@ def is_type_variable(name: str) -> bool:
 
 def class_of_field(name: str) -> str | None:
     """Return the full name of a public dataclass for ``Class.field``, None if that is no such field."""
-    class_name, _, attribute = name.removeprefix("actoffload.").partition(".")
-    # Imported here: in a build that reads no page again, autodoc has not imported it.
-    found = getattr(importlib.import_module("actoffload"), class_name, None)
-    fields = getattr(found, "__dataclass_fields__", {})
-    return f"actoffload.{class_name}" if attribute in fields else None
+    path, _, attribute = name.rpartition(".")
+    module, _, class_name = path.rpartition(".")
+    for package in [module] if module else PUBLIC:
+        # Imported here: in a build that reads no page again, autodoc has not imported it.
+        found = getattr(importlib.import_module(package), class_name, None)
+        if attribute in getattr(found, "__dataclass_fields__", {}):
+            return f"{package}.{class_name}"
+    return None
 
 
 def resolve(app: Sphinx, env: BuildEnvironment, node: pending_xref, content: nodes.Element) -> Any:

@@ -20,8 +20,18 @@ from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
 import actoffload
-from actoffload import DefaultSchedule, GroupSchedule, Kind, LayerCost, Link, ManualSchedule, Plan, Simulation, simulate
-from actoffload.observe.plots import plot_step
+from actoffload.report.plots import plot_step
+from actoffload.schedule import (
+    DefaultSchedule,
+    GroupSchedule,
+    Kind,
+    LayerCost,
+    Link,
+    ManualSchedule,
+    Plan,
+    Simulation,
+    simulate,
+)
 
 LAYERS = 5
 MIB, GIB = 2**20, 2**30
@@ -99,7 +109,7 @@ def style(ink: str) -> dict[str, Any]:
 def sources() -> list[Path]:
     """Return the files of the library that decide what a figure shows."""
     package = Path(actoffload.__file__).parent
-    return [package / "observe" / "plots.py", *sorted((package / "schedule").glob("*.py"))]
+    return [package / "report" / "plots.py", *sorted((package / "schedule").glob("*.py"))]
 
 
 def describe(result: Simulation) -> str:

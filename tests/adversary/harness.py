@@ -14,12 +14,15 @@ import torch
 from torch import Tensor
 
 import actoffload
+from actoffload.context.context import OffloadContext
 from actoffload.device import use
-from actoffload.engine import eligibility, hostpool, notes, regions
+from actoffload.engine import hostpool
+from actoffload.engine import layout as regions
+from actoffload.engine import ownership as eligibility
+from actoffload.engine import tensor_marks as notes
 from actoffload.engine.engine import Engine
 from actoffload.engine.layer import Phase
 from actoffload.engine.passes import Pass
-from actoffload.offload_context import OffloadContext
 from actoffload.schedule.plan import Plan
 
 from .device import AdversarialDevice

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from actoffload.schedule.groups import GroupSchedule
 from actoffload.schedule.plan import Action, Do, Event, Plan, When
+from actoffload.schedule.schedules import GroupSchedule
 
 __all__ = ["group_plans", "plans"]
 
@@ -39,7 +39,7 @@ def plans(draw: st.DrawFn, model_layers: int) -> Plan:
         starts = [k for k in range(earliest, last + 1) if events[k].when is When.FORWARD_START]
         if starts and draw(st.sampled_from([True, True, False])):
             earliest = draw(st.sampled_from(starts))
-            put(Do.GIVE_WAY, layer, earliest)
+            put(Do.INCREMENTAL_RELEASE, layer, earliest)
         release = draw(st.one_of(st.just(min(earliest + 1, last)), st.integers(earliest, last)))
         put(Do.RELEASE, layer, release)
         if many == 2:
@@ -48,7 +48,7 @@ def plans(draw: st.DrawFn, model_layers: int) -> Plan:
         earliest = release
         if starts and draw(st.sampled_from([True, True, False])):
             earliest = draw(st.sampled_from(starts))
-            put(Do.COME_BACK, layer, earliest)
+            put(Do.INCREMENTAL_PREFETCH, layer, earliest)
         put(Do.RELOAD, layer, draw(st.one_of(st.just(min(earliest + 1, last)), st.integers(earliest, last))))
     return Plan(model_layers, steps)
 

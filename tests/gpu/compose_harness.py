@@ -34,7 +34,7 @@ class Stack(nn.Module):
         return x
 
 
-def offloaded(program: Callable[[Offload], list[Tensor]], **options: Any) -> actoffload.Statistics:
+def offloaded(program: Callable[[Offload], list[Tensor]], **options: Any) -> actoffload.report.Statistics:
     """Run a program without offload and with, on this machine's device; compare every bit."""
     statistics = both(program, device=devices.backend(), **options).statistics()
     assert statistics.bytes_offloaded > 0

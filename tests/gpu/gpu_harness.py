@@ -83,7 +83,7 @@ def make_input(
     return torch.randn(rows, width, generator=generator, device=device, dtype=dtype)
 
 
-def offload(num_layers: int, model_layers: int, **more: Any) -> tuple[actoffload.OffloadContext, Any]:
+def offload(num_layers: int, model_layers: int, **more: Any) -> tuple[actoffload.context.OffloadContext, Any]:
     """Return an enabled context with the default schedule."""
     return actoffload.get_cpu_offload_context(enabled=True, num_layers=num_layers, model_layers=model_layers, **more)
 

@@ -11,7 +11,7 @@ from gpu_harness import CUDA, DEVICE, WIDTH, Result, collect, loss, make_input, 
 from torch import Tensor, nn
 
 import actoffload
-from actoffload.observe.measure import MemoryMeter
+from actoffload.measure import MemoryMeter
 
 LAYERS, ROWS = 12, 8192 if CUDA else 512
 NBYTES = ROWS * WIDTH * 4

@@ -17,7 +17,7 @@ from gpu_harness import CUDA, DEVICE, ROWS, WIDTH, flash, lenient, make_input, n
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from actoffload import Reason
+from actoffload.report import Reason
 
 pytestmark = [pytest.mark.gpu, *lenient]
 

@@ -28,8 +28,8 @@ from gpu_harness import (
 from torch import nn
 from wrappers import Join, QuantizedTensor, Scaled, Split, Two, Uses, read
 
-from actoffload import Reason
 from actoffload import device as devices
+from actoffload.report import Reason
 
 pytestmark = [pytest.mark.gpu, *lenient]
 

@@ -26,7 +26,7 @@ from gpu_harness import (
 from torch import nn
 
 import actoffload
-from actoffload import Reason
+from actoffload.report import Reason
 
 pytestmark = [pytest.mark.gpu, needs_cuda, *lenient]
 

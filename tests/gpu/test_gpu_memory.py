@@ -26,8 +26,8 @@ from gpu_harness import (
 )
 from torch import nn
 
-from actoffload import DefaultSchedule, LayerCost, Link, Plan, Saved, simulate
-from actoffload.observe.measure import MemoryMeter
+from actoffload.measure import MemoryMeter
+from actoffload.schedule import DefaultSchedule, LayerCost, Link, Plan, Saved, simulate
 
 pytestmark = [pytest.mark.gpu, *lenient]
 
@@ -87,7 +87,7 @@ def test_allocated_peak_drops_by_what_leaves() -> None:
 @pytest.mark.parametrize("kind", ["linear", "attention"])
 @pytest.mark.parametrize("num_layers", [3, 10])
 def test_steady_steps_neither_synchronize_nor_allocate(kind: str, num_layers: int) -> None:
-    from actoffload.device.cuda import driver_calls
+    from actoffload.device.accelerator import driver_calls
 
     layers = make_layers(kind, LAYERS)
     pair = offload(num_layers, LAYERS)

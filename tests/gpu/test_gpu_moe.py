@@ -17,8 +17,9 @@ from moe_harness import captured, generator, no_synchronization, same_bits
 from torch import Tensor, nn
 
 import actoffload
-from actoffload import Reason
-from actoffload.moe import GroupedMLP, grouped_mlp, groups, indices_to_multihot
+from actoffload.moe import GroupedMLP, grouped_mlp, indices_to_multihot
+from actoffload.moe import grouped_linear as groups
+from actoffload.report import Reason
 
 pytestmark = [pytest.mark.gpu, *lenient]
 

@@ -13,7 +13,7 @@ from gpu_harness import CUDA, DEVICE, WIDTH, flash, lenient, make_input, needs_c
 from offload_harness import LAYERS, NBYTES, Net, expected, make, offload, one, peak, settled_peak, step
 from torch import Tensor, nn
 
-from actoffload import LayerCost, Link, Plan, Saved, simulate
+from actoffload.schedule import LayerCost, Link, Plan, Saved, simulate
 
 pytestmark = [pytest.mark.gpu, *lenient]
 
@@ -136,7 +136,7 @@ def test_what_somebody_holds_does_not_drop_and_the_report_knows() -> None:
 @needs_cuda
 @pytest.mark.parametrize("how", OPTIONS)
 def test_steps_from_the_third_on_neither_synchronize_nor_allocate(how: str) -> None:
-    from actoffload.device.cuda import driver_calls
+    from actoffload.device.accelerator import driver_calls
 
     model = make("attention", 8)
     handle = offload(model, **OPTIONS[how])

@@ -12,7 +12,7 @@ from offload_harness import LAYERS, NBYTES, ROWS, Net, expected, make, offload, 
 from test_gpu_graphs import WholeStep, requested
 from torch import Tensor, nn
 
-from actoffload import Kind
+from actoffload.schedule import Kind
 
 pytestmark = [pytest.mark.gpu, *lenient]
 

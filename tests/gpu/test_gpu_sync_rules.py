@@ -13,8 +13,8 @@ from sync_helpers import item, mask_index, nonzero, only, to_host, to_pageable
 from sync_table import Row, names, rows
 from torch import nn
 
-from actoffload.observe import sync_causes
-from actoffload.observe.synchronization import find_synchronizations
+from actoffload.report import sync_causes
+from actoffload.report.synchronization import find_synchronizations
 
 pytestmark = [pytest.mark.gpu, needs_cuda, *lenient]
 
@@ -102,7 +102,7 @@ def test_the_rules_agree_with_the_sync_debug_mode(line: str, monkeypatch: pytest
         return original(name, args, kwargs)
 
     space = names("cuda")
-    monkeypatch.setattr("actoffload.observe.sync_watch.unreported", judge)
+    monkeypatch.setattr("actoffload.report.sync_watch.unreported", judge)
     with find_synchronizations() as found:
         exec(code, space)
     # `unreported` is asked only where torch said nothing: there the rules may claim nothing either.

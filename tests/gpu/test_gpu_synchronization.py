@@ -26,8 +26,8 @@ from sync_helpers import (
 )
 from torch.utils.checkpoint import checkpoint
 
-from actoffload.observe import sync_causes
-from actoffload.observe.synchronization import find_synchronizations
+from actoffload.report import sync_causes
+from actoffload.report.synchronization import find_synchronizations
 
 pytestmark = [pytest.mark.gpu, needs_cuda, *lenient]
 

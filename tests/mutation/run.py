@@ -24,7 +24,7 @@ from mutants import Mutant, conditions, tagged
 __all__ = ["Verdict", "main"]
 
 ROOT = Path(__file__).parents[2]
-TESTS = ["tests/edges", "tests/test_adversary.py"]
+TESTS = ["tests/engine/edges", "tests/engine/test_adversary.py"]
 COPIED = ["src", "tests/adversary", "tests/conftest.py", *TESTS, "conftest.py", "pyproject.toml"]
 LIMIT = 600.0
 

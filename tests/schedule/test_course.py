@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actoffload.schedule.course import Course
+from actoffload.schedule.execution_order import ExecutionOrder
 
 orders = st.lists(st.sampled_from("abcd"), max_size=8)
 
@@ -31,7 +31,7 @@ class Slow:
 
 
 def follow(expected: Sequence[str], comes: str) -> tuple[list[bool], str]:
-    course = Course(expected)
+    course = ExecutionOrder(expected)
     as_expected = [course.arrive(key) for key in comes]
     return as_expected, "".join(course.sequence)
 
@@ -64,7 +64,7 @@ def test_what_is_expected_follows_what_comes(expected: str, comes: str, right: l
 
 @given(orders, orders)
 def test_against_a_list_that_is_cut_down(expected: list[str], comes: list[str]) -> None:
-    course, slow = Course(expected), Slow(expected)
+    course, slow = ExecutionOrder(expected), Slow(expected)
     for key in comes:
         assert course.arrive(key) == slow.arrive(key)
         assert course.arrived == slow.arrived
@@ -75,7 +75,7 @@ def test_against_a_list_that_is_cut_down(expected: list[str], comes: list[str]) 
 @given(orders, orders)
 def test_what_has_come_is_never_rewritten(expected: list[str], comes: list[str]) -> None:
     """The sequence begins with what has come and ends with a part of what was expected, in its order."""
-    course = Course(expected)
+    course = ExecutionOrder(expected)
     ahead = len(expected)
     for k, key in enumerate(comes):
         before = course.sequence
@@ -90,10 +90,10 @@ def test_what_has_come_is_never_rewritten(expected: list[str], comes: list[str])
 
 @given(orders, orders)
 def test_the_next_pass_is_expected_as_this_one_was(expected: list[str], comes: list[str]) -> None:
-    first = Course(expected)
+    first = ExecutionOrder(expected)
     for key in comes:
         first.arrive(key)
-    second = Course(tuple(first.arrived))
+    second = ExecutionOrder(tuple(first.arrived))
     assert all(second.arrive(key) for key in comes)
     assert second.complete
     assert second.sequence == tuple(comes)
@@ -102,7 +102,7 @@ def test_the_next_pass_is_expected_as_this_one_was(expected: list[str], comes: l
 @given(orders, orders)
 def test_the_expected_order_is_not_changed(expected: list[str], comes: list[str]) -> None:
     given = list(expected)
-    course = Course(given)
+    course = ExecutionOrder(given)
     for key in comes:
         course.arrive(key)
     assert given == expected

@@ -6,8 +6,8 @@ import re
 
 import pytest
 
-from actoffload.schedule.default import DefaultSchedule
 from actoffload.schedule.plan import Action, Do, Event, Plan, When
+from actoffload.schedule.schedules import DefaultSchedule
 
 SIZES = [(n, m) for m in range(1, 8) for n in range(m)]
 

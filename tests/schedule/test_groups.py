@@ -13,9 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actoffload.schedule.costs import LayerCost, Link
-from actoffload.schedule.default import DefaultSchedule
-from actoffload.schedule.groups import GroupSchedule
 from actoffload.schedule.plan import Action, Do, Event, Plan, When
+from actoffload.schedule.schedules import DefaultSchedule, GroupSchedule
 from actoffload.schedule.simulate import simulate
 
 SEQUENCES = ["".join(kinds) for of in range(1, 7) for kinds in product("abc", repeat=of)]
@@ -140,15 +139,15 @@ def check_plan(schedule: GroupSchedule, kinds: Sequence[str]) -> None:
     alone = behind == 1  # then copies would have nothing to run beside
     for i in leaving:
         assert plan.find(Do.OFFLOAD, i) == Event(When.FORWARD_START, i)
-        assert plan.find(Do.GIVE_WAY, i) == Event(When.FORWARD_START, i + d)
+        assert plan.find(Do.INCREMENTAL_RELEASE, i) == Event(When.FORWARD_START, i + d)
         assert plan.find(Do.RELEASE, i) == Event(When.FORWARD_END, i + d)
-        assert plan.find(Do.COME_BACK, i) == (Event(When.BACKWARD_START, i + back) if alone else None)
+        assert plan.find(Do.INCREMENTAL_PREFETCH, i) == (Event(When.BACKWARD_START, i + back) if alone else None)
         assert plan.find(Do.RELOAD, i) == Event(When.BACKWARD_END, i + back)
     assert sum(map(len, plan.steps.values())) == (5 if alone else 4) * len(leaving)
     # Each makes room for one other, which starts its own copies only then.
     for actions in plan.steps.values():
         does = [action.do for action in actions]
-        assert does in ([Do.GIVE_WAY, Do.OFFLOAD], *([do] for do in Do))
+        assert does in ([Do.INCREMENTAL_RELEASE, Do.OFFLOAD], *([do] for do in Do))
 
 
 @pytest.mark.parametrize("number", NUMBERS)
@@ -168,9 +167,9 @@ def test_a_plan_written_out() -> None:
         4,
         {
             Event(When.FORWARD_START, 0): (Action(Do.OFFLOAD, 0),),
-            Event(When.FORWARD_START, 1): (Action(Do.GIVE_WAY, 0), Action(Do.OFFLOAD, 1)),
+            Event(When.FORWARD_START, 1): (Action(Do.INCREMENTAL_RELEASE, 0), Action(Do.OFFLOAD, 1)),
             Event(When.FORWARD_END, 1): (Action(Do.RELEASE, 0),),
-            Event(When.FORWARD_START, 2): (Action(Do.GIVE_WAY, 1),),
+            Event(When.FORWARD_START, 2): (Action(Do.INCREMENTAL_RELEASE, 1),),
             Event(When.FORWARD_END, 2): (Action(Do.RELEASE, 1),),
             Event(When.BACKWARD_END, 3): (Action(Do.RELOAD, 1),),
             Event(When.BACKWARD_END, 2): (Action(Do.RELOAD, 0),),
@@ -183,9 +182,9 @@ def test_a_plan_in_which_one_group_stays_written_out() -> None:
         2,
         {
             Event(When.FORWARD_START, 0): (Action(Do.OFFLOAD, 0),),
-            Event(When.FORWARD_START, 1): (Action(Do.GIVE_WAY, 0),),
+            Event(When.FORWARD_START, 1): (Action(Do.INCREMENTAL_RELEASE, 0),),
             Event(When.FORWARD_END, 1): (Action(Do.RELEASE, 0),),
-            Event(When.BACKWARD_START, 1): (Action(Do.COME_BACK, 0),),
+            Event(When.BACKWARD_START, 1): (Action(Do.INCREMENTAL_PREFETCH, 0),),
             Event(When.BACKWARD_END, 1): (Action(Do.RELOAD, 0),),
         },
     )
@@ -220,7 +219,7 @@ def test_giving_way_is_never_slower_than_leaving_at_once(
     plan, link = schedule.plan(kinds), Link(size * speed, size * speed)
     at_once: dict[Event, tuple[Action, ...]] = {}
     for event, actions in plan.steps.items():
-        kept = [a if a.do is not Do.GIVE_WAY else Action(Do.RELEASE, a.layer) for a in actions]
+        kept = [a if a.do is not Do.INCREMENTAL_RELEASE else Action(Do.RELEASE, a.layer) for a in actions]
         at_once[event] = tuple(a for a in kept if a.do is not Do.RELEASE or event.when is When.FORWARD_START)
     # Exact: all times are multiples of a power of two.
     assert simulate(plan, layers, link).step_time <= simulate(Plan(len(kinds), at_once), layers, link).step_time

@@ -6,8 +6,8 @@ import re
 
 import pytest
 
-from actoffload.schedule.manual import ManualSchedule
 from actoffload.schedule.plan import Action, Do, Event, Plan, When
+from actoffload.schedule.schedules import ManualSchedule
 
 
 def test_calls_become_actions_at_their_events_in_order() -> None:

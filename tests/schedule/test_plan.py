@@ -12,9 +12,8 @@ from itertools import product
 
 import pytest
 
-from actoffload.schedule.default import DefaultSchedule
-from actoffload.schedule.groups import GroupSchedule
 from actoffload.schedule.plan import Action, Do, Event, Plan, When
+from actoffload.schedule.schedules import DefaultSchedule, GroupSchedule
 
 FORWARD_START, FORWARD_END = When.FORWARD_START, When.FORWARD_END
 BACKWARD_START, BACKWARD_END = When.BACKWARD_START, When.BACKWARD_END
@@ -127,28 +126,28 @@ def test_a_layer_may_leave_and_return_at_one_event() -> None:
         ),
         (
             2,
-            [(FORWARD_START, 1, Do.GIVE_WAY, 2)],
+            [(FORWARD_START, 1, Do.INCREMENTAL_RELEASE, 2)],
             "The plan would let layer 2 give way, but its layers are 0 to 1.",
         ),
         (
             3,
             [
                 (FORWARD_START, 0, Do.OFFLOAD, 0),
-                (FORWARD_START, 1, Do.GIVE_WAY, 0),
-                (FORWARD_START, 2, Do.GIVE_WAY, 0),
+                (FORWARD_START, 1, Do.INCREMENTAL_RELEASE, 0),
+                (FORWARD_START, 2, Do.INCREMENTAL_RELEASE, 0),
                 (FORWARD_END, 2, Do.RELEASE, 0),
             ],
             "The plan would let layer 0 give way twice in one pass; once is enough.",
         ),
         (
             2,
-            [(FORWARD_START, 1, Do.GIVE_WAY, 0), (FORWARD_END, 1, Do.RELEASE, 0)],
+            [(FORWARD_START, 1, Do.INCREMENTAL_RELEASE, 0), (FORWARD_END, 1, Do.RELEASE, 0)],
             "The plan would let layer 0 give way without, or before, the action 'offload layer 0'; add it earlier.",
         ),
         (
             2,
             [
-                (FORWARD_START, 1, Do.GIVE_WAY, 0),
+                (FORWARD_START, 1, Do.INCREMENTAL_RELEASE, 0),
                 (FORWARD_START, 1, Do.OFFLOAD, 0),
                 (FORWARD_END, 1, Do.RELEASE, 0),
             ],
@@ -158,7 +157,7 @@ def test_a_layer_may_leave_and_return_at_one_event() -> None:
             2,
             [
                 (FORWARD_START, 1, Do.OFFLOAD, 1),
-                (FORWARD_START, 1, Do.GIVE_WAY, 1),
+                (FORWARD_START, 1, Do.INCREMENTAL_RELEASE, 1),
                 (FORWARD_END, 1, Do.RELEASE, 1),
             ],
             "The plan would let layer 1 give way before its forward ends; move it there or later.",
@@ -166,7 +165,11 @@ def test_a_layer_may_leave_and_return_at_one_event() -> None:
         *(
             (
                 2,
-                [(FORWARD_START, 0, Do.OFFLOAD, 0), (when, 1, Do.GIVE_WAY, 0), (BACKWARD_START, 0, Do.RELEASE, 0)],
+                [
+                    (FORWARD_START, 0, Do.OFFLOAD, 0),
+                    (when, 1, Do.INCREMENTAL_RELEASE, 0),
+                    (BACKWARD_START, 0, Do.RELEASE, 0),
+                ],
                 f"In the plan layer 0 gives way at the {when.value} of layer 1; "
                 "it can only at the forward start of a layer.",
             )
@@ -174,36 +177,44 @@ def test_a_layer_may_leave_and_return_at_one_event() -> None:
         ),
         (
             2,
-            [(FORWARD_START, 0, Do.OFFLOAD, 0), (FORWARD_START, 1, Do.GIVE_WAY, 0)],
+            [(FORWARD_START, 0, Do.OFFLOAD, 0), (FORWARD_START, 1, Do.INCREMENTAL_RELEASE, 0)],
             "In the plan layer 0 gives way without the action 'release layer 0' behind it; add that.",
         ),
         *(
             (
                 3,
-                [(FORWARD_START, 0, Do.OFFLOAD, 0), (when, at, Do.RELEASE, 0), (FORWARD_START, 2, Do.GIVE_WAY, 0)],
+                [
+                    (FORWARD_START, 0, Do.OFFLOAD, 0),
+                    (when, at, Do.RELEASE, 0),
+                    (FORWARD_START, 2, Do.INCREMENTAL_RELEASE, 0),
+                ],
                 "In the plan layer 0 gives way without the action 'release layer 0' behind it; add that.",
             )
             for when, at in ((FORWARD_START, 1), (FORWARD_END, 1), (FORWARD_START, 2))
         ),
         (
             2,
-            [(BACKWARD_START, 1, Do.COME_BACK, 2)],
+            [(BACKWARD_START, 1, Do.INCREMENTAL_PREFETCH, 2)],
             "The plan would let layer 2 come back, but its layers are 0 to 1.",
         ),
         (
             2,
-            [*GONE, (BACKWARD_START, 1, Do.COME_BACK, 0), (BACKWARD_START, 0, Do.COME_BACK, 0)],
+            [*GONE, (BACKWARD_START, 1, Do.INCREMENTAL_PREFETCH, 0), (BACKWARD_START, 0, Do.INCREMENTAL_PREFETCH, 0)],
             "The plan would let layer 0 come back twice in one pass; once is enough.",
         ),
         (
             2,
-            [(FORWARD_START, 0, Do.OFFLOAD, 0), (BACKWARD_START, 1, Do.COME_BACK, 0), (BACKWARD_END, 1, Do.RELOAD, 0)],
+            [
+                (FORWARD_START, 0, Do.OFFLOAD, 0),
+                (BACKWARD_START, 1, Do.INCREMENTAL_PREFETCH, 0),
+                (BACKWARD_END, 1, Do.RELOAD, 0),
+            ],
             "The plan would let layer 0 come back without, or before, the action 'release layer 0'; add it earlier.",
         ),
         *(
             (
                 2,
-                [*GONE, (when, 1, Do.COME_BACK, 0), (BACKWARD_START, 0, Do.RELOAD, 0)],
+                [*GONE, (when, 1, Do.INCREMENTAL_PREFETCH, 0), (BACKWARD_START, 0, Do.RELOAD, 0)],
                 f"In the plan layer 0 comes back at the {when.value} of layer 1; "
                 "it can only at the backward start of a layer.",
             )
@@ -211,12 +222,12 @@ def test_a_layer_may_leave_and_return_at_one_event() -> None:
         ),
         (
             2,
-            [*GONE, (BACKWARD_START, 1, Do.COME_BACK, 0)],
+            [*GONE, (BACKWARD_START, 1, Do.INCREMENTAL_PREFETCH, 0)],
             "In the plan layer 0 comes back without the action 'reload layer 0' behind it; add that.",
         ),
         (
             2,
-            [*GONE, (BACKWARD_START, 1, Do.RELOAD, 0), (BACKWARD_START, 1, Do.COME_BACK, 0)],
+            [*GONE, (BACKWARD_START, 1, Do.RELOAD, 0), (BACKWARD_START, 1, Do.INCREMENTAL_PREFETCH, 0)],
             "In the plan layer 0 comes back without the action 'reload layer 0' behind it; add that.",
         ),
     ],
@@ -230,9 +241,9 @@ def test_bad_plans_are_refused_in_one_sentence(
 
 def test_a_layer_may_give_way_and_be_released_at_one_event() -> None:
     at = (FORWARD_START, 1)
-    made = plan(2, (*at, Do.OFFLOAD, 0), (*at, Do.GIVE_WAY, 0), (*at, Do.RELEASE, 0), (*at, Do.RELOAD, 0))
-    assert made.at(*at) == tuple(Action(do, 0) for do in (Do.OFFLOAD, Do.GIVE_WAY, Do.RELEASE, Do.RELOAD))
-    assert made.find(Do.GIVE_WAY, 0) == Event(*at)
+    made = plan(2, (*at, Do.OFFLOAD, 0), (*at, Do.INCREMENTAL_RELEASE, 0), (*at, Do.RELEASE, 0), (*at, Do.RELOAD, 0))
+    assert made.at(*at) == tuple(Action(do, 0) for do in (Do.OFFLOAD, Do.INCREMENTAL_RELEASE, Do.RELEASE, Do.RELOAD))
+    assert made.find(Do.INCREMENTAL_RELEASE, 0) == Event(*at)
 
 
 @pytest.mark.parametrize("of", range(1, 4))
@@ -240,7 +251,7 @@ def test_the_rules_of_giving_way_in_full(of: int) -> None:
     """Every way to offload, give way to and release one layer: the allowed ones are those that the rules name."""
     events = list(Plan(of).events())
     for layer, offload, give, release in product(range(of), *[range(len(events))] * 3):
-        places = zip((offload, give, release), (Do.OFFLOAD, Do.GIVE_WAY, Do.RELEASE), strict=True)
+        places = zip((offload, give, release), (Do.OFFLOAD, Do.INCREMENTAL_RELEASE, Do.RELEASE), strict=True)
         first, end, last = (events.index(Event(w, layer)) for w in (FORWARD_START, FORWARD_END, BACKWARD_START))
         allowed = (
             first <= offload <= give <= release <= last
@@ -254,7 +265,7 @@ def test_the_rules_of_giving_way_in_full(of: int) -> None:
 def test_the_rules_of_coming_back_in_full(of: int) -> None:
     events = list(Plan(of).events())
     for layer, release, back, reload in product(range(of), *[range(len(events))] * 3):
-        places = zip((release, back, reload), (Do.RELEASE, Do.COME_BACK, Do.RELOAD), strict=True)
+        places = zip((release, back, reload), (Do.RELEASE, Do.INCREMENTAL_PREFETCH, Do.RELOAD), strict=True)
         end, last = (events.index(Event(w, layer)) for w in (FORWARD_END, BACKWARD_START))
         allowed = (
             end <= release <= back <= reload <= last
@@ -297,9 +308,9 @@ def test_equal_plans_have_equal_hashes_and_survive_copies(schedule: Callable[[],
 def test_a_plan_reads_in_the_order_of_the_pass() -> None:
     steps = {
         Event(BACKWARD_END, 1): (Action(Do.RELOAD, 0),),
-        Event(BACKWARD_START, 1): (Action(Do.COME_BACK, 0),),
+        Event(BACKWARD_START, 1): (Action(Do.INCREMENTAL_PREFETCH, 0),),
         Event(FORWARD_END, 1): (Action(Do.RELEASE, 0),),
-        Event(FORWARD_START, 1): (Action(Do.GIVE_WAY, 0),),
+        Event(FORWARD_START, 1): (Action(Do.INCREMENTAL_RELEASE, 0),),
         Event(FORWARD_START, 0): (Action(Do.OFFLOAD, 0),),
     }
     assert str(Plan(2, steps)) == (
@@ -319,7 +330,7 @@ def test_schedules_do_not_import_torch() -> None:
         "folder = pathlib.Path(sys.argv[1])\n"
         "package = types.ModuleType('schedule'); package.__path__ = [str(folder)]\n"
         "sys.modules['schedule'] = package\n"
-        "import schedule.simulate, schedule.default, schedule.manual, schedule.groups, schedule.course\n"
+        "import schedule.simulate, schedule.schedules, schedule.execution_order, schedule.timeline\n"
         "assert 'torch' not in sys.modules and 'numpy' not in sys.modules, sorted(sys.modules)\n"
         "assert sys.modules['schedule.simulate'].__file__.startswith(str(folder))\n"
     )

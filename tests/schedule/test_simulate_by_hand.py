@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from actoffload.schedule.costs import LayerCost, Link, Saved
-from actoffload.schedule.default import DefaultSchedule
-from actoffload.schedule.manual import ManualSchedule
 from actoffload.schedule.plan import Action, Do, Event, Plan, When
+from actoffload.schedule.schedules import DefaultSchedule, ManualSchedule
 from actoffload.schedule.simulate import Simulation, simulate
 from actoffload.schedule.timeline import Kind
 

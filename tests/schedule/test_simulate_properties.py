@@ -13,9 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from actoffload.schedule.costs import LayerCost, Link, Saved
-from actoffload.schedule.default import DefaultSchedule
-from actoffload.schedule.manual import ManualSchedule
 from actoffload.schedule.plan import Do, Plan, When
+from actoffload.schedule.schedules import DefaultSchedule, ManualSchedule
 from actoffload.schedule.simulate import Simulation, simulate
 from actoffload.schedule.timeline import Kind
 

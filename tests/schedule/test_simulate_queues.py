@@ -134,7 +134,7 @@ def program(plan: Plan, layers: list[LayerCost], link: Link) -> tuple[Queue, Que
                 leaving.add(i)
                 for k in made[i]:
                     copy_out(i, k)
-            elif action.do is Do.GIVE_WAY:
+            elif action.do is Do.INCREMENTAL_RELEASE:
                 giver, gifts[i], short[i] = i, deque(made[i]), 0
             elif action.do is Do.RELEASE:
                 released.add(i)
@@ -145,7 +145,7 @@ def program(plan: Plan, layers: list[LayerCost], link: Link) -> tuple[Queue, Que
                     compute.put("bytes", -sum(layers[i].saved[k].nbytes for k in rest))
                 if i in gifts:
                     gifts[i].clear()
-            elif action.do is Do.COME_BACK:
+            elif action.do is Do.INCREMENTAL_PREFETCH:
                 taker, room = i, -(sum(saved.nbytes for saved in layers[at].saved) // 4)
             else:
                 rest = [k for k in made[i] if (i, k) in on_host]
@@ -261,7 +261,7 @@ def test_simulate_agrees_with_queues_moved_tick_by_tick() -> None:
     def check(data: st.DataObject, layers: list[LayerCost], link: Link) -> None:
         plan = data.draw(st.one_of(plans(len(layers)), group_plans(len(layers))))
         agree(plan, layers, link)
-        for do in (Do.GIVE_WAY, Do.COME_BACK):
+        for do in (Do.INCREMENTAL_RELEASE, Do.INCREMENTAL_PREFETCH):
             at = Counter(event for i in plan.offloaded if (event := plan.find(do, i)) is not None)
             seen[f"nobody: {do.value}"] += not at
             seen[f"two at one layer: {do.value}"] += max(at.values(), default=0) > 1
@@ -278,7 +278,7 @@ def test_a_layer_that_is_back_gives_nothing_more() -> None:
     start = Event(When.FORWARD_START, 1)
     steps = {
         Event(When.FORWARD_START, 0): (Action(Do.OFFLOAD, 0),),
-        start: (Action(Do.GIVE_WAY, 0), Action(Do.RELEASE, 0), Action(Do.RELOAD, 0)),
+        start: (Action(Do.INCREMENTAL_RELEASE, 0), Action(Do.RELEASE, 0), Action(Do.RELOAD, 0)),
     }
     compute, _, h2d = agree(Plan(2, steps), layers, Link(4.0, 4.0))
     assert [nbytes for _, nbytes in compute.resident] == [4, 0, 4, 8, 4, 0]

@@ -43,8 +43,8 @@ def test_listed_names_of_torch_exist():
 def test_fields_of_public_dataclasses_lead_to_their_class():
     from python_refs import class_of_field
 
-    assert class_of_field("Saved.needed_at") == "actoffload.Saved"
-    assert class_of_field("actoffload.Saved.needed_at") == "actoffload.Saved"
+    assert class_of_field("Saved.needed_at") == "actoffload.schedule.Saved"
+    assert class_of_field("actoffload.schedule.Saved.needed_at") == "actoffload.schedule.Saved"
     assert class_of_field("Saved.need_at") is None
     assert class_of_field("Sawed.needed_at") is None
 

@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("matplotlib", reason="figures need matplotlib")
 import schedule_figures
 
-from actoffload import simulate
+from actoffload.schedule import simulate
 
 PAGE = """
 Page

@@ -13,7 +13,7 @@ from .accelerator import Accelerator
 from .base import Backend
 from .reference import ReferenceDevice
 
-__all__ = ["Accelerator", "Backend", "ReferenceDevice", "ReferenceDeviceWarning", "backend", "use"]
+__all__ = ["ReferenceDevice", "ReferenceDeviceWarning", "use"]
 
 
 class ReferenceDeviceWarning(UserWarning):

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 
-__all__ = ["Backend", "Event", "Pairs", "Stream"]
+__all__ = ["Backend", "Event", "Pairs", "Stream", "StreamPosition", "latest_positions"]
 
 Stream: TypeAlias = Any
 """A queue of work on a device: `torch.Stream`, or what stands in for it on a device of ours.  Compares with ``==``."""
@@ -115,3 +115,33 @@ class Backend(Protocol):
     def to_device(self, pairs: Pairs, stream: Stream) -> None:
         """Queue one transfer from page-locked memory to the device, made of (host, device) pairs of tensors."""
         ...
+
+
+class StreamPosition(NamedTuple):
+    """An event with its place in the order of its stream.
+
+    Parameters
+    ----------
+    event : Event
+        What to wait for.
+    lane : int
+        Which transfer stream it was recorded on.
+    order : int
+        Grows along a lane: who waits for a mark has waited for all before it.
+    captured : bool
+        It was recorded while a graph was captured, and means something only within that capture.
+    """
+
+    event: Event
+    lane: int
+    order: int
+    captured: bool
+
+
+def latest_positions(marks: Iterable[StreamPosition]) -> tuple[StreamPosition, ...]:
+    """Return the last mark of each lane, which stands for all of them."""
+    last: dict[int, StreamPosition] = {}
+    for mark in marks:
+        if mark.lane not in last or last[mark.lane].order < mark.order:
+            last[mark.lane] = mark
+    return tuple(last.values())

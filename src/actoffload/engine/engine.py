@@ -10,16 +10,15 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..device.base import Backend
-from ..observe.counters import Counters, Statistics
-from ..schedule.plan import Plan
-from . import eligibility
-from .eligibility import Limit
-from .roles import Roles
+from ..schedule.plan import Plan, Roles
+from . import ownership
+from .ownership import Limit
+from .statistics import Counters, Statistics
 from .transfer import Transfers
 
 if TYPE_CHECKING:
-    from ..observe.recorder import TimelineRecorder
     from .passes import Pass
+    from .recorder import TimelineRecorder
 
 __all__ = ["Engine", "HostMemoryWarning"]
 
@@ -69,7 +68,7 @@ class Engine:
 
     def limit(self) -> Limit:
         """Return below which size tensors stay."""
-        return Limit(eligibility.MIN_ELEMENTS, 0) if self._min_bytes is None else Limit(0, self._min_bytes)
+        return Limit(ownership.MIN_ELEMENTS, 0) if self._min_bytes is None else Limit(0, self._min_bytes)
 
     def fresh(self) -> Engine:
         """Return an engine with the same settings that has done nothing yet."""

@@ -22,8 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..device.base import Backend
-from .marks import Mark, latest
+from ..device.base import Backend, StreamPosition, latest_positions
 
 __all__ = ["GRANULE", "SPLIT", "HostBuffer", "HostPool", "Segment"]
 
@@ -39,7 +38,7 @@ class Segment(NamedTuple):
     slab: int
     start: int
     stop: int
-    fence: tuple[Mark, ...] = ()
+    fence: tuple[StreamPosition, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -58,7 +57,7 @@ class HostBuffer:
         One-dimensional uint8 tensors that together hold `nbytes` bytes.
     segments : tuple of Segment
         Where they lie.
-    fence : tuple of Mark
+    fence : tuple of StreamPosition
         What the first writer has to wait for.
     captured : bool
         Belongs to a captured graph.
@@ -73,7 +72,7 @@ class HostBuffer:
         nbytes: int,
         parts: tuple[torch.Tensor, ...],
         segments: tuple[Segment, ...],
-        fence: tuple[Mark, ...],
+        fence: tuple[StreamPosition, ...],
         epoch: int,
     ) -> None:
         self.nbytes = nbytes
@@ -118,7 +117,7 @@ class HostPool:
         self._bins: dict[int, list[HostBuffer]] = {}
         # Buffers come back from finalizers, which may run in any thread and in the middle of `take`; a deque
         # takes them without a lock, and the next `take` sorts them in.
-        self._returned: deque[tuple[HostBuffer, tuple[Mark, ...]]] = deque()
+        self._returned: deque[tuple[HostBuffer, tuple[StreamPosition, ...]]] = deque()
         self._epoch = 0
         self.bytes_held = 0
         self.bytes_taken = 0
@@ -157,7 +156,7 @@ class HostPool:
             self.high_water = self.bytes_taken
         return buffer
 
-    def give_back(self, buffer: HostBuffer, fence: tuple[Mark, ...]) -> None:
+    def give_back(self, buffer: HostBuffer, fence: tuple[StreamPosition, ...]) -> None:
         """Return a buffer that may be written again after the marks of `fence`; from any thread, at any time."""
         self._returned.append((buffer, fence))
 
@@ -200,7 +199,7 @@ class HostPool:
             size = min(left, segment.nbytes)
             parts.append(self._slabs[segment.slab][segment.start : segment.start + size])
             left -= size
-        fence = latest(mark for segment in segments for mark in segment.fence)
+        fence = latest_positions(mark for segment in segments for mark in segment.fence)
         return HostBuffer(nbytes, tuple(parts), tuple(segments), fence, self._epoch)
 
     def _dissolve(self) -> None:
@@ -216,12 +215,12 @@ class HostPool:
         place = bisect_left(free, segment[:2], key=lambda other: other[:2])
         if place < len(free) and free[place].slab == segment.slab and free[place].start == segment.stop:
             behind = free.pop(place)
-            fence = latest((*segment.fence, *behind.fence))
+            fence = latest_positions((*segment.fence, *behind.fence))
             segment = segment._replace(stop=behind.stop, fence=fence)
         if place and free[place - 1].slab == segment.slab and free[place - 1].stop == segment.start:
             before = free.pop(place - 1)
             place -= 1
-            fence = latest((*before.fence, *segment.fence))
+            fence = latest_positions((*before.fence, *segment.fence))
             segment = segment._replace(start=before.start, fence=fence)
         free.insert(place, segment)
 

@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeAlias
 
 import torch
 
-from ..device.base import Stream
-from ..observe.counters import Reason
+from .._torch import opaque
+from ..device.base import Stream, StreamPosition
+from ..engine.residency import Residency
 from ..schedule.plan import reserve
-from .dynamo import opaque
-from .marks import Mark
-from .owned import Owned
+from .ownership import Owned
 from .reload import reload
-from .resident import Resident
+from .residency import Resident
+from .statistics import Reason
 from .storage import SavedStorage
 from .transfer import Transfers
-from .where import Where
 
-__all__ = ["Layer", "Phase", "Token"]
+__all__ = ["Layer", "LivenessToken", "Phase", "tensors_in"]
 
 
 class Phase(enum.Enum):
@@ -37,7 +37,7 @@ class Phase(enum.Enum):
 _Sized: TypeAlias = tuple["weakref.ref[SavedStorage] | weakref.ref[Resident]", int]
 
 
-class Token:
+class LivenessToken:
     """Alive as long as the graph of a layer is: held by all that autograd holds for it."""
 
     __slots__ = ("__weakref__",)
@@ -48,7 +48,7 @@ class _Reached:
 
     __slots__ = ("_index", "_reached", "_token")
 
-    def __init__(self, reached: Callable[[int], None], index: int, token: Token) -> None:
+    def __init__(self, reached: Callable[[int], None], index: int, token: LivenessToken) -> None:
         self._reached = reached
         self._index = index
         self._token = token
@@ -77,7 +77,7 @@ class Layer:
         self.phase = Phase.FORWARD
         self.eager = False  # copy each tensor when it is saved
         self.synchronized = False
-        self.gives_way = False  # leaves tensor by tensor, so each copy has a mark of its own
+        self.releases_incrementally = False  # leaves tensor by tensor, so each copy has a mark of its own
         self.donor: Layer | None = None  # who makes room for what this one saves
         self._owed = 0  # bytes that it gave too little, or too many
         self._given = 0  # how many of its storages it has gone through
@@ -92,10 +92,10 @@ class Layer:
         self._graphless = False
         self.owned = Owned()
         self.kept: dict[Reason, list[int]] = {}  # count and bytes, until the layer ends
-        self._left: dict[Transfers, Mark] = {}
+        self._left: dict[Transfers, StreamPosition] = {}
         self.storages: list[weakref.ref[SavedStorage]] = []
         self.residents: list[weakref.ref[Resident]] = []
-        self.token: Token | None = Token()
+        self.token: LivenessToken | None = LivenessToken()
         self._alive = weakref.ref(self.token)
         self._outputs: list[weakref.ref[torch.Tensor]] = []
 
@@ -107,7 +107,7 @@ class Layer:
         token = self._alive()
         if token is None:
             self._graphless = not any(output.requires_grad for output in outputs)
-            token = Token()  # nothing was saved, but the outputs may have a graph all the same
+            token = LivenessToken()  # nothing was saved, but the outputs may have a graph all the same
             self._alive = weakref.ref(token)
 
         hook = _Reached(reached, index, token)
@@ -129,11 +129,11 @@ class Layer:
         """
         return self.alive or (self._graphless and self._grad_mode == torch.is_grad_enabled())
 
-    def revive(self) -> Token:
+    def revive(self) -> LivenessToken:
         """Return the token, for what is saved after the forward has ended."""
         token = self._alive()
         if token is None:
-            token = Token()
+            token = LivenessToken()
             self._alive = weakref.ref(token)
         return token
 
@@ -153,14 +153,14 @@ class Layer:
         for storage in incomplete:
             if not storage.leave(self.index, self.captured, ended=True):
                 refused.append(storage)
-            elif self.gives_way and storage.where is Where.LEAVING and storage.left is None:
+            elif self.releases_incrementally and storage.where is Residency.OFFLOADING and storage.left is None:
                 storage.left = storage.home.transfers.end_of_copies_out(self.captured)
         for storage in living:
-            if storage.where is Where.LEAVING and storage.left is None:
+            if storage.where is Residency.OFFLOADING and storage.left is None:
                 storage.left = self._left_mark(storage.home.transfers)
         return refused
 
-    def _left_mark(self, transfers: Transfers) -> Mark:
+    def _left_mark(self, transfers: Transfers) -> StreamPosition:
         """Return a mark after all copies of this layer, one for each device."""
         mark = self._left.get(transfers)
         if mark is None:
@@ -173,7 +173,7 @@ class Layer:
             transfers = storage.home.transfers
             storage.left = self._left[transfers] = transfers.end_of_copies_out()
 
-    def give_way(self, nbytes: int, captured: bool) -> None:
+    def release_incrementally(self, nbytes: int, captured: bool) -> None:
         """Give up device memory for so many bytes that another layer has saved, in the order of saving.
 
         Parameters
@@ -187,7 +187,7 @@ class Layer:
         while self._owed > 0 and self._given < len(self.storages):
             storage = self.storages[self._given]()
             self._given += 1
-            if storage is None or storage.where is not Where.LEAVING or storage.left is None:
+            if storage is None or storage.where is not Residency.OFFLOADING or storage.left is None:
                 continue
             home = storage.home
             # [wait: giving way for the copy out]
@@ -202,7 +202,7 @@ class Layer:
         for storage in living:
             home = storage.home
             mark = self._left.get(home.transfers)
-            if storage.where is Where.LEAVING and self.gives_way and storage.left is not None:
+            if storage.where is Residency.OFFLOADING and self.releases_incrementally and storage.left is not None:
                 # [wait: release of the rest for its copy out]
                 home.transfers.join(storage.stream, home.streams, storage.left, self.index)
             elif mark is not None and (home.transfers, storage.stream) not in waited:
@@ -218,7 +218,7 @@ class Layer:
         self.phase = Phase.RELOADING
         living = self.living()[::-1]
         for storage in living:
-            if storage.where is Where.HOST:
+            if storage.where is Residency.HOST:
                 self.ahead += 1
                 self.bytes_back += storage.bytes_copied
         reload(living, self.index)
@@ -264,16 +264,16 @@ class Layer:
             while unused and unused[-1][0]() is None:
                 self._room += unused.pop()[1]
         if self._room > 0:
-            self._room = self.successor._come_back(self._room)
+            self._room = self.successor._prefetch_into(self._room)
 
-    def _come_back(self, room: int) -> int:
+    def _prefetch_into(self, room: int) -> int:
         """Reload what fits into some bytes, last saved first; return how many are left."""
         if self._returning is None:
             self._returning = list(self.storages)
         returning = self._returning
         while returning:
             storage = returning[-1]()
-            if storage is not None and storage.where is Where.HOST:
+            if storage is not None and storage.where is Residency.HOST:
                 if storage.nbytes > room:
                     break
                 self.ahead += 1
@@ -286,7 +286,7 @@ class Layer:
     def evict(self) -> None:
         """Backward has passed: what a retained graph still holds waits on the host for the next one."""
         for storage in self.living():
-            if storage.where is Where.BACK and min(storage.layers) == self.index:
+            if storage.where is Residency.RELOADED and min(storage.layers) == self.index:
                 storage.evict()
         self._returning = None
         if self.phase is Phase.RELOADING:
@@ -300,3 +300,24 @@ class Layer:
     def living(self) -> list[SavedStorage]:
         """Return the storages that autograd still holds, in order of saving."""
         return [storage for ref in self.storages if (storage := ref()) is not None]
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in nested lists, tuples, mappings and dataclasses, in order.
+
+    Examples
+    --------
+    >>> len(list(tensors_in({"hidden": torch.ones(2), "rest": (torch.ones(1), None, 3)})))
+    2
+    """
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for part in value.values():
+            yield from tensors_in(part)
+    elif isinstance(value, (list, tuple)):
+        for part in value:
+            yield from tensors_in(part)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for entry in dataclasses.fields(value):
+            yield from tensors_in(getattr(value, entry.name))

@@ -11,18 +11,17 @@ from collections.abc import Callable
 import torch
 
 from ..device.base import Backend
-from ..observe.counters import Counters
-from ..schedule.plan import Do, When
+from ..schedule.plan import OUTSIDE, Do, Roles, When
 from ..schedule.timeline import Kind
 from .engine import Engine
-from .geometry import View
 from .layer import Layer, Phase
-from .ledger import Ledger
-from .packer import Pack, Packer
+from .layout import View
+from .pack import Pack, Packer
+from .registry import Ledger
 from .reload import reload
-from .roles import OUTSIDE, Roles
+from .residency import Residency
+from .statistics import Counters
 from .storage import SavedStorage
-from .where import Where
 
 __all__ = ["Pass"]
 
@@ -70,7 +69,7 @@ class Pass:
     def forward_start(self) -> Layer:
         """Begin the forward of the next layer."""
         layer = Layer(len(self.layers), self.backend.capturing())
-        layer.gives_way = layer.index in self.roles.giving_way
+        layer.releases_incrementally = layer.index in self.roles.released_incrementally
         with self.lock:
             self.layers.append(layer)
             self.aborted = True  # unless all goes well
@@ -121,7 +120,7 @@ class Pass:
         # Who looks at a node's saved tensors outside of any backward may do so inside or outside of a capture.
         captured = self._captured if task != -1 else self.backend.capturing()
         with self.lock:
-            if storage.where is Where.HOST:
+            if storage.where is Residency.HOST:
                 reload([storage], index, on_demand=True)
                 first = self.layers[min(storage.layers)]
                 first.on_demand += 1
@@ -224,11 +223,11 @@ class Pass:
             layer.eager = True
         elif action is Do.OFFLOAD and layer.phase is Phase.SAVED:
             self.ledger.refused(layer.offload())
-        elif action is Do.GIVE_WAY and layer.phase is Phase.OFFLOADING:
+        elif action is Do.INCREMENTAL_RELEASE and layer.phase is Phase.OFFLOADING:
             self.layers[at].donor = layer
         elif action is Do.RELEASE and layer.phase is Phase.OFFLOADING:
             layer.release()
-        elif action is Do.COME_BACK and layer.phase is Phase.RELEASED:
+        elif action is Do.INCREMENTAL_PREFETCH and layer.phase is Phase.RELEASED:
             self.layers[at].followed_by(layer, lambda: self._pass_on(at))
         elif action is Do.RELOAD and layer.phase is Phase.RELEASED:
             layer.reload()

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..device.base import Stream
+from .residency import Residency
 from .storage import SavedStorage
 from .transfer import Transfers
-from .where import Where
 
 __all__ = ["reload"]
 
@@ -18,7 +18,7 @@ def reload(storages: Sequence[SavedStorage], layer: int, *, on_demand: bool = Fa
     All device memory is taken before the first copy starts, so that one start mark serves all.  If it runs
     out, those that got theirs come back all the same, and the error is the allocator's own.
     """
-    waiting = [storage for storage in storages if storage.where is Where.HOST]
+    waiting = [storage for storage in storages if storage.where is Residency.HOST]
     while waiting:
         transfers, stream = waiting[0].home.transfers, waiting[0].stream
         group, waiting = waiting, []
@@ -51,7 +51,7 @@ def _reload_group(transfers: Transfers, stream: Stream, group: list[SavedStorage
             done = 0
             try:
                 for storage in group[:taken]:
-                    storage.come_back(layer, captured, on_demand=on_demand)
+                    storage.queue_reload(layer, captured, on_demand=on_demand)
                     done += 1
             finally:
                 for storage in group[done:taken]:  # a copy could not be queued: this memory has no content

@@ -9,20 +9,17 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..device.base import Pairs, Stream
-from .dynamo import opaque
-from .geometry import View
-from .hollow import hollow
-from .home import Home
+from .._torch import opaque
+from ..device.base import Pairs, Stream, StreamPosition
+from ..engine.versions import drop_data
 from .hostpool import HostBuffer
-from .inplace import changed
-from .marks import Mark
-from .outer import Within
-from .regions import Piece, dense, gaps, loose_pieces, reload_spans
-from .where import Where
+from .layout import Piece, View, dense, gaps, loose_pieces, reload_spans
+from .residency import Residency
+from .transfer import Home
+from .versions import Wrappers, changed
 
 if TYPE_CHECKING:
-    from .saved import Moved
+    from .pack import Moved
 
 __all__ = ["SavedStorage"]
 
@@ -50,13 +47,13 @@ class SavedStorage:
     """
 
     # Defaults of the class, so that making one sets only what differs: a training step makes many.
-    where = Where.DEVICE
+    where = Residency.DEVICE
     refused = ""  # why the host did not take it
     pinned = False  # saved in a layer that stays, before one that leaves: a copy would free nothing
     shared = False  # saved in a layer that stays, after one that leaves, and counted as such
-    ready: Mark | None = None  # after what copies out must come; None for the moment at which they are queued
-    left: Mark | None = None  # after its copies out; None as long as more may come
-    within: Within = ()  # the wrappers in which it was saved; see [Note: outer tensors]
+    ready: StreamPosition | None = None  # after what copies out must come; None for the moment at which they are queued
+    left: StreamPosition | None = None  # after its copies out; None as long as more may come
+    within: Wrappers = ()  # the wrappers in which it was saved; see [Note: outer tensors]
     bytes_copied = 0
     plain: View | None = None  # the layout of a plain storage
     first: weakref.ref[Moved] | None = None  # what autograd holds for the tensor that made it plain
@@ -67,7 +64,7 @@ class SavedStorage:
     _pieces: Sequence[Piece] = ()
     _buffers: Sequence[tuple[int, int, torch.Tensor]] = ()
     _clean: Sequence[int] = ()  # the versions at which the buffers came back
-    _arrived: Mark | None = None
+    _arrived: StreamPosition | None = None
     _awaited = True
     _users: Sequence[Stream] = ()
 
@@ -90,8 +87,8 @@ class SavedStorage:
 
     def add(self, tensor: torch.Tensor, view: View, probe: torch.Tensor) -> None:
         """Take in one more saved tensor, its layout, and a detached alias that carries its version counter."""
-        if self.where is Where.HOST:
-            hollow(probe)
+        if self.where is Residency.HOST:
+            drop_data(probe)
             return
         whole = tensor.nbytes == self.nbytes and not (view.conj or view.neg)
         if whole and not self._probes and (tensor.is_contiguous() or view.fills(self.nbytes)):
@@ -201,10 +198,10 @@ class SavedStorage:
             home.transfers.pool.give_back(host, host.fence)
             raise
         counters = home.counters
-        counters.tensors_offloaded += self.where is Where.DEVICE
+        counters.tensors_offloaded += self.where is Residency.DEVICE
         counters.bytes_offloaded += nbytes
         self.bytes_copied += nbytes
-        self.where = Where.LEAVING
+        self.where = Residency.OFFLOADING
         self.left = None  # what was behind the copies so far is not behind this one
 
     def release(self, layer: int) -> int:
@@ -213,19 +210,23 @@ class SavedStorage:
         Home has waited for the copies of each of these layers before.  Return how many bytes were given up now.
         """
         self.layers[layer] = True
-        if self.where is not Where.LEAVING or self.refused or (len(self.layers) > 1 and not all(self.layers.values())):
+        if (
+            self.where is not Residency.OFFLOADING
+            or self.refused
+            or (len(self.layers) > 1 and not all(self.layers.values()))
+        ):
             return 0
         streams = self.home.streams
         if len(streams) > 1:
             # [wait: release for what home still reads]
             self.home.transfers.order_behind(self.stream, streams)
         for probe in self._probes:
-            hollow(probe)
+            drop_data(probe)
         self._probes.clear()
         self._source = None
         self.left = None
         self._resident = 0
-        self.where = Where.HOST
+        self.where = Residency.HOST
         self.home.counters.rise(-self.nbytes)
         return self.nbytes
 
@@ -243,12 +244,12 @@ class SavedStorage:
             self._buffers = [(a, b, backend.empty_device((b - a,), (1,), torch.uint8, place)) for a, b in spans]
             nbytes = sum(stop - start for start, stop in spans)
         self._resident = nbytes
-        self.where = Where.BACK
+        self.where = Residency.RELOADED
         self._awaited = False
         self._users = ()
         home.counters.rise(nbytes)
 
-    def come_back(self, layer: int, captured: bool, *, on_demand: bool) -> None:
+    def queue_reload(self, layer: int, captured: bool, *, on_demand: bool) -> None:
         """Queue the copies into the memory taken by `allocate`."""
         home, typed = self.home, self._typed
         if typed is not None:
@@ -274,7 +275,7 @@ class SavedStorage:
 
     def fetch(self, view: View, probe: torch.Tensor, layer: int, captured: bool) -> torch.Tensor:
         """Return a saved tensor on the device, for the calling thread's current stream; `reload` came first."""
-        if self.where is Where.DEVICE or self.where is Where.LEAVING:
+        if self.where is Residency.DEVICE or self.where is Residency.OFFLOADING:
             return probe.detach()  # not the probe, which is hollowed out: somebody may hold on to what he got
         transfers, arrived = self.home.transfers, self._arrived
         assert arrived is not None
@@ -297,11 +298,11 @@ class SavedStorage:
 
     def evict(self) -> None:
         """Free the device memory again; the host copy stays for the next backward through a retained graph."""
-        if self.where is Where.BACK:
+        if self.where is Residency.RELOADED:
             self._free_buffers()
             self.home.counters.rise(-self._resident)
             self._resident = 0
-            self.where = Where.HOST
+            self.where = Residency.HOST
 
     def _free_buffers(self) -> None:
         transfers = self.home.transfers
@@ -319,11 +320,11 @@ class SavedStorage:
     def __del__(self) -> None:
         try:
             home = self.home
-            if self.where is Where.LEAVING:
+            if self.where is Residency.OFFLOADING:
                 left = self.left if self.left is not None else home.transfers.end_of_copies_out()
                 # [wait: dropping for a copy out]
                 home.transfers.join(self.stream, home.streams, left, min(self.layers, default=0))
-            elif self.where is Where.BACK and (self._users or not self._awaited):
+            elif self.where is Residency.RELOADED and (self._users or not self._awaited):
                 self._free_buffers()
             fence = () if self._arrived is None else (self._arrived,)
             if self._host is not None:

@@ -31,22 +31,23 @@ What seems to cross is work from before the capture, which `torch.cuda.graph` ha
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import count
 
 import torch
 
-from ..device.base import Backend, Pairs, Stream
-from ..observe.recorder import TimelineRecorder
+from ..device.base import Backend, Pairs, Stream, StreamPosition
 from ..schedule.timeline import Kind
 from .hostpool import HostBuffer, HostPool
-from .marks import Mark
+from .recorder import TimelineRecorder
+from .statistics import Counters
 
-__all__ = ["Transfers"]
+__all__ = ["Home", "Transfers"]
 
 OUT, BACK, HOME = 0, 1, 2
 
-_mark = partial(tuple.__new__, Mark)  # without the frame of Python's that a named tuple makes
+_mark = partial(tuple.__new__, StreamPosition)  # without the frame of Python's that a named tuple makes
 
 
 class Transfers:
@@ -76,13 +77,13 @@ class Transfers:
         self._orders = count(1)  # finalizers take numbers too, in any thread
         self._waited = 0  # order of the last mark of `back` that `out` has waited for
 
-    def mark(self, stream: Stream, lane: int = HOME, captured: bool | None = None) -> Mark:
+    def mark(self, stream: Stream, lane: int = HOME, captured: bool | None = None) -> StreamPosition:
         """Return a mark at the present end of a stream; `captured` saves asking, where the caller knows."""
         if captured is None:
             captured = self.backend.capturing()
         return _mark((self.backend.record(stream), lane, next(self._orders), captured))
 
-    def wait(self, stream: Stream, mark: Mark, captured: bool | None = None) -> None:
+    def wait(self, stream: Stream, mark: StreamPosition, captured: bool | None = None) -> None:
         """Let a stream wait for a mark, unless the border of a capture lies between; see [Note: capture]."""
         if captured is None:
             captured = self.backend.capturing()
@@ -94,7 +95,7 @@ class Transfers:
         self,
         home: Stream,
         others: Sequence[Stream],
-        mark: Mark,
+        mark: StreamPosition,
         layer: int | None = None,
         captured: bool | None = None,
     ) -> None:
@@ -121,7 +122,7 @@ class Transfers:
                 self.wait(stream, mark)  # [wait: other streams for home]
 
     def to_host(
-        self, pairs: Pairs, host: HostBuffer, home: Stream, ready: Mark | None, layer: int, captured: bool
+        self, pairs: Pairs, host: HostBuffer, home: Stream, ready: StreamPosition | None, layer: int, captured: bool
     ) -> None:
         """Queue a copy out, after the tensor is ready, at `ready` or now, and the host buffer is free."""
         if ready is None:
@@ -140,7 +141,7 @@ class Transfers:
             with recorder.span(Kind.D2H, layer, self.out, host.nbytes):
                 self.backend.to_host(pairs, self.out)
 
-    def end_of_copies_out(self, captured: bool | None = None) -> Mark:
+    def end_of_copies_out(self, captured: bool | None = None) -> StreamPosition:
         """Return a mark after all copies out that are queued so far."""
         if captured is None:
             captured = self.backend.capturing()
@@ -151,7 +152,7 @@ class Transfers:
         event = self.backend.record(home)
         self.backend.wait(self.back, event)  # [wait: copy in for its memory]
 
-    def to_device(self, pairs: Pairs, layer: int, captured: bool) -> Mark:
+    def to_device(self, pairs: Pairs, layer: int, captured: bool) -> StreamPosition:
         """Queue a copy in; `begin_reload` came first.  Return its end."""
         recorder = self.recorder
         if recorder is None:
@@ -161,7 +162,7 @@ class Transfers:
                 self.backend.to_device(pairs, self.back)
         return _mark((self.backend.record(self.back), BACK, next(self._orders), captured))
 
-    def use(self, stream: Stream, arrived: Mark, layer: int, captured: bool) -> None:
+    def use(self, stream: Stream, arrived: StreamPosition, layer: int, captured: bool) -> None:
         """Let a stream wait for a copy in before it reads."""
         recorder = self.recorder
         if recorder is None:
@@ -170,3 +171,13 @@ class Transfers:
         else:
             with recorder.span(Kind.STALL, layer, stream, 0):
                 self.wait(stream, arrived, captured)  # [wait: use for the copy in, recorded]
+
+
+@dataclass(slots=True)
+class Home:
+    """What serves one device in one pass, and the streams on which the pass saved tensors there."""
+
+    transfers: Transfers
+    counters: Counters
+    device: torch.device  # where its tensors are
+    streams: list[Stream]

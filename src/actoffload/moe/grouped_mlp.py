@@ -13,11 +13,10 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
-from ..engine.dynamo import opaque
-from ..marks import mark_not_offload, start_offload
-from .activations import Activation, named
-from .groups import Groups
-from .operands import check, dense, in_one_dtype
+from .._torch import opaque
+from ..annotations import mark_not_offload, start_offload
+from .activations import Activation, check, dense, in_one_dtype, named
+from .grouped_linear import Groups
 
 __all__ = ["GroupedMLP", "grouped_mlp"]
 

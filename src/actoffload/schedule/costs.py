@@ -66,7 +66,7 @@ class LayerCost:
 
     Examples
     --------
-    >>> from actoffload import LayerCost
+    >>> from actoffload.schedule import LayerCost
     >>> cost = LayerCost.even(1000, forward=0.010, backward=0.020, pieces=4)
     >>> [(saved.nbytes, saved.saved_at, saved.needed_at) for saved in cost.saved]
     [(250, 0.25, 0.75), (250, 0.5, 0.5), (250, 0.75, 0.25), (250, 1.0, 0.0)]

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-__all__ = ["Action", "Do", "Event", "Plan", "When", "reserve"]
+__all__ = ["OUTSIDE", "Action", "Do", "Event", "Plan", "Roles", "When", "reserve"]
 
 
 class When(enum.Enum):
@@ -26,21 +26,26 @@ class When(enum.Enum):
 class Do(enum.Enum):
     """What can be done to a layer's activations, in the only order that makes sense.
 
-    ``OFFLOAD`` at the layer's own ``FORWARD_START`` copies each tensor as soon as it is saved; at any later
-    event it queues the copies of everything that the layer has saved.  ``GIVE_WAY``, at the ``FORWARD_START`` of a
-    later layer, gives the device memory back tensor by tensor: for each one that the later layer saves, so many as
-    make room for it, each when its own copy is done; it may be left out, and ``RELEASE`` has to follow it.
-    ``RELEASE`` makes compute wait for the copies and gives the device memory back, or what is left of it.
-    ``COME_BACK``, at the ``BACKWARD_START`` of a later layer, brings the layer back tensor by tensor, into the room of
-    what the later one has used and freed beyond its first quarter, because backward needs room of its own (see
-    `reserve`); it may be left out, and ``RELOAD`` has to follow it.  ``RELOAD`` takes device memory and queues the
-    copies back, or what is left of them, in the order in which backward needs them.
+    ``OFFLOAD`` at the layer's own ``FORWARD_START`` copies each tensor as soon as it is saved.  At any later event it
+    queues the copies of everything that the layer has saved.
+
+    ``INCREMENTAL_RELEASE``, at the ``FORWARD_START`` of a later layer, frees the layer tensor by tensor: each tensor
+    that the later layer saves frees as many bytes, once their own copies are done.  Optional; ``RELEASE`` must follow.
+
+    ``RELEASE`` makes compute wait for the copies and frees the device memory, or what is left of it.
+
+    ``INCREMENTAL_PREFETCH``, at the ``BACKWARD_START`` of a later layer, reloads the layer tensor by tensor into the
+    bytes that the backward of the later layer frees beyond its first quarter (see `reserve`).  Optional; ``RELOAD``
+    must follow.
+
+    ``RELOAD`` allocates device memory and queues the copies to the device, or what is left of them, in the order in
+    which backward needs them.
     """
 
     OFFLOAD = "offload"
-    GIVE_WAY = "give way"
+    INCREMENTAL_RELEASE = "give way"
     RELEASE = "release"
-    COME_BACK = "come back"
+    INCREMENTAL_PREFETCH = "come back"
     RELOAD = "reload"
 
 
@@ -78,16 +83,16 @@ class Action:
     layer: int
 
     def __str__(self) -> str:
-        if self.do is Do.GIVE_WAY:
+        if self.do is Do.INCREMENTAL_RELEASE:
             return f"layer {self.layer} gives way"
-        if self.do is Do.COME_BACK:
+        if self.do is Do.INCREMENTAL_PREFETCH:
             return f"layer {self.layer} comes back"
         return self.wish
 
     @property
     def wish(self) -> str:
         """What a plan wants to be done, in words that follow "would"."""
-        if self.do in (Do.GIVE_WAY, Do.COME_BACK):
+        if self.do in (Do.INCREMENTAL_RELEASE, Do.INCREMENTAL_PREFETCH):
             return f"let layer {self.layer} {self.do.value}"
         return f"{self.do.value} layer {self.layer}"
 
@@ -111,7 +116,7 @@ class Plan:
 
     Examples
     --------
-    >>> from actoffload import DefaultSchedule
+    >>> from actoffload.schedule import DefaultSchedule
     >>> print(DefaultSchedule(num_layers=1, model_layers=3).plan())
     forward start of layer 0: offload layer 0
     forward start of layer 2: release layer 0
@@ -177,7 +182,9 @@ class Plan:
                     raise ValueError(f"The plan would {act.wish}, but its layers are 0 to {self.model_layers - 1}.")
                 if act in seen:
                     raise ValueError(f"The plan would {act.wish} twice in one pass; once is enough.")
-                only = {Do.GIVE_WAY: When.FORWARD_START, Do.COME_BACK: When.BACKWARD_START}.get(act.do, event.when)
+                only = {Do.INCREMENTAL_RELEASE: When.FORWARD_START, Do.INCREMENTAL_PREFETCH: When.BACKWARD_START}.get(
+                    act.do, event.when
+                )
                 if event.when is not only:
                     raise ValueError(f"In the plan {act} at the {event}; it can only at the {only.value} of a layer.")
                 seen[act] = (order[event], k)
@@ -196,18 +203,62 @@ class Plan:
             if place[0] < order[Event(When.FORWARD_START, layer)]:
                 raise ValueError(f"The plan would {act.wish} before its forward starts; move it there or later.")
         else:
-            before = Action(Do.RELEASE if act.do in (Do.RELOAD, Do.COME_BACK) else Do.OFFLOAD, layer)
+            before = Action(Do.RELEASE if act.do in (Do.RELOAD, Do.INCREMENTAL_PREFETCH) else Do.OFFLOAD, layer)
             if before not in seen or seen[before] > place:
                 raise ValueError(
                     f"The plan would {act.wish} without, or before, the action '{before}'; add it earlier."
                 )
-        behind = {Do.GIVE_WAY: Do.RELEASE, Do.COME_BACK: Do.RELOAD}.get(act.do)
+        behind = {Do.INCREMENTAL_RELEASE: Do.RELEASE, Do.INCREMENTAL_PREFETCH: Do.RELOAD}.get(act.do)
         if behind is not None and seen.get(Action(behind, layer), (-1, -1)) < place:
             raise ValueError(f"In the plan {act} without the action '{Action(behind, layer)}' behind it; add that.")
-        if act.do in (Do.RELEASE, Do.GIVE_WAY) and place[0] < order[Event(When.FORWARD_END, layer)]:
+        if act.do in (Do.RELEASE, Do.INCREMENTAL_RELEASE) and place[0] < order[Event(When.FORWARD_END, layer)]:
             raise ValueError(f"The plan would {act.wish} before its forward ends; move it there or later.")
         begins = order[Event(When.BACKWARD_START, layer)]
-        if place[0] > begins or (act.do is Do.COME_BACK and place[0] == begins):
+        if place[0] > begins or (act.do is Do.INCREMENTAL_PREFETCH and place[0] == begins):
             raise ValueError(
                 f"The plan would {act.wish} after its backward starts, when it is of no use; move it earlier."
             )
+
+
+OUTSIDE = 1 << 30
+"""Stands, as the index of a layer, for whatever is saved in no layer; behind every real one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Roles:
+    """A plan, and what the engine asks of it for every saved tensor.
+
+    Parameters
+    ----------
+    plan : Plan
+        What to do at which event.
+    stay : frozenset of int
+        Layers that do not leave.
+    last_leaving : int
+        The last layer that leaves; the number of layers if none does.
+    released_incrementally : frozenset of int
+        Layers that leave tensor by tensor.
+    planned : bool
+        Whether the plan says anything; otherwise the program calls for each transfer itself.
+    actions : mapping
+        What `Plan.at` says, by the name of the event and the layer.
+    """
+
+    plan: Plan
+    stay: frozenset[int]
+    last_leaving: int
+    released_incrementally: frozenset[int]
+    planned: bool
+    actions: Mapping[tuple[str, int], tuple[Action, ...]]
+
+    @staticmethod
+    def of(plan: Plan, *, planned: bool | None = None) -> Roles:
+        """Read the roles off a plan; one without steps is taken for that of a program which calls by itself."""
+        leaving = plan.offloaded
+        said = bool(plan.steps) if planned is None else planned
+        stay = frozenset((*range(plan.model_layers), OUTSIDE)) - set(leaving)
+        steps = (action for actions in plan.steps.values() for action in actions)
+        released_incrementally = frozenset(action.layer for action in steps if action.do is Do.INCREMENTAL_RELEASE)
+        last = leaving[-1] if leaving else plan.model_layers
+        actions = {(event.when.name, event.layer): actions for event, actions in plan.steps.items()}
+        return Roles(plan, stay, last, released_incrementally, said, actions)

@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 
 from .costs import LayerCost, Link, Saved
 from .plan import Do, Plan, When, reserve
-from .simulation import Simulation
-from .timeline import Kind, Span, Timeline
+from .timeline import Kind, Simulation, Span, Timeline
 
 __all__ = ["LayerCost", "Link", "Saved", "Simulation", "simulate"]
 
@@ -51,7 +50,7 @@ def simulate(plan: Plan, layers: Sequence[LayerCost], link: Link) -> Simulation:
     --------
     Two of five layers leave, their copies are as fast as forward, and compute never waits:
 
-    >>> from actoffload import DefaultSchedule, LayerCost, Link, simulate
+    >>> from actoffload.schedule import DefaultSchedule, LayerCost, Link, simulate
     >>> layers = [LayerCost.even(256 * 2**20, forward=0.010, backward=0.020)] * 5
     >>> link = Link(d2h=25.6 * 2**30, h2d=25.6 * 2**30)
     >>> print(simulate(DefaultSchedule(num_layers=2, model_layers=5).plan(), layers, link))
@@ -209,11 +208,11 @@ class _Run:
         for action in self.plan.at(when, layer):
             if action.do is Do.OFFLOAD:
                 self._offload(action.layer)
-            elif action.do is Do.GIVE_WAY:
+            elif action.do is Do.INCREMENTAL_RELEASE:
                 self.donor = action.layer
             elif action.do is Do.RELEASE:
                 self._release(action.layer)
-            elif action.do is Do.COME_BACK:
+            elif action.do is Do.INCREMENTAL_PREFETCH:
                 self.successor, self.room = action.layer, -reserve(self.layers[layer].nbytes)
             else:
                 self._reload(action.layer)

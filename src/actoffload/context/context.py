@@ -1,0 +1,206 @@
+"""The context around each layer, and the synchronization function over its output."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import ContextDecorator, contextmanager
+from types import TracebackType
+from typing import Any, TypeVar
+
+from torch.autograd.graph import saved_tensors_hooks
+
+from .. import device as devices
+from ..engine.engine import Engine
+from ..engine.layer import Layer, tensors_in
+from ..engine.ownership import unwatch, watch
+from ..engine.pack import unpack
+from ..engine.passes import Pass
+from ..engine.recorder import TimelineRecorder
+from ..engine.statistics import Statistics
+from ..engine.tensor_marks import running
+from ..schedule.plan import Plan
+
+__all__ = ["OffloadContext"]
+
+T = TypeVar("T")
+
+
+class _Cursor(threading.local):
+    """Where one thread is in a context: its current pass, and the layer that it is in or has just left."""
+
+    def __init__(self) -> None:
+        self.current: Pass | None = None
+        self.layer: Layer | None = None
+        self.inside: saved_tensors_hooks | None = None
+
+
+class OffloadContext(ContextDecorator):
+    """The context of `get_cpu_offload_context`: entered once for each layer, in the order of the forward.
+
+    ``model_layers`` entries make a pass.  A pass that is not finished is given up when an exception leaves the
+    context, when its backward has begun, or when its graph and its last output are gone; the next entry is then
+    layer 0 again.  Each thread has passes of its own.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._cursor = _Cursor()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> OffloadContext:
+        # A model that is copied with its context gets one of its own: passes and host memory are not shared.
+        return OffloadContext(self._engine.fresh())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _context, self._engine.portable
+
+    # Per layer
+
+    def __enter__(self) -> OffloadContext:
+        cursor = self._cursor
+        if cursor.inside is not None:
+            raise RuntimeError(
+                "This offloading context was entered twice: leave the context of one layer before the next one "
+                "begins, and do not nest it."
+            )
+        current, layer = self._next_layer(cursor)
+        current.aborted = True  # until everything is installed
+        hooks = saved_tensors_hooks(current.packer(layer), unpack)
+        hooks.__enter__()
+        watch(layer.owned)
+        running.backends.append(self._engine.backend)
+        cursor.current, cursor.layer, cursor.inside = current, layer, hooks
+        current.aborted = False
+        return self
+
+    def _next_layer(self, cursor: _Cursor) -> tuple[Pass, Layer]:
+        current, last = cursor.current, cursor.layer
+        if current is None or not current.open:
+            current = Pass(self._engine)
+        elif last is not None and not last.synchronized:
+            raise RuntimeError(
+                f"Layer {last.index} was left without its synchronization function: call sync_function(output) "
+                "after each layer, before the context is entered again."
+            )
+        return current, current.forward_start()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        cursor = self._cursor
+        hooks, current, layer = cursor.inside, cursor.current, cursor.layer
+        if hooks is None or current is None or layer is None:
+            raise RuntimeError("This offloading context is left but was not entered; use it as `with context:`.")
+        cursor.inside = None
+        running.backends.pop()
+        unwatch(layer.owned)
+        hooks.__exit__()
+        current.aborted = True  # also if what follows fails
+        current.forward_end(layer)
+        current.aborted = kind is not None
+
+    def synchronize(self, output: T) -> T:
+        """Tell that a layer's output is complete, and return it; the context's ``sync_function``.
+
+        Parameters
+        ----------
+        output : torch.Tensor or nested tuple, list, mapping or dataclass of them
+            What the layer returned.  Outputs that need no gradient are fine.
+
+        Returns
+        -------
+        output
+            The same object.
+
+        Raises
+        ------
+        RuntimeError
+            If no layer was left before, the context has not been left yet, or the layer was synchronized already.
+        """
+        cursor = self._cursor
+        if cursor.inside is not None:
+            raise RuntimeError(
+                "The synchronization function was called inside the offloading context: leave the context first, "
+                "then call sync_function(output)."
+            )
+        current, layer = cursor.current, cursor.layer
+        if current is None or layer is None:
+            raise RuntimeError(
+                "The synchronization function was called before any layer ran: use `with context: x = layer(x)`, "
+                "then sync_function(x)."
+            )
+        if layer.synchronized:
+            raise RuntimeError(
+                f"The synchronization function was called twice for layer {layer.index}: call it once after each "
+                "layer, with all its outputs in a tuple if there are several."
+            )
+        layer.watch(list(tensors_in(output)), current.backward_reached)
+        return output
+
+    # Passes
+
+    def new_pass(self) -> None:
+        """Let the next entry be layer 0 of a new pass, whatever came before.
+
+        Only needed where a forward was given up between two layers and its tensors are still held, for instance
+        by the traceback of an exception that was kept.
+        """
+        if self._cursor.inside is not None:
+            raise RuntimeError("new_pass() was called inside the offloading context; leave the context first.")
+        self._cursor.current = self._cursor.layer = None
+
+    @property
+    def current_pass(self) -> Pass | None:
+        """The pass whose backward runs in the calling thread, else that of its last entry, else the latest of any.
+
+        Backward runs on threads of autograd's own, so a hook sees the pass that it belongs to.
+        """
+        return self._engine.pass_in_backward() or self._cursor.current or self._engine.latest_pass()
+
+    @property
+    def plan(self) -> Plan:
+        """What is done at which event."""
+        return self._engine.plan
+
+    # What happened
+
+    def statistics(self) -> Statistics:
+        """Return counts and bytes since the context was made or `reset_statistics` was called."""
+        return self._engine.statistics()
+
+    def reset_statistics(self) -> None:
+        """Start all counts and sums anew, and the peaks from what is held now."""
+        with self._engine.lock:
+            self._engine.counters.reset()
+
+    @contextmanager
+    def record_timeline(self) -> Iterator[TimelineRecorder]:
+        """Record what happens in a ``with`` block, usually one step, as a timeline.
+
+        Yields
+        ------
+        TimelineRecorder
+            Its ``timeline()`` gives a `Timeline` once the block is left.
+        """
+        recorder = TimelineRecorder(self._engine.backend, self._engine.counters)
+        self._engine.record(recorder)
+        try:
+            yield recorder
+            recorder.level()
+        finally:
+            self._engine.record(None)
+
+    def close(self) -> None:
+        """Give the host memory back, that of captured graphs included; such graphs must not be replayed again.
+
+        Buffers of passes that are still in flight are freed when their graphs are.  The context can be used on;
+        it takes new memory then.
+        """
+        self._engine.close()
+
+
+def _context(plan: Plan, max_host_bytes: int | None) -> OffloadContext:
+    return OffloadContext(Engine(plan, devices.backend(), max_host_bytes))

@@ -1,0 +1,112 @@
+"""Manual synchronization: the program says when a layer leaves, is freed and comes back."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..engine.layer import Phase
+from ..engine.passes import Pass
+from ..schedule.plan import Do
+
+if TYPE_CHECKING:
+    from .context import OffloadContext
+
+__all__ = ["ManualController"]
+
+
+class ManualController:
+    """Moves the activations of one layer at a time.
+
+    A layer for which nothing is called stays on the device.  For the others the order is
+    `start_offload_layer`, `release_activation_forward_gpu_memory`, `start_reload_layer`; a released layer that
+    nobody reloads comes back when backward needs it, at the price of a stall.
+
+    Layer ids count the entries of the context in one forward, from 0.  They refer to
+    `OffloadContext.current_pass`: in a hook that runs in backward, the pass of that backward; else the calling
+    thread's latest.  `in_pass` names another one that is still in flight.
+
+    Notes
+    -----
+    Names and meaning are those of the manual controller in Transformer Engine's PyTorch API.
+    """
+
+    def __init__(self, context: OffloadContext) -> None:
+        self._context = context
+
+    def start_offload_layer(self, layer_id: int, *, in_pass: Pass | None = None) -> None:
+        """Queue the copies of a layer's activations to the host.
+
+        Each copy starts on the offload stream once its own tensor is ready, not at this point of the current
+        stream.  The host does not wait.
+
+        Parameters
+        ----------
+        layer_id : int
+            A layer whose forward has ended.
+        in_pass : Pass, optional
+            An earlier pass.
+
+        Raises
+        ------
+        ValueError
+            If there is no such layer.
+        RuntimeError
+            If the layer has not run, is still in its forward, or is not on the device.
+        """
+        self._do(Do.OFFLOAD, Phase.SAVED, layer_id, in_pass)
+
+    def release_activation_forward_gpu_memory(self, layer_id: int, *, in_pass: Pass | None = None) -> None:
+        """Let the current stream wait for the copies of a layer, and free its device memory.
+
+        Raises
+        ------
+        ValueError
+            If there is no such layer.
+        RuntimeError
+            If `start_offload_layer` was not called for it, or it is released already.
+        """
+        self._do(Do.RELEASE, Phase.OFFLOADING, layer_id, in_pass)
+
+    def start_reload_layer(self, layer_id: int, *, in_pass: Pass | None = None) -> None:
+        """Take device memory for a layer and queue the copies back to it.
+
+        Backward waits for each tensor by itself, when it uses it.
+
+        Raises
+        ------
+        ValueError
+            If there is no such layer.
+        RuntimeError
+            If the layer was not released, or is being reloaded already.
+        """
+        self._do(Do.RELOAD, Phase.RELEASED, layer_id, in_pass)
+
+    def _do(self, action: Do, expected: Phase, layer_id: int, in_pass: Pass | None) -> None:
+        call = _CALLS[action]
+        count = self._context.plan.model_layers
+        if type(layer_id) is not int or not 0 <= layer_id < count:
+            raise ValueError(
+                f"{call}({layer_id!r}): there is no such layer; expected a layer id from 0 to {count - 1}."
+            )
+        target = in_pass or self._context.current_pass
+        if target is None or layer_id >= len(target.layers):
+            raise RuntimeError(
+                f"{call}({layer_id}): layer {layer_id} has not run in this pass; call it after its forward."
+            )
+        with target.lock:
+            layer = target.layers[layer_id]
+            if layer.phase is not expected:
+                raise RuntimeError(f"{call}({layer_id}): layer {layer_id} {layer.phase.value}; {_NEXT[action]}.")
+            target.do(action, layer_id)
+
+
+_CALLS = {
+    Do.OFFLOAD: "start_offload_layer",
+    Do.RELEASE: "release_activation_forward_gpu_memory",
+    Do.RELOAD: "start_reload_layer",
+}
+_NEXT = {
+    Do.OFFLOAD: "call it once, after the layer's context was left and before the layer is released",
+    Do.RELEASE: "call it once, after start_offload_layer",
+    Do.RELOAD: "call it once, after release_activation_forward_gpu_memory",
+}

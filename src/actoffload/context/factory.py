@@ -1,0 +1,204 @@
+"""Front door 1: a context around each layer and a function over its output."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ContextDecorator, contextmanager
+from typing import Any, TypeVar
+
+import torch
+
+from .. import device as devices
+from ..device import ReferenceDevice
+from ..engine.engine import Engine
+from ..engine.recorder import TimelineRecorder
+from ..engine.statistics import Counters, Statistics
+from ..schedule.plan import Plan
+from ..schedule.schedules import DefaultSchedule
+from .context import OffloadContext
+from .controller import ManualController
+
+__all__ = ["NoController", "NoOffloadContext", "get_cpu_offload_context"]
+
+T = TypeVar("T")
+
+
+class NoOffloadContext(ContextDecorator, AbstractContextManager["NoOffloadContext"]):
+    """The context of a disabled `get_cpu_offload_context`: does nothing, can be nested, and counts nothing."""
+
+    plan = Plan(1)
+    current_pass = None
+
+    def __enter__(self) -> NoOffloadContext:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        return None
+
+    def synchronize(self, output: T) -> T:
+        """Return the output."""
+        return output
+
+    def new_pass(self) -> None:
+        """Do nothing."""
+
+    def statistics(self) -> Statistics:
+        """Return statistics in which every count is 0."""
+        return Statistics()
+
+    def reset_statistics(self) -> None:
+        """Do nothing."""
+
+    @contextmanager
+    def record_timeline(self) -> Iterator[TimelineRecorder]:
+        """Yield a recorder that sees nothing: there are no layers to time without offloading."""
+        yield TimelineRecorder(ReferenceDevice(), Counters())
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+class NoController:
+    """The controller of a disabled context: accepts every call and does nothing."""
+
+    def start_offload_layer(self, layer_id: int, *, in_pass: object = None) -> None:
+        """Do nothing."""
+
+    def release_activation_forward_gpu_memory(self, layer_id: int, *, in_pass: object = None) -> None:
+        """Do nothing."""
+
+    def start_reload_layer(self, layer_id: int, *, in_pass: object = None) -> None:
+        """Do nothing."""
+
+
+def get_cpu_offload_context(
+    enabled: bool = False,
+    num_layers: int = 1,
+    model_layers: int = 1,
+    offload_activations: bool = True,
+    offload_weights: bool = False,
+    double_buffering: bool = False,
+    manual_synchronization: bool = False,
+    retain_pinned_cpu_buffers: bool = False,
+    offload_stream: torch.Stream | None = None,
+    *,
+    max_host_bytes: int | None = None,
+) -> Any:
+    """Return a context and a synchronization function that offload the activations of a sequential model.
+
+    Each layer runs in the context, and its output goes through the function::
+
+        for layer in layers:
+            with context:
+                x = layer(x)
+            x = sync_function(x)
+
+    Parameters
+    ----------
+    enabled : bool
+        False returns objects of the same kind that do nothing.
+    num_layers : int
+        Offload the first so many layers.  Not used with manual synchronization.
+    model_layers : int
+        How many times the context is entered in one forward of the model.
+    offload_activations : bool
+        Deprecated.  False asks for nothing to be offloaded, and gives the same as ``enabled=False``.
+    offload_weights : bool
+        Deprecated and without effect: weights stay on the device.
+    double_buffering : bool
+        Deprecated and without effect: buffers are reused by themselves.
+    manual_synchronization : bool
+        Nothing moves by itself; a `ManualController` is returned as well, and the program says when.
+    retain_pinned_cpu_buffers : bool
+        Accepted for compatibility.  Page-locked memory is always kept between steps, and always stays in
+        place for captured graphs, until the context is closed or dropped.
+    offload_stream : torch.Stream, optional
+        The stream for all transfers, with manual synchronization only.
+    max_host_bytes : int, optional
+        Largest amount of page-locked host memory to hold for each device, in bytes.  What does not fit stays
+        on the device, with one warning.  A keyword of this library's own.
+
+    Returns
+    -------
+    context : OffloadContext
+        Entered once for each layer.
+    sync_function : callable
+        Takes the output of a layer, any nesting of tensors, and returns it.
+    controller : ManualController
+        Only with ``manual_synchronization=True``.
+
+    Raises
+    ------
+    ValueError
+        If `num_layers` is not smaller than `model_layers`, or `offload_stream` is given without manual
+        synchronization.
+
+    Warns
+    -----
+    UserWarning
+        If ``num_layers == model_layers - 1``, which leaves no compute beside which to copy.
+    DeprecationWarning
+        If a deprecated argument asks for something.
+
+    Notes
+    -----
+    Names, order, defaults and return values are those of Transformer Engine's ``get_cpu_offload_context``
+    (PyTorch API), so a program that uses it changes its import and nothing else.
+
+    Examples
+    --------
+    >>> layers = torch.nn.Sequential(*[torch.nn.Linear(512, 512) for _ in range(3)])
+    >>> context, sync_function = actoffload.get_cpu_offload_context(
+    ...     enabled=True, num_layers=1, model_layers=3
+    ... )
+    >>> x = torch.randn(1024, 512, requires_grad=True) * 1.0
+    >>> for layer in layers:
+    ...     with context:
+    ...         x = layer(x)
+    ...     x = sync_function(x)
+    >>> x.sum().backward()
+    >>> context.statistics().bytes_offloaded
+    2097152
+    """
+    _deprecated(offload_weights, double_buffering, offload_activations)
+    if offload_stream is not None and not manual_synchronization:
+        raise ValueError(
+            "offload_stream was given without manual_synchronization=True; the default schedule has streams of "
+            "its own. Leave it out, or set manual_synchronization=True."
+        )
+    if max_host_bytes is not None and max_host_bytes < 0:
+        raise ValueError(f"max_host_bytes is {max_host_bytes}; expected a number of bytes, or None for no limit.")
+    if not enabled or not offload_activations:
+        nothing = NoOffloadContext()
+        if manual_synchronization:
+            return nothing, nothing.synchronize, NoController()
+        return nothing, nothing.synchronize
+    if manual_synchronization:
+        if model_layers < 1:
+            raise ValueError(f"model_layers is {model_layers}; expected the number of layers, at least 1.")
+        plan = Plan(model_layers)
+    else:
+        schedule = DefaultSchedule(num_layers, model_layers)
+        if not schedule.overlaps:
+            warnings.warn(
+                f"num_layers={num_layers} of model_layers={model_layers} leaves one resident layer: every copy waits "
+                "for compute and compute for every copy. Offload at most model_layers - 2 layers.",
+                UserWarning,
+                stacklevel=2,
+            )
+        plan = schedule.plan()
+    context = OffloadContext(Engine(plan, devices.backend(), max_host_bytes, offload_stream))
+    if manual_synchronization:
+        return context, context.synchronize, ManualController(context)
+    return context, context.synchronize
+
+
+def _deprecated(offload_weights: bool, double_buffering: bool, offload_activations: bool) -> None:
+    for asked, text in (
+        (offload_weights, "offload_weights=True has no effect: weights stay on the device"),
+        (double_buffering, "double_buffering=True has no effect: buffers are reused by themselves"),
+        (not offload_activations, "offload_activations=False offloads nothing: use enabled=False"),
+    ):
+        if asked:
+            warnings.warn(f"{text}.", DeprecationWarning, stacklevel=3)

@@ -1,0 +1,256 @@
+"""How a saved tensor lies in its storage, and which bytes of the storage are copied."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import NamedTuple, TypeAlias
+
+import torch
+
+from .hostpool import HostBuffer
+
+__all__ = ["Piece", "View", "dense", "gaps", "loose_pieces", "raw", "reload_spans"]
+
+GRAIN = 512
+"""Allocators align to this many bytes; a copy that starts at a multiple keeps every pointer's alignment, on which
+the choice of kernels, and so the last bit of a result, may depend."""
+
+
+class View(NamedTuple):
+    """Type and layout of one saved tensor.
+
+    Parameters
+    ----------
+    dtype : torch.dtype
+        Element type.
+    size, stride : torch.Size and tuple of int
+        In elements, as torch has them; a stride is 0 where a dimension is expanded.
+    offset : int
+        First byte, counted from the start of the storage.
+    conj, neg : bool
+        Lazy conjugation and negation of complex tensors.
+    """
+
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    conj: bool
+    neg: bool
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> View:
+        """Describe a strided tensor."""
+        offset = tensor.storage_offset()
+        return _view(
+            (
+                tensor.dtype,
+                tensor.size(),
+                tensor.stride(),
+                int(offset) * tensor.itemsize if offset else 0,
+                tensor.is_conj(),
+                tensor.is_neg(),
+            )
+        )
+
+    def fills(self, nbytes: int) -> bool:
+        """Whether each byte of a storage belongs to exactly one element."""
+        return _fills(self, nbytes)
+
+    @property
+    def covered(self) -> int:
+        """Bytes of distinct elements; an upper bound where strides overlap."""
+        count = self.dtype.itemsize
+        for size, stride in zip(self.size, self.stride, strict=True):
+            if stride:
+                count *= size
+        return count
+
+    @property
+    def extent(self) -> tuple[int, int]:
+        """First byte and end of the stretch of the storage in which the elements lie."""
+        last = sum((size - 1) * stride for size, stride in zip(self.size, self.stride, strict=True))
+        return self.offset, self.offset + (last + 1) * self.dtype.itemsize
+
+    @property
+    def compact(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Size and stride without the expanded dimensions, each element once."""
+        pairs = [(n, s) for n, s in zip(self.size, self.stride, strict=True) if s and n > 1]
+        return tuple(n for n, _ in pairs), tuple(s for _, s in pairs)
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether two indices may lie on the same element, other than by expansion."""
+        reach = 0
+        for size, stride in sorted(zip(*self.compact, strict=True), key=lambda pair: pair[1]):
+            if stride <= reach:
+                return True
+            reach += (size - 1) * stride
+        return False
+
+    def on(self, buffer: torch.Tensor, base: int) -> torch.Tensor:
+        """Return this view on a buffer without gaps, whose first byte stands for byte `base` of the storage.
+
+        It is a view in autograd's sense, and shares the version counter of the buffer.
+        """
+        element = self.dtype.itemsize
+        data = buffer
+        if data.dtype is not self.dtype:
+            data = data.as_strided((data.numel(),), (1,)).view(torch.uint8)
+            data = data[: data.numel() // element * element].view(self.dtype)
+        tensor = data.as_strided(self.size, self.stride, (self.offset - base) // element)
+        if self.conj:
+            tensor = tensor.conj()
+        if self.neg:
+            tensor = torch._neg_view(tensor)
+        return tensor
+
+    def elements(self, memory: torch.UntypedStorage, base: int, device: torch.device) -> torch.Tensor:
+        """Return the distinct elements of this view on some memory, as they lie."""
+        size, stride = self.compact
+        tensor = torch.empty(0, dtype=self.dtype, device=device)
+        return tensor.set_(memory, (self.offset - base) // self.dtype.itemsize, size, stride)
+
+
+_view = partial(tuple.__new__, View)  # without the frame of Python's that a named tuple makes
+
+
+@lru_cache(maxsize=1024)
+def _fills(view: View, nbytes: int) -> bool:
+    expanded = any(stride == 0 and size > 1 for size, stride in zip(view.size, view.stride, strict=True))
+    return view.covered == nbytes and view.extent == (0, nbytes) and not expanded and not view.overlaps
+
+
+def raw(memory: torch.UntypedStorage, start: int, stop: int, device: torch.device) -> torch.Tensor:
+    """Return bytes `start` to `stop` of a storage as a one-dimensional uint8 tensor on it."""
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(memory, start, (stop - start,), (1,))
+
+
+Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(slots=True)
+class Piece:
+    """A part of a storage that moves as one copy.
+
+    Parameters
+    ----------
+    start, stop : int
+        The stretch of the storage, in bytes.
+    elements : View or None
+        None if the whole stretch moves; else only these elements of it.
+    host : HostBuffer or None
+        Where the copy is.
+    exact : tuple of int
+        The stretch before rounding.  What rounding brought along was not saved yet: a kernel that tells torch
+        nothing may still write it, so it does not count as held.
+    """
+
+    start: int
+    stop: int
+    elements: View | None = None
+    host: HostBuffer | None = None
+    exact: tuple[int, int] = (0, 0)
+
+    def __post_init__(self) -> None:
+        if self.exact == (0, 0):
+            self.exact = self.start, self.stop
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that move."""
+        return self.stop - self.start if self.elements is None else self.elements.covered
+
+    def pairs(self, memory: torch.UntypedStorage, base: int, device: torch.device) -> list[Pair]:
+        """Return the parts of a transfer of this piece; byte 0 of `memory` stands for byte `base` of the storage."""
+        assert self.host is not None
+        if self.elements is not None:
+            elements = self.elements.elements(memory, base, device)
+            return [(self.host.parts[0].view(elements.dtype).view(elements.shape), elements)]
+        pairs, start = [], self.start - base
+        for part in self.host.parts:
+            pairs.append((part, raw(memory, start, start + part.numel(), device)))
+            start += part.numel()
+        return pairs
+
+    def holds(self, view: View) -> bool:
+        """Whether every element of a view moves with this piece."""
+        if self.elements is not None:
+            same = (view.compact, view.offset, view.dtype.itemsize)
+            return same == (self.elements.compact, self.elements.offset, self.elements.dtype.itemsize)
+        start, stop = view.extent
+        return self.exact[0] <= start and stop <= self.exact[1]
+
+
+def _stretch(start: int, stop: int, nbytes: int) -> tuple[int, int]:
+    if (stop - start) * 8 >= nbytes * 7:
+        return 0, nbytes
+    return start // GRAIN * GRAIN, min(nbytes, -(-stop // GRAIN) * GRAIN)
+
+
+def dense(view: View, nbytes: int) -> Piece | None:
+    """Return the piece with which a view moves at once, or None if it covers too little of its stretch.
+
+    Parameters
+    ----------
+    view : View
+        A saved tensor.
+    nbytes : int
+        Size of its storage in bytes.
+    """
+    start, stop = _stretch(*view.extent, nbytes)
+    if view.covered * 2 < stop - start:
+        return None
+    # With holes the view is a slice of rows that one kernel wrote, and the last row counts as a whole.
+    first, last = view.extent
+    return Piece(start, stop, exact=(first, last) if view.covered == last - first else (start, stop))
+
+
+def loose_pieces(views: Sequence[View], nbytes: int) -> list[Piece]:
+    """Return the pieces for views that cover too little each: together, or element by element."""
+    distinct: list[View] = []
+    for view in views:
+        if not any(Piece(*other.extent, other).holds(view) for other in distinct):
+            distinct.append(view)
+    start, stop = _stretch(min(v.extent[0] for v in distinct), max(v.extent[1] for v in distinct), nbytes)
+    if sum(view.covered for view in distinct) * 2 >= stop - start:
+        return [Piece(start, stop)]
+    return [Piece(*view.extent, None if view.overlaps else view) for view in distinct]
+
+
+def gaps(start: int, stop: int, pieces: Iterable[Piece], nbytes: int) -> list[Piece]:
+    """Return the pieces that bring what is missing of a stretch, when some are there already.
+
+    Parameters
+    ----------
+    start, stop : int
+        The stretch, in bytes.
+    pieces : iterable of Piece
+        What is there.
+    nbytes : int
+        Size of the storage in bytes.
+    """
+    missing: list[tuple[int, int]] = []
+    for first, last in sorted(piece.exact for piece in pieces if piece.elements is None):
+        if start < first and start < stop:
+            missing.append((start, min(first, stop)))
+        start = max(start, last)
+    if start < stop:
+        missing.append((start, stop))
+    return [Piece(a // GRAIN * GRAIN, min(nbytes, -(-b // GRAIN) * GRAIN), exact=(a, b)) for a, b in missing]
+
+
+def reload_spans(pieces: Iterable[Piece]) -> list[tuple[int, int]]:
+    """Return the stretches of device memory into which pieces come back: one, unless most of it were empty."""
+    stretches = sorted((piece.start // GRAIN * GRAIN, piece.stop) for piece in pieces)
+    spans: list[tuple[int, int]] = []
+    for start, stop in stretches:
+        if spans and start <= spans[-1][1]:
+            spans[-1] = (spans[-1][0], max(stop, spans[-1][1]))
+        else:
+            spans.append((start, stop))
+    whole = (spans[0][0], spans[-1][1])
+    filled = sum(stop - start for start, stop in spans)
+    return [whole] if filled * 2 >= whole[1] - whole[0] else spans

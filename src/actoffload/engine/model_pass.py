@@ -1,0 +1,218 @@
+"""A pass of a model whose groups announce themselves: the order is not given, and not everything is in a group.
+
+`[Note: between the groups]`  What is saved while no group runs stays on the device, and so does what a module that
+is to be kept saves.  It is followed all the same: a storage that stays here would not be freed by copying it for
+a group.  One kind of tensor is an exception, the inputs of a group.  Checkpointing saves them just before the module
+runs (the variant without reentrant autograd) or just after it has run (the reentrant one); they are all that a
+checkpointed group leaves behind.  So what was saved between two groups, and is an input of the group that starts,
+travels with that group.  What is saved after groups that built no graph, and was an input of one of them, travels with
+the last of them: a checkpointed region may hold several groups, and backward comes to its last one first.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Generic
+
+import torch
+from torch.nn import Module
+
+from .._torch import current_module, opaque
+from ..engine.residency import Residency
+from ..engine.versions import Wrappers
+from ..schedule.execution_order import ExecutionOrder, Key
+from ..schedule.plan import OUTSIDE, Roles
+from .engine import Engine
+from .layer import Layer
+from .ownership import Owned, stays
+from .pack import Kept, Moved, Pack, keep
+from .passes import Pass
+from .residency import StorageRef
+from .statistics import Reason
+from .storage import SavedStorage
+from .subclasses import Compound, is_compound, plain_parts
+
+__all__ = ["ModelPass"]
+
+
+class ModelPass(Pass, Generic[Key]):
+    """State of one pass through a model.
+
+    Parameters
+    ----------
+    engine : Engine
+        What it shares with other passes.
+    course : ExecutionOrder
+        The groups in the order in which they are expected.
+    roles_of : callable
+        From a sequence of groups to what the plan for them means.
+    owned : Owned
+        What the model owns.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        course: ExecutionOrder[Key],
+        roles_of: Callable[[tuple[Key, ...]], Roles],
+        owned: Owned,
+    ) -> None:
+        self._roles_of = roles_of
+        self._owned = owned
+        self.course = course
+        # What was saved between the groups, and by which module: as long as somebody records.
+        self.savers: list[tuple[weakref.ref[SavedStorage], weakref.ref[Module] | None]] = []
+        self._between = Layer(OUTSIDE, engine.backend.capturing())
+        self._withheld = Layer(OUTSIDE, engine.backend.capturing())
+        self._inputs: dict[int, StorageRef] = {}  # of the groups that built no graph, since the last that did
+        self._region_saved = False  # what checkpointed them has saved them
+        super().__init__(engine, roles_of(course.sequence))
+
+    @property
+    def open(self) -> bool:
+        """Whether the next group that starts belongs to this pass, where only the groups can tell."""
+        if self.aborted or self.backward_begun or self.course.complete:
+            return False
+        return not self.layers or self.layers[-1].goes_on
+
+    def group_start(self, key: Key, inputs: Iterable[torch.Tensor], owned: Owned) -> Layer:
+        """Begin the forward of a group.
+
+        Parameters
+        ----------
+        key : hashable
+            Which one.
+        inputs : iterable of torch.Tensor
+            What it is called with.
+        owned : Owned
+            What its module owns.
+        """
+        if not self.course.arrive(key):
+            self.settled = False
+            self.follow(self._roles_of(self.course.sequence))
+        layer = self.forward_start()
+        layer.owned = owned
+        graph = torch.is_grad_enabled()
+        if graph or self._region_saved:
+            self._inputs = {}
+            self._region_saved = False
+        if self._between.storages or self._between.residents or not graph:
+            storages = [memory for tensor in inputs for memory in _storages(tensor)]
+            self._adopt(layer, {memory._cdata for memory in storages})
+            if not graph:
+                self._inputs |= {memory._cdata: StorageRef(memory) for memory in storages}
+        return layer
+
+    def _adopt(self, layer: Layer, addresses: set[int]) -> None:
+        """Let what was saved before a group, and is an input of it, travel with it; see [Note: between the groups]."""
+        with self.lock:
+            stay = [ref() for ref in self._between.residents]
+            for address in addresses:
+                storage, resident = self.ledger.at(address), self.ledger.resident_at(address)
+                if storage is not None and storage in self._between.living() and len(storage.layers) == 1:
+                    storage.layers = {layer.index: storage.where is Residency.HOST}
+                    layer.storages += [ref for ref in self._between.storages if ref() is storage]
+                    if layer.eager:
+                        self.ledger.leave(layer, storage, ended=False)
+                    if layer.donor is not None:
+                        self.ledger.make_room(layer, storage.nbytes)
+                elif layer.donor is not None and resident is not None and resident in stay:
+                    self.ledger.make_room(layer, resident.nbytes)
+            self._between.residents.clear()
+            self._count_between()
+
+    def _count_between(self) -> None:
+        for storage in self._between.living():
+            if OUTSIDE in storage.layers:
+                self._note(self._between, Reason.OUTSIDE, storage.nbytes)
+        self._between.storages.clear()
+
+    def _note(self, layer: Layer, reason: Reason, nbytes: int) -> None:
+        count = layer.kept.setdefault(reason, [0, 0])
+        count[0] += 1
+        count[1] += nbytes
+        self.counters.keep(reason, nbytes)
+
+    def forward_done(self) -> None:
+        """End the forward of the model: from here on the plan is that of what really ran."""
+        with self.lock:
+            self._count_between()
+            self._inputs = {}
+            if not self.course.complete and self.course.arrived:
+                self.follow(self._roles_of(tuple(self.course.arrived)))
+
+    def kept_outside(self) -> dict[Reason, tuple[int, int]]:
+        """Return count and bytes of what was saved outside of the groups or was to be kept, by reason."""
+        found: dict[Reason, tuple[int, int]] = {}
+        for layer in (self._between, self._withheld):
+            for reason, (count, nbytes) in layer.kept.items():
+                before = found.get(reason, (0, 0))
+                found[reason] = before[0] + count, before[1] + nbytes
+        return found
+
+    def packer_between(self) -> Pack:
+        """Return the pack hook for what no group saves."""
+        return self._packer_outside(self._between, None)
+
+    def packer_withheld(self) -> Pack:
+        """Return the pack hook for modules whose saved tensors stay."""
+        return self._packer_outside(self._withheld, Reason.KEPT)
+
+    def _packer_outside(self, layer: Layer, because: Reason | None, within: Wrappers = ()) -> Pack:
+        backend, owned, limit, ledger = self.backend, self._owned, self.engine.limit(), self.ledger
+        token = layer.token
+        assert token is not None
+        smallest = limit.surely
+
+        def pack(tensor: torch.Tensor) -> Kept | Moved | Compound:
+            if type(tensor) is torch.Tensor and tensor.numel() < smallest:
+                reason: Reason | None = Reason.SMALL
+            else:
+                reason = stays(tensor, backend, owned, limit)
+                if reason is Reason.SUBCLASS and is_compound(tensor):
+                    compound = Compound.pack(tensor, within, lambda inner: self._packer_outside(layer, because, inner))
+                    if compound is not None:
+                        return compound
+            if reason is not None:
+                self._note(layer, reason, tensor.nbytes if tensor.layout is torch.strided else 0)
+                return keep(tensor, token)
+            late = self._late(tensor) if because is None else None
+            behind = len(self.layers) > self.roles.last_leaving and self.settled and self.engine.recorder is None
+            if late is None and behind:
+                known = ledger.resident_at(tensor.untyped_storage()._cdata)
+                resident = ledger.resident(layer, tensor)
+                if resident is not None:
+                    if known is None:
+                        self._note(layer, because or Reason.OUTSIDE, resident.nbytes)
+                    return keep(tensor, token, resident)
+            saver, before = layer if late is None else late, len(layer.storages)
+            storage, view, probe = ledger.save(saver, tensor, self.roles, within)
+            if len(layer.storages) > before:
+                if because is not None:
+                    self._note(layer, because, storage.nbytes)
+                elif late is None and self.engine.recorder is not None:
+                    self.savers.append((layer.storages[-1], current_module()))
+            mine = token if late is None else late.revive()
+            return Moved(self, saver.index, storage, view, probe, mine)
+
+        return opaque(pack)
+
+    def _late(self, tensor: torch.Tensor) -> Layer | None:
+        """Return the group that has just ended, if a tensor was an input of it, or of others without a graph before."""
+        ref = self._inputs.get(tensor.untyped_storage()._cdata)
+        if ref is None or ref.expired:
+            return None
+        self._region_saved = True
+        return self.layers[-1]
+
+
+def _storages(tensor: torch.Tensor) -> list[torch.UntypedStorage]:
+    """Return where the data of an input is; nothing of one that only stands for others, as in `torch.vmap`."""
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        return []
+    return [
+        part.untyped_storage()
+        for part in plain_parts(tensor)
+        if type(part) is torch.Tensor and part.layout is torch.strided and not part.is_nested
+    ]

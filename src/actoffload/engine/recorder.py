@@ -1,0 +1,222 @@
+"""Measuring a step: events around compute, copies and stalls, turned into a timeline when the step is over.
+
+Nothing is recorded, and no event is made, while no recorder is installed.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import TracebackType
+
+import torch
+
+from ..device.base import Backend, Event, Stream
+from ..schedule.timeline import Kind, Span, Timeline
+from .statistics import Counters
+
+__all__ = ["TimelineRecorder", "available", "nvtx_range", "pop", "push", "start", "stop"]
+
+AVAILABLE = hasattr(torch._C, "_nvtx")  # the functions of torch.cuda.nvtx exist in any case, and raise without it
+
+
+def available() -> bool:
+    """Whether ranges reach a profiler; False where torch was built without NVTX."""
+    return AVAILABLE
+
+
+def push(name: str) -> None:
+    """Begin a range in the calling thread, inside those that were pushed before; nothing without NVTX."""
+    if AVAILABLE:
+        torch.cuda.nvtx.range_push(name)  # type: ignore[no-untyped-call]
+
+
+def pop() -> None:
+    """End the range that was pushed last in the calling thread; nothing without NVTX."""
+    if AVAILABLE:
+        torch.cuda.nvtx.range_pop()  # type: ignore[no-untyped-call]
+
+
+def start(name: str) -> object:
+    """Begin a range that any thread may end, and return what `stop` wants; None without NVTX."""
+    return torch.cuda.nvtx.range_start(name) if AVAILABLE else None
+
+
+def stop(shown: object) -> None:
+    """End a range that `start` began; nothing for None."""
+    if shown is not None:
+        torch.cuda.nvtx.range_end(shown)
+
+
+class nvtx_range:  # noqa: N801 - reads as a function, and costs less than a generator
+    """A range around a ``with`` block; nothing without NVTX.
+
+    Parameters
+    ----------
+    name : str
+        What the profiler shows.
+
+    Examples
+    --------
+    >>> from actoffload.engine.recorder import nvtx_range
+    >>> with nvtx_range("forward of model.layers.3"):
+    ...     y = torch.ones(3) + 1
+    """
+
+    __slots__ = ("_name",)
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __enter__(self) -> None:
+        push(self._name)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        pop()
+
+
+@dataclass(frozen=True, slots=True)
+class _Open:
+    kind: Kind
+    layer: int
+    stream: Stream
+    start: Event
+    end: Event
+    nbytes: int
+
+
+class TimelineRecorder:
+    """Collects the spans of one step; made by `OffloadContext.record_timeline`.
+
+    Parameters
+    ----------
+    backend : Backend
+        The kind of device.
+    counters : Counters
+        Where the resident bytes are read.
+    """
+
+    def __init__(self, backend: Backend, counters: Counters) -> None:
+        self._backend = backend
+        self._counters = counters
+        self._lock = threading.RLock()  # a finalizer may record a wait in the middle of anything
+        self._spans: list[_Open] = []
+        self._resident: list[tuple[Event, int]] = []
+        self._running: dict[tuple[int, Kind, int], tuple[Stream, Event, object]] = {}
+        self._name_of: Callable[[int], str] | None = None
+        self._zero: Event | None = None
+        self._gaps: list[tuple[Event, Event]] = []
+        self._done: Timeline | None = None
+
+    def mark_ranges(self, name_of: Callable[[int], str]) -> None:
+        """StreamPosition compute and copies as NVTX ranges too, with the names of the layers."""
+        self._name_of = name_of
+
+    def _range(self, kind: Kind, layer: int) -> object:
+        if self._name_of is None or kind is Kind.STALL:
+            return None
+        return start(f"{kind.value} of {self._name_of(layer)}")
+
+    @contextmanager
+    def span(self, kind: Kind, layer: int, stream: Stream, nbytes: int) -> Iterator[None]:
+        """Record what a stream does in this block as one span."""
+        shown = self._range(kind, layer)
+        begun = self._backend.record_timed(stream)
+        yield
+        end = self._backend.record_timed(stream)
+        stop(shown)
+        with self._lock:
+            self._spans.append(_Open(kind, layer, stream, begun, end, nbytes))
+
+    def begin(self, owner: object, kind: Kind, layer: int) -> None:
+        """Start a span of compute on the current stream."""
+        stream = self._stream()
+        event = self._backend.record_timed(stream)
+        shown = self._range(kind, layer)
+        with self._lock:
+            self._start(event)
+            self._running[(id(owner), kind, layer)] = (stream, event, shown)
+
+    def finish(self, owner: object, kind: Kind, layer: int) -> None:
+        """End a span of compute that `begin` started; nothing happens if there is none."""
+        with self._lock:
+            begun = self._running.pop((id(owner), kind, layer), None)
+        if begun is None:
+            return
+        stream, first, shown = begun
+        stop(shown)
+        end = self._backend.record_timed(stream)
+        with self._lock:
+            self._spans.append(_Open(kind, layer, stream, first, end, 0))
+
+    def level(self) -> None:
+        """Note the resident bytes as of the present end of the current stream."""
+        event = self._backend.record_timed(self._stream())
+        nbytes = self._counters.resident_bytes
+        with self._lock:
+            self._start(event)
+            self._resident.append((event, nbytes))
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Leave what the host does in this block, which is no part of the step, out of the timeline."""
+        begun = self._backend.record_timed(self._stream())
+        yield
+        end = self._backend.record_timed(self._stream())
+        with self._lock:
+            self._gaps.append((begun, end))
+
+    def _stream(self) -> Stream:
+        return self._backend.current_stream(self._backend.current_device())
+
+    def _start(self, event: Event) -> None:
+        if self._zero is None:
+            self._zero = event
+
+    def timeline(self) -> Timeline:
+        """Return the spans in seconds since the first event.
+
+        The first call waits for the device; later ones return the same object.
+        """
+        if self._done is None:
+            self._done = self._resolve()
+        return self._done
+
+    def _resolve(self) -> Timeline:
+        source = "reference device" if self._backend.name == "reference" else "measured"
+        zero = self._zero
+        if zero is None:
+            return Timeline((), (), source)
+        self._backend.synchronize(self._backend.current_device())
+
+        gaps = _union(
+            (self._backend.elapsed(zero, begun), self._backend.elapsed(zero, end)) for begun, end in self._gaps
+        )
+
+        def seconds(event: Event) -> float:
+            time = self._backend.elapsed(zero, event)
+            return time - sum(min(max(time - begun, 0.0), end - begun) for begun, end in gaps)
+
+        spans = (Span(s.kind, s.layer, seconds(s.start), seconds(s.end), s.nbytes) for s in self._spans)
+        # A wait that found its transfer done takes a few microseconds of stream time, and is no stall.
+        shortest = self._backend.resolution
+        kept = (s for s in spans if s.kind is not Kind.STALL or s.seconds > shortest)
+        return Timeline.build(kept, [(seconds(event), nbytes) for event, nbytes in self._resident], source)
+
+
+def _union(gaps: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Put gaps together that overlap, as those of two threads may: nothing is taken out twice."""
+    found: list[tuple[float, float]] = []
+    for begun, end in sorted(gaps):
+        if found and begun <= found[-1][1]:
+            found[-1] = found[-1][0], max(end, found[-1][1])
+        else:
+            found.append((begun, end))
+    return found

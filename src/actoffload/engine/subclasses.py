@@ -1,0 +1,239 @@
+"""Saved tensors made of several plain ones: each part moves by itself, and the whole comes back as the same type.
+
+Two conventions say what a tensor is made of.  PyTorch's traceable wrappers have ``__tensor_flatten__`` and
+``__tensor_unflatten__`` (`torch.utils._python_dispatch`): DTensor, jagged nested tensors, torchao's tensors.
+Transformer Engine's quantized tensors have ``prepare_for_saving``, ``restore_from_saved`` and ``get_data_tensors``.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.nn import Parameter
+
+from ..engine.versions import Wrappers
+from . import tensor_marks
+from .versions import Seen, Wrapper
+
+__all__ = ["Compound", "has_parts", "is_compound", "parts_to_save", "plain_parts"]
+
+
+def is_compound(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is made of others in one of the two ways."""
+    return _flattens(type(tensor)) or _gives_parts(tensor)
+
+
+def _flattens(kind: type) -> bool:
+    return hasattr(kind, "__tensor_flatten__") and hasattr(kind, "__tensor_unflatten__")
+
+
+def _gives_parts(thing: object) -> bool:
+    return hasattr(thing, "prepare_for_saving") and hasattr(thing, "restore_from_saved")
+
+
+class Compound:
+    """A saved tensor that was taken apart.
+
+    It holds the parts, each as the pack hook of a layer returned it, and what else the whole is made of.  The whole
+    is put together anew each time, so that nothing of it stays on the device in between.
+
+    Parameters
+    ----------
+    seen : Seen
+        The tensor's version counter, when it was saved.
+    size : torch.Size
+        Its shape.
+    parts : mapping
+        From names to what the pack hook returned.
+    build : callable
+        Makes the whole from the parts as tensors.
+    """
+
+    __slots__ = ("_build", "_parts", "_seen", "_size")
+
+    def __init__(
+        self,
+        seen: Seen,
+        size: torch.Size,
+        parts: Mapping[str | int, Any],
+        build: Callable[[dict[Any, torch.Tensor]], torch.Tensor],
+    ) -> None:
+        self._seen = seen
+        self._size = size
+        self._parts = parts
+        self._build = build
+
+    @staticmethod
+    def pack(
+        tensor: torch.Tensor, within: Wrappers, packer: Callable[[Wrappers], Callable[..., Any]]
+    ) -> Compound | None:
+        """Take a tensor apart; None if it does not let us.
+
+        Parameters
+        ----------
+        tensor : torch.Tensor
+            A tensor for which `is_compound` holds.
+        within : tuple of Seen
+            The wrappers of which it is a part itself.
+        packer : callable
+            Returns the pack hook for parts of given wrappers.
+        """
+        seen = Seen(Wrapper.of(tensor), tensor._version)
+        taken = _Flat.take(tensor) if _flattens(type(tensor)) else _Husk.take(tensor)
+        if taken is None:
+            return None
+        parts, build = taken
+        pack = packer((*within, seen))
+        return Compound(seen, tensor.size(), {name: pack(_as_part(part)) for name, part in parts.items()}, build)
+
+    def unpack(self) -> torch.Tensor:
+        """Return the whole, for autograd; its parts are reloaded if that has not happened yet.
+
+        A part that stayed comes back as it is now, as without offloading; the counter of the whole decides.
+        """
+        outer, version = self._seen
+        outer.check(version, self._size)
+        parts = {name: part[0] if isinstance(part, tuple) else part.unpack() for name, part in self._parts.items()}
+        with torch.no_grad():
+            whole = self._build(parts)
+        outer.returned(whole)
+        return whole
+
+
+class _Flat:
+    """What a traceable wrapper is besides its parts."""
+
+    __slots__ = ("_context", "_kind", "_others", "_size", "_stride")
+
+    def __init__(self, tensor: Any, context: Any, others: dict[str, Any]) -> None:
+        self._kind = type(tensor)
+        self._context = context
+        self._others = others
+        self._size = tensor.size()
+        self._stride = tensor.stride()
+
+    @staticmethod
+    def take(tensor: Any) -> tuple[dict[Any, torch.Tensor], Callable[..., torch.Tensor]] | None:
+        """Take a tensor apart."""
+        try:
+            inner, context = _flatten(tensor)
+        except NotImplementedError:
+            return None
+        parts = {name: part for name, part in inner.items() if isinstance(part, torch.Tensor)}
+        others = {name: part for name, part in inner.items() if name not in parts}
+        if tensor.layout is torch.jagged:
+            # Two ragged dimensions are equal if they come from the same tensor of offsets, the same object.
+            for part in (tensor.offsets(), tensor.lengths()):
+                if part is not None:
+                    tensor_marks.keep(part)
+        return parts, _Flat(tensor, context, others)
+
+    def __call__(self, parts: dict[Any, torch.Tensor]) -> torch.Tensor:
+        whole: torch.Tensor = self._kind.__tensor_unflatten__(
+            {**self._others, **parts}, self._context, self._size, self._stride
+        )
+        return whole
+
+
+class _Husk:
+    """A tensor of Transformer Engine's convention without its data."""
+
+    __slots__ = ("_count", "_husk", "_lock")
+
+    def __init__(self, husk: Any, count: int) -> None:
+        self._husk = husk
+        self._count = count
+        self._lock = threading.Lock()
+
+    @staticmethod
+    def take(tensor: Any) -> tuple[dict[Any, torch.Tensor], Callable[..., torch.Tensor]] | None:
+        """Take the data out of a second tensor like it: the program may go on with the first."""
+        twin = tensor.detach()
+        if twin is tensor or type(twin) is not type(tensor):
+            return None
+        parts, husk = twin.prepare_for_saving()
+        return {k: part for k, part in enumerate(parts) if part is not None}, _Husk(husk, len(parts))
+
+    def __call__(self, parts: dict[Any, torch.Tensor]) -> torch.Tensor:
+        with self._lock:
+            self._husk.restore_from_saved([parts.get(k) for k in range(self._count)])
+            try:
+                whole: torch.Tensor = self._husk.detach()
+            finally:
+                self._husk.prepare_for_saving()
+        return whole
+
+
+def _flatten(tensor: Any) -> tuple[dict[str, Any], Any]:
+    """Return what a traceable wrapper is made of, by name, and the rest that puts it together again."""
+    if hasattr(tensor, "trigger_wait"):  # the result of a collective that may be still under way
+        tensor.trigger_wait()
+    names, context = tensor.__tensor_flatten__()
+    return {name: getattr(tensor, name) for name in names}, context
+
+
+def _as_part(part: torch.Tensor) -> torch.Tensor:
+    """Return a part as the tensor that the questions of eligibility.py make sense for.
+
+    `DTensor.from_local` makes its part without a graph, as a view of what it was given, and lets it require a
+    gradient; that is no leaf of the program's.
+    """
+    if part.requires_grad and part.is_leaf and not isinstance(part, Parameter):
+        base = part._base
+        if base is not None and not base.is_leaf:
+            return part.detach()
+    return part
+
+
+# Parts for those who only look
+
+
+def has_parts(thing: object) -> bool:
+    """Whether something is a tensor, or an object made of tensors."""
+    return isinstance(thing, torch.Tensor) or _gives_parts(thing) or hasattr(thing, "get_data_tensors")
+
+
+def plain_parts(thing: Any) -> list[torch.Tensor]:
+    """Return the plain tensors that hold the data of a tensor or an object; a plain tensor itself.
+
+    The thing is only looked at.
+    """
+    inside = _inside(thing, to_save=False)
+    if inside is None:
+        return [thing] if isinstance(thing, torch.Tensor) else []
+    return [part for thing in inside for part in plain_parts(thing)]
+
+
+def parts_to_save(thing: Any, within: Wrappers = ()) -> Iterator[tuple[torch.Tensor, Wrappers]]:
+    """Yield the plain tensors that are saved when a tensor or an object is, each with the wrappers around it.
+
+    An object gives its tensors away for a moment, if that is how it is saved.
+    """
+    inside = _inside(thing, to_save=True)
+    if isinstance(thing, torch.Tensor):
+        if inside is None:
+            yield thing, within
+            return
+        within = (*within, Seen(Wrapper.of(thing), thing._version))
+    for part in inside or ():
+        yield from parts_to_save(part, within)
+
+
+def _inside(thing: Any, *, to_save: bool) -> Iterable[Any] | None:
+    """Return what something is made of; None if it is not made of anything."""
+    kind = type(thing)
+    if kind is torch.Tensor or kind is Parameter:
+        return None
+    if _flattens(kind):
+        return [part for part in _flatten(thing)[0].values() if isinstance(part, torch.Tensor)]
+    if to_save and _gives_parts(thing):
+        parts, husk = thing.prepare_for_saving()
+        husk.restore_from_saved(list(parts))
+    elif hasattr(thing, "get_data_tensors"):
+        parts = thing.get_data_tensors()
+    else:
+        return None
+    return [parts] if isinstance(parts, torch.Tensor) else [part for part in parts if part is not None]

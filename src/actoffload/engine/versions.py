@@ -1,0 +1,149 @@
+"""Version counters of saved tensors: how in-place edits are caught."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+
+__all__ = ["Seen", "Wrapper", "Wrappers", "changed", "drop_data", "serves", "together", "unchanged"]
+
+_hollow: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
+
+
+def drop_data(probe: torch.Tensor) -> None:
+    """Take the memory out of a detached tensor; it still shares the version counter of the original."""
+    key = (probe.dtype, probe.device)
+    empty = _hollow.get(key)
+    if empty is None:
+        empty = _hollow[key] = torch.empty(0, dtype=probe.dtype, device=probe.device)
+    probe.data = empty
+
+
+def changed(tensor: torch.Tensor, size: tuple[int, ...], version: int) -> RuntimeError:
+    """Return the error that autograd raises without hooks, for a tensor that is not at `version` any more.
+
+    Parameters
+    ----------
+    tensor : torch.Tensor
+        Shares the version counter of what was changed; its own shape does not matter.
+    size : tuple of int
+        Shape of the saved tensor.
+    version : int
+        The version at which it was saved, or at which it came back.
+    """
+    shape = ", ".join(map(str, size))
+    return RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace operation: "
+        f"[{tensor.type()} [{shape}]] is at version {tensor._version}; expected version {version} instead. "
+        "It was saved inside an offloading context; change a copy of it, or change it before it is used. "
+        "torch.autograd.set_detect_anomaly(True) shows where it was used."
+    )
+
+
+RETURNED = 1024
+"""How many tensors that were given back for one are watched: it takes so many backwards of a retained graph."""
+
+
+class Wrapper:
+    """The version counter that a wrapper tensor shares with its views.
+
+    Make it with `Wrapper.of`, which gives the same object for all tensors that share a counter.
+
+    Parameters
+    ----------
+    tensor : torch.Tensor
+        The wrapper.
+    root : torch.Tensor
+        The tensor of which it is a view, or itself.
+    """
+
+    __slots__ = ("__weakref__", "_counter", "_returned", "_root")
+
+    def __init__(self, tensor: torch.Tensor, root: torch.Tensor) -> None:
+        self._counter = _counter(tensor)
+        self._root = weakref.ref(root)
+        self._returned: deque[tuple[torch.Tensor, int]] = deque(maxlen=RETURNED)
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> Wrapper:
+        """Return what has the counter of a tensor."""
+        root = tensor if tensor._base is None else tensor._base
+        outer = _outers.get(id(root))
+        if outer is None or outer._root() is not root:
+            outer = _outers[id(root)] = Wrapper(tensor, root)
+        return outer
+
+    @property
+    def version(self) -> int:
+        """How often the tensor was changed so far."""
+        return int(self._counter._version)
+
+    def returned(self, tensor: torch.Tensor) -> None:
+        """Watch a tensor that autograd gets in place of the saved one; see [Note: in-place edits] in saved.py."""
+        self._returned.append((_counter(tensor), tensor._version))
+
+    def check(self, version: int, size: torch.Size) -> None:
+        """Raise autograd's error if the tensor, or one that was returned for it, was changed since `version`."""
+        if self._counter._version != version:
+            raise changed(self._counter, size, version)
+        for counter, clean in self._returned:
+            if counter._version != clean:
+                raise changed(counter, size, clean)
+
+
+_outers: weakref.WeakValueDictionary[int, Wrapper] = weakref.WeakValueDictionary()
+
+
+class Seen(NamedTuple):
+    """A wrapper at the moment at which something in it was saved.
+
+    Parameters
+    ----------
+    outer : Wrapper
+        Whose counter.
+    version : int
+        What it showed.
+    """
+
+    outer: Wrapper
+    version: int
+
+
+Wrappers = tuple[Seen, ...]
+"""The wrappers around a plain tensor, outermost first; empty for what is no part of anything."""
+
+
+def unchanged(seen: Iterable[Seen]) -> bool:
+    """Whether none of some wrappers was changed since."""
+    return all(outer.version == version for outer, version in seen)
+
+
+def serves(before: Sequence[Seen], within: Wrappers) -> bool:
+    """Whether a storage that was saved in some wrappers is still what a part of others has.
+
+    A wrapper that was changed at all may have been changed after the storage was saved, unless it was there already.
+    """
+    if not unchanged(before):
+        return False
+    return all(version == 0 or any(outer is known for known, _ in before) for outer, version in within)
+
+
+def together(before: Sequence[Seen], within: Wrappers) -> Wrappers:
+    """Return the wrappers of a storage with those of one more tensor on it."""
+    return (*before, *(seen for seen in within if seen not in before))
+
+
+def _counter(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor with the version counter of another and nothing else of it.
+
+    Below the dispatch to Python a wrapper is an ordinary tensor that has no memory, and can be detached as such.
+    """
+    with torch._C.DisableTorchFunctionSubclass(), torch._C._DisableTorchDispatch():
+        alias = tensor.detach()
+    if alias.layout is torch.strided:
+        drop_data(alias)
+    return alias

@@ -1,0 +1,142 @@
+"""Front door 2: offload any model, by its modules."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+from torch.nn import Module
+
+from .. import device as devices
+from ..engine.engine import Engine
+from ..schedule.execution_order import Planner, check_number, check_types
+from ..schedule.plan import Plan
+from ..schedule.schedules import GroupSchedule
+from .handle import OffloadHandle
+from .module_hooks import hooks_of
+from .select import choose, find_kept
+from .tracker import GROUP, KEPT, ROOT, Place
+
+__all__ = ["offload"]
+
+
+def offload(
+    module: Module,
+    *,
+    layers: str | Module | type[Module] | Iterable[Any] | None = None,
+    num_layers: int | None = None,
+    keep: str | Module | type[Module] | Iterable[Any] = (),
+    min_bytes: int = 1 << 20,
+    fraction: float = 1.0,
+    max_host_bytes: int | None = None,
+    max_inflight: int | None = None,
+) -> OffloadHandle:
+    """Offload the activations of a model, whose code stays as it is.
+
+    The chosen modules are *groups*: what autograd saves while one of them runs moves together.  Each group is copied to
+    the host while it computes, leaves the device before a later group needs the room, and comes back before backward
+    needs it.  The order of the groups is learned from the model as it runs.
+
+    Parameters
+    ----------
+    module : torch.nn.Module
+        The model, or any part of it; wrapped or not.  The handle belongs to this object: call this one.
+    layers : str, module, type or iterable of these, optional
+        What to offload.  None finds the repeated blocks.  A string is the dotted path of a module, of a list of
+        modules, whose children are meant then, or a glob pattern over dotted names: ``"*.self_attn"``.  Several
+        entries give several kinds of groups.
+    num_layers : int, optional
+        The first so many groups of each kind leave, but never the last of a kind.  None offloads all but the last two;
+        with several kinds, all but the last of each, and not the last two of all.
+    keep : str, module, type or iterable of these
+        Modules whose saved tensors stay, given like `layers`: the router, the head, a norm.  Inside of a chosen module
+        and around one, the innermost rule holds.
+    min_bytes : int
+        Smaller tensors stay, in bytes.
+    fraction : float
+        Of the groups of each kind that would leave, the first so many; 0.0 to 1.0.
+    max_host_bytes : int, optional
+        Largest amount of page-locked host memory to hold for each device, in bytes; it is taken in steps of 2 MiB.
+        What does not fit stays on the device, with one warning.
+    max_inflight : int, optional
+        At most so many groups are on their way whenever one has ended, in either direction; compute waits where there
+        would be more.
+
+    Returns
+    -------
+    OffloadHandle
+        Prints what was chosen; reports what happened; pauses and ends offloading.
+
+    Raises
+    ------
+    ValueError
+        If nothing is found, a pattern matches nothing, a number is out of its range, or the model is offloaded already.
+    TypeError
+        If `module` is not a module, an entry of `layers` or `keep` is of a type that means nothing here, or what should
+        be a number is none.
+
+    Warns
+    -----
+    UserWarning
+        If so few groups were found that none leaves.
+
+    Notes
+    -----
+    The choice of modules, the smallest tensor, the fraction of groups and the limit of copies in flight are those of
+    Megatron-LM's fine-grained activation offloading.
+
+    Examples
+    --------
+    >>> model = torch.nn.Sequential(*[torch.nn.Linear(512, 512) for _ in range(6)])
+    >>> handle = actoffload.offload(model)
+    >>> x = torch.randn(1024, 512, requires_grad=True)
+    >>> model(x * 1.0).sum().backward()
+    >>> handle.statistics().tensors_offloaded
+    4
+    >>> handle.remove()
+    """
+    if not isinstance(module, Module):
+        raise TypeError(f"offload got a {type(module).__name__}; expected a torch.nn.Module, such as the whole model.")
+    check_types(num_layers=num_layers, min_bytes=min_bytes, fraction=fraction)
+    check_types(max_host_bytes=max_host_bytes, max_inflight=max_inflight)
+    if min_bytes < 0:
+        raise ValueError(f"min_bytes is {min_bytes}; expected a number of bytes, 0 or more.")
+    if max_host_bytes is not None and max_host_bytes < 0:
+        raise ValueError(f"max_host_bytes is {max_host_bytes}; expected a number of bytes, or None for no limit.")
+    if hooks_of(module) is not None:
+        raise ValueError(
+            "This model is offloaded already: call remove() of its handle first, which OffloadHandle.of(model) returns "
+            "as well."
+        )
+    schedule = GroupSchedule(num_layers, fraction, max_inflight)
+    chosen = choose(module, layers)
+    kept = find_kept(module, keep)
+    both = {id(of) for _, of in kept} & {id(group.module) for group in chosen}
+    if both:
+        name = next(group.name for group in chosen if id(group.module) in both)
+        raise ValueError(f"The module '{name}' is chosen by layers and by keep: take it out of one of them.")
+    planner = Planner(schedule, [group.kind for group in chosen])
+    check_number(num_layers, [group.kind for group in chosen])
+    places = [
+        Place(ROOT, type(module).__name__, weakref.ref(module)),
+        *(Place(GROUP, of.name, weakref.ref(of.module), k, of.kind) for k, of in enumerate(chosen)),
+        *(Place(KEPT, name, weakref.ref(of)) for name, of in kept),
+    ]
+    engine = Engine(Plan(1), devices.backend(), max_host_bytes, min_bytes=min_bytes)
+    handle = OffloadHandle(places, planner, engine)
+    if not handle.plan.offloaded and num_layers != 0 and fraction:
+        kinds = [group.kind for group in chosen]
+        if max(map(kinds.count, kinds)) == 1:
+            what = "Choose modules with layers of which there are several of a kind"
+        else:
+            what = "Choose smaller modules with layers, or more groups with num_layers or fraction"
+        warnings.warn(
+            f"None of the groups that were found ({len(chosen)}) leaves the device: the last of each kind and the last "
+            f"two of all stay, because backward begins there. {what}. Where a forward calls one several times, its "
+            "earlier calls leave.",
+            UserWarning,
+            stacklevel=2,
+        )
+    return handle

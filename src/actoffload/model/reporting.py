@@ -1,0 +1,253 @@
+"""From what a handle has seen to the report that people read."""
+
+from __future__ import annotations
+
+import re
+import weakref
+from collections import Counter
+from collections.abc import Sequence, Set
+from dataclasses import dataclass, field, replace
+
+from torch.nn import Module
+
+from ..engine.model_pass import ModelPass
+from ..engine.recorder import TimelineRecorder
+from ..engine.statistics import Statistics
+from ..report.advice import advise
+from ..report.holders import find_all_holders
+from ..report.report import GroupReport, HeldStorage, Report, sum_groups
+from ..report.step_timeline import LayerTimes, StepTimeline
+from ..schedule.costs import LayerCost, Link
+from ..schedule.execution_order import GroupKey, Planner
+from ..schedule.plan import Plan
+from ..schedule.schedules import GroupSchedule
+from ..schedule.timeline import Kind, Timeline
+from .describe import group_names
+from .module_names import Names
+from .pass_statistics import GroupStatistics, Held, PassStatistics
+from .tracker import Place
+
+__all__ = ["Recording", "Seen", "build_report"]
+
+
+class Seen:
+    """What was seen of the passes of a model.  Its hooks lead here, and nothing leads from here to the handle.
+
+    Parameters
+    ----------
+    groups : sequence of Place
+        The chosen modules.
+    """
+
+    def __init__(self, groups: Sequence[Place]) -> None:
+        self.groups = groups
+        self.tally: PassStatistics | None = None
+        self.recording: Recording | None = None
+
+    def forward_done(self, done: ModelPass[GroupKey], sequence: Sequence[GroupKey]) -> None:
+        """Note a pass whose forward has ended."""
+        self.tally = PassStatistics.of(done, sequence, None if self.tally is None else self.tally.sequence)
+        if self.recording is not None and self.recording.open:
+            _note_pass(self.recording, self.tally)
+
+
+@dataclass(eq=False)
+class Recording:
+    """What was learned of a step while it was recorded.
+
+    Parameters
+    ----------
+    recorder : TimelineRecorder
+        Its events.
+    root : weakref of torch.nn.Module
+        The model.
+    groups : sequence of Place
+        The chosen modules.
+    """
+
+    recorder: TimelineRecorder
+    root: weakref.ref[Module]
+    groups: Sequence[Place]
+    open: bool = True
+    names: tuple[str, ...] = ()
+    passes: int = 0
+    outside: Counter[str] = field(default_factory=Counter)
+    held: tuple[Held, ...] = ()
+    holders: dict[int, tuple[str, ...]] = field(default_factory=dict)
+
+    def timeline(self) -> StepTimeline:
+        """Return the recorded step."""
+        return StepTimeline(self.recorder.timeline(), self.names)
+
+    def name_of(self, layer: int) -> str:
+        """Return the name of a group by its place in the pass."""
+        return self.names[layer] if layer < len(self.names) else f"group {layer}"
+
+
+def _note_pass(recording: Recording, tally: PassStatistics) -> None:
+    """Note the names of a recorded pass, and who holds its memory: only now are they there to be found."""
+    recording.passes += 1
+    recording.names = group_names(recording.groups, tally.sequence)
+    recording.held, recording.holders = tally.held, {}
+    root = recording.root()
+    modules = {} if root is None else {module: name or "the model" for name, module in root.named_modules()}
+    saved = Counter[Module]()
+    for nbytes, saver in tally.savers:
+        module = saver()
+        if module is not None and module is not root and module in modules:
+            saved[module] += nbytes
+    recording.outside = Counter[str]()
+    if root is not None:
+        names, may = Names(root), {*saved, *(group.ref() for group in recording.groups)}
+        for module, nbytes in saved.items():
+            recording.outside[_pattern(names, modules[module], may)] += nbytes
+    if tally.held:
+        with recording.recorder.apart():
+            recording.holders = find_all_holders([held.address for held in tally.held], modules)
+
+
+def _pattern(names: Names, name: str, may: Set[Module | None]) -> str:
+    """Return a pattern that layers takes for a module and its like; its name if it has none, or others would match."""
+    pattern = re.sub(r"\b\d+\b", "*", name)
+    found = names.matching(pattern)
+    return pattern if len(found) > 1 and all(named.module in may for named in found) else name
+
+
+def build_report(
+    planner: Planner,
+    groups: Sequence[Place],
+    tally: PassStatistics,
+    recording: Recording | None,
+    statistics: Statistics,
+) -> Report:
+    """Return the report of the latest pass.
+
+    Parameters
+    ----------
+    planner : Planner
+        How the groups are scheduled.
+    groups : sequence of Place
+        The chosen modules.
+    tally : PassStatistics
+        The latest pass.
+    recording : Recording or None
+        A recorded step, for times and holders.
+    statistics : Statistics
+        Sums since the statistics began.
+    """
+    names = group_names(groups, tally.sequence)
+    kinds = planner.kinds(tally.sequence)
+    recorded = None if recording is None or recording.open or recording.names != names else recording.timeline()
+    timeline = None if recorded is None else recorded.timeline
+    seconds = () if recorded is None else recorded.by_layer()
+    passes = 0 if recorded is None or recording is None else recording.passes
+    held = _holders(tally, names, recording)
+    rows = [
+        _row(group, name, kind, seconds[k] if recorded else None, _not_freed(k, tally.held))
+        for k, (group, name, kind) in enumerate(zip(tally.groups, names, kinds, strict=True))
+    ]
+    ran = {key.group for key in tally.sequence}
+    chosen = group_names(groups, [GroupKey(k) for k in range(len(groups))])
+    absent = [(k, name) for k, name in enumerate(chosen) if k not in ran]
+    expected = sum(group.bytes_expected for group in tally.groups if group.leaves)
+    gone = sum(group.bytes_gone for group in tally.groups if group.leaves)
+    schedule = planner.schedule
+    report = Report(
+        groups=(
+            *_by_name(rows),
+            *(GroupReport(name, groups[k].kind, calls=0) for k, name in absent),
+        ),
+        outside=tally.outside,
+        outside_modules={} if recording is None or recording.names != names else dict(recording.outside),
+        passes=statistics.passes,
+        num_layers=_number(schedule, kinds),
+        peak_resident_bytes=statistics.peak_resident_bytes,
+        host_bytes=statistics.host_bytes,
+        host_bytes_high_water=statistics.host_bytes_high_water,
+        held=held,
+        expected_bytes=expected,
+        dropped_bytes=gone - sum(entry.nbytes for entry in tally.held),
+        step_seconds=None if timeline is None else timeline.end,
+        step_passes=passes,
+        order="" if tally.as_before else "The groups ran in another order than in the pass before.",
+    )
+    costs, link = (None, None) if timeline is None else _costs(timeline, rows, passes)
+
+    def plan_for(num_layers: int) -> Plan:
+        if num_layers >= max(kinds.count(kind) for kind in set(kinds)):
+            raise ValueError("The last group has to stay.")
+        return GroupSchedule(num_layers, schedule.fraction, schedule.max_inflight).plan(kinds)
+
+    return replace(report, advice=advise(report, costs=costs, link=link, plan_for=plan_for))
+
+
+def _number(schedule: GroupSchedule, kinds: Sequence[str]) -> int:
+    """Return how many groups of a kind leave; what to give for num_layers to have the same."""
+    if schedule.num_layers is not None:
+        return schedule.num_layers
+    leaving = [kinds[k] for k in GroupSchedule().leaving(kinds)]  # of which a fraction leaves
+    return max((leaving.count(kind) for kind in set(leaving)), default=0)
+
+
+def _not_freed(place: int, held: Sequence[Held]) -> int:
+    return sum(entry.nbytes for entry in held if entry.place == place)
+
+
+def _holders(tally: PassStatistics, names: Sequence[str], recording: Recording | None) -> tuple[HeldStorage, ...]:
+    """Return who holds what, if that was looked for when the same groups held the same amounts."""
+    if recording is None or [of.amount for of in recording.held] != [of.amount for of in tally.held]:
+        return ()
+    found = recording.holders
+    return tuple(HeldStorage(names[of.place], of.nbytes, found.get(of.address, ())) for of in recording.held)
+
+
+def _row(group: GroupStatistics, name: str, kind: str, times: LayerTimes | None, not_freed: int) -> GroupReport:
+    layer = group.layer
+    return GroupReport(
+        name,
+        kind,
+        leaves=group.leaves,
+        storages=group.storages,
+        bytes_saved=group.bytes_saved,
+        bytes_offloaded=group.bytes_offloaded,
+        bytes_in_vain=group.bytes_in_vain,
+        kept=group.kept,
+        reloaded_ahead=layer.ahead,
+        reloaded_on_demand=layer.on_demand,
+        bytes_reloaded=layer.bytes_back,
+        bytes_not_freed=not_freed,
+        forward_seconds=None if times is None else times.forward,
+        backward_seconds=None if times is None else times.backward,
+        forward_stall_seconds=None if times is None else times.forward_stall,
+        backward_stall_seconds=None if times is None else times.backward_stall,
+    )
+
+
+def _by_name(rows: Sequence[GroupReport]) -> list[GroupReport]:
+    """Put the calls of one group together."""
+    of: dict[str, list[GroupReport]] = {}
+    for row in rows:
+        of.setdefault(row.name, []).append(row)
+    return [mine[0] if len(mine) == 1 else sum_groups(mine, name) for name, mine in of.items()]
+
+
+def _costs(timeline: Timeline, rows: Sequence[GroupReport], passes: int) -> tuple[list[LayerCost] | None, Link | None]:
+    """Return what the groups cost in one of the passes, and how fast copies were; None where too little was seen."""
+    speeds = []
+    for kind in (Kind.D2H, Kind.H2D):
+        busy = timeline.seconds(kind)
+        if not busy:
+            return None, None
+        speeds.append(timeline.nbytes(kind) / busy)
+    costs = [
+        LayerCost.even(
+            row.bytes_saved,
+            forward=(row.forward_seconds or 0.0) / passes,
+            backward=(row.backward_seconds or 0.0) / passes,
+            pieces=max(1, min(row.storages, row.bytes_saved)),
+        )
+        if row.bytes_saved
+        else LayerCost((row.forward_seconds or 0.0) / passes, (row.backward_seconds or 0.0) / passes, ())
+        for row in rows
+    ]
+    return costs, Link(*speeds)

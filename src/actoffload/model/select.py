@@ -1,0 +1,255 @@
+"""Which modules of a model `offload` takes: the meaning of its arguments ``layers`` and ``keep``.
+
+[Note: what an entry means]
+- A dotted path is the module of that name.  The path of a ``ModuleList``, ``ModuleDict`` or ``Sequential`` means its
+  children.
+- A string with ``*``, ``?`` or ``[`` is a glob pattern, compared with whole dotted names as `fnmatch.fnmatchcase` does.
+  ``*`` also crosses dots.  Of matches below each other only the outermost counts: ``"model.layers.*"`` is the layers,
+  not all that is in them.  Something deeper is chosen by an entry of its own.  The root has no name that a pattern
+  could match.
+- A module is itself, and has to be part of the model.  A ``Sequential`` that is handed over alone means its children.
+- A type is all modules of that class, also those inside each other.
+- A module without a forward, such as a ``ModuleList``, is never called, so it means its children wherever it is met.
+
+Names are compared without the parts that wrappers add (``module.``, ``_orig_mod.``, ``_checkpoint_wrapped_module.``),
+and, where nothing has that name, with them.  Of a wrapper and the module in it, which have the same name then, the
+wrapper is meant.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any
+
+from torch import Tensor
+from torch.nn import Module
+
+from .blocks import find_stacks
+from .module_names import CONTAINERS, Named, Names, block_type, children, runs, starred, unwrap
+
+__all__ = ["Chosen", "choose", "find_kept"]
+
+_EXPECTED = "a dotted path or glob pattern, a module, a module type, or an iterable of these"
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """A module that `offload` was told to take, or has found.
+
+    Attributes
+    ----------
+    name : str
+        Dotted name inside the root, as in ``root.named_modules()``; empty for the root itself.
+    module : torch.nn.Module
+        The module.
+    kind : str
+        Modules of one kind are scheduled alike.
+    """
+
+    name: str
+    module: Module
+    kind: str
+
+
+def choose(root: Module, layers: str | Module | type[Module] | Iterable[Any] | None) -> tuple[Chosen, ...]:
+    """Return the modules that `layers` means, in registration order, each once.
+
+    Parameters
+    ----------
+    root : torch.nn.Module
+        The model, wrapped or not.
+    layers : str, module, type, iterable of these, or None
+        See [Note: what an entry means]; None finds the repeated blocks, see [Note: blocks, stages and parts].
+
+    Returns
+    -------
+    tuple of Chosen
+        At least one.  What None finds is all of the kind ``"layer"``.  Otherwise the kind is the entry made readable:
+        the pattern, the name of the class, or the path with ``*`` in place of indices; with the name of the module's
+        class behind it where modules of several classes would be of one kind.  The first entry that means a module
+        decides.
+
+    Raises
+    ------
+    ValueError
+        If nothing is found, or an entry means no module of this model.
+    TypeError
+        If an entry is of another type.
+
+    Examples
+    --------
+    >>> from actoffload.model.select import choose
+    >>> model = torch.nn.Transformer(16, 2, num_encoder_layers=2, num_decoder_layers=2, batch_first=True)
+    >>> [each.name for each in choose(model, None)]
+    ['encoder.layers.0', 'encoder.layers.1', 'decoder.layers.0', 'decoder.layers.1']
+    >>> [(each.name, each.kind) for each in choose(model, "encoder.*.linear?")][:2]
+    [('encoder.layers.0.linear1', 'encoder.*.linear?'), ('encoder.layers.0.linear2', 'encoder.*.linear?')]
+    >>> sorted({each.kind for each in choose(model, ["decoder.layers", torch.nn.MultiheadAttention])})
+    ['MultiheadAttention', 'decoder.layers.*']
+    """
+    names = Names(root)
+    if layers is None:
+        found = [(block, "layer") for stack in find_stacks(root) for block in stack.blocks]
+        if not found:
+            raise ValueError(_nothing_repeats(names))
+        return _in_order(names, dict(found))
+    meant: dict[Module, str] = {}
+    for entry, alone in _entries(names, layers, "layers"):
+        for module, kind in _meaning(names, entry, alone, "layers"):
+            meant.setdefault(module, kind)
+    if not meant:
+        raise ValueError(f"layers is empty; expected None for the repeated blocks, {_EXPECTED}.")
+    types: dict[str, set[type]] = {}
+    for module, kind in meant.items():
+        types.setdefault(kind, set()).add(block_type(module))
+    several = {kind for kind, of in types.items() if len(of) > 1}
+    named = {m: f"{kind} ({block_type(m).__name__})" if kind in several else kind for m, kind in meant.items()}
+    return _in_order(names, named)
+
+
+def find_kept(root: Module, keep: str | Module | type[Module] | Iterable[Any]) -> tuple[tuple[str, Module], ...]:
+    """Return the modules that `keep` means, with their names, in registration order, each once.
+
+    Parameters
+    ----------
+    root : torch.nn.Module
+        The model, wrapped or not.
+    keep : str, module, type, or iterable of these
+        See [Note: what an entry means]; but a ``Sequential`` is itself here.  May be empty.
+
+    Raises
+    ------
+    ValueError
+        If an entry means no module of this model.
+    TypeError
+        If an entry is of another type.
+    """
+    names = Names(root)
+    found = dict(meant for entry, _ in _entries(names, keep, "keep") for meant in _meaning(names, entry, False, "keep"))
+    return tuple((each.name, each.module) for each in _in_order(names, found))
+
+
+def _in_order(names: Names, kinds: Mapping[Module, str]) -> tuple[Chosen, ...]:
+    return tuple(Chosen(names.first[m].full, m, kinds[m]) for m in names.first if m in kinds)
+
+
+# Entries
+
+
+def _entries(names: Names, given: Any, argument: str) -> Iterator[tuple[Any, bool]]:
+    """Yield the single entries of an argument, and whether each is all of it."""
+    if isinstance(given, CONTAINERS) and given not in names.first:
+        # model.layers[:8] makes a list of its own of the model's modules.
+        yield from ((child, False) for child in children(given))
+    elif isinstance(given, (str, Module, type)):
+        yield given, True
+    elif isinstance(given, Iterable) and not isinstance(given, (Mapping, bytes, Tensor)):
+        yield from ((entry, False) for entry in given)
+    else:
+        raise TypeError(f"{argument} got {_called(given)}; expected {_EXPECTED}.")
+
+
+def _meaning(names: Names, entry: Any, alone: bool, argument: str) -> Iterator[tuple[Module, str]]:
+    """Yield the modules that an entry means, with their kinds; see [Note: what an entry means]."""
+    found: list[Named]
+    kind: str | None = None
+    opened = False
+    if isinstance(entry, str):
+        named = names.at(entry)
+        found, opened = ([] if named is None else [named]), argument == "layers"
+        if named is None and any(sign in entry for sign in "*?["):
+            found, kind, opened = names.matching(entry), entry, False
+        if not found:
+            raise ValueError(f"{argument}: '{entry}' matches no module of this {names.title}. {_similar(names, entry)}")
+    elif isinstance(entry, Module):
+        if entry not in names.first:
+            raise ValueError(
+                f"{argument} has a {type(entry).__name__} that is no part of this {names.title}: pass modules of the "
+                "very model that is offloaded, and not of a copy of it or of a model around it."
+            )
+        found, opened = [names.first[entry]], alone
+    elif isinstance(entry, type) and issubclass(entry, Module):
+        # A wrapper stands for what it wraps: both have one clean name, and the wrapper comes first.
+        by_name: dict[str, Named] = {}
+        for named in names.all:
+            if isinstance(named.module, entry) or isinstance(unwrap(named.module), entry):
+                by_name.setdefault(named.clean, named)
+        found, kind = list(by_name.values()), entry.__name__
+        if not found:
+            there = Counter(block_type(named.module).__name__ for named in names.all)
+            raise ValueError(
+                f"{argument}: no module of this {names.title} is a {entry.__name__}. Types there are "
+                f"{_listed([name for name, _ in there.most_common()])}."
+            )
+    else:
+        raise TypeError(f"{argument} has {_called(entry)} among its entries; expected {_EXPECTED}.")
+    meant = [each for named in found for each in _modules(names, named, opened, kind)]
+    if not meant:
+        raise ValueError(f"{argument}: '{found[0].clean}' has no forward, and no modules inside.")
+    yield from meant
+
+
+def _modules(names: Names, named: Named, opened: bool, kind: str | None) -> Iterator[tuple[Module, str]]:
+    """Yield a module; or its children, if it has no forward of its own or is a list that is to be opened."""
+    inner = unwrap(named.module)
+    if runs(inner) and not (opened and isinstance(inner, CONTAINERS)):
+        yield named.module, kind or names.kind(named)
+        return
+    of_list = starred(f"{named.clean}.*" if named.clean else "*")
+    for child in children(inner):
+        yield from _modules(names, names.first[child], False, kind or of_list)
+
+
+# Messages
+
+
+def _called(value: Any) -> str:
+    if isinstance(value, type):
+        return f"the class {value.__name__}, which is no torch.nn.Module"
+    name = type(value).__name__
+    return f"an {name}" if name[0] in "aeiouAEIOU" else f"a {name}"
+
+
+def _listed(names: Sequence[str], most: int = 8) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
+def _similar(names: Names, entry: str) -> str:
+    """Name modules that the entry may mean, and others: patterns that match something."""
+    there = list(dict.fromkeys(starred(named.clean) for named in names.all if named.clean))
+    if not there:
+        return "It has no modules inside."
+    pool = [*there, *(named.clean for named in names.all if named.clean)] if re.search(r"\d", entry) else there
+    close = get_close_matches(entry, dict.fromkeys(pool), 3)
+    ends = {name.rpartition(".")[2]: name for name in there}
+    for end in get_close_matches(entry.rpartition(".")[2], ends, 2):
+        close.append(f"*.{end}" if "." in ends[end] else end)
+    said = f"Close to it: {', '.join(repr(name) for name in dict.fromkeys(close))}. " if close else ""
+    first = sorted(there, key=lambda name: name.count("."))
+    return f"{said}Modules there are {_listed([repr(name) for name in first])}."
+
+
+def _nothing_repeats(names: Names) -> str:
+    lists: dict[str, str] = {}
+    for named in names.all:
+        inside = children(named.module)
+        if isinstance(named.module, CONTAINERS) and inside:
+            types = Counter(block_type(child).__name__ for child in inside)
+            members = _listed([f"{number} {name}" for name, number in types.most_common()], 3)
+            name = f"'{starred(named.clean)}'" if named.clean else "the model itself"
+            lists.setdefault(starred(named.clean), f"{name} ({members})")
+    said = f"Found no repeated blocks in this {names.title}: no list of two or more modules of one type. "
+    if lists:
+        said += f"Its lists are {_listed(list(lists.values()))}. "
+    else:
+        outer = [named for named in names.all if named.clean and "." not in named.clean]
+        parts = [f"'{named.clean}' ({block_type(named.module).__name__})" for named in outer]
+        said += f"Its modules are {_listed(parts)}. " if parts else "It has no modules inside. "
+    return (
+        said + "Say which modules to offload: layers= takes names of modules, patterns like '*.mlp', modules or types."
+    )

@@ -1,1 +1,0 @@
-"""What happened: counters and statistics, measured timelines, plots."""

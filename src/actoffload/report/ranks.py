@@ -1,0 +1,290 @@
+"""The reports of many processes beside each other: how many bytes each rank offloaded, by kind of group.
+
+Megatron Core prints such a table of offloaded MiB by rank and group; that is where the idea comes from.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch.distributed as dist
+
+from .report import GroupReport, Report
+from .tables import Table, as_html, as_markdown, as_text, percent, size
+
+__all__ = ["RankReports", "gather_reports"]
+
+MOST_COLUMNS = 8
+"""Columns of groups in a table; where there are more, those of the fewest bytes are put together."""
+MOST_RANGES = 3
+OTHERS = "other groups"
+
+
+def gather_reports(report: Report, group: dist.ProcessGroup | None = None) -> RankReports:
+    """Return the reports of all ranks, in every rank; ``print`` shows them as a table.
+
+    A collective: every rank of the process group calls it, between two steps, with the report of its own handle.
+    Without an initialized process group this report is that of rank 0, and the only one, so that a program for many
+    ranks also runs alone.
+
+    Parameters
+    ----------
+    report : Report
+        From `OffloadHandle.report` of this rank.
+    group : torch.distributed.ProcessGroup or None
+        The ranks that take part; None means all.
+
+    Returns
+    -------
+    RankReports
+        The same in every rank.
+
+    Raises
+    ------
+    TypeError
+        If any rank gave something that is no report.  All ranks raise it, so that none waits for the others.
+    ValueError
+        If this rank is not in `group`.
+
+    Notes
+    -----
+    The reports are pickled, a few kilobytes each, and travel through `torch.distributed.all_gather_object`.  With
+    gloo they stay on the host.  With NCCL they pass through the current device: each rank has to have called
+    ``torch.cuda.set_device`` with a device of its own.
+
+    Examples
+    --------
+    >>> model = torch.nn.Sequential(*[torch.nn.Linear(512, 512) for _ in range(6)])
+    >>> handle = actoffload.offload(model, layers="*", num_layers=3)
+    >>> model(torch.randn(1024, 512)).sum().backward()
+    >>> actoffload.gather_reports(handle.report()).offloaded
+    ({'*': 6291456},)
+    """
+    given: Any = report if isinstance(report, Report) else type(report).__name__
+    ranks, gathered = [0], [given]
+    if dist.is_available() and dist.is_initialized():
+        if dist.get_rank(group) < 0:
+            raise ValueError(
+                "This rank is not in the process group given to gather_reports: call it in the ranks of the group only."
+            )
+        ranks = dist.get_process_group_ranks(group)
+        gathered = [None] * len(ranks)
+        dist.all_gather_object(gathered, given, group=group)
+    for rank, each in zip(ranks, gathered, strict=True):
+        if not isinstance(each, Report):
+            raise TypeError(
+                f"gather_reports got an object of type {each} in rank {rank}; expected a Report: pass handle.report()."
+            )
+    return RankReports(tuple(gathered), tuple(ranks))
+
+
+@dataclass(frozen=True)
+class RankReports:
+    """The reports of several ranks; ``print`` gives a table, and a notebook shows it.
+
+    The table has a line for each rank, and ranks that show the same numbers share one.  A column of groups stands for
+    all groups of one kind whose names differ in numbers only.  It has the bytes that the rank copied to the host in its
+    latest pass, and is empty where the rank has no such groups.
+
+    Parameters
+    ----------
+    reports : tuple of Report
+        One for each rank, in the order of the ranks in their process group.
+    ranks : tuple of int
+        Their ranks among all processes; if empty, 0, 1, 2 and so on.
+
+    Raises
+    ------
+    TypeError
+        If one of the reports is none.
+    ValueError
+        If there are more ranks than reports, or fewer.
+    """
+
+    reports: tuple[Report, ...]
+    ranks: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "reports", tuple(self.reports))
+        object.__setattr__(self, "ranks", tuple(self.ranks) or tuple(range(len(self.reports))))
+        for report in self.reports:
+            if not isinstance(report, Report):
+                raise TypeError(f"RankReports got an object of type {type(report).__name__}; expected a Report.")
+        if len(self.ranks) != len(self.reports):
+            counts = f"{len(self.reports)} reports and {len(self.ranks)} ranks"
+            raise ValueError(f"RankReports got {counts}; expected a rank for each report.")
+
+    @property
+    def offloaded(self) -> tuple[dict[str, int], ...]:
+        """For each rank the bytes that it copied to the host, by the columns of groups that it has."""
+        titles = _titles([group for report in self.reports for group in report.groups])
+        found = []
+        for report in self.reports:
+            sums: dict[str, int] = {}
+            for group in report.groups:
+                title = titles[_key(group)]
+                sums[title] = sums.get(title, 0) + group.bytes_offloaded
+            found.append(sums)
+        return tuple(found)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything under its name, ready for JSON: all reports, and the bytes by rank and column."""
+        ranks = [
+            {
+                "rank": rank,
+                "offloaded": offloaded,
+                "bytes_offloaded": report.totals.bytes_offloaded,
+                "bytes_not_offloaded": _not_offloaded(report),
+                "report": report.to_dict(),
+            }
+            for rank, offloaded, report in zip(self.ranks, self.offloaded, self.reports, strict=True)
+        ]
+        totals = {
+            "offloaded": _sum_by_title(self.offloaded),
+            "bytes_offloaded": sum(report.totals.bytes_offloaded for report in self.reports),
+            "bytes_not_offloaded": sum(map(_not_offloaded, self.reports)),
+            "host_bytes": sum(report.host_bytes for report in self.reports),
+        }
+        return {"ranks": ranks, "totals": totals}
+
+    def __str__(self) -> str:
+        return self.to_text()
+
+    def to_text(self, *, all_ranks: bool = False) -> str:
+        """Return the table for a terminal.
+
+        Parameters
+        ----------
+        all_ranks : bool
+            A line for each rank, also where several show the same numbers.
+        """
+        return as_text([self._table(all_ranks)])
+
+    def to_markdown(self, *, all_ranks: bool = False) -> str:
+        """Return the table in Markdown, as GitHub and MyST read it; see `to_text`."""
+        return as_markdown([self._table(all_ranks)])
+
+    def to_html(self, *, all_ranks: bool = False) -> str:
+        """Return the table in HTML, without any style sheet or script; see `to_text`."""
+        return as_html([self._table(all_ranks)])
+
+    def _repr_html_(self) -> str:
+        return self.to_html()
+
+    def _table(self, all_ranks: bool) -> Table:
+        offloaded = _fewer_columns(self.offloaded)
+        sums = _sum_by_title(offloaded)
+        ratio = any(report.r is not None for report in self.reports)
+        lines: dict[tuple[str, ...], list[int]] = {}
+        for rank, report, mine in zip(self.ranks, self.reports, offloaded, strict=True):
+            cells = (
+                f"{len(report.leaving)} of {len(report.groups)}",
+                *(_bytes(mine[title]) if title in mine else "" for title in sums),
+                _bytes(report.totals.bytes_offloaded),
+                _bytes(_not_offloaded(report)),
+                *(("-" if report.r is None else percent(report.r, 2),) if ratio else ()),
+                _bytes(report.peak_resident_bytes),
+                _bytes(report.host_bytes),
+            )
+            lines.setdefault((*cells, str(len(lines))) if all_ranks else cells, []).append(rank)
+        # Each device has its own peak, at a time of its own; their sum would be the memory of nothing.
+        totals = (
+            "total",
+            f"{sum(len(report.leaving) for report in self.reports)} of {sum(len(r.groups) for r in self.reports)}",
+            *map(_bytes, sums.values()),
+            _bytes(sum(report.totals.bytes_offloaded for report in self.reports)),
+            _bytes(sum(map(_not_offloaded, self.reports))),
+            *(("",) if ratio else ()),
+            "",
+            _bytes(sum(report.host_bytes for report in self.reports)),
+        )
+        header = ("rank", "leave", *sums, "offloaded", "not offloaded", *(("R",) if ratio else ()))
+        header = (*header, "at the peak", "host memory")
+        rows = [(_ranks(ranks), *cells[: len(header) - 1]) for cells, ranks in lines.items()]
+        several = len(self.reports) > 1
+        notes = ["A line for several ranks shows what each of them has."] if len(lines) < len(self.reports) else []
+        notes += ["An empty cell: the rank has no such groups."] if any(len(o) < len(sums) for o in offloaded) else []
+        return Table(header, (*rows, totals) if several else tuple(rows), left=2, sums=several, note=" ".join(notes))
+
+
+# Columns
+
+
+def _key(group: GroupReport) -> tuple[str, str]:
+    """Return what the groups of a column have in common: their name but for numbers, and their kind."""
+    kind = re.sub(r" \(part \d+\)$", "", group.kind)
+    of_class = re.search(r" \((\w+)\)$", kind)  # one entry of layers that means modules of several classes
+    return re.sub(r"\d+(?!\d*\)$)", "*", group.name), of_class[1] if of_class else kind  # "(part 2)" keeps its number
+
+
+def _titles(groups: Sequence[GroupReport]) -> dict[tuple[str, str], str]:
+    """Return the titles of the columns: patterns of names, with the kind where one pattern has several."""
+    patterns: dict[tuple[str, str], set[str]] = {}
+    for group in groups:
+        # Numbers between dots count modules.  Others may be a part of the name, as in fc1, and are struck out only if
+        # they differ.
+        patterns.setdefault(_key(group), set()).add(re.sub(r"(?<![^.])\d+(?![^. ])", "*", group.name))
+    titles = {key: next(iter(found)) if len(found) == 1 else key[0] for key, found in patterns.items()}
+    shown = list(titles.values())
+    return {key: f"{title} ({key[1]})" if shown.count(title) > 1 else title for key, title in titles.items()}
+
+
+def _fewer_columns(offloaded: Sequence[dict[str, int]]) -> list[dict[str, int]]:
+    """Put the columns of the fewest bytes together, if there are too many."""
+    sums = _sum_by_title(offloaded)
+    if len(sums) <= MOST_COLUMNS:
+        return list(offloaded)
+    shown = sorted(sums, key=lambda title: -sums[title])[: MOST_COLUMNS - 1]
+    fewer = []
+    for mine in offloaded:
+        most = {title: mine[title] for title in sums if title in shown and title in mine}
+        others = [nbytes for title, nbytes in mine.items() if title not in shown]
+        fewer.append({**most, OTHERS: sum(others)} if others else most)
+    return fewer
+
+
+def _sum_by_title(offloaded: Sequence[dict[str, int]]) -> dict[str, int]:
+    """Return the sums over the ranks; the rest comes last."""
+    sums: dict[str, int] = {}
+    for mine in offloaded:
+        for title, nbytes in mine.items():
+            sums[title] = sums.get(title, 0) + nbytes
+    return {title: sums[title] for title in sorted(sums, key=lambda title: title == OTHERS)}
+
+
+# Cells
+
+
+def _not_offloaded(report: Report) -> int:
+    """Return the bytes of activations that were saved and not copied, in groups and outside; weights do not count."""
+    return max(0, report.activation_bytes - report.totals.bytes_offloaded)
+
+
+def _bytes(nbytes: int) -> str:
+    return size(nbytes) if nbytes else "-"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    """Return some ranks as people write them: ``0 … 3, 8 (5 ranks)``."""
+    steps = {after - before for before, after in pairwise(ranks)}
+    if len(ranks) > 3 and len(steps) == 1 and steps != {1}:
+        shown = f"{ranks[0]}, {ranks[1]} … {ranks[-1]}"
+    else:
+        ranges = list(_ranges(ranks))
+        parts = [str(a) if a == b else f"{a} … {b}" for a, b in ranges[:MOST_RANGES]]
+        left_out = sum(b - a + 1 for a, b in ranges[MOST_RANGES:])
+        shown = ", ".join(parts) + (f" and {left_out} more" if left_out else "")
+    return f"{shown} ({len(ranks)} ranks)" if len(ranks) > 1 else shown
+
+
+def _ranges(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Yield the first and the last of numbers that follow each other."""
+    start = 0
+    for k, number in enumerate(numbers):
+        if k + 1 == len(numbers) or numbers[k + 1] != number + 1:
+            yield numbers[start], number
+            start = k + 1

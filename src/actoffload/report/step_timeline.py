@@ -1,0 +1,223 @@
+"""The timeline of a recorded step together with the names of its layers: figure, trace file and table."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..schedule.timeline import Kind, Span, Timeline
+from . import plots
+from .plots import _apart as without_stalls
+from .tables import Table, milliseconds, percent, size, text_table
+from .trace import write_chrome_trace
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+__all__ = ["LayerTimes", "StepTimeline"]
+
+
+@dataclass(frozen=True)
+class LayerTimes:
+    """Seconds of one layer in a step.
+
+    Parameters
+    ----------
+    forward, backward : float
+        Compute, without waiting.
+    forward_stall, backward_stall : float
+        For how long compute waited for copies of this layer: to the host in forward, back in backward.
+    """
+
+    forward: float = 0.0
+    backward: float = 0.0
+    forward_stall: float = 0.0
+    backward_stall: float = 0.0
+
+
+class StepTimeline:
+    """What a step did when; ``print`` gives a table.
+
+    Parameters
+    ----------
+    timeline : Timeline
+        The recorded step.
+    names : sequence of str
+        Names of the layers by their index in the timeline.
+
+    Examples
+    --------
+    >>> from actoffload.report.step_timeline import StepTimeline
+    >>> layers = [LayerCost.even(2**28, forward=0.010, backward=0.020)] * 3
+    >>> link = Link(d2h=2**28 / 0.012, h2d=2**28 / 0.012)
+    >>> predicted = simulate(DefaultSchedule(num_layers=2, model_layers=3).plan(), layers, link)
+    >>> print(StepTimeline(predicted.timeline, ["stem", "body", "head"]))
+    simulated step      time   share      moved      speed
+    ------------------------------------------------------
+    forward         30.00 ms  30.2 %
+    backward        60.00 ms  60.3 %
+    stall            9.50 ms   9.5 %
+    offload (D2H)   24.00 ms  24.1 %  512.0 MiB  22.4 GB/s
+    reload (H2D)    24.00 ms  24.1 %  512.0 MiB  22.4 GB/s
+    ------------------------------------------------------
+    whole step      99.50 ms
+    waited for: stem 4.75 ms, body 4.75 ms
+    """
+
+    def __init__(self, timeline: Timeline, names: Sequence[str]) -> None:
+        self.timeline = timeline
+        self.names = tuple(names)
+
+    def name(self, layer: int) -> str:
+        """Return the name of a layer."""
+        return self.names[layer] if 0 <= layer < len(self.names) else f"layer {layer}"
+
+    @property
+    def seconds(self) -> dict[Kind, float]:
+        """Seconds of each kind; compute without the stalls in it.  Kinds overlap, so they may exceed the step."""
+        spans = without_stalls(self.timeline.spans)
+        return {kind: sum(span.seconds for span in spans if span.kind is kind) for kind in Kind} | {
+            kind: self.timeline.seconds(kind) for kind in (Kind.D2H, Kind.H2D)
+        }
+
+    @property
+    def bandwidth(self) -> dict[Kind, float]:
+        """Bytes per second while something was copied, for each direction in which anything was."""
+        return {
+            kind: self.timeline.nbytes(kind) / self.timeline.seconds(kind)
+            for kind in (Kind.D2H, Kind.H2D)
+            if self.timeline.seconds(kind)
+        }
+
+    def by_layer(self) -> tuple[LayerTimes, ...]:
+        """Return compute and waiting of each layer, by index, as long as there are names or spans."""
+        spans = self.timeline.of(Kind.FORWARD, Kind.BACKWARD, Kind.STALL)
+        count = max([len(self.names), *(span.layer + 1 for span in spans)])
+        sums = [dict.fromkeys(("forward", "backward", "forward_stall", "backward_stall"), 0.0) for _ in range(count)]
+        for span in without_stalls(spans):
+            if span.kind is not Kind.STALL:
+                sums[span.layer][span.kind.value] += span.seconds
+        compute = self.timeline.of(Kind.FORWARD, Kind.BACKWARD)
+        for stall in self.timeline.of(Kind.STALL):
+            sums[stall.layer][f"{_direction(stall, compute).value}_stall"] += stall.seconds
+        return tuple(LayerTimes(**entry) for entry in sums)
+
+    def plot(self, ax: Axes | None = None) -> Axes:
+        """Draw compute and copies over time; boxes carry the names of their layers where there is room.
+
+        Parameters
+        ----------
+        ax : matplotlib Axes, optional
+            Where to draw; a new figure by default.
+
+        Returns
+        -------
+        matplotlib Axes
+
+        Raises
+        ------
+        ImportError
+            If matplotlib is not installed.
+        """
+        ax = plots.plot_timeline(self.timeline, ax)
+        self._write_names(ax)
+        return ax
+
+    def figure(self) -> Figure:
+        """Return a figure of the step: compute and copies, and the resident bytes under them if they are known.
+
+        Raises
+        ------
+        ImportError
+            If matplotlib is not installed.
+        """
+        if not self.timeline.resident:
+            figure = self.plot().get_figure(root=True)
+            assert figure is not None
+            return figure
+        figure = plots.plot_step(self.timeline)
+        self._write_names(figure.axes[0])
+        return figure
+
+    def save_trace(self, path: str | os.PathLike[str]) -> Path:
+        """Write a file that Perfetto (ui.perfetto.dev) and chrome://tracing open, and return its path."""
+        return write_chrome_trace(self.timeline, path, self.names)
+
+    def _write_names(self, ax: Axes) -> None:
+        """Put names in the place of numbers where they fit: whole, else without what all of them begin with."""
+        from matplotlib.textpath import TextPath
+
+        scale, _ = plots._time_unit(self.timeline.end)
+        left, right = ax.get_xlim()
+        figure = ax.get_figure(root=True)
+        assert figure is not None
+        per_unit = ax.get_window_extent().width * 72 / figure.dpi / (right - left)
+        widths: dict[tuple[float, int], float] = {}
+        for lane, (_, kinds) in enumerate(plots.LANES):
+            for box in plots._boxes(without_stalls(self.timeline.of(*kinds))):
+                start, end = box[0].start * scale, box[-1].end * scale
+                widths[(start + end) / 2, lane] = (end - start) * per_unit
+        common = _common(self.names)
+        for text in ax.texts:
+            room, label = widths.get(_place(text), 0.0), text.get_text()
+            if not label.isdigit() or int(label) >= len(self.names):
+                continue
+            name = self.names[int(label)]
+            for words in (name, name[len(common) :]):
+                if words and TextPath((0, 0), words, size=plots.LABEL_SIZE).get_extents().width + 2 <= room:
+                    text.set_text(words)
+                    break
+
+    def __repr__(self) -> str:
+        return f"<StepTimeline of {len(self.names)} layers, {milliseconds(self.timeline.end)} {self.timeline.source}>"
+
+    def __str__(self) -> str:
+        seconds, bandwidth, end = self.seconds, self.bandwidth, self.timeline.end
+        rows = []
+        for kind in (Kind.FORWARD, Kind.BACKWARD, Kind.STALL, Kind.D2H, Kind.H2D):
+            share = percent(seconds[kind] / end) if end else "-"
+            moved = size(self.timeline.nbytes(kind)) if kind in bandwidth else ""
+            speed = f"{bandwidth[kind] / 1e9:.1f} GB/s" if kind in bandwidth else ""
+            rows.append((kind.value, milliseconds(seconds[kind]), share, moved, speed))
+        rows.append(("whole step", milliseconds(end), "", "", ""))
+        header = (f"{self.timeline.source} step", "time", "share", "moved", "speed")
+        table = Table(header, tuple(rows), left=1, sums=True, note=self._waited_for())
+        return "\n".join(text_table(table))
+
+    def _waited_for(self, most: int = 4) -> str:
+        waited = {k: times.forward_stall + times.backward_stall for k, times in enumerate(self.by_layer())}
+        longest = sorted((k for k in waited if waited[k]), key=lambda k: (-round(waited[k], 9), k))
+        if not longest:
+            return ""
+        named = ", ".join(f"{self.name(k)} {milliseconds(waited[k])}" for k in longest[:most])
+        return f"waited for: {named}" + (f", and {len(longest) - most} more" if len(longest) > most else "")
+
+
+def _direction(stall: Span, compute: Sequence[Span]) -> Kind:
+    """Return whether compute waited in forward or backward: by the work around the wait, or else behind it."""
+    for span in compute:
+        if span.start <= stall.start and stall.end <= span.end:
+            return span.kind
+    behind = [span for span in compute if span.start >= stall.end]
+    if behind:
+        return min(behind, key=lambda span: span.start).kind
+    return compute[-1].kind if compute else Kind.BACKWARD
+
+
+def _place(text: Any) -> tuple[float, int]:
+    x, lane = text.get_position()
+    return float(x), int(lane)
+
+
+def _common(names: Sequence[str]) -> str:
+    """Return the dotted parts with which all names begin: "model.layers."."""
+    common = ""
+    for parts in zip(*(name.split(".")[:-1] for name in names), strict=False):
+        if len(set(parts)) > 1 or len(names) < 2:
+            break
+        common += f"{parts[0]}."
+    return common

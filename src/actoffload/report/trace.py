@@ -1,0 +1,186 @@
+"""A timeline as a file for trace viewers: Perfetto (ui.perfetto.dev) and chrome://tracing.
+
+The format is the JSON object form of the Trace Event Format, which Google describes in the document of that name
+(https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU).  What Perfetto takes of it, and
+where it is stricter, is in "Visualizing external trace formats with Perfetto" and in the FAQ of perfetto.dev.
+
+`[Note: what the viewers want]`  Events of one thread must nest; Perfetto drops those that cross.  A lane whose spans
+overlap (two passes in flight, a group inside another) is therefore spread over several threads.  Times are whole
+nanoseconds, written as microseconds with three decimals, so that rounding makes no two neighbours overlap.  Perfetto
+reads the keys of the outer object in order and stops at one that it does not know, so ``traceEvents`` comes last.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..schedule.timeline import Kind, Span, Timeline
+from .plots import _apart as without_stalls
+
+__all__ = ["chrome_trace", "write_chrome_trace"]
+
+LANES: tuple[tuple[str, tuple[Kind, ...]], ...] = (
+    ("compute", (Kind.FORWARD, Kind.BACKWARD)),
+    (Kind.D2H.value, (Kind.D2H,)),
+    (Kind.H2D.value, (Kind.H2D,)),
+    ("stalls", (Kind.STALL,)),
+)
+TITLES = {
+    Kind.FORWARD: "forward",
+    Kind.BACKWARD: "backward",
+    Kind.D2H: "offload",
+    Kind.H2D: "reload",
+    Kind.STALL: "wait for",
+}
+PROCESS = 1  # also its first thread; Perfetto takes 0 for the idle process of a kernel
+
+
+def chrome_trace(timeline: Timeline, names: Sequence[str] = ()) -> dict[str, Any]:
+    """Return a timeline in the Trace Event Format.
+
+    Parameters
+    ----------
+    timeline : Timeline
+        Simulated or measured.
+    names : sequence of str
+        Names of the layers by index; the others are called "layer 3".
+
+    Returns
+    -------
+    dict
+        Ready for JSON.  Compute, copies out, copies back and stalls are threads of one process, resident bytes are a
+        counter.  Times are in microseconds.  The ``args`` of an event name its layer and give the bytes and the
+        bandwidth of a copy.
+
+    Examples
+    --------
+    >>> from actoffload.report.trace import chrome_trace
+    >>> timeline = Timeline.build([Span(Kind.D2H, 0, start=0.001, end=0.003, nbytes=2**20)])
+    >>> chrome_trace(timeline, ["encoder"])["traceEvents"][-1]  # doctest: +NORMALIZE_WHITESPACE
+    {'ph': 'X', 'name': 'offload encoder', 'cat': 'offload', 'pid': 1, 'tid': 2, 'ts': 1000.0, 'dur': 2000.0,
+     'args': {'layer': 'encoder', 'index': 0, 'bytes': 1048576, 'GB/s': 0.524}}
+    """
+    events: list[dict[str, Any]] = [_metadata("process_name", PROCESS, name=f"training step, {timeline.source}")]
+    spans: list[dict[str, Any]] = []
+    thread = 0
+    for title, kinds in LANES:
+        rows = _rows(_cut(timeline, kinds)) or [[]]
+        for k, row in enumerate(rows):
+            thread += 1
+            events.append(_metadata("thread_name", thread, name=f"{title} ({k + 1})" if k else title))
+            events.append(_metadata("thread_sort_index", thread, sort_index=thread))
+            spans += [_complete(span, thread, names) for span in row]
+    spans.sort(key=lambda event: event["ts"])  # stable: of those that begin together, the lane decides
+    return {
+        "displayTimeUnit": "ms",
+        "otherData": {"source": timeline.source},
+        "traceEvents": [*events, *_counter(timeline), *spans],
+    }
+
+
+def write_chrome_trace(timeline: Timeline, path: str | os.PathLike[str], names: Sequence[str] = ()) -> Path:
+    """Write a timeline to a file that Perfetto and chrome://tracing open; see `chrome_trace`.
+
+    Parameters
+    ----------
+    timeline : Timeline
+        Simulated or measured.
+    path : str or path
+        The file, usually with the ending ``.json``; it is replaced if it exists.
+    names : sequence of str
+        Names of the layers by index.
+
+    Returns
+    -------
+    pathlib.Path
+        The file.
+    """
+    file = Path(path)
+    trace = chrome_trace(timeline, names)
+    # One event in a line.  Names keep their letters: Perfetto does not read \u escapes everywhere.
+    events = ",\n".join(json.dumps(event, ensure_ascii=False, allow_nan=False) for event in trace.pop("traceEvents"))
+    head = json.dumps(trace, ensure_ascii=False)[:-1]
+    file.write_text(f'{head}, "traceEvents": [\n{events}\n]}}\n', encoding="utf-8")
+    return file
+
+
+def _cut(timeline: Timeline, kinds: Iterable[Kind]) -> list[Span]:
+    """Return the spans of a lane; compute that was measured around a stall is cut in two by it."""
+    spans = timeline.of(*kinds)
+    if Kind.FORWARD not in kinds:
+        return list(spans)
+    return [span for span in without_stalls(timeline.of(*kinds, Kind.STALL)) if span.kind is not Kind.STALL]
+
+
+def _rows(spans: Iterable[Span]) -> list[list[Span]]:
+    """Spread spans over as few rows as possible, so that those in a row do not overlap."""
+    rows: list[list[Span]] = []
+    for span in sorted(spans, key=lambda span: (span.start, -span.end)):
+        free = next((row for row in rows if _nanoseconds(row[-1].end) <= _nanoseconds(span.start)), None)
+        if free is None:
+            rows.append([span])
+        else:
+            free.append(span)
+    return rows
+
+
+def _nanoseconds(seconds: float) -> int:
+    return round(seconds * 1e9)
+
+
+def _microseconds(nanoseconds: int) -> float:
+    return nanoseconds / 1000
+
+
+def _metadata(what: str, thread: int, **args: object) -> dict[str, Any]:
+    return {"ph": "M", "name": what, "pid": PROCESS, "tid": thread, "args": args}
+
+
+def _complete(span: Span, thread: int, names: Sequence[str]) -> dict[str, Any]:
+    start, end = _nanoseconds(span.start), _nanoseconds(span.end)
+    name = _printable(names[span.layer]) if 0 <= span.layer < len(names) else f"layer {span.layer}"
+    args: dict[str, Any] = {"layer": name, "index": span.layer}
+    if span.nbytes:
+        args["bytes"] = span.nbytes
+        if end > start:
+            args["GB/s"] = round(span.nbytes / (end - start), 3)
+    return {
+        "ph": "X",
+        "name": f"{TITLES[span.kind]} {name}",
+        "cat": span.kind.name.lower() if span.kind not in (Kind.D2H, Kind.H2D) else TITLES[span.kind],
+        "pid": PROCESS,
+        "tid": thread,
+        "ts": _microseconds(start),
+        "dur": _microseconds(end - start),
+        "args": args,
+    }
+
+
+def _counter(timeline: Timeline) -> list[dict[str, Any]]:
+    """Return the resident bytes; a level counts until the next one, so the last is said again at the end."""
+    points = list(timeline.resident)
+    if points and points[0][0] > 0:
+        points.insert(0, (0.0, 0))
+    if points and points[-1][0] < timeline.end:
+        points.append((timeline.end, points[-1][1]))
+    return [
+        {
+            "ph": "C",
+            "name": "resident",
+            "cat": "memory",
+            "pid": PROCESS,
+            "tid": PROCESS,
+            "ts": _microseconds(_nanoseconds(seconds)),
+            "args": {"bytes": nbytes},
+        }
+        for seconds, nbytes in points
+    ]
+
+
+def _printable(name: str) -> str:
+    """Return a name without what Perfetto takes for the end of the file: control characters."""
+    return "".join(letter if letter.isprintable() else " " for letter in name)

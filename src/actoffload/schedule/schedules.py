@@ -1,0 +1,239 @@
+"""Schedules as data: default, manual, and by groups of a model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .plan import Action, Do, Event, Plan, When
+
+__all__ = ["DefaultSchedule", "GroupSchedule", "ManualSchedule"]
+
+
+@dataclass(frozen=True, slots=True)
+class DefaultSchedule:
+    """Offload the first `num_layers` of `model_layers`; at most the difference is resident at any time.
+
+    With ``window = model_layers - num_layers``, layer ``i`` is copied out while it and the layers behind it
+    compute, has left before layer ``i + window`` starts, and comes back once the backward of layer
+    ``i + window`` has freed the room.  The rule is that of Transformer Engine's CPU offloading.
+
+    Parameters
+    ----------
+    num_layers : int
+        Layers to offload, from the first; 0 offloads nothing.
+    model_layers : int
+        Layers in one pass; more than `num_layers`.
+
+    Raises
+    ------
+    ValueError
+        If `num_layers` is negative or not smaller than `model_layers`.
+
+    Examples
+    --------
+    >>> DefaultSchedule(num_layers=2, model_layers=5).window
+    3
+    """
+
+    num_layers: int
+    model_layers: int
+
+    def __post_init__(self) -> None:
+        if self.model_layers < 1:
+            raise ValueError(f"model_layers is {self.model_layers}; expected the number of layers, at least 1.")
+        if self.num_layers < 0:
+            raise ValueError(f"num_layers is {self.num_layers}; expected 0 or more.")
+        if self.num_layers >= self.model_layers:
+            raise ValueError(
+                f"num_layers is {self.num_layers} but model_layers is {self.model_layers}: the last layer's "
+                "activations are needed at once, so offload at most model_layers - 1 layers."
+            )
+
+    @property
+    def window(self) -> int:
+        """Number of layers whose activations may be resident at the same time."""
+        return self.model_layers - self.num_layers
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether a copy can run beside compute; with one resident layer each waits for the other."""
+        return self.num_layers == 0 or self.window > 1
+
+    def plan(self) -> Plan:
+        """Return the schedule as data."""
+        steps: dict[Event, tuple[Action, ...]] = {}
+        for i in range(self.num_layers):
+            pairs = (
+                (Event(When.FORWARD_START, i), Action(Do.OFFLOAD, i)),
+                (Event(When.FORWARD_START, i + self.window), Action(Do.RELEASE, i)),
+                (Event(When.BACKWARD_END, i + self.window), Action(Do.RELOAD, i)),
+            )
+            for event, action in pairs:
+                # A release comes before the copies of the layer that starts: what leaves makes the room.
+                first = action.do is Do.RELEASE
+                old = steps.get(event, ())
+                steps[event] = (action, *old) if first else (*old, action)
+        return Plan(self.model_layers, steps)
+
+
+@dataclass(frozen=True)
+class ManualSchedule:
+    """A plan built call by call, for `simulate` and for figures.
+
+    Each method returns a longer schedule, so a schedule reads like the training loop that it describes.
+    While a program runs, the same three actions are methods of `ManualController`.
+
+    Parameters
+    ----------
+    model_layers : int
+        Layers in one pass.
+    calls : tuple of (Event, Action)
+        What was added so far.
+
+    Examples
+    --------
+    >>> from actoffload.schedule import ManualSchedule
+    >>> schedule = (
+    ...     ManualSchedule(model_layers=3)
+    ...     .start_offload_layer(0, after_forward_of=0)
+    ...     .release_activation_forward_gpu_memory(0, after_forward_of=1)
+    ...     .start_reload_layer(0, before_backward_of=1)
+    ... )
+    >>> print(schedule.plan())
+    forward end of layer 0: offload layer 0
+    forward end of layer 1: release layer 0
+    backward start of layer 1: reload layer 0
+    """
+
+    model_layers: int
+    calls: tuple[tuple[Event, Action], ...] = ()
+
+    def _with(self, event: Event, do: Do, layer: int) -> ManualSchedule:
+        return ManualSchedule(self.model_layers, (*self.calls, (event, Action(do, layer))))
+
+    def start_offload_layer(self, layer_id: int, *, after_forward_of: int) -> ManualSchedule:
+        """Queue the copies of a layer after the forward of a layer."""
+        return self._with(Event(When.FORWARD_END, after_forward_of), Do.OFFLOAD, layer_id)
+
+    def release_activation_forward_gpu_memory(self, layer_id: int, *, after_forward_of: int) -> ManualSchedule:
+        """Wait for the copies of a layer and free its device memory after the forward of a layer."""
+        return self._with(Event(When.FORWARD_END, after_forward_of), Do.RELEASE, layer_id)
+
+    def start_reload_layer(self, layer_id: int, *, before_backward_of: int) -> ManualSchedule:
+        """Queue the copies back before the backward of a layer."""
+        return self._with(Event(When.BACKWARD_START, before_backward_of), Do.RELOAD, layer_id)
+
+    def plan(self) -> Plan:
+        """Return the schedule as data.
+
+        Raises
+        ------
+        ValueError
+            If the calls are out of order, repeated, or name a layer that does not exist.
+        """
+        steps: dict[Event, tuple[Action, ...]] = {}
+        for event, action in self.calls:
+            steps[event] = (*steps.get(event, ()), action)
+        return Plan(self.model_layers, steps)
+
+
+RESIDENT = 2
+"""So many groups at the end stay if nothing is said: copies then run beside the compute of another group."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSchedule:
+    """Which groups of a sequence leave, and when they leave and come back.
+
+    A group is a stretch of the forward whose saved tensors move together.  Groups are of one *kind* if they play the
+    same part in their blocks: all blocks, or all attention modules.  The last group of each kind stays, because
+    backward begins there; so do the last two of the sequence.
+
+    Let ``d`` be the number of groups at the end of the sequence that stay, or `max_inflight` if that is smaller.
+    Group ``i`` is copied while it computes and leaves while group ``i + d`` computes: for each tensor that the later
+    one saves, as many bytes of the earlier one give way.  So the device holds the bytes of ``d`` groups and one tensor,
+    and the copies have until the end of the forward.  In backward group ``i`` comes back when that of the group has
+    ended that lies as many places behind it as groups stay at the end, or `max_inflight` and one if that is less; with
+    several kinds one group ahead of its own, because groups of different sizes make no room for each other.  If only
+    one group stays, the next one comes back into the room of what it has used beyond its first quarter: no copy could
+    run beside compute otherwise.
+
+    Parameters
+    ----------
+    num_layers : int, optional
+        The first so many groups of each kind leave.  None for all that may.
+    fraction : float
+        Of the groups that would leave, the first so many, rounded: those that would lie longest on the device.
+    max_inflight : int, optional
+        At most so many groups are on their way whenever a group has ended, in either direction: compute waits for the
+        first one where there would be more.  None for no limit but that of the groups which stay.
+
+    Raises
+    ------
+    ValueError
+        If a value is out of its range.
+
+    Examples
+    --------
+    >>> from actoffload.schedule.schedules import GroupSchedule
+    >>> GroupSchedule().leaving(["layer"] * 5)
+    (0, 1, 2)
+    >>> GroupSchedule().leaving(["attention", "mlp"] * 3)
+    (0, 1, 2, 3)
+    """
+
+    num_layers: int | None = None
+    fraction: float = 1.0
+    max_inflight: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.num_layers is not None and self.num_layers < 0:
+            raise ValueError(f"num_layers is {self.num_layers}; expected 0 or more, or None for all but the last two.")
+        if not 0.0 <= self.fraction <= 1.0:
+            raise ValueError(f"fraction is {self.fraction}; expected a part of the groups, from 0.0 to 1.0.")
+        if self.max_inflight is not None and self.max_inflight < 1:
+            raise ValueError(f"max_inflight is {self.max_inflight}; expected at least 1 group, or None for no limit.")
+
+    def leaving(self, kinds: Sequence[str]) -> tuple[int, ...]:
+        """Return the positions that leave in a sequence of groups, given by their kinds."""
+        last = len(kinds) if self.num_layers is not None else len(kinds) - RESIDENT
+        found: list[int] = []
+        for kind in dict.fromkeys(kinds):
+            places = [k for k, other in enumerate(kinds) if other == kind]
+            may = [k for k in places[:-1] if k < last]
+            if self.num_layers is not None:
+                may = may[: self.num_layers]
+            found += may[: math.floor(self.fraction * len(may) + 0.5)]
+        return tuple(sorted(found))
+
+    def staying(self, kinds: Sequence[str]) -> int:
+        """Return how many groups at the end of a sequence stay."""
+        leaving = self.leaving(kinds)
+        return len(kinds) - 1 - leaving[-1] if leaving else len(kinds)
+
+    def distance(self, kinds: Sequence[str]) -> int:
+        """Return after how many more groups one that leaves is gone."""
+        at_the_end = self.staying(kinds)
+        return min(at_the_end, self.max_inflight or at_the_end)
+
+    def plan(self, kinds: Sequence[str]) -> Plan:
+        """Return the plan for a sequence of groups, given by their kinds; at least one."""
+        steps: dict[Event, tuple[Action, ...]] = {}
+        leaving, at_the_end, d = self.leaving(kinds), self.staying(kinds), self.distance(kinds)
+        # While one is used the next must be on its way already, or every copy would be waited for.
+        back = min(at_the_end, d + 1) if len(set(kinds)) == 1 else min(at_the_end, d + 1, RESIDENT)
+        alone = bool(leaving) and at_the_end == 1
+        for i in leaving:
+            pairs = [
+                (Event(When.FORWARD_START, i), Action(Do.OFFLOAD, i)),
+                (Event(When.FORWARD_START, i + d), Action(Do.INCREMENTAL_RELEASE, i)),
+                (Event(When.FORWARD_END, i + d), Action(Do.RELEASE, i)),
+                (Event(When.BACKWARD_END, i + back), Action(Do.RELOAD, i)),
+            ]
+            if alone:
+                pairs.append((Event(When.BACKWARD_START, i + back), Action(Do.INCREMENTAL_PREFETCH, i)))
+            for event, action in pairs:
+                steps[event] = (*steps.get(event, ()), action)
+        return Plan(len(kinds), steps)

@@ -1,0 +1,97 @@
+"""start_offload: the point at which a tensor is final, and views that take their base along."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import any_size, make, nothing_held, same_bits
+
+import actoffload
+from actoffload.device import ReferenceDevice
+from actoffload.schedule import Kind
+
+ONE = 64 * 64 * 4
+
+
+@pytest.fixture(autouse=True)
+def _small_tensors_leave():
+    with any_size(64):
+        yield
+
+
+class Fused(torch.autograd.Function):
+    """Computes for 1 s, then knows its tensor; computes for 4 s more, then autograd saves it."""
+
+    @staticmethod
+    def forward(ctx, x, device, tensor, between, whole):
+        device.compute(1.0)
+        actoffload.start_offload(tensor, None, offload_base_tensor=whole)
+        between(tensor)
+        device.compute(4.0)
+        ctx.save_for_backward(tensor)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (tensor,) = ctx.saved_tensors
+        return grad * tensor.float().sum(), None, None, None, None
+
+
+def run(tensor, *, between=lambda t: None, whole=False, layers=3):
+    """Return the first copy to the host, the gradient and the context."""
+    device = ReferenceDevice(d2h=ONE, h2d=ONE)
+    context, sync = make(1, layers, device=device)
+    leaf = x = torch.ones(2, requires_grad=True)
+    with context.record_timeline() as recorder:
+        for k in range(layers):
+            with context:
+                x = Fused.apply(x, device, tensor, between, whole) if k == 0 else x * 1.0
+            x = sync(x)
+        x.sum().backward()
+    del x
+    nothing_held(context)
+    return recorder.timeline().of(Kind.D2H), leaf.grad, context.statistics()
+
+
+def test_the_copy_starts_where_the_tensor_is_final():
+    """The context knows its device; the mark is made on that one, wherever the program stands now."""
+    tensor = torch.ones(64, 64)
+    (copy,), grad, _ = run(tensor)
+    assert (copy.start, copy.end) == (1.0, 2.0)
+    assert torch.equal(grad, torch.full((2,), 4096.0))
+
+
+def test_without_it_the_copy_starts_when_the_tensor_is_saved():
+    (copy,), _, _ = run(torch.ones(64, 64), between=lambda t: t.add_(0.0))  # the note is lost
+    assert (copy.start, copy.end) == (5.0, 6.0)
+
+
+def test_a_changed_tensor_leaves_with_its_new_values():
+    (copy,), grad, _ = run(torch.ones(64, 64), between=lambda t: t.add_(1.0))
+    assert copy.start == 5.0
+    assert torch.equal(grad, torch.full((2,), 8192.0))
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_view_may_take_its_base_along(whole):
+    base = torch.arange(4096.0).view(64, 64)
+    part = base[:, :8]
+    _, grad, statistics = run(part, whole=whole)
+    assert statistics.bytes_offloaded == statistics.bytes_reloaded == (ONE if whole else ONE // 8)
+    assert same_bits(grad, part.sum().expand(2))
+
+
+def test_outside_of_a_context_nothing_happens():
+    tensor = torch.ones(64, 64)
+    actoffload.start_offload(tensor, offload_base_tensor=True)
+    with any_size(64):
+        (copy,), _, _ = run(tensor[:, :8], between=lambda t: t.add_(0.0))
+    assert copy.nbytes == ONE // 8
+
+
+def test_a_marked_tensor_stays_all_the_same():
+    tensor = torch.ones(64, 64)
+    actoffload.mark_not_offload(tensor)
+    copies, _, statistics = run(tensor)
+    assert copies == ()
+    assert statistics.tensors_kept == {actoffload.report.Reason.MARKED: 1}

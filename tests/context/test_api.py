@@ -1,0 +1,232 @@
+"""The front door: signature, return values, errors and warnings, and what a disabled context does."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import any_size, forward, make, make_manual
+
+import actoffload
+from actoffload import get_cpu_offload_context
+from actoffload.device import ReferenceDevice, use
+
+DOCUMENTED = [
+    ("enabled", False),
+    ("num_layers", 1),
+    ("model_layers", 1),
+    ("offload_activations", True),
+    ("offload_weights", False),
+    ("double_buffering", False),
+    ("manual_synchronization", False),
+    ("retain_pinned_cpu_buffers", False),
+    ("offload_stream", None),
+]
+# Another process does not inherit pytest's search path.
+SOURCES = {**os.environ, "PYTHONPATH": str(Path(actoffload.__file__).parents[1])}
+NO_ACCELERATOR = pytest.mark.skipif(torch.accelerator.is_available(), reason="an accelerator is there")
+
+
+@pytest.fixture(autouse=True)
+def _device():
+    with use(ReferenceDevice()):
+        yield
+
+
+def test_signature_is_the_documented_one():
+    parameters = list(inspect.signature(get_cpu_offload_context).parameters.values())
+    positional = [p for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+    assert [(p.name, p.default) for p in positional] == DOCUMENTED
+    others = [(p.name, p.default, p.kind) for p in parameters if p not in positional]
+    assert others == [("max_host_bytes", None, inspect.Parameter.KEYWORD_ONLY)]
+
+
+def test_arguments_work_by_position():
+    context, _, _ = get_cpu_offload_context(True, 2, 5, True, False, False, True, True, None)
+    assert context.plan.model_layers == 5
+
+
+@pytest.mark.parametrize("enabled", [False, True])
+def test_return_values(enabled):
+    two = get_cpu_offload_context(enabled, 1, 3)
+    three = get_cpu_offload_context(enabled, 1, 3, manual_synchronization=True)
+    assert (type(two), len(two)) == (tuple, 2)
+    assert (type(three), len(three)) == (tuple, 3)
+    for call in ("start_offload_layer", "release_activation_forward_gpu_memory", "start_reload_layer"):
+        assert callable(getattr(three[2], call))
+    assert callable(two[1])
+    assert hasattr(two[0], "__enter__")
+    assert hasattr(two[0], "__exit__")
+
+
+def test_defaults_give_a_context_that_does_nothing():
+    context, sync = get_cpu_offload_context()
+    x = torch.randn(512, 1024, requires_grad=True)
+    with context, context:  # no bookkeeping: even nesting is fine
+        assert not actoffload.is_cpu_offload_enabled()
+        y = torch.tanh(x)
+    assert y.grad_fn._saved_result.data_ptr() == y.data_ptr()  # autograd holds the tensor itself
+    out = (y, None)
+    assert sync(out) is out
+    assert sync(out) is out
+    context.new_pass()
+    context.reset_statistics()
+    context.close()
+    with context.record_timeline() as recorder:
+        pass
+    assert recorder.timeline().spans == ()
+    assert context.statistics() == actoffload.report.Statistics()
+    with pytest.raises(KeyError, match="yes"), context:
+        raise KeyError("yes")  # passes through
+
+
+def test_disabled_controller_accepts_everything():
+    *_, controller = get_cpu_offload_context(False, manual_synchronization=True)
+    controller.start_offload_layer(7)
+    controller.release_activation_forward_gpu_memory(-1)
+    controller.start_reload_layer(7, in_pass=None)
+
+
+def test_public_methods_of_the_disabled_objects_are_those_of_the_enabled():
+    def public(thing):
+        return {name for name in dir(thing) if not name.startswith("_")}
+
+    on, _, controller = get_cpu_offload_context(True, model_layers=2, manual_synchronization=True)
+    off, _, nothing = get_cpu_offload_context(False, model_layers=2, manual_synchronization=True)
+    assert public(on) == public(off)
+    assert public(controller) == public(nothing)
+
+
+@pytest.mark.parametrize(("num", "of"), [(1, 1), (3, 3), (4, 3), (0, 0), (-1, 3), (1, -2)])
+def test_wrong_numbers_of_layers(num, of):
+    with pytest.raises(ValueError, match=r"_layers is -?\d+"):
+        get_cpu_offload_context(True, num, of)
+
+
+def test_defaults_enabled_offload_the_only_layer_which_is_refused():
+    with pytest.raises(ValueError, match="model_layers"):
+        get_cpu_offload_context(enabled=True)
+
+
+def test_manual_does_not_look_at_num_layers():
+    context, _, _ = get_cpu_offload_context(True, 9, 2, manual_synchronization=True)
+    assert context.plan.offloaded == ()
+    with pytest.raises(ValueError, match="model_layers is 0"):
+        get_cpu_offload_context(True, 1, 0, manual_synchronization=True)
+
+
+@pytest.mark.parametrize("enabled", [False, True])
+def test_a_stream_needs_manual_synchronization(enabled):
+    stream = ReferenceDevice().new_stream(torch.device("cpu"))
+    with pytest.raises(ValueError, match="manual_synchronization=True"):
+        get_cpu_offload_context(enabled, 1, 3, offload_stream=stream)
+
+
+def test_negative_host_limit():
+    with pytest.raises(ValueError, match="max_host_bytes is -1"):
+        get_cpu_offload_context(True, 1, 3, max_host_bytes=-1)
+
+
+def test_one_resident_layer_warns_and_others_do_not():
+    with pytest.warns(UserWarning, match="one resident layer") as caught:
+        get_cpu_offload_context(True, 2, 3)
+    assert [w.filename for w in caught] == [__file__]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        get_cpu_offload_context(True, 1, 3)
+        get_cpu_offload_context(True, 0, 1)
+        get_cpu_offload_context(False, 2, 3)
+
+
+@pytest.mark.parametrize(
+    "asked", [{"offload_weights": True}, {"double_buffering": True}, {"offload_activations": False}]
+)
+@pytest.mark.parametrize("enabled", [False, True])
+def test_deprecated_arguments(asked, enabled):
+    with pytest.warns(DeprecationWarning, match=next(iter(asked))) as caught:
+        get_cpu_offload_context(enabled, 1, 3, **asked)
+    assert [w.filename for w in caught] == [__file__]
+
+
+def test_defaults_of_deprecated_arguments_ask_for_nothing():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        get_cpu_offload_context(
+            True, 1, 3, offload_activations=True, offload_weights=False, double_buffering=False,
+            retain_pinned_cpu_buffers=True,
+        )  # fmt: skip
+
+
+def test_offload_activations_false_moves_nothing_but_keeps_the_arity():
+    with pytest.warns(DeprecationWarning, match="use enabled=False"):
+        context, sync, controller = get_cpu_offload_context(
+            True, 1, 3, offload_activations=False, manual_synchronization=True
+        )
+    with any_size():
+        forward([torch.nn.Linear(64, 64)] * 3, torch.randn(64, 64), context, sync)
+    controller.start_offload_layer(0)
+    assert context.statistics().tensors_saved == 0
+
+
+def test_every_public_name_exists_and_is_documented():
+    for name in actoffload.__all__:
+        thing = getattr(actoffload, name)
+        assert thing.__doc__, name
+    assert sorted(actoffload.__all__) == actoffload.__all__
+
+
+def test_is_cpu_offload_enabled_only_inside():
+    context, sync = make(1, 3)
+    assert not actoffload.is_cpu_offload_enabled()
+    with context:
+        assert actoffload.is_cpu_offload_enabled()
+    assert not actoffload.is_cpu_offload_enabled()
+    sync(torch.ones(1))
+    inside = []
+
+    def fail():
+        inside.append(actoffload.is_cpu_offload_enabled())
+        raise KeyError
+
+    manual, _, _ = make_manual(3)
+    with pytest.raises(KeyError), manual:
+        fail()
+    assert inside == [True]
+    assert not actoffload.is_cpu_offload_enabled()
+
+
+@pytest.mark.parametrize("mark", [actoffload.mark_not_offload, actoffload.start_offload])
+def test_marks_take_tensors_only(mark):
+    mark()
+    mark(None, torch.ones(2), None)
+    with pytest.raises(TypeError, match=f"{mark.__name__} got a list; expected tensors"):
+        mark([torch.ones(2)])
+
+
+@NO_ACCELERATOR
+def test_the_reference_device_says_so_once_in_a_process():
+    code = (
+        "import warnings, actoffload\n"
+        "with warnings.catch_warnings(record=True) as caught:\n"
+        "    warnings.simplefilter('always')\n"
+        "    for _ in range(3):\n"
+        "        actoffload.get_cpu_offload_context(True, 1, 3)\n"
+        "print([(w.category.__name__, w.filename) for w in caught])\n"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=SOURCES)
+    assert run.stdout.strip() == "[('ReferenceDeviceWarning', '<string>')]"
+
+
+@NO_ACCELERATOR
+def test_a_disabled_context_says_nothing_about_devices():
+    code = "import actoffload\nactoffload.get_cpu_offload_context(False, 1, 3)\n"
+    run = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=False, env=SOURCES
+    )
+    assert run.returncode == 0, run.stderr

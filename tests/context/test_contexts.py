@@ -1,0 +1,123 @@
+"""Several contexts at once, and other ways to enter one."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from helpers import any_size, forward, make, make_manual, nothing_held, plain, same_bits
+from torch import nn
+
+from actoffload.device import ReferenceDevice, use
+from actoffload.device.reference import ReferenceStream
+
+
+@pytest.fixture(autouse=True)
+def _small_tensors_leave():
+    with any_size(64):
+        yield
+
+
+@pytest.fixture
+def layers():
+    torch.manual_seed(5)
+    return nn.ModuleList([nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(5)])
+
+
+def data(seed: int = 0) -> torch.Tensor:
+    return torch.randn(64, 64, generator=torch.Generator().manual_seed(seed))
+
+
+def gradients(layers, loss):
+    return torch.autograd.grad(loss, list(layers.parameters()))
+
+
+def check(layers, seed, loss):
+    want = gradients(layers, plain(list(layers), data(seed)).square().sum())
+    got = gradients(layers, loss)
+    assert all(same_bits(a, b) for a, b in zip(want, got, strict=True))
+
+
+def test_two_contexts_nested(layers):
+    outer, outer_sync = make(1, 3)
+    inner, inner_sync = make(1, 3)
+
+    def block(x):
+        for layer in list(layers)[:3]:
+            with inner:
+                x = layer(x)
+            x = inner_sync(x)
+        return torch.sin(x)
+
+    want = gradients(layers[:3], torch.relu(torch.tanh(torch.sin(plain(list(layers)[:3], data())))).sum())
+    y = forward([block, torch.tanh, torch.relu], data(), outer, outer_sync)
+    assert inner.statistics().tensors_saved == 4  # the first input and each output
+    assert outer.statistics().tensors_saved == 3  # of sin, tanh and relu
+    got = gradients(layers[:3], y.sum())
+    assert all(same_bits(a, b) for a, b in zip(want, got, strict=True))
+    del y
+    nothing_held(outer)
+    nothing_held(inner)
+
+
+def test_context_as_a_decorator(layers):
+    context, sync = make(3, 5)
+
+    @context
+    def run(layer, x):
+        """Run one layer."""
+        return layer(x)
+
+    assert run.__doc__ == "Run one layer."
+    x = data()
+    for layer in layers:
+        x = sync(run(layer, x))
+    check(layers, 0, x.square().sum())
+    assert context.statistics().passes == 1
+
+
+def test_use_nests():
+    with use(ReferenceDevice()) as outer, use(ReferenceDevice()) as inner:
+        assert make(1, 3, device=inner)[0].plan == make(1, 3, device=outer)[0].plan
+
+
+def test_a_model_that_holds_its_context_can_be_copied_and_pickled():
+    """Each copy has passes and host memory of its own, and a sync function that goes with them."""
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = torch.nn.ModuleList(torch.nn.Linear(64, 64) for _ in range(3))
+            self.context, self.sync = make(1, 3)
+
+        def forward(self, x):
+            for layer in self.layers:
+                with self.context:
+                    x = layer(x)
+                x = self.sync(x)
+            return x
+
+    model = Model()
+    x = torch.randn(64, 64)
+    expected = model(x * 1.0)
+    for other in (copy.deepcopy(model), _pickled(model.context)):
+        context = other.context if isinstance(other, Model) else other
+        assert context is not model.context
+        assert context.plan == model.context.plan
+        assert context.statistics().passes == 0
+    other = copy.deepcopy(model)
+    assert torch.equal(other(x * 1.0), expected)
+    assert (other.context.statistics().passes, other.context.statistics().tensors_offloaded) == (1, 1)
+
+
+def _pickled(thing):
+    return pickle.loads(pickle.dumps(thing))
+
+
+def test_a_context_with_a_stream_of_the_program_cannot_be_pickled():
+    context, _, _ = make_manual(3, offload_stream=ReferenceStream("mine"))
+    with pytest.raises(TypeError, match="a stream belongs to its process"):
+        pickle.dumps(context)
+    assert copy.deepcopy(context).plan == context.plan

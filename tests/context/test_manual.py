@@ -1,0 +1,228 @@
+"""Manual synchronization that does what it is asked, and no more."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from helpers import any_size, forward, make_manual, nothing_held, plain, same_bits
+from torch import nn
+
+from actoffload.device import ReferenceDevice
+
+ONE = 64 * 64 * 4
+
+
+@pytest.fixture(autouse=True)
+def _small_tensors_leave():
+    with any_size(64):
+        yield
+
+
+class Sine(nn.Module):
+    """Saves one tensor of its own, which nobody else saves."""
+
+    def forward(self, x):
+        return torch.sin(x * 1.0) * 2.0
+
+
+@pytest.fixture
+def layers():
+    return [Sine() for _ in range(4)]
+
+
+def start() -> torch.Tensor:
+    return torch.randn(64, 64, requires_grad=True)
+
+
+def test_nothing_called_nothing_moves(layers):
+    context, sync, _ = make_manual(4)
+    y = forward(layers, start(), context, sync)
+    assert context.statistics().tensors_saved == 4
+    assert context.statistics().resident_bytes == 4 * ONE
+    y.sum().backward()
+    statistics = context.statistics()
+    assert statistics.bytes_offloaded == statistics.bytes_reloaded == statistics.host_bytes == 0
+
+
+@pytest.mark.parametrize("calls", range(4))
+@pytest.mark.parametrize("which", [(0,), (1, 2), (3,), (0, 1, 2, 3)])
+def test_each_stage(layers, calls, which):
+    context, sync, controller = make_manual(4)
+    x = start()
+    y = forward(layers, x, context, sync)
+    for call in (
+        controller.start_offload_layer,
+        controller.release_activation_forward_gpu_memory,
+        controller.start_reload_layer,
+    )[:calls]:
+        for layer in which:
+            call(layer)
+    n = len(which)
+    statistics = context.statistics()
+    assert statistics.bytes_offloaded == (n * ONE if calls else 0)
+    assert statistics.resident_bytes == (4 - n if calls == 2 else 4) * ONE
+    assert statistics.bytes_reloaded == (n * ONE if calls == 3 else 0)
+    (got,) = torch.autograd.grad(y.sum(), x)
+    statistics = context.statistics()
+    assert statistics.reloaded_on_demand == (n if calls == 2 else 0)
+    assert statistics.reloaded_ahead == (n if calls == 3 else 0)
+    assert statistics.bytes_reloaded == (n * ONE if calls >= 2 else 0)
+    (want,) = torch.autograd.grad(plain(layers, x).sum(), x)
+    assert same_bits(want, got)
+    del y
+    nothing_held(context)
+
+
+def test_interleaved_with_forward_and_backward(layers):
+    """A sliding window written by hand: at most two layers' activations are resident."""
+    context, sync, controller = make_manual(4)
+    x = leaf = start()
+    reloads = []
+    for k, layer in enumerate(layers):
+        with context:
+            x = layer(x)
+        x = sync(x)
+        if k < 3:
+            controller.start_offload_layer(k)
+        if k > 0:
+            controller.release_activation_forward_gpu_memory(k - 1)
+        if k:
+            x.register_hook(lambda g, k=k: reloads.append(controller.start_reload_layer(k - 1)))
+    assert context.statistics().peak_resident_bytes == 2 * ONE
+    x.sum().backward()
+    assert len(reloads) == 3
+    assert context.statistics().peak_resident_bytes == 2 * ONE
+    assert context.statistics().reloaded_on_demand == 0
+    assert context.statistics().reloaded_ahead == 3
+    assert same_bits(leaf.grad, torch.autograd.grad(plain(layers, leaf).sum(), leaf)[0])
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+def test_reload_in_any_order(layers, order):
+    context, sync, controller = make_manual(4)
+    x = start()
+    y = forward(layers, x, context, sync)
+    for k in range(3):
+        controller.start_offload_layer(k)
+        controller.release_activation_forward_gpu_memory(k)
+    for k in order:
+        controller.start_reload_layer(k)
+    (got,) = torch.autograd.grad(y.sum(), x)
+    assert same_bits(got, torch.autograd.grad(plain(layers, x).sum(), x)[0])
+    assert context.statistics().reloaded_on_demand == 0
+
+
+def test_reload_again_for_a_second_backward(layers):
+    context, sync, controller = make_manual(4)
+    y = forward(layers, start(), context, sync)
+    controller.start_offload_layer(0)
+    controller.release_activation_forward_gpu_memory(0)
+    for _ in range(3):
+        assert context.statistics().resident_bytes == 3 * ONE
+        controller.start_reload_layer(0)
+        assert context.statistics().resident_bytes == 4 * ONE
+        y.sum().backward(retain_graph=True)
+    assert context.statistics().reloaded_ahead == 3
+    assert context.statistics().reloaded_on_demand == 0
+
+
+def test_calls_in_a_forward_without_gradients(layers):
+    """A program that makes its calls in validation too: there is nothing to move, and nothing to complain of."""
+    context, sync, controller = make_manual(4)
+    with torch.no_grad():
+        for _ in range(2):
+            forward(layers, start(), context, sync)
+            for k in range(3):
+                controller.start_offload_layer(k)
+                controller.release_activation_forward_gpu_memory(k)
+            for k in reversed(range(3)):
+                controller.start_reload_layer(k)
+    assert context.statistics().tensors_saved == 0
+
+
+def test_calls_after_backward_do_nothing(layers):
+    context, sync, controller = make_manual(4)
+    y = forward(layers, start(), context, sync)
+    y.sum().backward()
+    controller.start_offload_layer(0)
+    controller.release_activation_forward_gpu_memory(0)
+    controller.start_reload_layer(0)
+    assert context.statistics().bytes_offloaded == 0
+    del y
+    nothing_held(context)
+
+
+class Watching(ReferenceDevice):
+    """Notes on which streams copies are queued."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used: list[object] = []
+        self.made: list[object] = []
+
+    def new_stream(self, device):
+        self.made.append(super().new_stream(device))
+        return self.made[-1]
+
+    def to_host(self, pairs, stream):
+        self.used.append(stream)
+        super().to_host(pairs, stream)
+
+    def to_device(self, pairs, stream):
+        self.used.append(stream)
+        super().to_device(pairs, stream)
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_the_programs_own_stream_carries_every_copy(layers, own):
+    device = Watching()
+    stream = ReferenceDevice().new_stream(torch.device("cpu")) if own else None
+    context, sync, controller = make_manual(4, device=device, offload_stream=stream)
+    y = forward(layers, start(), context, sync)
+    for k in range(2):
+        controller.start_offload_layer(k)
+        controller.release_activation_forward_gpu_memory(k)
+    controller.start_reload_layer(1)
+    y.sum().backward()
+    assert len(device.used) == 4
+    if own:
+        assert all(used is stream for used in device.used)
+        assert device.made == []
+    else:
+        assert len({id(used) for used in device.used}) == 2
+        assert all(any(used is made for made in device.made) for used in device.used)
+
+
+def test_copies_wait_for_their_own_tensor_and_not_for_the_call():
+    """The copy begins when its tensor was saved, though the call comes later."""
+    device = ReferenceDevice(d2h=ONE, h2d=ONE)  # one tensor a second
+    context, sync, controller = make_manual(3, device=device)
+
+    def layer(x):
+        device.compute(1.0)
+        x = torch.sin(x * 1.0) * 2.0
+        device.compute(4.0)
+        return x
+
+    with context.record_timeline() as recorder:
+        y = forward([layer] * 3, start(), context, sync)
+        assert device.main.now == 15.0
+        controller.start_offload_layer(0)
+        controller.start_offload_layer(1)
+        controller.release_activation_forward_gpu_memory(0)
+        controller.release_activation_forward_gpu_memory(1)
+        assert device.main.now == 15.0  # both were done long ago
+        controller.start_reload_layer(0)
+        controller.start_reload_layer(1)
+        y.sum().backward()
+    from actoffload.schedule import Kind
+
+    spans = recorder.timeline().of(Kind.D2H, Kind.H2D)
+    assert [(s.kind, s.layer, s.start, s.end) for s in spans] == [
+        (Kind.D2H, 0, 1.0, 2.0),
+        (Kind.D2H, 1, 6.0, 7.0),
+        (Kind.H2D, 0, 15.0, 16.0),
+        (Kind.H2D, 1, 16.0, 17.0),
+    ]

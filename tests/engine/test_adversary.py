@@ -1,0 +1,232 @@
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, nullcontext
+from itertools import combinations
+from typing import Any
+
+import pytest
+import torch
+from adversary.device import AdversarialDevice
+from adversary.harness import Run, check, execute, scaled_down, trial
+from adversary.layers import STORAGE, Layers, numbers, saving
+from adversary.modelruns import ModelRun, model_programs
+from adversary.models import DEVICE_KINDS, KINDS, ROWS, STREAM_KINDS, WIDTH
+from adversary.orders import Mode
+from adversary.programs import Backward, Forward, Program, programs
+from hypothesis import given, settings
+from hypothesis.strategies import SearchStrategy
+
+from actoffload.context.context import OffloadContext
+from actoffload.device import use
+from actoffload.engine.engine import Engine
+from actoffload.schedule.plan import Plan
+from actoffload.schedule.schedules import DefaultSchedule, GroupSchedule
+
+ORDERS_IN_ALL = 2000
+"""Different orders of the pending copies, at least, in one run of this file."""
+
+SEEDS = 8
+
+# Sorts of programs: number of examples, how they are drawn, and what runs them.
+SORTS: dict[str, tuple[int, SearchStrategy[Program], type[Run]]] = {
+    "default schedule": (90, programs(), Run),
+    "manual calls": (90, programs(manual=True), Run),
+    "side streams and two devices": (60, programs(streams=True), Run),
+    "manual calls and side streams": (60, programs(streams=True, manual=True), Run),
+    "plans in which layers give way": (90, programs(planned=True), Run),
+    "giving way and side streams": (60, programs(planned=True, streams=True), Run),
+    "giving way and host limit": (40, programs(planned=True, limited=True), Run),
+    "blocks of a model": (60, model_programs(), ModelRun),
+    "blocks of a model and side streams": (40, model_programs(streams=True), ModelRun),
+    "blocks of a model and host limit": (30, model_programs(limited=True), ModelRun),
+    "host limit": (40, programs(limited=True), Run),
+    "manual calls and host limit": (40, programs(limited=True, manual=True), Run),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _scaled_down() -> Iterator[None]:
+    with scaled_down():
+        yield
+
+
+@pytest.fixture(scope="module")
+def orders() -> set[Any]:
+    return set()
+
+
+@pytest.mark.parametrize("kind", sorted({**KINDS, **STREAM_KINDS, **DEVICE_KINDS}))
+@pytest.mark.parametrize("offload", [2, None, GroupSchedule(3).plan("aaaa")], ids=["default", "manual", "giving way"])
+def test_each_kind_of_layer(kind: str, offload: int | Plan | None) -> None:
+    steps = [Forward(0), Forward(1), Backward(0, retain=True), Backward(1), Backward(0)]
+    program = Program([[kind], ["linear", kind], [kind], ["chunk", kind]], offload, steps)
+    expected, _ = execute(program, None)
+    for mode in ("late", "early", "random"):
+        _, statistics = trial(program, expected, 1, mode)
+        assert statistics.tensors_offloaded > 0
+        assert statistics.bytes_reloaded > 0
+
+
+@pytest.mark.parametrize("mode", ["late", "early", "random"])
+@pytest.mark.parametrize(
+    "plan",
+    [DefaultSchedule(3, 5).plan(), GroupSchedule(3).plan("a" * 5), GroupSchedule(3, max_inflight=1).plan("a" * 5)],
+    ids=["default", "giving way", "giving way at once"],
+)
+@pytest.mark.parametrize("recorded", [False, True])
+def test_no_wait_crosses_the_border_of_a_capture(plan: Plan, mode: Mode, recorded: bool) -> None:
+    """Whatever part of a step is captured: some layers, the forward, the backward, or all."""
+    count = plan.model_layers
+    for begin, end in combinations(range(count + 2), 2):
+        device = AdversarialDevice(0, mode)
+        w = torch.ones(ROWS, WIDTH, requires_grad=True)
+        context = OffloadContext(Engine(plan, device))
+        for captured in (False, True):  # the first step takes the host memory that the second one uses
+            with context.record_timeline() if recorded else nullcontext(), ExitStack() as stack:
+                outputs = []
+                for k in range(count + 1):
+                    if captured and k == begin:
+                        stack.enter_context(device.capture())
+                    if captured and k == end:
+                        stack.close()
+                    if k < count:
+                        with context:
+                            y = saving(w, numbers(k)) + saving(w, numbers(k + 10))
+                        outputs.append(context.synchronize(y))
+                w.grad = None
+                torch.stack(outputs).sum().backward()
+            outputs.clear()
+            del y
+            kept = [numbers(k + more).sum() for k in range(count) for more in (0, 10)]
+            assert torch.equal(w.grad, torch.ones_like(w) * torch.stack(kept).sum())
+        assert check(device, context).tensors_offloaded == 2 * 2 * 3
+
+
+@pytest.mark.parametrize("mode", ["late", "early", "random"])
+def test_what_came_back_before_a_capture_is_used_in_it(mode: Mode) -> None:
+    device = AdversarialDevice(0, mode)
+    with use(device):
+        layers = Layers(None, 1)
+        w = torch.ones(ROWS, WIDTH, requires_grad=True)
+        y = layers(lambda: saving(w, numbers()))
+        layers.out(0)
+        layers.back(0)
+        with device.capture():
+            y.sum().backward()
+            del y
+    assert torch.equal(w.grad, torch.ones_like(w) * numbers().sum())
+    check(device, layers.context)
+
+
+@pytest.mark.parametrize("mode", ["late", "early", "random"])
+@pytest.mark.parametrize(
+    "plan", [DefaultSchedule(2, 4).plan(), GroupSchedule(2).plan("aaaa")], ids=["default", "giving way"]
+)
+def test_memory_that_another_stream_reads_again_is_not_given_away_before(plan: Plan, mode: Mode) -> None:
+    """The copy waits for the first reader alone; the second one may be at it when the copy is done."""
+    device = AdversarialDevice(0, mode)
+    context = OffloadContext(Engine(plan, device))
+    w = torch.ones(ROWS, WIDTH, requires_grad=True)
+    side, main = device.side_stream(), device.current_stream(torch.device("cpu"))
+    outputs = []
+    for k in range(4):
+        with context:
+            h = numbers(k)
+            device.produced(h)
+            y = saving(w, numbers(10))
+            device.wait(side, device.record(main))
+            with device.on(side):
+                y = y + saving(w, h) + saving(w, h)
+                device.saved(h, side)  # the engine need not tell of the second time
+            del h
+        outputs.append(context.synchronize(y))
+    del y
+    device.barrier()
+    torch.stack(outputs).sum().backward()
+    outputs.clear()
+    device.barrier()
+    assert torch.equal(w.grad, torch.ones_like(w) * sum(2 * numbers(k).sum() + numbers(10).sum() for k in range(4)))
+    check(device, context)
+
+
+def test_a_layer_comes_back_into_room_that_is_free_once() -> None:
+    """What the last layer saves last, and uses first, it has saved five times; its memory is free once."""
+    device = AdversarialDevice(0, "late")
+    context = OffloadContext(Engine(GroupSchedule(1).plan("aa"), device))
+    w = torch.ones(ROWS, WIDTH, requires_grad=True)
+    x = w * 1.0
+    for times in ([1, 1, 1, 1], [1, 1, 5, 5]):
+        with context:
+            for many in times:
+                h = numbers()
+                for _ in range(many):
+                    x = saving(x, h)
+        x = context.synchronize(x)
+    del h
+    context.reset_statistics()
+    assert context.statistics().resident_bytes == 4 * STORAGE
+    x.sum().backward()
+    assert context.statistics().reloaded_ahead == 4
+    assert context.statistics().peak_resident_bytes == 4 * STORAGE
+    del x
+    check(device, context)
+
+
+@pytest.mark.parametrize("alias", ["the same tensor", "another counter"])
+def test_a_storage_is_edited_while_it_leaves(alias: str) -> None:
+    """Saved once more, it is not taken for what was saved first: each has the version and the counter of its own."""
+    device = AdversarialDevice(0, "late")
+    context = OffloadContext(Engine(DefaultSchedule(1, 3).plan(), device))
+    w = torch.ones(ROWS, WIDTH, requires_grad=True)
+    h = numbers()
+    with context:
+        first = saving(w, h)
+        if alias == "the same tensor":
+            h.add_(1.0)
+            device.produced(h)
+            second = saving(w, h)
+        else:
+            other = h.data
+            second = saving(w, other)
+            other.add_(1.0)
+    context.synchronize((first, second))
+    edited = first if alias == "the same tensor" else second
+    if edited is first:
+        second.sum().backward()
+        assert torch.equal(w.grad, torch.ones_like(w) * numbers(1.0).sum())
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        edited.sum().backward()
+    del first, second, edited
+    check(device, context)
+
+
+@pytest.mark.parametrize("sort", SORTS)
+def test_random_orders(sort: str, orders: set[Any]) -> None:
+    examples, drawn, kind = SORTS[sort]
+    seen: Counter[str] = Counter()
+
+    @settings(max_examples=examples)
+    @given(drawn)
+    def orders_of(program: Program) -> None:
+        expected, _ = execute(program, None, kind=kind)
+        for seed in range(SEEDS):
+            order, statistics = trial(program, expected, seed, "random", kind)
+            seen["offloaded"] += statistics.tensors_offloaded
+            seen["refused"] += sum(n for reason, n in statistics.tensors_kept.items() if reason.name == "HOST_FULL")
+            if order:
+                orders.add((repr(program), order))
+        for mode in ("late", "early"):
+            trial(program, expected, 0, mode, kind)
+
+    orders_of()
+    assert seen["offloaded"] > 0
+    assert (seen["refused"] > 0) == ("host limit" in sort)
+
+
+def test_number_of_orders(orders: set[Any], request: pytest.FixtureRequest) -> None:
+    ran = [item for item in request.session.items if getattr(item, "originalname", "") == "test_random_orders"]
+    if len(ran) < len(SORTS):
+        pytest.skip("counts the orders of all sorts of programs, and some were not selected")
+    assert len(orders) >= ORDERS_IN_ALL

@@ -1,0 +1,292 @@
+"""Saved tensors made of several plain ones: the parts leave, and the same type comes back."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from helpers import any_size, forward, make, no_gc, nothing_held, plain, same_bits
+from torch import Tensor, nn
+from wrappers import (
+    ONE,
+    Join,
+    N,
+    QuantizedTensor,
+    Scaled,
+    Split,
+    Two,
+    Uses,
+    one_layer,
+    read,
+    structure,
+    values,
+)
+
+import actoffload
+from actoffload.engine import versions as outer
+from actoffload.engine.residency import StorageRef
+from actoffload.engine.subclasses import plain_parts
+from actoffload.report import Reason
+
+
+@pytest.fixture(autouse=True)
+def _small_tensors_leave():
+    with any_size(64):
+        yield
+
+
+KINDS: dict[str, tuple[Callable[[], Any], int, int]] = {  # how to make it; bytes that leave; parts that stay
+    "wrapper": (lambda: Two(values(), values()), 2 * ONE, 0),
+    "wrapper of strided parts": (lambda: Two(torch.randn(N, 2 * N)[:, ::2], values().t()), 3 * ONE, 0),
+    "wrappers in a wrapper": (lambda: Two(Two(values(), values()), Two(values(), values())), 4 * ONE, 0),
+    "of eight bits": (lambda: Scaled.of(values()), ONE // 4, 1),
+    "of eight bits, transposed": (lambda: Scaled.of(values()).t(), ONE // 4, 1),
+    "of eight bits in a wrapper": (lambda: Two(Scaled.of(values()), Scaled.of(values())), ONE // 2, 2),
+    "prepared for saving": (lambda: QuantizedTensor(values()), ONE // 2, 1),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_parts_leave_and_the_same_type_comes_back(kind):
+    build, leaving, staying = KINDS[kind]
+    things = [build()]
+    expected, saved = structure(things[0]), read(things[0])
+    seen: list[Any] = []
+    context, sync = make(1, 3)
+    leaf = torch.ones(N, N, requires_grad=True)
+    y = forward([lambda x: Uses.apply(x, seen, *things), torch.sin, torch.cos], leaf * 1.0, context, sync)
+    gone = weakref.ref(things[0].a if isinstance(things[0], Two) else things[0])
+    things.clear()
+    assert gone() is None
+    statistics = context.statistics()
+    assert statistics.bytes_offloaded == leaving
+    assert statistics.tensors_kept.get(Reason.SMALL, 0) == staying
+    assert Reason.SUBCLASS not in statistics.tensors_kept
+    assert statistics.resident_bytes == statistics.bytes_saved - leaving
+    y.sum().backward()
+    assert seen == [[expected]]
+    assert same_bits(leaf.grad, torch.autograd.grad(torch.cos(torch.sin(leaf * 1.0)).sum(), leaf)[0] * saved)
+    assert context.statistics().bytes_reloaded == leaving
+    del y
+    nothing_held(context)
+
+
+class Model(nn.Module):
+    """Operations of PyTorch itself on a wrapper: autograd decides what is saved, and how often."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(Two(values(), values()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = Split.apply(x)
+        h = (h @ self.weight.t()).exp() * h.sin()
+        h = torch.nn.functional.gelu(h.t()) @ h.clamp(-1, 1)
+        return Join.apply(h)
+
+
+def test_a_model_on_wrappers_has_equal_bits_and_keeps_its_weights():
+    layers = [Model() for _ in range(4)]
+    x = torch.randn(N, N, requires_grad=True)
+    weights = [part for layer in layers for part in (layer.weight,)]
+    wanted = torch.autograd.grad(plain(layers, x).square().mean(), [x, *weights])
+    context, sync = make(2, 4)
+    with no_gc():
+        for _ in range(2):
+            got = torch.autograd.grad(forward(layers, x, context, sync).square().mean(), [x, *weights])
+            assert len(outer._outers) == 0
+            nothing_held(context)
+    assert same_bits(got[0], wanted[0])
+    for a, b in zip(got[1:], wanted[1:], strict=True):
+        assert type(a) is Two
+        assert same_bits(a.a, b.a)
+        assert same_bits(a.b, b.b)
+    statistics = context.statistics()
+    assert statistics.tensors_kept[Reason.PARAMETER] == 2 * len(layers)  # one view of its weight in each, each step
+    # Two parts each of what goes in and of what exp, sin, the product, gelu and clamp return.
+    assert statistics.tensors_offloaded == 2 * 2 * 6 * 2
+    assert statistics.bytes_reloaded == statistics.bytes_offloaded == statistics.tensors_offloaded * ONE
+    assert statistics.reloaded_on_demand == 0
+
+
+def test_wrappers_of_the_same_memory_move_once():
+    a, b = values(), values()
+    two = Two(a, b)
+    grad, statistics = one_layer(lambda x: Uses.apply(x, [], two, two.t(), Two(a, b), a, Two(b, a)))
+    assert statistics.bytes_offloaded == 2 * ONE
+    assert same_bits(grad, read(two) * read(two).t() * read(two) * a * (b * 2 + a))
+
+
+WEIGHTS = {
+    "itself": lambda layer: (layer.weight,),
+    "its transpose": lambda layer: (layer.weight.t(),),
+    "detached": lambda layer: (layer.weight.detach(),),
+    "a part of it": lambda layer: (layer.weight.a, layer.weight.b.t()),
+    "in a wrapper": lambda layer: (Two(layer.weight.detach(), layer.weight.detach()),),
+}
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+@pytest.mark.parametrize("buffer", [False, True])
+def test_parameters_and_buffers_stay_under_any_name(name, buffer):
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            weight = Two(values(), values())
+            if buffer:
+                self.register_buffer("weight", weight)
+            else:
+                self.weight = nn.Parameter(weight)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return Uses.apply(x, [], *WEIGHTS[name](self))
+
+    _, statistics = one_layer(Layer())
+    assert statistics.bytes_offloaded == 0
+    assert set(statistics.tensors_kept) == {Reason.BUFFER if buffer else Reason.PARAMETER}
+
+
+def test_each_module_of_a_layer_is_asked_what_it_owns():
+    """Also one that begins after the first question, and what is put in a parameter's place after it."""
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(Two(values(), values()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = Uses.apply(x, [], self.weight.detach())
+            self.weight = nn.Parameter(Two(values(), values()))
+            return Uses.apply(x, [], self.weight.detach())
+
+    first, second = Layer(), Layer()
+    _, statistics = one_layer(lambda x: second(first(x)))
+    assert statistics.tensors_kept == {Reason.PARAMETER: 8}
+
+
+def test_a_leaf_that_requires_grad_stays():
+    two = Two(values(), values()).requires_grad_()
+    _, statistics = one_layer(lambda x: Uses.apply(x, [], two, two.t()))
+    assert statistics.tensors_kept == {Reason.LEAF: 2}
+    assert statistics.bytes_offloaded == 0
+
+
+class Opaque(Two):
+    """Does not say what it is made of."""
+
+    def __tensor_flatten__(self):
+        raise NotImplementedError("not today")
+
+
+class Closed(Tensor):
+    """Has no way to say it."""
+
+
+class Single(QuantizedTensor):
+    """Has no second one like it."""
+
+    def detach(self) -> Single:
+        return self
+
+
+@pytest.mark.parametrize(
+    "build", [lambda: Opaque(values(), values()), lambda: values().as_subclass(Closed), lambda: Single(values())]
+)
+def test_what_cannot_be_taken_apart_stays(build):
+    class Keeps(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, thing):
+            ctx.save_for_backward(thing)
+            return x.view_as(x)
+
+        @staticmethod
+        def backward(ctx, grad):
+            (thing,) = ctx.saved_tensors
+            assert type(thing) is kind
+            return grad, None
+
+    thing = build()
+    kind = type(thing)
+    _, statistics = one_layer(lambda x: Keeps.apply(x, thing))
+    assert statistics.tensors_kept == {Reason.SUBCLASS: 1}
+    assert statistics.bytes_offloaded == 0
+
+
+def test_a_retained_graph_reloads_the_parts_each_time():
+    things, seen = [Two(values(), Scaled.of(values()))], []
+    context, sync = make(1, 3)
+    leaf = torch.ones(N, N, requires_grad=True)
+    y = forward([lambda x: Uses.apply(x, seen, *things), torch.sin, torch.cos], leaf * 1.0, context, sync)
+    expected = structure(things.pop())
+    first, second = (torch.autograd.grad(y.sum(), leaf, retain_graph=True)[0] for _ in range(2))
+    assert same_bits(first, second)
+    assert seen == [[expected]] * 2
+    assert context.statistics().bytes_reloaded == 2 * context.statistics().bytes_offloaded == 2 * (ONE + ONE // 4)
+    del y
+    nothing_held(context)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_stays_on_the_device_between_two_backwards(kind):
+    class Notes(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, thing):
+            ctx.save_for_backward(thing)
+            return x.view_as(x)
+
+        @staticmethod
+        def backward(ctx, grad):
+            (thing,) = ctx.saved_tensors
+            parts = [part for part in plain_parts(thing) if part.numel() >= 64]
+            addresses = {part.untyped_storage()._cdata: StorageRef(part.untyped_storage()) for part in parts}
+            memory.extend(addresses.values())
+            return grad, None
+
+    things, memory = [KINDS[kind][0]()], []
+    context, sync = make(1, 3)
+    leaf = torch.ones(N, N, requires_grad=True)
+    y = forward([lambda x: Notes.apply(x, *things), torch.sin, torch.cos], leaf * 1.0, context, sync)
+    things.clear()
+    with no_gc():
+        for backwards in (1, 2):
+            torch.autograd.grad(y.sum(), leaf, retain_graph=True)
+            assert len(memory) == backwards * context.statistics().tensors_offloaded
+            assert all(ref.expired for ref in memory)
+
+
+def test_what_is_put_together_has_no_graph():
+    class Careful(Two):
+        @classmethod
+        def __tensor_unflatten__(cls, *what):
+            modes.append(torch.is_grad_enabled())
+            return super().__tensor_unflatten__(*what)
+
+    thing, modes = Careful(values(), values()), []
+    context, sync = make(1, 3)
+    leaf = torch.ones(N, N, requires_grad=True)
+    y = forward([lambda x: Uses.apply(x, [], thing), torch.sin, torch.cos], leaf * 1.0, context, sync)
+    torch.autograd.grad(y.sum(), leaf, create_graph=True)
+    assert modes == [False]
+
+
+def test_nothing_is_held_of_a_graph_that_is_thrown_away():
+    context, sync = make(1, 3)
+    layers = [Model() for _ in range(3)]
+    with no_gc():
+        y = forward(layers, torch.randn(N, N, requires_grad=True), context, sync)
+        assert context.statistics().host_bytes_used > 0
+        assert len(outer._outers) > 0
+        del y
+        nothing_held(context)
+        assert len(outer._outers) == 0
+
+
+def test_parts_that_find_no_host_memory_stay():
+    two = Two(values(), values())
+    with pytest.warns(actoffload.HostMemoryWarning):
+        grad, statistics = one_layer(lambda x: Uses.apply(x, [], two), max_host_bytes=0)
+    assert same_bits(grad, read(two))
+    assert statistics.tensors_kept[Reason.HOST_FULL] == 2

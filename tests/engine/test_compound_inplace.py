@@ -1,0 +1,245 @@
+"""Invariant 8 for tensors made of several: what autograd catches without offloading is caught with it.
+
+An in-place operation on a wrapper is counted on the wrapper, and not on its parts, so each check must know both.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from helpers import any_size, make, no_gc, nothing_held, same_bits
+from torch import Tensor
+from wrappers import ONE, Join, N, Scaled, Split, Two, Uses, read, two_more, values
+
+import actoffload
+from actoffload.device import ReferenceDevice
+from actoffload.engine import versions as outer
+from actoffload.engine.versions import Wrapper
+from actoffload.schedule import Kind
+
+MODIFIED = "modified by an inplace operation"
+
+
+@pytest.fixture(autouse=True)
+def _small_tensors_leave():
+    with any_size(64):
+        yield
+
+
+def test_operations_on_a_wrapper_do_not_count_on_its_parts():
+    """What all of this is about; if it changes, the tests below need another look."""
+    two = Two(values(), values())
+    two.add_(1)
+    two.t().mul_(2)
+    assert (two._version, two.a._version, two.b._version) == (2, 0, 0)
+
+
+EDITS = {
+    "the wrapper": lambda two: two.add_(1),
+    "a view of it": lambda two: two[1].mul_(2),
+    "its transpose": lambda two: two.t().zero_(),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+@pytest.mark.parametrize("layer", [0, 2])
+@pytest.mark.parametrize("offload", [False, True])
+def test_a_wrapper_that_was_changed_raises(edit, layer, offload):
+    """In a layer that leaves, and in one that stays."""
+    context, sync = make(1, 3) if offload else actoffload.get_cpu_offload_context()
+    x = torch.ones(N, N, requires_grad=True) * 1.0
+    for k in range(3):
+        with context:
+            h = Split.apply(x)
+            x = Join.apply(h.sin())
+            if k == layer:
+                with torch.no_grad():
+                    EDITS[edit](h)
+        x = sync(x)
+        del h
+    with pytest.raises(RuntimeError, match=MODIFIED):
+        x.sum().backward()
+    del x
+    if offload:
+        nothing_held(context)
+
+
+def test_a_part_that_was_changed_raises_if_it_left():
+    """Autograd would use the new values, unseen; what left cannot follow."""
+    two = Two(values(), values())
+    context, sync = make(1, 3)
+    x = torch.ones(N, N, requires_grad=True)
+    with context:
+        y = Uses.apply(x, [], two)
+    two.b.add_(1)
+    y = two_more(sync(y), context, sync)
+    with pytest.raises(RuntimeError, match=MODIFIED):
+        y.sum().backward()
+    del y
+    nothing_held(context)
+
+
+def test_a_part_that_stays_is_used_as_it_is_now():
+    """Such as a scale that a recipe keeps up to date: that is what happens without offloading."""
+    scaled = Scaled.of(values())
+    grads = []
+    for context, sync in (make(1, 3), actoffload.get_cpu_offload_context()):
+        x = torch.ones(N, N, requires_grad=True)
+        with context:
+            y = Uses.apply(x, [], scaled)
+        scaled._scale.mul_(2)
+        two_more(sync(y), context, sync).sum().backward()
+        grads.append(x.grad)
+        scaled._scale.div_(2)
+    assert same_bits(*grads)
+
+
+class Spoils(torch.autograd.Function):
+    """Changes in backward what it saved."""
+
+    @staticmethod
+    def forward(ctx, x, two):
+        ctx.save_for_backward(two)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (two,) = ctx.saved_tensors
+        grad = grad * read(two)
+        two.mul_(2)
+        return grad, None
+
+
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("again", ["the same", "a view", "another function"])
+def test_what_backward_changes_raises_for_the_next(offload, again):
+    context, sync = make(1, 3) if offload else actoffload.get_cpu_offload_context()
+    things = [Two(values(), values())]
+    leaf = torch.ones(N, N, requires_grad=True)
+    with context:
+        x = leaf * 1.0
+        if again == "a view":
+            x = Uses.apply(x, [], things[0].t())
+        elif again == "another function":
+            x = Uses.apply(x, [], things[0])
+        x = Spoils.apply(x, things.pop())
+    x = two_more(sync(x), context, sync)
+    with pytest.raises(RuntimeError, match=MODIFIED):  # noqa: PT012
+        x.sum().backward(retain_graph=again == "the same")
+        x.sum().backward()
+    del x
+    if offload:
+        nothing_held(context)
+
+
+def two_saves(first: Any, change: Any, second: Any) -> tuple[Tensor, Any]:
+    """Save something, change it, and save something else on the same memory; return the second's gradient.
+
+    The graph of the first never runs backward, which would raise; but what it saved is there until the end.
+    """
+    context, sync = make(1, 3)
+    leaf = torch.ones(N, N, requires_grad=True)
+    with context:
+        x = leaf * 1.0
+        dropped = Uses.apply(x, [], first)
+        change()
+        y = Uses.apply(x, [], second())
+    z = two_more(sync(y), context, sync)
+    (grad,) = torch.autograd.grad(y, leaf, torch.ones(N, N))
+    del dropped, x, y, z
+    nothing_held(context)
+    return grad, context.statistics()
+
+
+def test_a_copy_made_before_a_change_serves_nobody_after_it():
+    two = Two(values(), values())
+    nest = Two(two, Two(two.b, two.a))
+    cases = [
+        (two, lambda: two.add_(1), lambda: two),
+        (two, lambda: two.add_(1), lambda: two.t()),
+        (two.t(), lambda: two.add_(1), lambda: two),
+        (two, lambda: two.t().add_(1), lambda: Two(two.a, two.b)),
+        (two, lambda: two.add_(1), lambda: two.b),
+        (two.a, lambda: two.add_(1), lambda: two),
+        (two.a, lambda: two.a.add_(1), lambda: two),
+        (Two(two.a, two.b), lambda: two.add_(1), lambda: two),
+        (nest, lambda: two.add_(1), lambda: two),
+        (nest, lambda: nest.add_(1), lambda: two),
+        (nest, lambda: nest.add_(1), lambda: two.a),
+    ]
+    for first, change, second in cases:
+        grad, _ = two_saves(first, change, second)
+        assert same_bits(grad, read(second()))
+
+
+def test_a_wrapper_that_was_changed_before_still_moves_once():
+    two = Two(values(), values())
+    two.add_(1)
+    _, statistics = two_saves(two, lambda: None, lambda: Two(two, two.t()))
+    assert statistics.bytes_offloaded == 2 * ONE
+
+
+def test_a_note_is_lost_with_a_change_of_the_wrapper():
+    """start_offload on a wrapper lets the copies of its parts start there, unless it is changed afterwards."""
+
+    class Fused(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, device, change):
+            two = Two(Two(x * 1, x * 2), Two(x * 3, x * 4))
+            device.compute(1.0)
+            actoffload.start_offload(two)
+            if change is not None:
+                change(two)
+            device.compute(4.0)
+            ctx.save_for_backward(two)
+            return x.view_as(x)
+
+        @staticmethod
+        def backward(ctx, grad):
+            (two,) = ctx.saved_tensors
+            return grad * read(two), None, None
+
+    expected = {  # in seconds; a copy does not overtake the one before
+        None: [1, 1, 1, 1],
+        (lambda two: two.add_(1)): [5, 5, 5, 5],
+        (lambda two: two.b.add_(1)): [1, 1, 5, 5],
+        (lambda two: two.a.b.add_(1)): [1, 5, 5, 5],
+    }
+    for change, starts in expected.items():
+        device = ReferenceDevice(d2h=100 * ONE)
+        context, sync = make(1, 3, device=device)
+        leaf = torch.ones(N, N, requires_grad=True)
+        with context.record_timeline() as recorder:
+            with context:
+                y = Fused.apply(leaf, device, change)
+            two_more(sync(y), context, sync).sum().backward()
+        del y
+        assert [int(copy.start) for copy in recorder.timeline().of(Kind.D2H)] == starts
+        nothing_held(context)
+
+
+def test_counters_are_kept_without_memory_or_graph():
+    with no_gc():
+        h = Split.apply(torch.ones(N, N, requires_grad=True))
+        before = Wrapper.of(h)
+        assert Wrapper.of(h.t()) is before
+        assert Wrapper.of(h) is before
+        assert before._counter.untyped_storage().nbytes() == 0
+        assert before._counter.grad_fn is None
+        h.add_(1)
+        assert before.version == 1
+        del h
+    assert before.version == 1
+
+
+def test_counters_are_found_by_identity_and_not_by_address():
+    """A tensor may lie where one lay whose counter is still held."""
+    first, second = Two(values(), values()), Two(values(), values())
+    held = Wrapper.of(first)
+    outer._outers[id(second)] = held
+    assert Wrapper.of(second) is not held
+    assert Wrapper.of(first) is held
+    second.add_(1)
+    assert (held.version, Wrapper.of(second).version) == (0, 1)

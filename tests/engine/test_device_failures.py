@@ -1,0 +1,160 @@
+"""Invariant 7 on the side of the device: no memory on the host or on the device, and copies that fail."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import Failing, any_size, forward, make, no_gc, nothing_held, plain, right, same_bits
+from torch import nn
+
+from actoffload import HostMemoryWarning
+from actoffload.report import Reason
+
+
+@pytest.fixture(autouse=True)
+def _small_tensors_leave():
+    with any_size(64):
+        yield
+
+
+def start():
+    return torch.randn(64, 64, requires_grad=True) * 1.0
+
+
+@pytest.fixture
+def layers():
+    return nn.ModuleList([nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64)) for _ in range(4)])
+
+
+@pytest.mark.parametrize("max_host_bytes", [0, 2**21 - 1, None])
+def test_no_host_memory(layers, max_host_bytes):
+    device = Failing()
+    if max_host_bytes is None:
+        device.fail("empty_host", times=10**6)
+    context, sync = make(2, 4, device=device, max_host_bytes=max_host_bytes)
+    x = torch.randn(64, 64)
+    parameters = list(layers.parameters())
+    want = torch.autograd.grad(plain(list(layers), x).sum(), parameters)
+
+    def three_steps():
+        return [torch.autograd.grad(forward(list(layers), x, context, sync).sum(), parameters) for _ in range(3)]
+
+    with pytest.warns(HostMemoryWarning) as caught:
+        steps = three_steps()
+    assert all(same_bits(a, b) for got in steps for a, b in zip(want, got, strict=True))
+    assert len(caught) == 1
+    assert "stays on the device" in str(caught[0].message)
+    statistics = context.statistics()
+    assert statistics.bytes_offloaded == 0
+    # In each step: x, and what tanh leaves, for layers 0 and 1; layer 1's input is layer 0's output.
+    assert statistics.tensors_kept[Reason.HOST_FULL] == 3 * 4
+    assert statistics.bytes_kept[Reason.HOST_FULL] == 3 * 4 * 64 * 64 * 4
+    nothing_held(context)
+
+
+def test_room_for_a_part_only(layers):
+    """One slab of 2 MiB holds two of four tensors of 1 MiB."""
+    context, sync = make(2, 4, max_host_bytes=2**21)
+    big = [nn.Sequential(nn.Tanh(), nn.Sigmoid()) for _ in range(4)]
+    x = torch.randn(512, 512, requires_grad=True)
+    (want,) = torch.autograd.grad(plain(big, x * 1.0).sum(), x)
+    with pytest.warns(HostMemoryWarning, match="limit of 2097152 bytes"):
+        y = forward(big, x * 1.0, context, sync)
+    statistics = context.statistics()
+    assert statistics.tensors_offloaded == 2
+    assert statistics.tensors_kept[Reason.HOST_FULL] == 2
+    assert statistics.host_bytes == 2**21
+    assert statistics.resident_bytes == 6 * 2**20
+    (got,) = torch.autograd.grad(y.sum(), x)
+    assert same_bits(want, got)
+    del y
+    nothing_held(context)
+
+
+def test_host_memory_is_asked_for_again_after_close(layers):
+    """Asking a system that has no more for every tensor would be slow, so it is asked once."""
+    device = Failing()
+    device.fail("empty_host")
+    context, sync = make(2, 4, device=device)
+    with pytest.warns(HostMemoryWarning, match="empty_host failed"):
+        forward(list(layers), start(), context, sync).sum().backward()
+    context.close()
+    right(layers, context, sync)
+
+
+@pytest.mark.parametrize("after", range(8))
+@pytest.mark.parametrize("call", ["empty_device", "to_host", "to_device", "wait"])
+def test_the_device_fails_once(layers, call, after):
+    """No memory for a reload, or for a copy's staging: the error surfaces, the next step works."""
+    device = Failing()
+    context, sync = make(2, 4, device=device)
+    right(layers, context, sync)
+    failed = 0
+    with no_gc():
+        for _ in range(2):
+            device.fail(call, after=after)
+            try:
+                forward(list(layers), start(), context, sync).sum().backward()
+            except RuntimeError as error:
+                failed += f"{call} failed" in str(error)
+            device.failing.clear()
+            nothing_held(context)
+            right(layers, context, sync)
+    assert failed == 2 or after >= 4
+
+
+@pytest.mark.parametrize("call", ["to_host", "wait"])
+@pytest.mark.parametrize("after", range(8))
+def test_the_device_fails_in_forward_and_the_graph_is_held_on_to(layers, call, after):
+    """The next step begins with layer 0 although the tensors of the failed one are still there."""
+    device = Failing()
+    context, sync = make(2, 4, device=device)
+    held = []
+    device.fail(call, after=after)
+    x = start()
+    try:
+        for layer in layers:
+            with context:
+                x = layer(x)
+                held.append(x)
+            x = sync(x)
+    except RuntimeError:
+        right(layers, context, sync, clean=False)
+    del held, x
+    device.failing.clear()
+    right(layers, context, sync)
+
+
+@pytest.mark.parametrize("after", range(4))
+@pytest.mark.parametrize("call", ["empty_device", "to_device"])
+def test_a_backward_without_memory_is_tried_again(layers, call, after):
+    """As a program does that catches out-of-memory, frees something and goes on with the retained graph."""
+    device = Failing()
+    context, sync = make(2, 4, device=device)
+    x = torch.randn(64, 64)
+    parameters = list(layers.parameters())
+    want = torch.autograd.grad(plain(list(layers), x).sum(), parameters)
+    y = forward(list(layers), x, context, sync)
+    torch.autograd.grad(y.sum(), parameters, retain_graph=True)
+    device.fail(call, after=after)
+    with pytest.raises(RuntimeError, match=f"{call} failed"):
+        torch.autograd.grad(y.sum(), parameters, retain_graph=True)
+    got = torch.autograd.grad(y.sum(), parameters)
+    assert all(same_bits(a, b) for a, b in zip(want, got, strict=True))
+    del y
+    nothing_held(context)
+
+
+def test_a_look_that_failed_does_not_spoil_the_backward(layers):
+    """Somebody looks at a saved tensor while there is no memory; later there is."""
+    device = Failing()
+    context, sync = make(2, 4, device=device)
+    x = start()
+    with context:
+        y = torch.sin(x)
+    node = sync(y).grad_fn
+    y = forward(layers[1:], y, context, sync)
+    device.fail("to_device")
+    with pytest.raises(RuntimeError, match="to_device failed"):
+        getattr(node, "_saved_self")  # noqa: B009
+    assert same_bits(node._saved_self, x)

@@ -1,0 +1,262 @@
+"""The host pool by itself: buffers that never overlap, little waste, a limit, and fences."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from actoffload.device import ReferenceDevice
+from actoffload.device.base import StreamPosition, latest_positions
+from actoffload.engine.hostpool import HostBuffer, HostPool
+
+KIB, MIB = 2**10, 2**20
+
+
+class Counting(ReferenceDevice):
+    """Counts what is taken from the system, of which there may be little."""
+
+    def __init__(self, room: int | None = None) -> None:
+        super().__init__()
+        self.room = room
+        self.slabs: list[int] = []
+
+    def empty_host(self, nbytes: int) -> torch.Tensor:
+        if self.room is not None and sum(self.slabs) + nbytes > self.room:
+            raise RuntimeError("no more pages")
+        self.slabs.append(nbytes)
+        return super().empty_host(nbytes)
+
+
+def mark(order: int, lane: int = 1) -> StreamPosition:
+    return StreamPosition(None, lane, order, False)
+
+
+def ranges(buffer: HostBuffer) -> list[tuple[int, int]]:
+    return [(part.data_ptr(), part.data_ptr() + part.numel()) for part in buffer.parts]
+
+
+def disjoint(buffers: list[HostBuffer]) -> bool:
+    spans = sorted(span for buffer in buffers for span in ranges(buffer))
+    return all(a[1] <= b[0] for a, b in itertools.pairwise(spans))
+
+
+def whole(buffer: HostBuffer, nbytes: int) -> None:
+    assert buffer.nbytes == nbytes == sum(part.numel() for part in buffer.parts)
+    assert all(part.dtype is torch.uint8 and part.dim() == 1 and part.is_contiguous() for part in buffer.parts)
+    assert all(part.data_ptr() % 64 == 0 for part in buffer.parts)
+
+
+def test_a_buffer_comes_back():
+    pool = HostPool(Counting())
+    first = pool.take(5 * MIB)
+    whole(first, 5 * MIB)
+    held = pool.bytes_held
+    where = ranges(first)
+    pool.give_back(first, (mark(3),))
+    second = pool.take(5 * MIB)
+    assert ranges(second) == where
+    assert second.fence == (mark(3),)
+    assert pool.bytes_held == held
+    assert pool.high_water == pool.bytes_taken == 5 * MIB
+
+
+def test_a_buffer_that_never_was_used_has_no_fence():
+    assert HostPool(Counting()).take(MIB).fence == ()
+
+
+def test_two_freed_buffers_make_one_larger_and_their_fences_merge():
+    device = Counting()
+    pool = HostPool(device)
+    buffers = [pool.take(2 * MIB) for _ in range(4)]
+    for k, buffer in enumerate(buffers):
+        pool.give_back(buffer, (mark(10 - k, lane=k % 2),))
+    large = pool.take(8 * MIB)
+    whole(large, 8 * MIB)
+    assert sum(device.slabs) == 8 * MIB  # nothing new
+    assert sorted(large.fence) == [mark(10, 0), mark(9, 1)]  # the last of each lane
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 9))))
+def test_latest_keeps_the_last_of_each_lane(points):
+    marks = [mark(order, lane) for lane, order in points]
+    got = latest_positions(marks)
+    assert {m.lane: m.order for m in got} == {
+        lane: max(o for k, o in points if k == lane) for lane in {k for k, _ in points}
+    }
+    assert len(got) == len({m.lane for m in got})
+
+
+sizes = st.one_of(
+    st.sampled_from([256 * KIB, 512 * KIB, MIB, MIB + 1, MIB + 8 * KIB, 3 * MIB, 16 * MIB]),
+    st.integers(256 * KIB, 6 * MIB),
+)
+
+
+@settings(max_examples=60)
+@given(st.lists(sizes, min_size=1, max_size=12))
+def test_waste_is_below_five_percent(some):
+    """Sizes of tensors that may leave, repeated as the layers of a model repeat them, 64 MiB and more."""
+    pool = HostPool(Counting())
+    total, buffers = 0, []
+    while total < 64 * MIB:
+        for nbytes in some:
+            buffers.append(pool.take(nbytes))
+            total += nbytes
+    assert disjoint(buffers)
+    assert pool.bytes_held <= 1.05 * total
+    assert pool.high_water <= 1.05 * total
+    # The next steps need nothing more, in whatever order the buffers come back.
+    held = pool.bytes_held
+    for _ in range(2):
+        for buffer in buffers[::2] + buffers[1::2]:
+            pool.give_back(buffer, ())
+        buffers = []
+        again = 0
+        while again < total:
+            for nbytes in some:
+                buffers.append(pool.take(nbytes))
+                again += nbytes
+        assert pool.bytes_held == held
+
+
+@pytest.mark.parametrize("nbytes", [515 * 513 * 4, 700 * 900 * 4, 256 * KIB + 1, 2 * MIB + 1, 20 * MIB + 1])
+def test_waste_for_one_size(nbytes):
+    pool = HostPool(Counting())
+    count = 64 * MIB // nbytes + 1
+    buffers = [pool.take(nbytes) for _ in range(count)]
+    assert disjoint(buffers)
+    assert pool.bytes_held <= 1.05 * count * nbytes
+
+
+@settings(max_examples=40)
+@given(st.data())
+def test_any_use_keeps_buffers_apart(data):
+    limit = data.draw(st.sampled_from([None, 8 * MIB, 32 * MIB]))
+    device = Counting(data.draw(st.sampled_from([None, 16 * MIB])))
+    pool = HostPool(device, limit)
+    live: list[HostBuffer] = []
+    forever: list[HostBuffer] = []
+    stamp: dict[int, int] = {}
+    order = 0
+    for _ in range(data.draw(st.integers(1, 60))):
+        action = data.draw(st.sampled_from(["take", "take", "take", "give", "give", "close"]))
+        if action == "take":
+            nbytes = data.draw(st.integers(1, 5 * MIB))
+            captured = data.draw(st.integers(0, 9)) == 0
+            one = data.draw(st.booleans())
+            before = list(device.slabs)
+            buffer = pool.take(nbytes, captured=captured, whole=one)
+            if buffer is None:
+                assert pool.refusal
+                assert captured or limit is not None or device.room is not None
+                continue
+            whole(buffer, nbytes)
+            assert not (one and len(buffer.parts) > 1)
+            assert not captured or device.slabs == before, "memory was taken from the system in a capture"
+            live.append(buffer)
+            for part in buffer.parts:  # written now, read when it is given back
+                order += 1
+                stamp[part.data_ptr()] = order % 256
+                part[:: max(1, part.numel() // 7)] = order % 256
+        elif action == "give" and live:
+            buffer = live.pop(data.draw(st.integers(0, len(live) - 1)))
+            for part in buffer.parts:
+                assert set(part[:: max(1, part.numel() // 7)].tolist()) == {stamp[part.data_ptr()]}
+            if buffer.captured:
+                forever.append(buffer)
+            pool.give_back(buffer, (mark(order),))
+        elif action == "close" and data.draw(st.integers(0, 3)) == 0:
+            pool.close()
+            device.slabs.clear()
+            forever.clear()  # those graphs must not run any more
+            assert pool.bytes_held == pool.bytes_taken == 0
+        assert disjoint(live + forever)
+        assert pool.bytes_held == sum(device.slabs)
+        assert limit is None or pool.bytes_held <= limit
+        pool.settle()
+        assert pool.bytes_taken <= pool.bytes_held
+    for buffer in live:
+        pool.give_back(buffer, ())
+    pool.settle()
+    assert pool.bytes_taken == 0
+
+
+def test_the_limit_is_kept_and_said():
+    pool = HostPool(Counting(), 4 * MIB)
+    assert pool.take(5 * MIB) is None
+    assert "limit of 4194304 bytes" in pool.refusal
+    assert pool.refusal.endswith(f"forbids {6 * MIB} more beside the 0 that are held")
+    first, second = pool.take(2 * MIB), pool.take(2 * MIB)
+    assert pool.take(1) is None
+    assert pool.refusal.endswith(f"forbids {2 * MIB} more beside the {4 * MIB} that are held")
+    pool.give_back(first, ())
+    assert pool.take(2 * MIB) is not None
+    assert second.nbytes == 2 * MIB
+    assert pool.bytes_held == 4 * MIB
+
+
+def test_no_limit_of_zero_bytes():
+    assert HostPool(Counting(), 0).take(1) is None
+
+
+def test_the_system_has_no_more():
+    pool = HostPool(Counting(room=4 * MIB))
+    assert pool.take(4 * MIB) is not None
+    assert pool.take(MIB) is None
+    assert "no more page-locked memory (no more pages)" in pool.refusal
+    assert pool.bytes_held == pool.bytes_taken == 4 * MIB
+
+
+def test_a_part_of_what_is_missing_came_before_the_system_had_no_more():
+    """Slabs of 4 and 2 MiB for 6: the first is there, the second is not; nothing is lost."""
+    pool = HostPool(Counting(room=4 * MIB))
+    assert pool.take(6 * MIB) is None
+    assert pool.bytes_taken == 0
+    assert pool.bytes_held == 4 * MIB
+    assert pool.take(4 * MIB) is not None
+
+
+def test_a_captured_buffer_is_never_reused_until_the_pool_is_closed():
+    device = Counting()
+    pool = HostPool(device)
+    assert pool.take(2 * MIB, captured=True) is None
+    assert "run one step of the same shape before the capture" in pool.refusal
+    pool.give_back(pool.take(2 * MIB), (mark(1),))
+    captured = pool.take(2 * MIB, captured=True)
+    assert captured.fence == ()  # from before the capture, which is synchronized
+    pool.give_back(captured, (mark(2),))
+    other = pool.take(2 * MIB)
+    assert disjoint([captured, other])
+    assert pool.bytes_held == 4 * MIB
+    pool.close()
+    assert (pool.bytes_held, pool.bytes_taken) == (0, 0)
+
+
+def test_close_with_buffers_out():
+    pool = HostPool(Counting())
+    old = pool.take(2 * MIB)
+    old.parts[0].fill_(7)
+    pool.close()
+    new = pool.take(2 * MIB)
+    new.parts[0].fill_(9)
+    assert disjoint([old, new])
+    assert int(old.parts[0].min()) == int(old.parts[0].max()) == 7
+    pool.give_back(old, ())  # comes back to nowhere
+    pool.settle()
+    assert pool.bytes_taken == 2 * MIB
+    assert pool.bytes_held == 2 * MIB
+    third = pool.take(2 * MIB)
+    assert disjoint([new, third, old])
+
+
+def test_slabs_are_powers_of_two():
+    """The system rounds up to them, and rounds nothing if nothing else is asked for."""
+    device = Counting()
+    pool = HostPool(device)
+    for nbytes in (MIB, 3 * MIB, 100 * MIB, 5 * MIB + 1):
+        pool.take(nbytes)
+    assert all(size & (size - 1) == 0 for size in device.slabs)

@@ -1,0 +1,270 @@
+"""Invariant 2: what autograd drops is given back at once, by reference counts alone."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import random
+import weakref
+
+import pytest
+import torch
+from helpers import alive, any_size, forward, make, make_manual, no_gc, nothing_held
+from torch import nn
+
+from actoffload.engine.layer import Layer, LivenessToken
+from actoffload.engine.pack import Moved
+from actoffload.engine.passes import Pass
+from actoffload.engine.storage import SavedStorage
+
+OURS = (SavedStorage, Pass, Layer, Moved, LivenessToken)
+
+
+@pytest.fixture(autouse=True)
+def _small_tensors_leave():
+    with any_size(64):
+        yield
+
+
+def start():
+    return torch.randn(64, 64, requires_grad=True) * 1.0
+
+
+def model(layers: int = 4) -> list[nn.Module]:
+    return [nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.LayerNorm(64)) for _ in range(layers)]
+
+
+def untouched(context) -> None:
+    """Check that nothing of a context is installed any more."""
+    assert not torch.nn.modules.module._global_forward_pre_hooks
+    before = context.statistics()
+    y = torch.sin(start())
+    assert y.grad_fn._saved_self.shape == (64, 64)
+    assert context.statistics() == before
+
+
+def count(things: list[weakref.ref]) -> int:
+    return sum(ref() is not None for ref in things)
+
+
+@pytest.mark.parametrize("layers_run", [1, 2, 3, 4])
+def test_a_graph_thrown_away_gives_everything_back_at_once(layers_run):
+    context, sync = make(2, 4)
+    layers = model()
+    with no_gc():
+        for k in range(3):
+            y = forward(layers[:layers_run], start(), context, sync)
+            assert context.statistics().resident_bytes > 0 or layers_run > 3
+            del y
+            nothing_held(context)
+            if k == 0:
+                gc.collect()  # what a process does once, on the way of its first forward, is not ours
+        assert alive(Pass) == 1  # the context's current one
+        assert alive(Layer) == layers_run
+        assert gc.collect() == 0
+
+
+def test_a_step_leaves_no_cycle():
+    context, sync = make(2, 4)
+    layers = model()
+    with no_gc():
+        for _ in range(3):
+            y = forward(layers, start(), context, sync)
+            storages = [ref for layer in context.current_pass.layers for ref in layer.storages]
+            assert count(storages) > 4
+            y.sum().backward()
+            del y
+            assert count(storages) == 0
+            nothing_held(context)
+            assert gc.collect() == 0
+        old = weakref.ref(context.current_pass)
+        context.new_pass()
+        assert old() is None
+        gone = weakref.ref(context)
+        del context, sync
+        assert gone() is None
+        assert gc.collect() == 0
+
+
+def test_nothing_of_ours_is_left_after_everything_is_dropped():
+    gc.collect()
+    before = alive(*OURS)
+
+    def run():
+        context, sync, controller = make_manual(4)
+        y = forward(model(), start(), context, sync)
+        controller.start_offload_layer(0)
+        controller.release_activation_forward_gpu_memory(0)
+        controller.start_offload_layer(1)
+        y.sum().backward(retain_graph=True)
+
+    with no_gc():
+        run()
+        assert alive(*OURS) == before
+
+
+def test_memory_is_freed_node_by_node():
+    """The resident bytes fall while backward runs; nothing waits for its end."""
+    context, sync = make(2, 6)
+    levels = []
+    layers = model(6)
+    x = start()
+    for layer in layers:
+        with context:
+            x = layer(x)
+        x = sync(x)
+        x.register_hook(lambda g: levels.append(context.statistics().resident_bytes))
+    full = context.statistics().resident_bytes
+    x.sum().backward()
+    assert levels[0] == full
+    assert levels[1] < full
+    assert levels == sorted(levels, reverse=True)[: len(levels)] or max(levels) == full
+    assert levels[-1] < full / 2
+
+
+def test_retain_graph_reloads_again_and_frees_in_between():
+    context, sync = make(2, 4)
+    layers = nn.ModuleList(model())
+    y = forward(list(layers), start(), context, sync)
+    after_forward = context.statistics()
+    grads = []
+    for k in range(3):
+        y.sum().backward(retain_graph=True)
+        now = context.statistics()
+        assert now.resident_bytes == after_forward.resident_bytes, "reloaded tensors stayed"
+        assert now.bytes_reloaded == (k + 1) * after_forward.bytes_offloaded
+        assert now.reloaded_on_demand == 0
+        grads.append([p.grad for p in layers.parameters()])
+        layers.zero_grad()
+    assert all(torch.equal(a, b) for other in grads[1:] for a, b in zip(grads[0], other, strict=True))
+    y.sum().backward()
+    del y
+    nothing_held(context)
+
+
+def test_partial_backward_of_a_retained_graph_frees_what_it_reloaded():
+    context, sync = make(3, 5)
+    xs = [start()]
+    for layer in model(5):
+        with context:
+            y = layer(xs[-1])
+        xs.append(sync(y))
+    resident = context.statistics().resident_bytes
+    torch.autograd.grad(xs[-1].sum(), xs[2], retain_graph=True)
+    assert context.statistics().resident_bytes == resident
+    xs[-1].sum().backward()
+    del xs, y
+    nothing_held(context)
+
+
+def test_looking_at_a_saved_tensor_outside_of_backward():
+    context, sync = make(1, 3)
+    x = start()
+    y = forward([torch.sin, torch.relu, torch.relu], x, context, sync)
+    node = y.grad_fn.next_functions[0][0].next_functions[0][0]
+    assert node.name() == "SinBackward0"
+    assert torch.equal(node._saved_self, x)
+    y.sum().backward()
+    del y, node
+    nothing_held(context)
+
+
+def test_closing_while_a_pass_is_in_flight():
+    context, sync = make(2, 4)
+    layers = nn.ModuleList(model())
+    y = forward(list(layers), start(), context, sync)
+    context.close()
+    assert context.statistics().host_bytes == 0
+    y.sum().backward()
+    z = forward(list(layers), start(), context, sync)  # it can be used on
+    assert context.statistics().host_bytes > 0
+    z.sum().backward()
+    del y, z
+    nothing_held(context)
+    context.close()
+    assert context.statistics().host_bytes == 0
+
+
+class ChaosError(Exception):
+    """What a random abort raises."""
+
+
+class Explode(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * 1.0
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise ChaosError("in backward")
+
+
+@pytest.mark.parametrize("manual", [False, True])
+def test_hundreds_of_steps_with_random_aborts(manual):
+    rng = random.Random(7)
+    layers = nn.ModuleList(model(5))
+    context, sync, *controller = make_manual(5) if manual else make(3, 5)
+    held_back = []
+    completed = 0
+
+    def step(kind: str, where: int) -> None:
+        nonlocal completed
+        x = start()
+        for k, layer in enumerate(layers):
+            with context:
+                x = layer(x)
+                if kind == "backward" and k == where:
+                    x = Explode.apply(x)
+                if kind == "forward" and k == where:
+                    raise ChaosError("in forward")
+            if kind == "before sync" and k == where:
+                return
+            x = sync(x)
+            if manual and k < 3:
+                controller[0].start_offload_layer(k)
+                if rng.random() < 0.7:
+                    controller[0].release_activation_forward_gpu_memory(k)
+                    if rng.random() < 0.3:
+                        controller[0].start_reload_layer(k)
+            if kind == "early exit" and k == where:
+                return
+            if kind == "hook" and k == where:
+                x.register_hook(lambda g: (_ for _ in ()).throw(ChaosError("in a hook")))
+        if kind == "thrown away":
+            return
+        if kind == "held back":
+            held_back.append(x)
+            return
+        x.sum().backward(retain_graph=kind == "retained")
+        if kind == "retained":
+            x.sum().backward()
+        completed += 1
+
+    kinds = ["fine", "forward", "backward", "hook", "before sync", "early exit", "thrown away", "retained", "held back"]
+    with no_gc():
+        for k in range(240):
+            kind, where = rng.choice(kinds), rng.randrange(5)
+            with contextlib.suppress(ChaosError):
+                step(kind, where)
+            if len(held_back) > 3:
+                held_back.pop(rng.randrange(4)).sum().backward()
+            if not held_back:
+                nothing_held(context)
+                untouched(context)
+            if k == 120:
+                held_back.clear()
+                nothing_held(context)
+                host = context.statistics().host_bytes
+        held_back.clear()
+        nothing_held(context)
+        assert completed > 20
+    untouched(context)
+    assert context.statistics().host_bytes <= 2 * host
+    # And the next step is right.
+    layers.zero_grad()
+    x = torch.randn(64, 64)
+    y = nn.Sequential(*layers)(x)
+    want = torch.autograd.grad(y.sum(), list(layers.parameters()))
+    got = torch.autograd.grad(forward(list(layers), x, context, sync).sum(), list(layers.parameters()))
+    assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))

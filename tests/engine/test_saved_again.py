@@ -1,0 +1,264 @@
+"""What is saved again under another name, and storages that one tensor fills in another order."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import any_size, forward, make, nothing_held
+from torch import Tensor
+from wrappers import Two, values
+
+from actoffload import mark_not_offload
+from actoffload.device import ReferenceDevice
+from actoffload.engine.layout import View
+
+MODIFIED = "modified by an inplace operation"
+SHAPE = (16, 32)
+
+
+@pytest.fixture(autouse=True)
+def _small_tensors_leave():
+    with any_size(64):
+        yield
+
+
+class Noting(ReferenceDevice):
+    """Notes the layout of all that it copies."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out: list[tuple[torch.dtype, torch.Size, tuple[int, ...]]] = []
+        self.back = list(self.out)
+
+    def to_host(self, pairs, stream):
+        assert all(host.stride() == device.stride() for host, device in pairs)  # a plain copy of bytes
+        self.out += [(device.dtype, device.size(), device.stride()) for _, device in pairs]
+        super().to_host(pairs, stream)
+
+    def to_device(self, pairs, stream):
+        self.back += [(device.dtype, device.size(), device.stride()) for _, device in pairs]
+        super().to_device(pairs, stream)
+
+
+class Save(torch.autograd.Function):
+    """Saves tensors; backward gives what came back to a list."""
+
+    @staticmethod
+    def forward(ctx, x, seen, *tensors):
+        ctx.save_for_backward(*tensors)
+        ctx.seen = seen
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.seen += ctx.saved_tensors
+        return (grad, None, *[None] * len(ctx.saved_tensors))
+
+
+def start() -> Tensor:
+    return torch.randn(SHAPE, requires_grad=True) * 1.0
+
+
+def saving(*tensors: Tensor, device: ReferenceDevice | None = None):
+    """Save tensors in the first of three layers, which leaves; return the output, what comes back, the context."""
+    seen: list[Tensor] = []
+    context, sync = make(1, 3, device=device or ReferenceDevice())
+    layers = [lambda x: Save.apply(x, seen, *tensors), *[torch.relu] * 2]
+    return forward(layers, start(), context, sync), seen, context
+
+
+def same(left: Tensor, right: Tensor) -> bool:
+    return left.stride() == right.stride() and left.dtype == right.dtype and torch.equal(left, right)
+
+
+AGAIN = {
+    "the same tensor": lambda t: (t, t, t),
+    "views of one layout": lambda t: (t.view(512), t.view(512), t.reshape(512)),
+    "a view of the other layout": lambda t: (t, t.view(512), t),
+    "the transpose": lambda t: (t, t.t(), t),
+    "a part": lambda t: (t, t[:8], t),
+    "expanded": lambda t: (t, t[:1].expand(16, 32), t),
+    "another type": lambda t: (t, t.view(torch.int32), t),
+    "negated": lambda t: (t, torch._neg_view(t), t),
+    "detached": lambda t: (t, t.detach(), t),
+    "data": lambda t: (t, t.data, t),
+}
+
+
+@pytest.mark.parametrize("of", AGAIN.values(), ids=AGAIN)
+def test_a_storage_that_is_saved_again_leaves_once(of):
+    device = Noting()
+    tensors = of(torch.randn(SHAPE))
+    y, seen, context = saving(*tensors, device=device)
+    assert context.statistics().tensors_offloaded == 1
+    assert len(device.out) == 1
+    y.sum().backward()
+    assert len(device.back) == 1
+    assert all(map(same, seen, tensors))
+    seen.clear()
+    del y
+    nothing_held(context)
+
+
+def test_the_conjugate_of_what_leaves_is_not_taken_for_it():
+    z = torch.randn(SHAPE, dtype=torch.complex64)
+    y, seen, _ = saving(z, z.conj(), z)
+    y.sum().backward()
+    assert torch.equal(seen[0], z)
+    assert torch.equal(seen[1], z.conj())
+
+
+@pytest.mark.parametrize("other", [lambda t: t.data, lambda t: torch.empty(0).set_(t.untyped_storage(), 0, SHAPE)])
+@pytest.mark.parametrize("edited", [0, 1])
+def test_each_name_is_judged_by_its_own_version_counter(other, edited):
+    """Tensors on one storage may count their changes apart; a change of either is an error, as without offloading."""
+    held = torch.randn(SHAPE)
+    names = (held, other(held))
+    before = names[1 - edited]._version
+    y, _, _ = saving(*names)
+    names[edited].add_(1.0)
+    assert names[1 - edited]._version == before
+    with pytest.raises(RuntimeError, match=MODIFIED):
+        y.sum().backward()
+
+
+def test_what_is_saved_again_after_a_change_is_another_tensor():
+    held = torch.randn(SHAPE)
+    seen: list[Tensor] = []
+
+    def layer(x):
+        x = Save.apply(x, seen, held.clone())
+        first = held.clone()
+        with torch.no_grad():
+            held.mul_(2.0)
+        x = Save.apply(x, seen, held)
+        return Save.apply(x, seen, held, first)
+
+    context, sync = make(1, 3)
+    y = forward([layer, *[torch.relu] * 2], start(), context, sync)
+    y.sum().backward()
+    assert torch.equal(seen[0], held)
+    assert torch.equal(seen[1], held / 2.0)
+    assert torch.equal(seen[-1], held / 2.0)
+
+
+def test_a_mark_counts_though_the_tensor_was_saved_before():
+    held = torch.randn(SHAPE)
+    seen: list[Tensor] = []
+
+    def layer(x):
+        x = Save.apply(x, seen, held)
+        mark_not_offload(held)
+        return Save.apply(x, seen, held)
+
+    context, sync = make(1, 3)
+    y = forward([layer, *[torch.relu] * 2], start(), context, sync)
+    assert {reason.name: count for reason, count in context.statistics().tensors_kept.items()}["MARKED"] == 1
+    y.sum().backward()
+    assert all(torch.equal(tensor, held) for tensor in seen)
+
+
+def test_a_part_of_a_wrapper_that_was_changed_is_another_tensor():
+    """The change counts on the wrapper alone, and the part has other bytes all the same."""
+    context, _ = make(1, 3)
+    two = Two(values(), values())
+    with context:
+        current = context.current_pass
+        pack = current.packer(current.layers[-1])
+        compound = pack(two)
+        storages = [part.storage for part in compound._parts.values()]
+        unchanged = pack(two.b)
+        with torch.no_grad():
+            two.add_(1)
+        changed = pack(two.a)
+    assert two.a._version == 0
+    assert unchanged.storage in storages
+    assert changed.storage not in storages
+
+
+def test_each_layer_holds_what_another_has_saved_before():
+    held = torch.randn(SHAPE)
+    seen: list[Tensor] = []
+    context, sync = make(2, 4)
+    saves = [lambda x: Save.apply(x, seen, held, held)] * 2
+    y = forward([*saves, *[lambda x: x * 1.0] * 2], start(), context, sync)
+    first, second, *_ = context.current_pass.layers
+    assert [len(layer.storages) for layer in (first, second)] == [1, 1]
+    assert first.living() == second.living()
+    y.sum().backward()
+    assert context.statistics().tensors_offloaded == 1
+    assert all(torch.equal(tensor, held) for tensor in seen)
+
+
+# Other orders
+
+
+def test_host_memory_takes_tensors_of_other_orders():
+    device = Noting()
+    context, sync = make(1, 3, device=device)
+    for stride in ((1, 32), (16, 1), (1, 32)):
+        tensor = torch.randn(512).as_strided((32, 16), stride)
+        seen: list[Tensor] = []
+        layers = [lambda x, seen=seen, tensor=tensor: Save.apply(x, seen, tensor), *[torch.relu] * 2]
+        y = forward(layers, start(), context, sync)
+        y.sum().backward()
+        assert same(seen[0], tensor)
+    assert context.statistics().host_bytes_high_water == 2048
+
+
+FILLING = {
+    "transposed": ((32, 16), (1, 32)),
+    "heads first": ((2, 8, 32), (32, 64, 1)),
+    "channels last": ((2, 4, 8, 8), (256, 1, 32, 4)),
+    "one row": ((1, 512), (512, 1)),
+}
+
+
+@pytest.mark.parametrize(("size", "stride"), FILLING.values(), ids=FILLING)
+def test_a_tensor_that_fills_its_storage_moves_as_it_is(size, stride):
+    device = Noting()
+    tensor = torch.randn(512).as_strided(size, stride)
+    y, seen, context = saving(tensor, tensor, device=device)
+    assert device.out == [(torch.float32, torch.Size(size), stride)]
+    y.sum().backward()
+    assert device.back == device.out
+    assert all(same(other, tensor) for other in seen)
+    seen.clear()
+    del y
+    nothing_held(context)
+
+
+def test_other_views_of_a_storage_that_moved_in_another_order():
+    base = torch.randn(512)
+    tensors = [
+        base.as_strided((32, 16), (1, 32)),
+        base,
+        base[100:200],
+        base.view(torch.uint8),
+        base.view(16, 32)[:, 3:9],
+    ]
+    device = Noting()
+    y, seen, _ = saving(*tensors, device=device)
+    assert len(device.out) == 1
+    y.sum().backward()
+    assert all(map(same, seen, tensors))
+
+
+@pytest.mark.parametrize(
+    ("size", "stride"),
+    [
+        ((2, 2, 2), (1, 1, 5)),  # as many elements as bytes allow, and the last one at the end, but some twice
+        ((2, 2, 2), (2, 2, 3)),
+        ((8, 2), (1, 0)),
+        ((8,), (2,)),
+    ],
+)
+def test_what_overlaps_or_has_gaps_does_not_fill(size, stride):
+    assert not View(torch.uint8, torch.Size(size), stride, 0, False, False).fills(8)
+
+
+@pytest.mark.parametrize(("size", "stride"), FILLING.values(), ids=FILLING)
+def test_what_fills(size, stride):
+    assert View(torch.int16, torch.Size(size), stride, 0, False, False).fills(1024)
+    assert not View(torch.int16, torch.Size(size), stride, 2, False, False).fills(1024)
+    assert not View(torch.int16, torch.Size(size), stride, 0, False, False).fills(1026)

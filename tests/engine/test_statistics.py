@@ -1,0 +1,203 @@
+"""Every number of the statistics, in cases that can be counted by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from helpers import any_size, forward, make, make_manual, nothing_held
+from torch import nn
+
+from actoffload.report import Reason, Statistics
+
+N = 512
+ONE = N * N * 4  # bytes of one tensor, 1 MiB
+
+
+class Two(nn.Module):
+    """Saves two tensors of 1 MiB that nobody else saves, one small one, and its weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(N, N))
+
+    def forward(self, x):
+        row = torch.exp(x[:1] * 1.0)  # saves its result, which is small
+        return torch.sin(torch.cos(x * 1.0) * 1.0) * self.weight * 1.0 + row
+
+
+def run(layers, num, of=None, **more):
+    context, sync = make(num, of or len(layers), **more)
+    return context, sync, forward(layers, torch.randn(N, N, requires_grad=True), context, sync)
+
+
+def test_a_forward_and_its_backward_by_hand():
+    # Each layer saves: the arguments of cos and sin, and the result of sin (for the gradient of the weight): 3 MiB.
+    context, _, y = run([Two() for _ in range(5)], 3)
+    forward_only = context.statistics()
+    want = Statistics(
+        passes=1,
+        tensors_saved=15,
+        bytes_saved=15 * ONE,
+        tensors_offloaded=9,
+        bytes_offloaded=9 * ONE,
+        tensors_kept={Reason.SMALL: 5, Reason.PARAMETER: 5},
+        bytes_kept={Reason.SMALL: 5 * N * 4, Reason.PARAMETER: 5 * ONE},
+        resident_bytes=6 * ONE,
+        peak_resident_bytes=6 * ONE,
+        # 9 MiB, grown tensor by tensor in slabs of at least 2 MiB
+        host_bytes=10 * ONE,
+        host_bytes_used=9 * ONE,
+        host_bytes_high_water=9 * ONE,
+    )
+    assert forward_only == want
+    y.sum().backward()
+    assert context.statistics() == dataclasses.replace(
+        want,
+        reloaded_ahead=9,
+        bytes_reloaded=9 * ONE,
+        resident_bytes=0,
+        host_bytes_used=0,
+    )
+    del y
+    assert context.statistics().host_bytes == 10 * ONE  # kept for the next step
+
+
+@pytest.mark.parametrize(("num", "of"), [(0, 4), (1, 4), (2, 4), (2, 6), (4, 6), (5, 7)])
+def test_the_peak_is_the_window(num, of):
+    context, _, y = run([Two() for _ in range(of)], num)
+    y.sum().backward()
+    statistics = context.statistics()
+    assert statistics.peak_resident_bytes == (of - num) * 3 * ONE
+    assert statistics.bytes_offloaded == statistics.bytes_reloaded == num * 3 * ONE
+    assert statistics.reloaded_on_demand == statistics.stalls == 0
+
+
+def test_the_peak_is_the_same_in_every_step():
+    layers = [Two() for _ in range(5)]
+    context, sync = make(3, 5)
+    peaks = []
+    for _ in range(4):
+        context.reset_statistics()
+        forward(layers, torch.randn(N, N, requires_grad=True), context, sync).sum().backward()
+        peaks.append(context.statistics().peak_resident_bytes)
+    assert peaks == [2 * 3 * ONE] * 4
+
+
+def test_on_demand():
+    context, sync, controller = make_manual(3)
+    y = forward([Two() for _ in range(3)], torch.randn(N, N, requires_grad=True), context, sync)
+    for k in range(2):
+        controller.start_offload_layer(k)
+        controller.release_activation_forward_gpu_memory(k)
+    controller.start_reload_layer(1)
+    y.sum().backward()
+    statistics = context.statistics()
+    assert (statistics.reloaded_ahead, statistics.reloaded_on_demand, statistics.stalls) == (3, 3, 3)
+    assert statistics.bytes_reloaded == 6 * ONE
+
+
+def test_host_memory_is_not_wasted():
+    """At most 5 % more than what is offloaded, also when the sizes are awkward, and no more in later steps."""
+    sizes = [(515, 513), (700, 900), (1111, 777), (2049, 1025), (600, 600)] * 2
+
+    class Awkward(nn.Module):
+        def forward(self, x):
+            total = x
+            for n, (a, b) in enumerate(sizes):
+                total = total + torch.sin(x[0, 0] * torch.full((a, b), float(n))).sum()
+            return total
+
+    context, sync = make(2, 4)
+    held = []
+    for _ in range(3):
+        context.reset_statistics()
+        y = forward([Awkward() for _ in range(4)], torch.randn(2, 2, requires_grad=True), context, sync)
+        statistics = context.statistics()
+        assert statistics.bytes_offloaded > 60 * 2**20
+        assert statistics.host_bytes_used == statistics.host_bytes_high_water
+        assert statistics.bytes_offloaded <= statistics.host_bytes_used
+        assert statistics.host_bytes <= 1.05 * statistics.bytes_offloaded
+        held.append(statistics.host_bytes)
+        y.sum().backward()
+        del y
+    assert held == held[:1] * 3
+
+
+def test_host_memory_is_reused_by_the_next_step_and_not_by_a_pass_in_flight():
+    layers = [Two() for _ in range(4)]
+    context, sync = make(2, 4)
+    first = forward(layers, torch.randn(N, N, requires_grad=True), context, sync)
+    one = context.statistics()
+    second = forward(layers, torch.randn(N, N, requires_grad=True), context, sync)
+    two = context.statistics()
+    assert two.host_bytes_used == 2 * one.host_bytes_used == 12 * ONE
+    assert two.resident_bytes == 2 * one.resident_bytes
+    second.sum().backward()
+    first.sum().backward()
+    third = forward(layers, torch.randn(N, N, requires_grad=True), context, sync)
+    assert context.statistics().host_bytes == two.host_bytes
+    assert context.statistics().host_bytes_high_water == two.host_bytes_used
+    third.sum().backward()
+
+
+def test_reset():
+    layers = [Two() for _ in range(4)]
+    context, sync = make(2, 4)
+    y = forward(layers, torch.randn(N, N, requires_grad=True), context, sync)
+    before = context.statistics()
+    context.reset_statistics()
+    assert context.statistics() == Statistics(
+        resident_bytes=before.resident_bytes,
+        peak_resident_bytes=before.resident_bytes,
+        host_bytes=before.host_bytes,
+        host_bytes_used=before.host_bytes_used,
+        host_bytes_high_water=before.host_bytes_used,
+    )
+    y.sum().backward()
+    del y
+    nothing_held(context)
+    context.reset_statistics()
+    # The high-water mark of the pool is the largest ever, as documented.
+    assert context.statistics() == Statistics(
+        host_bytes=before.host_bytes, host_bytes_high_water=before.host_bytes_high_water
+    )
+
+
+def test_statistics_are_a_snapshot():
+    context, _, y = run([Two() for _ in range(4)], 2)
+    before = context.statistics()
+    kept = dict(before.tensors_kept)
+    y.sum().backward()
+    run([Two() for _ in range(4)], 2)
+    assert before.resident_bytes == 2 * 3 * ONE
+    assert before.tensors_kept == kept
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        before.passes = 7
+
+
+def test_a_table_for_people():
+    context, _, y = run([Two() for _ in range(5)], 3)
+    y.sum().backward()
+    table = str(context.statistics())
+    rows = {line.split()[0]: line for line in table.splitlines()}
+    assert "15.0 MiB" in rows["saved"]
+    assert "15 storages" in rows["saved"]
+    assert "9.0 MiB" in rows["offloaded"]
+    assert "9 ahead, 0 on demand" in rows["reloaded"]
+    assert "peak 6.0 MiB" in rows["resident"]
+    assert "10.0 MiB" in rows["host"]
+    assert any("5 tensors: parameter" in line for line in table.splitlines())
+    assert len({line.index("MiB") for line in table.splitlines()}) == 1  # aligned
+    assert str(Statistics()).count("0.0 MiB") >= 5
+
+
+def test_inputs_that_are_shared_between_layers_are_counted_once():
+    with any_size(64):
+        context, sync = make(2, 4)
+        y = forward([nn.Linear(64, 64) for _ in range(4)], torch.randn(64, 64) * 1.0, context, sync)
+        statistics = context.statistics()
+        assert statistics.tensors_saved == 4  # the input of each
+        assert statistics.bytes_saved == 4 * 64 * 64 * 4
+        y.sum().backward()

@@ -1,0 +1,289 @@
+"""Invariant 5: storages move, not tensors; views come back as views of one storage."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import any_size, forward, make, nothing_held, plain, same_bits
+from torch import Tensor
+
+from actoffload.report import Reason
+
+
+class Save(torch.autograd.Function):
+    """Adds nothing; saves tensors, and notes in backward what comes back."""
+
+    @staticmethod
+    def forward(ctx, x, seen, *tensors):
+        ctx.save_for_backward(*tensors)
+        ctx.seen = seen
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        for tensor in ctx.saved_tensors:
+            ctx.seen.append((tensor, tensor.untyped_storage()._cdata))
+        return grad, None, *[None] * len(ctx.saved_tensors)
+
+
+@pytest.fixture(autouse=True)
+def _small_tensors_leave():
+    with any_size(64):
+        yield
+
+
+def through(*build, num: int = 1, of: int = 3):
+    """Save what each `build()` returns in one layer each; return what comes back, and the context."""
+    context, sync = make(num, of)
+    seen: list[tuple[Tensor, int]] = []
+    stages = [lambda x, b=b: Save.apply(x, seen, *b()) for b in build]
+    stages += [lambda x: x * 1.0] * (of - len(stages))
+    y = forward(stages, torch.ones(2, requires_grad=True), context, sync)
+    statistics = context.statistics()
+    y.sum().backward()
+    return seen, context, statistics
+
+
+def same_layout(a: Tensor, b: Tensor) -> bool:
+    return (a.dtype, a.shape, a.stride(), a.is_conj(), a.is_neg()) == (
+        b.dtype, b.shape, b.stride(), b.is_conj(), b.is_neg()
+    ) and same_bits(a, b)  # fmt: skip
+
+
+BASE = torch.arange(64 * 64, dtype=torch.float32).view(64, 64)
+COMPLEX = torch.randn(64, 64, dtype=torch.complex64, generator=torch.Generator().manual_seed(0))
+LAYOUTS = {
+    "whole": lambda: [BASE.clone()],
+    "transposed": lambda: [BASE.clone().t()],
+    "tensor and transpose": lambda: [(b := BASE.clone()), b.t()],
+    "expanded": lambda: [BASE.clone()[:, None, :].expand(64, 7, 64)],
+    "expanded in front": lambda: [BASE.clone().expand(3, 64, 64)],
+    "rows": lambda: list(BASE.clone().chunk(4, 0)),
+    "columns": lambda: list(BASE.clone().chunk(4, -1)),
+    "uneven columns": lambda: list(BASE.clone().split([32, 16, 16], -1)),
+    "heads": lambda: [BASE.clone().view(4, 16, 4, 16).transpose(1, 2)],
+    "step": lambda: [BASE.clone()[::2, ::3]],
+    "both steps": lambda: [(b := BASE.clone())[:, ::2], b[:, 1::2]],
+    "diagonal": lambda: [torch.randn(256, 256).diagonal()],
+    "unfold": lambda: [torch.arange(4096.0).unfold(0, 64, 16)],
+    "as_strided": lambda: [BASE.clone().as_strided((16, 16, 8), (3, 7, 100), 5)],
+    "dtype view": lambda: [(b := BASE.clone()), b.view(torch.int16), b.view(torch.uint8)[:, 1:]],
+    "other dtype view": lambda: [BASE.clone().view(torch.float64)],
+    "bool": lambda: [BASE > 100],
+    "int64": lambda: [BASE.long()],
+    "bfloat16": lambda: [BASE.bfloat16()],
+    "float8": lambda: [BASE.to(torch.float8_e5m2), BASE.to(torch.float8_e4m3fn).t()],
+    "complex": lambda: [COMPLEX.clone()],
+    "conj": lambda: [COMPLEX.clone().conj()],
+    "conj and not": lambda: [(c := COMPLEX.clone()), c.mH],
+    "real and imag": lambda: [(c := COMPLEX.clone()).real, c.imag],
+    "neg": lambda: [COMPLEX.clone().conj().imag],
+    "complex128": lambda: [COMPLEX.clone().to(torch.complex128).t()],
+    "offset": lambda: [torch.arange(5000.0)[7:4103].view(64, 64)],
+    "size one": lambda: [BASE.clone().view(64, 1, 64, 1)],
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layouts(name):
+    want = LAYOUTS[name]()
+    address = [t.data_ptr() % 64 for t in want]
+    got, context, statistics = through(lambda: want)
+    assert statistics.resident_bytes == 0, "nothing left the device"
+    assert statistics.tensors_offloaded == len({t.untyped_storage()._cdata for t in want})
+    assert len(got) == len(want)
+    for a, (b, _) in zip(want, got, strict=True):
+        assert same_layout(a, b)
+        assert b.untyped_storage()._cdata != a.untyped_storage()._cdata, "it never left"
+    # Which tensors share a storage is as it was.
+    before = [t.untyped_storage()._cdata for t in want]
+    for i in range(len(want)):
+        for j in range(i):
+            assert (before[i] == before[j]) == (got[i][1] == got[j][1])
+    # The CPU allocator aligns to 64 bytes, and so lie the pointers within.
+    assert [b.data_ptr() % 64 for b, _ in got] == address
+    del got
+    nothing_held(context)
+
+
+def test_views_keep_their_distance():
+    b = BASE.clone()
+    want = [b[3:], b[:, 5:], b[10:20].t()]
+    got, _, _ = through(lambda: want)
+    for a, (t, _) in zip(want, got, strict=True):
+        assert t.data_ptr() - got[0][0].data_ptr() == a.data_ptr() - want[0].data_ptr()
+
+
+@pytest.mark.parametrize(
+    ("build", "moved"),
+    [
+        (lambda: [BASE.clone().t(), BASE.clone()], 2 * 16384),
+        (lambda: [(b := BASE.clone()), b.t(), b.view(-1), b[:, :8], b[5:]], 16384),
+        (lambda: list(BASE.clone().chunk(4, -1)), 16384),
+        (lambda: BASE.clone().split([16, 48], -1)[:1], 4096),
+        (lambda: [BASE.clone()[:, :16]], 64 * 16 * 4),
+        (lambda: [(b := BASE.clone())[:, :8], b[:, 16:24]], 2 * 64 * 8 * 4),
+        (lambda: [BASE.clone()[::4]], 16 * 64 * 4),
+        (lambda: [torch.zeros(2**20)[2**19 : 2**19 + 4096]], 16384),  # a small view of a big storage
+        (lambda: [torch.zeros(2**20)[100:4196]], 16384 + 512),  # both ends to a multiple of 512 bytes
+        (lambda: [BASE.clone()[:, None].expand(64, 9, 64)], 16384),
+        (lambda: [torch.randn(4096).as_strided((64, 4033), (1, 1))], 16384),  # overlapping windows
+    ],
+)
+def test_bytes_moved(build, moved):
+    _, _, statistics = through(build)
+    assert statistics.bytes_offloaded == moved
+
+
+def test_fused_qkv_with_grouped_heads_moves_once():
+    b, t, h, g, d = 2, 16, 4, 2, 8
+
+    def build():
+        qkv = torch.randn(b, t, (h + 2 * g) * d)
+        q, k, v = qkv.split([h * d, g * d, g * d], -1)
+        return [
+            q.view(b, t, h, d).transpose(1, 2),
+            k.view(b, t, g, 1, d).expand(-1, -1, -1, 2, -1).permute(0, 2, 3, 1, 4),
+            v.view(b, t, g, d).transpose(1, 2),
+        ]
+
+    got, _, statistics = through(build)
+    assert statistics.bytes_offloaded == b * t * (h + 2 * g) * d * 4
+    assert len({storage for _, storage in got}) == 1
+
+
+def test_empty_and_scalar_tensors_stay():
+    want = [torch.empty(0, 64), torch.tensor(3.0), torch.empty(64, 0).t(), BASE.clone()[:0]]
+    got, context, statistics = through(lambda: want)
+    assert statistics.tensors_saved == 0
+    assert all(same_layout(a, b) for a, (b, _) in zip(want, got, strict=True))
+    assert context.statistics().tensors_kept[Reason.SMALL] == 4
+
+
+def test_expanded_scalar_stays():
+    _, _, statistics = through(lambda: [torch.zeros(()).expand(64, 64), torch.randn(8, 1).expand(8, 512)])
+    assert statistics.tensors_saved == 0
+    assert statistics.tensors_kept == {Reason.SMALL: 2}
+
+
+def test_a_storage_saved_by_two_offloaded_layers_moves_once():
+    shared = BASE.clone()
+    got, context, statistics = through(lambda: [shared], lambda: [shared.t()], num=2, of=4)
+    assert statistics.tensors_saved == statistics.tensors_offloaded == 1
+    assert statistics.bytes_offloaded == 16384
+    assert statistics.resident_bytes == 0
+    assert got[0][1] == got[1][1]  # reloaded once too
+    assert context.statistics().bytes_reloaded == 16384
+    assert same_layout(got[0][0], shared.t())
+    assert same_layout(got[1][0], shared)
+
+
+def test_a_storage_shared_with_a_resident_layer_stays_and_is_counted():
+    shared = BASE.clone()
+    got, context, _ = through(lambda: [shared], lambda: [shared], num=1, of=2 + 1)
+    kept = context.statistics().tensors_kept
+    assert kept == {Reason.SHARED: 1}
+    assert context.statistics().bytes_reloaded == 0
+    assert all(same_bits(t, shared) for t, _ in got)
+    del got
+    nothing_held(context)
+
+
+def test_a_storage_saved_again_once_it_has_left():
+    """Layer 0 is gone when the resident layer 2 saves the same storage again."""
+    shared = BASE.clone()
+    nothing = list
+    got, context, statistics = through(lambda: [shared], nothing, lambda: [shared], num=1, of=3)
+    assert all(same_bits(t, shared) for t, _ in got)
+    assert statistics.tensors_saved == 2
+    assert statistics.tensors_offloaded == 1
+    del got
+    nothing_held(context)
+
+
+def test_a_later_offloaded_layer_uses_the_host_copy_of_an_earlier_one():
+    shared = BASE.clone()
+    nothing = list
+    got, context, statistics = through(lambda: [shared], nothing, nothing, lambda: [shared], num=4, of=6)
+    assert statistics.bytes_offloaded == 16384
+    assert statistics.resident_bytes == 0
+    assert all(same_bits(t, shared) for t, _ in got)
+    del got
+    nothing_held(context)
+
+
+def test_a_storage_saved_again_after_a_change_is_another_one():
+    """The first version is never used in backward, so nothing is wrong with changing it."""
+    context, sync = make(1, 3)
+    seen = []
+    buffer = BASE.clone()
+
+    def layer(x):
+        Save.apply(x.detach().requires_grad_(), [], buffer)  # thrown away, or never run
+        unused = Save.apply(x, [], buffer)
+        buffer.add_(1.0)
+        del unused
+        return Save.apply(x, seen, buffer)
+
+    y = forward([layer, torch.relu, torch.relu], torch.ones(2, requires_grad=True), context, sync)
+    del sync
+    y.sum().backward()
+    assert same_bits(seen[0][0], BASE + 1.0)
+
+
+def test_both_versions_of_a_storage_alive():
+    context, sync = make(1, 3)
+    seen = []
+    buffer = BASE.clone()
+    held = []
+
+    def layer(x):
+        held.append(Save.apply(x, [], buffer))
+        buffer.add_(1.0)
+        return Save.apply(x, seen, buffer)
+
+    y = forward([layer, torch.relu, torch.relu], torch.ones(2, requires_grad=True), context, sync)
+    y.sum().backward()
+    assert same_bits(seen[0][0], BASE + 1.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        held.pop().sum().backward()
+    del y
+    seen.clear()
+    nothing_held(context)
+
+
+@pytest.mark.parametrize("order", ["view first", "base first"])
+def test_a_view_and_its_base(order):
+    """What a view has brought to the host already does not have to move again with its base."""
+
+    def build():
+        base = BASE.clone()
+        parts = [base[:32], base[32:]] if order == "view first" else []
+        return [*parts, base, base[:32]]
+
+    got, _, statistics = through(build)
+    assert statistics.bytes_offloaded == 16384
+    assert len({storage for _, storage in got}) == 1
+
+
+@pytest.mark.parametrize("cut", [2048, 2100, 3800, 4000])
+def test_what_was_not_saved_yet_is_not_taken_from_an_earlier_copy(cut):
+    """A kernel of the program's own fills a buffer bit by bit, and torch's version counter hears nothing of it."""
+
+    def run(go):
+        buffer = torch.zeros(4096)
+
+        def layer(x):
+            buffer.data[:cut] = 1.0
+            x = Save.apply(x, seen, buffer[:cut])
+            buffer.data[cut:] = 2.0
+            return Save.apply(x, seen, buffer[cut:])
+
+        seen: list[tuple[Tensor, int]] = []
+        go([layer, torch.relu, torch.relu], torch.ones(2, requires_grad=True) * 1.0).sum().backward()
+        return [t for t, _ in seen]
+
+    context, sync = make(1, 3)
+    want = run(plain)
+    got = run(lambda layers, x: forward(layers, x, context, sync))
+    assert all(same_bits(a, b) for a, b in zip(want, got, strict=True))

@@ -1,0 +1,169 @@
+"""The engine on the reference device and `simulate` agree: every copy, every stall, the peak, to the last bit.
+
+All times are multiples of a power of two, so that sums and quotients are exact and `==` is meant.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from helpers import any_size, make_manual
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from virtual_time import agree, costs, execute, links, run
+
+from actoffload.context.context import OffloadContext
+from actoffload.device import ReferenceDevice
+from actoffload.engine.engine import Engine
+from actoffload.report import Statistics
+from actoffload.schedule import (
+    DefaultSchedule,
+    Do,
+    Kind,
+    LayerCost,
+    Link,
+    ManualSchedule,
+    Plan,
+    Saved,
+    Timeline,
+    When,
+    simulate,
+)
+
+
+@pytest.fixture(autouse=True)
+def _every_tensor_leaves():
+    with any_size(1):
+        yield
+
+
+@pytest.mark.parametrize(("num", "of"), [(n, m) for m in range(1, 8) for n in range(m)])
+@pytest.mark.parametrize("speed", [512.0, 2048.0, 1e9])
+def test_even_layers(num, of, speed):
+    each = [LayerCost.even(4096, forward=1.0, backward=2.0, pieces=4)] * of
+    link = Link(speed if speed != 1e9 else 2.0**30, speed if speed != 1e9 else 2.0**30)
+    plan = DefaultSchedule(num, of).plan()
+    agree(execute(plan, each, link), simulate(plan, each, link))
+
+
+@settings(max_examples=150)
+@given(st.data(), links)
+def test_any_layers_under_the_default_schedule(data, link):
+    each = data.draw(st.lists(costs(), min_size=1, max_size=7))
+    plan = DefaultSchedule(data.draw(st.integers(0, len(each) - 1)), len(each)).plan()
+    agree(execute(plan, each, link), simulate(plan, each, link))
+
+
+@st.composite
+def manual_schedules(draw, of: int) -> ManualSchedule:
+    """Any valid order of calls."""
+    schedule = ManualSchedule(of)
+    calls = []
+    for layer in range(of):
+        stage = draw(st.integers(0, 3))
+        offload = draw(st.integers(layer, of - 1))
+        release = draw(st.integers(offload, of - 1))
+        reload = draw(st.integers(layer, of - 1))
+        if stage >= 1:
+            calls.append((offload, 0, "start_offload_layer", layer))
+        if stage >= 2:
+            calls.append((release, 1, "release_activation_forward_gpu_memory", layer))
+        if stage >= 3:
+            calls.append((2 * of - reload, 2, "start_reload_layer", layer))
+    for when, _, name, layer in sorted(calls):
+        if name == "start_reload_layer":
+            schedule = schedule.start_reload_layer(layer, before_backward_of=2 * of - when)
+        else:
+            schedule = getattr(schedule, name)(layer, after_forward_of=when)
+    return schedule
+
+
+def by_controller(schedule: ManualSchedule, each, link) -> tuple[Timeline, Statistics, float]:
+    """Make the calls of a schedule on a controller, after a layer or in a hook before its backward."""
+    device = ReferenceDevice(link.d2h, link.h2d, link.latency)
+    context, sync, controller = make_manual(len(each), device=device)
+    plan = schedule.plan()
+    names = {
+        Do.OFFLOAD: controller.start_offload_layer,
+        Do.RELEASE: controller.release_activation_forward_gpu_memory,
+        Do.RELOAD: controller.start_reload_layer,
+    }
+
+    def call(when: When, k: int) -> None:
+        for action in plan.at(when, k):
+            names[action.do](action.layer)
+
+    def after(k: int, x: torch.Tensor) -> None:
+        call(When.FORWARD_END, k)
+        x.register_hook(lambda grad: call(When.BACKWARD_START, k))
+
+    return run(context, sync, device, each, after=after)
+
+
+@settings(max_examples=150)
+@given(st.data(), links)
+def test_any_layers_under_a_manual_schedule(data, link):
+    each = data.draw(st.lists(costs(), min_size=1, max_size=6))
+    schedule = data.draw(manual_schedules(len(each)))
+    plan = schedule.plan()
+    want = simulate(plan, each, link)
+    agree(by_controller(schedule, each, link), want)
+    agree(execute(plan, each, link), want)
+
+
+def test_stalls_in_forward_and_backward_by_hand():
+    """Copies take 4 s a layer and compute 1 s: two layers of four leave."""
+    each = [LayerCost(1.0, 1.0, (Saved(1024, 1.0, 0.0),))] * 4
+    link = Link(256.0, 256.0)
+    plan = DefaultSchedule(2, 4).plan()
+    timeline, statistics, end = execute(plan, each, link)
+    spans = [(s.kind, s.layer, s.start, s.end) for s in timeline.of(Kind.D2H, Kind.H2D, Kind.STALL)]
+    assert spans == [
+        (Kind.D2H, 0, 1.0, 5.0),
+        (Kind.STALL, 0, 2.0, 5.0),  # layer 2 waits until layer 0 has left
+        (Kind.D2H, 1, 5.0, 9.0),
+        (Kind.STALL, 1, 6.0, 9.0),
+        (Kind.H2D, 1, 11.0, 15.0),  # when the backward of layer 3 has ended
+        (Kind.STALL, 1, 12.0, 15.0),
+        (Kind.H2D, 0, 15.0, 19.0),  # asked for at 12, but the link is busy
+        (Kind.STALL, 0, 16.0, 19.0),
+    ]
+    assert end == 20.0
+    assert statistics.peak_resident_bytes == 2 * 1024
+    agree((timeline, statistics, end), simulate(plan, each, link))
+
+
+def test_a_stall_of_microseconds_is_one_too():
+    """The clocks of the reference device are exact, so nothing is too short to count."""
+    each = [LayerCost(2.0**-20, 2.0**-20, (Saved(1024, 1.0, 0.0),))] * 4
+    link = Link(2.0**29, 2.0**29)
+    plan = DefaultSchedule(2, 4).plan()
+    want = simulate(plan, each, link)
+    assert 0 < want.stall_seconds < 1e-5
+    agree(execute(plan, each, link), want)
+
+
+def test_a_second_step_is_like_the_first():
+    each = [LayerCost.even(4096, 1.0, 2.0, pieces=4)] * 5
+    link = Link(1024.0, 1024.0)
+    device = ReferenceDevice(link.d2h, link.h2d)
+    plan = DefaultSchedule(3, 5).plan()
+    context = OffloadContext(Engine(plan, device))
+    want = simulate(plan, each, link)
+    for step in range(1, 4):
+        context.reset_statistics()
+        timeline, statistics, end = run(context, context.synchronize, device, each)
+        agree((timeline, statistics, end - (step - 1) * want.step_time), want)
+
+
+def test_a_timeline_of_nothing():
+    device = ReferenceDevice()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        context = OffloadContext(Engine(Plan(1), device))
+    with context.record_timeline() as recorder:
+        pass
+    assert recorder.timeline().spans == ()
+    assert recorder.timeline().source == "reference device"

@@ -1,0 +1,230 @@
+"""Invariant 6: weights stay on the device, under whatever name autograd sees them; each with a reason."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from helpers import LIMIT, forward, make, nothing_held
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+
+import actoffload
+from actoffload.report import Reason
+
+N = 512
+ONE = N * N * 4
+
+
+def kept(*layers, x: Tensor | None = None, num: int | None = None):
+    """Run layers, all but two offloaded; return the statistics after backward."""
+    stages = [*layers, torch.relu, torch.relu]
+    context, sync = make(len(layers) if num is None else num, len(stages))
+    start = torch.randn(4, N, requires_grad=True) if x is None else x
+    y = forward(stages, start * 1.0, context, sync)
+    y.sum().backward()
+    del y
+    nothing_held(context)
+    return context.statistics()
+
+
+class Use(nn.Module):
+    """Multiplies with a form of its weight."""
+
+    def __init__(self, form, *, frozen: bool = False, buffer: bool = False) -> None:
+        super().__init__()
+        value = torch.randn(N, N)
+        if buffer:
+            self.register_buffer("weight", value)
+        else:
+            self.weight = nn.Parameter(value, requires_grad=not frozen)
+        self.form = form
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.form(self.weight)
+
+
+FORMS = {
+    "itself": lambda w: w,
+    "transpose": lambda w: w.t(),
+    "permuted": lambda w: w.permute(1, 0),
+    "slice": lambda w: w[:, :],
+    "reshaped": lambda w: w.view(N // 2, 2, N).flatten(0, 1),
+    "data": lambda w: w.data,
+    "detached": lambda w: w.detach(),
+    "detached transpose": lambda w: w.detach().t(),
+    "transpose of data": lambda w: w.data.t(),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("kind", ["trained", "frozen", "buffer"])
+def test_forms_of_a_weight(form, kind):
+    statistics = kept(Use(FORMS[form], frozen=kind == "frozen", buffer=kind == "buffer"))
+    assert statistics.bytes_offloaded == 0
+    assert statistics.tensors_saved == 0  # the input is small: 4 x N
+    assert N * 4 < LIMIT
+    reason = Reason.BUFFER if kind == "buffer" else Reason.PARAMETER
+    assert statistics.tensors_kept[reason] == 1
+    assert statistics.bytes_kept[reason] == ONE
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("form", ["itself", "transpose", "slice", "reshaped"])
+def test_a_parameter_used_without_its_module(form, frozen):
+    """A function as a layer: no module says what it owns, but the parameter says what it is."""
+    weight = nn.Parameter(torch.randn(N, N), requires_grad=not frozen)
+    statistics = kept(lambda x: x @ FORMS[form](weight))
+    assert statistics.bytes_offloaded == 0
+    assert statistics.tensors_kept[Reason.PARAMETER] == 1
+
+
+def test_linear_and_its_frozen_twin():
+    statistics = kept(nn.Linear(N, N), nn.Linear(N, N).requires_grad_(False))
+    assert statistics.bytes_offloaded == 0
+    assert statistics.tensors_kept[Reason.PARAMETER] == 2
+
+
+def test_convolution_embedding_and_norms():
+    conv = nn.Conv2d(256, 256, 3, padding=1)
+    assert conv.weight.numel() >= LIMIT
+    statistics = kept(nn.Sequential(nn.Unflatten(1, (256, 1, 2)), conv, nn.Flatten()))
+    assert statistics.bytes_offloaded == 0
+    assert statistics.tensors_kept[Reason.PARAMETER] == 1
+
+
+def test_tied_weight_in_two_modules():
+    first = nn.Linear(N, N, bias=False)
+    second = Use(lambda w: w.t())
+    second.weight = first.weight
+    statistics = kept(first, second)
+    assert statistics.bytes_offloaded == 0
+    assert statistics.tensors_kept[Reason.PARAMETER] == 2
+
+
+def test_the_original_of_a_parametrization_stays():
+    layer = parametrizations.weight_norm(nn.Linear(N, N))
+    statistics = kept(layer)
+    assert statistics.tensors_kept[Reason.PARAMETER] >= 1
+    # The weight that is computed from it is an activation like any other.
+    assert statistics.bytes_offloaded == ONE
+
+    class Transposed(nn.Module):
+        def forward(self, w: Tensor) -> Tensor:
+            return w.t()
+
+    layer = nn.Linear(N, N)
+    nn.utils.parametrize.register_parametrization(layer, "weight", Transposed())
+    assert kept(layer).bytes_offloaded == 0
+
+
+class Sharded(Use):
+    """As sharding wrappers do: its own pre-hook puts the full weight in the place of a shard."""
+
+    def __init__(self, form) -> None:
+        super().__init__(form)
+        self.full, self.weight.data = self.weight.data, torch.zeros(0)
+        self.register_forward_pre_hook(lambda module, _: setattr(module.weight, "data", module.full))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_storage_swapped_in_for_a_parameter(form):
+    statistics = kept(Sharded(FORMS[form]))
+    assert statistics.bytes_offloaded == 0
+
+
+def test_buffers_that_broadcast_over_activations():
+    class Mask(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("mask", torch.rand(N, N))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.mask
+
+    x = torch.randn(N, N, requires_grad=True)
+    statistics = kept(Mask(), x=x)
+    assert statistics.tensors_kept == {Reason.BUFFER: 1}
+    assert statistics.bytes_offloaded == 0
+
+
+def test_leaves_that_require_grad_stay():
+    prompt = torch.randn(N, N, requires_grad=True)  # not a Parameter, but not ours to move either
+    statistics = kept(lambda x: x @ prompt, lambda x: x @ prompt.t())
+    assert statistics.tensors_kept[Reason.LEAF] == 2
+    assert statistics.bytes_offloaded == 0
+
+
+def test_input_data_moves():
+    data = torch.randn(N, N)
+    statistics = kept(nn.Linear(N, N), x=data.requires_grad_(False))
+    assert statistics.bytes_offloaded == ONE
+
+
+@pytest.mark.parametrize("which", ["tensor", "view", "base"])
+def test_a_mark_reaches_every_view_of_the_storage(which):
+    def layer(x: Tensor) -> Tensor:
+        hidden = x * 2.0
+        view = hidden.t()
+        actoffload.mark_not_offload({"tensor": hidden, "view": view[5:], "base": hidden.view(-1)}[which])
+        return torch.sin(view).t() * hidden
+
+    context, sync = make(1, 3)
+    x = torch.randn(N, N, requires_grad=True) * 1.0
+    y = forward([layer, torch.relu, torch.relu], x, context, sync)
+    statistics = context.statistics()
+    assert statistics.tensors_kept == {Reason.MARKED: 2}
+    assert statistics.bytes_offloaded == ONE  # sin(view) alone
+    y.sum().backward()
+
+
+def test_a_mark_ends_with_its_storage():
+    marked = torch.randn(N, N)
+    for _ in range(3):
+        actoffload.mark_not_offload(torch.randn(N, N))
+    statistics = kept(lambda x: x * marked * torch.randn(N, N), x=torch.randn(N, N, requires_grad=True))
+    assert Reason.MARKED not in statistics.tensors_kept
+
+
+def test_other_layouts_and_subclasses_stay():
+    class Mine(Tensor):
+        pass
+
+    sparse = torch.eye(N).to_sparse()
+    mine = torch.randn(N, N).as_subclass(Mine)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it is a prototype
+        nested = torch.nested.nested_tensor([torch.randn(N, N), torch.randn(3, N)], requires_grad=True)
+    jagged = torch.nested.nested_tensor([torch.randn(N, N), torch.randn(3, N)], layout=torch.jagged)
+    context, sync = make(1, 3)
+    weight = torch.randn(N, N, requires_grad=True)
+
+    def layer(x: Tensor) -> Tensor:
+        a = torch.sparse.mm(sparse, x)
+        b = (x * mine).as_subclass(Tensor)
+        c = (nested * nested).sin().to_padded_tensor(0.0).sum()
+        d = torch.sin(jagged.requires_grad_()).values().sum()
+        return a + b + c + d
+
+    y = forward([layer, torch.relu, torch.relu], weight * 1.0, context, sync)
+    y.sum().backward()
+    tensors_kept = context.statistics().tensors_kept
+    assert tensors_kept[Reason.LAYOUT] >= 2
+    assert tensors_kept[Reason.SUBCLASS] >= 1
+    assert nested.grad is not None
+
+
+@pytest.mark.parametrize("elements", [LIMIT - 1, LIMIT])
+def test_small_tensors_by_one_element(elements):
+    context, sync = make(1, 3)
+    y = forward([torch.sin, *[lambda x: x * 2] * 2], torch.randn(elements, requires_grad=True) * 1, context, sync)
+    statistics = context.statistics()
+    if elements < LIMIT:
+        assert statistics.tensors_kept == {Reason.SMALL: 1}
+        assert statistics.bytes_kept == {Reason.SMALL: 4 * elements}
+        assert statistics.bytes_offloaded == 0
+    else:
+        assert statistics.tensors_kept == {}
+        assert statistics.bytes_offloaded == 4 * elements
+    y.sum().backward()

@@ -1,0 +1,343 @@
+"""Offload beside torch.compile: of each layer, of the whole model, before and after; compiled once."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from composing import (
+    BLOCKS,
+    LEAVING,
+    ROWS,
+    STEPS,
+    STREAM,
+    Mlp,
+    Net,
+    Offload,
+    batch,
+    both,
+    dropping,
+    gradients,
+    hooked,
+    train,
+)
+from torch import Tensor, nn
+from torch._dynamo import lookup_backend
+from torch.utils.checkpoint import checkpoint
+
+import actoffload
+
+# Dynamo's own, about deprecated parts of torch and about code that it leaves alone.
+pytestmark = pytest.mark.filterwarnings("ignore", "error::actoffload.HostMemoryWarning")
+
+Run = Callable[[Tensor], Tensor]
+
+
+@pytest.fixture(autouse=True)
+def _nothing_compiled() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+class Counting:
+    """A backend of torch.compile that counts the graphs which it is given."""
+
+    def __init__(self, inner: str = "aot_eager") -> None:
+        self.graphs = 0
+        self.inner = lookup_backend(inner)
+
+    def __call__(self, graph: Any, inputs: Any) -> Any:
+        self.graphs += 1
+        return self.inner(graph, inputs)
+
+
+def each(model: Net, backend: Any, **options: Any) -> Run:
+    for block in model.blocks:
+        block.compile(backend=backend, fullgraph=True, **options)
+    return model
+
+
+def replaced(model: Net, backend: Any, **options: Any) -> Run:
+    for k, block in enumerate(model.blocks):
+        model.blocks[k] = torch.compile(block, backend=backend, fullgraph=True, **options)
+    return model
+
+
+def whole(model: Net, backend: Any, **options: Any) -> Run:
+    return torch.compile(model, backend=backend, **options)
+
+
+def whole_in_place(model: Net, backend: Any, **options: Any) -> Run:
+    model.compile(backend=backend, **options)
+    return model
+
+
+def by_a_function(model: Net, backend: Any, **options: Any) -> Run:
+    return torch.compile(lambda x: model(x) * 1.0, backend=backend, **options)
+
+
+WAYS = [each, replaced, whole, whole_in_place, by_a_function]
+
+
+@pytest.mark.parametrize("first", ["compiled", "offloaded"])
+@pytest.mark.parametrize("way", WAYS)
+def test_ways_to_compile(way, first):
+    def program(offload: Offload) -> list[Tensor]:
+        torch._dynamo.reset()
+        model, backend = Net(dropping if way is each else Mlp), Counting()
+        if first == "offloaded":
+            offload(model)
+        run = way(model, backend)
+        if first == "compiled":
+            offload(model)
+        results = train(run, 2, of=model)
+        graphs = backend.graphs
+        assert graphs > 0
+        results += train(run, 10, of=model)  # more often than Dynamo compiles anything again before it gives up
+        assert backend.graphs == graphs
+        return results
+
+    handle = both(program)
+    assert len(handle.groups) == BLOCKS  # each block was told of once, not by its hooks and around its compiled call
+    statistics = handle.statistics()
+    assert statistics.passes == 12
+    assert statistics.bytes_offloaded == statistics.bytes_reloaded > 12 * LEAVING * STREAM
+    assert statistics.reloaded_on_demand == 0
+
+
+@pytest.mark.parametrize("way", [whole, by_a_function])
+def test_offloading_the_compiled_model_itself(way):
+    """The root may be what torch.compile returned; a function has no modules, and is no root."""
+
+    def program(offload: Offload) -> list[Tensor]:
+        torch._dynamo.reset()
+        model = Net()
+        run = way(model, "aot_eager")
+        if isinstance(run, nn.Module):
+            offload(run)
+        else:
+            with pytest.raises(TypeError, match=r"expected a torch\.nn\.Module"):
+                actoffload.offload(run)
+            offload(model)
+        return train(run, of=model)
+
+    assert both(program).statistics().passes == STEPS
+
+
+@pytest.mark.parametrize("way", [whole, whole_in_place])
+def test_a_model_that_ran_compiled_before(way):
+    """Dynamo's guards leave hooks out, so what it has compiled around the groups is dropped."""
+
+    def program(offload: Offload) -> list[Tensor]:
+        model, backend = Net(Mlp), Counting()
+        run = way(model, backend)
+        results = train(run, 1, of=model)
+        handle = offload(model)
+        results += train(run, 2, of=model)
+        graphs = backend.graphs
+        results += train(run, 2, of=model)
+        assert backend.graphs == graphs
+        if handle is not None:  # without offload, compiled code runs on as it is
+            handle.remove()
+        results += train(run, 1, of=model)
+        return results
+
+    assert both(program).statistics().passes == 4
+
+
+def test_a_function_that_ran_compiled_before():
+    """Nobody knows which functions call a model; this one is told of in the guide."""
+    model = Net(Mlp)
+    run = by_a_function(model, "aot_eager")
+    train(run, 1, of=model)
+    with actoffload.device.use(actoffload.device.ReferenceDevice()):
+        handle = actoffload.offload(model, layers="blocks.?", min_bytes=64)
+    train(run, 1, of=model)
+    assert handle.statistics().passes == 0
+    torch._dynamo.reset()
+    train(run, 1, of=model)
+    assert handle.statistics().passes == 1
+    assert handle.statistics().tensors_offloaded > 0
+
+
+@pytest.mark.parametrize("first", ["compiled", "offloaded"])
+@pytest.mark.parametrize("way", [whole, whole_in_place, by_a_function])
+def test_one_graph_of_the_whole_model_is_refused_with_what_to_do(way, first):
+    torch.manual_seed(0)
+    model = Net(Mlp)
+    wanted = train(model, 1)
+
+    def offload() -> actoffload.OffloadHandle:
+        with actoffload.device.use(actoffload.device.ReferenceDevice()):
+            return actoffload.offload(model, layers="blocks.?", min_bytes=64)
+
+    handle = offload() if first == "offloaded" else None
+    run = way(model, "aot_eager", fullgraph=True)
+    if first == "compiled":
+        train(run, 1, of=model)  # the single graph, which exists already, is no way around it
+        handle = offload()
+    assert handle is not None
+    if first == "compiled" and way is by_a_function:
+        torch._dynamo.reset()
+    with pytest.raises(Exception, match="actoffload follows the chosen modules") as caught:
+        run(batch())
+    assert type(caught.value).__name__ == "Unsupported"
+    assert "compile them one by one: for layer in layers: layer.compile(fullgraph=True)" in str(caught.value)
+    assert not hooked()
+    model._compiled_call_impl = None
+    assert all(map(torch.equal, train(model, 1), wanted))
+    assert handle.statistics().tensors_offloaded > 0
+
+
+def test_a_kept_module_inside_of_one_graph_is_refused_too():
+    model = each(Net(Mlp), "aot_eager")
+    with actoffload.device.use(actoffload.device.ReferenceDevice()):
+        actoffload.offload(model, layers="blocks.?", keep="*.up", min_bytes=64)
+    with pytest.raises(Exception, match="and those that keep names, from outside of compiled code"):
+        model(batch())
+    assert not hooked()
+
+
+@pytest.mark.parametrize(("way", "first"), [(each, "offloaded"), (replaced, "compiled"), (whole, "offloaded")])
+def test_changing_shapes(way, first):
+    """Dynamic shapes are compiled once, and their symbolic sizes are nothing that leaves."""
+    rows = (ROWS, 64, 80, 33, ROWS, 70)
+
+    def program(offload: Offload) -> list[Tensor]:
+        torch._dynamo.reset()
+        model, backend = Net(dropping if way is each else Mlp), Counting()
+        if first == "offloaded":
+            offload(model)
+        run = way(model, backend, dynamic=True)
+        if first == "compiled":
+            offload(model)
+        results, graphs = [], []
+        for k, count in enumerate(rows):
+            y = run(batch(k, count))
+            y.square().sum().backward()
+            results += [y.detach(), *gradients(model)]
+            graphs.append(backend.graphs)
+            del y
+        assert graphs[-1] == graphs[1] > 0
+        return results
+
+    statistics = both(program).statistics()
+    assert statistics.bytes_offloaded == statistics.bytes_reloaded > LEAVING * STREAM * sum(rows) // ROWS
+    assert statistics.reloaded_on_demand == 0
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_compiled_blocks_in_checkpointed_regions(reentrant):
+    class Checkpointed(Net):
+        def call(self, block: nn.Module, x: Tensor) -> Tensor:
+            return checkpoint(block, x, use_reentrant=reentrant)
+
+    def program(offload: Offload) -> list[Tensor]:
+        torch._dynamo.reset()
+        model = Checkpointed(Mlp)
+        each(model, "aot_eager")
+        offload(model)
+        return train(model)
+
+    assert both(program).statistics().bytes_offloaded == STEPS * LEAVING * STREAM
+
+
+def test_validation_and_training_modes():
+    """Compiled code for training and for validation; neither is compiled again by offload."""
+
+    def program(offload: Offload) -> list[Tensor]:
+        torch._dynamo.reset()
+        model, backend = Net(Mlp), Counting()
+        offload(model)
+        each(model, backend)
+        results, graphs = [], []
+        for k in range(5):
+            model.train()
+            y = model(batch(k))
+            model.eval()
+            with torch.no_grad():
+                results.append(model(batch(9)))
+            y.square().sum().backward()
+            results += [y.detach(), *gradients(model)]
+            graphs.append(backend.graphs)
+            del y
+        assert graphs[0] == graphs[-1] > 0
+        return results
+
+    assert both(program).statistics().passes == 5
+
+
+def kinds(count: int) -> list[type[nn.Module]]:
+    """Return classes whose forwards are compiled apart from each other."""
+    found = []
+    for k in range(count):
+        code = Mlp.forward.__code__.replace(co_name=f"forward{k}")
+        forward = types.FunctionType(code, Mlp.forward.__globals__, closure=Mlp.forward.__closure__)
+        found.append(type(f"Kind{k}", (Mlp,), {"forward": forward}))
+    return found
+
+
+def test_more_kinds_of_layers_than_dynamo_compiles_a_function_for():
+    """The hooks are no functions that Dynamo compiles for each type of module, until it gives up."""
+    count = torch._dynamo.config.recompile_limit + 1
+
+    def program(offload: Offload) -> list[Tensor]:
+        torch._dynamo.reset()
+        model, backend = Net(Mlp), Counting("eager")
+        model.blocks = nn.ModuleList([kind() for kind in 2 * kinds(count)])
+        offload(model, layers="blocks.*")
+        each(model, backend)
+        results = train(model)
+        assert backend.graphs == count
+        return results
+
+    both(program)
+
+
+@pytest.mark.parametrize("loop", ["the model's", "the program's"])
+def test_a_compiled_block_that_fails_leaves_no_hook(loop):
+    class Fails(Mlp):
+        fails = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = super().forward(x)
+            if self.fails:
+                raise ZeroDivisionError
+            return x
+
+    def program(offload: Offload) -> list[Tensor]:
+        torch._dynamo.reset()
+        model = Net(Fails)
+        for block in model.blocks:
+            block.compile(backend="aot_eager")
+        offload(model)
+        results = train(model)
+        model.blocks[3].fails = True
+        with pytest.raises(ZeroDivisionError):
+            (model if loop == "the model's" else nn.Sequential(*model.blocks))(batch())
+        assert not hooked()
+        model.blocks[3].fails = False
+        return results + train(model)
+
+    assert both(program).statistics().passes == 2 * STEPS + 1
+
+
+def test_a_module_that_is_offloaded_no_more_runs_compiled_as_before():
+    model = Net(Mlp)
+    each(model, backend := Counting())
+    calls = [block._compiled_call_impl for block in model.blocks]
+    wanted = train(model)
+    graphs = backend.graphs
+    with (
+        actoffload.device.use(actoffload.device.ReferenceDevice()),
+        actoffload.offload(model, layers="blocks.?", min_bytes=64),
+    ):
+        assert all(map(torch.equal, train(model), wanted))
+    assert [block._compiled_call_impl for block in model.blocks] == calls
+    assert len(calls) == BLOCKS
+    assert all(map(torch.equal, train(model), wanted))
+    assert backend.graphs == graphs

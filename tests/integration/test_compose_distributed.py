@@ -1,0 +1,115 @@
+"""Offload beside DistributedDataParallel, fully_shard and tensor parallelism, in two processes and in one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from compose_ranks import CASES, Checkpointed, Skipping, run_ranks
+from composing import BLOCKS, LEAVING, STEPS, STREAM, WIDTH, Net, Offload, both, copied, dropping, train, training
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from actoffload.report import Reason
+
+WORLD = 2
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    """All cases, run once: starting processes takes longer than running them."""
+    return run_ranks(tmp_path_factory.mktemp("ranks"), list(CASES), WORLD)
+
+
+def offloaded(make: Any) -> int:
+    return both(training(make)).statistics().bytes_offloaded
+
+
+WEIGHTS = 8 * WIDTH * WIDTH * 4
+"""Bytes of the weights of a block's linears."""
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_two_ranks(ranks, name):
+    """In each rank the bits are the same, no parameter left, whole or in parts, and nothing is held."""
+    for seen in ranks[name]:
+        assert "error" not in seen, seen["error"]
+        assert seen["bytes_reloaded"] == seen["bytes_offloaded"] > 0
+        assert seen["on_demand"] == 0
+        # Each rank knows the same of all, and of itself what it knew before: the latest pass of all that were run.
+        assert seen["by_rank"] == ranks[name][0]["by_rank"]
+        assert 0 < seen["by_rank"][ranks[name].index(seen)] <= seen["bytes_offloaded"]
+        half = "bfloat16" in name
+        if "checkpointed" in name:
+            assert seen["bytes_offloaded"] == STEPS * LEAVING * STREAM
+        else:
+            assert seen["kept"]["PARAMETER"] >= STEPS * (LEAVING + 1) * WEIGHTS // (2 if half else 1) * 2 // 3
+        if name in (
+            "ddp around an offloaded model",
+            "ddp, static graph",
+            "fsdp, offloaded first",
+            "fsdp, not resharded",
+        ):
+            assert seen["bytes_offloaded"] == offloaded(Net)
+        if name == "ddp, unused parameters":
+            assert seen["bytes_offloaded"] == offloaded(Skipping)
+        if half:
+            assert seen["bytes_offloaded"] == pytest.approx(offloaded(Net) / 2, rel=0.02)
+
+
+def test_checkpointed_here_and_there():
+    """What the ranks compare with is what a single process sees."""
+    assert offloaded(lambda: Checkpointed(dropping)) == STEPS * LEAVING * STREAM
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A mesh of one process, this one."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield init_device_mesh("cpu", (1,))
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize("first", ["sharded", "offloaded"])
+def test_fully_shard_in_one_process(alone, first, reshard):
+    def program(offload: Offload) -> list[Tensor]:
+        net = Net(dropping)
+        if first == "offloaded":
+            handle = offload(net)
+        for block in net.blocks:
+            fully_shard(block, mesh=alone, reshard_after_forward=reshard)
+        fully_shard(net, mesh=alone, reshard_after_forward=reshard)
+        if first == "sharded":
+            handle = offload(net)
+        if handle is not None:
+            assert handle.groups == tuple(f"blocks.{k}" for k in range(BLOCKS))
+        return train(net)
+
+    handle = both(program)
+    statistics = handle.statistics()
+    assert statistics.bytes_offloaded == offloaded(lambda: Net(dropping))
+    assert statistics.bytes_kept[Reason.PARAMETER] >= STEPS * BLOCKS * WEIGHTS
+    assert statistics.reloaded_on_demand == 0
+    weights = {linear.weight.nbytes for linear in Net().modules() if isinstance(linear, nn.Linear)}
+    assert copied(handle)
+    assert not copied(handle) & {nbytes // parts for nbytes in weights for parts in (1, WORLD)}
+
+
+def test_fully_sharded_blocks_that_are_found_by_themselves(alone):
+    def program(offload: Offload) -> list[Tensor]:
+        net = Net()
+        for block in net.blocks:
+            fully_shard(block, mesh=alone)
+        fully_shard(net, mesh=alone)
+        handle = offload(net, layers=None)
+        assert handle is None or handle.groups == tuple(f"blocks.{k}" for k in range(BLOCKS))
+        return train(net)
+
+    both(program)

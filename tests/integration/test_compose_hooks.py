@@ -1,0 +1,319 @@
+"""Offload beside hooks of others on the same modules, before and after, and hooks that go while they run."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from composing import ROWS, STEPS, WIDTH, Block, Net, Offload, Spy, batch, both, gradients, hooked, train, training
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+import actoffload
+from actoffload.device import use
+
+Hooked = Any
+
+
+def output_replaced(model: Net) -> list[RemovableHandle]:
+    return [model.blocks[1].register_forward_hook(lambda module, args, output: output.sin() * 1.5)]
+
+
+def output_replaced_first(model: Net) -> list[RemovableHandle]:
+    return [model.blocks[1].register_forward_hook(lambda module, args, output: output.sin() * 1.5, prepend=True)]
+
+
+def input_replaced(model: Net) -> list[RemovableHandle]:
+    return [model.blocks[1].register_forward_pre_hook(lambda module, args: (args[0].tanh(),))]
+
+
+def input_replaced_first(model: Net) -> list[RemovableHandle]:
+    def hook(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return (args[0].tanh(),), kwargs
+
+    return [model.blocks[1].register_forward_pre_hook(hook, with_kwargs=True, prepend=True)]
+
+
+def gradients_replaced(model: Net) -> list[RemovableHandle]:
+    block = model.blocks[2]
+    return [
+        block.register_full_backward_pre_hook(lambda module, grads: (grads[0] * 2,)),
+        block.register_full_backward_hook(lambda module, grads_in, grads_out: (grads_in[0].clamp(-1, 1),)),
+        block.norm.register_full_backward_hook(lambda module, grads_in, grads_out: (grads_in[0] * 0.5,)),
+    ]
+
+
+def hooks_on_the_model(model: Net) -> list[RemovableHandle]:
+    return [
+        model.register_forward_pre_hook(lambda module, args: (args[0] * 0.5,)),
+        model.register_forward_hook(lambda module, args, output: output * 2.0),
+        model.register_full_backward_pre_hook(lambda module, grads: (grads[0] * 2,)),
+    ]
+
+
+def hooks_on_tensors(model: Net) -> list[RemovableHandle]:
+    def hook(module: nn.Module, args: Any, output: Tensor) -> None:
+        output.register_hook(lambda grad: grad * 0.5)
+        assert output.grad_fn is not None
+        output.grad_fn.register_prehook(lambda grads: (grads[0] + 1.0,))
+
+    return [model.blocks[1].register_forward_hook(hook)]
+
+
+def hooks_on_all_modules(model: Net) -> list[RemovableHandle]:
+    def hook(module: nn.Module, args: Any, output: Any) -> Any:
+        return output * 1.25 if isinstance(module, Block) else None
+
+    modules = torch.nn.modules.module
+    return [
+        modules.register_module_forward_hook(hook),
+        modules.register_module_forward_pre_hook(lambda module, args: None),
+        modules.register_module_full_backward_hook(lambda module, grads_in, grads_out: None),
+    ]
+
+
+def always_called(model: Net) -> list[RemovableHandle]:
+    return [model.blocks[1].register_forward_hook(lambda module, args, output: output * 1.5, always_call=True)]
+
+
+KINDS = [
+    output_replaced,
+    output_replaced_first,
+    input_replaced,
+    input_replaced_first,
+    gradients_replaced,
+    hooks_on_the_model,
+    hooks_on_tensors,
+    hooks_on_all_modules,
+    always_called,
+]
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing when gradients are computed:UserWarning")
+@pytest.mark.parametrize("first", ["theirs", "ours"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_hooks_of_others(kind, first):
+    def program(offload: Offload) -> list[Tensor]:
+        model, handles = Net(), []
+        try:
+            if first == "theirs":
+                handles = kind(model)
+            offload(model)
+            if first == "ours":
+                handles = kind(model)
+            results = train(model)
+        finally:
+            for handle in handles:
+                handle.remove()
+        return results + train(model, 1)
+
+    statistics, plain = both(program).statistics(), both(training(Net)).statistics()
+    assert statistics.passes == STEPS + 1
+    assert statistics.bytes_offloaded >= plain.bytes_offloaded * (STEPS + 1) // STEPS
+    assert statistics.reloaded_on_demand == 0
+
+
+def test_a_hook_that_removes_itself_while_it_runs():
+    def program(offload: Offload) -> list[Tensor]:
+        model = Net()
+        own: list[RemovableHandle] = []
+
+        def once(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+            own.pop().remove()
+            return output * 1.5
+
+        for block in (model.blocks[0], model.blocks[4]):
+            own.append(block.register_forward_hook(once))
+        offload(model)
+        own.append(model.blocks[2].register_forward_hook(once))
+        return train(model)
+
+    assert both(program).statistics().passes == STEPS
+
+
+def test_a_hook_that_raises_leaves_nothing():
+    def program(offload: Offload) -> list[Tensor]:
+        model = Net()
+        offload(model)
+
+        def fail(*_: object) -> None:
+            raise ZeroDivisionError
+
+        for register in (model.blocks[2].register_forward_hook, model.blocks[2].register_forward_pre_hook):
+            handle = register(fail)
+            with pytest.raises(ZeroDivisionError):
+                model(batch())
+            assert not hooked()
+            handle.remove()
+        return train(model)
+
+    assert both(program).statistics().passes == 2 + STEPS
+
+
+def test_outputs_taken_by_a_hook_are_not_freed_and_stay_right():
+    """A feature extractor holds what a block returned; its values are those of the forward, also later."""
+    seen: list[Tensor] = []
+
+    def program(offload: Offload) -> list[Tensor]:
+        model = Net()
+        handle = model.blocks[1].register_forward_hook(lambda module, args, output: seen.append(output))
+        offload(model)
+        results = train(model)
+        handle.remove()
+        results += [output.detach() for output in seen]
+        seen.clear()
+        return results
+
+    both(program)
+
+
+# The end of offload
+
+
+def on_blocks(model: Net) -> int:
+    modules = [model, *model.blocks]
+    return sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in modules)
+
+
+@pytest.mark.parametrize(
+    "when", ["before its group", "after its group", "inside of a group", "in the model's own hook"]
+)
+def test_removed_while_a_forward_is_under_way(when):
+    """That forward goes on as it began; with its end all of ours is gone."""
+
+    def program(offload: Offload) -> list[Tensor]:
+        model = Net()
+        handle = offload(model)
+        results = train(model, 1)
+
+        def remove(*_: object) -> None:
+            if handle is not None:
+                handle.remove()
+                assert not handle.installed
+
+        place, register = {
+            "before its group": (model.blocks[2], "register_forward_pre_hook"),
+            "after its group": (model.blocks[2], "register_forward_hook"),
+            "inside of a group": (model.blocks[2].norm, "register_forward_hook"),
+            "in the model's own hook": (model, "register_forward_hook"),
+        }[when]
+        hook = getattr(place, register)(remove)
+        results += train(model, 1)
+        hook.remove()
+        assert on_blocks(model) == 0
+        assert not hooked()
+        return results + train(model, 1)
+
+    statistics, plain = both(program).statistics(), both(training(Net)).statistics()
+    assert statistics.passes == 2
+    assert statistics.bytes_offloaded * STEPS == plain.bytes_offloaded * 2
+    assert statistics.host_bytes == 0
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
+def test_removed_in_a_forward_that_then_fails(error):
+    """Hooks do not go while PyTorch walks through them because of an exception; they go with what comes next."""
+
+    def program(offload: Offload) -> list[Tensor]:
+        model = Net()
+        handle = offload(model)
+        results = train(model, 1)
+
+        def fail(*_: object) -> None:
+            if handle is not None:
+                handle.remove()
+            raise error
+
+        hook = model.blocks[2].register_forward_hook(fail)
+        other = model.register_forward_hook(lambda *_: None, always_call=True)
+        with pytest.raises(error):
+            model(batch())
+        hook.remove()
+        other.remove()
+        if handle is not None:
+            handle.remove()
+        results += train(model, 1)
+        assert on_blocks(model) == 0
+        assert not hooked()
+        return results
+
+    assert both(program).statistics().host_bytes == 0
+
+
+def test_removed_after_an_interrupt_went_past_all_hooks():
+    def program(offload: Offload) -> list[Tensor]:
+        model = Net()
+        handle = offload(model)
+        results = train(model, 1)
+
+        def interrupt(*_: object) -> None:
+            raise KeyboardInterrupt
+
+        hook = model.blocks[2].register_forward_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            model(batch())
+        hook.remove()
+        if handle is not None:
+            assert hooked()  # nobody called us
+            handle.remove()
+        assert not hooked()
+        assert on_blocks(model) == 0
+        return results + train(model, 1)
+
+    assert both(program).statistics().host_bytes == 0
+
+
+def test_removed_by_another_thread_while_a_forward_is_under_way():
+    """A forward in one thread ends as it began though another thread ends offload meanwhile."""
+    model, reached, removed = Net(), threading.Event(), threading.Event()
+    torch.manual_seed(0)
+    wanted = train(model, 1)
+    with use(Spy(actoffload.device.ReferenceDevice())):
+        handle = actoffload.offload(model, layers="blocks.?", min_bytes=64)
+
+    def wait(*_: object) -> None:
+        reached.set()
+        assert removed.wait(30)
+
+    hook = model.blocks[2].register_forward_hook(wait)
+    found: list[Tensor] = []
+    thread = threading.Thread(target=lambda: found.extend(train(model, 1)))
+    thread.start()
+    assert reached.wait(30)
+    handle.remove()
+    removed.set()
+    thread.join()
+    hook.remove()
+    assert on_blocks(model) == 0
+    assert all(map(torch.equal, found, wanted))
+    assert handle.statistics().tensors_offloaded > 0
+    assert handle.statistics().host_bytes == 0
+
+
+def test_what_is_saved_in_a_thread_of_autograd_belongs_to_the_forward():
+    """An accelerator's backward runs in a thread of its own, and so do our hooks there; here a thread plays it."""
+
+    class Threaded(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+            if hooks is None:
+                return super().forward(x)
+            pack, unpack = hooks
+            tensor, packed, back = torch.randn(ROWS, WIDTH), [], []
+            for target in (lambda: packed.append(pack(tensor)), lambda: back.append(unpack(packed[0]))):
+                thread = threading.Thread(target=target)
+                thread.start()
+                thread.join()
+            assert torch.equal(back[0], tensor)
+            return super().forward(x)
+
+    def program(offload: Offload) -> list[Tensor]:
+        model = Net(Threaded)
+        offload(model)
+        model(batch()).square().sum().backward()
+        return gradients(model)
+
+    statistics, plain = both(program).statistics(), both(training(Net)).statistics()
+    assert statistics.tensors_saved * STEPS == plain.tensors_saved + STEPS * len(Net().blocks)

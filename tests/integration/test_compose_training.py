@@ -1,0 +1,246 @@
+"""Offload in training loops: mixed precision, accumulation, optimizers, several backwards."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from composing import (
+    STEPS,
+    WIDTH,
+    Mlp,
+    Net,
+    Offload,
+    batch,
+    both,
+    copies,
+    dropping,
+    gradients,
+    stepping_in_backward,
+    training,
+)
+from torch import Tensor, nn
+
+from actoffload.report import Reason
+
+# Mixed precision
+
+
+def half(offload: Offload) -> list[Tensor]:
+    """Train a model in bfloat16 by autocast."""
+    model = Net(dropping)
+    offload(model)
+    results = []
+    for k in range(STEPS):
+        with torch.autocast("cpu", torch.bfloat16):
+            y = model(batch(k))
+        y.float().square().mean().backward()
+        results += [y.detach(), *gradients(model)]
+        del y
+    return results
+
+
+def test_autocast():
+    """Activations leave in the type in which they are saved."""
+    statistics, exact = both(half).statistics(), both(training(lambda: Net(dropping))).statistics()
+    assert 0.5 * exact.bytes_offloaded < statistics.bytes_offloaded < exact.bytes_offloaded
+    assert statistics.bytes_reloaded == statistics.bytes_offloaded
+    assert statistics.reloaded_on_demand == 0
+
+
+def test_casts_of_weights_stay():
+    """Autocast holds them until its region ends: a copy would free nothing."""
+    weights = sum(linear.weight.numel() * 2 for linear in Net().modules() if isinstance(linear, nn.Linear))
+    # The first linear of all needs no weight for its backward: the data needs no gradient.
+    assert both(half).statistics().bytes_kept[Reason.PARAMETER] >= STEPS * (weights - WIDTH * WIDTH * 2)
+
+
+@pytest.mark.parametrize("overflow", [False, True])
+def test_gradient_scaler(overflow):
+    """Scaling, unscaling, clipping; a step that overflows is skipped and the scale falls, as without offload."""
+
+    def program(offload: Offload) -> list[Tensor]:
+        model = Net(dropping)
+        offload(model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+        scales = []
+        for k in range(4):
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = model(batch(k)).float().square().mean()
+            if overflow and k == 1:
+                loss = loss * float("inf")
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            scales.append(scaler.get_scale())
+            del loss
+        return [torch.tensor(scales), *copies(model)]
+
+    assert both(program).statistics().passes == 4
+
+
+# Loops
+
+
+@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.AdamW])
+def test_accumulation_in_the_usual_loop_with_validation_between(make):
+    def program(offload: Offload) -> list[Tensor]:
+        model = Net(dropping)
+        offload(model)
+        optimizer, results = make(model.parameters(), lr=1e-2), []
+        for k in range(6):
+            loss = model(batch(k)).square().mean() / 2
+            model.eval()
+            with torch.no_grad():  # between a forward and its backward, where it hurts most
+                results.append(model(batch(9)))
+            model.train()
+            loss.backward()
+            if k % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+            del loss
+        return results + copies(model)
+
+    statistics = both(program).statistics()
+    assert statistics.passes == 6
+    assert statistics.reloaded_on_demand == 0
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0), "together"])
+def test_several_forwards_before_their_backwards(order):
+    def program(offload: Offload) -> list[Tensor]:
+        model = Net(dropping)
+        offload(model)
+        losses = [model(batch(k)).square().sum() for k in range(3)]
+        if order == "together":
+            sum(losses).backward()
+        else:
+            for k in order:
+                losses[k].backward()
+        return gradients(model)
+
+    statistics = both(program).statistics()
+    assert statistics.passes == 3
+    assert statistics.bytes_reloaded == statistics.bytes_offloaded
+
+
+def test_steps_inside_of_backward():
+    """Each parameter has an optimizer of its own, which steps as soon as the gradient is there, and frees it."""
+
+    def program(offload: Offload) -> list[Tensor]:
+        model = Net()
+        offload(model)
+        stepping_in_backward(model)
+        results = []
+        for k in range(STEPS):
+            y = model(batch(k))
+            y.square().mean().backward()
+            results.append(y.detach())
+            del y
+        assert all(parameter.grad is None for parameter in model.parameters())
+        return results + copies(model)
+
+    statistics = both(program).statistics()
+    assert statistics.reloaded_on_demand == 0
+
+
+def test_a_weight_changed_before_its_backward_raises_as_without():
+    def program(offload: Offload) -> list[Tensor]:
+        model = Net()
+        offload(model)
+        weight = model.blocks[0].out.weight
+
+        @torch.no_grad()
+        def change(*_: object) -> None:
+            weight.add_(1.0)
+
+        model.blocks[2].register_full_backward_hook(change)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            model(batch()).square().sum().backward()
+        return copies(model)
+
+    both(program)
+
+
+# Several backwards
+
+
+@pytest.mark.parametrize("times", [2, 3])
+def test_a_retained_graph(times):
+    def program(offload: Offload) -> list[Tensor]:
+        model = Net(dropping)
+        offload(model)
+        loss = model(batch()).square().sum()
+        for k in range(times):
+            loss.backward(retain_graph=k + 1 < times)
+        return gradients(model)
+
+    statistics = both(program).statistics()
+    assert statistics.bytes_reloaded == times * statistics.bytes_offloaded
+
+
+def test_a_gradient_penalty():
+    """A gradient with respect to the input, with a graph of its own, and the gradient of that."""
+
+    def program(offload: Offload) -> list[Tensor]:
+        model = Net(Mlp)
+        offload(model)
+        results = []
+        for k in range(STEPS):
+            x = batch(k).requires_grad_()
+            y = model(x)
+            (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+            (slope.square().sum() + y.square().sum()).backward()
+            results += [x.grad, *gradients(model)]
+            del x, y, slope
+        return results
+
+    statistics = both(program).statistics()
+    assert statistics.passes == STEPS
+    assert statistics.bytes_reloaded >= 2 * statistics.bytes_offloaded
+
+
+class Forces(Mlp):
+    """A block that returns forces: what its own backward saves belongs to it too."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        energy = super().forward(x).square().sum()
+        (force,) = torch.autograd.grad(energy, x, create_graph=True)
+        return x + 1e-2 * force
+
+
+def test_a_gradient_inside_of_the_forward():
+    statistics = both(training(lambda: Net(Forces))).statistics()
+    assert statistics.passes == STEPS
+    assert statistics.bytes_reloaded == statistics.bytes_offloaded
+
+
+def test_weights_that_a_backward_saves_again_stay():
+    """The backward of a linear saves the transposed weight for a backward of its own."""
+    both(training(lambda: Net(Forces)))
+
+
+def test_a_second_loss_on_the_middle_of_the_model():
+    class Middle(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.inp(x)
+            for k, block in enumerate(self.blocks):
+                x = block(x)
+                if k == 2:
+                    self.middle = F.softmax(x, dim=-1).square().sum()
+            return self.head(x)
+
+    def program(offload: Offload) -> list[Tensor]:
+        model = Middle()
+        offload(model)
+        y = model(batch())
+        model.middle.backward(retain_graph=True)
+        del model.middle
+        y.square().sum().backward()
+        return gradients(model)
+
+    both(program)

@@ -1,0 +1,277 @@
+"""Offload beside what people do with weights: frozen, low-rank, tied, computed, replaced for one call."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+
+import pytest
+import torch
+from composing import BLOCKS, LEAVING, STEPS, STREAM, WIDTH, Mlp, Net, Offload, batch, both, gradients, train, training
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.func import functional_call
+from torch.nn.utils import parametrizations
+
+from actoffload.report import Reason
+
+
+class Lora(nn.Module):
+    """A frozen linear beside two small ones that are trained."""
+
+    def __init__(self, base: nn.Linear, rank: int = 4) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.a, self.b = nn.Linear(base.in_features, rank, bias=False), nn.Linear(rank, base.out_features, bias=False)
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + 2.0 * self.b(self.a(self.dropout(x)))
+
+
+def adapted() -> Net:
+    model = Net().requires_grad_(False)
+    for block in model.blocks:
+        for name in ("qkv", "out", "up", "down"):
+            setattr(block, name, Lora(getattr(block, name)))
+    return model
+
+
+@pytest.mark.parametrize("around", [contextlib.nullcontext, lambda: torch.autocast("cpu", torch.bfloat16)])
+def test_lora_on_frozen_weights(around):
+    """No frozen weight leaves; `both` looks at each copy."""
+
+    def program(offload: Offload) -> list[Tensor]:
+        model = adapted()
+        offload(model)
+        results = []
+        for k in range(STEPS):
+            with around():
+                y = model(batch(k))
+            y.float().square().sum().backward()
+            results += [y.detach(), *gradients(model)]
+            del y
+        return results
+
+    statistics = both(program).statistics()
+    if around is contextlib.nullcontext:
+        # Nothing before the first block's attention needs a gradient; from there on each linear saves its weight.
+        assert statistics.bytes_kept[Reason.PARAMETER] > STEPS * (BLOCKS - 1) * 8 * WIDTH * WIDTH * 4
+    assert statistics.bytes_offloaded > STEPS * LEAVING * STREAM
+
+
+def test_what_a_frozen_layer_does_not_save_does_not_leave():
+    """A frozen linear needs its weight for backward and not its input: there is less to offload, and no more copied."""
+
+    class Plain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x)
+
+    def program(frozen: bool):
+        def run(offload: Offload) -> list[Tensor]:
+            model = Net(Plain)
+            model.blocks.requires_grad_(not frozen)
+            offload(model)
+            return train(model)
+
+        return run
+
+    assert both(program(frozen=False)).statistics().bytes_offloaded == STEPS * LEAVING * STREAM
+    assert both(program(frozen=True), leaves=False).statistics().bytes_offloaded == 0
+
+
+@pytest.mark.parametrize("how", ["frozen weights", "no_grad"])
+def test_a_frozen_backbone(how):
+    class Backbone(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad() if how == "no_grad" else contextlib.nullcontext():
+                x = self.inp(x)
+                for block in self.blocks[:2]:
+                    x = block(x)
+            for block in self.blocks[2:]:
+                x = block(x)
+            return self.head(x)
+
+    def make() -> Net:
+        model = Backbone()
+        model.inp.requires_grad_(False)
+        model.blocks[:2].requires_grad_(False)
+        return model
+
+    whole, statistics = both(training(Net)).statistics(), both(training(make)).statistics()
+    assert statistics.bytes_offloaded == pytest.approx(whole.bytes_offloaded / 2, rel=0.02)
+    assert statistics.reloaded_on_demand == 0
+
+
+@pytest.mark.parametrize("what", ["weights", "blocks"])
+def test_tied_weights_and_blocks_that_run_twice(what):
+    def make() -> Net:
+        model = Net()
+        if what == "weights":
+            model.head.weight = model.inp.weight
+            model.blocks[3].up.weight = model.blocks[0].up.weight
+        else:
+            model.blocks[3] = model.blocks[0]
+        return model
+
+    assert both(training(make)).statistics().reloaded_on_demand == 0
+
+
+# Weights that are computed
+
+
+COMPUTED: dict[str, Callable[..., nn.Module]] = {
+    "weight_norm": parametrizations.weight_norm,
+    "spectral_norm": parametrizations.spectral_norm,
+    "orthogonal": parametrizations.orthogonal,
+}
+
+
+@pytest.mark.parametrize("how", COMPUTED)
+def test_parametrizations(how):
+    """The originals stay; the weight that is computed in a block belongs to its activations. Buffers are the same."""
+
+    def program(offload: Offload) -> list[Tensor]:
+        model = Net()
+        for block in model.blocks:
+            for linear in (block.qkv, block.up):
+                COMPUTED[how](linear)
+        offload(model)
+        return [*train(model), *(buffer.clone() for buffer in model.buffers())]
+
+    plain, statistics = both(training(Net)).statistics(), both(program).statistics()
+    computed = STEPS * LEAVING * (3 + 2) * WIDTH * WIDTH * 4
+    assert statistics.bytes_offloaded >= plain.bytes_offloaded + computed
+    assert statistics.reloaded_on_demand == 0
+
+
+def test_parametrizations_computed_once_for_a_whole_step():
+    def program(offload: Offload) -> list[Tensor]:
+        model = Net()
+        for block in model.blocks:
+            parametrizations.weight_norm(block.up)
+        offload(model)
+        results = []
+        for k in range(STEPS):
+            with nn.utils.parametrize.cached():
+                y = model(batch(k)) + model(batch(k + 1))
+            y.square().sum().backward()
+            results += gradients(model)
+            del y
+        return results
+
+    assert both(program).statistics().passes == 2 * STEPS
+
+
+# Weights for one call
+
+
+@pytest.mark.parametrize("kind", ["leaves", "frozen", "computed"])
+def test_functional_call(kind):
+    """Weights that are put in for one call stay, as those of the module do; those made by other operations need not."""
+
+    def program(offload: Offload) -> list[Tensor]:
+        model = Net()
+        offload(model)
+        results = []
+        for k in range(STEPS):
+            scale = torch.full((), 0.9 + 0.1 * k, requires_grad=True)
+            weights = {name: parameter.detach() * scale.detach() for name, parameter in model.named_parameters()}
+            if kind == "leaves":
+                weights = {name: weight.requires_grad_() for name, weight in weights.items()}
+            elif kind == "computed":
+                weights = {name: parameter * scale for name, parameter in model.named_parameters()}
+            y = functional_call(model, weights, (batch(k).requires_grad_(),))
+            needed = [weight for weight in (scale, *weights.values()) if weight.requires_grad and weight.is_leaf]
+            if kind == "frozen":
+                needed = []
+            y = y.square().sum()
+            results += [y.detach(), *(torch.autograd.grad(y, needed, allow_unused=True) if needed else ())]
+            if kind == "frozen":
+                y.backward()
+            del y, weights
+        return [result for result in results if result is not None]
+
+    statistics = both(program, watch=kind != "computed").statistics()
+    if kind != "computed":
+        assert statistics.bytes_kept[Reason.LEAF if kind == "leaves" else Reason.PARAMETER] > STEPS * 4 * WIDTH * WIDTH
+    assert statistics.passes == STEPS
+
+
+def test_transforms_of_functions_offload_nothing_and_say_so():
+    def program(offload: Offload) -> list[Tensor]:
+        model = Net(Mlp)
+        handle = offload(model)
+        weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+        slopes = torch.func.grad(lambda weights: functional_call(model, weights, (batch(),)).square().sum())(weights)
+        assert handle is None or handle.statistics().passes == 0
+        return [*slopes.values(), *train(model)]
+
+    with pytest.warns(UserWarning, match=r"Nothing is offloaded .*torch\.func\.grad.*functional_call with"):
+        assert both(program).statistics().passes == STEPS
+
+
+def test_a_transform_inside_of_the_model_raises_what_pytorch_raises():
+    """PyTorch itself has no saved-tensor hooks around a transform; nothing of ours is left behind."""
+
+    class Inside(Mlp):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + torch.func.grad(lambda x: torch.tanh(self.up(x)).sum())(x)
+
+    def program(offload: Offload) -> list[Tensor]:
+        model = Net(Mlp)
+        model.blocks[2] = Inside()
+        handle = offload(model)
+        if handle is not None:
+            with pytest.raises(RuntimeError, match="don't yet support saved tensor hooks"):
+                model(batch())
+        with contextlib.nullcontext() if handle is None else handle.paused():
+            return train(model)
+
+    both(program)  # what left is what the blocks before saved in the forward that failed
+
+
+def test_vmap_over_the_model():
+    def program(offload: Offload) -> list[Tensor]:
+        model = Net(Mlp)
+        offload(model)
+        results = []
+        for k in range(STEPS):
+            torch.vmap(model)(torch.stack([batch(k), batch(k + 1)])).square().sum().backward()
+            results += gradients(model)
+        return results
+
+    statistics = both(program).statistics()
+    assert statistics.bytes_offloaded == statistics.bytes_reloaded
+    assert statistics.bytes_offloaded >= STEPS * LEAVING * 2 * 2 * STREAM
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # PyTorch's own use
+@pytest.mark.parametrize("how", ["dual numbers", "torch.func.jvp"])
+def test_forward_mode(how):
+    """A directional derivative in forward mode, and the gradient of it."""
+
+    def program(offload: Offload) -> list[Tensor]:
+        model = Net(Mlp)
+        offload(model)
+        results = []
+        for k in range(STEPS):
+            if how == "dual numbers":
+                with forward_ad.dual_level():
+                    y, slope = forward_ad.unpack_dual(model(forward_ad.make_dual(batch(k), batch(k + 1))))
+            else:
+                y, slope = torch.func.jvp(model, (batch(k),), (batch(k + 1),))
+            (y + slope).square().sum().backward()
+            results += [y.detach(), slope.detach(), *gradients(model)]
+            del y, slope
+        return results + train(model)
+
+    if how == "dual numbers":
+        assert both(program).statistics().passes == 2 * STEPS
+    else:
+        with pytest.warns(UserWarning, match=r"torch\.func\.grad, jvp and their relatives"):
+            assert both(program).statistics().passes == STEPS

@@ -1,0 +1,344 @@
+"""The call `actoffload.offload`: what is chosen, what leaves, and what its arguments mean."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from whole_model import (
+    ROWS,
+    UNIT,
+    WIDTH,
+    Attention,
+    Block,
+    Mlp,
+    Transformer,
+    Wave,
+    Waves,
+    agrees,
+    data,
+    offload,
+)
+
+import actoffload
+from actoffload import HostMemoryWarning
+from actoffload.report import Reason
+from actoffload.schedule import Do
+
+
+def step(model, seed: int = 0) -> None:
+    model(data(seed)).sum().backward()
+
+
+# One call
+
+
+def test_one_call():
+    handle, statistics = agrees(Waves(6), steps=1)
+    assert handle.groups == tuple(f"blocks.{k}" for k in range(6))
+    assert statistics.passes == 1
+    assert (statistics.tensors_saved, statistics.bytes_saved) == (12, 12 * UNIT)
+    assert (statistics.tensors_offloaded, statistics.bytes_offloaded) == (8, 8 * UNIT)
+    assert (statistics.reloaded_ahead, statistics.reloaded_on_demand) == (8, 0)
+    assert statistics.bytes_reloaded == 8 * UNIT
+    # Two groups stay, and the one that leaves makes room tensor by tensor.
+    assert statistics.peak_resident_bytes == (2 * Wave.SAVES + 1) * UNIT
+
+
+@pytest.mark.parametrize(
+    ("model", "leaving"),
+    [
+        (lambda: Transformer(5), 3),
+        (lambda: nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(5)]), 3),
+        (lambda: nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()) for _ in range(7)]), 5),
+        (lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(WIDTH, 4, 48), 4, enable_nested_tensor=False), 2),
+    ],
+)
+def test_plain_pytorch_models(model, leaving):
+    handle, statistics = agrees(model())
+    assert len(handle.plan.offloaded) == leaving
+    assert statistics.reloaded_on_demand == 0
+    # What the last group that leaves hands on, and also saves itself, is saved by one that stays: copied, not freed.
+    shared = statistics.tensors_kept.get(Reason.SHARED, 0)
+    assert statistics.reloaded_ahead == statistics.tensors_offloaded - shared > 0
+
+
+def test_an_encoder_and_a_decoder():
+    model = nn.Transformer(WIDTH, 4, 3, 3, 48, dropout=0.1, batch_first=True)
+    handle, statistics = agrees(model, lambda model, x: model(x[None], x[None] * 0.5))
+    assert len(handle.groups) == 6
+    assert handle.plan.offloaded == (0, 1, 2, 3)
+    assert statistics.reloaded_on_demand == 0
+
+
+def test_a_hugging_face_model_as_it_is():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=5,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=32,
+    )
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(config)
+    tokens = torch.randint(64, (2, 12), generator=torch.Generator().manual_seed(1))
+    handle, statistics = agrees(model, lambda model, x: model(input_ids=tokens, labels=tokens, use_cache=False).loss)
+    assert handle.groups == tuple(f"model.layers.{k}" for k in range(5))
+    assert statistics.reloaded_on_demand == 0
+    # The tables of the rotary embedding are saved in every layer, also in those that stay: copied and not freed.
+    tables = 2 * 12 * (32 // 4) * 4
+    assert statistics.bytes_offloaded - statistics.bytes_reloaded == 3 * tables
+
+
+# What is chosen
+
+
+@pytest.mark.parametrize(
+    "layers",
+    [
+        "blocks",
+        "blocks.*",
+        "blocks.[0-5]",
+        ["blocks.?"],
+        Block,
+        [Block],
+        lambda model: model.blocks,
+        lambda model: list(model.blocks),
+        lambda model: model.blocks[:6],
+        lambda model: (block for block in model.blocks),
+        lambda model: ["blocks.0", model.blocks[1], "blocks.[2-3]", *model.blocks[4:]],
+    ],
+)
+def test_ways_to_say_which(layers):
+    model = Transformer(6)
+    handle = offload(model, layers=layers if isinstance(layers, (str, list, type)) else layers(model))
+    assert handle.groups == tuple(f"blocks.{k}" for k in range(6))
+    step(model)
+    assert handle.statistics().tensors_offloaded > 0
+
+
+def test_several_modules_of_each_block():
+    handle, statistics = agrees(Transformer(4), layers=["*.attention", "*.mlp"])
+    assert handle.groups[:4] == ("blocks.0.attention", "blocks.0.mlp", "blocks.1.attention", "blocks.1.mlp")
+    assert handle.plan.offloaded == (0, 1, 2, 3, 4, 5)
+    assert statistics.reloaded_on_demand == 0
+    # For each attention its input, one storage of query, key and value, the weights and what they select; for each
+    # MLP its input and the tanh.
+    attention, mlp = UNIT + 3 * UNIT + ROWS * ROWS * 4 + UNIT, UNIT + 2 * UNIT
+    assert statistics.bytes_offloaded == 3 * 3 * (attention + mlp)
+    assert statistics.bytes_kept[Reason.OUTSIDE] > 0
+
+
+def test_dense_and_other_blocks_mixed():
+    class Other(Mlp):
+        pass
+
+    class Mixed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList([Other() if k % 2 else Mlp() for k in range(8)])
+
+        def forward(self, x):
+            for block in self.blocks:
+                x = x + block(x)
+            return x
+
+    handle, statistics = agrees(Mixed(), layers=[Other, "blocks.*"])
+    assert handle.plan.offloaded == (0, 1, 2, 3, 4, 5)
+    assert "Other: 3 of 4 leave" in str(handle)
+    assert statistics.reloaded_on_demand == 0
+
+
+def test_the_model_itself_as_a_group_of_one():
+    model = Wave()
+    with pytest.warns(UserWarning, match=r"None of the groups that were found \(\d\) leaves"):
+        handle = offload(model, layers=[model])
+    assert handle.groups == ("(the whole model)",)
+    step(model)
+    assert handle.statistics().bytes_offloaded == 0
+
+
+# How many
+
+
+@pytest.mark.parametrize("num_layers", range(6))
+def test_num_layers(num_layers):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        handle, statistics = agrees(Waves(6), steps=1, num_layers=num_layers)
+    assert handle.plan.offloaded == tuple(range(num_layers))
+    assert statistics.bytes_offloaded == num_layers * 2 * UNIT
+    stay = 6 - num_layers
+    assert statistics.peak_resident_bytes == min(stay * 2 + 1, 12) * UNIT
+
+
+@pytest.mark.parametrize(
+    ("fraction", "leaving"), [(0.0, 0), (0.1, 0), (0.125, 1), (0.25, 1), (0.5, 2), (0.7, 3), (1.0, 4), (1, 4)]
+)
+def test_fraction(fraction, leaving):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        handle, statistics = agrees(Waves(6), steps=1, fraction=fraction)
+    assert handle.plan.offloaded == tuple(range(leaving))
+    assert statistics.bytes_offloaded == leaving * 2 * UNIT
+
+
+def test_min_bytes_is_the_smallest_that_leaves():
+    _, statistics = agrees(Waves(6), steps=1, min_bytes=UNIT)
+    assert statistics.tensors_offloaded == 8
+    _, statistics = agrees(Waves(6), steps=1, min_bytes=UNIT + 1)
+    assert statistics.tensors_offloaded == 0
+    # The weights of the blocks are parameters; they are smaller as well, and a size is what is asked first.
+    assert statistics.tensors_kept[Reason.SMALL] >= 12
+    assert statistics.bytes_kept[Reason.SMALL] >= 12 * UNIT
+    _, statistics = agrees(Waves(6), steps=1, min_bytes=0)
+    assert statistics.tensors_offloaded == 8
+
+
+def test_min_bytes_is_a_mebibyte_unless_told():
+    with actoffload.device.use(actoffload.device.ReferenceDevice()):
+        model = Waves(4)
+        handle = actoffload.offload(model)
+    rows = 2**20 // (WIDTH * 4)
+    for size, copied in ((rows - 1, 0), (rows, 4)):
+        handle.reset_statistics()
+        model(torch.randn(size, WIDTH)).sum().backward()
+        assert handle.statistics().tensors_offloaded == copied
+
+
+@pytest.mark.parametrize("limit", [0, UNIT, 3 * UNIT])
+def test_max_host_bytes(limit, monkeypatch):
+    monkeypatch.setattr(actoffload.engine.hostpool, "GRANULE", UNIT)
+    monkeypatch.setattr(actoffload.engine.hostpool, "SPLIT", UNIT)
+    with pytest.warns(HostMemoryWarning) as told:
+        _, statistics = agrees(Waves(6), max_host_bytes=limit)
+    assert len([warning for warning in told if warning.category is HostMemoryWarning]) == 1
+    assert statistics.host_bytes <= limit
+    assert statistics.bytes_offloaded <= 3 * limit
+    assert statistics.tensors_kept[Reason.HOST_FULL] == 3 * 8 - statistics.tensors_offloaded
+
+
+def test_max_host_bytes_that_suffice():
+    _, statistics = agrees(Waves(6), max_host_bytes=2**21)
+    assert statistics.tensors_offloaded == 3 * 8
+
+
+@pytest.mark.parametrize(("inflight", "distance", "ahead"), [(None, 3, 3), (1, 1, 2), (2, 2, 3), (3, 3, 3), (9, 3, 3)])
+def test_max_inflight(inflight, distance, ahead):
+    handle, statistics = agrees(Waves(8), steps=1, num_layers=5, max_inflight=inflight)
+    plan = handle.plan
+    for k in range(5):
+        assert plan.find(Do.RELEASE, k).layer - k == distance
+        assert plan.find(Do.RELOAD, k).layer - k == ahead
+    assert statistics.bytes_offloaded == 10 * UNIT
+    # Three groups stay in any case; the limit decides how many that leave are on the device with them.
+    assert statistics.peak_resident_bytes <= (3 * 2 + 1) * UNIT
+
+
+# Keep
+
+
+@pytest.mark.parametrize(
+    "keep",
+    ["*.attention", Attention, lambda model: [block.attention for block in model.blocks], ["*.attention", Attention]],
+)
+def test_keep_inside_of_chosen_modules(keep):
+    model = Transformer(5)
+    all_of_it = agrees(copy.deepcopy(model), steps=1)[1]
+    handle, statistics = agrees(model, steps=1, keep=keep(model) if callable(keep) and keep is not Attention else keep)
+    attention = UNIT + 3 * UNIT + ROWS * ROWS * 4 + UNIT
+    assert all_of_it.bytes_offloaded - statistics.bytes_offloaded == 3 * attention
+    assert statistics.bytes_kept[Reason.KEPT] >= 5 * attention
+    assert "kept: blocks.0.attention ... blocks.4.attention" in str(handle)
+
+
+def test_chosen_inside_of_kept_inside_of_chosen():
+    """The innermost rule: the MLP leaves, though the attention around it is kept, and the block around that leaves."""
+
+    class Around(Attention):
+        def __init__(self):
+            super().__init__()
+            self.inner = Wave()
+
+        def forward(self, x):
+            return super().forward(self.inner(x))
+
+    class Wrapper(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.around, self.wave = Around(), Wave()
+
+        def forward(self, x):
+            return self.wave(self.around(x))
+
+    model = Waves(4, Wrapper)
+    handle, _ = agrees(model, layers=["blocks.*", "*.around.inner"], keep="*.around", num_layers=3)
+    assert handle.groups[:3] == ("blocks.0", "blocks.0.around.inner", "blocks.0 (part 2)")
+    handle.reset_statistics()
+    step(model)  # that a block goes on behind its inner one was learned in the first step
+    # The inner wave and the outer one leave in three of four blocks; of the attention between them nothing.
+    statistics = handle.statistics()
+    assert statistics.bytes_offloaded == 3 * (2 + 2) * UNIT
+    assert statistics.bytes_kept[Reason.KEPT] >= 4 * (UNIT + 3 * UNIT + ROWS * ROWS * 4)
+
+
+def test_keep_around_chosen_modules_and_the_whole_model():
+    model = Transformer(5)
+    _, statistics = agrees(model, steps=1, keep=[model])
+    assert statistics.tensors_offloaded > 0
+    assert Reason.OUTSIDE not in statistics.bytes_kept
+    assert statistics.bytes_kept[Reason.KEPT] >= UNIT  # the input of the head
+
+
+def test_what_is_kept_counts_for_its_reason_and_stays_resident():
+    model = Waves(6)
+    handle, statistics = agrees(model, steps=1, keep=["blocks.0"], layers="blocks.[1-5]")
+    assert handle.groups == tuple(f"blocks.{k}" for k in range(1, 6))
+    assert statistics.tensors_kept[Reason.KEPT] == 2
+    assert statistics.bytes_kept[Reason.KEPT] == 2 * UNIT
+    assert statistics.bytes_offloaded == 3 * 2 * UNIT
+
+
+# Marks
+
+
+def test_the_marks_work_in_groups_and_outside_nothing_is_on():
+    seen = []
+
+    class Marking(Wave):
+        def forward(self, x):
+            seen.append(actoffload.is_cpu_offload_enabled())
+            h = x * self.scale
+            actoffload.mark_not_offload(h)
+            return torch.sin(h)
+
+    model = Waves(6, Marking)
+    handle, statistics = agrees(model, steps=1)
+    assert seen == [False] * 6 + [True] * 6
+    assert statistics.tensors_kept[Reason.MARKED] == 6
+    assert statistics.bytes_offloaded == 4 * UNIT
+    with handle.paused():
+        model(data())
+    assert seen[-1] is False
+    assert not actoffload.is_cpu_offload_enabled()
+
+
+def test_statistics_start_anew():
+    model = Waves(6)
+    handle = offload(model)
+    step(model)
+    one = handle.statistics()
+    step(model)
+    assert handle.statistics().bytes_offloaded == 2 * one.bytes_offloaded
+    handle.reset_statistics()
+    assert handle.statistics().bytes_offloaded == 0
+    step(model)
+    again = handle.statistics()
+    assert (again.bytes_offloaded, again.peak_resident_bytes) == (one.bytes_offloaded, one.peak_resident_bytes)
+    assert again.tensors_kept == one.tensors_kept

@@ -1,0 +1,134 @@
+"""What `actoffload.offload` refuses, and how it says so."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from pathlib import Path
+
+import pytest
+from torch import nn
+from whole_model import (
+    Transformer,
+    Waves,
+    data,
+    nothing_installed,
+    offload,
+)
+
+
+def step(model, seed: int = 0) -> None:
+    model(data(seed)).sum().backward()
+
+
+# Errors
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_layers": -1}, "num_layers is -1; expected 0 or more"),
+        ({"num_layers": 6}, "num_layers is 6, but there are 6 groups of a kind, and the last has to stay"),
+        ({"fraction": 1.01}, "fraction is 1.01; expected a part of the groups, from 0.0 to 1.0"),
+        ({"fraction": -0.5}, "fraction is -0.5"),
+        ({"fraction": math.nan}, "fraction is nan"),
+        ({"min_bytes": -1}, "min_bytes is -1; expected a number of bytes"),
+        ({"max_host_bytes": -1}, "max_host_bytes is -1; expected a number of bytes, or None"),
+        ({"max_inflight": 0}, "max_inflight is 0; expected at least 1"),
+        ({"layers": "*.nothing"}, r"layers: '\*.nothing' matches no module of this Transformer"),
+        ({"layers": []}, "layers is empty"),
+        ({"keep": "*.nothing"}, r"keep: '\*.nothing' matches no module"),
+        ({"keep": nn.Conv2d}, "keep: no module of this Transformer is a Conv2d"),
+        ({"layers": "blocks", "keep": "blocks.2"}, "'blocks.2' is chosen by layers and by keep"),
+    ],
+)
+def test_bad_values_are_named(options, message):
+    model = Transformer(6)
+    with pytest.raises(ValueError, match=message):
+        offload(model, **options)
+    nothing_installed(model)
+    assert offload(model).installed  # a call that failed leaves nothing behind
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_layers": 2.5}, "num_layers is 2.5"),
+        ({"num_layers": "all"}, "num_layers is 'all'"),
+        ({"num_layers": True}, "num_layers is True"),
+        ({"fraction": "half"}, "fraction is 'half'"),
+        ({"min_bytes": "1 MiB"}, "min_bytes is '1 MiB'"),
+        ({"min_bytes": None}, "min_bytes is None"),
+        ({"max_host_bytes": 1e9}, "max_host_bytes is 1000000000.0"),
+        ({"max_inflight": 1.5}, "max_inflight is 1.5"),
+        ({"layers": 3}, "layers got an int"),
+        ({"layers": [3]}, "layers has an int among its entries"),
+        ({"keep": None}, "keep got a NoneType"),
+    ],
+)
+def test_values_of_another_type_are_named(options, message):
+    model = Transformer(6)
+    with pytest.raises(TypeError, match=message):
+        offload(model, **options)
+    nothing_installed(model)
+
+
+def test_numbers_of_numpy_are_numbers():
+    numpy = pytest.importorskip("numpy")
+    handle = offload(Waves(6), num_layers=numpy.int64(3), min_bytes=numpy.int32(64), fraction=numpy.float32(1.0))
+    assert handle.plan.offloaded == (0, 1, 2)
+
+
+def test_what_is_no_module_is_refused():
+    with pytest.raises(TypeError, match=r"offload got a function; expected a torch\.nn\.Module"):
+        offload(lambda x: x)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="offload got a list"):
+        offload([nn.Linear(2, 2)])  # type: ignore[arg-type]
+
+
+def test_nothing_found_lists_the_candidates():
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.stem, self.head = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    with pytest.raises(ValueError, match="Found no repeated blocks in this Two") as raised:
+        offload(Two())
+    for said in ("'stem' (Linear)", "'head' (Linear)", "layers="):
+        assert said in str(raised.value)
+    with pytest.raises(ValueError, match=r"Its lists are the model itself \(1 Linear, 1 ReLU\)\."):
+        offload(nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
+
+
+def test_a_module_of_another_model():
+    model, other = Waves(3), Waves(3)
+    with pytest.raises(ValueError, match="no part of this Waves"):
+        offload(model, layers=[*model.blocks[:2], other.blocks[2]])
+
+
+def test_offloaded_twice():
+    model = Waves(6)
+    handle = offload(model)
+    with pytest.raises(ValueError, match=r"offloaded already: call remove\(\) of its handle"):
+        offload(model)
+    handle.remove()
+    offload(model)
+
+
+def test_offloaded_twice_though_the_first_handle_was_thrown_away():
+    model = Waves(6)
+    offload(model)
+    with pytest.raises(ValueError, match="offloaded already"):
+        offload(model)
+
+
+def test_so_few_groups_that_none_leaves_is_told():
+    with pytest.warns(UserWarning, match=r"None of the groups that were found \(\d\) leaves") as told:
+        handle = offload(Waves(2))
+    assert handle.plan.offloaded == ()
+    assert "0 of 2 groups leave" in str(handle)
+    assert told[0].filename == str(Path(__file__).parents[1] / "whole_model.py")  # where offload was called
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        offload(Waves(6), num_layers=0)  # asked for
+        offload(Waves(6), fraction=0.0)

@@ -1,0 +1,255 @@
+"""The handle: what it shows, and how offloading is changed, paused and ended."""
+
+from __future__ import annotations
+
+import copy
+from contextlib import ExitStack
+
+import pytest
+from helpers import nothing_held
+from whole_model import (
+    UNIT,
+    Transformer,
+    Waves,
+    call,
+    data,
+    equal,
+    hooks,
+    nothing_installed,
+    offload,
+    train,
+)
+
+import actoffload
+
+
+def step(model, seed: int = 0) -> None:
+    model(data(seed)).sum().backward()
+
+
+# What it shows
+
+
+def test_print_of_one_kind():
+    assert str(offload(Waves(6))) == (
+        "offload of Waves: 4 of 6 groups leave the device\n"
+        "  layer: 4 of 6 leave\n"
+        "    leave  blocks.0 ... blocks.3\n"
+        "    stay   blocks.4 ... blocks.5\n"
+        "  each leaves while the group 2 places behind it computes"
+    )
+
+
+def test_print_of_several_kinds_with_kept_modules():
+    handle = offload(Transformer(3), layers=["*.attention", "*.mlp"], keep=["head", "inp"])
+    assert str(handle) == (
+        "offload of Transformer: 4 of 6 groups leave the device\n"
+        "  *.attention: 2 of 3 leave\n"
+        "    leave  blocks.0.attention ... blocks.1.attention\n"
+        "    stay   blocks.2.attention\n"
+        "  *.mlp: 2 of 3 leave\n"
+        "    leave  blocks.0.mlp ... blocks.1.mlp\n"
+        "    stay   blocks.2.mlp\n"
+        "  kept: inp, head\n"
+        "  each leaves while the group 2 places behind it computes"
+    )
+
+
+def test_print_says_when_it_is_removed_or_paused():
+    handle = offload(Waves(6))
+    with handle.paused():
+        assert str(handle).startswith("offload of Waves (paused): 4 of 6")
+    assert str(handle).startswith("offload of Waves: 4 of 6")
+    handle.remove()
+    assert str(handle).startswith("offload of Waves (removed): 4 of 6")
+
+
+def test_print_when_nothing_leaves():
+    assert str(offload(Waves(6), num_layers=0)) == (
+        "offload of Waves: 0 of 6 groups leave the device\n  layer: 0 of 6 leave\n    stay   blocks.0 ... blocks.5"
+    )
+
+
+def test_repr():
+    assert repr(offload(Waves(6))) == "<OffloadHandle of Waves: 4 of 6 groups>"
+
+
+def test_the_plan_is_that_of_the_schedule():
+    handle = offload(Waves(6), num_layers=3, max_inflight=2)
+    assert handle.plan == actoffload.schedule.GroupSchedule(3, max_inflight=2).plan(["layer"] * 6)
+
+
+# Change of mind
+
+
+def test_reschedule():
+    model = Waves(6)
+    reference = copy.deepcopy(model)
+    handle = offload(model)
+    step(model)
+    host = handle.statistics().host_bytes
+    model.zero_grad(set_to_none=True)
+    for options, leaving in [
+        ({"num_layers": 2}, 2),
+        ({"num_layers": 5, "max_inflight": 1}, 5),
+        ({"num_layers": 0}, 0),
+        ({"fraction": 0.5}, 2),
+        ({}, 4),
+    ]:
+        handle.reschedule(**options)
+        handle.reset_statistics()
+        equal(train(model, steps=2), train(reference, steps=2))
+        statistics = handle.statistics()
+        assert statistics.bytes_offloaded == 2 * leaving * 2 * UNIT
+        assert statistics.reloaded_on_demand == 0
+        assert statistics.host_bytes >= host > 0
+        assert str(handle).startswith(f"offload of Waves: {leaving} of 6")
+        nothing_held(handle)
+
+
+@pytest.mark.parametrize("options", [{"num_layers": 6}, {"num_layers": -1}, {"fraction": 2.0}, {"max_inflight": 0}])
+def test_a_bad_reschedule_changes_nothing(options):
+    handle = offload(Waves(6))
+    before = handle.plan
+    with pytest.raises(ValueError, match="is"):
+        handle.reschedule(**options)
+    assert handle.plan == before
+
+
+def test_reschedule_between_forward_and_backward():
+    """The pass goes on as it began."""
+    model = Waves(6)
+    handle = offload(model, num_layers=2)
+    y = model(data())
+    handle.reschedule(num_layers=5)
+    y.sum().backward()
+    statistics = handle.statistics()
+    assert statistics.bytes_offloaded == 2 * 2 * UNIT
+    assert (statistics.reloaded_ahead, statistics.reloaded_on_demand) == (4, 0)
+    del y
+    nothing_held(handle)
+    step(model)
+    assert handle.statistics().bytes_offloaded == (2 + 5) * 2 * UNIT
+
+
+# Pausing and removing
+
+
+def test_paused():
+    model = Waves(6)
+    reference = copy.deepcopy(model)
+    handle = offload(model)
+    assert handle.active
+    assert handle.installed
+    with handle.paused() as same:
+        assert same is handle
+        assert not handle.active
+        assert handle.installed
+        with handle.paused():
+            equal(train(model), train(reference))
+        equal(train(model), train(reference))
+        assert handle.statistics() == offload(Waves(6)).statistics()
+    assert handle.active
+    equal(train(model), train(reference))
+    assert handle.statistics().passes == 3
+
+
+def test_paused_ends_with_an_exception():
+    handle = offload(Waves(6))
+    with pytest.raises(KeyError), handle.paused():
+        raise KeyError
+    assert handle.active
+
+
+def test_paused_between_forward_and_backward():
+    model = Waves(6)
+    handle = offload(model)
+    y = model(data())
+    with handle.paused():
+        y.sum().backward()
+        z = model(data())
+    z.sum().backward()
+    statistics = handle.statistics()
+    assert (statistics.passes, statistics.reloaded_ahead, statistics.reloaded_on_demand) == (1, 8, 0)
+
+
+def test_paused_in_the_middle_of_a_forward():
+    model = Waves(6)
+    handle = offload(model)
+    with ExitStack() as stack:
+
+        def pause(*_):
+            stack.enter_context(handle.paused())
+
+        model.blocks[2].register_forward_hook(pause)
+        y = model(data())
+        assert not handle.active
+        y.sum().backward()
+    assert handle.statistics().bytes_offloaded == 8 * UNIT
+    assert handle.active
+
+
+def test_remove_leaves_the_model_as_it_was():
+    model = Transformer(6)
+    model.blocks[1].register_forward_hook(lambda *_: None)
+    before, state = hooks(model), list(model.state_dict())
+    keys = [set(module.__dict__) for module in model.modules()]
+    handle = offload(model, layers=["blocks.*", "*.mlp"], keep="*.norm1")
+    assert hooks(model) != before
+    assert list(model.state_dict()) == state
+    step(model)
+    handle.remove()
+    assert hooks(model) == before
+    assert [set(module.__dict__) for module in model.modules()] == keys
+    nothing_installed()
+    assert not handle.installed
+    assert not handle.active
+    handle.remove()
+    assert handle.statistics().host_bytes == 0
+    before = handle.statistics()
+    step(model)
+    assert handle.statistics() == before
+
+
+def test_removed_between_forward_and_backward():
+    model = Waves(6)
+    reference = copy.deepcopy(model)
+    handle = offload(model)
+    y = model(data())
+    handle.remove()
+    y.square().sum().backward()
+    got = [p.grad for p in model.parameters()]
+    call(reference, data()).square().sum().backward()
+    equal(got, [p.grad for p in reference.parameters()])
+    del y
+    nothing_held(handle)
+    assert handle.statistics().host_bytes == 0
+
+
+def test_as_a_context_manager():
+    model = Waves(6)
+    handle = offload(model)
+    with pytest.raises(KeyError), handle:
+        raise KeyError
+    assert not handle.installed
+    nothing_installed(model)
+    with offload(model) as handle:
+        step(model)
+        assert handle.statistics().tensors_offloaded == 8
+
+
+def test_removed_from_inside_of_a_forward():
+    """By a hook of the program's own: what began goes on, and nothing stays installed."""
+    model = Waves(6)
+    reference = copy.deepcopy(model)
+    handle = offload(model)
+    hook = model.blocks[3].register_forward_hook(lambda *_: handle.remove())
+    y = model(data())
+    hook.remove()
+    nothing_installed(model)
+    y.square().sum().backward()
+    call(reference, data()).square().sum().backward()
+    equal([p.grad for p in model.parameters()], [p.grad for p in reference.parameters()])
+    del y
+    nothing_held(handle)
+    step(model)

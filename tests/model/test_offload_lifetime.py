@@ -1,0 +1,172 @@
+"""What a model under `offload` holds, and for how long: graphs, hooks, copies of the model, the model itself."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+
+import pytest
+import torch
+from helpers import alive, no_gc, nothing_held
+from whole_model import UNIT, Transformer, Waves, data, equal, hooks, offload, train
+
+from actoffload.engine.engine import Engine
+from actoffload.engine.hostpool import HostPool
+from actoffload.engine.layer import Layer, LivenessToken
+from actoffload.engine.model_pass import ModelPass
+from actoffload.engine.pack import Moved
+from actoffload.engine.storage import SavedStorage
+from actoffload.model.tracker import Tracker
+
+OURS = (SavedStorage, ModelPass, Layer, Moved, LivenessToken)
+
+
+def start() -> torch.Tensor:
+    return data().requires_grad_() * 1.0
+
+
+# By reference counts alone
+
+
+def test_the_model_and_the_handle_are_freed_by_reference_counts():
+    with no_gc():
+        model = Transformer(6)
+        handle = offload(model, layers=["blocks.*", "*.mlp"], keep="*.norm1")
+        for _ in range(3):
+            model(start()).sum().backward()
+        with handle.recording():
+            model(start()).sum().backward()
+        print(handle, handle.report(), handle.timeline())
+        refs = [weakref.ref(p) for p in model.parameters()]
+        refs += [weakref.ref(thing) for thing in (model, handle, handle._engine, handle._tracker)]
+        del model, handle
+        assert [ref() for ref in refs if ref() is not None] == []
+        assert gc.collect() == 0
+
+
+def test_the_handle_is_freed_and_the_model_goes_on():
+    """Nobody has to keep it: ``actoffload.offload(model)`` alone is a program too."""
+    with no_gc():
+        model = Waves(6)
+        want = train(copy.deepcopy(model))
+        handle = offload(model)
+        gone, engine = weakref.ref(handle), handle._engine
+        del handle
+        assert gone() is None
+        equal(train(model), want)
+        assert engine.statistics().bytes_offloaded == 3 * 8 * UNIT
+
+
+def test_a_handle_whose_model_is_gone():
+    with no_gc():
+        model = Waves(6)
+        handle = offload(model)
+        model(start()).sum().backward()
+        del model
+        assert "offload of Waves" in str(handle)
+        assert handle.report().groups
+        assert repr(handle).startswith("<OffloadHandle of Waves")
+        handle.remove()
+        assert handle.statistics().host_bytes == 0
+
+
+def test_removing_frees_everything_of_ours():
+    with no_gc():
+        before = alive(Tracker, Engine, HostPool, *OURS)
+        model = Waves(6)
+        handle = offload(model)
+        model(start()).sum().backward()
+        handle.remove()
+        del handle
+        assert alive(Tracker, Engine, HostPool, *OURS) == before
+        assert not any(hooks(model))
+
+
+def test_a_step_leaves_no_cycle():
+    with no_gc():
+        others = alive(*OURS)
+        model = Transformer(6)
+        handle = offload(model)
+        model(start()).sum().backward()
+        gc.collect()
+        for _ in range(3):
+            y = model(start())
+            assert alive(SavedStorage) > 4
+            y.sum().backward()
+            del y
+            assert alive(*OURS) == others + len(handle.groups), "the layers of the latest pass are kept for the report"
+            assert gc.collect() == 0
+        nothing_held(handle)
+
+
+@pytest.mark.parametrize("blocks_run", range(1, 7))
+def test_a_graph_thrown_away_gives_everything_back_at_once(blocks_run):
+    model = Waves(6)
+    handle = offload(model)
+    with no_gc():
+        for _ in range(3):
+            y = start()
+            for block in model.blocks[:blocks_run]:
+                y = block(y)
+            assert handle.statistics().resident_bytes > 0
+            del y
+            nothing_held(handle)
+            y = model(start())
+            assert handle.statistics().resident_bytes == 4 * UNIT
+            assert handle.statistics().host_bytes_used == 8 * UNIT
+            del y
+            nothing_held(handle)
+
+
+def test_memory_is_freed_while_backward_runs():
+    model = Waves(8)
+    handle = offload(model)
+    levels = []
+
+    def watch(module, args, y):
+        y.register_hook(lambda gradient: levels.append(handle.statistics().resident_bytes))
+
+    for block in model.blocks:
+        block.register_forward_hook(watch)
+    model(start()).sum().backward()
+    assert levels[0] == 4 * UNIT
+    assert max(levels) <= 5 * UNIT
+    assert levels[-1] <= 4 * UNIT
+    nothing_held(handle)
+
+
+def test_retain_graph_and_a_second_backward():
+    model = Waves(6)
+    handle = offload(model)
+    y = model(start())
+    after_forward = handle.statistics()
+    got = []
+    for k in range(3):
+        y.sum().backward(retain_graph=True)
+        now = handle.statistics()
+        assert now.resident_bytes == after_forward.resident_bytes, "reloaded tensors stayed"
+        assert now.bytes_reloaded == (k + 1) * after_forward.bytes_offloaded == (k + 1) * 8 * UNIT
+        assert now.reloaded_on_demand == 0
+        got.append([p.grad for p in model.parameters()])
+        model.zero_grad()
+    equal(got[1], got[0])
+    equal(got[2], got[0])
+    y.sum().backward()
+    del y
+    nothing_held(handle)
+
+
+def test_a_graph_that_outlives_the_handle_and_the_model():
+    with no_gc():
+        model = Waves(6)
+        handle = offload(model)
+        x = data().requires_grad_()
+        want = torch.autograd.grad(copy.deepcopy(model)(x).sum(), x)
+        y = model(x)
+        engine = handle._engine
+        handle.remove()
+        del model, handle
+        equal(list(torch.autograd.grad(y.sum(), x)), list(want))
+        del y
+        assert engine.statistics().host_bytes_used == 0

@@ -1,0 +1,201 @@
+"""Blocks that a loop of the program's own calls, without calling the model: pipelines, mainly."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from helpers import nothing_held
+from torch import Tensor, nn
+from whole_model import UNIT, Transformer, Wave, Waves, agrees, data, equal, measured, offload, train
+
+from actoffload.report import Reason
+
+SAVES = Wave.SAVES * UNIT
+
+
+def names(order: list[int]) -> tuple[str, ...]:
+    return tuple(f"blocks.{k}" for k in order)
+
+
+# A loop of the program's own
+
+
+def loop(model: nn.Module, x: Tensor) -> Tensor:
+    """Run the blocks as a pipeline stage does, without calling the model."""
+    for block in model.blocks:
+        x = block(x)
+    return x
+
+
+def test_a_loop_of_the_programs_own():
+    model = Waves(6)
+    handle, statistics = agrees(model, loop)
+    assert statistics.passes == 3
+    assert statistics.bytes_offloaded == 3 * 4 * SAVES
+    assert statistics.reloaded_on_demand == 0
+    assert statistics.peak_resident_bytes == 5 * UNIT
+    assert handle.report().passes == 3
+
+
+def test_a_loop_in_another_order_than_registered():
+    order = [3, 0, 5, 1, 4, 2]
+
+    def run(model, x):
+        for k in order:
+            x = model.blocks[k](x)
+        return x
+
+    model = Waves(6)
+    handle, _ = agrees(model, run, steps=4)
+    assert handle.groups == names(order)
+    statistics = measured(handle, lambda: run(model, data()).sum().backward())
+    assert statistics.passes == 1
+    assert statistics.bytes_offloaded == 4 * SAVES
+    assert statistics.reloaded_on_demand == 0
+
+
+def test_a_loop_with_work_of_its_own_between_the_blocks():
+    def run(model, x):
+        for block in model.blocks:
+            x = torch.sin(block(x)) * x
+        return x
+
+    _, statistics = agrees(Waves(6), run)
+    assert statistics.passes == 3
+    # What the loop itself saves, it saves where nothing is installed; what a block saves of it leaves all the same.
+    assert statistics.bytes_offloaded == 3 * 4 * SAVES
+
+
+@pytest.mark.parametrize("schedule", ["all forwards first", "1F1B", "interleaved stages"])
+def test_pipelines(schedule):
+    """Microbatches through the blocks of a stage, in the orders that pipelines use."""
+    model = Waves(6)
+    reference = copy.deepcopy(model)
+    handle = offload(model)
+
+    def go(model):
+        if schedule == "all forwards first":
+            losses = [loop(model, data(k)).square().sum() for k in range(4)]
+            for loss in losses:
+                loss.backward()
+        elif schedule == "1F1B":
+            losses = []
+            for k in range(4):
+                losses.append(loop(model, data(k)).square().sum())
+                if k >= 2:
+                    losses.pop(0).backward()
+            for loss in losses:
+                loss.backward()
+        else:  # two virtual stages in one process: the first half of two microbatches, then their second half
+            halves = []
+            for k in range(2):
+                x = data(k)
+                for block in model.blocks[:3]:
+                    x = block(x)
+                halves.append(x)
+            for x in halves:
+                for block in model.blocks[3:]:
+                    x = block(x)
+                x.square().sum().backward()
+        found = [p.grad for p in model.parameters()]
+        model.zero_grad()
+        return found
+
+    for _ in range(3):
+        equal(go(model), go(reference))
+        nothing_held(handle)
+    statistics = handle.statistics()
+    assert statistics.bytes_offloaded > 0
+    if schedule != "interleaved stages":
+        assert statistics.passes == 12
+        assert statistics.reloaded_on_demand == 0
+        assert statistics.bytes_offloaded == 12 * 4 * SAVES
+
+
+def test_a_loop_that_is_left_early_while_its_graph_is_held():
+    model = Waves(6)
+    reference = copy.deepcopy(model)
+    handle = offload(model)
+    short = data()
+    for block in model.blocks[:3]:
+        short = block(short)
+    equal(train(model, loop), train(reference, loop))
+    short.sum().backward()
+    model.zero_grad()
+    del short
+    equal(train(model, loop), train(reference, loop))
+    nothing_held(handle)
+    statistics = measured(handle, lambda: loop(model, data()).sum().backward())
+    assert statistics.bytes_offloaded == 4 * SAVES
+
+
+def test_a_loop_that_is_left_early_and_runs_backward():
+    """Its output is held on to: what comes next is another pass all the same."""
+    model = Waves(6)
+    handle = offload(model)
+    for _ in range(2):
+        loop(model, data()).sum().backward()
+    short = data()
+    for block in model.blocks[:3]:
+        short = block(short)
+    short.sum().backward()
+    before = handle.statistics().passes
+    loop(model, data()).sum().backward()
+    assert handle.statistics().passes > before
+    del short
+    # That it ended early was learned as well, so a whole one takes two passes at first.
+    loop(model, data()).sum().backward()
+    statistics = measured(handle, lambda: loop(model, data()).sum().backward())
+    assert (statistics.passes, statistics.bytes_offloaded) == (1, 4 * SAVES)
+    assert handle.groups == tuple(f"blocks.{k}" for k in range(6))
+
+
+def test_the_model_is_called_while_a_loop_is_half_way():
+    """Its forward is a pass of its own, and the loop goes on with another one."""
+    model = Waves(6)
+    reference = copy.deepcopy(model)
+    handle = offload(model)
+    found = []
+    for each in (model, reference):
+        half = data(3).requires_grad_() * 1.0
+        for block in each.blocks[:3]:
+            half = block(half)
+        y = each(data(4))
+        for block in each.blocks[3:]:
+            half = block(half)
+        (y + half).square().sum().backward()
+        found.append([p.grad for p in each.parameters()])
+        del half, y
+    equal(*found)
+    assert handle.statistics().passes == 3
+    nothing_held(handle)
+    model.zero_grad()
+    assert measured(handle, lambda: model(data()).sum().backward()).passes == 1
+    assert handle.groups == tuple(f"blocks.{k}" for k in range(6))
+
+
+def test_the_model_and_a_loop_in_turns():
+    model = Waves(6)
+    reference = copy.deepcopy(model)
+    handle = offload(model)
+    for k in range(4):
+        for run in (loop, lambda model, x: model(x)):
+            equal(train(model, run, steps=1 + k % 2), train(reference, run, steps=1 + k % 2))
+            nothing_held(handle)
+    assert handle.statistics().bytes_offloaded == handle.statistics().passes * 4 * SAVES
+
+
+def test_a_kept_module_that_the_loop_calls_alone():
+    model = Transformer(6)
+
+    def run(model, x):
+        x = model.inp(x)
+        for block in model.blocks:
+            x = block(x)
+        return model.head(model.norm(x))
+
+    handle, statistics = agrees(model, run, keep=["inp", "head"])
+    assert len(handle.report().leaving) == 4, "the report is that of the blocks"
+    assert statistics.bytes_kept[Reason.KEPT] > 0

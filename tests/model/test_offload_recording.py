@@ -1,0 +1,338 @@
+"""A recorded step of a model under `offload`: who holds memory, the timeline, and what it costs when it is off."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from whole_model import ROWS, UNIT, WIDTH, Transformer, Wave, Waves, data, offload
+
+import actoffload
+from actoffload.report import Reason
+from actoffload.schedule import Kind
+
+ATTENTION = UNIT + 3 * UNIT + ROWS * ROWS * 4 + UNIT
+MLP = UNIT + 2 * UNIT
+
+
+class Inside(Waves):
+    """Makes the input of its first block itself: what a model is called with is held by whoever calls it."""
+
+    def forward(self, x):
+        return super().forward(x * 1.0)
+
+
+def step(model: nn.Module, seed: int = 0) -> None:
+    model(data(seed).requires_grad_()).sum().backward()
+
+
+def reported(model: nn.Module, *, steps: int = 2, record: bool = False, **options: Any):
+    """Run some steps and return handle and report."""
+    handle = offload(model, **options)
+    for k in range(steps):
+        handle.reset_statistics()
+        if record and k == steps - 1:
+            with handle.recording():
+                step(model, k)
+        else:
+            step(model, k)
+    return handle, handle.report()
+
+
+def said(report: actoffload.report.Report) -> str:
+    return " ".join(report.advice)
+
+
+# Who holds it
+
+
+class Caching(Wave):
+    """A wave that keeps a tensor for itself."""
+
+    caches = True
+
+    def forward(self, x):
+        h = x * self.scale
+        if self.caches:
+            self.cache = [h]
+        return torch.sin(h)
+
+
+def test_memory_that_somebody_holds_is_found_and_its_holder_named():
+    model = Inside(6, Caching)
+    handle, report = reported(model)
+    assert (report.expected_bytes, report.dropped_bytes, report.r) == (8 * UNIT, 4 * UNIT, 0.5)
+    assert [group.bytes_not_freed for group in report.groups] == [UNIT] * 4 + [0] * 2
+    assert report.held == ()
+    assert "Half of the bytes of 4 groups (blocks.0 … 3) (8.0 KiB of 16.0 KiB)" in said(report)
+    assert "record a step with handle.recording() to learn who" in said(report)
+    with handle.recording():
+        step(model)
+    report = handle.report()
+    assert [(held.group, held.nbytes) for held in report.held] == [(f"blocks.{k}", UNIT) for k in range(4)]
+    for k, held in enumerate(report.held):
+        assert held.holders == (f"attribute `cache[0]` of blocks.{k} (Caching)",)
+    assert "because attribute `cache[0]` of blocks.0 (Caching)" in said(report)
+    step(model)  # the names stay right as long as the same is held
+    assert [held.holders for held in handle.report().held] == [held.holders for held in report.held]
+    for block in model.blocks:
+        block.caches = False
+        del block.cache
+    step(model)
+    assert handle.report().held == ()
+    assert handle.report().r == 1.0
+
+
+def test_local_variables_of_the_program_are_named():
+    hidden = []
+    model = Inside(6)
+    for block in model.blocks:
+        block.register_forward_hook(lambda module, args, y: hidden.append(y))
+    _, report = reported(model, steps=1, record=True)
+    # The input of block 0 is nobody's; those of blocks 1 to 3 are the outputs of the blocks before.
+    assert [held.group for held in report.held] == ["blocks.1", "blocks.2", "blocks.3"]
+    assert all("hidden" in holder for held in report.held for holder in held.holders)
+
+
+def test_what_only_passes_through_the_call_of_the_model_is_named_as_that():
+    class Returning(Waves):
+        def forward(self, x):
+            found = []
+            for block in self.blocks:
+                found.append(x)
+                x = block(x)
+            return x, {"hidden": found}
+
+    model = Returning(6)
+    handle = offload(model)
+    with handle.recording():
+        model(data())[0].sum().backward()
+    assert [held.group for held in handle.report().held] == [f"blocks.{k}" for k in range(4)]
+    of = "of what the model returns"
+    assert [held.holders for held in handle.report().held] == [
+        (f"`[1]['hidden'][0]` {of}", "`args[0]` of what the model was called with"),
+        *((f"`[1]['hidden'][{k}]` {of}",) for k in range(1, 4)),
+    ]
+    assert f"because `[1]['hidden'][*]` {of} hold references: return only what the loss needs" in said(handle.report())
+    model = Waves(6)
+    handle = offload(model)
+    with handle.recording():
+        model(data()).sum().backward()
+    assert [(held.group, held.holders) for held in handle.report().held] == [
+        ("blocks.0", ("`args[0]` of what the model was called with",))
+    ]
+    x = data()
+    with handle.recording():
+        model(x).sum().backward()
+    ((line,),) = [held.holders for held in handle.report().held]
+    assert line.startswith("local variable `x` of test_what_only_passes")
+
+
+def test_the_modules_that_save_outside_are_named_and_may_be_chosen():
+    model = Transformer(5)
+    handle, report = reported(model, layers="*.attention", record=True)
+    norm = UNIT + 2 * ROWS * 4
+    assert report.outside_modules == {
+        "blocks.*.norm1": 5 * norm,
+        "blocks.*.norm2": 5 * norm,
+        "blocks.*.mlp.up": 5 * UNIT,
+        "blocks.*.mlp": 5 * 2 * UNIT,
+        "norm": norm,
+        "head": UNIT,
+    }
+    assert sum(report.outside_modules.values()) == report.outside[Reason.OUTSIDE][1]
+    assert "add `blocks.*.mlp`, which saves 20.0 KiB of them, to layers" in said(report)
+    handle.remove()
+    _, better = reported(model, layers=["*.attention", "blocks.*.mlp"], record=True)
+    assert better.totals.bytes_offloaded == 4 * (ATTENTION + MLP)
+    assert "blocks.*.mlp" not in better.outside_modules
+
+
+def test_a_name_stands_for_itself_where_its_pattern_would_mean_others_too():
+    inner = nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4)])
+    model = nn.Sequential(
+        nn.Linear(WIDTH, WIDTH), nn.Sequential(nn.Linear(WIDTH, WIDTH), inner), nn.Linear(WIDTH, WIDTH)
+    )
+    _, report = reported(model, record=True)
+    # "*.*" is also 1.1, which holds the groups; and "*" is 1, which holds them too.
+    assert report.outside_modules == {"1.0": UNIT, "2": UNIT}
+    assert "`2` saves 2.0 KiB of them, and would stay as a group too" in said(report)
+    alone = Transformer(3)
+    alone.blocks[1].extra = nn.Linear(WIDTH, WIDTH)
+    alone.blocks[1].norm2.register_forward_hook(lambda module, args, output: alone.blocks[1].extra(output))
+    _, report = reported(alone, layers="*.attention", record=True)
+    assert "blocks.1.extra" in report.outside_modules  # a pattern stands for several
+
+
+# Recording
+
+
+class Counting(actoffload.device.ReferenceDevice):
+    """A device that counts what it is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+
+    def record(self, stream):
+        self.calls["record"] += 1
+        return super().record(stream)
+
+    def record_timed(self, stream):
+        self.calls["record_timed"] += 1
+        return super().record_timed(stream)
+
+    def synchronize(self, device):
+        self.calls["synchronize"] += 1
+
+
+def test_without_a_recording_no_timed_event_is_made_and_nothing_is_looked_for(monkeypatch):
+    from actoffload.model import reporting
+
+    searches = []
+    search = reporting.find_all_holders
+    monkeypatch.setattr(reporting, "find_all_holders", lambda *a: searches.append(a) or search(*a))
+    device = Counting()
+    model = Inside(6, Caching)
+    handle = offload(model, device=device)
+    counts = []
+    for _ in range(2):
+        device.calls.clear()
+        step(model)
+        handle.report()
+        counts.append(dict(device.calls))
+    assert counts[0] == counts[1]
+    assert set(counts[0]) == {"record"}
+    assert not searches
+    with handle.recording():
+        device.calls.clear()
+        step(model)
+        assert device.calls["record_timed"] > 20
+        assert device.calls["synchronize"] == 0, "nothing waits while a step is recorded"
+    assert len(searches) == 1
+    handle.report()
+    device.calls.clear()
+    step(model)
+    assert dict(device.calls) == counts[0]
+    assert len(searches) == 1
+
+
+def test_the_search_for_holders_is_no_part_of_the_step(monkeypatch):
+    from actoffload.model import reporting
+
+    search = reporting.find_all_holders
+    monkeypatch.setattr(reporting, "find_all_holders", lambda *a: time.sleep(1.0) or search(*a))
+    model = Inside(6, Caching)
+    _, report = reported(model, record=True, device=actoffload.device.ReferenceDevice(wall_clock=True))
+    assert len(report.held) == 4
+    assert 0 < report.step_seconds < 1.0
+
+
+def test_a_recording_is_of_one_step_and_stays():
+    model = Inside(6)
+    handle, report = reported(model, record=True)
+    assert report.step_seconds is not None
+    first = handle.timeline().timeline
+    step(model)
+    assert handle.timeline().timeline is first
+    assert handle.report().step_seconds == report.step_seconds
+    with pytest.warns(UserWarning, match="Nothing was recorded"), handle.recording():
+        pass  # what was recorded before stays
+    assert handle.timeline().timeline is first
+    with handle.recording():
+        step(model)
+    assert handle.timeline().timeline is not first
+
+
+def test_asked_for_too_early_or_twice():
+    model = Inside(6)
+    handle = offload(model)
+    with handle.recording():
+        step(model)
+        with pytest.raises(RuntimeError, match="leave the block"):
+            handle.timeline()
+        assert handle.report().step_seconds is None
+        with pytest.raises(RuntimeError, match="A step is being recorded already"), handle.recording():
+            pass
+        step(model)
+    # What was asked for too early did not cut the recording short.
+    assert handle.timeline().timeline.nbytes(Kind.D2H) == 16 * UNIT
+
+
+def test_a_recording_that_an_exception_ends():
+    model = Inside(6)
+    handle = offload(model)
+    with pytest.raises(KeyError), handle.recording():
+        raise KeyError
+    with pytest.raises(RuntimeError, match="No step was recorded"):
+        handle.timeline()
+    step(model)
+    with handle.recording():
+        step(model)
+    assert handle.timeline().timeline.nbytes(Kind.H2D) == 8 * UNIT
+
+
+def test_the_timeline_has_names_and_everything_that_was_copied(tmp_path):
+    model, device = Transformer(4), actoffload.device.ReferenceDevice(wall_clock=True)
+    handle, report = reported(model, record=True, layers=["*.attention", "*.mlp"], device=device)
+    timeline = handle.timeline()
+    assert timeline.names == tuple(group.name for group in report.groups)
+    spans = timeline.timeline
+    for k, group in enumerate(report.groups):
+        for kind in (Kind.D2H, Kind.H2D):
+            assert sum(span.nbytes for span in spans.of(kind) if span.layer == k) == group.bytes_offloaded
+        assert len([span for span in spans.of(Kind.FORWARD) if span.layer == k]) == 1
+        assert len([span for span in spans.of(Kind.BACKWARD) if span.layer == k]) == 1
+    assert spans.peak_bytes == handle.statistics().peak_resident_bytes
+    assert "blocks.0.attention" in [timeline.name(k) for k in range(8)]
+    assert "whole step" in str(timeline)
+    file = timeline.save_trace(tmp_path / "step.json")
+    trace = json.loads(file.read_text())
+    names = {event["name"] for event in trace["traceEvents"]}
+    assert {
+        "forward blocks.0.attention",
+        "backward blocks.3.mlp",
+        "offload blocks.2.mlp",
+        "reload blocks.0.mlp",
+    } <= names
+    copied = sum(event["args"]["bytes"] for event in trace["traceEvents"] if event.get("cat") == "offload")
+    assert copied == report.totals.bytes_offloaded
+
+
+def test_the_timeline_is_drawn():
+    pytest.importorskip("matplotlib").use("agg")
+    from matplotlib import pyplot
+
+    handle, _ = reported(Inside(6), record=True)
+    figure = handle.timeline().figure()
+    assert [axes.get_xlabel() or axes.get_ylabel() for axes in figure.axes]
+    pyplot.close(figure)
+
+
+def test_parts_of_a_module_have_lines_of_their_own():
+    handle, report = reported(Transformer(4), layers=["blocks.*", "*.mlp"], record=True)
+    names = [group.name for group in report.groups]
+    assert names[:3] == ["blocks.0", "blocks.0.mlp", "blocks.0 (part 2)"]
+    assert handle.timeline().names == tuple(names)
+
+
+def test_ranges_for_profilers_are_asked_for(monkeypatch):
+    from actoffload.engine import recorder
+
+    shown: list[str] = []
+    monkeypatch.setattr(recorder, "start", lambda name: shown.append(name) or name)
+    monkeypatch.setattr(recorder, "stop", lambda range_: None)
+    model = Inside(4)
+    handle = offload(model)
+    step(model)
+    with handle.recording():
+        step(model)
+    assert not shown
+    with handle.recording(nvtx=True):
+        step(model)
+    assert {"forward of blocks.0", "backward of blocks.3", "offload (D2H) of blocks.0"} <= set(shown)

@@ -1,0 +1,309 @@
+"""`handle.report()`, `handle.timeline()` and `handle.recording()` end to end: against counts by hand and statistics."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from helpers import no_gc
+from torch import nn
+from whole_model import ROWS, UNIT, WIDTH, Attention, Mlp, Transformer, Wave, Waves, data, offload
+
+import actoffload
+from actoffload.report import Reason
+from actoffload.schedule import Kind
+
+ATTENTION = UNIT + 3 * UNIT + ROWS * ROWS * 4 + UNIT
+MLP = UNIT + 2 * UNIT
+
+
+class Inside(Waves):
+    """Makes the input of its first block itself: what a model is called with is held by whoever calls it."""
+
+    def forward(self, x):
+        return super().forward(x * 1.0)
+
+
+def step(model: nn.Module, seed: int = 0) -> None:
+    model(data(seed).requires_grad_()).sum().backward()
+
+
+def reported(model: nn.Module, *, steps: int = 2, record: bool = False, **options: Any):
+    """Run some steps and return handle and report."""
+    handle = offload(model, **options)
+    for k in range(steps):
+        handle.reset_statistics()
+        if record and k == steps - 1:
+            with handle.recording():
+                step(model, k)
+        else:
+            step(model, k)
+    return handle, handle.report()
+
+
+def said(report: actoffload.report.Report) -> str:
+    return " ".join(report.advice)
+
+
+# Numbers
+
+
+@pytest.mark.parametrize("record", [False, True])
+def test_bytes_by_group_agree_with_counts_by_hand_and_with_statistics(record):
+    handle, report = reported(Inside(6), record=record)
+    assert [group.name for group in report.groups] == [f"blocks.{k}" for k in range(6)]
+    for k, group in enumerate(report.groups):
+        assert (group.kind, group.calls, group.leaves) == ("layer", 1, k < 4)
+        assert (group.storages, group.bytes_saved) == (2, 2 * UNIT)
+        assert group.bytes_offloaded == (2 * UNIT if k < 4 else 0)
+        assert (group.reloaded_ahead, group.reloaded_on_demand) == ((2, 0) if k < 4 else (0, 0))
+        assert group.bytes_reloaded == (2 * UNIT if k < 4 else 0)
+        assert group.bytes_not_freed == 0
+        # The scale of each block; the input of the model asks for a gradient, so the first saves it as well.
+        assert group.kept == {Reason.PARAMETER: (1, WIDTH * 4)}
+    statistics, totals = handle.statistics(), report.totals
+    assert totals.bytes_saved == statistics.bytes_saved == 12 * UNIT
+    assert totals.bytes_offloaded == statistics.bytes_offloaded == 8 * UNIT
+    assert totals.bytes_reloaded == statistics.bytes_reloaded == 8 * UNIT
+    assert totals.storages == statistics.tensors_saved
+    assert (totals.reloaded_ahead, totals.reloaded_on_demand) == (8, 0)
+    assert report.peak_resident_bytes == statistics.peak_resident_bytes == 5 * UNIT
+    assert report.host_bytes_high_water == statistics.host_bytes_high_water
+    assert {reason: entry[0] for reason, entry in report.kept.items()} == statistics.tensors_kept
+    assert {reason: entry[1] for reason, entry in report.kept.items()} == statistics.bytes_kept
+    assert (report.r, report.expected_bytes, report.dropped_bytes) == (1.0, 8 * UNIT, 8 * UNIT)
+    assert (report.num_layers, report.passes, report.order) == (4, 1, "")
+
+
+@pytest.mark.parametrize("record", [False, True])
+def test_a_transformer_with_several_kinds(record):
+    handle, report = reported(Transformer(4), record=record, layers=["*.attention", "*.mlp"], keep="head")
+    statistics = handle.statistics()
+    by_name = {group.name: group for group in report.groups}
+    for k in range(4):
+        attention, mlp = by_name[f"blocks.{k}.attention"], by_name[f"blocks.{k}.mlp"]
+        assert (attention.bytes_saved, mlp.bytes_saved) == (ATTENTION, MLP)
+        assert attention.bytes_offloaded == (ATTENTION if k < 3 else 0)
+        assert mlp.bytes_offloaded == (MLP if k < 3 else 0)
+        assert (attention.kind, mlp.kind) == ("*.attention", "*.mlp")
+    assert report.totals.bytes_offloaded == statistics.bytes_offloaded
+    assert report.totals.bytes_reloaded == statistics.bytes_reloaded
+    assert report.r == 1.0
+    # The input of the head is kept; norms and their neighbours lie outside of all groups.
+    assert report.outside[Reason.KEPT] == (1, UNIT)
+    assert report.outside[Reason.OUTSIDE][1] == statistics.bytes_kept[Reason.OUTSIDE] > 0
+    assert {reason: entry for reason, (_, entry) in report.kept.items()} == statistics.bytes_kept
+    # What is saved and is no weight: in groups, and outside.
+    assert report.activation_bytes == 4 * (ATTENTION + MLP) + sum(
+        nbytes for reason, (_, nbytes) in report.outside.items() if reason is not Reason.PARAMETER
+    )
+
+
+def test_a_storage_that_is_saved_often_counts_once():
+    class Often(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(WIDTH))
+
+        def forward(self, x):
+            h = x * self.scale
+            return torch.sin(h) + torch.cos(h) + h * h + torch.sin(h.t()).t()
+
+    _, report = reported(Inside(5, Often))
+    assert [(group.storages, group.bytes_saved) for group in report.groups] == [(2, 2 * UNIT)] * 5
+
+
+def test_a_storage_that_two_groups_save_counts_in_the_first():
+    class Tanh(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(WIDTH))
+
+        def forward(self, x):
+            return torch.tanh(x * self.scale)  # saves its input and its output, which is the input of the next
+
+    handle, report = reported(Inside(6, Tanh))
+    assert [group.storages for group in report.groups] == [2, 1, 1, 1, 1, 1]
+    assert report.totals.bytes_saved == handle.statistics().bytes_saved == 7 * UNIT
+    assert report.totals.bytes_offloaded == handle.statistics().bytes_offloaded == 5 * UNIT
+    assert report.totals.bytes_reloaded == handle.statistics().bytes_reloaded == 4 * UNIT
+    # What block 3 hands on is saved by block 4 as well, which stays.
+    assert [group.kept.get(Reason.SHARED) for group in report.groups] == [None, None, None, (1, UNIT), None, None]
+    assert (report.expected_bytes, report.r) == (4 * UNIT, 1.0)
+    # Its copy was in vain, and the numbers add up with that.
+    assert [group.bytes_in_vain for group in report.groups] == [0, 0, 0, UNIT, 0, 0]
+    totals = report.totals
+    assert totals.bytes_offloaded - totals.bytes_in_vain == totals.bytes_reloaded == report.expected_bytes
+    assert "2.0 KiB of what was offloaded is kept as well" in str(report)
+
+
+def test_what_the_host_refused_was_not_copied_in_vain(monkeypatch):
+    class Tanh(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(WIDTH))
+
+        def forward(self, x):
+            return torch.tanh(x * self.scale)
+
+    monkeypatch.setattr(actoffload.engine.hostpool, "GRANULE", UNIT)
+    monkeypatch.setattr(actoffload.engine.hostpool, "SPLIT", UNIT)
+    with pytest.warns(actoffload.HostMemoryWarning):
+        _, report = reported(Inside(6, Tanh), max_host_bytes=2 * UNIT)
+    assert report.kept[Reason.SHARED] == (1, UNIT)
+    assert report.totals.bytes_offloaded > 0
+    assert report.totals.bytes_in_vain == 0
+
+
+def test_a_layer_that_is_called_often_is_one_line():
+    class Albert(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = Wave()
+
+        def forward(self, x):
+            x = x * 1.0
+            for _ in range(6):
+                x = self.layer(x)
+            return x
+
+    with pytest.warns(UserWarning, match="None of the groups"):
+        _, report = reported(Albert(), layers="layer", record=True)
+    (group,) = report.groups
+    assert (group.calls, group.storages, group.bytes_saved) == (6, 12, 12 * UNIT)
+    assert (group.bytes_offloaded, group.bytes_reloaded, group.bytes_not_freed) == (8 * UNIT, 8 * UNIT, 0)
+    assert report.r == 1.0
+
+
+def test_groups_that_did_not_run_are_named():
+    class Early(Inside):
+        exit: int | None = None
+
+        def forward(self, x):
+            x = x * 1.0
+            for block in self.blocks[: self.exit]:
+                x = block(x)
+            return x
+
+    model = Early(8)
+    handle, _ = reported(model)
+    model.exit = 5
+    step(model)
+    report = handle.report()
+    assert [group.calls for group in report.groups] == [1] * 5 + [0] * 3
+    assert [group.name for group in report.groups][5:] == ["blocks.5", "blocks.6", "blocks.7"]
+    assert "another order" in report.order
+    step(model)
+    assert handle.report().order == ""
+
+
+def test_what_the_host_had_no_room_for_is_a_reason(monkeypatch):
+    monkeypatch.setattr(actoffload.engine.hostpool, "GRANULE", UNIT)
+    monkeypatch.setattr(actoffload.engine.hostpool, "SPLIT", UNIT)
+    with pytest.warns(actoffload.HostMemoryWarning):
+        handle, report = reported(Inside(6), max_host_bytes=4 * UNIT)
+    missing = handle.statistics().bytes_kept[Reason.HOST_FULL]
+    assert missing == report.kept[Reason.HOST_FULL][1] == 8 * UNIT - report.totals.bytes_offloaded > 0
+    assert report.r == report.totals.bytes_offloaded / (8 * UNIT)
+    assert f"raise max_host_bytes to at least {4 * UNIT + 2**21} " in said(report)
+
+
+# When
+
+
+def test_before_anything_has_run():
+    model = Waves(6)
+    handle = offload(model)
+    with pytest.raises(RuntimeError, match="nothing to report yet"):
+        handle.report()
+    with pytest.raises(RuntimeError, match="No step was recorded"):
+        handle.timeline()
+    with torch.no_grad():
+        model(data())
+    with pytest.raises(RuntimeError, match="nothing to report yet"):
+        handle.report()
+
+
+def test_the_report_is_of_the_latest_pass_also_after_a_failed_one():
+    class Failing(Inside):
+        fails = False
+
+        def forward(self, x):
+            if self.fails:
+                self.blocks[0](x)
+                raise KeyError
+            return super().forward(x)
+
+    model = Failing(6)
+    handle, report = reported(model)
+    model.fails = True
+    with pytest.raises(KeyError):
+        step(model)
+    assert handle.report().totals == report.totals
+    model.fails = False
+    step(model)
+    assert handle.report().totals == report.totals
+
+
+def test_a_report_keeps_no_memory_and_no_graph():
+    model = Inside(6)
+    handle = offload(model)
+    with no_gc():
+        with handle.recording():
+            y = model(data().requires_grad_())
+        report, timeline = handle.report(), handle.timeline()
+        del y
+        assert handle.statistics().resident_bytes == 0
+        assert handle.statistics().host_bytes_used == 0
+        assert report.totals.bytes_offloaded == 8 * UNIT
+        assert timeline.timeline.nbytes(Kind.D2H) == 8 * UNIT
+
+
+# Advice
+
+
+def test_advice_when_min_bytes_is_too_large():
+    _, report = reported(Inside(6), min_bytes=UNIT + 1)
+    assert report.kept[Reason.SMALL] == (12, 12 * UNIT)
+    assert f"with min_bytes={UNIT // 2} most of these bytes could leave" in said(report)
+    assert "100.0 % of the activations (24.0 KiB in 12 tensors)" in said(report)
+    assert "Nothing was copied, although 4 of 6 groups should leave" in said(report)
+    _, report = reported(Inside(6), min_bytes=UNIT // 2)  # as was said
+    assert report.advice[0].startswith("Nothing to do: 16.0 KiB of 24.0 KiB of activations (66.7 %) left the device")
+
+
+def test_advice_when_much_is_saved_outside():
+    _, report = reported(Transformer(6), layers="*.mlp")
+    share = report.outside[Reason.OUTSIDE][1] / report.activation_bytes
+    assert share > 0.3
+    assert f"{100 * share:.1f} % of the activations" in said(report)
+    assert 'for the reason "saved outside of the chosen modules"' in said(report)
+
+
+def test_advice_when_much_is_kept():
+    _, report = reported(Transformer(6), keep=Attention)
+    assert "take their module out of keep if they may leave" in said(report)
+    _, report = reported(Transformer(6), keep=[Mlp, Attention])
+    assert "take their module out of keep if they may leave" in said(report)
+
+
+def test_advice_when_nothing_leaves_or_too_few_groups_were_chosen():
+    _, report = reported(Inside(6), num_layers=0)
+    assert "None of 6 groups leaves the device: raise num_layers above 0." in said(report)
+    with pytest.warns(UserWarning, match="None of the groups"):
+        _, report = reported(Inside(2))
+    assert "Only 2 groups were chosen" in said(report)
+
+
+def test_of_a_storage_that_is_saved_in_part_that_part_is_copied_and_all_is_freed():
+    class Packed(nn.Module):
+        def forward(self, x):
+            return torch.sin((x * 1.0).repeat(3, 1)[-ROWS:])
+
+    model = Waves(6, Packed)
+    handle = offload(model, layers="blocks")
+    model(data().requires_grad_()).sum().backward()
+    totals = handle.report().totals
+    assert (totals.bytes_saved, totals.bytes_offloaded) == (6 * 3 * UNIT, 4 * UNIT)
+    assert handle.report().dropped_bytes == handle.report().expected_bytes == 4 * 3 * UNIT

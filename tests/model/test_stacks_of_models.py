@@ -1,0 +1,197 @@
+"""Finding the repeated blocks of models of Hugging Face, torchvision and timm, with random weights or none at all."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+
+from actoffload.model.module_names import block_type, starred
+from actoffload.model.select import choose
+
+
+def found(model: torch.nn.Module) -> dict[tuple[str, str], int]:
+    chosen = choose(model, None)
+    return dict(Counter((starred(each.name), block_type(each.module).__name__) for each in chosen))
+
+
+def library(name: str):
+    """Skip where a library is missing, or does not load beside this torch: a wheel for CUDA beside torch for CPU."""
+    return pytest.importorskip(name, exc_type=(ImportError, RuntimeError), reason=f"{name} is not installed or broken")
+
+
+SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "vocab_size": 64}
+TEXT = {**SMALL, "num_hidden_layers": 4, "num_key_value_heads": 2}
+BART = {"d_model": 32, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "vocab_size": 64} | {
+    "encoder_layers": 3, "decoder_layers": 2, "encoder_attention_heads": 4, "decoder_attention_heads": 4,
+}  # fmt: skip
+
+HUGGING_FACE = {
+    "LlamaForCausalLM": (TEXT, {("model.layers.*", "LlamaDecoderLayer"): 4}),
+    "MixtralForCausalLM": ({**TEXT, "num_local_experts": 8}, {("model.layers.*", "MixtralDecoderLayer"): 4}),
+    # Experts of their own type in half of the layers.
+    "Qwen2MoeForCausalLM": (
+        {**TEXT, "num_experts": 16, "moe_intermediate_size": 16, "decoder_sparse_step": 2},
+        {("model.layers.*", "Qwen2MoeDecoderLayer"): 4},
+    ),
+    "DeepseekV3ForCausalLM": (
+        {**TEXT, "num_key_value_heads": 4, "n_routed_experts": 8, "moe_intermediate_size": 16}
+        | {"first_k_dense_replace": 1},
+        {("model.layers.*", "DeepseekV3DecoderLayer"): 4},
+    ),
+    "GPT2LMHeadModel": (
+        {"n_embd": 32, "n_layer": 3, "n_head": 4, "vocab_size": 64},
+        {("transformer.h.*", "GPT2Block"): 3},
+    ),
+    "BartForConditionalGeneration": (
+        BART,
+        {("model.encoder.layers.*", "BartEncoderLayer"): 3, ("model.decoder.layers.*", "BartDecoderLayer"): 2},
+    ),
+    "WhisperForConditionalGeneration": (
+        {**BART, "pad_token_id": 0},
+        {("model.encoder.layers.*", "WhisperEncoderLayer"): 3, ("model.decoder.layers.*", "WhisperDecoderLayer"): 2},
+    ),
+    "T5ForConditionalGeneration": (
+        {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "vocab_size": 64},
+        {("encoder.block.*", "T5Block"): 2, ("decoder.block.*", "T5Block"): 2},
+    ),
+    "BertForMaskedLM": ({**SMALL, "num_hidden_layers": 3}, {("bert.encoder.layer.*", "BertLayer"): 3}),
+    "JambaForCausalLM": (
+        {**TEXT, "attn_layer_period": 4, "attn_layer_offset": 2, "num_experts": 4, "use_mamba_kernels": False},
+        {("model.layers.*", "JambaMambaDecoderLayer"): 3, ("model.layers.*", "JambaAttentionDecoderLayer"): 1},
+    ),
+    "MambaForCausalLM": (
+        {"hidden_size": 32, "num_hidden_layers": 3, "vocab_size": 64},
+        {("backbone.layers.*", "MambaBlock"): 3},
+    ),
+    "CLIPModel": (
+        {
+            "text_config": {**SMALL, "num_hidden_layers": 3},
+            "vision_config": {**SMALL, "num_hidden_layers": 5, "image_size": 32, "patch_size": 8},
+        },
+        {
+            ("text_model.encoder.layers.*", "CLIPEncoderLayer"): 3,
+            ("vision_model.encoder.layers.*", "CLIPEncoderLayer"): 5,
+        },
+    ),
+    # Their names are those of stages, and of parts of a block.
+    "SwinModel": ({"embed_dim": 12, "depths": [2, 2, 6, 2]}, {("encoder.layers.*.blocks.*", "SwinLayer"): 12}),
+    "ResNetModel": ({}, {("encoder.stages.*.layers.*", "ResNetBottleNeckLayer"): 16}),
+    "ConvNextModel": ({}, {("encoder.stages.*.layers.*", "ConvNextLayer"): 18}),
+    "SegformerModel": ({}, {("stages.*.blocks.*", "SegformerLayer"): 8}),
+    "MobileViTModel": (
+        {},
+        {("encoder.layer.*", "MobileViTMobileNetLayer"): 2, ("encoder.layer.*", "MobileViTLayer"): 3},
+    ),
+    # A stem of convolutions, and no names.
+    "Wav2Vec2Model": (
+        {**SMALL, "num_hidden_layers": 3},
+        {
+            ("feature_extractor.conv_layers.*", "Wav2Vec2GroupNormConvLayer"): 1,
+            ("feature_extractor.conv_layers.*", "Wav2Vec2NoLayerNormConvLayer"): 6,
+            ("encoder.layers.*", "Wav2Vec2EncoderLayer"): 3,
+        },
+    ),
+    # The text model within names no blocks, the vision model does.
+    "BlipForConditionalGeneration": (
+        {
+            "text_config": {**SMALL, "num_hidden_layers": 3, "encoder_hidden_size": 32, "bos_token_id": 1},
+            "vision_config": {**SMALL, "num_hidden_layers": 5, "image_size": 32, "patch_size": 8},
+        },
+        {
+            ("vision_model.encoder.layers.*", "BlipEncoderLayer"): 5,
+            ("text_decoder.bert.encoder.layer.*", "BlipTextLayer"): 3,
+        },
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HUGGING_FACE)
+def test_hugging_face(name):
+    transformers = library("transformers")
+    model_class = getattr(transformers, name)
+    options, want = HUGGING_FACE[name]
+    with torch.device("meta"):
+        model = model_class(model_class.config_class(**options))
+    assert found(model) == want
+
+
+def test_one_shared_block_of_albert_is_chosen_by_name():
+    transformers = library("transformers")
+    options = {**SMALL, "num_hidden_layers": 6, "embedding_size": 16}
+    with torch.device("meta"):
+        model = transformers.AlbertModel(transformers.AlbertConfig(**options))
+    with pytest.raises(ValueError, match=r"'encoder.albert_layer_groups' \(1 AlbertLayerGroup\)"):
+        choose(model, None)
+    (only,) = choose(model, "encoder.albert_layer_groups")
+    assert only.name == "encoder.albert_layer_groups.0"
+
+
+TORCHVISION = {
+    "resnet18": {("layer1.*", "BasicBlock"): 2, ("layer2.*", "BasicBlock"): 2}
+    | {("layer3.*", "BasicBlock"): 2, ("layer4.*", "BasicBlock"): 2},
+    "resnet50": {("layer1.*", "Bottleneck"): 3, ("layer2.*", "Bottleneck"): 4}
+    | {("layer3.*", "Bottleneck"): 6, ("layer4.*", "Bottleneck"): 3},
+    "vit_b_16": {(f"encoder.layers.encoder_layer_{k}", "EncoderBlock"): 1 for k in range(12)},
+    "convnext_tiny": {("features.*.*", "CNBlock"): 18, ("features.*", "Sequential"): 3},
+    "swin_t": {("features.*", "Sequential"): 1, ("features.*", "PatchMerging"): 3}
+    | {("features.*.*", "SwinTransformerBlock"): 12},
+    "mobilenet_v2": {("features.*", "InvertedResidual"): 17},
+    "mobilenet_v3_large": {("features.*", "InvertedResidual"): 15},
+    "efficientnet_b0": {("features.*.*", "MBConv"): 16},
+    "efficientnet_v2_s": {("features.*.*", "FusedMBConv"): 10, ("features.*.*", "MBConv"): 30},
+    "maxvit_t": {("stem.*", "Conv2dNormActivation"): 2, ("blocks.*.layers.*", "MaxVitLayer"): 11},
+    "shufflenet_v2_x1_0": {("stage2.*", "InvertedResidual"): 4, ("stage3.*", "InvertedResidual"): 8}
+    | {("stage4.*", "InvertedResidual"): 4},
+    "mnasnet1_0": {("layers.*.*", "_InvertedResidual"): 16},
+    "squeezenet1_1": {("features.*", "Fire"): 8},
+    "mvit_v2_s": {("blocks.*", "MultiscaleBlock"): 16},
+    "vgg11": {("features.*", "Conv2d"): 8, ("classifier.*", "Linear"): 3},
+}
+
+
+@pytest.mark.parametrize("name", TORCHVISION)
+def test_torchvision(name):
+    models = library("torchvision").models
+    with torch.device("meta"):
+        model = models.get_model(name, weights=None)
+    assert found(model) == TORCHVISION[name]
+
+
+def test_dense_layers_of_torchvision():
+    models = library("torchvision").models
+    with torch.device("meta"):
+        types = Counter(block_type(each.module).__name__ for each in choose(models.densenet121(), None))
+    assert types == {"_DenseLayer": 58, "_Transition": 3}
+
+
+TIMM = {
+    "resnet50": {("layer1.*", "Bottleneck"): 3, ("layer2.*", "Bottleneck"): 4}
+    | {("layer3.*", "Bottleneck"): 6, ("layer4.*", "Bottleneck"): 3},
+    "vit_tiny_patch16_224": {("blocks.*", "Block"): 12},
+    "convnext_tiny": {("stages.*.blocks.*", "ConvNeXtBlock"): 18},
+    "swin_tiny_patch4_window7_224": {("layers.*.blocks.*", "SwinTransformerBlock"): 12},
+    "maxvit_tiny_tf_224": {("stages.*.blocks.*", "MaxxVitBlock"): 11},
+    "coatnet_0_rw_224": {("stages.*.blocks.*", "MbConvBlock"): 5, ("stages.*.blocks.*", "TransformerBlock2d"): 9},
+    "efficientnet_b0": {("blocks.*", "Sequential"): 1, ("blocks.*.*", "InvertedResidual"): 15},
+    "mobilevit_s": {("stages.*.*", "BottleneckBlock"): 7, ("stages.*.*", "MobileVitBlock"): 3},
+    "mixer_s16_224": {("blocks.*", "MixerBlock"): 8},
+    "convmixer_768_32": {("blocks.*", "Sequential"): 32},
+    "twins_svt_small": {("patch_embeds.*", "PatchEmbed"): 4, ("blocks.*.*", "Block"): 18}
+    | {("pos_block.*", "PosConv"): 4},
+}
+
+
+@pytest.mark.parametrize("name", TIMM)
+def test_timm(name):
+    timm = library("timm")
+    with torch.device("meta"):
+        model = timm.create_model(name)
+    assert found(model) == TIMM[name]
+
+
+def test_regnet_of_timm_has_blocks_as_attributes():
+    timm = library("timm")
+    types = Counter(block_type(each.module).__name__ for each in choose(timm.create_model("regnety_016"), None))
+    assert types == {"Bottleneck": 27}

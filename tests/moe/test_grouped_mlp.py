@@ -1,0 +1,324 @@
+"""The grouped MLP: values, gradients, which products are used, and errors."""
+
+from __future__ import annotations
+
+import copy
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import same_bits
+from moe_reference import ACTIVATIONS, COUNTS, FFN, HIDDEN, OUT, gradients, operands, reference
+from torch import Tensor
+
+from actoffload.moe import GroupedMLP, grouped_mlp
+from actoffload.moe import grouped_linear as groups
+
+
+@contextmanager
+def garbage():
+    """Fill what torch allocates without setting it with NaN."""
+    torch.use_deterministic_algorithms(True)
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    try:
+        assert torch.empty(3).isnan().all()
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def used(monkeypatch):
+    """Count the calls of grouped_mm."""
+    calls = []
+    real = groups._grouped_mm
+
+    def counting(*args, **more):
+        calls.append(args)
+        return real(*args, **more)
+
+    monkeypatch.setattr(groups, "_grouped_mm", counting)
+    return calls
+
+
+# Values and gradients
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_gradients_of_the_loop(activation):
+    x, fc1, fc2 = operands(activation, counts=[3, 0, 2])
+
+    def run(*leaves: Tensor) -> Tensor:
+        return grouped_mlp(leaves[0], [3, 0, 2], *leaves[1:], activation=activation)
+
+    assert torch.autograd.gradcheck(run, (x, fc1, fc2))
+
+
+WAYS = {
+    "list": lambda counts: {"tokens_per_expert": counts},
+    "tuple": lambda counts: {"tokens_per_expert": tuple(counts)},
+    "counts": lambda counts: {"tokens_per_expert": torch.tensor(counts)},
+    "counts of few bits": lambda counts: {"tokens_per_expert": torch.tensor(counts, dtype=torch.uint8)},
+    "offsets": lambda counts: {"tokens_per_expert": None, "offsets": torch.tensor(counts).cumsum(0)},
+    "int32 offsets": lambda counts: {
+        "tokens_per_expert": None,
+        "offsets": torch.tensor(counts).cumsum(0, dtype=torch.int32),
+    },
+}
+
+
+@pytest.mark.parametrize("counts", [COUNTS, [0, 0, 4], [4], [0, 0]], ids=str)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_the_arithmetic_of_plain_autograd(activation, dtype, way, counts):
+    leaves = operands(activation, dtype, counts)
+    exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    with garbage():
+        y = grouped_mlp(
+            leaves[0], fc1_weight=leaves[1], fc2_weight=leaves[2], activation=activation, **WAYS[way](counts)
+        )
+        got = [y, *gradients(y, leaves)]
+    want = reference(exact[0], counts, *exact[1:], activation)
+    tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2}[dtype]
+    for mine, theirs in zip(got, [want, *gradients(want, exact)], strict=True):
+        assert mine.dtype is dtype
+        assert mine.shape == theirs.shape
+        scale = theirs.abs().max().item() if theirs.numel() else 0.0
+        assert torch.allclose(mine.double(), theirs, rtol=0, atol=tolerance * scale)
+    for gradient in got[2:]:
+        for count, of_expert in zip(counts, gradient, strict=True):
+            assert count or same_bits(of_expert, torch.zeros_like(of_expert))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_the_bits_of_autograd_through_grouped_mm(activation, dtype):
+    leaves = operands(activation, dtype)
+    offsets = torch.tensor(COUNTS).cumsum(0, dtype=torch.int32)
+    y = grouped_mlp(leaves[0], torch.tensor(COUNTS), *leaves[1:], activation=activation)
+    hidden = F.grouped_mm(leaves[0], leaves[1].transpose(1, 2), offs=offsets)
+    z = F.grouped_mm(ACTIVATIONS[activation][0](hidden), leaves[2].transpose(1, 2), offs=offsets)
+    for mine, theirs in zip([y, *gradients(y, leaves)], [z, *gradients(z, leaves)], strict=True):
+        assert same_bits(mine, theirs)
+
+
+@pytest.mark.parametrize("way", ["list", "counts", "offsets"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_rows_behind_the_last_expert(dtype, way):
+    leaves = operands("swiglu", dtype, behind=4)
+    with torch.no_grad():
+        leaves[0][-4:] = float("nan")
+    total = sum(COUNTS)
+    with garbage():
+        y = grouped_mlp(leaves[0], fc1_weight=leaves[1], fc2_weight=leaves[2], padded=True, **WAYS[way](COUNTS))
+        weight = torch.ones_like(y)
+        weight[total:] = float("nan")
+        got = [y, *torch.autograd.grad(y, leaves, weight)]
+    front = [leaves[0][:total].detach().requires_grad_(), *leaves[1:]]
+    z = reference(front[0], COUNTS, *front[1:])
+    want = [z, *torch.autograd.grad(z.sum(), front)]
+    for part, padded in zip(want[:2], got[:2], strict=True):
+        assert torch.allclose(part, padded[:total], rtol=1e-4)
+        assert same_bits(padded[total:], torch.zeros_like(padded[total:]))
+    for mine, theirs in zip(got[2:], want[2:], strict=True):
+        assert torch.allclose(mine, theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_operands_of_any_strides():
+    x, fc1, fc2 = operands(dtype=torch.float32)
+    y = grouped_mlp(x, torch.tensor(COUNTS), fc1, fc2)
+    want = [y, *gradients(y, [x, fc1, fc2])]
+    strided = [
+        x.detach().repeat(1, 2)[:, :HIDDEN].requires_grad_(),
+        fc1.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_(),
+        torch.stack([fc2.detach()] * 2, dim=-1)[..., 0].requires_grad_(),
+    ]
+    assert not any(leaf.is_contiguous() for leaf in strided)
+    y = grouped_mlp(strided[0], torch.tensor(COUNTS), *strided[1:])
+    for mine, theirs in zip([y, *gradients(y, strided)], want, strict=True):
+        assert torch.allclose(mine, theirs, atol=1e-4)
+    # The gradient that comes from a sum has no strides at all.
+    y = grouped_mlp(x, torch.tensor(COUNTS), fc1, fc2)
+    z = reference(x, COUNTS, fc1, fc2)
+    for mine, theirs in zip(*(torch.autograd.grad(t.sum(), [x, fc1, fc2]) for t in (y, z)), strict=True):
+        assert torch.allclose(mine, theirs, atol=1e-4)
+
+
+def test_a_second_gradient_is_refused():
+    leaves = operands()
+    y = grouped_mlp(leaves[0], COUNTS, *leaves[1:])
+    (first,) = torch.autograd.grad(y.square().sum(), leaves[0], create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        first.sum().backward()
+
+
+@pytest.mark.parametrize("counts", [COUNTS, torch.tensor(COUNTS)], ids=["list", "tensor"])
+def test_autocast(counts):
+    x, fc1, fc2 = operands(dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = grouped_mlp(x, counts, fc1, fc2)
+        assert y.dtype is torch.bfloat16
+    low = [t.detach().bfloat16().requires_grad_() for t in (x, fc1, fc2)]
+    z = grouped_mlp(low[0], counts, *low[1:])
+    assert same_bits(y, z)
+    for mine, theirs in zip(gradients(y, [x, fc1, fc2]), gradients(z, low), strict=True):
+        assert same_bits(mine, theirs.float())
+    # A backward inside of a region that its forward was not in.
+    y = grouped_mlp(x, counts, fc1, fc2)
+    want = gradients(y, [x, fc1, fc2])
+    y = grouped_mlp(x, counts, fc1, fc2)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert all(map(same_bits, gradients(y, [x, fc1, fc2]), want))
+        assert grouped_mlp(*operands()[:1], COUNTS, *operands()[1:]).dtype is torch.float64
+
+
+# Which products
+
+
+def test_grouped_mm_where_the_counts_are_a_tensor(used):
+    leaves = operands(dtype=torch.bfloat16)
+    y = grouped_mlp(leaves[0], torch.tensor(COUNTS), *leaves[1:])
+    assert len(used) == 2
+    gradients(y, leaves)
+    assert len(used) == 6
+
+
+@pytest.mark.parametrize("why", ["list", "float64", "odd width", "no grouped_mm", "no tokens"])
+def test_otherwise_a_loop(used, monkeypatch, why):
+    leaves = operands(dtype=torch.float64 if why == "float64" else torch.float32)
+    counts = COUNTS if why == "list" else torch.tensor(COUNTS)
+    if why == "odd width":
+        leaves[2] = leaves[2][:, :7].detach().requires_grad_()
+    elif why == "no grouped_mm":
+        monkeypatch.setattr(groups, "_grouped_mm", None)
+    elif why == "no tokens":
+        counts, leaves[0] = torch.zeros(5, dtype=torch.int64), leaves[0][:0].detach().requires_grad_()
+    y = grouped_mlp(leaves[0], counts, *leaves[1:])
+    gradients(y, leaves)
+    assert used == []
+
+
+def test_nothing_is_fetched_from_an_accelerator():
+    x, fc1, fc2 = (torch.empty(t.shape, device="meta", dtype=torch.bfloat16) for t in operands())
+    with pytest.raises(ValueError, match=r"tokens_per_expert is on meta, but grouped_mm has a kernel only for CUDA"):
+        grouped_mlp(x, torch.tensor(COUNTS, device="meta"), fc1, fc2)
+    with pytest.raises(ValueError, match=r"offsets is on meta.*counts\.tolist\(\) fetches them and waits"):
+        grouped_mlp(x, None, fc1, fc2, offsets=torch.tensor(COUNTS, device="meta"))
+    for counts in (COUNTS, torch.tensor(COUNTS)):  # on the host: a loop
+        assert grouped_mlp(x, counts, fc1, fc2).shape == (9, OUT)
+    with pytest.raises(ValueError, match="gives the experts 10 tokens and x has 9"):
+        grouped_mlp(x, torch.tensor([6, 0, 3, 1, 0]), fc1, fc2)
+
+
+def test_sums_over_no_rows_on_devices_where_the_kernel_leaves_garbage(monkeypatch):
+    real = groups._grouped_mm
+
+    def dirty(a, b, *, offs):
+        result = real(a, b, offs=offs)
+        if result.dim() == 3:
+            result[torch.tensor(COUNTS) == 0] = float("nan")
+        return result
+
+    monkeypatch.setattr(groups, "_grouped_mm", dirty)
+    leaves = operands(dtype=torch.float32)
+    for leaves_garbage in (True, False):
+        monkeypatch.setattr(groups, "_leaves_garbage", lambda device, answer=leaves_garbage: answer)
+        y = grouped_mlp(leaves[0], torch.tensor(COUNTS), *leaves[1:])
+        found = gradients(y, leaves)
+        assert any(bool(t.isnan().any()) for t in found) is not leaves_garbage
+        if leaves_garbage:
+            z = reference(leaves[0], COUNTS, *leaves[1:])
+            assert all(torch.allclose(a, b, atol=1e-3) for a, b in zip(found, gradients(z, leaves), strict=True))
+
+
+# The module
+
+PER_EXPERT = [30, 0, 33, 1]
+TOKENS = sum(PER_EXPERT)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_the_module(activation):
+    mlp = GroupedMLP(4, HIDDEN, FFN, activation=activation, dtype=torch.float64)
+    width = ACTIVATIONS[activation][1]
+    assert mlp.fc1_weight.shape == (4, width * FFN, HIDDEN)
+    assert mlp.fc2_weight.shape == (4, HIDDEN, FFN)
+    assert mlp.fc1_weight.abs().max() <= HIDDEN**-0.5
+    assert 0.9 * FFN**-0.5 < mlp.fc2_weight.abs().max() <= FFN**-0.5
+    x = torch.randn(TOKENS, HIDDEN, dtype=torch.float64)
+    want = reference(x, PER_EXPERT, mlp.fc1_weight, mlp.fc2_weight, activation)
+    ends = torch.tensor(PER_EXPERT).cumsum(0)
+    for y in (mlp(x, PER_EXPERT), mlp(x, offsets=ends), copy.deepcopy(mlp)(x, torch.tensor(PER_EXPERT))):
+        assert torch.allclose(y, want, rtol=1e-12)
+    padded = mlp(torch.cat([x, x[:2]]), PER_EXPERT, padded=True)
+    assert torch.allclose(padded[:TOKENS], want, rtol=1e-12)
+    assert sorted(mlp.state_dict()) == ["fc1_weight", "fc2_weight"]
+    with torch.no_grad():
+        assert not mlp(x, PER_EXPERT).requires_grad
+
+
+def test_the_module_prints_what_it_keeps():
+    assert repr(GroupedMLP(4, 16, 24)) == "GroupedMLP(4, 16, 24, activation='swiglu')"
+    mlp = GroupedMLP(4, 16, 24, activation="srelu", keep_fc1_input=True, keep_fc2_input=True)
+    assert repr(mlp) == "GroupedMLP(4, 16, 24, activation='srelu', keep_fc1_input=True, keep_fc2_input=True)"
+
+
+# Errors
+
+X, W1, W2 = torch.zeros(4, 8), torch.zeros(2, 32, 8), torch.zeros(2, 8, 16)
+WRONG = [
+    ((X, None, W1, W2), {}, ValueError, "Give either tokens_per_expert or offsets"),
+    ((X, [4, 0], W1, W2), {"offsets": torch.tensor([4, 4])}, ValueError, "Give either tokens_per_expert or offsets"),
+    ((X, [4, 1], W1, W2), {}, ValueError, r"gives the experts 5 tokens and x has 4; expected the same number"),
+    ((X, [1, 1], W1, W2), {}, ValueError, r"gives the experts 2 tokens and x has 4; .*padded=True"),
+    ((X, [4, 1], W1, W2), {"padded": True}, ValueError, r"5 tokens and x has 4; expected the same number or fewer"),
+    ((X, [4], W1, W2), {}, ValueError, r"tokens_per_expert has 1 entries; expected one for each of the 2 experts"),
+    ((X, [5, -1], W1, W2), {}, ValueError, r"gives expert 1 a negative number of tokens"),
+    ((X, [4.0, 0.0], W1, W2), {}, TypeError, r"expected an integer tensor \[experts\], or a sequence of ints"),
+    ((X, [4, None], W1, W2), {}, TypeError, r"tokens_per_expert is a list with a NoneType in it; expected"),
+    ((X, 4, W1, W2), {}, TypeError, r"tokens_per_expert is a int; expected"),
+    ((X, torch.tensor([4, 1]), W1, W2), {}, ValueError, r"gives the experts 5 tokens"),
+    ((X, torch.tensor([4.0, 0.0]), W1, W2), {}, TypeError, r"tokens_per_expert has dtype torch.float32"),
+    ((X, torch.tensor([True, False]), W1, W2), {}, TypeError, r"tokens_per_expert has dtype torch.bool"),
+    ((X, torch.tensor([[4, 0]]), W1, W2), {}, ValueError, r"shape \[1, 2\]; expected one number for each expert"),
+    ((X, torch.tensor([4, 0], device="meta"), W1, W2), {}, ValueError, r"tokens_per_expert is on meta and x on cpu"),
+    ((X, None, W1, W2), {"offsets": [4, 4]}, TypeError, r"offsets is a list; expected an integer tensor"),
+    ((X, None, W1, W2), {"offsets": torch.tensor([4, 3])}, ValueError, r"gives expert 1 a negative number"),
+    ((X, None, W1, W2), {"offsets": torch.tensor([1, 3])}, ValueError, r"offsets gives the experts 3 tokens"),
+    ((X, [4, 0], W1, W2), {"activation": "tanh"}, ValueError, r"activation is 'tanh'; expected one of 'swiglu'"),
+    ((X, [4, 0], W1, W2), {"activation": ["silu"]}, ValueError, r"activation is \['silu'\]; expected one of"),
+    (
+        (X, [4, 0], W1, W2),
+        {"activation": "silu"},
+        ValueError,
+        r"fc1_weight has 32 rows .*; expected 16, the 16 columns",
+    ),
+    ((X, [4, 0], W1[:, :16], W2), {}, ValueError, r"fc1_weight has 16 rows .*; expected 32, twice the 16 columns"),
+    ((X[:, :4], [4, 0], W1, W2), {}, ValueError, r"x has 4 columns; expected 8"),
+    ((X, [4, 0], W1, W2[:1]), {}, ValueError, r"fc1_weight has 2 experts and fc2_weight 1"),
+    ((X[0], [4, 0], W1, W2), {}, ValueError, r"x has shape \[8\]; expected 2 dimensions"),
+    ((X, [4, 0], W1[0], W2), {}, ValueError, r"fc1_weight has shape \[32, 8\]; expected 3 dimensions"),
+    ((X, [4, 0], W1, [W2]), {}, TypeError, r"fc2_weight is a list; expected a tensor"),
+    ((X.long(), [4, 0], W1, W2), {}, TypeError, r"x has dtype torch.int64; expected a floating point dtype"),
+    ((X, [4, 0], W1.double(), W2), {}, TypeError, r"x has dtype torch.float32 and fc1_weight torch.float64"),
+    ((X, [4, 0], W1, W2.to("meta")), {}, ValueError, r"x is on cpu and fc2_weight on meta"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "more", "error", "text"), WRONG)
+def test_wrong_arguments_are_named(arguments, more, error, text):
+    with pytest.raises(error, match=text):
+        grouped_mlp(*arguments, **more)
+
+
+def test_an_unknown_activation_of_the_module():
+    with pytest.raises(ValueError, match="activation is 'swish'; expected one of"):
+        GroupedMLP(2, 8, 16, activation="swish")
+
+
+@pytest.mark.parametrize(("sizes", "text"), [((0, 8, 16), "num_experts is 0"), ((2, 8, 0), "ffn_size is 0")])
+def test_sizes_of_the_module(sizes, text):
+    with pytest.raises(ValueError, match=f"{text}; expected an int of at least 1"):
+        GroupedMLP(*sizes)

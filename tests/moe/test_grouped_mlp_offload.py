@@ -1,0 +1,283 @@
+"""Exactly what of the grouped MLP leaves the device, when, and what stays."""
+
+from __future__ import annotations
+
+import itertools
+from contextlib import contextmanager
+
+import pytest
+import torch
+from helpers import any_size, make, nothing_held, same_bits
+from moe_reference import COUNTS, FFN, HIDDEN, gradients, operands, reference
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import actoffload
+from actoffload.device import ReferenceDevice
+from actoffload.moe import GroupedMLP, grouped_mlp
+from actoffload.moe import grouped_linear as groups
+from actoffload.report import Reason
+from actoffload.schedule import Kind
+
+SAVED = {"fc1_input": HIDDEN, "activation_input": 2 * FFN, "fc2_input": FFN}
+TOKENS = 64
+
+
+def module(**more) -> GroupedMLP:
+    torch.manual_seed(3)
+    return GroupedMLP(4, HIDDEN, FFN, **more)
+
+
+def step(mlp, pair, counts, x=None, behind=2):
+    """Run the module as the first layer of three, and return the bits that it gives."""
+    context, sync = pair
+    leaf = torch.randn(TOKENS, HIDDEN, generator=torch.Generator().manual_seed(2)) if x is None else x.detach().clone()
+    leaf.requires_grad_()
+    mlp.zero_grad()
+    y = leaf * 1.0
+    with context:
+        y = mlp(y, counts)
+    y = sync(y)
+    for _ in range(behind):
+        with context:
+            y = y * 1.0
+        y = sync(y)
+    y.square().sum().backward()
+    return [y.detach(), leaf.grad, *(p.grad for p in mlp.parameters())]
+
+
+PER_EXPERT = [30, 0, 33, 1]
+
+
+@pytest.mark.parametrize("counts", [PER_EXPERT, torch.tensor(PER_EXPERT)], ids=["list", "tensor"])
+@pytest.mark.parametrize("kept", [c for n in range(4) for c in itertools.combinations(SAVED, n)], ids="+".join)
+def test_exactly_what_leaves_and_what_stays(kept, counts):
+    mlp = module(**{f"keep_{name}": True for name in kept})
+    with any_size(64):
+        want = step(mlp, actoffload.get_cpu_offload_context(), counts)
+        context, sync = make(1, 3)
+        for _ in range(2):
+            context.reset_statistics()
+            assert all(map(same_bits, step(mlp, (context, sync), counts), want))
+            statistics = context.statistics()
+            leaving = [TOKENS * width * 4 for name, width in SAVED.items() if name not in kept]
+            staying = [TOKENS * width * 4 for name, width in SAVED.items() if name in kept]
+            assert statistics.tensors_offloaded == len(leaving)
+            assert statistics.bytes_offloaded == statistics.bytes_reloaded == sum(leaving)
+            assert statistics.reloaded_on_demand == 0
+            offsets = [4 * 4] if isinstance(counts, Tensor) else []
+            expected = {
+                Reason.PARAMETER: (2, mlp.fc1_weight.nbytes + mlp.fc2_weight.nbytes),
+                Reason.MARKED: (len(staying), sum(staying)),
+                Reason.SMALL: (len(offsets), sum(offsets)),
+            }
+            expected = {reason: entry for reason, entry in expected.items() if entry[0]}
+            seen = {r: (statistics.tensors_kept[r], statistics.bytes_kept[r]) for r in statistics.tensors_kept}
+            assert seen == expected
+    nothing_held(context)
+
+
+def test_copies_start_where_each_tensor_is_final(monkeypatch):
+    """Each product takes a second, and each tensor a tenth to copy: none waits for the end of the function."""
+    device = ReferenceDevice(d2h=TOKENS * 4 * 2 * FFN / 0.1, h2d=1e12)
+    real = groups.Groups.times
+
+    def slow(*args, **more):
+        device.compute(1.0)
+        return real(*args, **more)
+
+    monkeypatch.setattr(groups.Groups, "times", slow)
+    for keep, starts in (({}, [0.0, 1.0, 1.1]), ({"keep_activation_input": True}, [0.0, 1.0])):
+        context, sync = make(1, 3, device=device)
+        with any_size(64), context.record_timeline() as recorder:
+            step(module(**keep), (context, sync), PER_EXPERT)
+        timeline = recorder.timeline()
+        began = timeline.of(Kind.FORWARD)[0].start
+        copies = timeline.of(Kind.D2H)
+        assert [copy.start - began for copy in copies] == pytest.approx(starts)
+        assert all(copy.end - began < 2.0 for copy in copies)
+
+
+def test_nothing_is_left_on_modules_or_tensors():
+    mlp = module(keep_fc1_input=True)
+    before = set(vars(mlp)), [set(vars(p)) for p in mlp.parameters()]
+    with any_size(64):
+        context, sync = make(1, 3)
+        x = torch.randn(TOKENS, HIDDEN, requires_grad=True) * 1.0
+        with context:
+            y = mlp(x, torch.tensor(PER_EXPERT))
+        y = sync(y)
+        assert not vars(x)
+        assert not vars(y)
+        assert not any(isinstance(value, Tensor) for value in vars(y.grad_fn).values())
+        assert y.grad_fn.groups.offsets is None
+    assert (set(vars(mlp)), [set(vars(p)) for p in mlp.parameters()]) == before
+    del y
+    nothing_held(context)
+
+
+@contextmanager
+def saving(found: list[int]):
+    """Note how many elements each saved tensor has."""
+
+    def pack(tensor: Tensor) -> Tensor:
+        found.append(tensor.numel())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield
+
+
+@pytest.mark.parametrize("needs", list(itertools.product([False, True], repeat=3)), ids=str)
+def test_only_what_backward_needs_is_saved(needs):
+    """Frozen weights, as with adapters, and inputs without a gradient."""
+    leaves = operands(dtype=torch.float32)
+    z = reference(leaves[0], COUNTS, *leaves[1:])
+    want = gradients(z, leaves)
+    for leaf, need in zip(leaves, needs, strict=True):
+        leaf.requires_grad_(need)
+    x, fc1, fc2 = (leaf.numel() for leaf in leaves)
+    tokens = sum(COUNTS)
+    saved: list[int] = []
+    with saving(saved):
+        y = grouped_mlp(leaves[0], COUNTS, *leaves[1:])
+    needs_x, needs_fc1, needs_fc2 = needs
+    inner = needs_x or needs_fc1
+    expected = (
+        [x] * needs_fc1 + [tokens * 2 * FFN] * inner + [tokens * FFN] * needs_fc2 + [fc1] * needs_x + [fc2] * inner
+    )
+    assert saved == expected
+    assert y.requires_grad is any(needs)
+    if any(needs):
+        asked = [k for k in range(3) if needs[k]]
+        got = gradients(y, [leaves[k] for k in asked])
+        for mine, k in zip(got, asked, strict=True):
+            assert torch.allclose(mine, want[k], atol=1e-3)
+
+
+def test_weights_stored_the_other_way_round_are_not_copied():
+    x, fc1, fc2 = (leaf.detach() for leaf in operands(dtype=torch.float32))
+    weights = [fc1.transpose(1, 2).contiguous().transpose(1, 2), fc2.transpose(1, 2).contiguous().transpose(1, 2)]
+    held: list[int] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: held.append(t.data_ptr()) or t, lambda t: t):
+        grouped_mlp(x.requires_grad_(), torch.tensor(COUNTS), *weights)
+    assert {weight.data_ptr() for weight in weights} <= set(held)
+
+
+def test_a_keep_argument_for_something_that_is_not_saved():
+    mlp = module(keep_fc1_input=True, keep_fc2_input=True).requires_grad_(False)
+    with any_size(64):
+        context, sync = make(1, 3)
+        leaf = torch.randn(TOKENS, HIDDEN, requires_grad=True)
+        y = leaf * 1.0
+        for layer in (lambda t: mlp(t, PER_EXPERT), torch.sin, torch.sin):
+            with context:
+                y = layer(y)
+            y = sync(y)
+        y.sum().backward()
+    statistics = context.statistics()
+    assert statistics.bytes_offloaded == TOKENS * 2 * FFN * 4
+    assert statistics.tensors_kept == {Reason.PARAMETER: 2}
+
+
+WEIGHTS = {
+    "computed": (lambda w: w * 1.0, Reason.MARKED),
+    "computed and frozen": (lambda w: w.detach() * 1.0, Reason.MARKED),
+    "a tensor that requires grad": (lambda w: w.detach().clone().requires_grad_(), Reason.LEAF),
+    "a view of a parameter": (lambda w: w.view(w.shape), Reason.PARAMETER),
+}
+
+
+@pytest.mark.parametrize("kind", WEIGHTS)
+def test_weights_stay_whatever_they_are(kind):
+    form, reason = WEIGHTS[kind]
+    mlp = module()
+    with any_size(64):
+        context, sync = make(1, 3)
+        y = torch.randn(TOKENS, HIDDEN, requires_grad=True) * 1.0
+        weights = form(mlp.fc1_weight), form(mlp.fc2_weight)
+        for layer in (lambda t: grouped_mlp(t, PER_EXPERT, *weights), torch.sin, torch.sin):
+            with context:
+                y = layer(y)
+            y = sync(y)
+        y.sum().backward()
+    statistics = context.statistics()
+    assert statistics.tensors_kept == {reason: 2}
+    frozen = kind == "computed and frozen"
+    assert statistics.bytes_offloaded == TOKENS * 4 * (2 * FFN if frozen else sum(SAVED.values()))
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_weights_that_autocast_casts_stay(frozen):
+    mlp = module().requires_grad_(not frozen)
+    with any_size(64):
+        context, sync = make(1, 3)
+        with torch.autocast("cpu", torch.bfloat16):
+            step(mlp, (context, sync), PER_EXPERT)
+    statistics = context.statistics()
+    weights = (mlp.fc1_weight.numel() + mlp.fc2_weight.numel()) * 2
+    assert sum(n for r, n in statistics.bytes_kept.items() if r in (Reason.MARKED, Reason.PARAMETER)) == weights
+    assert statistics.bytes_offloaded == TOKENS * 2 * (2 * FFN if frozen else sum(SAVED.values()))
+
+
+def test_changes_in_place_are_caught():
+    mlp = module()
+    with any_size(64):
+        context, sync = make(1, 3)
+        x = torch.randn(TOKENS, HIDDEN, requires_grad=True) * 1.0
+        with context:
+            y = mlp(x, PER_EXPERT)
+        y = sync(y)
+        x.add_(1.0)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()
+    counts = torch.tensor(PER_EXPERT).cumsum(0, dtype=torch.int32)
+    y = mlp(torch.randn(TOKENS, HIDDEN), offsets=counts)
+    counts.zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_a_retained_graph_and_a_checkpoint():
+    mlp = module()
+    x = torch.randn(TOKENS, HIDDEN)
+
+    def run(pair, recompute=False):
+        context, sync = pair
+        y = x.clone().requires_grad_() * 1.0
+        mlp.zero_grad()
+        for _ in range(3):
+            with context:
+                y = checkpoint(mlp, y, PER_EXPERT, use_reentrant=False) if recompute else mlp(y, PER_EXPERT)
+            y = sync(y)
+        for retain in (True, False):
+            y.square().sum().backward(retain_graph=retain)
+        return [p.grad for p in mlp.parameters()]
+
+    with any_size(64):
+        want = [g.clone() for g in run(actoffload.get_cpu_offload_context())]
+        for recompute in (False, True):
+            context, sync = make(1, 3)
+            assert all(map(same_bits, run((context, sync), recompute), want))
+            per_layer = 1 if recompute else 3
+            assert context.statistics().tensors_offloaded == per_layer
+            nothing_held(context)
+
+
+@pytest.mark.filterwarnings("ignore")  # Dynamo's own
+def test_between_compiled_parts_it_runs_as_it_is():
+    torch._dynamo.reset()
+    mlp = module(keep_fc2_input=True)
+    compiled = torch.compile(lambda t, counts: mlp(t.sin(), counts).cos(), backend="aot_eager")
+    plain = lambda t, counts: mlp(t.sin(), counts).cos()  # noqa: E731
+    plain.zero_grad = compiled.zero_grad = mlp.zero_grad
+    plain.parameters = compiled.parameters = mlp.parameters
+    with any_size(64):
+        want = step(plain, actoffload.get_cpu_offload_context(), PER_EXPERT)
+        context, sync = make(1, 3)
+        for _ in range(2):
+            assert all(map(same_bits, step(compiled, (context, sync), PER_EXPERT), want))
+        assert context.statistics().tensors_kept[Reason.MARKED] == 2
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="marks tensors for offloading"):
+        torch.compile(lambda t: mlp(t.sin(), PER_EXPERT), backend="aot_eager", fullgraph=True)(torch.randn(64, HIDDEN))
+    torch._dynamo.reset()

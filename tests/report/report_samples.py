@@ -1,0 +1,52 @@
+"""A report whose numbers can be added up by hand, and a reader of its tables."""
+
+from __future__ import annotations
+
+import re
+
+from actoffload.report import Reason
+from actoffload.report.report import GroupReport, Report
+
+MIB = 2**20
+
+
+def block(index: int, **more: object) -> GroupReport:
+    """Return a group of 512 MiB that leaves, but for those from 4 on."""
+    leaves = index < 4
+    numbers = {
+        "kind": "Block",
+        "leaves": leaves,
+        "storages": 8,
+        "bytes_saved": 512 * MIB,
+        "bytes_offloaded": 512 * MIB if leaves else 0,
+        "kept": {Reason.PARAMETER: (4, 100 * MIB), Reason.SMALL: (6, 2 * MIB)},
+        "reloaded_ahead": 8 if leaves else 0,
+        "bytes_reloaded": 512 * MIB if leaves else 0,
+    }
+    return GroupReport(f"model.layers.{index}", **{**numbers, **more})
+
+
+def report(**more: object) -> Report:
+    numbers = {
+        "groups": tuple(block(k) for k in range(6)),
+        "outside": {Reason.OUTSIDE: (2, 300 * MIB), Reason.PARAMETER: (1, 50 * MIB)},
+        "passes": 7,
+        "num_layers": 4,
+        "peak_resident_bytes": 1024 * MIB,
+        "host_bytes": 2050 * MIB,
+        "host_bytes_high_water": 2048 * MIB,
+        "expected_bytes": 2048 * MIB,
+        "dropped_bytes": 1920 * MIB,
+    }
+    return Report(**{**numbers, **more})
+
+
+def cells(line: str) -> list[str]:
+    return re.split(r"\s{2,}", line.strip())
+
+
+def table(text: str, first: str) -> list[list[str]]:
+    """Return the cells of the table whose header begins with a word, without rules and its header."""
+    blocks = [part.split("\n") for part in text.split("\n\n")]
+    lines = next(lines for lines in blocks if lines[0].startswith(first))
+    return [cells(line) for line in lines if not set(line) <= {"-"}]

@@ -1,0 +1,321 @@
+"""Who holds a storage: found in every place in which Python can keep a tensor, and named in one line."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from actoffload.report.holder_names import LOCAL, NAMELESS, Names
+from actoffload.report.holders import find_holders
+
+FILE = "test_holders.py"
+kept: dict[str, object] = {}  # a global of this module, for the tests that need one
+
+
+@pytest.fixture(autouse=True)
+def _nothing_stays():
+    yield
+    kept.clear()
+
+
+def address(tensor: torch.Tensor) -> int:
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.untyped_storage()._cdata
+
+
+def make() -> torch.Tensor:
+    return torch.ones(1000)
+
+
+def holders(tensor: Callable[[], torch.Tensor], modules: dict[nn.Module, str] | None = None) -> tuple[str, ...]:
+    """Return who holds a tensor, without a variable or a value on the way that holds it as well."""
+    return find_holders(address(tensor()), modules)
+
+
+def brief(lines: tuple[str, ...]) -> list[str]:
+    """Return lines without the functions whose local variables they name."""
+    return [line.partition(" of ")[0] if line.startswith("local") else line for line in lines]
+
+
+class Encoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = nn.Linear(4, 4)
+        self.register_buffer("table", make())
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = Encoder()
+
+
+class Box:
+    pass
+
+
+class Slotted:
+    __slots__ = ("x",)
+
+
+def named(model: nn.Module) -> dict[nn.Module, str]:
+    return {module: name for name, module in model.named_modules()}
+
+
+# Modules
+
+
+def test_an_attribute_of_a_module_is_named_with_the_module():
+    model = Model()
+    model.encoder.cache = make()
+    assert holders(lambda: model.encoder.cache, named(model)) == ("attribute `cache` of encoder (Encoder)",)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "line"),
+    [
+        (lambda model: model.encoder.table, "buffer `table` of encoder (Encoder)"),
+        (lambda model: model.encoder.proj.weight, "parameter `weight` of encoder.proj (Linear)"),
+        (lambda model: model.encoder.proj.weight.grad, "attribute `weight.grad` of encoder.proj (Linear)"),
+        (lambda model: model.history[1]["k"][0], "attribute `history[1]['k'][0]` of the root module (Model)"),
+        (lambda model: model.recent[0], "attribute `recent[0]` of the root module (Model)"),
+        (lambda model: model.holder.x, "attribute `holder.x` of the root module (Model)"),
+    ],
+)
+def test_what_modules_hold_in_other_ways(tensor, line):
+    model = Model()
+    model.encoder.proj.weight.grad = torch.ones(4, 4)
+    model.history = [None, {"k": (make(),)}]
+    model.recent = deque([make()])
+    model.holder = Box()
+    model.holder.x = make()
+    assert holders(lambda: tensor(model), named(model)) == (line,)
+
+
+def test_views_of_one_storage_are_each_named_where_they_are():
+    model = Model()
+    whole = make()
+    model.encoder.first, model.last = whole[:10], whole[10:].view(3, 330)
+    where = address(whole)
+    del whole
+    assert find_holders(where, named(model)) == (
+        "attribute `first` of encoder (Encoder)",
+        "attribute `last` of the root module (Model)",
+    )
+
+
+def test_without_names_of_modules_the_way_to_them_is_given():
+    model = Model()
+    model.encoder.cache = make()
+    where = address(model.encoder.cache)
+    (line,) = find_holders(where)
+    assert line.startswith("local variable `model.encoder.cache` of test_without_names_of_modules")
+
+
+def test_the_way_to_a_module_is_the_shortest_that_can_be_written():
+    kept["model"] = model = Model()
+    kept["names"] = {module: name for name, module in model.named_modules()}
+    model.encoder.cache = make()
+    where = address(model.encoder.cache)
+    del model
+    assert find_holders(where) == (f"global `kept['model'].encoder.cache` of module {__name__}",)
+
+
+# Everything else that holds
+
+
+def test_local_variables_are_named_with_their_function_and_line():
+    def train_step():
+        hidden = make()
+        return find_holders(address(hidden))
+
+    line = train_step.__code__.co_firstlineno + 2
+    assert train_step() == (f"local variable `hidden` of train_step ({FILE}:{line})",)
+
+
+def test_a_local_variable_that_leads_there_is_named_with_the_way():
+    box, slotted, pair = Box(), Slotted(), (0, [make()])
+    box.x, slotted.x = make(), make()
+    addresses = address(box.x), address(slotted.x), address(pair[1][0])
+    lines = [brief(find_holders(where)) for where in addresses]
+    assert lines == [[f"local variable `{name}`"] for name in ("box.x", "slotted.x", "pair[1][0]")]
+
+
+def test_a_variable_that_a_running_function_shares_with_another_is_named_by_both():
+    hidden = make()
+
+    def read():
+        return hidden
+
+    where = address(hidden)
+    closure, local = find_holders(where)
+    assert closure == f"closure variable `hidden` of read ({FILE}:{read.__code__.co_firstlineno})"
+    assert local.startswith("local variable `hidden` of test_a_variable_that_a_running_function_shares")
+
+
+def test_a_local_variable_of_another_thread():
+    begun, go_on, addresses = threading.Event(), threading.Event(), []
+
+    def work():
+        hidden = make()
+        addresses.append(address(hidden))
+        begun.set()
+        go_on.wait(60)
+        return hidden
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    assert begun.wait(60)
+    try:
+        (line,) = find_holders(addresses[0])
+    finally:
+        go_on.set()
+        thread.join()
+    assert line.startswith(f"local variable `hidden` of work ({FILE}:")
+
+
+def test_globals():
+    kept["outputs"] = [make()]
+    assert holders(lambda: kept["outputs"][0]) == (f"global `kept['outputs'][0]` of module {__name__}",)
+
+
+def test_a_namespace_without_a_module_is_named_like_one():
+    namespace = {"__name__": "notebook", "__builtins__": {}, "x": make()}
+    kept["namespace"] = namespace
+    del namespace
+    assert holders(lambda: kept["namespace"]["x"]) == ("global `x` of module notebook",)
+
+
+@pytest.mark.parametrize(("more", "name"), [({"__name__": "notebook"}, "notebook"), ({}, "cell.py")])
+def test_the_variables_of_a_program_that_runs_are_globals(more, name):
+    program = "x = make()\nwhere = address(x)\nlines = find_holders(where)\n"
+    namespace = {"make": make, "address": address, "find_holders": find_holders, **more}
+    exec(compile(program, "some/folder/cell.py", "exec"), namespace)
+    assert namespace["lines"] == (f"global `x` of module {name}",)
+
+
+def test_closures_and_defaults():
+    def outer():
+        seen = make()
+
+        def inner(scale, start=make()):  # noqa: B008 - that the default is kept is the point
+            return seen * scale + start
+
+        return inner, address(seen), address(inner.__defaults__[0])
+
+    inner, of_closure, of_default = outer()
+    line = inner.__code__.co_firstlineno
+    assert find_holders(of_closure) == (f"closure variable `seen` of inner ({FILE}:{line})",)
+    assert find_holders(of_default) == (f"default of argument `start` of inner ({FILE}:{line})",)
+
+
+def test_the_variable_of_an_outer_function_is_not_counted_as_one_of_the_inner():
+    hidden = make()
+
+    def inner():
+        return find_holders(address(hidden))
+
+    lines = inner()
+    assert [line.partition(" (")[0] for line in lines] == [
+        "closure variable `hidden` of inner",
+        "local variable `hidden` of test_the_variable_of_an_outer_function_is_not_counted_as_one_of_the_inner",
+    ]
+
+
+def test_a_suspended_generator():
+    def batches():
+        batch = make()
+        yield address(batch)
+
+    generator = batches()
+    line = batches.__code__.co_firstlineno + 2
+    assert find_holders(next(generator)) == (f"local variable `batch` of the suspended batches ({FILE}:{line})",)
+
+
+def test_a_traceback_that_was_kept():
+    def fail():
+        big = make()
+        raise ValueError(address(big))
+
+    try:
+        fail()
+    except ValueError as error:
+        caught = error
+    (line,) = find_holders(caught.args[0])
+    assert line == (f"local variable `big` of fail ({FILE}:{fail.__code__.co_firstlineno + 2}), kept by a traceback")
+
+
+def test_what_an_autograd_function_put_on_its_context():
+    class Twice(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.mine = make()
+            Twice.address = address(ctx.mine)
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad
+
+    y = Twice.apply(torch.ones(3, requires_grad=True))
+    assert find_holders(Twice.address) == ("attribute `mine` of ctx in the autograd function Twice",)
+    del y
+
+
+def test_classes_gradients_and_storages():
+    class Config:
+        shared = make()
+
+    x = torch.ones(3, requires_grad=True)
+    (x * 2).sum().backward()
+    memory = make().untyped_storage()
+    addresses = address(Config.shared), address(x.grad)
+    shared, gradients = (find_holders(where) for where in addresses)
+    assert shared == ("attribute `shared` of class Config",)
+    (gradient,) = gradients
+    assert gradient.startswith("local variable `x.grad` of test_classes_gradients_and_storages")
+    (storage,) = find_holders(memory._cdata)
+    assert storage.startswith("local variable `memory` of ")
+
+
+def test_an_object_without_a_name_is_named_by_its_class():
+    names = Names({})
+    lists = [[make()]]
+    holder = Box()
+    holder.x = lists[0]
+    of_object, of_list = (names.of_nameless([lists[0][0], lists[0], *more]) for more in ([holder.__dict__, holder], []))
+    assert of_object == (LOCAL, "attribute `x[0]` of an object of class Box")
+    assert of_list == (NAMELESS, "element `[0]` of a list without a name")
+
+
+def test_the_longest_lasting_holder_comes_first():
+    model = Model()
+    model.cache = kept["x"] = hidden = make()
+    lines = find_holders(address(hidden), named(model))
+    assert [line.partition("`")[0] for line in lines] == ["attribute ", "global ", "local variable "]
+
+
+def test_what_torch_passes_through_a_call_is_no_holder_beside_others():
+    lines = []
+
+    class Watched(nn.Linear):
+        def forward(self, x):
+            self.seen = x
+            where = address(x)
+            del x
+            lines.append(find_holders(where, {self: "watched"}))
+            del self.seen
+            lines.append(find_holders(where, {self: "watched"}))
+            return torch.ones(1)
+
+    watched = Watched(1, 1)
+    watched.register_forward_hook(lambda *_: None)  # torch passes arguments through a closure then
+    watched(make())
+    beside, alone = lines
+    assert beside == ("attribute `seen` of watched (Watched)",)
+    assert alone == ("`args[0]` of what watched was called with",)  # while the call runs

@@ -1,0 +1,268 @@
+"""Who holds a storage: nobody, where nobody does, and the search leaves no trace in what it looks at."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import types
+import weakref
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import actoffload
+from actoffload.report.holders import FEW, find_all_holders, find_holders
+
+kept: dict[str, object] = {}  # a global of this module, for the tests that need one
+
+
+@pytest.fixture(autouse=True)
+def _nothing_stays():
+    yield
+    kept.clear()
+
+
+def address(tensor: torch.Tensor) -> int:
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.untyped_storage()._cdata
+
+
+def make() -> torch.Tensor:
+    return torch.ones(1000)
+
+
+class Box:
+    pass
+
+
+# Nobody
+
+
+def test_a_storage_that_is_gone_or_never_was_has_no_holder():
+    tensor = make()
+    where = address(tensor)
+    del tensor
+    assert find_holders(where) == ()
+    assert find_holders(12345) == ()
+
+
+def test_what_autograd_alone_holds_has_no_holder():
+    x = torch.ones(1000, requires_grad=True)
+    y = torch.exp(x)
+    loss = y.sum()
+    where = address(y)
+    del y
+    assert find_holders(where) == ()
+    assert torch.equal(torch.autograd.grad(loss, x)[0], torch.exp(x))
+
+
+@pytest.mark.parametrize("num_layers", [0, 1])
+def test_what_this_library_holds_is_no_holder(num_layers):
+    context, sync = actoffload.get_cpu_offload_context(enabled=True, num_layers=num_layers, model_layers=3)
+    x = torch.randn(512, 1024, requires_grad=True)
+    y, addresses = x, []
+    for _ in range(3):
+        with context:
+            inner = torch.exp(y)
+            addresses.append(address(inner))  # autograd saves the result of exp
+            y = inner * 1.0
+            del inner
+        y = sync(y)
+    where = addresses[-1]
+    aliases = sum(address(o) == where for o in gc.get_objects() if type(o) is torch.Tensor)
+    lines = find_holders(where)
+    assert (aliases, lines) == (1, ())  # that of the library
+    y.sum().backward()
+
+
+# Without a trace
+
+
+def test_variables_are_not_kept_alive():
+    def step():
+        hidden = make()
+        ref = weakref.ref(hidden)
+        find_holders(address(hidden))
+        del hidden
+        return ref() is None
+
+    gc.disable()
+    try:
+        assert step()
+    finally:
+        gc.enable()
+
+
+def test_no_frame_of_the_search_is_left_to_the_collector():
+    """Each holds the frame that called it, and so the variables of the program."""
+    gc.collect()
+    gc.disable()
+    try:
+        find_holders(address(make()))
+        frames = [obj for obj in gc.get_objects() if type(obj) is types.FrameType]
+        assert [f.f_code.co_qualname for f in frames if "actoffload" in f.f_code.co_filename] == []
+    finally:
+        gc.enable()
+
+
+def test_the_dict_that_a_program_got_from_locals_is_left_alone():
+    def step():
+        rate = 0.1
+        hidden = make()
+        settings = locals()
+        find_holders(address(hidden))
+        return settings, rate
+
+    settings, rate = step()
+    assert settings["rate"] == rate
+    assert "hidden" in settings
+
+
+def test_a_search_from_a_trace_function_leaves_variables_as_they_are():
+    def step():
+        hidden = make()
+        total = 1.0
+        return hidden.sum() * total
+
+    def trace(frame, event, argument):
+        if frame.f_code is step.__code__:
+            find_holders(1)  # what it leaves in the dict of variables becomes the variables when this returns
+            return trace
+        return None
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        result = step()
+    finally:
+        sys.settrace(before)
+    assert result == 1000
+
+
+def test_nothing_is_referred_to_more_often_than_before():
+    tensor = make()
+    box = Box()
+    box.x = tensor
+    counts = [sys.getrefcount(tensor), sys.getrefcount(box)]
+    find_holders(address(tensor))
+    gc.collect()
+    assert [sys.getrefcount(tensor), sys.getrefcount(box)] == counts
+
+
+class Hostile:
+    """Breaks at everything that is asked of it."""
+
+    @property
+    def __class__(self):
+        raise RuntimeError("asked for its class")
+
+    def __getattr__(self, name):
+        raise RuntimeError(f"asked for {name}")
+
+    def __eq__(self, other):
+        raise RuntimeError("compared")
+
+    __hash__ = None
+
+    def __repr__(self):
+        raise RuntimeError("shown")
+
+
+class HostileMeta(type):
+    def __getattribute__(cls, name):
+        if name in ("__module__", "__qualname__", "__mro__"):
+            raise RuntimeError(f"asked for {name}")
+        return super().__getattribute__(name)
+
+    def __instancecheck__(cls, instance):
+        raise RuntimeError("asked for an instance")
+
+    def __subclasscheck__(cls, subclass):
+        raise RuntimeError("asked for a subclass")
+
+
+class HostileList(list):
+    def __iter__(self):
+        raise RuntimeError("walked through")
+
+
+class HostileDict(dict):
+    def items(self):
+        raise RuntimeError("walked through")
+
+
+class HostileTensor(torch.Tensor):
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        raise RuntimeError(f"asked for {func}")
+
+
+class LazyModule(types.ModuleType):
+    def __getattribute__(self, name):
+        raise RuntimeError(f"loaded for {name}")
+
+
+def test_no_code_of_other_classes_runs():
+    hostile, odd, items, table = Hostile(), HostileMeta("Odd", (), {})(), HostileList([make()]), HostileDict(a=make())
+    object.__setattr__(hostile, "x", make())
+    odd.x = make()
+    lazy, gone = LazyModule("lazy"), weakref.proxy(Box())
+    with FakeTensorMode():
+        fake = torch.ones(3, requires_grad=True) * 2
+    subclass = make().as_subclass(HostileTensor)
+    others = [gone, fake, torch.eye(3).to_sparse(), torch.ones(3, device="meta"), torch.ones(3, requires_grad=True) * 2]
+    sys.modules["lazy"] = lazy
+    try:
+        held = (
+            object.__getattribute__(hostile, "__dict__")["x"],
+            odd.x,
+            list.__getitem__(items, 0),
+            table["a"],
+            subclass,
+        )
+        addresses = [address(tensor) for tensor in held]
+        del held
+        lines = [find_holders(where) for where in addresses]
+    finally:
+        del sys.modules["lazy"]
+    type(odd).cache = make()
+    of_class = find_holders(address(type(odd).cache))
+    names = ["hostile.x", "odd.x", "items[0]", "table['a']", "subclass"]
+    assert [[line.partition(" of ")[0] for line in found] for found in lines] == [
+        [f"local variable `{name}`"] for name in names
+    ]
+    assert of_class == ("attribute `cache` of class Odd",)
+    assert len(others) == 5
+
+
+def test_a_key_is_shown_without_running_its_code():
+    class Key:
+        def __repr__(self):
+            raise RuntimeError("shown")
+
+    table = {Key(): make(), "long" * 20: make()}
+    lines = [find_holders(address(tensor))[0] for tensor in table.values()]
+    assert lines[0].startswith("local variable `table[<Key>]` of ")
+    assert lines[1].startswith(f"local variable `table['{('long' * 20)[:39]}…']` of ")
+
+
+# Several storages
+
+
+def test_many_storages_at_once_have_the_holders_that_each_has_alone():
+    kept["tensors"] = [make() for _ in range(2 * FEW)]
+    addresses = [address(tensor) for tensor in kept["tensors"]]
+    together = find_all_holders(addresses)
+    assert list(together) == addresses
+    assert [together[where] for where in addresses] == [
+        (f"global `kept['tensors'][{k}]` of module {__name__}",) for k in range(2 * FEW)
+    ]
+    assert together[addresses[3]] == find_holders(addresses[3])
+
+
+def test_lines_name_files_without_their_folders():
+    hidden = make()
+    for line in find_holders(address(hidden)):
+        assert "/" not in line
+        assert "\\" not in line

@@ -1,0 +1,199 @@
+"""What the pictures show, asked of matplotlib's own objects."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+matplotlib = pytest.importorskip("matplotlib", reason="plots need matplotlib")
+matplotlib.use("agg")
+from matplotlib import pyplot  # noqa: E402 - after the backend is chosen
+from matplotlib.axis import Axis  # noqa: E402
+from matplotlib.collections import PolyCollection  # noqa: E402
+from matplotlib.text import Text  # noqa: E402
+
+import actoffload  # noqa: E402
+from actoffload.report.plots import plot_memory, plot_step, plot_timeline  # noqa: E402
+from actoffload.schedule import DefaultSchedule, Kind, LayerCost, Link, Span, Timeline, simulate  # noqa: E402
+
+MIB = 2**20
+
+
+@pytest.fixture(autouse=True)
+def _close_figures() -> Iterator[None]:
+    yield
+    pyplot.close("all")
+
+
+def timeline(num_layers: int, model_layers: int = 5) -> Timeline:
+    layers = [LayerCost.even(256 * MIB, forward=0.010, backward=0.020)] * model_layers
+    link = Link(d2h=13.5 * 2**30, h2d=13.5 * 2**30)
+    return simulate(DefaultSchedule(num_layers, model_layers).plan(), layers, link).timeline
+
+
+def labels_by_lane(ax: object) -> list[list[str]]:
+    """Return the numbers in the boxes of each lane from left to right."""
+    texts = sorted(ax.texts, key=lambda text: text.get_position())  # type: ignore[attr-defined]
+    return [[text.get_text() for text in texts if text.get_position()[1] == lane] for lane in range(3)]
+
+
+def hatched(ax: object) -> list[tuple[float, float]]:
+    """Return where stalls are drawn, from left to right."""
+    found = [c for c in ax.collections if isinstance(c, PolyCollection) and c.get_hatch()]  # type: ignore[attr-defined]
+    boxes = [collection.get_paths()[0].get_extents() for collection in found]
+    return sorted((box.x0, box.x1) for box in boxes)
+
+
+def test_lanes_carry_the_layers_in_order_of_time() -> None:
+    assert labels_by_lane(plot_timeline(timeline(2))) == [
+        ["0", "1", "2", "3", "4", "4", "3", "2", "1", "0"],
+        ["0", "1"],
+        ["1", "0"],
+    ]
+
+
+def test_stalls_are_hatched_where_they_are() -> None:
+    shown = timeline(3)
+    ax = plot_timeline(shown)
+    stalls = [(span.start * 1e3, span.end * 1e3) for span in shown.of(Kind.STALL)]
+    assert len(stalls) == 2
+    assert hatched(ax) == [pytest.approx(stall) for stall in stalls]
+    assert not hatched(plot_timeline(timeline(2)))
+
+
+def test_work_measured_around_a_stall_is_cut_by_it() -> None:
+    spans = (
+        Span(Kind.BACKWARD, 0, 0.0, 10.0),  # measured from the layer's start to its end
+        Span(Kind.STALL, 0, 4.0, 6.0),
+        Span(Kind.H2D, 0, 0.0, 6.0, nbytes=1),
+    )
+    ax = plot_timeline(Timeline.build(spans))
+    assert hatched(ax) == [(4.0, 6.0)]
+    where = sorted(text.get_position()[0] for text in ax.texts if text.get_position()[1] == 0)
+    assert where == [2.0, 8.0]
+
+
+def test_the_legend_names_what_is_shown_and_nothing_else() -> None:
+    def legend(num_layers: int) -> list[str]:
+        shown = plot_timeline(timeline(num_layers)).get_legend()
+        assert shown is not None
+        return [text.get_text() for text in shown.get_texts()]
+
+    assert legend(0) == ["forward", "backward"]
+    assert legend(2) == ["forward", "backward", "offload (D2H)", "reload (H2D)"]
+    assert legend(3) == ["forward", "backward", "offload (D2H)", "reload (H2D)", "stall"]
+
+
+def shown_ticks(axis: Axis) -> list[Text]:
+    """Return the numbers along an axis; matplotlib keeps some beyond its ends, which it does not draw."""
+    low, high = sorted(axis.get_view_interval())
+    return [tick.label1 for tick in axis.get_major_ticks() if low <= tick.get_loc() <= high]
+
+
+@pytest.mark.parametrize("model_layers", [5, 12, 40])
+def test_no_two_texts_overlap(model_layers: int) -> None:
+    figure = plot_step(timeline(model_layers - 2, model_layers))
+    figure.draw_without_rendering()
+    lanes, memory = figure.axes
+    ticks = [*lanes.get_yticklabels(), *shown_ticks(memory.xaxis), *shown_ticks(memory.yaxis)]
+    texts = [*lanes.texts, *ticks, memory.xaxis.label, memory.yaxis.label]
+    texts += [text for ax in figure.axes for text in ax.get_legend().get_texts()]  # type: ignore[union-attr]
+    boxes = [text.get_window_extent() for text in texts if text.get_text()]
+    overlaps = [(a, b) for k, a in enumerate(boxes) for b in boxes[:k] if a.overlaps(b)]
+    assert not overlaps
+    assert all(box.x0 >= 0 and box.x1 <= figure.bbox.x1 for box in boxes)
+
+
+def test_numbers_that_do_not_fit_into_their_boxes_are_left_out() -> None:
+    ax = plot_step(timeline(0, 40)).axes[0]
+    shown = labels_by_lane(ax)[0]
+    assert "39" not in shown[:40]
+    assert len(shown) < 80
+
+
+def test_memory_is_a_staircase_with_its_peak() -> None:
+    shown = timeline(2)
+    ax = plot_memory(shown)
+    curve = ax.lines[0]
+    assert curve.get_drawstyle() == "steps-post"
+    assert curve.get_xdata()[0] == 0.0
+    assert curve.get_xdata()[-1] == pytest.approx(shown.end * 1e3)
+    assert max(curve.get_ydata()) == 768.0
+    assert curve.get_label() == "peak 768 MiB"
+    assert ax.get_xlabel() == "time (ms)"
+    assert ax.get_ylabel() == "memory (MiB)"
+    peak = ax.lines[1]
+    assert (*peak.get_xdata(), *peak.get_ydata()) == pytest.approx((30.0, 768.0))
+
+
+def test_several_curves_keep_their_names_and_lengths() -> None:
+    measured = [(0.0, 3 * 2**30), (0.1, 4 * 2**30), (0.2, 2**30)]
+    ax = plot_memory({"without": measured, "with": timeline(2)})
+    labels = [text.get_text() for text in ax.get_legend().get_texts()]  # type: ignore[union-attr]
+    assert labels == ["without, peak 4 GiB", "with, peak 768 MiB"]
+    assert ax.get_ylabel() == "memory (GiB)"
+    assert ax.get_xlim() == (0.0, pytest.approx(200.0))
+    dashes = [line.get_linestyle() for line in ax.lines if line.get_drawstyle() == "steps-post"]
+    assert len(set(dashes)) == 2  # told apart without colour
+
+
+def test_timelines_are_named_by_their_source() -> None:
+    simulated = timeline(2)
+    measured = Timeline(simulated.spans, simulated.resident, source="measured")
+    legend = plot_memory([simulated, measured]).get_legend()
+    assert legend is not None
+    assert [text.get_text() for text in legend.get_texts()] == [
+        "simulated, peak 768 MiB",
+        "measured, peak 768 MiB",
+    ]
+
+
+def test_a_measured_curve_alone_begins_where_it_was_measured() -> None:
+    ax = plot_memory([(0.25, 100), (0.5, 300)])
+    assert list(ax.lines[0].get_xdata()) == [250.0, 500.0]
+    assert ax.get_ylabel() == "memory (bytes)"
+
+
+@pytest.mark.parametrize("nothing", [[], {}, {"a": []}, Timeline(())])
+def test_nothing_to_draw_is_said(nothing: object) -> None:
+    with pytest.raises(ValueError, match="There is no memory to draw; give at least one curve"):
+        plot_memory(nothing)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("seconds", "unit"), [(2.0, "s"), (2e-3, "ms"), (2e-6, "µs")])
+def test_time_is_shown_in_a_fitting_unit(seconds: float, unit: str) -> None:
+    ax = plot_timeline(Timeline.build([Span(Kind.FORWARD, 0, 0.0, seconds)]))
+    assert ax.get_xlabel() == f"time ({unit})"
+    assert ax.get_xlim() == (0.0, pytest.approx(2.0))
+
+
+def test_axes_that_are_given_are_used() -> None:
+    figure, axes = pyplot.subplots(2)
+    assert plot_timeline(timeline(1), axes[0]) is axes[0]
+    assert plot_memory(timeline(1), axes[1]) is axes[1]
+    assert pyplot.get_fignums() == [figure.number]
+
+
+def test_matplotlib_is_imported_only_for_a_picture_and_asked_for_in_a_sentence() -> None:
+    program = (
+        "import sys\n"
+        "from actoffload.report import plots\n"
+        "from actoffload.schedule import Timeline\n"
+        "assert 'matplotlib' not in sys.modules\n"
+        "sys.modules['matplotlib'] = None\n"
+        "try:\n"
+        "    plots.plot_timeline(Timeline(()))\n"
+        "except ImportError as error:\n"
+        "    print(error)\n"
+    )
+    source = str(Path(actoffload.__file__).parents[1])
+    environment = {**os.environ, "PYTHONPATH": source}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
+    assert done.stdout == (
+        "Plots need matplotlib, which is not installed; add it with pip install 'actoffload[plots]'.\n"
+    ), done.stderr

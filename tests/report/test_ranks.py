@@ -1,0 +1,345 @@
+"""The reports of many ranks in one table, gathered by real processes and alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from report_samples import MIB, block, cells, report
+from torch import nn
+
+import actoffload
+from actoffload import gather_reports
+from actoffload.device import ReferenceDevice, use
+from actoffload.report import GroupReport, RankReports, Reason, Report
+
+WORLD = 2
+FOURS = (report(),) * 4
+
+
+def groups(*names: str, kind: str = "layer", nbytes: int = MIB) -> tuple[GroupReport, ...]:
+    return tuple(GroupReport(name, kind, leaves=True, bytes_saved=nbytes, bytes_offloaded=nbytes) for name in names)
+
+
+def columns(*of_ranks: tuple[GroupReport, ...]) -> list[str]:
+    """Return the titles of the columns of groups."""
+    return list(RankReports(tuple(Report(of) for of in of_ranks)).to_dict()["totals"]["offloaded"])
+
+
+def lines(text: str) -> list[list[str]]:
+    return [cells(line) for line in text.split("\n") if set(line) != {"-"}]
+
+
+# The table
+
+
+def test_equal_ranks_are_one_line_and_the_last_is_of_sums():
+    """Not offloaded: of 6 groups of 512 MiB 2 stay, 6 times 2 MiB are small, 300 MiB lie outside; no weights."""
+    assert lines(str(RankReports(FOURS))) == [
+        ["rank", "leave", "model.layers.*", "offloaded", "not offloaded", "R", "at the peak", "host memory"],
+        ["0 … 3 (4 ranks)", "4 of 6", "2048.0 MiB", "2048.0 MiB", "1336.0 MiB", "93.75 %", "1024.0 MiB", "2050.0 MiB"],
+        ["total", "16 of 24", "8192.0 MiB", "8192.0 MiB", "5344.0 MiB", "8200.0 MiB"],  # no sums of R and of peaks
+        ["A line for several ranks shows what each of them has."],
+    ]
+    total = RankReports(FOURS).to_markdown().split("\n")[3]
+    assert [cell.strip("* ") for cell in total.split("|")[5:9]] == ["5344.0 MiB", "", "", "8200.0 MiB"]
+
+
+def test_all_ranks_have_lines_of_their_own_when_asked_for():
+    shown = lines(RankReports(FOURS).to_text(all_ranks=True))
+    assert [row[0] for row in shown] == ["rank", "0", "1", "2", "3", "total"]
+    assert len({tuple(row[1:]) for row in shown[1:5]}) == 1
+    many = RankReports(FOURS)
+    assert many.to_markdown(all_ranks=True).count("\n| ") > many.to_markdown().count("\n| ")
+    assert many.to_html(all_ranks=True).count("<tr>") == many.to_html().count("<tr>") + 3
+
+
+@pytest.mark.parametrize(
+    ("pattern", "names"),
+    [
+        ("aab", ["0 … 1 (2 ranks)", "2"]),
+        ("abab", ["0, 2 (2 ranks)", "1, 3 (2 ranks)"]),
+        ("abababab", ["0, 2 … 6 (4 ranks)", "1, 3 … 7 (4 ranks)"]),
+        ("aabbaab", ["0 … 1, 4 … 5 (4 ranks)", "2 … 3, 6 (3 ranks)"]),
+        ("aabababbbaa", ["0 … 1, 3, 5 and 2 more (6 ranks)", "2, 4, 6 … 8 (5 ranks)"]),
+    ],
+)
+def test_equal_ranks_need_not_be_neighbours(pattern, names):
+    of = {"a": report(), "b": report(host_bytes=MIB)}
+    shown = lines(str(RankReports(tuple(of[letter] for letter in pattern))))
+    assert [row[0] for row in shown[1 : 1 + len(names)]] == names
+
+
+def test_what_differs_in_any_number_is_not_folded():
+    for more in (
+        {"groups": tuple(block(k) for k in range(5))},
+        {"dropped_bytes": 1900 * MIB},
+        {"peak_resident_bytes": MIB},
+        {"host_bytes": MIB},
+        {"outside": {}},
+    ):
+        shown = lines(str(RankReports((report(), report(**more)), ranks=(3, 7))))
+        assert [row[0] for row in shown[1:4]] == ["3", "7", "total"], more
+
+
+def test_ranks_of_a_pipeline_have_columns_of_their_own():
+    """Other numbers and counts of layers are one column; a cell is empty where there are no such groups, not 0."""
+    first = Report((*groups("embed.conv"), *groups(*(f"layers.{k}" for k in range(6)))))
+    last = Report((*groups("layers.6", "layers.7"), *groups("head.mixer", nbytes=0)))
+    reports = RankReports((first, last))
+    assert reports.offloaded == ({"embed.conv": MIB, "layers.*": 6 * MIB}, {"layers.*": 2 * MIB, "head.mixer": 0})
+    rows = [row.split("|")[3:6] for row in reports.to_markdown().split("\n")]
+    assert [[cell.strip() for cell in row] for row in rows[:1] + rows[2:5]] == [
+        ["embed.conv", "layers.\\*", "head.mixer"],
+        ["1.0 MiB", "6.0 MiB", ""],
+        ["", "2.0 MiB", "-"],
+        ["**1.0 MiB**", "**8.0 MiB**", "**-**"],
+    ]
+    assert str(reports).endswith("An empty cell: the rank has no such groups.")
+    assert "empty cell" not in str(RankReports(FOURS))
+
+
+@pytest.mark.parametrize(
+    ("groups", "titles"),
+    [
+        (groups(*(f"h.{k}.{part}" for k in range(30) for part in ("attn", "mlp"))), ["h.*.attn", "h.*.mlp"]),
+        (groups("h.0.conv2d", "h.11.conv2d"), ["h.*.conv2d"]),  # the 2 is a part of the name
+        (groups("h.0.conv2d.1", "h.0.conv1d.0"), ["h.*.conv*d.*"]),  # one kind: columns are of kinds
+        (groups("blocks.block_0", "blocks.block_1"), ["blocks.block_*"]),
+        ((*groups("h.0.fc1", kind="*.fc1"), *groups("h.0.fc2", kind="*.fc2")), ["h.*.fc1", "h.*.fc2"]),
+        (
+            (*groups("h.0", "h.2", kind="layer (Dense)"), *groups("h.1", kind="layer (Experts)")),
+            ["h.* (Dense)", "h.* (Experts)"],
+        ),
+        (
+            (*groups("h.0", "h.12"), *groups("h.0 (part 2)", "h.12 (part 2)", kind="layer (part 2)")),
+            ["h.*", "h.* (part 2)"],
+        ),
+        (groups("h.0 (part 12)", "h.0 (part 13)"), ["h.* (part 12)", "h.* (part 13)"]),
+        (
+            (*groups("h (part 2)", kind="layer (Dense) (part 2)"), *groups("h (part 2)", kind="layer (Moe) (part 2)")),
+            ["h (part 2) (Dense)", "h (part 2) (Moe)"],
+        ),
+        (groups("encoder.0", "decoder.0"), ["encoder.*", "decoder.*"]),
+    ],
+)  # fmt: skip
+def test_titles_of_columns(groups, titles):
+    assert columns(groups) == titles
+    assert columns(groups[:1], groups) == titles  # whatever the first rank has of them
+
+
+def test_too_many_columns_are_put_together_in_the_table_and_not_in_the_data():
+    names = [f"layers.0.{letter}" for letter in "abcdefghij"]
+    many = tuple(group for k, name in enumerate(names) for group in groups(name, nbytes=(k + 1) * MIB))
+    reports = RankReports((Report(many), Report(many[3:])))
+    header, first, second, total, _ = lines(str(reports))
+    assert header[2:10] == [*(f"layers.0.{letter}".replace("0", "*") for letter in "defghij"), "other groups"]
+    assert first[2:10] == [*(f"{k}.0 MiB" for k in range(4, 11)), "6.0 MiB"]
+    assert second[2:10] == [*(f"{k}.0 MiB" for k in range(4, 11)), "49.0 MiB"]  # the cell of the rest is empty
+    assert total[9] == "6.0 MiB"
+    assert list(reports.offloaded[0]) == [name.replace("0", "*") for name in names]
+    assert lines(str(RankReports((Report(many[:1]), Report(many)))))[0][9] == "other groups"  # the last in any case
+    assert "other groups" not in str(RankReports((Report(many[:8]),)))
+
+
+def test_a_single_rank_needs_no_sums():
+    shown = lines(str(RankReports((report(),))))
+    assert [row[0] for row in shown] == ["rank", "0"]
+
+
+def test_without_groups_and_without_r():
+    shown = lines(str(RankReports((Report(), Report(host_bytes=MIB)))))
+    assert shown == [
+        ["rank", "leave", "offloaded", "not offloaded", "at the peak", "host memory"],
+        ["0", "0 of 0", "-", "-", "-", "-"],
+        ["1", "0 of 0", "-", "-", "-", "1.0 MiB"],
+        ["total", "0 of 0", "-", "-", "1.0 MiB"],
+    ]
+    mixed = RankReports((Report(), report())).to_markdown().split("\n")
+    assert [row.split("|")[6].strip() for row in mixed[2:5]] == ["-", "93.75 %", ""]
+
+
+def test_other_notations_have_the_cells_of_the_text():
+    reports = RankReports((report(), report(groups=groups("tail|0<b>"))))
+    header, *rows = lines(str(reports))[:4]
+    markdown = reports.to_markdown()
+    assert "tail\\|0\\<b\\>" in markdown
+    for cell in (*header[:3], *(cell for row in rows for cell in row)):
+        assert cell.replace("*", "\\*") in markdown
+    html = reports.to_html()
+    assert html.startswith('<div class="actoffload-report"><table>')
+    assert "tail|0&lt;b&gt;" in html
+    for row in rows:
+        assert all(f">{cell}</t" in html for cell in row)
+    assert html.count("<tfoot>") == 1
+    assert reports._repr_html_() == html
+    assert reports.to_text() == str(reports)
+
+
+def test_data_for_programs():
+    data = RankReports((report(), report(groups=(block(7, leaves=True, bytes_offloaded=MIB),))), ranks=(4, 5)).to_dict()
+    assert json.loads(json.dumps(data)) == data
+    assert [rank["rank"] for rank in data["ranks"]] == [4, 5]
+    assert [rank["offloaded"] for rank in data["ranks"]] == [{"model.layers.*": 2048 * MIB}, {"model.layers.*": MIB}]
+    assert [rank["bytes_offloaded"] for rank in data["ranks"]] == [2048 * MIB, MIB]
+    assert [rank["bytes_not_offloaded"] for rank in data["ranks"]] == [1336 * MIB, (511 + 2 + 300) * MIB]
+    assert data["ranks"][0]["report"] == report().to_dict()
+    assert data["totals"] == {
+        "offloaded": {"model.layers.*": 2049 * MIB},
+        "bytes_offloaded": 2049 * MIB,
+        "bytes_not_offloaded": 2149 * MIB,
+        "host_bytes": 4100 * MIB,
+    }
+
+
+def test_wrong_parts():
+    with pytest.raises(TypeError, match="RankReports got an object of type str; expected a Report"):
+        RankReports((report(), "report"))
+    with pytest.raises(ValueError, match="got 2 reports and 1 ranks; expected a rank for each"):
+        RankReports((report(), report()), ranks=(0,))
+    assert RankReports([report(), report()]).ranks == (0, 1)
+
+
+# Gathering
+
+
+class Stage(nn.Module):
+    """Some of the layers of a model, under the names that they have in all of it."""
+
+    def __init__(self, names: range) -> None:
+        super().__init__()
+        layer = lambda: nn.Sequential(nn.Linear(512, 512), nn.GELU())  # noqa: E731
+        self.layers = nn.ModuleDict({str(name): layer() for name in names})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers.values():
+            x = layer(x)
+        return x
+
+
+SAVED = 2 * 1024 * 512 * 4
+"""Bytes that a layer saves for 1024 rows: what goes into the linear layer, and what comes out."""
+
+
+def of_step(names: range, **options: Any) -> Report:
+    """Return the report of a recorded step, in which somebody holds a tensor that was offloaded."""
+    stage, held = Stage(names), []
+    next(iter(stage.layers.values()))[1].register_forward_pre_hook(lambda _, args: held.append(args))
+    with use(ReferenceDevice()), actoffload.offload(stage, **options) as handle, handle.recording():
+        stage(torch.randn(1024, 512)).square().mean().backward()
+    return handle.report()
+
+
+def test_a_report_survives_pickling():
+    seen = of_step(range(6))
+    again = pickle.loads(pickle.dumps(seen))
+    assert again == seen
+    assert again.held[0].holders
+    assert seen.kept[Reason.PARAMETER] == again.kept[Reason.PARAMETER]  # a Reason is hashed by identity
+    assert str(again) == str(seen)
+    reports = RankReports((seen, again))
+    assert pickle.loads(pickle.dumps(reports)) == reports
+
+
+def test_alone_a_report_is_that_of_rank_0():
+    assert not dist.is_initialized()
+    seen = report()
+    reports = gather_reports(seen)
+    assert reports == RankReports((seen,), (0,))
+    assert reports.reports[0] is seen
+
+
+def test_without_torch_distributed(monkeypatch):
+    monkeypatch.setattr(dist, "is_available", lambda: False)
+    monkeypatch.delattr(dist, "is_initialized")  # what such a build of torch does not have
+    assert gather_reports(report()).ranks == (0,)
+
+
+def test_something_else_than_a_report():
+    with pytest.raises(
+        TypeError, match=r"got an object of type Statistics in rank 0; expected a Report: pass handle\."
+    ):
+        gather_reports(actoffload.report.Statistics())
+
+
+def test_a_process_group_of_one(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        reports = gather_reports(report())
+    finally:
+        dist.destroy_process_group()
+    assert reports == RankReports((report(),))
+    assert reports.reports[0] is not report()
+
+
+def error(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except (TypeError, ValueError) as raised:
+        return f"{type(raised).__name__}: {raised}"
+    return "no error"
+
+
+def rank_main(rank: int, folder: Path) -> None:
+    """Be one of two ranks of a pipeline, of which the later one has fewer layers, and offloads fewer of them."""
+    torch.set_num_threads(1)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    mine = of_step(range(6)) if rank == 0 else of_step(range(6, 10), fraction=0.5)
+    store = f"file://{folder / 'store'}"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=WORLD, timeout=timedelta(seconds=60))
+    last = dist.new_group([1])
+    both = gather_reports(mine)
+    found = {
+        "both": both.to_dict(),
+        "text": str(both),
+        "mine": mine.to_dict(),
+        "not a report": error(lambda: gather_reports(mine if rank == 0 else lambda: mine)),
+        "last": error(lambda: gather_reports(mine, last)) if rank == 0 else gather_reports(mine, last).to_dict(),
+    }
+    (folder / f"{rank}.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory) -> list[dict[str, Any]]:
+    """What each of two ranks saw."""
+    folder = tmp_path_factory.mktemp("pair")
+    mp.spawn(rank_main, (folder,), WORLD)  # raises what any of them raises
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(WORLD)]
+
+
+def test_two_processes_see_the_same_table(pair):
+    assert pair[0]["both"] == pair[1]["both"]
+    assert pair[0]["text"] == pair[1]["text"]
+    ranks = pair[0]["both"]["ranks"]
+    assert [rank["rank"] for rank in ranks] == [0, 1]
+    assert [rank["report"] for rank in ranks] == [pair[0]["mine"], pair[1]["mine"]]
+    assert [rank["offloaded"] for rank in ranks] == [{"layers.*": 4 * SAVED}, {"layers.*": SAVED}]
+    assert pair[0]["both"]["totals"]["bytes_offloaded"] == 5 * SAVED
+    header, first, second, total, *_ = lines(pair[0]["text"])
+    assert header[:4] == ["rank", "leave", "layers.*", "offloaded"]
+    assert first[:4] == ["0", "4 of 6", "16.0 MiB", "16.0 MiB"]
+    assert second[:4] == ["1", "1 of 4", "4.0 MiB", "4.0 MiB"]
+    assert total[:4] == ["total", "5 of 10", "20.0 MiB", "20.0 MiB"]
+
+
+def test_what_one_rank_gets_wrong_is_said_in_all(pair):
+    """Also if it cannot be pickled; and nobody waits."""
+    for seen in pair:
+        assert seen["not a report"].startswith("TypeError: gather_reports got an object of type function in rank 1;")
+
+
+def test_a_part_of_the_ranks(pair):
+    assert pair[0]["last"].startswith("ValueError: This rank is not in the process group given to gather_reports")
+    assert [rank["rank"] for rank in pair[1]["last"]["ranks"]] == [1]  # its rank in the group is 0
+    assert pair[1]["last"]["ranks"][0]["report"] == pair[1]["mine"]

@@ -1,0 +1,89 @@
+"""The report in Markdown and HTML: the numbers of the text, and names that mean something there are only names."""
+
+from __future__ import annotations
+
+import re
+from html.parser import HTMLParser
+
+from report_samples import MIB, report, table
+
+from actoffload.report.report import GroupReport, HeldStorage, Report
+
+NASTY = "layers|0<b>`&*_"
+
+
+def rows_of_markdown(markdown: str) -> list[list[str]]:
+    """Return the cells of all tables in Markdown: a pipe ends a cell unless a backslash comes before it."""
+    rows = [re.split(r"(?<!\\)\|", line)[1:-1] for line in markdown.split("\n") if line.startswith("|")]
+    return [[cell.strip() for cell in row] for row in rows]
+
+
+def test_markdown_has_the_numbers_of_the_text():
+    rows = rows_of_markdown(report(advice=("Do `this_one` & *that*.",)).to_markdown())
+    assert rows[0] == ["group", "leaves", "saved", "offloaded", "kept"]
+    assert rows[1] == [":---", ":---", "---:", "---:", "---:"]
+    assert rows[2] == ["model.layers.0 … 3 (4 groups)", "yes", "512.0 MiB", "512.0 MiB", "2.0 MiB"]
+    assert rows[4] == ["**total**", "**4 of 6**", "**3072.0 MiB**", "**2048.0 MiB**", "**12.0 MiB**"]
+    assert report(advice=("Do `this_one` & *that*.",)).to_markdown().endswith("- Do `this_one` & \\*that\\*.")
+
+
+def test_markdown_keeps_its_columns_whatever_a_module_is_called():
+    held = (HeldStorage(NASTY, MIB, (f"attribute `x|y` of {NASTY}",)),)
+    markdown = Report((GroupReport(NASTY, bytes_saved=MIB),), held=held).to_markdown()
+    lengths = {len(row) for row in rows_of_markdown(markdown)[:4]}
+    assert lengths == {4}
+    assert "<b>" not in markdown.replace("\\<b\\>", "")
+
+
+class Reader(HTMLParser):
+    """Reads tables, lists and what is left open."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.open: list[str] = []
+        self.rows: list[list[str]] = []
+        self.items: list[str] = []
+        self.tags: set[str] = set()
+        self.feed(html)
+        self.close()
+
+    def handle_starttag(self, tag, attrs):
+        self.open.append(tag)
+        self.tags.add(tag)
+        if tag == "tr":
+            self.rows.append([])
+        elif tag in ("td", "th"):
+            self.rows[-1].append("")
+        elif tag == "li":
+            self.items.append("")
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if {"td", "th"} & set(self.open):
+            self.rows[-1][-1] += data
+        elif "li" in self.open:
+            self.items[-1] += data
+
+
+def test_html_has_the_rows_of_the_text_and_is_well_formed():
+    shown = report(step_seconds=0.5, advice=("Take `keep` out & go on.",))
+    reader = Reader(shown.to_html())
+    assert reader.open == []
+    text_rows = [row for part in ("group", "passes", "kept on the device") for row in table(str(shown), part)]
+    assert reader.rows == [row for row in text_rows if len(row) > 1]
+    assert reader.items == ["Take keep out & go on."]
+    assert shown._repr_html_() == shown.to_html()
+
+
+def test_html_escapes_names():
+    held = (HeldStorage(NASTY, MIB, (f"attribute `<i>` of {NASTY}",)),)
+    group = GroupReport("<script>alert(1)</script>", "<img src=x>", bytes_saved=MIB)
+    shown = Report((group, GroupReport(NASTY, bytes_saved=1)), held=held, advice=(f"Look at <b>{NASTY}</b>.",))
+    reader = Reader(shown.to_html())
+    assert reader.open == []
+    assert reader.tags == {"div", "table", "thead", "tbody", "tfoot", "tr", "th", "td", "ul", "li", "code"}
+    assert reader.rows[1][:2] == ["<script>alert(1)</script>", "<img src=x>"]
+    assert reader.rows[2][0] == NASTY
+    assert reader.items == [f"Look at <b>{NASTY}</b>."]

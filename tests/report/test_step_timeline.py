@@ -1,0 +1,174 @@
+"""A recorded step with names: seconds by kind and layer, the table, the figure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from actoffload.report.step_timeline import LayerTimes, StepTimeline
+from actoffload.report.trace import chrome_trace
+from actoffload.schedule import DefaultSchedule, Kind, LayerCost, Link, Span, Timeline, simulate
+
+MIB = 2**20
+MEASURED = Timeline.build(
+    [
+        Span(Kind.FORWARD, 0, 0.000, 0.010),
+        Span(Kind.D2H, 0, 0.002, 0.013, nbytes=110 * 10**6),
+        Span(Kind.STALL, 0, 0.010, 0.013),  # between two layers, before the second starts
+        Span(Kind.FORWARD, 1, 0.013, 0.023),
+        Span(Kind.BACKWARD, 1, 0.023, 0.043),
+        Span(Kind.BACKWARD, 0, 0.043, 0.067),
+        Span(Kind.H2D, 0, 0.043, 0.048, nbytes=100 * 10**6),
+        Span(Kind.STALL, 0, 0.044, 0.048),  # within the backward of the first layer
+    ],
+    [(0.001, 5), (0.067, 0)],
+)
+
+
+def step() -> StepTimeline:
+    return StepTimeline(MEASURED, ["encoder", "head"])
+
+
+# Numbers
+
+
+def test_seconds_of_each_kind_without_the_stalls_in_them():
+    assert step().seconds == {
+        Kind.FORWARD: pytest.approx(0.020),
+        Kind.BACKWARD: pytest.approx(0.040),
+        Kind.STALL: pytest.approx(0.007),
+        Kind.D2H: pytest.approx(0.011),
+        Kind.H2D: pytest.approx(0.005),
+    }
+    assert step().bandwidth == {Kind.D2H: pytest.approx(1e10), Kind.H2D: pytest.approx(2e10)}
+
+
+def test_work_and_waiting_of_each_layer():
+    first, second = step().by_layer()
+    assert first == LayerTimes(pytest.approx(0.010), pytest.approx(0.020), pytest.approx(0.003), pytest.approx(0.004))
+    assert second == LayerTimes(pytest.approx(0.010), pytest.approx(0.020), 0.0, 0.0)
+
+
+def test_waiting_within_work_belongs_to_that_work_whatever_comes_next():
+    spans = [Span(Kind.FORWARD, 0, 0.0, 0.010), Span(Kind.STALL, 0, 0.004, 0.006), Span(Kind.BACKWARD, 0, 0.010, 0.020)]
+    (only,) = StepTimeline(Timeline.build(spans), ["a"]).by_layer()
+    assert only == LayerTimes(pytest.approx(0.008), pytest.approx(0.010), pytest.approx(0.002), 0.0)
+
+
+def test_layers_that_did_nothing_and_layers_without_a_name():
+    assert StepTimeline(MEASURED, "abc").by_layer()[2] == LayerTimes()
+    unnamed = StepTimeline(MEASURED, [])
+    assert len(unnamed.by_layer()) == 2
+    assert unnamed.name(1) == "layer 1"
+    assert StepTimeline(Timeline(()), []).by_layer() == ()
+
+
+@pytest.mark.parametrize("num_layers", [2, 4, 5])
+def test_layers_add_up_to_what_is_simulated(num_layers):
+    layers = [LayerCost.even(256 * MIB, forward=0.010, backward=0.020)] * 6
+    predicted = simulate(DefaultSchedule(num_layers, 6).plan(), layers, Link(15 * 2**30, 15 * 2**30))
+    times = StepTimeline(predicted.timeline, []).by_layer()
+    assert sum(t.forward for t in times) == pytest.approx(0.060)
+    assert sum(t.backward for t in times) == pytest.approx(0.120)
+    assert sum(t.forward_stall for t in times) == pytest.approx(predicted.forward_stall)
+    assert sum(t.backward_stall for t in times) == pytest.approx(predicted.backward_stall)
+
+
+def test_the_table_by_hand():
+    assert str(step()).split("\n") == [
+        "measured step      time   share      moved      speed",
+        "-" * 53,
+        "forward        20.00 ms  29.9 %",
+        "backward       40.00 ms  59.7 %",
+        "stall           7.00 ms  10.4 %",
+        "offload (D2H)  11.00 ms  16.4 %  104.9 MiB  10.0 GB/s",
+        "reload (H2D)    5.00 ms   7.5 %   95.4 MiB  20.0 GB/s",
+        "-" * 53,
+        "whole step     67.00 ms",
+        "waited for: encoder 7.00 ms",
+    ]
+
+
+def test_a_step_without_copies_has_neither_speed_nor_waiting():
+    text = str(StepTimeline(Timeline.build([Span(Kind.FORWARD, 0, 0.0, 0.001)]), ["a"]))
+    assert "GB/s" not in text
+    assert "waited" not in text
+    assert str(StepTimeline(Timeline(()), []))  # no division by the length of nothing
+    assert repr(step()) == "<StepTimeline of 2 layers, 67.00 ms measured>"
+
+
+def test_the_longest_waits_are_named_first_and_the_rest_counted():
+    spans = [Span(Kind.STALL, k, k * 1.0, k + 0.001 * (k + 1)) for k in range(6)]
+    names = [f"m.{k}" for k in range(6)]
+    last = str(StepTimeline(Timeline.build(spans), names)).split("\n")[-1]
+    assert last == "waited for: m.5 6.00 ms, m.4 5.00 ms, m.3 4.00 ms, m.2 3.00 ms, and 2 more"
+
+
+def test_the_trace_has_the_names(tmp_path):
+    file = step().save_trace(tmp_path / "step.json")
+    assert json.loads(file.read_text(encoding="utf-8")) == chrome_trace(MEASURED, ["encoder", "head"])
+
+
+# Figures
+
+
+@pytest.fixture
+def pyplot() -> Iterator[Any]:
+    """Return pyplot, without a screen; every figure is closed afterwards."""
+    matplotlib = pytest.importorskip("matplotlib", reason="plots need matplotlib")
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    yield pyplot
+    pyplot.close("all")
+
+
+def labels(ax: object, lane: int) -> list[str]:
+    texts = sorted(ax.texts, key=lambda text: text.get_position())  # type: ignore[attr-defined]
+    return [text.get_text() for text in texts if text.get_position()[1] == lane]
+
+
+def sequential(names: list[str], num_layers: int) -> StepTimeline:
+    layers = [LayerCost.even(256 * MIB, forward=0.010, backward=0.020)] * len(names)
+    link = Link(d2h=13.5 * 2**30, h2d=13.5 * 2**30)
+    plan = DefaultSchedule(num_layers, len(names)).plan()
+    return StepTimeline(simulate(plan, layers, link).timeline, names)
+
+
+def test_short_names_stand_in_the_boxes_and_long_ones_where_there_is_room(pyplot):
+    ax = sequential(["in", "mid", "a.very.long.name.of.a.module", "out"], 2).plot()
+    assert labels(ax, 0) == ["in", "mid", "2", "out", "out", "2", "mid", "in"]
+
+
+def test_what_all_names_begin_with_is_left_out_where_the_name_is_too_long(pyplot):
+    ax = sequential([f"transformer.encoder.layers.{k}.mlp" for k in range(5)], 2).plot()
+    assert labels(ax, 0)[-5:] == [f"{k}.mlp" for k in reversed(range(5))]
+
+
+def test_names_stay_within_their_boxes(pyplot):
+    shown = sequential([f"transformer.encoder.layers.{k}.mlp" for k in range(5)], 3)
+    figure = shown.figure()
+    figure.draw_without_rendering()
+    ax = figure.axes[0]
+    texts = [text for text in ax.texts if text.get_text()]
+    boxes = [text.get_window_extent() for text in texts]
+    assert any(".mlp" in text.get_text() for text in texts)
+    assert not [(a, b) for k, a in enumerate(boxes) for b in boxes[:k] if a.overlaps(b)]
+
+
+def test_numbers_stay_where_there_is_no_name(pyplot):
+    ax = StepTimeline(sequential(list("abcd"), 2).timeline, ["a"]).plot()
+    assert labels(ax, 0) == ["a", "1", "2", "3", "3", "2", "1", "a"]
+
+
+def test_the_figure_shows_resident_bytes_where_they_are_known(pyplot):
+    assert len(step().figure().axes) == 2
+    assert len(StepTimeline(Timeline(MEASURED.spans), ["encoder", "head"]).figure().axes) == 1
+
+
+def test_axes_that_are_given_are_used(pyplot):
+    _, ax = pyplot.subplots()
+    assert step().plot(ax) is ax
