@@ -1,41 +1,193 @@
-"""Every private PyTorch API that we touch."""
+"""Every private PyTorch API that the package uses, each behind a feature check.
+
+A name that a release of PyTorch lacks has one of two consequences.  Where there is a substitute, the substitute is
+used.  Where there is none, the name is listed in `MISSING`; then nothing is offloaded, and `offload` and
+`get_cpu_offload_context` say so in one sentence.  Strings that identify autograd nodes, classes of wrappers and
+functions of PyTorch are here too.
+"""
 
 from __future__ import annotations
 
 import sys
+import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from operator import attrgetter
 from types import FrameType
 from typing import Any, TypeVar
 
 import torch
 from torch.nn import Module
 
-__all__ = ["current_module", "opaque"]
+MISSING: list[str] = []
+"""Private names without a substitute that this PyTorch lacks; empty in every release that is tested."""
 
 F = TypeVar("F", bound=Callable[..., Any])
+T = TypeVar("T")
 
 
-def opaque(function: F, reason: str = "") -> F:
-    """Let a function, and all that it calls, run as plain Python, also where compiled code calls it.
+def unsupported() -> str | None:
+    """Return a sentence that says why nothing can be offloaded with this PyTorch, or None."""
+    if not MISSING:
+        return None
+    return (
+        f"Nothing is offloaded: PyTorch {torch.__version__} lacks {', '.join(MISSING)}, which actoffload needs. "
+        "Training runs as without actoffload; use a release of PyTorch that actoffload supports."
+    )
 
-    Parameters
-    ----------
-    function : callable
-        A Python function or lambda; closures of the same code are all meant.
-    reason : str
-        What Dynamo tells somebody who asked for one graph without breaks.
 
-    Notes
-    -----
-    Does what `torch.compiler.disable` does, without a wrapper around each call.
-    """
-    frames = torch._C._dynamo.eval_frame
-    skip = frames._FrameAction.SKIP
-    frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
-    function._torchdynamo_disable = True  # type: ignore[attr-defined]
-    function._torchdynamo_disable_msg = reason  # type: ignore[attr-defined]
-    return function
+def _find(path: str, default: Any = None) -> Any:
+    """Return what a dotted path below `torch` names, or a default."""
+    try:
+        return attrgetter(path)(torch)
+    except AttributeError:
+        return default
+
+
+def _need(path: str, stub: Callable[..., Any]) -> Any:
+    """Return what a dotted path below `torch` names; where it is missing, note that and return a stub."""
+    found = _find(path)
+    if found is None:
+        MISSING.append(f"torch.{path}")
+        return stub
+    return found
+
+
+# Tensors and storages
+
+address: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
+"""Return the address of a storage, which no other storage has while this one, or a weak reference to it, exists."""
+
+version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
+"""Return the version counter of a tensor: the number of in-place edits of it and of its views."""
+
+base_of: Callable[[torch.Tensor], torch.Tensor | None] = attrgetter("_base")
+"""Return the tensor of which a tensor is a view, or None."""
+
+if "_cdata" not in dir(torch.UntypedStorage):
+    MISSING.append("torch.UntypedStorage._cdata")
+    address = id
+if "_version" not in dir(torch.Tensor):
+    MISSING.append("torch.Tensor._version")
+    version_of = lambda tensor: 0  # noqa: E731
+if "_base" not in dir(torch.Tensor):
+    MISSING.append("torch.Tensor._base")
+    base_of = lambda tensor: None  # noqa: E731
+
+storage_weakref: Callable[[torch.UntypedStorage], Any] = _need("UntypedStorage._weak_ref", lambda storage: 0)
+"""Return a weak reference to a storage: it keeps the address, and not the memory."""
+
+storage_expired: Callable[[Any], bool] = _need("UntypedStorage._expired", lambda ref: True)
+"""Return whether the memory behind a weak reference is freed."""
+
+free_storage_weakref: Callable[[Any], None] = _need("UntypedStorage._free_weak_ref", lambda ref: None)
+"""Give a weak reference up; needed once for each."""
+
+storage_behind: Callable[[Any], torch.UntypedStorage | None] = _find(
+    "UntypedStorage._new_with_weak_ptr", lambda ref: None
+)
+"""Return the storage behind a weak reference; None if it is freed."""
+
+negative_view: Callable[[torch.Tensor], torch.Tensor] = _find("_neg_view", torch.neg)
+"""Return a tensor with the opposite sign, as a view where PyTorch can."""
+
+grouped_mm: Callable[..., torch.Tensor] | None = _find("nn.functional.grouped_mm", _find("_grouped_mm"))
+"""Multiply groups of rows by one matrix each; None where PyTorch cannot."""
+
+tensor_base: Any = _find("_C.TensorBase", torch.Tensor)
+"""The class whose descriptors read a tensor without running the code of its subclass."""
+
+_NO_TORCH_FUNCTION: Any = _find("_C.DisableTorchFunctionSubclass")
+_NO_TORCH_DISPATCH: Any = _find("_C._DisableTorchDispatch")
+
+
+@contextmanager
+def plain_tensors(*, dispatch: bool = False) -> Iterator[None]:
+    """Treat tensor subclasses as plain tensors in this block; with `dispatch`, skip ``__torch_dispatch__`` too."""
+    with ExitStack() as stack:
+        if _NO_TORCH_FUNCTION is not None:
+            stack.enter_context(_NO_TORCH_FUNCTION())
+        if dispatch and _NO_TORCH_DISPATCH is not None:
+            stack.enter_context(_NO_TORCH_DISPATCH())
+        yield
+
+
+# Autograd
+
+NO_BACKWARD = -1
+
+backward_id: Callable[[], int] = _need("_C._current_graph_task_id", lambda: NO_BACKWARD)
+"""Return a number for the backward that runs in the calling thread, `NO_BACKWARD` outside of any."""
+
+after_backward: Callable[[Callable[[], None]], None] = _need(
+    "autograd.Variable._execution_engine.queue_callback", lambda callback: None
+)
+"""Call a function when the backward that runs in the calling thread has ended."""
+
+CASTS = frozenset({"ToCopyBackward0", "TBackward0", "TransposeBackward0"})
+"""Names of the autograd nodes that cast or transpose: a weight behind one is a weight still."""
+
+_top_hooks = _find("_C._autograd._top_saved_tensors_default_hooks")
+_disabled = _find("_C._autograd._saved_tensors_hooks_get_disabled_error_message")
+_transforms = _find("_C._functorch.get_interpreter_stack")
+_vmap = _find("_C._functorch.TransformType.Vmap")
+
+stands_for_another: Callable[[torch.Tensor], bool] = _find(
+    "_C._functorch.is_functorch_wrapped_tensor", lambda tensor: False
+)
+"""Return whether a tensor is a wrapper of `torch.func`, which has no memory of its own."""
+
+
+def saved_tensor_hooks() -> tuple[Any, Any] | None:
+    """Return the pack and unpack hook that are installed in the calling thread, or None."""
+    found: tuple[Any, Any] | None = None if _top_hooks is None else _top_hooks(True)
+    return found
+
+
+def saved_tensor_hooks_disabled() -> str | None:
+    """Return why saved-tensor hooks are forbidden in the calling thread, or None."""
+    found: str | None = None if _disabled is None else _disabled()
+    return found
+
+
+def in_transform() -> bool:
+    """Return whether the calling thread is inside of a `torch.func` transform other than `torch.vmap`."""
+    levels: Sequence[Any] = () if _transforms is None else _transforms() or ()
+    return any(level.key() != _vmap for level in levels)
+
+
+# Modules
+
+_REGISTERED = ("_parameters", "_buffers", "_modules")
+_NAMED = ("named_parameters", "named_buffers", "named_children")
+
+
+def registered(module: Module) -> tuple[Mapping[str, Any], Mapping[str, Any], Mapping[str, Any]]:
+    """Return the parameters, buffers and children of a module by name; the module's own tables where there are such."""
+    tables = vars(module)
+    if all(name in tables for name in _REGISTERED):
+        return tables["_parameters"], tables["_buffers"], tables["_modules"]
+    return (
+        dict(module.named_parameters(recurse=False, remove_duplicate=False)),
+        dict(module.named_buffers(recurse=False, remove_duplicate=False)),
+        dict(module.named_children()),
+    )
+
+
+WRAPPED_AS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+"""Attributes under which ``torch.compile``, activation checkpointing and the older FSDP hold the wrapped module."""
+
+SHARDED = ("FSDPModule", "ReplicateModule")
+"""Classes that ``fully_shard`` and ``replicate`` mix into the class of a module."""
+
+RESHARD = "reshard"
+"""A method of modules whose parameters are replaced while they run."""
+
+CALLS = ("Module._call_impl", "Module._wrapped_call_impl")
+"""Functions in which `torch.nn.Module` calls ``forward``."""
+
+_call = getattr(getattr(Module, "_call_impl", None), "__code__", None)
 
 
 def current_module() -> weakref.ref[Module] | None:
@@ -52,10 +204,122 @@ def current_module() -> weakref.ref[Module] | None:
     True
     """
     frame: FrameType | None = sys._getframe()
-    call = Module._call_impl.__code__
-    while frame is not None:
-        if frame.f_code is call:
+    while frame is not None and _call is not None:
+        if frame.f_code is _call:
             module: Module = frame.f_locals["self"]
             return weakref.ref(module)
         frame = frame.f_back
     return None
+
+
+class ModuleCalls:
+    """Calls two functions around the forward of every module, while at least one user wants them.
+
+    The keys of the hooks stay the same for the life of the process: a compiled module is compiled again when the key of
+    a global hook changes.
+    """
+
+    _TABLES = ("_global_forward_pre_hooks", "_global_forward_hooks", "_global_forward_hooks_always_called")
+
+    def __init__(self, before: Callable[..., None], after: Callable[..., None]) -> None:
+        self._values = before, after, True
+        self._users = 0
+        self._lock = threading.Lock()
+        found = [getattr(torch.nn.modules.module, name, None) for name in self._TABLES]
+        self._tables = [table for table in found if table is not None]
+        self._key = -id(self)  # hooks of programs have positive keys
+        self._handles: list[Any] = []
+
+    def add_user(self) -> None:
+        """Call the functions from here on."""
+        with self._lock:
+            self._users += 1
+            if self._users == 1:
+                self._install()
+
+    def remove_user(self) -> None:
+        """Call them no more if this was the last user."""
+        with self._lock:
+            self._users -= 1
+            if not self._users:
+                self._remove()
+
+    def _install(self) -> None:
+        if len(self._tables) == len(self._TABLES):
+            for table, value in zip(self._tables, self._values, strict=True):
+                table[self._key] = value
+            return
+        before, after, always = self._values
+        modules = torch.nn.modules.module
+        self._handles = [
+            modules.register_module_forward_pre_hook(before),
+            modules.register_module_forward_hook(after, always_call=always),
+        ]
+
+    def _remove(self) -> None:
+        for table in self._tables:
+            table.pop(self._key, None)
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+
+# torch.compile
+
+_frames: Any = _find("_C._dynamo.eval_frame")
+_SKIP: Any = _find("_C._dynamo.eval_frame._FrameAction.SKIP")
+_DEFAULT: Any = _find("_C._dynamo.eval_frame._FrameAction.DEFAULT")
+_Strategy: Any = _find("_C._dynamo.eval_frame._FrameExecStrategy")
+_set_strategy: Any = getattr(_frames, "set_code_exec_strategy", None)
+_MARKS_CODE = None not in (_SKIP, _DEFAULT, _Strategy, _set_strategy)
+
+
+def opaque(function: F, reason: str = "") -> F:
+    """Let a function, and all that it calls, run as plain Python, also where compiled code calls it.
+
+    Parameters
+    ----------
+    function : callable
+        A Python function; closures of the same code are all meant.
+    reason : str
+        What Dynamo says about the graph break, to a program that asked for a single graph.
+
+    Notes
+    -----
+    Does what `torch.compiler.disable` does, without a wrapper around each call.
+    """
+    if _MARKS_CODE:
+        _set_strategy(function.__code__, _Strategy(_SKIP, _SKIP))
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    function._torchdynamo_disable_msg = reason  # type: ignore[attr-defined]
+    return function
+
+
+def compiled_only_inline(function: F) -> F:
+    """Let Dynamo compile a function as a part of something larger only, never by itself."""
+    if _MARKS_CODE:
+        _set_strategy(function.__code__, _Strategy(_SKIP, _DEFAULT))
+    return function
+
+
+def forget_compiled(function: Any) -> None:
+    """Drop what Dynamo has compiled for a function and for the functions that it wraps."""
+    entries, reset = getattr(_frames, "_debug_get_cache_entry_list", None), getattr(_frames, "reset_code", None)
+    while function is not None and entries is not None and reset is not None:
+        code = getattr(function, "__code__", None)
+        # Code that is not compiled may be marked as not to be, and would lose that.
+        if code is not None and entries(code):
+            reset(code)
+        function = getattr(function, "__wrapped__", None)
+
+
+# Devices
+
+current_stream: Callable[[int], Any] = _find("_C._accelerator_getStream", torch.accelerator.current_stream)
+"""Return the current stream of the accelerator with an index; without the checks of the public function."""
+
+is_capturing: Callable[[], bool] = _find("_C._cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing)
+"""Return whether the current CUDA stream is captured into a graph.  Asks the driver; does not synchronize."""
+
+has_nvtx: bool = _find("_C._nvtx") is not None
+"""Whether PyTorch was built with NVTX; the functions of `torch.cuda.nvtx` raise without it."""

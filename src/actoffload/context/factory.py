@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 
 from .. import device as devices
+from .._torch import unsupported
 from ..device import ReferenceDevice
 from ..engine.engine import Engine
 from ..engine.recorder import TimelineRecorder
@@ -169,7 +170,10 @@ def get_cpu_offload_context(
         )
     if max_host_bytes is not None and max_host_bytes < 0:
         raise ValueError(f"max_host_bytes is {max_host_bytes}; expected a number of bytes, or None for no limit.")
-    if not enabled or not offload_activations:
+    problem = unsupported() if enabled and offload_activations else None
+    if problem is not None:
+        warnings.warn(problem, UserWarning, stacklevel=2)
+    if not enabled or not offload_activations or problem is not None:
         nothing = NoOffloadContext()
         if manual_synchronization:
             return nothing, nothing.synchronize, NoController()

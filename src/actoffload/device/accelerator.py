@@ -9,16 +9,12 @@ from typing import Any
 
 import torch
 
-from . import accelerator as cuda
+from .._torch import current_stream, is_capturing
 from .base import Event, Pairs, Stream
 
-__all__ = ["MEMORY_COUNTERS", "Accelerator", "capturing", "driver_calls"]
+__all__ = ["MEMORY_COUNTERS", "Accelerator", "driver_calls"]
 
 MEMORY_COUNTERS = ("num_device_alloc", "num_device_free", "num_alloc_retries")
-
-
-capturing: Callable[[], bool] = torch._C._cuda_isCurrentStreamCapturing
-"""Whether the current stream is being captured into a CUDA graph.  Asks the driver; does not synchronize."""
 
 
 def driver_calls() -> dict[str, int]:
@@ -51,14 +47,14 @@ class Accelerator:
         self.resolution = 1e-5
         self.checks = False
         self.name = found.type
-        self.capturing: Callable[[], bool] = cuda.capturing if found.type == "cuda" else _never
+        self.capturing: Callable[[], bool] = is_capturing if found.type == "cuda" else _never
 
     def current_device(self) -> torch.device:
         return torch.device(self.type, torch.accelerator.current_device_index())
 
     def current_stream(self, device: torch.device) -> Stream:
         # What torch.accelerator.current_stream calls, without its questions: it is asked for each saved tensor.
-        return torch._C._accelerator_getStream(device.index)
+        return current_stream(device.index)
 
     def new_stream(self, device: torch.device) -> Stream:
         return torch.Stream(device)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from .._torch import backward_id
 from ..device.base import Backend
 from ..schedule.plan import Plan, Roles
 from . import ownership
@@ -110,7 +111,7 @@ class Engine:
 
     def pass_in_backward(self) -> Pass | None:
         """Return the pass whose backward runs in this thread."""
-        ref = self._running.get(torch._C._current_graph_task_id())
+        ref = self._running.get(backward_id())
         return None if ref is None else ref()
 
     def latest_pass(self) -> Pass | None:

@@ -9,6 +9,7 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
+from .._torch import negative_view
 from .hostpool import HostBuffer
 
 __all__ = ["Piece", "View", "dense", "gaps", "loose_pieces", "raw", "reload_spans"]
@@ -104,7 +105,7 @@ class View(NamedTuple):
         if self.conj:
             tensor = tensor.conj()
         if self.neg:
-            tensor = torch._neg_view(tensor)
+            tensor = negative_view(tensor)
         return tensor
 
     def elements(self, memory: torch.UntypedStorage, base: int, device: torch.device) -> torch.Tensor:

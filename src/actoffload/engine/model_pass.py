@@ -18,7 +18,7 @@ from typing import Generic
 import torch
 from torch.nn import Module
 
-from .._torch import current_module, opaque
+from .._torch import address, current_module, opaque, stands_for_another
 from ..engine.residency import Residency
 from ..engine.versions import Wrappers
 from ..schedule.execution_order import ExecutionOrder, Key
@@ -99,9 +99,9 @@ class ModelPass(Pass, Generic[Key]):
             self._region_saved = False
         if self._between.storages or self._between.residents or not graph:
             storages = [memory for tensor in inputs for memory in _storages(tensor)]
-            self._adopt(layer, {memory._cdata for memory in storages})
+            self._adopt(layer, {address(memory) for memory in storages})
             if not graph:
-                self._inputs |= {memory._cdata: StorageRef(memory) for memory in storages}
+                self._inputs |= {address(memory): StorageRef(memory) for memory in storages}
         return layer
 
     def _adopt(self, layer: Layer, addresses: set[int]) -> None:
@@ -180,7 +180,7 @@ class ModelPass(Pass, Generic[Key]):
             late = self._late(tensor) if because is None else None
             behind = len(self.layers) > self.roles.last_leaving and self.settled and self.engine.recorder is None
             if late is None and behind:
-                known = ledger.resident_at(tensor.untyped_storage()._cdata)
+                known = ledger.resident_at(address(tensor.untyped_storage()))
                 resident = ledger.resident(layer, tensor)
                 if resident is not None:
                     if known is None:
@@ -200,7 +200,7 @@ class ModelPass(Pass, Generic[Key]):
 
     def _late(self, tensor: torch.Tensor) -> Layer | None:
         """Return the group that has just ended, if a tensor was an input of it, or of others without a graph before."""
-        ref = self._inputs.get(tensor.untyped_storage()._cdata)
+        ref = self._inputs.get(address(tensor.untyped_storage()))
         if ref is None or ref.expired:
             return None
         self._region_saved = True
@@ -209,7 +209,7 @@ class ModelPass(Pass, Generic[Key]):
 
 def _storages(tensor: torch.Tensor) -> list[torch.UntypedStorage]:
     """Return where the data of an input is; nothing of one that only stands for others, as in `torch.vmap`."""
-    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+    if stands_for_another(tensor):
         return []
     return [
         part.untyped_storage()

@@ -9,9 +9,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch.nn import Module, Parameter
-from torch.nn.modules import module as _modules
-from torch.utils.hooks import RemovableHandle
 
+from .._torch import CASTS, RESHARD, ModuleCalls, address, base_of, registered
 from ..device.base import Backend
 from . import tensor_marks
 from .statistics import Reason
@@ -78,7 +77,8 @@ def _tables(root: Module) -> list[_Table]:
     """Return the tables in which a module and those in it have their tensors."""
     tables: list[_Table] = []
     for module in modules_in(root):
-        tables += ((module._parameters, Reason.PARAMETER), (module._buffers, Reason.BUFFER))
+        parameters, buffers, _ = registered(module)
+        tables += ((parameters, Reason.PARAMETER), (buffers, Reason.BUFFER))
     return tables
 
 
@@ -87,7 +87,7 @@ def modules_in(root: Module) -> list[Module]:
     found = {root: None}
     waiting = [root]
     while waiting:
-        for child in waiting.pop()._modules.values():
+        for child in registered(waiting.pop())[2].values():
             if child is not None and child not in found:
                 found[child] = None
                 waiting.append(child)
@@ -100,7 +100,7 @@ def addresses(root: Module) -> dict[int, Reason]:
     for table, reason in _tables(root):
         for tensor in table.values():
             if type(tensor) is Parameter and tensor.layout is torch.strided:
-                found[tensor.untyped_storage()._cdata] = reason
+                found[address(tensor.untyped_storage())] = reason
             elif tensor is not None:
                 found.update((address, reason) for address in _addresses(tensor))
     return found
@@ -114,8 +114,6 @@ class _Watch(threading.local):
 
 
 _watch = _Watch()
-_users = 0
-_lock = threading.Lock()
 
 
 def _entered(module: Module, inputs: Any) -> None:
@@ -128,40 +126,28 @@ def _left(module: Module, inputs: Any, outputs: Any) -> None:
         _watch.owned[-1].leave()
 
 
-# One key for the life of the process: a compiled module is compiled again when the key of a global hook changes.
-_key = RemovableHandle(_modules._global_forward_pre_hooks).id
+_calls = ModuleCalls(_entered, _left)
 
 
 def watch(owned: Owned) -> None:
     """Tell `owned` of every module that runs in this thread, until `unwatch`."""
-    global _users
-    with _lock:
-        _users += 1
-        _modules._global_forward_pre_hooks[_key] = _entered
-        _modules._global_forward_hooks[_key] = _left
-        _modules._global_forward_hooks_always_called[_key] = True
+    _calls.add_user()
     _watch.owned.append(owned)
 
 
 def unwatch(owned: Owned) -> None:
     """Tell `owned` no more; it lets go of the modules."""
-    global _users
     _watch.owned.remove(owned)
     owned.forget()
-    with _lock:
-        _users -= 1
-        if not _users:
-            del _modules._global_forward_pre_hooks[_key]
-            del _modules._global_forward_hooks[_key]
-            del _modules._global_forward_hooks_always_called[_key]
+    _calls.remove_user()
 
 
 def _addresses(tensor: torch.Tensor) -> Sequence[int]:
     """Return where a tensor's memory is, or that of its parts."""
     kind = type(tensor)
     if kind is Parameter or kind is torch.Tensor:
-        return (tensor.untyped_storage()._cdata,) if tensor.layout is torch.strided else ()
-    return [part.untyped_storage()._cdata for part in plain_parts(tensor) if part.layout is torch.strided]
+        return (address(tensor.untyped_storage()),) if tensor.layout is torch.strided else ()
+    return [address(part.untyped_storage()) for part in plain_parts(tensor) if part.layout is torch.strided]
 
 
 class ModelAddresses:
@@ -186,7 +172,7 @@ class ModelAddresses:
             # A sharding wrapper puts other storages in the parameters' places while a module runs. That of PyTorch,
             # fully_shard, gives the modules a class with a method to shard them again.
             types = set() if model is None else {type(module) for module in modules_in(model)}
-            self.swaps = any(hasattr(type_, "reshard") for type_ in types)
+            self.swaps = any(hasattr(type_, RESHARD) for type_ in types)
         return self._found.get(key)
 
 
@@ -266,17 +252,17 @@ def stays(tensor: torch.Tensor, backend: Backend, owned: Owned, limit: Limit) ->
         return Reason.DEVICE
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
         return Reason.LAYOUT
-    needs_gradient, base = tensor.requires_grad, tensor._base
+    needs_gradient, base = tensor.requires_grad, base_of(tensor)
     if base is not None or needs_gradient:
         reason = _tied(tensor)
         if reason is not None:
             return reason
     # The local part of a DTensor parameter requires a gradient, as a view of what requires none.
     if not needs_gradient or (base is not None and not base.requires_grad):
-        reason = owned.reason(tensor.untyped_storage()._cdata)
+        reason = owned.reason(address(tensor.untyped_storage()))
         if reason is not None:
             return reason
-    if tensor_marks.kept and tensor.untyped_storage()._cdata in tensor_marks.kept:
+    if tensor_marks.kept and address(tensor.untyped_storage()) in tensor_marks.kept:
         return Reason.MARKED
     if 0 in tensor.stride() and limit.refuses(_distinct(tensor), tensor.itemsize):
         return Reason.SMALL
@@ -288,7 +274,7 @@ def _tied(tensor: torch.Tensor) -> Reason | None:
     needs_gradient = tensor.requires_grad
     if needs_gradient and tensor.is_leaf:
         return Reason.LEAF
-    base = tensor._base
+    base = base_of(tensor)
     if base is not None:
         # Also a frozen one; asking whether something is a parameter takes long, and a plain tensor never is.
         if type(base) is not torch.Tensor and isinstance(base, Parameter):
@@ -299,13 +285,10 @@ def _tied(tensor: torch.Tensor) -> Reason | None:
     return Reason.PARAMETER if needs_gradient and _is_parameters(tensor if base is None else base) else None
 
 
-WEIGHTS = frozenset({"ToCopyBackward0", "TBackward0", "TransposeBackward0"})
-
-
 def _is_parameters(tensor: torch.Tensor) -> bool:
     """Whether a tensor is a parameter in another dtype, as autocast makes, or one that a backward has transposed."""
     node = tensor.grad_fn
-    if node is None or type(node).__name__ not in WEIGHTS:
+    if node is None or type(node).__name__ not in CASTS:
         return False
     return isinstance(getattr(node.next_functions[0][0], "variable", None), Parameter)
 

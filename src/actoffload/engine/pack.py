@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import torch
 from torch.nn import Parameter
 
-from .._torch import opaque
+from .._torch import address, base_of, opaque, version_of
 from .layer import Layer
 from .layout import View
 from .ownership import stays
@@ -44,7 +44,7 @@ def keep(tensor: torch.Tensor, token: LivenessToken, resident: Resident | None =
     """Hold a tensor that stays."""
     # A leaf has no node, so it can be held itself; what comes back is then the parameter, not an alias.
     alias = tensor if tensor.is_leaf else tensor.detach()  # [keep: kept tensor]
-    return alias, tensor._version, token, resident
+    return alias, version_of(tensor), token, resident
 
 
 class Moved:
@@ -60,12 +60,12 @@ class Moved:
         self.storage = storage  # [keep: host copy]
         self.view = view
         self.probe = probe  # [keep: resident tensor]
-        self.version = probe._version
+        self.version = version_of(probe)
         self.token = token
 
     def unpack(self) -> torch.Tensor:
         """Return the tensor, for autograd; reload it if that has not happened yet."""
-        if self.probe._version != self.version:
+        if version_of(self.probe) != self.version:
             raise changed(self.probe, self.view.size, self.version)
         return self.owner.fetch(self.index, self.storage, self.view, self.probe)
 
@@ -77,7 +77,7 @@ def unpack(saved: Kept | Moved | Compound) -> torch.Tensor:
     alias, version, _, resident = saved
     if resident is not None and resident.used is not None:
         resident.used()
-    if alias._version != version:
+    if version_of(alias) != version:
         raise changed(alias, alias.size(), version)
     return alias
 
@@ -155,12 +155,12 @@ class Packer:
                     return compound
         elif tensor.numel() < self._smallest:
             reason = Reason.SMALL
-        elif type(tensor._base) is Parameter:  # a transposed weight
+        elif type(base_of(tensor)) is Parameter:  # a transposed weight
             reason = Reason.PARAMETER
         else:
             # What leaves already and is saved once more, under another name, is known by its address.
             if tensor.layout is torch.strided and not self._stays_whole:
-                known = self._ledger.storages.get(tensor.untyped_storage()._cdata)
+                known = self._ledger.storages.get(address(tensor.untyped_storage()))
                 if known is not None and not self._within:
                     again = self._ledger.again(known, tensor, self._index)
                     if again is not None:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import torch
 
+from .._torch import NO_BACKWARD, after_backward, backward_id
 from ..device.base import Backend
 from ..schedule.plan import OUTSIDE, Do, Roles, When
 from ..schedule.timeline import Kind
@@ -112,13 +113,13 @@ class Pass:
 
     def fetch(self, index: int, storage: SavedStorage, view: View, probe: torch.Tensor) -> torch.Tensor:
         """Return a tensor that a layer saved, on the device; the unpack hook."""
-        task = torch._C._current_graph_task_id()
+        task = backward_id()
         if index == OUTSIDE:
             index = min(storage.layers)  # the layer with which it travels, if there is one
         if index != OUTSIDE and (index not in self._started or self._task != task):
             self.backward_reached(index)
         # Who looks at a node's saved tensors outside of any backward may do so inside or outside of a capture.
-        captured = self._captured if task != -1 else self.backend.capturing()
+        captured = self._captured if task != NO_BACKWARD else self.backend.capturing()
         with self.lock:
             if storage.where is Residency.HOST:
                 reload([storage], index, on_demand=True)
@@ -141,21 +142,21 @@ class Pass:
 
     def backward_reached(self, index: int) -> None:
         """Backward has come to the start of a layer, or uses something that it saved."""
-        task = torch._C._current_graph_task_id()
-        if task == -1:  # somebody looks at a node's saved tensors outside of any backward
+        task = backward_id()
+        if task == NO_BACKWARD:  # somebody looks at a node's saved tensors outside of any backward
             return
         if task == self._task and index in self._started:
             return
         with self.lock:
             if task != self._task:
-                if self._task != -1:
+                if self._task != NO_BACKWARD:
                     self._end_backward()  # of a backward that an exception ended
                 self._task = task
                 self._captured = self.backend.capturing()
                 self.engine.running(task, self)
                 # A gradient that is taken inside a layer does not end the forward.
                 self.backward_begun = self.layers[-1].phase is not Phase.FORWARD
-                torch.autograd.Variable._execution_engine.queue_callback(self._callback(task))
+                after_backward(self._callback(task))
             if index in self._started:
                 return
             self._end_behind(index)

@@ -13,13 +13,14 @@ from types import TracebackType
 
 import torch
 
+from .._torch import has_nvtx
 from ..device.base import Backend, Event, Stream
 from ..schedule.timeline import Kind, Span, Timeline
 from .statistics import Counters
 
 __all__ = ["TimelineRecorder", "available", "nvtx_range", "pop", "push", "start", "stop"]
 
-AVAILABLE = hasattr(torch._C, "_nvtx")  # the functions of torch.cuda.nvtx exist in any case, and raise without it
+AVAILABLE = has_nvtx
 
 
 def available() -> bool:

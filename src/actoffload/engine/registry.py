@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 import torch
 
+from .._torch import address, base_of, storage_behind, storage_expired, version_of
 from ..device.base import StreamPosition
 from ..engine.residency import Residency
 from ..schedule.plan import Roles
@@ -50,9 +51,9 @@ class Ledger:
     def resident(self, layer: Layer, tensor: torch.Tensor) -> Resident | None:
         """Return what counts the storage of a tensor in a layer that stays; None if one that leaves has it as well."""
         memory = tensor.untyped_storage()
-        key = memory._cdata
+        key = address(memory)
         known = self.storages.get(key)
-        if known is not None and _on_device(known(), tensor._version):
+        if known is not None and _on_device(known(), version_of(tensor)):
             return None
         with self._lock:
             ref = self._residents.get(key)
@@ -84,14 +85,14 @@ class Ledger:
         storage = known()
         if storage is None or storage.first is None:
             return None
-        if tensor_marks.kept and tensor.untyped_storage()._cdata in tensor_marks.kept:
+        if tensor_marks.kept and address(tensor.untyped_storage()) in tensor_marks.kept:
             return None
         with self._lock:
-            first, base = storage.first(), tensor._base
+            first, base = storage.first(), base_of(tensor)
             if (
                 first is None
                 or first.index != index
-                or first.version != tensor._version
+                or first.version != version_of(tensor)
                 or storage.root() is not (tensor if base is None else base)  # views share the counter of their base
                 or storage.where is not Residency.OFFLOADING
                 or storage.within
@@ -128,7 +129,7 @@ class Ledger:
             The storage, how the tensor lies in it, and a detached alias of the tensor.
         """
         memory, probe, view = tensor.untyped_storage(), tensor.detach(), View.of(tensor)
-        key, version, index = memory._cdata, tensor._version, layer.index
+        key, version, index = address(memory), version_of(tensor), layer.index
         backend = self._backend
         device = backend.place(tensor)
         stays = roles.planned and index in roles.stay
@@ -210,10 +211,10 @@ class Ledger:
 
         The caller must let go of it.
         """
-        if storage.where is not Residency.HOST or torch.UntypedStorage._expired(storage.weak):
+        if storage.where is not Residency.HOST or storage_expired(storage.weak):
             return None
-        found: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(storage.weak)
-        if found is None or self.at(found._cdata) is not storage or self.resident_at(found._cdata) is not None:
+        found = storage_behind(storage.weak)
+        if found is None or self.at(address(found)) is not storage or self.resident_at(address(found)) is not None:
             return None
         return found
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 
-from .._torch import opaque
+from .._torch import free_storage_weakref, opaque, storage_expired, storage_weakref
 from .statistics import Counters
 
 __all__ = ["Residency", "Resident", "StorageRef"]
@@ -37,16 +37,16 @@ class StorageRef:
     __slots__ = ("_weak",)
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
-        self._weak = storage._weak_ref()
+        self._weak = storage_weakref(storage)
 
     @property
     def expired(self) -> bool:
         """Whether the memory is gone."""
-        return bool(torch.UntypedStorage._expired(self._weak))
+        return bool(storage_expired(self._weak))
 
     def __del__(self) -> None:
         if not sys.is_finalizing():  # by then torch may be gone, and the process gives everything back
-            torch.UntypedStorage._free_weak_ref(self._weak)  # type: ignore[no-untyped-call]
+            free_storage_weakref(self._weak)
 
 
 class Resident:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .._torch import opaque
+from .._torch import base_of, free_storage_weakref, opaque, storage_weakref, version_of
 from ..device.base import Pairs, Stream, StreamPosition
 from ..engine.versions import drop_data
 from .hostpool import HostBuffer
@@ -75,7 +75,7 @@ class SavedStorage:
         self.nbytes = self._resident = nbytes = memory.nbytes()
         self.layers: dict[int, bool] = {}  # who saved it -> has let go of the device memory
         self._source: torch.UntypedStorage | None = memory  # [keep: source until copied]
-        self.weak = memory._weak_ref()  # [keep: address of the storage]
+        self.weak = storage_weakref(memory)  # [keep: address of the storage]
         self.new: list[View] = []  # saved, and not looked at yet
         self._probes: list[torch.Tensor] = []
         counters = home.counters
@@ -93,7 +93,7 @@ class SavedStorage:
         whole = tensor.nbytes == self.nbytes and not (view.conj or view.neg)
         if whole and not self._probes and (tensor.is_contiguous() or view.fills(self.nbytes)):
             self.plain = view
-            base = tensor._base
+            base = base_of(tensor)
             self.root = weakref.ref(tensor if base is None else base)
         self._probes.append(probe)
         self.new.append(view)
@@ -255,14 +255,14 @@ class SavedStorage:
         if typed is not None:
             buffer = self._buffers[0][2]
             self._arrived = home.transfers.to_device(((typed, buffer),), layer, captured)
-            self._clean = (buffer._version,)
+            self._clean = (version_of(buffer),)
         else:
             pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
             for piece in self._pieces:
                 start, buffer = self._buffer_of(piece.start, piece.stop)
                 pairs += piece.pairs(buffer.untyped_storage(), start, home.device)
             self._arrived = home.transfers.to_device(pairs, layer, captured)
-            self._clean = [buffer._version for _, _, buffer in self._buffers]
+            self._clean = [version_of(buffer) for _, _, buffer in self._buffers]
         counters = home.counters
         counters.bytes_reloaded += self.bytes_copied
         if on_demand:
@@ -289,7 +289,7 @@ class SavedStorage:
             transfers.use(current, arrived, layer, captured)
             self._awaited = True
         for (_, _, buffer), version in zip(self._buffers, self._clean):  # noqa: B905 (as long as each other)
-            if buffer._version != version:
+            if version_of(buffer) != version:
                 raise changed(buffer, view.size, version)
         if view is self.plain and self._typed is not None:
             return buffer
@@ -333,7 +333,7 @@ class SavedStorage:
                 if piece.host is not None:
                     home.transfers.pool.give_back(piece.host, fence)
             home.counters.freed(self._resident)
-            torch.UntypedStorage._free_weak_ref(self.weak)  # type: ignore[no-untyped-call]
+            free_storage_weakref(self.weak)
         except Exception:
             # Half-built objects and an interpreter on its way out: there is nobody to tell and nothing to save.
             if not sys.is_finalizing() and hasattr(self, "_resident"):

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.nn import Parameter
 
+from .._torch import base_of, version_of
 from ..engine.versions import Wrappers
 from . import tensor_marks
 from .versions import Seen, Wrapper
@@ -81,7 +82,7 @@ class Compound:
         packer : callable
             Returns the pack hook for parts of given wrappers.
         """
-        seen = Seen(Wrapper.of(tensor), tensor._version)
+        seen = Seen(Wrapper.of(tensor), version_of(tensor))
         taken = _Flat.take(tensor) if _flattens(type(tensor)) else _Husk.take(tensor)
         if taken is None:
             return None
@@ -182,7 +183,7 @@ def _as_part(part: torch.Tensor) -> torch.Tensor:
     gradient; that is no leaf of the program's.
     """
     if part.requires_grad and part.is_leaf and not isinstance(part, Parameter):
-        base = part._base
+        base = base_of(part)
         if base is not None and not base.is_leaf:
             return part.detach()
     return part
@@ -217,7 +218,7 @@ def parts_to_save(thing: Any, within: Wrappers = ()) -> Iterator[tuple[torch.Ten
         if inside is None:
             yield thing, within
             return
-        within = (*within, Seen(Wrapper.of(thing), thing._version))
+        within = (*within, Seen(Wrapper.of(thing), version_of(thing)))
     for part in inside or ():
         yield from parts_to_save(part, within)
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from .._torch import address, version_of
 from ..device.base import Backend, Event
 from .residency import StorageRef
 from .versions import Wrappers, unchanged
@@ -40,7 +41,7 @@ def keep(tensor: torch.Tensor) -> None:
     """Note that a tensor's storage stays on the device."""
     storage = tensor.untyped_storage()
     with _lock:
-        kept[storage._cdata] = StorageRef(storage)  # [keep: address of a marked storage]
+        kept[address(storage)] = StorageRef(storage)  # [keep: address of a marked storage]
         if len(kept) >= _sweep_at["kept"]:
             for key in [key for key, weak in kept.items() if weak.expired]:
                 del kept[key]
@@ -52,8 +53,8 @@ def final(tensor: torch.Tensor, event: Event, captured: bool, *, whole: bool, wi
     storage = tensor.untyped_storage()
     with _lock:
         # [keep: address of a final storage]
-        note = Final(StorageRef(storage), tensor._version, event, captured, whole, within)
-        finals[storage._cdata] = note
+        note = Final(StorageRef(storage), version_of(tensor), event, captured, whole, within)
+        finals[address(storage)] = note
         if len(finals) >= _sweep_at["final"]:
             for key in [key for key, note in finals.items() if note.storage.expired]:
                 del finals[key]

@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 import torch
 
+from .._torch import base_of, plain_tensors, version_of
+
 __all__ = ["Seen", "Wrapper", "Wrappers", "changed", "drop_data", "serves", "together", "unchanged"]
 
 _hollow: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
@@ -38,7 +40,7 @@ def changed(tensor: torch.Tensor, size: tuple[int, ...], version: int) -> Runtim
     shape = ", ".join(map(str, size))
     return RuntimeError(
         "one of the variables needed for gradient computation has been modified by an inplace operation: "
-        f"[{tensor.type()} [{shape}]] is at version {tensor._version}; expected version {version} instead. "
+        f"[{tensor.type()} [{shape}]] is at version {version_of(tensor)}; expected version {version} instead. "
         "It was saved inside an offloading context; change a copy of it, or change it before it is used. "
         "torch.autograd.set_detect_anomaly(True) shows where it was used."
     )
@@ -71,7 +73,8 @@ class Wrapper:
     @staticmethod
     def of(tensor: torch.Tensor) -> Wrapper:
         """Return what has the counter of a tensor."""
-        root = tensor if tensor._base is None else tensor._base
+        base = base_of(tensor)
+        root = tensor if base is None else base
         outer = _outers.get(id(root))
         if outer is None or outer._root() is not root:
             outer = _outers[id(root)] = Wrapper(tensor, root)
@@ -80,18 +83,18 @@ class Wrapper:
     @property
     def version(self) -> int:
         """How often the tensor was changed so far."""
-        return int(self._counter._version)
+        return int(version_of(self._counter))
 
     def returned(self, tensor: torch.Tensor) -> None:
         """Watch a tensor that autograd gets in place of the saved one; see [Note: in-place edits] in saved.py."""
-        self._returned.append((_counter(tensor), tensor._version))
+        self._returned.append((_counter(tensor), version_of(tensor)))
 
     def check(self, version: int, size: torch.Size) -> None:
         """Raise autograd's error if the tensor, or one that was returned for it, was changed since `version`."""
-        if self._counter._version != version:
+        if version_of(self._counter) != version:
             raise changed(self._counter, size, version)
         for counter, clean in self._returned:
-            if counter._version != clean:
+            if version_of(counter) != clean:
                 raise changed(counter, size, clean)
 
 
@@ -142,7 +145,7 @@ def _counter(tensor: torch.Tensor) -> torch.Tensor:
 
     Below the dispatch to Python a wrapper is an ordinary tensor that has no memory, and can be detached as such.
     """
-    with torch._C.DisableTorchFunctionSubclass(), torch._C._DisableTorchDispatch():
+    with plain_tensors(dispatch=True):
         alias = tensor.detach()
     if alias.layout is torch.strided:
         drop_data(alias)

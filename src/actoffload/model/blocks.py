@@ -27,6 +27,7 @@ from typing import Any
 from torch.nn import Module, ModuleDict, ModuleList, Sequential
 from torch.nn.parameter import is_lazy
 
+from .._torch import registered
 from .module_names import CONTAINERS, block_type, children, runs, unwrap
 
 __all__ = ["Stack", "find_stacks"]
@@ -172,7 +173,7 @@ class _Search:
 
     def _fits(self, child: Module) -> bool:
         inner = unwrap(child)
-        composite = bool(inner._modules.keys() - {"parametrizations"})  # a leaf with weight_norm is a leaf
+        composite = bool(registered(inner)[2].keys() - {"parametrizations"})  # a leaf with weight_norm is a leaf
         return composite is not self._leaves and _has_parameters(inner)
 
     def _are_stages(self, members: list[Module]) -> bool:
@@ -261,7 +262,7 @@ def _kind(stack: Stack) -> type:
 
 
 def _plain(stack: Stack) -> bool:
-    return not any(child._modules for block in stack.blocks for child in children(unwrap(block)))
+    return not any(registered(child)[2] for block in stack.blocks for child in children(unwrap(block)))
 
 
 def _sizes(stack: Stack) -> list[int]:

@@ -22,7 +22,7 @@ import torch
 from torch.nn import Module
 from torch.utils.hooks import RemovableHandle
 
-from .._torch import opaque
+from .._torch import compiled_only_inline, forget_compiled, opaque
 from .tracker import ROOT, Place, Tracker
 
 __all__ = ["ModuleHooks", "hooks_of"]
@@ -108,17 +108,10 @@ def _end(hook: _Hook, output: Any) -> None:
         tracker.end(place, output)
 
 
-def _not_by_itself(function: Callable[..., Any]) -> None:
-    """Let Dynamo compile a function as a part of something larger only."""
-    frames = torch._C._dynamo.eval_frame
-    action = frames._FrameAction
-    frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(action.SKIP, action.DEFAULT))
-
-
 opaque(_begin, REASON)
 opaque(_end, REASON)
 for _function in (_Before.__call__, _After.__call__, _Around.__call__, _surrounded):
-    _not_by_itself(_function)
+    compiled_only_inline(_function)
 
 
 class ModuleHooks:
@@ -161,7 +154,7 @@ class ModuleHooks:
         if not torch.compiler.is_compiling():
             self.surround()
 
-    _not_by_itself(_look)
+    compiled_only_inline(_look)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModuleHooks:
         return _nothing()
@@ -223,19 +216,9 @@ def _forget_compiled(module: Module, followed: Set[Module], known: dict[Module, 
         for child in module.children():
             found |= _forget_compiled(child, followed, known)
         if found:
-            _drop(module.forward)
+            forget_compiled(module.forward)
         known[module] = found
     return found or module in followed
-
-
-def _drop(function: Any) -> None:
-    frames = torch._C._dynamo.eval_frame
-    while function is not None:
-        code = getattr(function, "__code__", None)
-        # Code that is not compiled may be marked as not to be, and would lose that.
-        if code is not None and frames._debug_get_cache_entry_list(code):
-            frames.reset_code(code)
-        function = getattr(function, "__wrapped__", None)
 
 
 def _nothing() -> ModuleHooks:

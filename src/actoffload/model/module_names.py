@@ -11,12 +11,11 @@ from torch.nn import DataParallel, Module, ModuleDict, ModuleList, Sequential
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.parametrize import type_before_parametrizations
 
+from .._torch import SHARDED, WRAPPED_AS, registered
+
 __all__ = ["CONTAINERS", "Named", "Names", "block_type", "children", "inner_name", "runs", "starred", "unwrap"]
 
 CONTAINERS = (ModuleList, ModuleDict, Sequential)
-
-_WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
-_SHARDED = ("FSDPModule", "ReplicateModule")
 
 
 # Wrappers
@@ -29,7 +28,7 @@ def inner_name(module: Module) -> str | None:
     """
     if isinstance(module, (DataParallel, DistributedDataParallel)):
         return "module"
-    return next((name for name in _WRAPPED if module._modules.get(name) is not None), None)
+    return next((name for name in WRAPPED_AS if registered(module)[2].get(name) is not None), None)
 
 
 def unwrap(module: Module) -> Module:
@@ -43,14 +42,14 @@ def block_type(module: Module) -> type:
     """Return the class that a module was written as: without wrappers, sharding and parametrizations."""
     kind = type_before_parametrizations(unwrap(module))
     # fully_shard and replicate put each module into a class made for it, of two bases.
-    if len(kind.__bases__) == 2 and kind.__bases__[0].__name__ in _SHARDED:
+    if len(kind.__bases__) == 2 and kind.__bases__[0].__name__ in SHARDED:
         return kind.__bases__[1]
     return kind
 
 
 def children(module: Module) -> list[Module]:
     """Return the children in registration order; one that was registered twice is there twice."""
-    return [child for child in module._modules.values() if child is not None]
+    return [child for child in registered(module)[2].values() if child is not None]
 
 
 def runs(module: Module) -> bool:
@@ -137,9 +136,9 @@ class Names:
 def _walk(module: Module, full: str, clean: str, above: tuple[Module, ...]) -> Iterator[Named]:
     yield Named(full, clean, module)
     wrapped = inner_name(module)
-    if wrapped is None and not clean and list(module._modules) == ["module"]:
+    if wrapped is None and not clean and list(registered(module)[2]) == ["module"]:
         wrapped = "module"  # around a whole model this is what engines and data parallel wrappers of others look like
-    for name, child in module._modules.items():
+    for name, child in registered(module)[2].items():
         if child is not None and child is not module and child not in above:  # a circle of modules has no names
             below = f"{full}.{name}" if full else name
             inside = clean if name == wrapped else f"{clean}.{name}" if clean else name

@@ -10,6 +10,7 @@ from typing import Any
 from torch.nn import Module
 
 from .. import device as devices
+from .._torch import unsupported
 from ..engine.engine import Engine
 from ..schedule.execution_order import Planner, check_number, check_types
 from ..schedule.plan import Plan
@@ -126,6 +127,10 @@ def offload(
     ]
     engine = Engine(Plan(1), devices.backend(), max_host_bytes, min_bytes=min_bytes)
     handle = OffloadHandle(places, planner, engine)
+    problem = unsupported()
+    if problem is not None:
+        warnings.warn(problem, UserWarning, stacklevel=2)
+        return handle
     if not handle.plan.offloaded and num_layers != 0 and fraction:
         kinds = [group.kind for group in chosen]
         if max(map(kinds.count, kinds)) == 1:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from torch.nn import Module
 
+from .._torch import address
 from ..engine.layer import Layer
 from ..engine.model_pass import ModelPass
 from ..engine.residency import Residency, Resident, StorageRef
@@ -139,7 +140,7 @@ class PassStatistics:
                         kept[reason] = before[0] + 1, before[1] + storage.nbytes
                     memory = done.ledger.held_by_others(storage)
                     if memory is not None:
-                        held.append(Held(layer.index, storage.nbytes, StorageRef(memory), memory._cdata))
+                        held.append(Held(layer.index, storage.nbytes, StorageRef(memory), address(memory)))
                 for ref in layer.residents:
                     resident = ref()
                     if resident is not None and resident not in residents:

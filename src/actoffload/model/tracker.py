@@ -16,6 +16,14 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Module
 
+from .._torch import (
+    NO_BACKWARD,
+    backward_id,
+    in_transform,
+    saved_tensor_hooks,
+    saved_tensor_hooks_disabled,
+    unsupported,
+)
 from ..engine.engine import Engine
 from ..engine.layer import Layer, tensors_in
 from ..engine.model_pass import ModelPass
@@ -55,7 +63,7 @@ class Obstacles:
         if _transformed():
             self._tell(TRANSFORMED)
             return True
-        hooks = _hooks()
+        hooks = saved_tensor_hooks()
         if hooks is not None:
             self._tell(OURS if hooks[1] is unpack else TAKEN)
             return True
@@ -64,7 +72,7 @@ class Obstacles:
     def recomputed(self) -> None:
         """Tell of a whole model that runs inside of a backward."""
         # The variant of checkpointing that has hooks was told of in the forward.
-        if torch.is_grad_enabled() and _hooks() is None:
+        if torch.is_grad_enabled() and saved_tensor_hooks() is None:
             self._tell(RECOMPUTED)
 
     def _tell(self, why: str) -> None:
@@ -73,18 +81,11 @@ class Obstacles:
             warnings.warn(f"Nothing is offloaded in a forward {why} This is said once.", UserWarning, stacklevel=7)
 
 
-def _hooks() -> tuple[Any, Any] | None:
-    """Return the saved-tensor hooks through which goes what this thread saves, if there are any."""
-    found: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return found
-
-
 def _transformed() -> bool:
     """Whether this thread is inside of a transform of functions under which autograd saves no plain tensors."""
-    if torch._C._autograd._saved_tensors_hooks_get_disabled_error_message() is not None:
+    if saved_tensor_hooks_disabled() is not None:
         return True
-    levels = torch._C._functorch.get_interpreter_stack() or ()
-    return any(level.key() != torch._C._functorch.TransformType.Vmap for level in levels)
+    return in_transform()
 
 
 ROOT, GROUP, KEPT = "root", "group", "kept"
@@ -196,7 +197,7 @@ class Tracker:
         self._obstacles = Obstacles()
         self._at_work = 0  # threads in a forward
         self._then: Callable[[], None] | None = None
-        self.paused = 0
+        self.paused = int(unsupported() is not None)
 
     # Beginnings
 
@@ -204,7 +205,7 @@ class Tracker:
         """Learn that the forward of a module begins."""
         state = self._state
         self._finish(failed=False)
-        if torch._C._current_graph_task_id() != -1:  # a recomputation
+        if backward_id() != NO_BACKWARD:  # a recomputation
             if place.role is ROOT and not self.paused:
                 self._obstacles.recomputed()
             return
@@ -285,7 +286,7 @@ class Tracker:
         state = self._state
         if state.inside is None or not any(frame.place is place for frame in state.frames):
             return
-        if torch._C._current_graph_task_id() != -1:  # a recomputation, while the forward is in the same module
+        if backward_id() != NO_BACKWARD:  # a recomputation, while the forward is in the same module
             return
         frame = state.frames.pop()
         while frame.place is not place:  # an interrupt passed over their hooks

@@ -9,17 +9,18 @@ nothing here fetches counts from an accelerator, because that would make the hos
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
+
+from .._torch import grouped_mm
 
 __all__ = ["Groups"]
 
 # Public since torch 2.10, and private before.
-_grouped_mm: Callable[..., torch.Tensor] | None = getattr(F, "grouped_mm", getattr(torch, "_grouped_mm", None))
+_grouped_mm = grouped_mm
 
 _ALIGNMENT = 16  # bytes, of each row of an operand of grouped_mm
 _CPU_DTYPES = (torch.bfloat16, torch.float16, torch.float32)

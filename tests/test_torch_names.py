@@ -1,0 +1,216 @@
+"""Private names of PyTorch: without any one of them the package imports, and gradients keep every bit."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import Linear, Parameter
+
+import actoffload
+from actoffload import _torch
+
+SOURCES = Path(actoffload.__file__).parent
+
+# Everything that _torch.py looks up by a name that is not public.
+NAMES = [
+    "UntypedStorage._cdata",
+    "Tensor._version",
+    "Tensor._base",
+    "UntypedStorage._weak_ref",
+    "UntypedStorage._expired",
+    "UntypedStorage._free_weak_ref",
+    "UntypedStorage._new_with_weak_ptr",
+    "_neg_view",
+    "_grouped_mm",
+    "_C.TensorBase",
+    "_C.DisableTorchFunctionSubclass",
+    "_C._DisableTorchDispatch",
+    "_C._current_graph_task_id",
+    "autograd.Variable._execution_engine",
+    "_C._autograd._top_saved_tensors_default_hooks",
+    "_C._autograd._saved_tensors_hooks_get_disabled_error_message",
+    "_C._functorch.get_interpreter_stack",
+    "_C._functorch.TransformType",
+    "_C._functorch.is_functorch_wrapped_tensor",
+    "_C._dynamo.eval_frame",
+    "_C._accelerator_getStream",
+    "_C._cuda_isCurrentStreamCapturing",
+    "_C._nvtx",
+    "nn.modules.module._global_forward_pre_hooks",
+    "nn.modules.module._global_forward_hooks",
+    "nn.modules.module._global_forward_hooks_always_called",
+    "nn.Module._call_impl",
+]
+
+# The name is hidden from _torch.py alone: PyTorch itself needs most of them.
+PROGRAM = """
+import operator, sys, warnings
+import torch
+
+hidden = sys.argv[1]
+plain_attrgetter = operator.attrgetter
+
+
+def attrgetter(path):
+    found = plain_attrgetter(path)
+
+    def get(owner):
+        if owner is torch and (path == hidden or path.startswith(hidden + ".")):
+            raise AttributeError(path)
+        return found(owner)
+
+    return get if "." in path or owner_is_torch(path) else found
+
+
+def owner_is_torch(path):
+    return path == hidden
+
+
+owner, _, name = hidden.rpartition(".")
+target = plain_attrgetter(owner)(torch) if owner else torch
+plain_dir, plain_getattr = dir, getattr
+
+
+class Hiding:
+    def dir(self, thing=None):
+        return [entry for entry in plain_dir(thing) if not (thing is target and entry == name)]
+
+    def getattr(self, thing, entry, *default):
+        if thing is target and entry == name:
+            if default:
+                return default[0]
+            raise AttributeError(entry)
+        return plain_getattr(thing, entry, *default)
+
+
+import importlib.util, types
+source = sys.argv[2]
+spec = importlib.util.spec_from_file_location("actoffload._torch", source)
+package = types.ModuleType("actoffload")
+module = importlib.util.module_from_spec(spec)
+module.__dict__["dir"], module.__dict__["getattr"] = Hiding().dir, Hiding().getattr
+operator.attrgetter = attrgetter
+spec.loader.exec_module(module)
+operator.attrgetter = plain_attrgetter
+sys.modules["actoffload._torch"] = module
+import actoffload
+
+assert actoffload.model.tracker.backward_id is module.backward_id  # the package uses this very module
+warnings.simplefilter("ignore")
+
+
+def train(how):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*[torch.nn.Sequential(torch.nn.Linear(512, 512), torch.nn.GELU()) for _ in range(5)])
+    x = torch.randn(1024, 512, requires_grad=True)
+    if how == "model":
+        handle = actoffload.offload(model, layers="*")
+        y = model(x * 1.0)
+    elif how == "context":
+        context, sync = actoffload.get_cpu_offload_context(enabled=True, num_layers=2, model_layers=5)
+        y = x * 1.0
+        for layer in model:
+            with context:
+                y = layer(y)
+            y = sync(y)
+    else:
+        y = model(x * 1.0)
+    y.square().mean().backward()
+    if not module.MISSING and how == "model":
+        assert handle.statistics().bytes_offloaded > 0
+    return [x.grad, *(p.grad for p in model.parameters())]
+
+
+plain = train("plain")
+for how in ("model", "context"):
+    for a, b in zip(plain, train(how), strict=True):
+        assert torch.equal(a, b), how
+print(*module.MISSING)
+"""
+
+ESSENTIAL = {
+    "UntypedStorage._cdata",
+    "Tensor._version",
+    "Tensor._base",
+    "UntypedStorage._weak_ref",
+    "UntypedStorage._expired",
+    "UntypedStorage._free_weak_ref",
+    "_C._current_graph_task_id",
+    "autograd.Variable._execution_engine",
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_without_one_name_the_package_imports_and_gradients_keep_every_bit(name: str) -> None:
+    env = {**os.environ, "PYTHONPATH": str(SOURCES.parent), "OMP_NUM_THREADS": "1"}
+    arguments = [sys.executable, "-c", PROGRAM, name, str(SOURCES / "_torch.py")]
+    done = subprocess.run(arguments, capture_output=True, text=True, env=env)
+    assert done.returncode == 0, done.stderr
+    missing = done.stdout.split()
+    assert bool(missing) is (name in ESSENTIAL), missing
+
+
+def test_every_private_name_is_in_one_file_and_in_the_list_above() -> None:
+    private = re.compile(r"\btorch(\.\w+)*\._[a-zA-Z]\w*|torch\.utils\._\w+|\._cdata\b|\._version\b")
+    for path in SOURCES.rglob("*.py"):
+        if path.name == "_torch.py":
+            continue
+        code = ast.unparse(_without_docstrings(ast.parse(path.read_text(encoding="utf-8"))))
+        assert not (found := private.search(code)), f"{path.name}: {found[0]}"
+
+
+def _without_docstrings(tree: ast.Module) -> ast.Module:
+    for node in ast.walk(tree):
+        body = getattr(node, "body", None)
+        if isinstance(body, list):
+            node.body = [each for each in body if not _is_text(each)] or [ast.Pass()]  # type: ignore[attr-defined]
+    return tree
+
+
+def _is_text(node: ast.AST) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+
+
+def test_this_torch_has_all_of_them() -> None:
+    assert _torch.MISSING == []
+    assert _torch.unsupported() is None
+
+
+def test_autograd_nodes_have_the_names_that_identify_casts() -> None:
+    weight = Parameter(torch.randn(3, 2))
+    made = {
+        type(node).__name__
+        for node in (weight.to(torch.bfloat16).grad_fn, weight.t().grad_fn, weight.transpose(0, 1).grad_fn)
+    }
+    assert made == _torch.CASTS
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch.jit, when torch.compile is imported
+def test_wrappers_have_the_attributes_and_classes_that_identify_them() -> None:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
+    compiled, checkpointed = torch.compile(Linear(2, 2)), checkpoint_wrapper(Linear(2, 2))
+    names = {*dict(compiled.named_children()), *dict(checkpointed.named_children())}
+    assert names == {"_orig_mod", "_checkpoint_wrapped_module"} < set(_torch.WRAPPED_AS)
+    assert "_fsdp_wrapped_module" in Path(sys.modules[FullyShardedDataParallel.__module__].__file__).read_text()
+    assert FSDPModule.__name__ in _torch.SHARDED
+    assert hasattr(FSDPModule, _torch.RESHARD)
+
+
+def test_modules_are_called_by_the_functions_that_are_looked_for() -> None:
+    seen = []
+    layer = Linear(2, 2)
+    layer.register_forward_hook(lambda *_: seen.append(_torch.current_module()))
+    layer(torch.ones(1, 2))
+    assert seen[0]() is layer
+    assert [getattr(torch.nn.Module, name.partition(".")[2]).__qualname__ for name in _torch.CALLS] == list(
+        _torch.CALLS
+    )
