@@ -265,7 +265,7 @@ def _time(function: Callable[[], object], steps: int) -> float:
         begun = time.perf_counter()
         for _ in range(steps):
             function()
-        return (time.perf_counter() - begun) / steps
+        return (time.perf_counter() - begun) / steps  # [guard: time of one step]
     start, end = torch.Event(device, enable_timing=True), torch.Event(device, enable_timing=True)
     torch.accelerator.synchronize()
     start.record()

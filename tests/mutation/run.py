@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from mutants import Mutant, conditions, tagged
+from mutants import Mutant, tagged
 
 __all__ = ["Verdict", "main"]
 
@@ -107,7 +107,7 @@ def main(arguments: Iterable[str] | None = None) -> int:
         original = Path(directory)
         snapshot(original)
         try:
-            every = [*tagged(original / "src"), *conditions(original / "src")]
+            every = list(tagged(original / "src"))
         except LookupError as error:
             parser.error(str(error))
         mutants = [mutant for mutant in every if options.only in mutant.name]

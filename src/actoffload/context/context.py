@@ -100,7 +100,7 @@ class OffloadContext(ContextDecorator):
         hooks.__exit__()
         current.aborted = True  # also if what follows fails
         current.forward_end(layer)
-        current.aborted = kind is not None
+        current.aborted = kind is not None  # [guard: failed forward -> False]
 
     def synchronize(self, output: T) -> T:
         """Tell that a layer's output is complete, and return it; the context's ``sync_function``.

@@ -152,7 +152,7 @@ class ReferenceDevice:
         self._take(stream, pairs, self.h2d)
 
     def _take(self, stream: ReferenceStream, pairs: Pairs, bandwidth: float) -> None:
-        stream.now += self.latency + sum(host.nbytes for host, _ in pairs) / bandwidth
+        stream.now += self.latency + sum(host.nbytes for host, _ in pairs) / bandwidth  # [guard: latency of a transfer]
 
     def compute(self, seconds: float) -> None:
         """Let the current stream compute for some virtual seconds."""

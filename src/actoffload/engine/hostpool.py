@@ -141,7 +141,7 @@ class HostPool:
         if self._returned:
             self.settle()
         bin_ = self._bins.get(nbytes)
-        if bin_ and not (whole and len(bin_[-1].parts) > 1):
+        if bin_ and not (whole and len(bin_[-1].parts) > 1):  # [guard: whole buffer from a bin]
             buffer = bin_.pop()
         else:
             made = self._make(nbytes, captured, whole)
@@ -172,11 +172,12 @@ class HostPool:
         """Sort in what came back; done by `take` too."""
         while self._returned:
             buffer, fence = self._returned.popleft()
+            # [guard: buffer of a closed pool]
             if buffer.epoch != self._epoch:  # its slab left the pool with `close`
                 continue
             self.bytes_taken -= buffer.size
             if not buffer.captured:
-                buffer.fence = fence
+                buffer.fence = fence  # [guard: fence of a returned buffer]
                 self._bins.setdefault(buffer.nbytes, []).append(buffer)
 
     def _make(self, nbytes: int, captured: bool, whole: bool) -> HostBuffer | None:
@@ -207,7 +208,7 @@ class HostPool:
         for bin_ in self._bins.values():
             for buffer in bin_:
                 for segment in buffer.segments:
-                    self._insert(segment._replace(fence=buffer.fence))
+                    self._insert(segment._replace(fence=buffer.fence))  # [guard: fence of a dissolved buffer]
         self._bins.clear()
 
     def _insert(self, segment: Segment) -> None:
@@ -215,12 +216,12 @@ class HostPool:
         place = bisect_left(free, segment[:2], key=lambda other: other[:2])
         if place < len(free) and free[place].slab == segment.slab and free[place].start == segment.stop:
             behind = free.pop(place)
-            fence = latest_positions((*segment.fence, *behind.fence))
+            fence = latest_positions((*segment.fence, *behind.fence))  # [guard: fence of the segment behind]
             segment = segment._replace(stop=behind.stop, fence=fence)
         if place and free[place - 1].slab == segment.slab and free[place - 1].stop == segment.start:
             before = free.pop(place - 1)
             place -= 1
-            fence = latest_positions((*before.fence, *segment.fence))
+            fence = latest_positions((*before.fence, *segment.fence))  # [guard: fence of the segment before]
             segment = segment._replace(start=before.start, fence=fence)
         free.insert(place, segment)
 
@@ -257,11 +258,12 @@ class HostPool:
         shortfall = -(-(need - usable) // GRANULE) * GRANULE
         sizes: list[int] = []
         if whole:
-            sizes.append(max(GRANULE, 1 << (need - 1).bit_length()))
+            sizes.append(max(GRANULE, 1 << (need - 1).bit_length()))  # [guard: size of a whole slab]
         while not whole and shortfall:
             size = min(LARGEST, 1 << (shortfall.bit_length() - 1))
             sizes.append(size)
             shortfall -= size
+        # [guard: limit on the bytes held]
         if self._max_bytes is not None and self.bytes_held + sum(sizes) > self._max_bytes:
             held, more = self.bytes_held, sum(sizes)
             limit = f"the limit of {self._max_bytes} bytes of host memory"

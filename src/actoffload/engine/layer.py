@@ -157,7 +157,7 @@ class Layer:
                 storage.left = storage.home.transfers.end_of_copies_out(self.captured)
         for storage in living:
             if storage.where is Residency.OFFLOADING and storage.left is None:
-                storage.left = self._left_mark(storage.home.transfers)
+                storage.left = self._left_mark(storage.home.transfers)  # [guard: end of the copies of a layer]
         return refused
 
     def _left_mark(self, transfers: Transfers) -> StreamPosition:
@@ -205,6 +205,7 @@ class Layer:
             if storage.where is Residency.OFFLOADING and self.releases_incrementally and storage.left is not None:
                 # [wait: release of the rest for its copy out]
                 home.transfers.join(storage.stream, home.streams, storage.left, self.index)
+            # [guard: wait for each device and stream]
             elif mark is not None and (home.transfers, storage.stream) not in waited:
                 waited.append((home.transfers, storage.stream))
                 # [wait: release for the copies out]
@@ -255,7 +256,7 @@ class Layer:
                 resident = ref()
                 if resident is not None:
                     resident.used = None
-        self.evict()
+        self.evict()  # [guard: release at the end of a backward]
 
     def pass_on(self) -> None:
         """Let the successor have the room of what backward has used since the last time."""

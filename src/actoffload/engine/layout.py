@@ -179,8 +179,12 @@ class Piece:
     def holds(self, view: View) -> bool:
         """Whether every element of a view moves with this piece."""
         if self.elements is not None:
-            same = (view.compact, view.offset, view.dtype.itemsize)
-            return same == (self.elements.compact, self.elements.offset, self.elements.dtype.itemsize)
+            mine = self.elements
+            return (
+                view.dtype.itemsize == mine.dtype.itemsize  # [guard: item size of a view]
+                and view.offset == mine.offset
+                and view.compact == mine.compact
+            )
         start, stop = view.extent
         return self.exact[0] <= start and stop <= self.exact[1]
 

@@ -110,7 +110,11 @@ class ModelPass(Pass, Generic[Key]):
             stay = [ref() for ref in self._between.residents]
             for address in addresses:
                 storage, resident = self.ledger.at(address), self.ledger.resident_at(address)
-                if storage is not None and storage in self._between.living() and len(storage.layers) == 1:
+                if (
+                    storage is not None
+                    and storage in self._between.living()
+                    and len(storage.layers) == 1  # [guard: input of a group that another group saved]
+                ):
                     storage.layers = {layer.index: storage.where is Residency.HOST}
                     layer.storages += [ref for ref in self._between.storages if ref() is storage]
                     if layer.eager:
@@ -203,7 +207,7 @@ class ModelPass(Pass, Generic[Key]):
         ref = self._inputs.get(address(tensor.untyped_storage()))
         if ref is None or ref.expired:
             return None
-        self._region_saved = True
+        self._region_saved = True  # [guard: region that has saved its inputs]
         return self.layers[-1]
 
 

@@ -204,7 +204,7 @@ class ModelOwned(Owned):
 MIN_ELEMENTS = 256 * 1024
 """Smaller tensors stay: a copy of them costs more time than it saves memory (Transformer Engine's limit)."""
 
-LARGEST_ELEMENT = 16
+LARGEST_ELEMENT = 16  # [guard: largest element]
 
 _types: dict[torch.device, str] = {}  # a device spells its type out anew each time it is asked
 

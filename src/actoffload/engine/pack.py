@@ -65,7 +65,7 @@ class Moved:
 
     def unpack(self) -> torch.Tensor:
         """Return the tensor, for autograd; reload it if that has not happened yet."""
-        if version_of(self.probe) != self.version:
+        if version_of(self.probe) != self.version:  # [guard: in-place edit of an offloaded tensor]
             raise changed(self.probe, self.view.size, self.version)
         return self.owner.fetch(self.index, self.storage, self.view, self.probe)
 
@@ -77,7 +77,7 @@ def unpack(saved: Kept | Moved | Compound) -> torch.Tensor:
     alias, version, _, resident = saved
     if resident is not None and resident.used is not None:
         resident.used()
-    if version_of(alias) != version:
+    if version_of(alias) != version:  # [guard: in-place edit of a kept tensor]
         raise changed(alias, alias.size(), version)
     return alias
 

@@ -155,6 +155,8 @@ class Pass:
                 self._captured = self.backend.capturing()
                 self.engine.running(task, self)
                 # A gradient that is taken inside a layer does not end the forward.
+                # [guard: forward that continues after its backward]
+                # [guard: gradient inside a layer -> True]
                 self.backward_begun = self.layers[-1].phase is not Phase.FORWARD
                 after_backward(self._callback(task))
             if index in self._started:
@@ -178,9 +180,10 @@ class Pass:
         # A graph that is gone will not need its layers again, and what it let in is for the part that comes next.
         retained = any(self.layers[k].living() for k in self._started)
         for layer in self.layers:
+            # [guard: release after the backward of a retained graph -> removed]
             if layer.index in self._started:
                 layer.backward_done()
-            elif retained:
+            elif retained:  # [guard: reload ahead for the next part of a backward -> True]
                 layer.evict()
         self.engine.running(self._task, None)
         self._task = -1

@@ -92,11 +92,12 @@ class Ledger:
             if (
                 first is None
                 or first.index != index
-                or first.version != version_of(tensor)
-                or storage.root() is not (tensor if base is None else base)  # views share the counter of their base
+                or first.version != version_of(tensor)  # [guard: tensor edited since it was saved]
+                # Views share the counter of their base.
+                or storage.root() is not (tensor if base is None else base)  # [guard: other version counter]
                 or storage.where is not Residency.OFFLOADING
                 or storage.within
-                or View.of(tensor) != first.view
+                or View.of(tensor) != first.view  # [guard: other layout]
             ):
                 return None
             home, backend = storage.home, self._backend
@@ -190,6 +191,7 @@ class Ledger:
         if not storage.leave(layer.index, layer.captured, ended=ended):
             self.refused([storage])
         elif layer.releases_incrementally and storage.where is Residency.OFFLOADING and storage.left is None:
+            # [guard: end of a copy released incrementally]
             storage.left = storage.home.transfers.end_of_copies_out(layer.captured)
         storage.ready = None
         if ended and storage.where is Residency.OFFLOADING:
@@ -231,10 +233,15 @@ def _on_device(storage: SavedStorage | None, version: int) -> bool:
 
 
 def _usable(storage: SavedStorage, version: int, layer: Layer, view: View, within: Wrappers) -> bool:
-    if storage.version != version or storage.where is Residency.RELOADED:
+    if storage.version != version:  # [guard: copy of an older version]
+        return False
+    if storage.where is Residency.RELOADED:  # [guard: reloaded storage that is saved again]
         return False
     if (within or storage.within) and not serves(storage.within, within):
         return False
-    # Gone from the device by the plan while somebody else still holds it: its host copy serves an
-    # offloaded layer, but a layer that stays needs no copy at all.
-    return storage.where is not Residency.HOST or (layer.eager and storage.holds(view))
+    if storage.where is not Residency.HOST:
+        return True
+    # Released by the plan while the program still holds it: its host copy serves an offloaded layer, but a layer
+    # that stays needs no copy at all.
+    # [guard: view that the host copy lacks]
+    return layer.eager and storage.holds(view)

@@ -34,7 +34,7 @@ def _reload_group(transfers: Transfers, stream: Stream, group: list[SavedStorage
     backend = transfers.backend
     taken = 0
     try:
-        if backend.current_stream(transfers.device) == stream:
+        if backend.current_stream(transfers.device) == stream:  # [guard: stream of the allocation -> True]
             for storage in group:
                 storage.allocate()
                 taken += 1

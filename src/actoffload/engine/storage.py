@@ -202,6 +202,7 @@ class SavedStorage:
         counters.bytes_offloaded += nbytes
         self.bytes_copied += nbytes
         self.where = Residency.OFFLOADING
+        # [guard: end of an earlier copy of the storage]
         self.left = None  # what was behind the copies so far is not behind this one
 
     def release(self, layer: int) -> int:
@@ -213,14 +214,14 @@ class SavedStorage:
         if (
             self.where is not Residency.OFFLOADING
             or self.refused
-            or (len(self.layers) > 1 and not all(self.layers.values()))
+            or (len(self.layers) > 1 and not all(self.layers.values()))  # [guard: release while shared]
         ):
             return 0
         streams = self.home.streams
         if len(streams) > 1:
             # [wait: release for what home still reads]
             self.home.transfers.order_behind(self.stream, streams)
-        for probe in self._probes:
+        for probe in self._probes:  # [guard: data of aliases]
             drop_data(probe)
         self._probes.clear()
         self._source = None
@@ -283,6 +284,8 @@ class SavedStorage:
         if current != self.stream:
             # [wait: another stream's use for the copy in]
             transfers.use(current, arrived, layer, captured)
+            # [guard: users on other streams]
+            # [guard: streams that waited]
             self._users = (*self._users, current)
         elif not self._awaited:
             # [wait: home's use for the copy in]
@@ -321,12 +324,13 @@ class SavedStorage:
         try:
             home = self.home
             if self.where is Residency.OFFLOADING:
+                # [guard: end of a dropped copy]
                 left = self.left if self.left is not None else home.transfers.end_of_copies_out()
                 # [wait: dropping for a copy out]
                 home.transfers.join(self.stream, home.streams, left, min(self.layers, default=0))
             elif self.where is Residency.RELOADED and (self._users or not self._awaited):
                 self._free_buffers()
-            fence = () if self._arrived is None else (self._arrived,)
+            fence = () if self._arrived is None else (self._arrived,)  # [guard: fence of returned host memory -> True]
             if self._host is not None:
                 home.transfers.pool.give_back(self._host, fence)
             for piece in self._pieces:

@@ -42,7 +42,7 @@ def keep(tensor: torch.Tensor) -> None:
     storage = tensor.untyped_storage()
     with _lock:
         kept[address(storage)] = StorageRef(storage)  # [keep: address of a marked storage]
-        if len(kept) >= _sweep_at["kept"]:
+        if len(kept) >= _sweep_at["kept"]:  # [guard: sweep of kept marks]
             for key in [key for key, weak in kept.items() if weak.expired]:
                 del kept[key]
             _sweep_at["kept"] = 2 * len(kept) + 64
@@ -55,7 +55,7 @@ def final(tensor: torch.Tensor, event: Event, captured: bool, *, whole: bool, wi
         # [keep: address of a final storage]
         note = Final(StorageRef(storage), version_of(tensor), event, captured, whole, within)
         finals[address(storage)] = note
-        if len(finals) >= _sweep_at["final"]:
+        if len(finals) >= _sweep_at["final"]:  # [guard: sweep of final marks]
             for key in [key for key, note in finals.items() if note.storage.expired]:
                 del finals[key]
             _sweep_at["final"] = 2 * len(finals) + 64
@@ -64,7 +64,9 @@ def final(tensor: torch.Tensor, event: Event, captured: bool, *, whole: bool, wi
 def take_final(key: int, version: int) -> Final | None:
     """Return the note on the storage at an address, unless it was changed since."""
     note = finals.get(key)
-    if note is None or note.version != version or not unchanged(note.within):
+    if note is None or not unchanged(note.within):
+        return None
+    if note.version != version:  # [guard: edit after start_offload]
         return None
     return note
 

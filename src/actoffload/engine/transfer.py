@@ -87,7 +87,7 @@ class Transfers:
         """Let a stream wait for a mark, unless the border of a capture lies between; see [Note: capture]."""
         if captured is None:
             captured = self.backend.capturing()
-        if mark.captured == captured:
+        if mark.captured == captured:  # [guard: wait across a capture -> True]
             # [wait: any]
             self.backend.wait(stream, mark.event)
 
@@ -104,7 +104,7 @@ class Transfers:
             captured = self.backend.capturing()
         recorder = self.recorder
         if recorder is None or layer is None:
-            if mark.captured == captured:
+            if mark.captured == captured:  # [guard: release across a capture -> True]
                 self.backend.wait(home, mark.event)  # [wait: home before memory changes hands]
         else:
             with recorder.span(Kind.STALL, layer, home, 0):
@@ -133,7 +133,7 @@ class Transfers:
         for mark in host.fence:
             if mark.order > self._waited and mark.captured == captured:
                 self.wait(self.out, mark, captured)  # [wait: copy out for the host buffer]
-                self._waited = mark.order
+                self._waited = mark.order  # [guard: fences waited for]
         recorder = self.recorder
         if recorder is None:
             self.backend.to_host(pairs, self.out)
@@ -166,7 +166,7 @@ class Transfers:
         """Let a stream wait for a copy in before it reads."""
         recorder = self.recorder
         if recorder is None:
-            if arrived.captured == captured:
+            if arrived.captured == captured:  # [guard: use across a capture -> True]
                 self.backend.wait(stream, arrived.event)  # [wait: use for the copy in]
         else:
             with recorder.span(Kind.STALL, layer, stream, 0):

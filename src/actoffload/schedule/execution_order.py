@@ -49,14 +49,14 @@ class ExecutionOrder(Generic[Key]):
             return True
         while k < len(expected) and expected[k] != key:
             k += 1
-        if k < len(expected):
+        if k < len(expected):  # [guard: skipped groups]
             self._next = k + 1
         return False
 
     @property
     def complete(self) -> bool:
         """Whether nothing more is expected."""
-        return self._next >= len(self._expected)
+        return self._next >= len(self._expected)  # [guard: complete execution order -> False]
 
     @property
     def sequence(self) -> tuple[Key, ...]:
@@ -100,7 +100,7 @@ class Planner:
     def reschedule(self, schedule: GroupSchedule) -> None:
         """Plan by another schedule from the next pass on."""
         self.schedule = schedule
-        self._known.clear()
+        self._known.clear()  # [guard: plans of an earlier schedule]
 
     def kinds(self, sequence: Sequence[GroupKey]) -> list[str]:
         """Return the kinds of the groups of a sequence."""
@@ -114,6 +114,7 @@ class Planner:
         """Return what the plan for a sequence means; made once."""
         found = self._known.get(sequence)
         if found is None:
+            # [guard: number of cached plans]
             if len(self._known) >= 64:  # a model whose order changes all the time
                 self._known.clear()
             found = self._known[sequence] = Roles.of(self.plan(sequence), planned=True)
@@ -122,7 +123,7 @@ class Planner:
     def learn(self, sequence: Sequence[GroupKey]) -> None:
         """Expect this sequence from now on."""
         if sequence:
-            self.expected = tuple(sequence)
+            self.expected = tuple(sequence)  # [guard: learned execution order]
 
 
 def check_types(**arguments: object) -> None:

@@ -72,7 +72,7 @@ class DefaultSchedule:
             )
             for event, action in pairs:
                 # A release comes before the copies of the layer that starts: what leaves makes the room.
-                first = action.do is Do.RELEASE
+                first = action.do is Do.RELEASE  # [guard: release before the next copy -> False]
                 old = steps.get(event, ())
                 steps[event] = (action, *old) if first else (*old, action)
         return Plan(self.model_layers, steps)
@@ -198,11 +198,11 @@ class GroupSchedule:
 
     def leaving(self, kinds: Sequence[str]) -> tuple[int, ...]:
         """Return the positions that leave in a sequence of groups, given by their kinds."""
-        last = len(kinds) if self.num_layers is not None else len(kinds) - RESIDENT
+        last = len(kinds) if self.num_layers is not None else len(kinds) - RESIDENT  # [guard: resident groups -> True]
         found: list[int] = []
         for kind in dict.fromkeys(kinds):
             places = [k for k, other in enumerate(kinds) if other == kind]
-            may = [k for k in places[:-1] if k < last]
+            may = [k for k in places[:-1] if k < last]  # [guard: last group of a kind]
             if self.num_layers is not None:
                 may = may[: self.num_layers]
             found += may[: math.floor(self.fraction * len(may) + 0.5)]
@@ -216,7 +216,7 @@ class GroupSchedule:
     def distance(self, kinds: Sequence[str]) -> int:
         """Return after how many more groups one that leaves is gone."""
         at_the_end = self.staying(kinds)
-        return min(at_the_end, self.max_inflight or at_the_end)
+        return min(at_the_end, self.max_inflight or at_the_end)  # [guard: groups in flight]
 
     def plan(self, kinds: Sequence[str]) -> Plan:
         """Return the plan for a sequence of groups, given by their kinds; at least one."""
@@ -224,7 +224,7 @@ class GroupSchedule:
         leaving, at_the_end, d = self.leaving(kinds), self.staying(kinds), self.distance(kinds)
         # While one is used the next must be on its way already, or every copy would be waited for.
         back = min(at_the_end, d + 1) if len(set(kinds)) == 1 else min(at_the_end, d + 1, RESIDENT)
-        alone = bool(leaving) and at_the_end == 1
+        alone = bool(leaving) and at_the_end == 1  # [guard: incremental prefetch of a single group -> False]
         for i in leaving:
             pairs = [
                 (Event(When.FORWARD_START, i), Action(Do.OFFLOAD, i)),
