@@ -62,9 +62,9 @@ INSTEAD: dict[str, str] = {
     "keep: resident tensor": "self.probe = probe.detach(); self.probe.data = torch.empty(0, dtype=probe.dtype)",
     "keep: source until copied": "self._source: torch.UntypedStorage | None = None",
     "keep: address of the storage": "self.weak = None",
-    "keep: address of a marked storage": ("kept[storage._cdata] = __import__('types').SimpleNamespace(expired=False)"),
+    "keep: address of a marked storage": ("kept[address(storage)] = __import__('types').SimpleNamespace(expired=False)"),
     "keep: address of a final storage": (
-        "note = Final(__import__('types').SimpleNamespace(expired=False), tensor._version, event, captured, whole)"
+        "note = Final(__import__('types').SimpleNamespace(expired=False), version_of(tensor), event, captured, whole)"
     ),
     "keep: host memory": "self.parts = __import__('weakparts').WeakParts(parts)",
     "guard: fences waited for": "self._waited = mark.order + 1000",
