@@ -49,6 +49,14 @@ def _doctest_names(request: pytest.FixtureRequest) -> None:
         request.getfixturevalue("doctest_namespace").update(doctest_names())
 
 
+@pytest.hookimpl(optionalhook=True, tryfirst=True)
+def pytest_xdist_auto_num_workers() -> int | None:
+    """Run in one process where there is an accelerator: several would count each other's memory."""
+    import torch
+
+    return 0 if torch.accelerator.is_available() else None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     marked = [item for item in items if item.get_closest_marker("gpu") or item.get_closest_marker("multi_gpu")]
     if not marked:

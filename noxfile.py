@@ -48,21 +48,26 @@ def _run(session: nox.Session, *arguments: str, env: dict[str, str] | None = Non
 
 @nox.session(venv_backend="none")
 def tests(session: nox.Session) -> None:
-    """Run pytest; further arguments go to it: ``nox -s tests -- -k pool``."""
-    _run(session, "-m", "pytest", "--durations=15", "--durations-min=1", *session.posargs)
+    """Run pytest in parallel; further arguments go to it: ``nox -s tests -- -k pool``.
+
+    The tests of one file run in one process, because module fixtures are expensive.  ``-n 0`` runs all in one.
+    """
+    parallel = ["-n", "auto", "--maxprocesses=8", "--dist=loadfile"]
+    _run(session, "-m", "pytest", *parallel, "--durations=15", "--durations-min=1", *session.posargs)
 
 
 @nox.session(venv_backend="none")
 def lint(session: nox.Session) -> None:
-    """Check style with ruff and types with mypy."""
+    """Check style with ruff, types with mypy and the directions of imports with import-linter."""
     _run(session, "-m", "ruff", "check", ".")
     _run(session, "-m", "ruff", "format", "--check", ".")
     _run(session, "-m", "mypy", "--strict", "src")
+    _run(session, "-c", "from importlinter.cli import lint_imports_command; lint_imports_command()")
 
 
 @nox.session(venv_backend="none")
 def mutation(session: nox.Session) -> None:
-    """Remove each wait and each keeping reference in turn; a test must fail. Prints the table."""
+    """Break each tagged statement of the source in turn; a test must fail. Prints the table."""
     _run(session, "tests/mutation/run.py", *session.posargs)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -154,11 +155,13 @@ class Failing(actoffload.device.ReferenceDevice):
         super().__init__()
         self.failing: dict[str, int] = {}
         self.after: dict[str, int] = {}
+        self.calls: Counter[str] = Counter()
 
     def fail(self, call: str, times: int = 1, after: int = 0) -> None:
         self.failing[call], self.after[call] = times, after
 
     def _maybe(self, call: str) -> None:
+        self.calls[call] += 1
         if self.after.get(call, 0) > 0:
             self.after[call] -= 1
         elif self.failing.get(call, 0) > 0:

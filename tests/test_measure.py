@@ -51,6 +51,18 @@ def test_meter_counts_storages_and_not_tensors() -> None:
 
 
 @on_cpu
+def test_several_steps_are_timed_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+
+    def step() -> None:
+        nonlocal now
+        now += 0.25
+
+    monkeypatch.setattr("time.perf_counter", lambda: now)
+    assert measure_step_times({"step": step}, repeats=2, steps=4) == {"step": [0.25, 0.25]}
+
+
+@on_cpu
 def test_meter_sees_backward_and_what_is_freed_in_it() -> None:
     layer = nn.Linear(256, 256)
     layer(torch.ones(1, 256)).sum().backward()

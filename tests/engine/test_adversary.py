@@ -24,8 +24,8 @@ from actoffload.engine.engine import Engine
 from actoffload.schedule.plan import Plan
 from actoffload.schedule.schedules import DefaultSchedule, GroupSchedule
 
-ORDERS_IN_ALL = 2000
-"""Different orders of the pending copies, at least, in one run of this file."""
+ORDERS = 3
+"""Different orders of the pending copies, at least, on average over the programs of a sort."""
 
 SEEDS = 8
 
@@ -50,11 +50,6 @@ SORTS: dict[str, tuple[int, SearchStrategy[Program], type[Run]]] = {
 def _scaled_down() -> Iterator[None]:
     with scaled_down():
         yield
-
-
-@pytest.fixture(scope="module")
-def orders() -> set[Any]:
-    return set()
 
 
 @pytest.mark.parametrize("kind", sorted({**KINDS, **STREAM_KINDS, **DEVICE_KINDS}))
@@ -203,9 +198,10 @@ def test_a_storage_is_edited_while_it_leaves(alias: str) -> None:
 
 
 @pytest.mark.parametrize("sort", SORTS)
-def test_random_orders(sort: str, orders: set[Any]) -> None:
+def test_random_orders(sort: str) -> None:
     examples, drawn, kind = SORTS[sort]
     seen: Counter[str] = Counter()
+    orders: set[Any] = set()
 
     @settings(max_examples=examples)
     @given(drawn)
@@ -223,10 +219,4 @@ def test_random_orders(sort: str, orders: set[Any]) -> None:
     orders_of()
     assert seen["offloaded"] > 0
     assert (seen["refused"] > 0) == ("host limit" in sort)
-
-
-def test_number_of_orders(orders: set[Any], request: pytest.FixtureRequest) -> None:
-    ran = [item for item in request.session.items if getattr(item, "originalname", "") == "test_random_orders"]
-    if len(ran) < len(SORTS):
-        pytest.skip("counts the orders of all sorts of programs, and some were not selected")
-    assert len(orders) >= ORDERS_IN_ALL
+    assert len(orders) >= ORDERS * examples

@@ -132,7 +132,11 @@ def test_waste_for_one_size(nbytes):
     assert pool.bytes_held <= 1.05 * count * nbytes
 
 
-@settings(max_examples=40)
+# Few sizes, so that most requests find a buffer of their size in a bin, as in training.
+few = st.sampled_from([1, 300 * KIB, 2 * MIB, 3 * MIB, 5 * MIB])
+
+
+@settings(max_examples=60)
 @given(st.data())
 def test_any_use_keeps_buffers_apart(data):
     limit = data.draw(st.sampled_from([None, 8 * MIB, 32 * MIB]))
@@ -145,7 +149,7 @@ def test_any_use_keeps_buffers_apart(data):
     for _ in range(data.draw(st.integers(1, 60))):
         action = data.draw(st.sampled_from(["take", "take", "take", "give", "give", "close"]))
         if action == "take":
-            nbytes = data.draw(st.integers(1, 5 * MIB))
+            nbytes = data.draw(few)
             captured = data.draw(st.integers(0, 9)) == 0
             one = data.draw(st.booleans())
             before = list(device.slabs)
@@ -197,6 +201,28 @@ def test_the_limit_is_kept_and_said():
     assert pool.take(2 * MIB) is not None
     assert second.nbytes == 2 * MIB
     assert pool.bytes_held == 4 * MIB
+
+
+def test_the_limit_counts_what_is_held_and_not_only_what_is_in_use():
+    pool = HostPool(Counting(), 8 * MIB)
+    pool.give_back(pool.take(2 * MIB), ())
+    assert pool.take(8 * MIB, whole=True) is None
+    assert pool.bytes_held == 2 * MIB
+
+
+def test_a_whole_buffer_is_one_part_although_one_of_several_parts_is_free():
+    pool = HostPool(Counting())
+    buffer = pool.take(6 * MIB)
+    assert len(buffer.parts) == 2  # on slabs of 4 and 2 MiB
+    pool.give_back(buffer, ())
+    assert len(pool.take(6 * MIB, whole=True).parts) == 1
+
+
+@pytest.mark.parametrize(("nbytes", "slab"), [(4 * MIB, 4 * MIB), (4 * MIB + 1, 8 * MIB), (5, 2 * MIB)])
+def test_the_slab_of_a_whole_buffer_is_the_next_power_of_two(nbytes, slab):
+    pool = HostPool(Counting())
+    whole(pool.take(nbytes, whole=True), nbytes)
+    assert pool.bytes_held == slab
 
 
 def test_no_limit_of_zero_bytes():

@@ -54,7 +54,7 @@ def test_a_graph_thrown_away_gives_everything_back_at_once(layers_run):
     with no_gc():
         for k in range(3):
             y = forward(layers[:layers_run], start(), context, sync)
-            assert context.statistics().resident_bytes > 0 or layers_run > 3
+            assert context.statistics().resident_bytes > 0
             del y
             nothing_held(context)
             if k == 0:
@@ -116,10 +116,9 @@ def test_memory_is_freed_node_by_node():
         x.register_hook(lambda g: levels.append(context.statistics().resident_bytes))
     full = context.statistics().resident_bytes
     x.sum().backward()
-    assert levels[0] == full
-    assert levels[1] < full
-    assert levels == sorted(levels, reverse=True)[: len(levels)] or max(levels) == full
-    assert levels[-1] < full / 2
+    # In layers. The outputs of layers 5 to 0 get their gradients in this order; layers 1 and 0 are reloaded into what
+    # the backward of layers 5 and 4 has freed.
+    assert levels == [k * (full // 4) for k in (4, 3, 3, 3, 2, 1)]
 
 
 def test_retain_graph_reloads_again_and_frees_in_between():

@@ -134,6 +134,15 @@ def test_every_view_is_held_by_a_piece(specs):
         assert 0 <= piece.start < piece.stop <= STORAGE
 
 
+def test_a_view_of_another_item_size_is_another_piece():
+    """Slices of one layout in elements, on the same bytes: one covers 2 bytes of each element, the other 4."""
+    memory = storage()
+    narrow, wide = (View.of(tensor(memory, (dtype, (8,), (64,), 0))) for dtype in (torch.int16, torch.float32))
+    assert (narrow.compact, narrow.offset) == (wide.compact, wide.offset)
+    for views_ in ([narrow, wide], [wide, narrow]):
+        assert [piece.elements for piece in loose_pieces(views_, STORAGE)] == views_
+
+
 @given(views())
 def test_not_much_more_moves_than_is_covered(spec):
     """At most twice what is covered, and the rounding at both ends."""

@@ -32,11 +32,12 @@ def together(*work) -> None:
         except BaseException as error:
             errors.append(error)
 
-    threads = [threading.Thread(target=run, args=(job,)) for job in work]
+    threads = [threading.Thread(target=run, args=(job,), daemon=True) for job in work]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(60)
+    assert not any(thread.is_alive() for thread in threads), "a thread has not ended within 60 s"
     if errors:
         raise errors[0]
 

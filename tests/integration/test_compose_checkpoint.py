@@ -34,6 +34,7 @@ from torch.utils.checkpoint import (
 )
 
 import actoffload
+from actoffload.report import Reason
 
 variants = pytest.mark.parametrize("reentrant", [False, True])
 
@@ -127,6 +128,50 @@ def test_some_blocks_checkpointed_and_others_not(reentrant):
     assert statistics.reloaded_on_demand == 0
     # Three of the four blocks leave as a whole; of the checkpointed one its input.
     assert statistics.bytes_offloaded == without.bytes_offloaded * 3 // 4 + STEPS * STREAM
+
+
+class Squashed(nn.Module):
+    """Saves its input, that of the sine, and its own output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sigmoid(torch.sin(self.linear(x)))
+
+
+@variants
+def test_an_output_that_a_block_saves_and_a_checkpointed_one_takes(reentrant):
+    """It is one storage of two groups, which is copied once."""
+
+    class AllButTheFirst(Net):
+        def call(self, block: nn.Module, x: Tensor) -> Tensor:
+            return block(x) if block is self.blocks[0] else checkpoint(block, x, use_reentrant=reentrant)
+
+    statistics = both(training(lambda: AllButTheFirst(Squashed))).statistics()
+    # Three of the first block, the last of which is the input of the second one, and the inputs of two more blocks.
+    assert statistics.tensors_offloaded == STEPS * (3 + LEAVING - 2)
+    assert statistics.bytes_offloaded == STEPS * (3 + LEAVING - 2) * STREAM
+
+
+def test_a_skip_connection_is_an_input_of_the_first_region_only():
+    """Later regions save it too, but none of their groups takes it: there it is saved outside of the groups."""
+
+    class Skips(Net):
+        def region(self, first: nn.Module, second: nn.Module, x: Tensor, skip: Tensor) -> Tensor:
+            return second(first(x)) + skip
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = skip = self.inp(x)
+            for k in range(0, BLOCKS, 2):
+                x = checkpoint(self.region, *self.blocks[k : k + 2], x, skip, use_reentrant=True)
+            return self.head(x)
+
+    statistics = both(training(lambda: Skips(Squashed))).statistics()
+    # In each step the inputs of the two linears, and the skip connection once more when the first region is offloaded.
+    assert statistics.tensors_kept[Reason.OUTSIDE] == STEPS * 3
+    assert statistics.bytes_offloaded == statistics.bytes_reloaded
 
 
 @variants

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actoffload.schedule.execution_order import ExecutionOrder
+from actoffload.schedule.execution_order import ExecutionOrder, GroupKey, Planner
+from actoffload.schedule.schedules import GroupSchedule
 
 orders = st.lists(st.sampled_from("abcd"), max_size=8)
 
@@ -106,3 +108,21 @@ def test_the_expected_order_is_not_changed(expected: list[str], comes: list[str]
     for key in comes:
         course.arrive(key)
     assert given == expected
+
+
+def test_a_model_whose_order_always_changes_has_a_limited_number_of_plans():
+    planner = Planner(GroupSchedule(), "a" * 6)
+    sequences = [tuple(GroupKey(k) for k in order) for order in itertools.permutations(range(6), 4)]
+    for sequence in sequences:
+        roles = planner.roles(sequence)
+        assert planner.roles(sequence) is roles
+    assert len(sequences) == 360
+    assert len(planner._known) <= 64
+
+
+def test_plans_of_an_earlier_schedule_are_not_used():
+    planner = Planner(GroupSchedule(), "a" * 6)
+    before = planner.roles(planner.expected)
+    planner.reschedule(GroupSchedule(num_layers=1))
+    after = planner.roles(planner.expected)
+    assert after.plan == GroupSchedule(num_layers=1).plan("a" * 6) != before.plan

@@ -21,9 +21,12 @@ def collected():
 
 
 def test_blocks_of_the_pages(collected):
-    for page in sorted((ROOT / "docs").glob("*.md")):
+    pages = sorted((ROOT / "docs").rglob("*.md"))
+    assert {page.parent.name for page in pages} >= {"docs", "guide"}
+    for page in pages:
+        name = page.relative_to(ROOT).as_posix()
         wanted = len(re.findall(r"^>>> ", page.read_text(encoding="utf-8"), re.MULTILINE))
-        assert collected.count(f"docs/{page.name}::line:") == wanted, page.name
+        assert len(re.findall(rf"^{re.escape(name)}::line:", collected, re.MULTILINE)) == wanted, name
 
 
 def test_python_of_the_readme(collected):
