@@ -1,16 +1,15 @@
-"""Breaks the engine in one place after another, and expects a test to fail each time.
+"""Break the tagged statements of the source one after another, and expect a test to fail each time.
 
-Run it with ``nox -s mutation``, or ``python tests/mutation/run.py [--only TEXT] [--jobs N]``.  Exits with 1 if a
-broken engine passed the tests.
+Run it with ``nox -s mutation``, or ``python tests/mutation/run.py [--only TEXT] [--jobs N]``. Exits with 1 if the tests
+pass on a broken source.
 """
 
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import os
-import re
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -21,12 +20,30 @@ from pathlib import Path
 
 from mutants import Mutant, tagged
 
-__all__ = ["Verdict", "main"]
+__all__ = ["TESTS", "Verdict", "main"]
 
 ROOT = Path(__file__).parents[2]
-TESTS = ["tests/engine/edges", "tests/engine/test_adversary.py"]
-COPIED = ["src", "tests/adversary", "tests/conftest.py", *TESTS, "conftest.py", "pyproject.toml"]
-LIMIT = 600.0
+COPIED = ["src", "tests", "conftest.py", "pyproject.toml"]
+LIMIT = 120.0
+"""Seconds after which the tests of a mutant are ended; that counts as a failure."""
+
+STREAMS = ["tests/engine/edges", "tests/engine/test_adversary.py"]
+
+TESTS: dict[str, list[str]] = {
+    "context/": STREAMS,
+    "device/": ["tests/device"],
+    "engine/": [*STREAMS, "tests/engine/test_limits.py"],
+    "engine/hostpool.py": ["tests/engine/test_hostpool.py", *STREAMS],
+    "engine/layout.py": ["tests/engine/test_regions.py", *STREAMS],
+    "engine/model_pass.py": ["tests/integration/test_compose_checkpoint.py"],
+    "engine/ownership.py": ["tests/engine/test_limits.py", "tests/engine/test_weights_stay.py"],
+    "engine/tensor_marks.py": ["tests/engine/test_limits.py", *STREAMS],
+    "measure.py": ["tests/test_measure.py"],
+    "schedule/": ["tests/schedule"],
+}
+"""The tests that have to fail, by the longest matching beginning of the path in the package; likely ones first."""
+
+_processes = multiprocessing.get_context("forkserver")
 
 
 @dataclass(frozen=True)
@@ -48,61 +65,92 @@ class Verdict:
     seconds: float
 
 
+class _First:
+    """Writes the name of the first test, or file, that fails into a file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def pytest_runtest_logreport(self, report: object) -> None:
+        self._note(report)
+
+    def pytest_collectreport(self, report: object) -> None:
+        self._note(report)
+
+    def _note(self, report: object) -> None:
+        if report.failed and not self._path.exists():
+            self._path.write_text(report.nodeid.removeprefix("tests/"), encoding="utf-8")
+
+
+def tests_of(path: str) -> list[str]:
+    """Return the tests for a file, given relative to `src`."""
+    inside = path.removeprefix("actoffload/")
+    return TESTS[max((start for start in TESTS if inside.startswith(start)), key=len)]
+
+
 def snapshot(directory: Path) -> None:
-    """Copy what the tests need; a source that is edited meanwhile does not mix with what is judged."""
+    """Copy what the tests need: a source that is edited meanwhile does not mix with what is judged."""
     for name in COPIED:
-        target = directory / name
-        target.parent.mkdir(parents=True, exist_ok=True)
         if (ROOT / name).is_dir():
-            shutil.copytree(ROOT / name, target, ignore=shutil.ignore_patterns("__pycache__"))
+            shutil.copytree(ROOT / name, directory / name, ignore=shutil.ignore_patterns("__pycache__"))
         else:
-            shutil.copy(ROOT / name, target)
+            shutil.copy2(ROOT / name, directory)
     shutil.copy(Path(__file__).with_name("weakparts.py"), directory / "src")
 
 
-def judge(mutant: Mutant | None, directory: Path) -> Verdict:
-    """Run the tests in a copy of the project after changing one file, or none."""
-    if mutant is not None:
-        (directory / "src" / mutant.path).write_text(mutant.text, encoding="utf-8")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-    environment.pop("PYTHONPATH", None)
+def _run(directory: Path, tests: list[str]) -> None:
+    """Run tests in a copy of the project, in a process of its own."""
+    output = os.open(directory / "output", os.O_WRONLY | os.O_CREAT)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.chdir(directory)
+    import pytest
+
     options = ["-x", "-q", "--tb=line", "-p", "no:cacheprovider", "--hypothesis-profile=mutation"]
+    sys.exit(pytest.main([*options, *tests], plugins=[_First(directory / "failed")]))
+
+
+def judge(directory: Path, tests: list[str]) -> Verdict:
+    """Run tests in a copy of the project, for at most `LIMIT` seconds."""
     start = time.perf_counter()
-    try:
-        done = subprocess.run(
-            [sys.executable, "-m", "pytest", *options, *TESTS],
-            cwd=directory,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=LIMIT,
-        )
-    except subprocess.TimeoutExpired:
+    process = _processes.Process(target=_run, args=(directory, tests))
+    process.start()
+    process.join(LIMIT)
+    if process.is_alive():
+        process.kill()
+        process.join()
         return Verdict(True, f"no end within {LIMIT:.0f} s", LIMIT)
     seconds = time.perf_counter() - start
-    failed = re.search(r"^(?:FAILED|ERROR) (?:tests/)?(.+?)(?: - .*)?$", done.stdout, re.MULTILINE)
-    if done.returncode not in (0, 1) and failed is None:
-        tail = (done.stdout + done.stderr).strip().splitlines()[-1:]
-        return Verdict(True, f"pytest ended with {done.returncode}: {' '.join(tail)}", seconds)
-    return Verdict(done.returncode != 0, failed[1] if failed else "", seconds)
+    failed = directory / "failed"
+    test = failed.read_text(encoding="utf-8") if failed.exists() else ""
+    if process.exitcode and not test:
+        output = directory / "output"
+        tail = output.read_text(encoding="utf-8").strip().splitlines()[-1:] if output.exists() else []
+        return Verdict(True, f"pytest ended with {process.exitcode}: {' '.join(tail)}", seconds)
+    return Verdict(process.exitcode != 0, test, seconds)
 
 
-def _judge_in_a_copy(mutant: Mutant | None, original: Path) -> Verdict:
+def judge_mutant(mutant: Mutant, original: Path) -> Verdict:
+    """Run the tests of one file after changing it, in a copy that is removed afterwards."""
     with tempfile.TemporaryDirectory(prefix="mutant") as directory:
         copy = shutil.copytree(original, Path(directory) / "project")
-        return judge(mutant, copy)
+        (copy / "src" / mutant.path).write_text(mutant.text, encoding="utf-8")
+        return judge(copy, tests_of(mutant.path))
 
 
 def _row(name: str, place: str, verdict: str, test: str, seconds: str) -> str:
-    return f"| {name:<62} | {place:<28} | {verdict:<8} | {seconds:>7} | {test} |"
+    return f"| {name:<62} | {place:<32} | {verdict:<8} | {seconds:>7} | {test} |"
 
 
 def main(arguments: Iterable[str] | None = None) -> int:
     """Print the table; return 1 if a mutant survived."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", default="", help="judge only mutants whose name contains this text")
-    parser.add_argument("--jobs", type=int, default=min(4, os.cpu_count() or 1), help="how many at a time")
+    parser.add_argument("--only", default="", help="judge only mutants whose name or path contains this text")
+    parser.add_argument("--jobs", type=int, default=min(8, os.cpu_count() or 1), help="how many at a time")
     options = parser.parse_args(None if arguments is None else list(arguments))
+    os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ.pop("PYTHONPATH", None)
+    _processes.set_forkserver_preload(["torch"])
     with tempfile.TemporaryDirectory(prefix="original") as directory:
         original = Path(directory)
         snapshot(original)
@@ -110,21 +158,23 @@ def main(arguments: Iterable[str] | None = None) -> int:
             every = list(tagged(original / "src"))
         except LookupError as error:
             parser.error(str(error))
-        mutants = [mutant for mutant in every if options.only in mutant.name]
+        mutants = [mutant for mutant in every if options.only in mutant.name or options.only in mutant.path]
         if not mutants:
-            parser.error(f"no mutant has {options.only!r} in its name")
+            parser.error(f"no mutant has {options.only!r} in its name or path")
         return judge_all(mutants, original, options.jobs)
 
 
 def judge_all(mutants: list[Mutant], original: Path, jobs: int) -> int:
     """Print the table of these mutants; return 1 if one survived or the tests cannot be trusted."""
-    # An untouched copy must pass, and one that cannot even be imported must not: else the tests see other files.
-    sound = _judge_in_a_copy(None, original)
+    # The unchanged source must pass, and one that cannot be imported must not: else the tests see other files.
+    # The first run is in the original, so that all copies have its compiled files.
+    tests = list(dict.fromkeys(test for mutant in mutants for test in tests_of(mutant.path)))
+    sound = judge(original, tests)
     if sound.red:
         print(f"The tests fail on the unchanged source ({sound.test}); repair that first.")
         return 1
-    nonsense = Mutant("nonsense", "actoffload/__init__.py", 1, "raise ImportError('not this copy')\n")
-    if not _judge_in_a_copy(nonsense, original).red:
+    nonsense = Mutant("nonsense", "actoffload/device/__init__.py", 1, "raise ImportError('not this copy')\n")
+    if not judge_mutant(nonsense, original).red:
         print("The tests pass on a source that cannot be imported: they do not run on the copy.")
         return 1
 
@@ -133,7 +183,7 @@ def judge_all(mutants: list[Mutant], original: Path, jobs: int) -> int:
     print(_row("---", "---", "---", "---", "---"))
     survivors = 0
     with ThreadPoolExecutor(jobs) as pool:
-        verdicts = pool.map(lambda mutant: _judge_in_a_copy(mutant, original), mutants)
+        verdicts = pool.map(lambda mutant: judge_mutant(mutant, original), mutants)
         for mutant, verdict in zip(mutants, verdicts, strict=True):
             survivors += not verdict.red
             place = f"{mutant.path.removeprefix('actoffload/')}:{mutant.line}"

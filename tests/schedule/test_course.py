@@ -126,3 +126,12 @@ def test_plans_of_an_earlier_schedule_are_not_used():
     planner.reschedule(GroupSchedule(num_layers=1))
     after = planner.roles(planner.expected)
     assert after.plan == GroupSchedule(num_layers=1).plan("a" * 6) != before.plan
+
+
+def test_the_order_of_the_last_pass_is_expected():
+    planner = Planner(GroupSchedule(), "aaa")
+    assert planner.expected == (GroupKey(0), GroupKey(1), GroupKey(2))
+    planner.learn([GroupKey(2), GroupKey(0)])
+    assert planner.expected == (GroupKey(2), GroupKey(0))
+    planner.learn([])  # nothing ran
+    assert planner.expected == (GroupKey(2), GroupKey(0))

@@ -71,10 +71,8 @@ class DefaultSchedule:
                 (Event(When.BACKWARD_END, i + self.window), Action(Do.RELOAD, i)),
             )
             for event, action in pairs:
-                # A release comes before the copies of the layer that starts: what leaves makes the room.
-                first = action.do is Do.RELEASE  # [guard: release before the next copy -> False]
-                old = steps.get(event, ())
-                steps[event] = (action, *old) if first else (*old, action)
+                # The release of layer i comes before the copies of layer i + window, which use the freed memory.
+                steps[event] = (*steps.get(event, ()), action)
         return Plan(self.model_layers, steps)
 
 
