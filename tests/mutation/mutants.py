@@ -62,7 +62,9 @@ INSTEAD: dict[str, str] = {
     "keep: resident tensor": "self.probe = probe.detach(); self.probe.data = torch.empty(0, dtype=probe.dtype)",
     "keep: source until copied": "self._source: torch.UntypedStorage | None = None",
     "keep: address of the storage": "self.weak = None",
-    "keep: address of a marked storage": ("kept[address(storage)] = __import__('types').SimpleNamespace(expired=False)"),
+    "keep: address of a marked storage": (
+        "kept[address(storage)] = __import__('types').SimpleNamespace(expired=False)"
+    ),
     "keep: address of a final storage": (
         "note = Final(__import__('types').SimpleNamespace(expired=False), version_of(tensor), event, captured, whole)"
     ),
