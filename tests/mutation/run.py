@@ -39,6 +39,15 @@ TESTS: dict[str, list[str]] = {
     "engine/ownership.py": ["tests/engine/test_limits.py", "tests/engine/test_weights_stay.py"],
     "engine/tensor_marks.py": ["tests/engine/test_limits.py", *STREAMS],
     "measure.py": ["tests/test_measure.py"],
+    "model/": [
+        "tests/model/test_offload_exceptions.py",
+        "tests/model/test_offload_aborts.py",
+        "tests/model/test_offload_forwards.py",
+        "tests/model/test_offload_nesting.py",
+    ],
+    "model/blocks.py": ["tests/model/test_stacks.py", "tests/model/test_select.py"],
+    "model/pass_statistics.py": ["tests/model/test_offload_memory.py", "tests/model/test_offload_report.py"],
+    "model/select.py": ["tests/model/test_select.py", "tests/model/test_select_wrappers.py"],
     "schedule/": ["tests/schedule"],
 }
 """The tests that have to fail, by the longest matching beginning of the path in the package; likely ones first."""

@@ -101,7 +101,7 @@ class _Search:
                 self._repeated.add(block_type(most[0]))
                 if block_type(most[0]) not in self._alike and _two_alike(most):
                     self._alike.add(block_type(most[0]))
-        if not leaves:
+        if not leaves:  # [guard: stages of one block]
             self._add_short_stages()
 
     def _add_short_stages(self) -> None:
@@ -123,6 +123,7 @@ class _Search:
         self._visit(self._root, None)
         # A model that names its blocks, and in which they were found, has no others.
         followed = {stack.scope for stack in self._stacks if stack.named}
+        # [guard: lists of heads]
         return _without_heads([stack for stack in self._stacks if stack.named or stack.scope not in followed])
 
     def _visit(self, module: Module, scope: Module | None) -> None:
@@ -134,7 +135,7 @@ class _Search:
             self._names[scope] = frozenset().union(*(_declared(each) for each in scope.modules()))
         members = self._lists[module]
         blocks = [each for each in members if runs(each) and not _is_model(each)]
-        if blocks and self._are_stages(members):
+        if blocks and self._are_stages(members):  # [guard: stages, which are no blocks]
             # What lies between the stages, such as a convolution that halves the resolution, is a block of its own.
             blocks = [each for each in blocks if not self._holds_list(each)]
         if blocks:
@@ -157,7 +158,7 @@ class _Search:
         most = max(number.values(), default=0)
         if most < (2 if isinstance(module, CONTAINERS) else _ATTRIBUTES):
             return []
-        if isinstance(module, (ModuleList, ModuleDict)):
+        if isinstance(module, (ModuleList, ModuleDict)):  # [guard: mixed types in one list]
             return fit  # types mixed in one list make a hybrid stack
         # Among others in a Sequential, and among attributes, blocks are what repeats and what lies between.  A stem and
         # a head of one type are a pair, and no blocks.
@@ -211,7 +212,7 @@ def _two_alike(modules: list[Module]) -> bool:
     seen = set()
     for module in modules:
         shapes = tuple((name, None if is_lazy(p) else tuple(p.shape)) for name, p in module.named_parameters())
-        if shapes in seen:
+        if shapes in seen:  # [guard: blocks that are alike]
             return True
         seen.add(shapes)
     return False

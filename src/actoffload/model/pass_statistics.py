@@ -125,16 +125,16 @@ class PassStatistics:
                 count = saved = copied = expected = gone = in_vain = 0
                 kept = {reason: (number, nbytes) for reason, (number, nbytes) in layer.kept.items()}
                 for storage in layer.living():
-                    if min(storage.layers) != layer.index:
+                    if min(storage.layers) != layer.index:  # [guard: storage that several groups saved]
                         continue
                     count += 1
                     saved += storage.nbytes
                     copied += storage.bytes_copied
                     gone += storage.nbytes if storage.where is Residency.HOST else 0
-                    shared = not stay.isdisjoint(storage.layers)
+                    shared = not stay.isdisjoint(storage.layers)  # [guard: storage shared with a kept group -> False]
                     expected += 0 if shared else storage.nbytes
                     in_vain += storage.bytes_copied if shared else 0
-                    if leaves and (shared or storage.refused):
+                    if leaves and (shared or storage.refused):  # [guard: reason of what an offloaded group keeps]
                         reason = Reason.SHARED if shared else Reason.HOST_FULL
                         before = kept.get(reason, (0, 0))
                         kept[reason] = before[0] + 1, before[1] + storage.nbytes
@@ -143,6 +143,7 @@ class PassStatistics:
                         held.append(Held(layer.index, storage.nbytes, StorageRef(memory), address(memory)))
                 for ref in layer.residents:
                     resident = ref()
+                    # [guard: kept storage that several groups saved]
                     if resident is not None and resident not in residents:
                         residents.add(resident)
                         count += 1

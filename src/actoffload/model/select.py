@@ -100,13 +100,13 @@ def choose(root: Module, layers: str | Module | type[Module] | Iterable[Any] | N
     meant: dict[Module, str] = {}
     for entry, alone in _entries(names, layers, "layers"):
         for module, kind in _meaning(names, entry, alone, "layers"):
-            meant.setdefault(module, kind)
+            meant.setdefault(module, kind)  # [guard: first entry that means a module]
     if not meant:
         raise ValueError(f"layers is empty; expected None for the repeated blocks, {_EXPECTED}.")
     types: dict[str, set[type]] = {}
     for module, kind in meant.items():
         types.setdefault(kind, set()).add(block_type(module))
-    several = {kind for kind, of in types.items() if len(of) > 1}
+    several = {kind for kind, of in types.items() if len(of) > 1}  # [guard: kinds of several classes]
     named = {m: f"{kind} ({block_type(m).__name__})" if kind in several else kind for m, kind in meant.items()}
     return _in_order(names, named)
 
@@ -166,7 +166,7 @@ def _meaning(names: Names, entry: Any, alone: bool, argument: str) -> Iterator[t
         if not found:
             raise ValueError(f"{argument}: '{entry}' matches no module of this {names.title}. {_similar(names, entry)}")
     elif isinstance(entry, Module):
-        if entry not in names.first:
+        if entry not in names.first:  # [guard: module of another model]
             raise ValueError(
                 f"{argument} has a {type(entry).__name__} that is no part of this {names.title}: pass modules of the "
                 "very model that is offloaded, and not of a copy of it or of a model around it."
