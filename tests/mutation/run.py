@@ -107,33 +107,33 @@ def snapshot(directory: Path) -> None:
     shutil.copy(Path(__file__).with_name("weakparts.py"), directory / "src")
 
 
-def _run(directory: Path, tests: list[str]) -> None:
+def _run(directory: Path, tests: list[str], share: int) -> None:
     """Run tests in a copy of the project, in a process of its own."""
-    output = os.open(directory / "output", os.O_WRONLY | os.O_CREAT)
+    output = os.open(directory / f"output{share}", os.O_WRONLY | os.O_CREAT)
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.chdir(directory)
     import pytest
 
     options = ["-x", "-q", "--tb=line", "-p", "no:cacheprovider", "--hypothesis-profile=mutation"]
-    sys.exit(pytest.main([*options, *tests], plugins=[_First(directory / "failed")]))
+    sys.exit(pytest.main([*options, *tests], plugins=[_First(directory / f"failed{share}")]))
 
 
-def judge(directory: Path, tests: list[str]) -> Verdict:
-    """Run tests in a copy of the project, for at most `LIMIT` seconds."""
+def judge(directory: Path, tests: list[str], limit: float = LIMIT, share: int = 0) -> Verdict:
+    """Run tests in a copy of the project, for at most `limit` seconds."""
     start = time.perf_counter()
-    process = _processes.Process(target=_run, args=(directory, tests))
+    process = _processes.Process(target=_run, args=(directory, tests, share))
     process.start()
-    process.join(LIMIT)
+    process.join(limit)
     if process.is_alive():
         process.kill()
         process.join()
-        return Verdict(True, f"no end within {LIMIT:.0f} s", LIMIT)
+        return Verdict(True, f"no end within {limit:.0f} s", limit)
     seconds = time.perf_counter() - start
-    failed = directory / "failed"
+    failed = directory / f"failed{share}"
     test = failed.read_text(encoding="utf-8") if failed.exists() else ""
     if process.exitcode and not test:
-        output = directory / "output"
+        output = directory / f"output{share}"
         tail = output.read_text(encoding="utf-8").strip().splitlines()[-1:] if output.exists() else []
         return Verdict(True, f"pytest ended with {process.exitcode}: {' '.join(tail)}", seconds)
     return Verdict(process.exitcode != 0, test, seconds)
@@ -176,9 +176,12 @@ def main(arguments: Iterable[str] | None = None) -> int:
 def judge_all(mutants: list[Mutant], original: Path, jobs: int) -> int:
     """Print the table of these mutants; return 1 if one survived or the tests cannot be trusted."""
     # The unchanged source must pass, and one that cannot be imported must not: else the tests see other files.
-    # The first run is in the original, so that all copies have its compiled files.
+    # The first runs are in the original, so that all copies have its compiled files.
     tests = list(dict.fromkeys(test for mutant in mutants for test in tests_of(mutant.path)))
-    sound = judge(original, tests)
+    shares = [tests[k::jobs] for k in range(min(jobs, len(tests)))]
+    with ThreadPoolExecutor(jobs) as pool:
+        verdicts = list(pool.map(lambda k: judge(original, shares[k], 5 * LIMIT, k), range(len(shares))))
+    sound = max(verdicts, key=lambda verdict: (verdict.red, verdict.seconds))
     if sound.red:
         print(f"The tests fail on the unchanged source ({sound.test}); repair that first.")
         return 1
