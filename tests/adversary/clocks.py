@@ -32,14 +32,14 @@ class Stream:
         Place in the device's list of streams.
     device : int
         Which logical device it belongs to.
-    home : bool
+    compute : bool
         True for a stream of the program, whose work runs at once; False for one that only transfers.
     """
 
     name: str
     index: int
     device: int
-    home: bool
+    compute: bool
     clock: dict[int, int] = field(default_factory=dict)
     queue: deque[Work | Wait] = field(default_factory=deque)
     done: int = 0

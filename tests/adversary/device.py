@@ -63,13 +63,13 @@ class AdversarialDevice:
         self._local = threading.local()
         self._capture = 0  # number of the capture that is under way, or 0
         self._captures = 0
-        self._defaults = [self.orders.stream("compute", device, home=True) for device in (0, 1)]
+        self._defaults = [self.orders.stream("compute", device, compute=True) for device in (0, 1)]
 
     # What a program does
 
     def side_stream(self, device: int = 0) -> Stream:
         """Return one more stream for compute."""
-        return self.orders.stream("side", device, home=True)
+        return self.orders.stream("side", device, compute=True)
 
     def produced(self, tensor: torch.Tensor) -> None:
         """Learn that the work queued so far on the current stream allocated and wrote a tensor."""
@@ -93,11 +93,11 @@ class AdversarialDevice:
     def barrier(self) -> None:
         """Let all streams of the program wait for each other."""
         self._call()
-        homes = [stream for stream in self.orders.streams if stream.home]
-        for stream in homes:
+        computing = [stream for stream in self.orders.streams if stream.compute]
+        for stream in computing:
             stream.tick()
-        clocks = [dict(stream.clock) for stream in homes]
-        for stream in homes:
+        clocks = [dict(stream.clock) for stream in computing]
+        for stream in computing:
             for clock in clocks:
                 stream.join(clock)
 
@@ -150,7 +150,7 @@ class AdversarialDevice:
         return current.get(device.index or 0, self._defaults[device.index or 0])
 
     def new_stream(self, device: torch.device) -> Stream:
-        return self.orders.stream("transfer", device.index or 0, home=False)
+        return self.orders.stream("transfer", device.index or 0, compute=False)
 
     def adopt(self, stream: Any) -> Any:
         return stream
@@ -181,7 +181,7 @@ class AdversarialDevice:
             self.violations.append(f"{stream} waits for an event of {event.stream} across the border of a capture")
         stream.join(event.clock)
         stream.tick()
-        if stream.home:
+        if stream.compute:
             self.orders.run_to(event)  # what this stream does next is done at once, so the event must have passed
         else:
             stream.push(Wait(event))

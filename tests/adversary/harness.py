@@ -282,7 +282,7 @@ def trial(
     device = AdversarialDevice(seed, mode)
     forget_notes()
     was_enabled = gc.isenabled()
-    gc.disable()  # memory must come back without it
+    gc.disable()  # memory must be freed without it
     try:
         got, context = execute(program, device, seed, kind)
         statistics = check(device, context)

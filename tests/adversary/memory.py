@@ -58,7 +58,7 @@ class DeviceMemory:
     users: set[int] = field(default_factory=set)
 
     def unordered(self, streams: list[Stream]) -> Iterator[str]:
-        """Say whose access may still be under way when the owner, now, gives the memory to somebody else."""
+        """Say whose access may still be under way when the owner, now, hands the memory on."""
         for what, points in (("copied out", self.reads), ("copied in", self.writes), ("used", self.savers.values())):
             for point in points:
                 if not self.owner.follows(point):

@@ -32,10 +32,10 @@ class Orders:
         self._labels = 0
         self._calls = 0
 
-    def stream(self, name: str, device: int, *, home: bool) -> Stream:
+    def stream(self, name: str, device: int, *, compute: bool) -> Stream:
         """Return a new stream; its number follows its name."""
         index = len(self.streams)
-        self.streams.append(Stream(f"{name} {index}", index, device, home))
+        self.streams.append(Stream(f"{name} {index}", index, device, compute))
         return self.streams[-1]
 
     def call(self) -> None:
@@ -52,7 +52,7 @@ class Orders:
         """Queue a copy; on a stream of the program it runs at once."""
         self._labels += 1
         work = Work(self._labels, run)
-        if stream.home:
+        if stream.compute:
             self._run(work)
         else:
             stream.push(work)

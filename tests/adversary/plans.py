@@ -1,4 +1,4 @@
-"""Plans as strategies: any that is allowed, and those of groups that give way and come back."""
+"""Plans as strategies: any that is allowed, and those of groups with incremental release and prefetch."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ def plans(draw: st.DrawFn, model_layers: int) -> Plan:
     """Draw any plan that is allowed.
 
     Each layer does none, one, two or three of offload, release and reload, at any events.  One that is released may
-    give way before, at the start of any later forward that lies between; one that is reloaded may come back before, at
-    the start of any later backward that lies between.  What is usual is drawn more often.
+    be released incrementally before, at the start of any later forward that lies between; one that is reloaded may be
+    prefetched incrementally before, at the start of any later backward that lies between.
+    What is usual is drawn more often.
     """
     events = list(Plan(model_layers).events())
     at = {event: k for k, event in enumerate(events)}

@@ -81,7 +81,7 @@ def programs(
 ) -> Program:
     """Draw a program; `planned` ones follow plans of any kind, `streams` adds work on side streams and a second device.
 
-    Most plans let layers give way.
+    Most plans release incrementally.
     """
     kinds = sorted(KINDS) + (2 * sorted(STREAM_KINDS) + sorted(DEVICE_KINDS) if streams else [])
     operations = st.lists(st.sampled_from(kinds), min_size=1, max_size=2)

@@ -35,9 +35,9 @@ SORTS: dict[str, tuple[int, SearchStrategy[Program], type[Run]]] = {
     "manual calls": (90, programs(manual=True), Run),
     "side streams and two devices": (60, programs(streams=True), Run),
     "manual calls and side streams": (60, programs(streams=True, manual=True), Run),
-    "plans in which layers give way": (90, programs(planned=True), Run),
-    "giving way and side streams": (60, programs(planned=True, streams=True), Run),
-    "giving way and host limit": (40, programs(planned=True, limited=True), Run),
+    "plans with incremental release": (90, programs(planned=True), Run),
+    "incremental release and side streams": (60, programs(planned=True, streams=True), Run),
+    "incremental release and host limit": (40, programs(planned=True, limited=True), Run),
     "blocks of a model": (60, model_programs(), ModelRun),
     "blocks of a model and side streams": (40, model_programs(streams=True), ModelRun),
     "blocks of a model and host limit": (30, model_programs(limited=True), ModelRun),
@@ -53,7 +53,9 @@ def _scaled_down() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("kind", sorted({**KINDS, **STREAM_KINDS, **DEVICE_KINDS}))
-@pytest.mark.parametrize("offload", [2, None, GroupSchedule(3).plan("aaaa")], ids=["default", "manual", "giving way"])
+@pytest.mark.parametrize(
+    "offload", [2, None, GroupSchedule(3).plan("aaaa")], ids=["default", "manual", "incremental release"]
+)
 def test_each_kind_of_layer(kind: str, offload: int | Plan | None) -> None:
     steps = [Forward(0), Forward(1), Backward(0, retain=True), Backward(1), Backward(0)]
     program = Program([[kind], ["linear", kind], [kind], ["chunk", kind]], offload, steps)
@@ -68,7 +70,7 @@ def test_each_kind_of_layer(kind: str, offload: int | Plan | None) -> None:
 @pytest.mark.parametrize(
     "plan",
     [DefaultSchedule(3, 5).plan(), GroupSchedule(3).plan("a" * 5), GroupSchedule(3, max_inflight=1).plan("a" * 5)],
-    ids=["default", "giving way", "giving way at once"],
+    ids=["default", "incremental release", "incremental release at once"],
 )
 @pytest.mark.parametrize("recorded", [False, True])
 def test_no_wait_crosses_the_border_of_a_capture(plan: Plan, mode: Mode, recorded: bool) -> None:
@@ -100,7 +102,7 @@ def test_no_wait_crosses_the_border_of_a_capture(plan: Plan, mode: Mode, recorde
 
 
 @pytest.mark.parametrize("mode", ["late", "early", "random"])
-def test_what_came_back_before_a_capture_is_used_in_it(mode: Mode) -> None:
+def test_what_is_reloaded_before_a_capture_is_used_in_it(mode: Mode) -> None:
     device = AdversarialDevice(0, mode)
     with use(device):
         layers = Layers(None, 1)
@@ -117,7 +119,7 @@ def test_what_came_back_before_a_capture_is_used_in_it(mode: Mode) -> None:
 
 @pytest.mark.parametrize("mode", ["late", "early", "random"])
 @pytest.mark.parametrize(
-    "plan", [DefaultSchedule(2, 4).plan(), GroupSchedule(2).plan("aaaa")], ids=["default", "giving way"]
+    "plan", [DefaultSchedule(2, 4).plan(), GroupSchedule(2).plan("aaaa")], ids=["default", "incremental release"]
 )
 def test_memory_that_another_stream_reads_again_is_not_given_away_before(plan: Plan, mode: Mode) -> None:
     """The copy waits for the first reader alone; the second one may be at it when the copy is done."""
@@ -146,7 +148,7 @@ def test_memory_that_another_stream_reads_again_is_not_given_away_before(plan: P
     check(device, context)
 
 
-def test_a_layer_comes_back_into_room_that_is_free_once() -> None:
+def test_a_layer_is_reloaded_into_memory_that_is_free_once() -> None:
     """What the last layer saves last, and uses first, it has saved five times; its memory is free once."""
     device = AdversarialDevice(0, "late")
     context = OffloadContext(Engine(GroupSchedule(1).plan("aa"), device))

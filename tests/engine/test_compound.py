@@ -1,4 +1,4 @@
-"""Saved tensors made of several plain ones: the parts leave, and the same type comes back."""
+"""Saved tensors made of several plain ones: the parts are offloaded, and unpacking returns the same type."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ KINDS: dict[str, tuple[Callable[[], Any], int, int]] = {  # how to make it; byte
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_parts_leave_and_the_same_type_comes_back(kind):
+def test_the_parts_are_offloaded_and_the_type_is_restored(kind):
     build, leaving, staying = KINDS[kind]
     things = [build()]
     expected, saved = structure(things[0]), read(things[0])

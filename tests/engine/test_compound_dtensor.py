@@ -89,7 +89,7 @@ def test_a_tensor_parallel_model(mesh):
     assert statistics.reloaded_on_demand == 0
 
 
-def test_what_came_back_has_placements_and_both_shapes(mesh):
+def test_what_is_unpacked_has_placements_and_both_shapes(mesh):
     from torch.distributed.tensor import Shard, distribute_tensor
 
     whole = torch.randn(16, 32)
@@ -130,7 +130,7 @@ def test_sharded_parameters_stay_under_any_name(mesh, form, frozen):
     from torch.distributed.tensor import Shard, distribute_tensor
 
     if form == "wrapped again" and not frozen and torch.__version__ < (2, 13):
-        pytest.skip("DTensor.from_local has no backward for a gradient that nobody gave, before torch 2.13")
+        pytest.skip("DTensor.from_local has no backward for a missing gradient, before torch 2.13")
 
     class Layer(nn.Module):
         def __init__(self) -> None:

@@ -153,7 +153,7 @@ def two_saves(first: Any, change: Any, second: Any) -> tuple[Tensor, Any]:
     return grad, context.statistics()
 
 
-def test_a_copy_made_before_a_change_serves_nobody_after_it():
+def test_a_copy_made_before_a_change_is_not_used_after_it():
     two = Two(values(), values())
     nest = Two(two, Two(two.b, two.a))
     cases = [

@@ -84,7 +84,7 @@ def test_attention_on_jagged_tensors():
     assert statistics.bytes_reloaded == statistics.bytes_offloaded
 
 
-def test_what_came_back_is_ragged_in_the_same_way():
+def test_what_is_unpacked_is_ragged_in_the_same_way():
     """Its ragged size is the same symbol, so it goes together with tensors that stayed; large offsets stay too."""
     offsets = torch.arange(0, 201, 2)
     tensor, other = (jagged(torch.randn(200, 4), offsets) for _ in range(2))

@@ -158,7 +158,7 @@ def test_a_backward_without_memory_is_tried_again(layers, call, after):
 
 
 def test_a_look_that_failed_does_not_spoil_the_backward(layers):
-    """Somebody looks at a saved tensor while there is no memory; later there is."""
+    """A saved tensor is read while there is no memory; later there is."""
     device = Failing()
     context, sync = make(2, 4, device=device)
     x = start()

@@ -50,7 +50,7 @@ def whole(buffer: HostBuffer, nbytes: int) -> None:
     assert all(part.data_ptr() % 64 == 0 for part in buffer.parts)
 
 
-def test_a_buffer_comes_back():
+def test_a_buffer_is_reused():
     pool = HostPool(Counting())
     first = pool.take(5 * MIB)
     whole(first, 5 * MIB)
@@ -109,7 +109,7 @@ def test_waste_is_below_five_percent(some):
     assert disjoint(buffers)
     assert pool.bytes_held <= 1.05 * total
     assert pool.high_water <= 1.05 * total
-    # The next steps need nothing more, in whatever order the buffers come back.
+    # The next steps need nothing more, in whatever order the buffers are returned.
     held = pool.bytes_held
     for _ in range(2):
         for buffer in buffers[::2] + buffers[1::2]:
@@ -271,7 +271,7 @@ def test_close_with_buffers_out():
     new.parts[0].fill_(9)
     assert disjoint([old, new])
     assert int(old.parts[0].min()) == int(old.parts[0].max()) == 7
-    pool.give_back(old, ())  # comes back to nowhere
+    pool.give_back(old, ())  # its pool has no slab of it any more
     pool.settle()
     assert pool.bytes_taken == 2 * MIB
     assert pool.bytes_held == 2 * MIB

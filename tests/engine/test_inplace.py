@@ -242,7 +242,7 @@ def test_a_static_input_buffer_may_be_refilled_between_steps():
 
 
 def test_what_a_user_got_from_a_node_stays_his():
-    """A saved tensor that somebody looked at, or that a second-order graph holds, outlives the release."""
+    """A saved tensor that was read, or that a second-order graph holds, outlives the release."""
     data = torch.randn(64, 64)
     layer = nn.Linear(64, 64)
     context, sync, controller = make_manual(2)

@@ -1,4 +1,4 @@
-"""Which bytes move: every saved view is covered, and comes back with its values, whatever its layout."""
+"""Which bytes are copied: every saved view is covered, and is restored with its values, whatever its layout."""
 
 from __future__ import annotations
 
@@ -172,13 +172,13 @@ def test_values_come_back(specs):
     assert all(x[1] <= y[0] for x, y in itertools.pairwise(spans))
     buffers = [(a, b, torch.full((b - a,), 0xEE, dtype=torch.uint8)) for a, b in spans]
 
-    def home(start: int, stop: int):
+    def containing(start: int, stop: int):
         found = [(a, buffer) for a, b, buffer in buffers if a <= start and stop <= b]
         assert len(found) == 1
         return found[0]
 
     for piece in pieces:
-        base, buffer = home(piece.start, piece.stop)
+        base, buffer = containing(piece.start, piece.stop)
         if piece.elements is None:
             buffer[piece.start - base : piece.stop - base] = piece.host.parts[0]
         else:
@@ -186,7 +186,7 @@ def test_values_come_back(specs):
             target.copy_(piece.host.parts[0].view(target.dtype).view(target.shape))
     for spec in specs:
         view = View.of(tensor(memory, spec))
-        base, buffer = home(*view.extent)
+        base, buffer = containing(*view.extent)
         assert same_bits(tensor(memory, spec), view.on(buffer, base))
 
 

@@ -60,7 +60,7 @@ def start() -> Tensor:
 
 
 def saving(*tensors: Tensor, device: ReferenceDevice | None = None):
-    """Save tensors in the first of three layers, which leaves; return the output, what comes back, the context."""
+    """Save tensors in the first of three layers, an offloaded one; return output, unpacked tensors and context."""
     seen: list[Tensor] = []
     context, sync = make(1, 3, device=device or ReferenceDevice())
     layers = [lambda x: Save.apply(x, seen, *tensors), *[torch.relu] * 2]

@@ -16,7 +16,7 @@ ONE = N * N * 4  # bytes of one tensor, 1 MiB
 
 
 class Two(nn.Module):
-    """Saves two tensors of 1 MiB that nobody else saves, one small one, and its weight."""
+    """Saves two tensors of 1 MiB that nothing else saves, one small one, and its weight."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Invariant 5: storages move, not tensors; views come back as views of one storage."""
+"""Invariant 5: storages are copied, not tensors; views are restored as views of one storage."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from actoffload.report import Reason
 
 
 class Save(torch.autograd.Function):
-    """Adds nothing; saves tensors, and notes in backward what comes back."""
+    """Adds nothing; saves tensors, and records in backward what is unpacked."""
 
     @staticmethod
     def forward(ctx, x, seen, *tensors):
@@ -33,7 +33,7 @@ def _small_tensors_leave():
 
 
 def through(*build, num: int = 1, of: int = 3):
-    """Save what each `build()` returns in one layer each; return what comes back, and the context."""
+    """Save what each `build()` returns in one layer each; return what is unpacked, and the context."""
     context, sync = make(num, of)
     seen: list[tuple[Tensor, int]] = []
     stages = [lambda x, b=b: Save.apply(x, seen, *b()) for b in build]

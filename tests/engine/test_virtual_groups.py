@@ -1,4 +1,4 @@
-"""The engine on the reference device and `simulate` agree to the last bit, also where groups give way and come back."""
+"""The engine on the reference device and `simulate` agree to the last bit, also with incremental steps."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _every_tensor_leaves():
 @pytest.mark.parametrize(("num", "of"), [(n, m) for m in range(2, 7) for n in range(m)])
 @pytest.mark.parametrize("inflight", [None, 1, 2])
 @pytest.mark.parametrize("speed", [512.0, 2048.0, 2.0**30])
-def test_even_groups_that_give_way(num, of, inflight, speed):
+def test_even_groups_with_incremental_release(num, of, inflight, speed):
     each = [LayerCost.even(4096, forward=1.0, backward=2.0, pieces=4)] * of
     plan = GroupSchedule(num, max_inflight=inflight).plan(["layer"] * of)
     want = simulate(plan, each, Link(speed, speed))
@@ -37,7 +37,7 @@ def test_even_groups_that_give_way(num, of, inflight, speed):
 
 
 @pytest.mark.parametrize("inflight", [1, 2, 3])
-def test_a_cap_alone_makes_nobody_wait(inflight):
+def test_a_cap_alone_causes_no_stall(inflight):
     """A copy of a group takes 0.75 of the time of its compute, so that one on its way at a time is enough."""
     each = [LayerCost.even(4096, forward=1.0, backward=1.0, pieces=4)] * 8
     link = Link(4096 / 0.75, 4096 / 0.75)
@@ -68,7 +68,7 @@ def test_any_plan(data, link):
     agree(execute(plan, each, link), simulate(plan, each, link))
 
 
-def test_giving_way_needs_no_wait_where_leaving_at_once_does():
+def test_incremental_release_causes_no_stall_where_release_at_once_does():
     """Layer 1 has until 3.5 s and 4 s for its two tensors, when layer 3 saves its own, and not only until 3 s."""
     each = [LayerCost.even(4096, forward=1.0, backward=2.0, pieces=2)] * 4
     link = Link(2048.0 / 0.75, 1e9)
@@ -77,8 +77,8 @@ def test_giving_way_needs_no_wait_where_leaving_at_once_does():
 
 
 @pytest.mark.parametrize("recorded", [True, False])
-def test_groups_come_back_into_the_room_of_what_backward_has_used(recorded):
-    """A copy takes 0.25 s, and backward has used three of its four tensors after 1.5 s of 2: so nobody waits."""
+def test_groups_are_reloaded_into_the_memory_that_backward_has_freed(recorded):
+    """A copy takes 0.25 s, and backward has used three of its four tensors after 1.5 s of 2: so there is no stall."""
     each = [LayerCost.even(4096, forward=1.0, backward=2.0, pieces=4)] * 4
     link = Link(1e12, 4096.0)
     plan = GroupSchedule(3).plan(["layer"] * 4)

@@ -34,7 +34,7 @@ def at_one_of(addresses: set[int]) -> Tensor | None:
     return None
 
 
-def test_an_address_is_given_away_once_nobody_refers_to_it() -> None:
+def test_an_address_is_reused_once_nothing_refers_to_it() -> None:
     """The tests below can fail: PyTorch does use addresses again."""
     tensors = [sevens() for _ in range(20)]
     addresses = {tensor.untyped_storage()._cdata for tensor in tensors}
@@ -141,7 +141,7 @@ def test_each_version_has_a_copy_of_its_own(device: AdversarialDevice, w: Tensor
 # Views of storages that have left
 
 
-def test_a_larger_view_of_a_storage_that_is_back(device: AdversarialDevice, w: Tensor) -> None:
+def test_a_larger_view_of_a_reloaded_storage(device: AdversarialDevice, w: Tensor) -> None:
     layers = Layers(None, 2)
     h = numbers()
     first = layers(lambda: saving(w, h[:2]))
@@ -192,7 +192,7 @@ def test_a_gradient_inside_a_layer_does_not_end_the_forward(device: AdversarialD
     check(device, layers.context)
 
 
-def test_a_backward_in_parts_keeps_what_comes_back_for_the_next_part(device: AdversarialDevice, w: Tensor) -> None:
+def test_a_backward_in_parts_keeps_what_is_reloaded_for_the_next_part(device: AdversarialDevice, w: Tensor) -> None:
     layers = Layers(1, 4)
     outputs = [w * 1.0]
     for k in range(4):

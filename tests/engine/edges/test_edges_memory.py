@@ -129,7 +129,7 @@ def test_what_autograd_holds_outlives_what_made_it(device: AdversarialDevice, w:
 
 
 @pytest.mark.parametrize("left", [0, 1, 2])
-def test_device_memory_runs_out_while_a_layer_comes_back(device: AdversarialDevice, w: Tensor, left: int) -> None:
+def test_device_memory_runs_out_during_a_reload(device: AdversarialDevice, w: Tensor, left: int) -> None:
     layers = Layers(None, 1)
     y = layers(lambda: saving(w, numbers()) + saving(w, numbers(1.0)) + saving(w, numbers(2.0)[:, 3:9]))
     layers.out(0)

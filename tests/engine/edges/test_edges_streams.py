@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 class _Aside(torch.autograd.Function):
-    """Hands its gradient on; its backward uses a saved tensor on another stream, which nobody waits for."""
+    """Hands its gradient on; its backward uses a saved tensor on another stream, without a wait for it."""
 
     @staticmethod
     def forward(ctx: Any, w: Tensor, saved: Tensor, device: AdversarialDevice, side: Any, sums: list[Tensor]) -> Tensor:
@@ -28,7 +28,7 @@ class _Aside(torch.autograd.Function):
         return grad, None, None, None, None
 
 
-@pytest.mark.parametrize("first", ["side", "home"])
+@pytest.mark.parametrize("first", ["side", "compute"])
 def test_two_streams_use_one_storage(device: AdversarialDevice, w: Tensor, first: str) -> None:
     layers = Layers(None, 1)
     side = device.side_stream()
