@@ -1,4 +1,4 @@
-"""A model of blocks for the GPU tests of composition, and its training with and without offload."""
+"""A model of blocks, trained with and without offloading, for the GPU tests of compatibility."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STEPS = 3
 
 
 class Stack(nn.Module):
-    """Six blocks, of a kind of the harness or of one's own."""
+    """Six blocks: of a kind in `KINDS`, or made by a function."""
 
     def __init__(self, kind: str | Callable[[], nn.Module], dtype: torch.dtype | None = None) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Stack(nn.Module):
 
 
 def offloaded(program: Callable[[Offload], list[Tensor]], **options: Any) -> actoffload.report.Statistics:
-    """Run a program without offload and with, on this machine's device; compare every bit."""
+    """Run a program without and with offloading on the device of this machine; require equal bits."""
     statistics = both(program, device=devices.backend(), **options).statistics()
     assert statistics.bytes_offloaded > 0
     assert statistics.reloaded_on_demand == 0

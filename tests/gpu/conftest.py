@@ -1,4 +1,4 @@
-"""Fixtures of the GPU tests: deterministic kernels, and a clean device behind each test."""
+"""Fixtures of the GPU tests: deterministic kernels, and an idle device after each test."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-# cuBLAS picks algorithms by its workspace; a fixed one keeps eager, side-stream and captured runs comparable.
+# cuBLAS chooses algorithms by workspace size; with a fixed size, eager, side-stream and captured runs are comparable.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 

@@ -1,4 +1,4 @@
-"""Models, steps and comparisons for the GPU tests.  All of it runs on the reference device too, for rehearsal."""
+"""Models, steps and comparisons for the GPU tests.  All of them also run on the reference device, for rehearsal."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from actoffload import device as devices
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
 needs_cuda = pytest.mark.skipif(not CUDA, reason="needs CUDA itself, not just any device")
-# Other libraries' warnings differ with versions and drivers; ours stay errors, as everywhere.
+# Warnings of other libraries depend on versions and drivers; ours stay errors.
 lenient = [
     pytest.mark.filterwarnings("default"),
     pytest.mark.filterwarnings("error::actoffload.HostMemoryWarning"),
 ]
 
 WIDTH = 512
-ROWS = 2048 if CUDA else 512  # rows x width is four times what is eligible, or just that
+ROWS = 2048 if CUDA else 512  # rows x width is four times, or exactly, the smallest size that is offloaded
 
 
 class Mlp(nn.Module):
-    """Two linears with a GELU: two wide saved tensors and a narrow one."""
+    """Two linear layers with a GELU: it saves two wide tensors and a narrow one."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ KINDS = {"linear": lambda width: nn.Linear(width, width), "mlp": Mlp, "attention
 def make_layers(
     kind: str = "linear", count: int = 12, width: int = WIDTH, device: torch.device = DEVICE
 ) -> nn.ModuleList:
-    """Return layers with weights that are the same every time; bfloat16 for attention, as flash needs it."""
+    """Return layers with the same weights on every call; in bfloat16 for attention, as the flash kernels require."""
     torch.manual_seed(1)
     layers = nn.ModuleList([KINDS[kind](width) for _ in range(count)])
     return layers.to(device, torch.bfloat16 if kind == "attention" else torch.float32)
@@ -77,7 +77,7 @@ def flash() -> Any:
 def make_input(
     layers: nn.Module, seed: int = 0, rows: int = ROWS, width: int = WIDTH, device: torch.device = DEVICE
 ) -> torch.Tensor:
-    """Return a fresh input; whoever calls a step hands it over and keeps no reference."""
+    """Return a new input; the caller passes it to the step and keeps no reference."""
     dtype = next(layers.parameters()).dtype
     generator = torch.Generator(device).manual_seed(seed)
     return torch.randn(rows, width, generator=generator, device=device, dtype=dtype)
@@ -99,7 +99,7 @@ AfterLayer = Callable[[int], None]
 def forward(
     layers: Sequence[nn.Module], x: torch.Tensor, pair: tuple[Any, Any], after: AfterLayer | None = None
 ) -> torch.Tensor:
-    """Run the layers, each in the context, and `after` with the index of each."""
+    """Run each layer in the context and call `after` with its index."""
     context, sync = pair
     for k, layer in enumerate(layers):
         with context:
@@ -110,31 +110,31 @@ def forward(
     return x
 
 
-def manual_forward(layers: nn.ModuleList, x: torch.Tensor, trio: tuple[Any, Any, Any], leaving: int) -> torch.Tensor:
-    """Offload the first `leaving` layers, release them two layers later, and reload them when forward is over."""
+def manual_forward(layers: nn.ModuleList, x: torch.Tensor, trio: tuple[Any, Any, Any], offloaded: int) -> torch.Tensor:
+    """Offload the first `offloaded` layers, release each two layers later, and reload them after the forward."""
     context, sync, controller = trio
 
     def after(k: int) -> None:
-        if k < leaving:
+        if k < offloaded:
             controller.start_offload_layer(k)
-        if 0 <= k - 2 < leaving:
+        if 0 <= k - 2 < offloaded:
             controller.release_activation_forward_gpu_memory(k - 2)
 
     x = forward(layers, x, (context, sync), after)
-    for k in reversed(range(leaving)):
+    for k in reversed(range(offloaded)):
         controller.start_reload_layer(k)
     return x
 
 
 @dataclass
 class Result:
-    """What a step computed."""
+    """The output and the gradients of one step."""
 
     output: torch.Tensor
     grads: list[torch.Tensor]
 
     def differences(self, other: Result) -> list[str]:
-        """Name what is not bit-identical, or not finite."""
+        """Return the names of the tensors that are not bit-identical or not finite."""
         mine, theirs = [self.output, *self.grads], [other.output, *other.grads]
         assert len(mine) == len(theirs)
         names = ["output", *(f"gradient {k}" for k in range(len(self.grads)))]
@@ -146,7 +146,7 @@ class Result:
 
 
 def collect(layers: nn.Module, output: torch.Tensor) -> Result:
-    """Take a step's output and the gradients of all parameters, which are cleared."""
+    """Copy the output and the gradients of a step, and clear the gradients."""
     grads = []
     for parameter in layers.parameters():
         assert parameter.grad is not None
@@ -161,7 +161,7 @@ def step(
     pair: tuple[Any, Any],
     rows: int = ROWS,
 ) -> Result:
-    """Run one forward and backward on the input of a seed."""
+    """Run forward and backward on the input that `seed` gives."""
     output = forward(layers, make_input(layers, seed, rows), pair)
     loss(output).backward()
     return collect(layers, output)
@@ -174,7 +174,7 @@ def loss(output: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def patched(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Replace an attribute for a block."""
+    """Replace an attribute inside of a ``with`` block."""
     before = getattr(owner, name)
     setattr(owner, name, value)
     try:
@@ -183,69 +183,70 @@ def patched(owner: Any, name: str, value: Any) -> Iterator[None]:
         setattr(owner, name, before)
 
 
-def nap(cycles: int) -> None:
-    """Keep the current stream busy for some clock cycles; 1.7 million are about a millisecond."""
+def occupy(cycles: int) -> None:
+    """Keep the current stream busy for a number of clock cycles; 1.7 million are about 1 ms."""
     if CUDA and cycles:
         torch.cuda._sleep(cycles)
 
 
 class Delayed:
-    """The machine's device with random delays before each copy and each allocation.
+    """The device of this machine with a random delay before each copy and each allocation.
 
     Parameters
     ----------
-    out, back, home : int
-        Longest delay in clock cycles on the stream of copies out, of copies back, and of the allocations.
+    d2h, h2d, compute : int
+        Longest delay, in clock cycles, on the stream of copies to the host, on the stream of copies to the device,
+        and, before an allocation, on the compute stream.
     """
 
-    def __init__(self, out: int = 0, back: int = 0, home: int = 0) -> None:
+    def __init__(self, d2h: int = 0, h2d: int = 0, compute: int = 0) -> None:
         self.inner = devices.backend()
-        self.longest = {"out": out, "back": back, "home": home}
+        self.longest = {"d2h": d2h, "h2d": h2d, "compute": compute}
         self.random = random.Random(0)
         self.delays = 0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
 
-    def _nap(self, lane: str, stream: Any) -> None:
+    def _delay(self, lane: str, stream: Any) -> None:
         if self.longest[lane]:
             self.delays += 1
             with self.inner.on(stream):
-                nap(self.random.randrange(self.longest[lane] // 2, self.longest[lane]))
+                occupy(self.random.randrange(self.longest[lane] // 2, self.longest[lane]))
 
     def to_host(self, pairs: Any, stream: Any) -> None:
-        self._nap("out", stream)
+        self._delay("d2h", stream)
         self.inner.to_host(pairs, stream)
 
     def to_device(self, pairs: Any, stream: Any) -> None:
-        self._nap("back", stream)
+        self._delay("h2d", stream)
         self.inner.to_device(pairs, stream)
 
     def empty_device(self, *what: Any) -> torch.Tensor:
-        self._nap("home", self.inner.current_stream(what[-1]))
+        self._delay("compute", self.inner.current_stream(what[-1]))
         return self.inner.empty_device(*what)
 
 
 class _Pause(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, before: int, behind: int) -> torch.Tensor:
-        ctx.behind = behind
-        nap(before)
+    def forward(ctx: Any, x: torch.Tensor, before: int, after: int) -> torch.Tensor:
+        ctx.after = after
+        occupy(before)
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        nap(ctx.behind)
+        occupy(ctx.after)
         return grad, None, None
 
 
 class Slow(nn.Module):
-    """A layer with random delays of compute, in forward and in backward."""
+    """A layer whose compute stream is delayed at random, in forward and in backward."""
 
     def __init__(self, layer: nn.Module, source: random.Random, longest: int) -> None:
         super().__init__()
         self.layer, self.source, self.longest = layer, source, longest
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        before, behind = (self.source.randrange(self.longest) for _ in range(2))
-        return self.layer(_Pause.apply(x, before, behind))
+        before, after = (self.source.randrange(self.longest) for _ in range(2))
+        return self.layer(_Pause.apply(x, before, after))

@@ -1,4 +1,4 @@
-"""What the tests of routing and of experts share: no waiting, captured runs, equal bits."""
+"""Helpers of the tests of routing and experts: forbid synchronization, capture a graph, compare bits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 @contextmanager
 def no_synchronization() -> Iterator[None]:
-    """Turn every operator that makes the host wait into an error."""
+    """Make every operation that synchronizes raise an error."""
     if not CUDA:
         yield
         return
@@ -35,7 +35,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def captured(run: Callable[[], list[Tensor]]) -> tuple[list[Tensor], Any]:
-    """Capture what `run` does, after a warm-up on a stream aside."""
+    """Capture `run` in a CUDA graph after a warm-up on a side stream; return its results and the graph."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):

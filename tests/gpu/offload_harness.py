@@ -1,4 +1,4 @@
-"""Models for the GPU tests of `actoffload.offload`, and steps of them."""
+"""Models and training steps for the GPU tests of `actoffload.offload`."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from actoffload.measure import MemoryMeter
 
 LAYERS, ROWS = 12, 8192 if CUDA else 512
 NBYTES = ROWS * WIDTH * 4
-"""Bytes of what one block hands to the next, in float32."""
+"""Bytes of the output of one block, in float32."""
 
 
 class Net(nn.Module):
-    """Blocks behind a stem that makes their input: what a model is called with is held by whoever calls it."""
+    """Blocks after a stem that computes their input: the argument of a model is kept alive by its caller."""
 
     def __init__(self, kind: str = "linear", count: int = LAYERS) -> None:
         super().__init__()
@@ -34,39 +34,39 @@ class Net(nn.Module):
 
 
 def make(kind: str = "linear", count: int = LAYERS, of: Callable[..., nn.Module] = Net) -> Any:
-    """Return a model whose weights are the same every time."""
+    """Return a model with the same weights on every call."""
     torch.manual_seed(2)
     return of(kind, count)
 
 
 def offload(model: nn.Module, **options: Any) -> actoffload.OffloadHandle:
-    """Offload a model; without a GPU also its small tensors."""
+    """Offload a model, with a `min_bytes` that suits the small tensors of a machine without a GPU."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", actoffload.ReferenceDeviceWarning)
         return actoffload.offload(model, **{"min_bytes": 1 << 16, **options})
 
 
-def one(model: nn.Module, seed: int, rows: int = ROWS) -> None:
-    """Run one step and keep nothing of it."""
+def run_step(model: nn.Module, seed: int, rows: int = ROWS) -> None:
+    """Run one step and discard its output."""
     loss(model(make_input(model, seed, rows))).backward()
 
 
 def step(model: nn.Module, seed: int, rows: int = ROWS) -> Result:
-    """Run one step and return what it computed."""
+    """Run one step and return its output and gradients."""
     output = model(make_input(model, seed, rows))
     loss(output).backward()
     return collect(model, output)
 
 
 def expected(model: nn.Module, seeds: range, rows: int = ROWS) -> list[Result]:
-    """Return what each seed gives without offloading."""
+    """Return the result of a step for each seed; call it before the model is offloaded."""
     return [step(model, seed, rows) for seed in seeds]
 
 
 def peak(model: nn.Module, seed: int = 0) -> int:
-    """Return the peak of one step in bytes that were asked for: the allocator's own rounding left out."""
+    """Return the peak of one step in requested bytes, that is, without the rounding of the allocator."""
     with MemoryMeter() as meter:
-        one(model, seed)
+        run_step(model, seed)
     model.zero_grad(set_to_none=False)
     if CUDA:
         return int(torch.cuda.memory_stats()["requested_bytes.all.peak"])
@@ -74,7 +74,7 @@ def peak(model: nn.Module, seed: int = 0) -> int:
 
 
 def settled_peak(model: nn.Module) -> int:
-    """Return the peak of a step after some others; the same for each."""
+    """Return the peak of a step after two warm-up steps; require the same peak for three seeds."""
     for seed in range(2):
         peak(model, seed)
     peaks = {peak(model, seed) for seed in range(3)}

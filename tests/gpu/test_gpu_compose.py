@@ -1,4 +1,4 @@
-"""Front door 2 beside other parts of PyTorch on a GPU: every bit is what it is without, and something leaves."""
+"""Compatibility of `actoffload.offload` with other parts of PyTorch on a GPU: equal bits, and bytes are offloaded."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_the_whole_model_compiled() -> None:
 
 
 class Forces(nn.Module):
-    """Returns a gradient that it takes itself: autograd's thread runs, and saves tensors, inside of the forward."""
+    """Compute a gradient in the forward: the autograd thread saves tensors while the forward runs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -161,7 +161,7 @@ def alone() -> Iterator[None]:
 @pytest.mark.parametrize("reshard", [True, False])
 @pytest.mark.parametrize("half", [False, True])
 def test_fully_shard_on_one_device(half: bool, reshard: bool) -> None:
-    """All-gathers run on streams of their own beside our copies; unsharded weights are watched, and never leave."""
+    """All-gathers overlap the copies on streams of their own; unsharded weights are recognized and kept."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 

@@ -1,4 +1,4 @@
-"""Front door 2 beside the kinds of attention on a GPU: every bit is what it is without, and something leaves."""
+"""Compatibility of `actoffload.offload` with the kinds of attention: equal bits, and bytes are offloaded."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HEADS = 8
 
 
 class Attending(Block):
-    """A block with a function for its attention, of query, key and value [1, heads, rows, width of a head]."""
+    """A block whose attention is a function of query, key and value, each [1, heads, rows, head width]."""
 
     def __init__(self, attend: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
         super().__init__(WIDTH, HEADS)
@@ -51,9 +51,9 @@ def exists(backend: SDPBackend) -> bool:
 
 
 @pytest.mark.parametrize("backend", [SDPBackend.MATH, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION])
-def test_back_ends_of_attention(backend: SDPBackend) -> None:
+def test_attention_backends(backend: SDPBackend) -> None:
     if not exists(backend):
-        pytest.skip("no kernel of this back end for this device")
+        pytest.skip("no kernel of this backend for this device")
     statistics = offloaded(training(lambda: Stack(lambda: Attending(with_backend(backend)))))
     if backend is SDPBackend.MATH:
         assert statistics.bytes_offloaded > STEPS * LEAVING * HEADS * ROWS * ROWS * 2
@@ -61,7 +61,7 @@ def test_back_ends_of_attention(backend: SDPBackend) -> None:
 
 @needs_cuda
 def test_cudnn_attention() -> None:
-    """Its backward is not deterministic, and refuses to run where that is asked for: gradients are close only."""
+    """Its backward is not deterministic and raises in deterministic mode: gradients are compared with a tolerance."""
     torch.use_deterministic_algorithms(False)
     if not exists(SDPBackend.CUDNN_ATTENTION):
         pytest.skip("no kernel of cuDNN for this device")
@@ -89,7 +89,7 @@ def test_attention_over_sequences_of_different_lengths() -> None:
     varlen = pytest.importorskip("torch.nn.attention.varlen")
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        packed = (t[0].transpose(0, 1).contiguous() for t in (q, k, v))  # [rows, heads, width of a head]
+        packed = (t[0].transpose(0, 1).contiguous() for t in (q, k, v))  # [rows, heads, head width]
         return varlen.varlen_attn(*packed, offsets(), offsets(), ROWS // 2, ROWS // 2).transpose(0, 1)[None]
 
     offloaded(training(lambda: Stack(lambda: Attending(attend))))
@@ -112,7 +112,7 @@ def test_jagged_tensors() -> None:
 
 @needs_cuda
 def test_flex_attention() -> None:
-    """Not compiled, it is written out in plain operations."""
+    """Without compilation it runs as plain operations."""
     from torch.nn.attention.flex_attention import flex_attention
 
     def near(score: Tensor, batch: Tensor, head: Tensor, row: Tensor, column: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Tensors made of several plain ones, on a GPU: wrappers, float8, jagged and distributed tensors."""
+"""Compound tensors on a GPU: wrapper subclasses, float8, jagged and distributed tensors."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from gpu_harness import (
     forward,
     lenient,
     loss,
-    nap,
     needs_cuda,
     no_offload,
+    occupy,
     offload,
 )
 from torch import nn
@@ -34,11 +34,11 @@ from actoffload.report import Reason
 pytestmark = [pytest.mark.gpu, *lenient]
 
 ROWS, WIDTH = (4096 if CUDA else 512), 512
-LAYERS, LEAVING = 6, 3
+LAYERS, OFFLOADED = 6, 3
 
 
 class Pair(nn.Module):
-    """A gated MLP computed on a wrapper of two tensors."""
+    """A gated MLP that computes on a wrapper of two tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Pair(nn.Module):
 
 
 def pairs() -> nn.ModuleList:
-    """Return layers of wrappers; `to` does not know the parts of a parameter."""
+    """Return layers with wrapped weights; `Module.to` does not move the parts of a wrapped parameter."""
     torch.manual_seed(1)
     layers = nn.ModuleList([Pair() for _ in range(LAYERS)])
     for layer in layers:
@@ -65,7 +65,7 @@ def some_input(seed: int, rows: int = ROWS) -> torch.Tensor:
 
 
 def flat(result: Result) -> Result:
-    """Return the parts of wrapped gradients in their places."""
+    """Replace each wrapped gradient by its parts."""
     grads = [part for grad in result.grads for part in ((grad.a, grad.b) if isinstance(grad, Two) else (grad,))]
     return Result(result.output, grads)
 
@@ -76,25 +76,27 @@ def step(layers: nn.ModuleList, x: torch.Tensor, pair: Any) -> Result:
     return flat(collect(layers, output))
 
 
-@pytest.mark.parametrize("delays", [{}, {"out": 20_000_000}, {"back": 20_000_000, "home": 4_000_000}])
+@pytest.mark.parametrize("delays", [{}, {"d2h": 20_000_000}, {"h2d": 20_000_000, "compute": 4_000_000}])
 def test_operations_on_wrappers(delays: dict[str, int]) -> None:
     layers = pairs()
-    with devices.use(Delayed(**delays)):
-        context, sync = offload(LEAVING, LAYERS)
+    device = Delayed(**delays)
+    with devices.use(device):
+        context, sync = offload(OFFLOADED, LAYERS)
     for seed in range(3):
         expected = step(layers, some_input(seed), no_offload())
         assert step(layers, some_input(seed), (context, sync)).differences(expected) == []
+    assert (device.delays > 0) == bool(delays)
     statistics = context.statistics()
-    # Two parts of the product, gelu's and the sigmoid's output; the layer's input, its double, and the linear's input.
-    assert statistics.bytes_offloaded >= 3 * LEAVING * 6 * ROWS * WIDTH * 4
+    # Two parts of the product, outputs of GELU and sigmoid; input of the layer, its double, and input of the linear.
+    assert statistics.bytes_offloaded >= 3 * OFFLOADED * 6 * ROWS * WIDTH * 4
     assert statistics.bytes_reloaded == statistics.bytes_offloaded
     assert statistics.reloaded_on_demand == 0
     assert Reason.SUBCLASS not in statistics.tensors_kept
     assert statistics.resident_bytes == statistics.host_bytes_used == 0
 
 
-class Keeps(nn.Module):
-    """Saves a tensor in few bits; the product with it is the gradient."""
+class SavesQuantized(nn.Module):
+    """Save a tensor in float8 or int8; the gradient is the product with it."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -106,23 +108,23 @@ class Keeps(nn.Module):
 
 
 @pytest.mark.parametrize("kind", ["float8", "quantized"])
-def test_tensors_in_few_bits_leave_the_device(kind: str) -> None:
-    layers = nn.ModuleList([Keeps(kind) for _ in range(LAYERS)])
+def test_quantized_tensors_are_offloaded(kind: str) -> None:
+    layers = nn.ModuleList([SavesQuantized(kind) for _ in range(LAYERS)])
     grads, held = [], []
-    for context, sync in (no_offload(), offload(LEAVING, LAYERS), offload(LEAVING, LAYERS)):
+    for context, sync in (no_offload(), offload(OFFLOADED, LAYERS), offload(OFFLOADED, LAYERS)):
         leaf = some_input(0).requires_grad_()
         before = torch.cuda.memory_allocated() if CUDA else 0
         y = forward(layers, leaf * 1, (context, sync))
         held.append((torch.cuda.memory_allocated() if CUDA else 0) - before)
         y.square().mean().backward()
         grads.append(leaf.grad)
-        del y  # or it would be part of what there was before the next one
+        del y  # or it would count as allocated before the next run
     assert torch.equal(grads[0], grads[1])
     assert torch.equal(grads[0], grads[2])
     assert bool(torch.isfinite(grads[0]).all())
     statistics = context.statistics()
-    in_bytes = 1 if kind == "float8" else 2  # rows, or rows and columns, beside what sin saves
-    assert statistics.bytes_offloaded == LEAVING * ROWS * WIDTH * (4 + in_bytes)
+    in_bytes = 1 if kind == "float8" else 2  # the rows, or rows and columns, in addition to the tensor that sin saves
+    assert statistics.bytes_offloaded == OFFLOADED * ROWS * WIDTH * (4 + in_bytes)
     assert statistics.tensors_kept[Reason.SMALL] == LAYERS  # the scales
     if CUDA:
         assert held[0] - held[2] == statistics.bytes_offloaded
@@ -132,7 +134,7 @@ def test_a_captured_step_with_wrappers() -> None:
     if not CUDA:
         pytest.skip("captures need CUDA")
     layers, static = pairs(), some_input(0)
-    context, sync = offload(LEAVING, LAYERS)
+    context, sync = offload(OFFLOADED, LAYERS)
 
     def run() -> torch.Tensor:
         layers.zero_grad(set_to_none=True)
@@ -191,14 +193,14 @@ def test_attention_on_jagged_tensors() -> None:
         loss(output).backward()
         return collect(layers, output)
 
-    pair = offload(LEAVING, LAYERS)
+    pair = offload(OFFLOADED, LAYERS)
     with flash():
         for seed in range(3):
             expected = run(seed, no_offload())
             assert run(seed, pair).differences(expected) == []
     statistics = pair[0].statistics()
-    # The layer's input, the norm's output, query, key, value, and what attention returns.
-    assert statistics.bytes_offloaded >= 3 * LEAVING * 6 * ROWS * WIDTH * 2
+    # Input of the layer, output of the norm, query, key, value, and output of the attention.
+    assert statistics.bytes_offloaded >= 3 * OFFLOADED * 6 * ROWS * WIDTH * 2
     assert Reason.SUBCLASS not in statistics.tensors_kept
     assert statistics.reloaded_on_demand == 0
     assert statistics.resident_bytes == statistics.host_bytes_used == 0
@@ -206,7 +208,7 @@ def test_attention_on_jagged_tensors() -> None:
 
 @pytest.fixture
 def group(request: pytest.FixtureRequest) -> Iterator[None]:
-    """A process group of one rank with NCCL, or of two with imagined communication."""
+    """A process group of one rank with NCCL, or of two ranks with fake communication."""
     if request.param == "fake":
         from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -235,10 +237,10 @@ def test_a_tensor_parallel_model(group: None) -> None:
     ).to(DEVICE)
     for layer in layers:
         parallelize_module(layer, mesh, ways)
-    for weight in layers.parameters():  # an imagined scatter leaves whatever was in that memory, perhaps no numbers
+    for weight in layers.parameters():  # a fake scatter leaves uninitialized memory, which may hold NaN
         local = weight.to_local() if isinstance(weight, DTensor) else weight
         nn.init.normal_(local.detach(), std=0.02)
-    pair = offload(LEAVING, LAYERS)
+    pair = offload(OFFLOADED, LAYERS)
 
     def run(seed: int, pair: Any) -> Result:
         output = forward(layers, some_input(seed), pair)
@@ -251,10 +253,10 @@ def test_a_tensor_parallel_model(group: None) -> None:
         expected = run(seed, no_offload())
         assert run(seed, pair).differences(expected) == []
     statistics = pair[0].statistics()
-    # The input of the first linear, and this rank's parts of gelu's input and output.
+    # Input of the first linear, and the parts of this rank of the input and output of GELU.
     wide = 4 * WIDTH // dist.get_world_size()
-    assert statistics.bytes_offloaded == 2 * LEAVING * ROWS * (WIDTH + 2 * wide) * 4
-    assert statistics.tensors_kept[Reason.PARAMETER] >= 2 * (2 * LAYERS - 1)  # no gradient of the first input
+    assert statistics.bytes_offloaded == 2 * OFFLOADED * ROWS * (WIDTH + 2 * wide) * 4
+    assert statistics.tensors_kept[Reason.PARAMETER] >= 2 * (2 * LAYERS - 1)  # the first input needs no gradient
     assert Reason.SUBCLASS not in statistics.tensors_kept
     assert statistics.resident_bytes == statistics.host_bytes_used == 0
 
@@ -262,14 +264,14 @@ def test_a_tensor_parallel_model(group: None) -> None:
 @needs_cuda
 @pytest.mark.parametrize("group", ["nccl"], indirect=True)
 def test_a_copy_waits_for_the_collective_that_writes_it(group: None) -> None:
-    """The sum is computed on a stream of NCCL's, behind a slow kernel; nobody has waited for it yet."""
+    """NCCL computes the sum on its own stream, after a slow kernel; no stream has waited for it before the copy."""
     import torch.distributed._functional_collectives as collectives
 
     context, sync = offload(1, 3)
     for _ in range(2):
         leaf = some_input(0).requires_grad_()
         with context:
-            nap(50_000_000)
+            occupy(50_000_000)
             thing = collectives.all_reduce(some_input(1), "sum", dist.group.WORLD)
             assert type(thing) is collectives.AsyncCollectiveTensor
             y = Uses.apply(leaf * 1, [], Two(thing, thing))

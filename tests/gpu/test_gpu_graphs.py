@@ -1,4 +1,4 @@
-"""CUDA graphs: forward and backward captured with the transfers inside."""
+"""CUDA graphs: forward and backward are captured together with the copies."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from actoffload.report import Reason
 
 pytestmark = [pytest.mark.gpu, needs_cuda, *lenient]
 
-LAYERS, LEAVING, ROWS = 8, 4, 8192
+LAYERS, OFFLOADED, ROWS = 8, 4, 8192
 NBYTES = ROWS * WIDTH * 4  # saved by a Linear layer: 16 MiB
 
 
@@ -40,9 +40,11 @@ class WholeStep:
     Parameters
     ----------
     run : callable
-        From layers and an input, which may leave, to the output.
+        Takes the layers and an input, which may be offloaded; returns the output.
+    rows : int
+        Rows of the static input.
     warm_up : callable, optional
-        Runs before the capture instead of `run`.
+        Runs before the capture, in place of `run`.
     """
 
     def __init__(self, layers: nn.ModuleList, run: Any, rows: int, *, warm_up: Any = None) -> None:
@@ -58,7 +60,7 @@ class WholeStep:
         peak = torch.cuda.memory_stats()["requested_bytes.all.peak"]
         self.peak = peak - before["requested_bytes.all.current"]
         self.reserved = torch.cuda.memory_reserved() - reserved
-        # The graph writes its gradients here; eager steps get others.
+        # The graph writes these gradients; eager steps allocate others.
         self.grads = [parameter.grad for parameter in layers.parameters()]
         layers.zero_grad(set_to_none=True)
 
@@ -72,8 +74,8 @@ class WholeStep:
         self.output = None
 
     def _step(self, run: Any) -> None:
-        # The gradients are there before the capture, which then only writes them.  The input is a copy: the graph
-        # reads the static one, so that can never leave the device.
+        # The gradients are allocated before the capture, so that the graph only writes them.  The input is a copy:
+        # the graph reads the static one at a fixed address, so the static one cannot be offloaded.
         self.layers.zero_grad(set_to_none=False)
         output = run(self.layers, self.static.clone())
         loss(output).backward()
@@ -92,7 +94,7 @@ class WholeStep:
 
 
 def clean() -> None:
-    """Free what is cached, cuBLAS's workspaces too: the next measurement counts its own."""
+    """Free cached memory and the cuBLAS workspaces, so that the next measurement counts only its own."""
     gc.collect()
     torch.cuda.synchronize()
     torch._C._cuda_clearCublasWorkspaces()
@@ -100,7 +102,7 @@ def clean() -> None:
 
 
 def eager(layers: nn.ModuleList, seeds: range, rows: int) -> list[Result]:
-    """Return what each seed gives without offloading and without a graph."""
+    """Return the result of each seed without offloading and without a graph."""
     return [step(layers, seed, no_offload(), rows) for seed in seeds]
 
 
@@ -114,11 +116,11 @@ def test_whole_step(kind: str) -> None:
     rows = 2048
     with flash():
         expected = eager(layers, range(10), rows)
-        pair = offload(LEAVING, LAYERS)
+        pair = offload(OFFLOADED, LAYERS)
         graph = WholeStep(layers, with_pair(pair), rows)
         for seed in range(10):
             assert graph.replay(seed).differences(expected[seed]) == []
-        for seed in range(3):  # the context serves eager steps beside the graph
+        for seed in range(3):  # the same context also runs eager steps
             assert step(layers, seed, pair, rows).differences(expected[seed]) == []
             assert graph.replay(seed + 1).differences(expected[seed + 1]) == []
     statistics = pair[0].statistics()
@@ -127,31 +129,33 @@ def test_whole_step(kind: str) -> None:
     pair[0].close()
 
 
-def test_eager_steps_beside_a_replay_do_not_touch_its_host_memory() -> None:
+def test_eager_steps_during_a_replay_do_not_touch_its_host_memory() -> None:
     layers = make_layers("linear", LAYERS)
     expected = eager(layers, range(7), 2048)
-    pair = offload(LEAVING, LAYERS)
+    pair = offload(OFFLOADED, LAYERS)
     graph = WholeStep(layers, with_pair(pair), 2048)
     side = torch.cuda.Stream()
     for seed in range(6):
         torch.cuda.synchronize()
         with torch.cuda.stream(side):
             graph.launch(seed)
-        beside = step(layers, seed + 1, pair, 2048)
+        result = step(layers, seed + 1, pair, 2048)
         torch.cuda.synchronize()
         assert graph.result().differences(expected[seed]) == []
-        assert beside.differences(expected[seed + 1]) == []
+        assert result.differences(expected[seed + 1]) == []
+    statistics = pair[0].statistics()
+    assert statistics.bytes_reloaded == statistics.bytes_offloaded > 0
 
 
 def test_whole_step_keeps_the_drop() -> None:
     layers = make_layers("linear", LAYERS)
     plain = WholeStep(layers, with_pair(no_offload()), ROWS)
-    pair = offload(LEAVING, LAYERS)
+    pair = offload(OFFLOADED, LAYERS)
     offloading = WholeStep(layers, with_pair(pair), ROWS)
-    # The allocator counts a few bytes of its own for a capture.
-    assert abs(plain.peak - offloading.peak - LEAVING * NBYTES) <= 512
-    # What the graph's own pool takes from the driver shrinks as well.
-    assert plain.reserved - offloading.reserved >= 0.9 * LEAVING * NBYTES
+    # A capture allocates a few bytes of its own.
+    assert abs(plain.peak - offloading.peak - OFFLOADED * NBYTES) <= 512
+    # The memory that the graph's pool reserves shrinks as well.
+    assert plain.reserved - offloading.reserved >= 0.9 * OFFLOADED * NBYTES
 
 
 def test_manual_synchronization_in_a_graph() -> None:
@@ -164,44 +168,46 @@ def test_manual_synchronization_in_a_graph() -> None:
         graph = WholeStep(layers, lambda layers, x, trio=trio: manual_forward(layers, x, trio, 4), 2048)
         for seed in range(10):
             assert graph.replay(seed).differences(expected[seed]) == []
+        statistics = trio[0].statistics()
+        assert statistics.bytes_reloaded == statistics.bytes_offloaded > 0
 
 
 def test_capture_without_a_warm_pool() -> None:
     layers = make_layers("linear", LAYERS)
     expected = eager(layers, range(3), 2048)
-    pair = offload(LEAVING, LAYERS)
+    pair = offload(OFFLOADED, LAYERS)
     with pytest.warns(actoffload.HostMemoryWarning, match="captured"):
         graph = WholeStep(layers, with_pair(pair), 2048, warm_up=with_pair(no_offload()))
     for seed in range(3):
         assert graph.replay(seed).differences(expected[seed]) == []
     statistics = pair[0].statistics()
     assert statistics.tensors_offloaded == 0
-    assert statistics.tensors_kept[Reason.HOST_FULL] == LEAVING
+    assert statistics.tensors_kept[Reason.HOST_FULL] == OFFLOADED
     assert step(layers, 1, pair, 2048).differences(expected[1]) == []
-    assert pair[0].statistics().tensors_offloaded == LEAVING
+    assert pair[0].statistics().tensors_offloaded == OFFLOADED
 
 
 class Model(nn.Module):
-    """Layers with the context inside, as a module that can be made a graphed callable."""
+    """Layers that enter the context themselves, as a module that `make_graphed_callables` accepts."""
 
     def __init__(self, layers: nn.ModuleList, pair: tuple[Any, Any]) -> None:
         super().__init__()
         self.layers, self.pair = layers, pair
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if torch.cuda.is_current_stream_capturing():  # the warm-up is over: what counts is what the graphs need
+        if torch.cuda.is_current_stream_capturing():  # reset after the warm-up: only the captures are measured
             torch.cuda.reset_peak_memory_stats()
-        # The sample input is an address in the graph; a tensor of the graph's own may leave.
+        # The graph reads the sample input at a fixed address; a copy made in the graph can be offloaded.
         return forward(self.layers, x.clone(), self.pair)
 
 
 def requested(what: str) -> int:
-    """Return the bytes that programs asked the allocator for: ``"current"`` or ``"peak"``."""
+    """Return the bytes requested from the allocator, ``"current"`` or ``"peak"``."""
     return int(torch.cuda.memory_stats()[f"requested_bytes.all.{what}"])
 
 
 def graphed(layers: nn.ModuleList, pair: tuple[Any, Any], rows: int) -> tuple[Any, int]:
-    """Return the graphed model, and the peak of memory during its captures of forward and backward."""
+    """Return the graphed model and the peak in bytes during the captures of its forward and backward."""
     clean()
     before = requested("current")
     model = torch.cuda.make_graphed_callables(Model(layers, pair), (make_input(layers, 0, rows),))
@@ -213,7 +219,7 @@ def test_graphed_callables(kind: str) -> None:
     layers = make_layers(kind, LAYERS)
     with flash():
         expected = eager(layers, range(10), 2048)
-        pair = offload(LEAVING, LAYERS)
+        pair = offload(OFFLOADED, LAYERS)
         model, _ = graphed(layers, pair, 2048)
         for seed in range(10):
             output = model(make_input(layers, seed, 2048))
@@ -226,15 +232,15 @@ def test_graphed_callables(kind: str) -> None:
 def test_graphed_callables_keep_the_drop() -> None:
     layers = make_layers("linear", LAYERS)
     expected = eager(layers, range(1), ROWS)[0]
-    # The first one is not counted: during its captures, what earlier programs left behind may be freed.
-    pairs = (no_offload(), no_offload(), offload(LEAVING, LAYERS))
+    # The first one is not counted: memory of earlier tests may be freed during its captures.
+    pairs = (no_offload(), no_offload(), offload(OFFLOADED, LAYERS))
     models = [graphed(layers, pair, ROWS) for pair in pairs][1:]
     (_, plain), (_, offloading) = models
-    # Backward returns weight gradients in new memory, and its first gradient comes from outside the graph. So without
-    # offload the peak is at its very start; with it, the peak is as high until the last layer has come back, when one
-    # more gradient of an activation's size and those of the weights of up to LEAVING layers are there.
+    # Backward allocates new weight gradients, and its first gradient is allocated outside of the graph.  So without
+    # offloading the peak is at the start of backward.  With it, the peak lasts until the last layer is reloaded; by
+    # then one more gradient of an activation's size and the weight gradients of up to OFFLOADED layers are allocated.
     weights = sum(p.nbytes for p in layers[0].parameters())
-    assert LEAVING * NBYTES - NBYTES - LEAVING * weights <= plain - offloading <= LEAVING * NBYTES
+    assert OFFLOADED * NBYTES - NBYTES - OFFLOADED * weights <= plain - offloading <= OFFLOADED * NBYTES
     for model, _ in models:
         output = model(make_input(layers, 0, ROWS))
         loss(output).backward()
@@ -242,13 +248,13 @@ def test_graphed_callables_keep_the_drop() -> None:
 
 
 def test_several_graphs_share_a_context() -> None:
-    """Two input shapes, two graphs, replayed in turns: each keeps host memory of its own."""
+    """Two graphs with two input shapes are replayed in turns: each keeps its own host memory."""
     layers = make_layers("linear", LAYERS)
     rows = (1024, 2048)
     expected = {n: eager(layers, range(4), n) for n in rows}
-    pair = offload(LEAVING, LAYERS)
+    pair = offload(OFFLOADED, LAYERS)
     graphs = {n: WholeStep(layers, with_pair(pair), n) for n in rows}
     for seed in range(4):
         for n in rows:
             assert graphs[n].replay(seed).differences(expected[n][seed]) == []
-    assert pair[0].statistics().host_bytes >= LEAVING * sum(rows) * WIDTH * 4
+    assert pair[0].statistics().host_bytes >= OFFLOADED * sum(rows) * WIDTH * 4

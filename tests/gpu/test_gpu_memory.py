@@ -1,4 +1,4 @@
-"""Memory: the peak is the plan's, nothing is taken from the driver in a steady step, nothing is kept."""
+"""Memory: the peak follows the plan, steady steps neither synchronize nor allocate, and nothing leaks."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ from actoffload.schedule import DefaultSchedule, LayerCost, Link, Plan, Saved, s
 
 pytestmark = [pytest.mark.gpu, *lenient]
 
-LAYERS, ROWS, WIDTH = 12, 8192 if CUDA else 512, 512  # 16 MiB for each saved tensor
+LAYERS, ROWS, WIDTH = 12, 8192 if CUDA else 512, 512  # 16 MiB per saved tensor
 NBYTES = ROWS * WIDTH * 4
 
 
 def planned_peak(plan: Plan) -> int:
-    """Return the largest number of resident bytes that a plan allows, as `simulate` says."""
+    """Return the peak of resident bytes that `simulate` predicts for a plan."""
     costs = [LayerCost(1.0, 2.0, (Saved(NBYTES, saved_at=0.0),))] * LAYERS
     return simulate(plan, costs, Link(d2h=float("inf"), h2d=float("inf"))).peak_bytes
 
 
 def peak(layers: nn.ModuleList, pair: tuple[Any, Any], seed: int) -> int:
-    """Return the peak of one step in bytes that were asked for: the allocator's own rounding left out."""
+    """Return the peak of one step in requested bytes, that is, without the rounding of the allocator."""
     with MemoryMeter() as meter:
         loss(forward(layers, make_input(layers, seed, ROWS, WIDTH), pair)).backward()
     layers.zero_grad(set_to_none=False)
@@ -52,7 +52,7 @@ def peak(layers: nn.ModuleList, pair: tuple[Any, Any], seed: int) -> int:
 
 
 @pytest.mark.parametrize("num_layers", [1, 3, 6, 10])
-def test_peak_is_the_plans(num_layers: int) -> None:
+def test_peak_follows_the_plan(num_layers: int) -> None:
     layers = make_layers("linear", LAYERS, WIDTH)
     pair = offload(num_layers, LAYERS)
     for _ in range(2):
@@ -60,20 +60,20 @@ def test_peak_is_the_plans(num_layers: int) -> None:
             peak(layers, arm, 0)
     pair[0].reset_statistics()
     without = {peak(layers, no_offload(), seed) for seed in range(5)}
-    within = {peak(layers, pair, seed) for seed in range(5)}
-    assert len(without) == len(within) == 1, "the peak differs between runs"
+    offloaded = {peak(layers, pair, seed) for seed in range(5)}
+    assert len(without) == len(offloaded) == 1, "the peak differs between runs"
     plan = DefaultSchedule(num_layers, LAYERS).plan()
     drop = planned_peak(Plan(LAYERS)) - planned_peak(plan)
     assert drop == num_layers * NBYTES
-    assert without.pop() - within.pop() == drop
+    assert without.pop() - offloaded.pop() == drop
     statistics = pair[0].statistics()
     assert statistics.peak_resident_bytes == planned_peak(plan)
     assert statistics.bytes_offloaded == 5 * num_layers * NBYTES
 
 
 @needs_cuda
-def test_allocated_peak_drops_by_what_leaves() -> None:
-    """The same by the allocator's own measure, which counts its rounding."""
+def test_allocated_peak_drops_by_the_offloaded_bytes() -> None:
+    """Like the test above, by the allocated bytes, which include the rounding of the allocator."""
     layers = make_layers("linear", LAYERS, WIDTH)
     peaks = []
     for pair in (no_offload(), offload(6, LAYERS)):
@@ -92,7 +92,7 @@ def test_steady_steps_neither_synchronize_nor_allocate(kind: str, num_layers: in
     layers = make_layers(kind, LAYERS)
     pair = offload(num_layers, LAYERS)
 
-    def one(seed: int) -> None:
+    def run_step(seed: int) -> None:
         loss(forward(layers, make_input(layers, seed), pair)).backward()
 
     def forbidden(*args: Any) -> None:
@@ -100,7 +100,7 @@ def test_steady_steps_neither_synchronize_nor_allocate(kind: str, num_layers: in
 
     with flash():
         for seed in range(2):
-            one(seed)
+            run_step(seed)
     torch.cuda.synchronize()
     before = driver_calls()
     quiet = patched(torch.cuda, "synchronize", forbidden), patched(torch.accelerator, "synchronize", forbidden)
@@ -108,7 +108,7 @@ def test_steady_steps_neither_synchronize_nor_allocate(kind: str, num_layers: in
         torch.cuda.set_sync_debug_mode("error")
         try:
             for seed in range(2, 8):
-                one(seed)
+                run_step(seed)
         finally:
             torch.cuda.set_sync_debug_mode("default")
     torch.cuda.synchronize()
@@ -116,12 +116,12 @@ def test_steady_steps_neither_synchronize_nor_allocate(kind: str, num_layers: in
 
 
 WAITING = {"cudaDeviceSynchronize", "cudaStreamSynchronize", "cudaEventSynchronize", "cudaMemcpy"}
-TAKING = {"cudaMalloc", "cudaFree", "cudaHostAlloc", "cudaFreeHost", "cudaMallocHost", "cudaHostRegister"}
+ALLOCATING = {"cudaMalloc", "cudaFree", "cudaHostAlloc", "cudaFreeHost", "cudaMallocHost", "cudaHostRegister"}
 
 
 @needs_cuda
-def test_the_driver_saw_no_call_that_waits_or_allocates() -> None:
-    """The profiler's list of runtime calls in a steady step, as a second witness."""
+def test_the_profiler_sees_no_runtime_call_that_waits_or_allocates() -> None:
+    """Check the CUDA runtime calls of a steady step in a profile, independently of the test above."""
     from torch.profiler import ProfilerActivity, profile, record_function
 
     layers = make_layers("mlp", LAYERS)
@@ -143,9 +143,9 @@ def test_the_driver_saw_no_call_that_waits_or_allocates() -> None:
     )
     if not calls["cudaMemcpyAsync"]:
         pytest.skip("the profiler recorded no runtime calls on this machine")
-    # cudaMemcpyAsync: at least one copy each way for what every offloaded layer saves.
+    # Each of the 6 offloaded layers saves at least 2 tensors; each tensor is copied in both directions.
     assert calls["cudaMemcpyAsync"] >= 6 * 2 * 2
-    assert not {name for name in calls if name in WAITING | TAKING}
+    assert not {name for name in calls if name in WAITING | ALLOCATING}
 
 
 class PlannedError(Exception):
@@ -156,7 +156,7 @@ WAYS = ("whole", "whole", "inside", "between", "backward", "dropped", "left earl
 
 
 def attempt(layers: nn.ModuleList, pair: tuple[Any, Any], way: str, at: int, seed: int) -> None:
-    """Run a step that ends in one of many ways."""
+    """Run a step that completes, raises, or is abandoned as `way` says, at layer `at`."""
     context, sync = pair
     x = make_input(layers, seed, rows=512)
     if way == "no grad":
@@ -199,7 +199,7 @@ def test_thousand_steps_with_random_aborts(kind: str) -> None:
     seen: Counter[str] = Counter()
     gc.collect()
     baseline = torch.cuda.memory_allocated() if CUDA else 0
-    gc.disable()  # nothing may depend on the collector
+    gc.disable()  # memory must be freed without the collector
     try:
         for k in range(1000 if CUDA else 60):
             way, at = source.choice(WAYS), source.randrange(6)

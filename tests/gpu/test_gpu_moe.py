@@ -1,4 +1,4 @@
-"""Experts on a GPU: the host never waits, what the arguments name stays, and no bit differs."""
+"""Grouped experts on a GPU: no synchronization, tensors named by the arguments are kept, equal bits."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def run_experts(mlp: GroupedMLP, x: Tensor, counts: Any, grad: Tensor, **more: A
 
 
 def reference(mlp: GroupedMLP, x: Tensor, counts: list[int], grad: Tensor) -> list[Tensor]:
-    """Compute the same in float64, expert by expert, with operations that autograd knows."""
+    """Compute the same in float64, one expert at a time, with operations that autograd differentiates."""
     leaves = [t.detach().double().requires_grad_() for t in (x, *mlp.parameters())]
     function = ACTIVATIONS[mlp.activation][0]
     parts = zip(leaves[0].split(counts), leaves[1], leaves[2], strict=True)
@@ -64,7 +64,7 @@ def reference(mlp: GroupedMLP, x: Tensor, counts: list[int], grad: Tensor) -> li
 
 
 def poison() -> None:
-    """Leave NaN in the memory that the allocator hands out next."""
+    """Fill the memory that the allocator returns next with NaN."""
     blocks = [torch.full((n,), float("nan"), device=DEVICE, dtype=torch.bfloat16) for n in [1 << 20, 1 << 23] * 4]
     del blocks
 
@@ -89,7 +89,7 @@ def test_experts_against_plain_autograd(activation: str, way: str) -> None:
 
 
 @needs_kernel
-def test_rows_behind_the_last_expert() -> None:
+def test_rows_after_the_last_expert() -> None:
     mlp, total = experts(), sum(COUNTS)
     x, grad = tokens(total + 333), tokens(total + 333, seed=7)
     x[total:] = grad[total:] = float("nan")
@@ -120,7 +120,7 @@ def test_counts_on_the_device_without_a_kernel_are_refused_and_a_list_is_not(dty
 
 
 class Layer(nn.Module):
-    """A residual layer of experts that routes by itself: the first half of the tokens to the even experts."""
+    """A residual layer of experts with fixed routing to the even experts."""
 
     def __init__(self, **more: Any) -> None:
         super().__init__()
@@ -140,7 +140,7 @@ SAVED = {"fc1_input": HIDDEN, "activation_input": 2 * FFN, "fc2_input": FFN}
     "kept", [(), ("fc1_input",), ("activation_input",), ("fc2_input",), tuple(SAVED)], ids="+".join
 )
 @needs_kernel
-def test_a_stack_of_experts_offloads_without_the_host_waiting(kept: tuple[str, ...]) -> None:
+def test_a_stack_of_experts_offloads_without_synchronization(kept: tuple[str, ...]) -> None:
     layers = nn.ModuleList([Layer(**{f"keep_{name}": True for name in kept}) for _ in range(5)])
     pair = offload(2, 5)
 
@@ -161,7 +161,7 @@ def test_a_stack_of_experts_offloads_without_the_host_waiting(kept: tuple[str, .
         statistics = pair[0].statistics()
         rows = [TOKENS * width * 2 for name, width in SAVED.items()]
         of_experts = [n for n, name in zip(rows, SAVED, strict=True) if name not in kept]
-        # The input is saved by the sigmoid's slice too, as a small tensor; the product saves the experts' output.
+        # The slice of the sigmoid saves the input once more, as a small tensor; the product saves the expert output.
         outputs = TOKENS * HIDDEN * 2
         assert statistics.bytes_offloaded == 2 * (sum(of_experts) + outputs)
         assert statistics.reloaded_on_demand == 0
@@ -172,7 +172,7 @@ def test_a_stack_of_experts_offloads_without_the_host_waiting(kept: tuple[str, .
 @needs_cuda
 @needs_kernel
 def test_experts_in_a_graph_take_any_counts() -> None:
-    """The host cannot know the counts: they change between replays."""
+    """The counts are on the device and change between replays."""
     mlp, rows = experts(), sum(COUNTS)
     x, grad, counts = tokens(rows), tokens(rows, seed=7), on_device(COUNTS)
     leaf = x.clone().requires_grad_()
@@ -205,7 +205,7 @@ print("all zero")
 @needs_cuda
 @needs_kernel
 def test_no_tokens_at_all() -> None:
-    """In a process of its own: kernels of this kind used to hang on sums over nothing."""
+    """Run in a process of its own: such kernels used to hang on empty sums."""
     done = subprocess.run(
         [sys.executable, "-c", NO_TOKENS],
         capture_output=True,
@@ -218,7 +218,7 @@ def test_no_tokens_at_all() -> None:
 
 
 @needs_kernel
-def test_offsets_are_counts_summed_up() -> None:
+def test_offsets_are_cumulative_counts() -> None:
     mlp = experts()
     x = tokens(sum(COUNTS))
     counts = on_device(COUNTS)
@@ -231,8 +231,8 @@ def test_offsets_are_counts_summed_up() -> None:
 
 @pytest.mark.parametrize("deterministic", [True, False])
 @needs_kernel
-def test_a_whole_mixture_does_not_wait(deterministic: bool) -> None:
-    """The layer of the guide: half of the router's experts are here, and how many tokens come is not known."""
+def test_a_complete_moe_layer_does_not_synchronize(deterministic: bool) -> None:
+    """The layer of the guide: half of the experts are local, and the host does not know the number of their tokens."""
     torch.use_deterministic_algorithms(deterministic)
     mlp = experts()
     router = nn.Linear(HIDDEN, 2 * EXPERTS, device=DEVICE, dtype=torch.bfloat16)

@@ -1,4 +1,4 @@
-"""Tables of tokens by experts on a GPU: the host never waits, and no bit differs from indexing with a mask."""
+"""`indices_to_multihot` on a GPU: no synchronization, and the same bits as indexing with a mask."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TOKENS, TOPK, EXPERTS = 4096, 2, 8
 
 
 def masked(indices: Tensor, probs: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """Make the tables by indexing with a mask."""
+    """Build the tables by indexing with a mask."""
     here = indices != -1
     rows = torch.arange(len(indices), device=indices.device).repeat_interleave(here.sum(dim=1))
     routing_map = torch.zeros(len(indices), num_experts, dtype=torch.bool, device=indices.device)
@@ -29,7 +29,7 @@ def masked(indices: Tensor, probs: Tensor, num_experts: int) -> tuple[Tensor, Te
 
 
 def routing(dtype: torch.dtype, seed: int = 0, keep: float = 0.7) -> tuple[Tensor, Tensor, Tensor]:
-    """Return indices without duplicates in a row, probabilities and a gradient."""
+    """Return indices without duplicates in a row, probabilities, and a gradient of the table."""
     scores = torch.rand(TOKENS, EXPERTS, generator=generator(seed), device=DEVICE)
     probs, indices = scores.to(dtype).topk(TOPK)
     away = torch.rand(indices.shape, generator=generator(seed + 1), device=DEVICE) > keep
@@ -58,7 +58,7 @@ def test_tables_have_the_bits_of_indexing_with_a_mask(dtype: torch.dtype, keep: 
 
 @needs_cuda
 def test_indexing_with_a_mask_synchronizes() -> None:
-    """The check above can fail, in forward and in backward."""
+    """Indexing with a mask synchronizes in forward and in backward: the test above can fail."""
     indices, probs, grad = routing(torch.float32)
     with no_synchronization(), pytest.raises(RuntimeError, match="synchronizing CUDA operation"):
         masked(indices, probs, EXPERTS)

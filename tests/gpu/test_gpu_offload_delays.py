@@ -1,4 +1,4 @@
-"""`actoffload.offload` under random delays on every stream: models of all shapes keep every bit of their gradients."""
+"""`actoffload.offload` under random delays on every stream: random models keep every bit of their gradients."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ pytestmark = [pytest.mark.gpu, *lenient]
 
 PROGRAMS = 40 if CUDA else 6
 ROWS = 2048 if CUDA else 64
-LONGEST = 1_000_000  # clock cycles, a good half of a millisecond; a copy of 4 MiB takes a tenth of a millisecond
+LONGEST = 1_000_000  # clock cycles, about 0.6 ms; a copy of 4 MiB takes about 0.1 ms
 
 
 class Tree(nn.Module):
-    """Parts that run in order, twice, in a random order, with some left out, or as residuals; drawn for each call."""
+    """Run the parts in order, twice, in a random order, with some left out, or as residual branches."""
 
     def __init__(self, way: str, parts: list[nn.Module], source: random.Random) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ LEAVES = (lambda: nn.Linear(WIDTH, WIDTH), lambda: nn.LayerNorm(WIDTH), nn.GELU,
 
 
 def tree(source: random.Random, drawn: random.Random, depth: int = 0) -> nn.Module:
-    """Return a random model; `drawn` decides at each call."""
+    """Return a random model; `drawn` decides the order of the parts at each call."""
     if depth == 3 or (depth and source.random() < 0.4):
         return source.choice(LEAVES)()
     parts = [tree(source, drawn, depth + 1) for _ in range(source.randint(2, 4))]
@@ -80,22 +80,22 @@ def offloaded(source: random.Random, model: nn.Module) -> actoffload.OffloadHand
         warnings.filterwarnings("ignore", "None of the groups")
         try:
             return offload(model, **arguments, **more)
-        except ValueError:  # a module is in layers and in keep, or there are not so many groups
+        except ValueError:  # a module is in layers and in keep, or num_layers exceeds the number of groups
             return offload(model, **arguments)
 
 
 def run(model: nn.Module, program: int) -> list[Result]:
-    """Run steps of one pass, of two whose backwards come in any order, and of one whose graph is thrown away."""
+    """Run steps of one pass, of two passes with their backwards in any order, and with a graph that is discarded."""
     source = random.Random(program)
     results = []
     for seed in range(4):
-        kind = source.choice(["one", "one", "two", "thrown away"])
+        kind = source.choice(["one", "one", "two", "discarded"])
         rows = source.choice([ROWS, ROWS // 2])
         outputs = [model(make_input(model, seed, rows))]
         if kind == "two":
             outputs.append(model(make_input(model, seed + 10, rows)))
             source.shuffle(outputs)
-        elif kind == "thrown away":
+        elif kind == "discarded":
             outputs = [model(make_input(model, seed, rows))]
         for output in outputs:
             loss(output).backward()
@@ -107,13 +107,13 @@ def run(model: nn.Module, program: int) -> list[Result]:
 
 @pytest.fixture
 def delayed() -> Iterator[Delayed]:
-    device = Delayed(out=LONGEST, back=LONGEST, home=LONGEST // 4)
+    device = Delayed(d2h=LONGEST, h2d=LONGEST, compute=LONGEST // 4)
     with use(device):
         yield device
 
 
 def test_random_models_under_delays(delayed: Delayed) -> None:
-    moved = 0
+    with_reloads = 0
     for program in range(PROGRAMS):
         source = random.Random(program)
         torch.manual_seed(program)
@@ -122,15 +122,15 @@ def test_random_models_under_delays(delayed: Delayed) -> None:
         plain = copy.deepcopy(model)
         handle = offloaded(source, model)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", actoffload.HostMemoryWarning)  # where the limit is that low
+            warnings.simplefilter("ignore", actoffload.HostMemoryWarning)  # max_host_bytes may be too low
             want, got = run(plain, program), run(model, program)
         assert len(want) == len(got)
         for k, (one, other) in enumerate(zip(want, got, strict=True)):
             assert other.differences(one) == [], f"program {program}, step {k}: {handle}"
-        moved += handle.statistics().bytes_reloaded > 0
+        with_reloads += handle.statistics().bytes_reloaded > 0
         assert handle.statistics().resident_bytes == handle.statistics().host_bytes_used == 0
         handle.remove()
-    assert moved >= PROGRAMS // 2
+    assert with_reloads >= PROGRAMS // 2
     assert delayed.delays > 0
 
 
@@ -146,7 +146,7 @@ def test_blocks_under_delays(how: dict[str, Any], delayed: Delayed) -> None:
 
 
 def slowed(model: Net, longest: int = LONGEST // 4) -> Net:
-    """Let the blocks of a model compute with random delays."""
+    """Replace the blocks of a model by ones with random delays of compute."""
     source = random.Random(1)
     model.blocks = nn.ModuleList([Slow(block, source, longest) for block in model.blocks])
     return model
@@ -157,9 +157,9 @@ def _nothing(self: Transfers, *args: Any) -> None:
 
 
 @needs_cuda
-@pytest.mark.parametrize(("name", "lane"), [("use", "back"), ("join", "out")])
-def test_a_wait_that_is_left_out_shows(name: str, lane: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tests above can fail: without one of the waits, under one long delay, gradients do change."""
+@pytest.mark.parametrize(("name", "lane"), [("use", "h2d"), ("join", "d2h")])
+def test_a_removed_wait_changes_gradients(name: str, lane: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With one wait removed and one long delay, gradients do change: the tests above can fail."""
     with use(Delayed(**{lane: 40_000_000})):
         model = make("mlp", 8)
         want = [step(model, seed, ROWS) for seed in range(4)]

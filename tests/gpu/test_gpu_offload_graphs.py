@@ -1,4 +1,4 @@
-"""`actoffload.offload` on a GPU: CUDA graphs of whole steps, and a timeline made of device events."""
+"""`actoffload.offload` on a GPU: CUDA graphs of whole steps, and timelines of device events."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_harness import CUDA, flash, lenient, loss, make_input, needs_cuda
-from offload_harness import LAYERS, NBYTES, ROWS, Net, expected, make, offload, one, step
-from test_gpu_graphs import WholeStep, requested
+from gpu_harness import CUDA, WIDTH, collect, flash, lenient, loss, make_input, needs_cuda
+from offload_harness import LAYERS, NBYTES, ROWS, Net, expected, make, offload, run_step, step
+from test_gpu_graphs import WholeStep, clean, requested
 from torch import Tensor, nn
 
 from actoffload.schedule import Kind
@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.gpu, *lenient]
 
 
 def called(model: Any, x: Tensor) -> Tensor:
-    """Run a model in a graph, whose input is a tensor that the graph has made and that may leave."""
+    """Run a model inside of a graph on a copy of the static input; the copy can be offloaded."""
     output: Tensor = model(x)
     return output
 
@@ -37,7 +37,7 @@ def test_a_whole_step_in_one_graph(kind: str) -> None:
         graph = WholeStep(model, called, rows)
         for seed in range(6):
             assert graph.replay(seed).differences(want[seed]) == []
-        for seed in range(3):  # eager steps beside the graph
+        for seed in range(3):  # eager steps between replays
             assert step(model, seed, rows).differences(want[seed]) == []
             assert graph.replay(seed + 1).differences(want[seed + 1]) == []
     statistics = handle.statistics()
@@ -51,13 +51,13 @@ def test_a_graph_keeps_the_drop() -> None:
     model = make("linear")
     offload(model, num_layers=6)
     offloading = WholeStep(model, called, ROWS)
-    # The allocator counts a few bytes of its own for a capture.
+    # A capture allocates a few bytes of its own.
     assert abs(plain.peak - offloading.peak - 6 * NBYTES) <= 512
 
 
 @needs_cuda
 def test_graphed_callables_take_a_module_around_an_offloaded_one() -> None:
-    """`make_graphed_callables` refuses a module that has hooks itself, as PyTorch says; not one that holds it."""
+    """`make_graphed_callables` rejects a module with hooks of its own, and accepts a wrapper around it."""
 
     class Holder(nn.Module):
         def __init__(self, model: nn.Module) -> None:
@@ -84,8 +84,10 @@ def test_graphed_callables_take_a_module_around_an_offloaded_one() -> None:
 
 
 @needs_cuda
-def test_removing_gives_the_host_memory_of_graphs_back() -> None:
+def test_removing_the_handle_frees_the_memory_of_a_graph() -> None:
     model = make("linear", 8)
+    clean()
+    before = requested("current")
     handle = offload(model)
     graph = WholeStep(model, called, 2048)
     graph.replay(0)
@@ -94,22 +96,23 @@ def test_removing_gives_the_host_memory_of_graphs_back() -> None:
     del graph
     handle.remove()
     assert handle.statistics().host_bytes == 0
-    assert requested("current") >= 0
+    clean()
+    assert requested("current") - before < 2048 * WIDTH * 4  # less than one saved tensor
 
 
 # Timeline
 
 
 def recorded(model: nn.Module, **options: Any) -> Any:
-    """Record the third step of a model; return its handle."""
+    """Record the third step of a model and return its handle."""
     handle = offload(model, **options)
     for seed in range(2):
-        one(model, seed)
+        run_step(model, seed)
     if CUDA:
         torch.cuda.synchronize()
     handle.reset_statistics()
     with handle.recording():
-        one(model, 2)
+        run_step(model, 2)
     return handle
 
 
@@ -126,7 +129,7 @@ def test_the_timeline_adds_up(options: dict[str, Any]) -> None:
     assert sorted((span.kind.value, span.layer) for span in compute) == sorted(
         (kind, k) for kind in ("forward", "backward") for k in range(LAYERS)
     )
-    # Compute is one stream: its spans follow each other, and with what lies between the blocks they make the step.
+    # Compute is one stream: its spans do not overlap, and together they make most of the step.
     ordered = sorted(compute, key=lambda span: span.start)
     assert all(a.end <= b.start + 1e-4 for a, b in pairwise(ordered))
     assert 0.5 * end <= sum(span.seconds for span in compute) <= end * 1.001
@@ -139,17 +142,17 @@ def test_the_timeline_adds_up(options: dict[str, Any]) -> None:
 
 
 @needs_cuda
-def test_the_recorded_step_is_as_long_as_it_is() -> None:
-    """By a pair of events around it; recording costs little, and the search for holders is left out."""
+def test_the_recorded_step_time_agrees_with_events() -> None:
+    """Compare with a pair of events around the step; the timeline excludes the search for holders."""
     model = make("mlp")
     handle = offload(model)
     for seed in range(3):
-        one(model, seed)
+        run_step(model, seed)
     torch.cuda.synchronize()
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     with handle.recording():
         start.record()
-        one(model, 3)
+        run_step(model, 3)
         end.record()
     torch.cuda.synchronize()
     seconds = start.elapsed_time(end) * 1e-3
@@ -172,13 +175,16 @@ def test_a_report_after_recording() -> None:
     spent = totals.forward_seconds + totals.backward_seconds + totals.stall_seconds
     assert 0.5 * report.step_seconds <= spent <= report.step_seconds * 1.001
     assert totals.bytes_offloaded == handle.statistics().bytes_offloaded
-    for said in ("blocks.0", "R ", "step"):
-        assert said in str(report)
+    text = " ".join(str(report).split())
+    for word in ("blocks.0", "R ", "step"):
+        assert word in text
     assert report.advice
+    for sentence in report.advice:
+        assert " ".join(sentence.split()) in text
 
 
 @needs_cuda
-def test_a_recorded_step_changes_no_bit_and_waits_for_nothing() -> None:
+def test_a_recorded_step_changes_no_bit_and_does_not_synchronize() -> None:
     model = make("attention", 8)
     with flash():
         want = expected(model, range(4))
@@ -193,6 +199,6 @@ def test_a_recorded_step_changes_no_bit_and_waits_for_nothing() -> None:
                 loss(output).backward()
             finally:
                 torch.cuda.set_sync_debug_mode("default")
-    assert torch.equal(output, want[3].output)
+    assert collect(model, output).differences(want[3]) == []
     assert handle.timeline().timeline.nbytes(Kind.D2H) > 0
     assert Net.__name__ in repr(handle)

@@ -1,4 +1,4 @@
-"""More than one compute stream, more than one thread, more than one device."""
+"""Several compute streams, several threads, several devices."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from gpu_harness import (
     loss,
     make_input,
     make_layers,
-    nap,
     needs_cuda,
     no_offload,
+    occupy,
     offload,
     step,
 )
@@ -29,7 +29,7 @@ pytestmark = [pytest.mark.gpu, *lenient]
 
 
 class TwoStreams(nn.Module):
-    """A layer that does part of its work, and saves part of its tensors, on a side stream."""
+    """A layer that computes, and saves tensors, partly on a side stream."""
 
     def __init__(self, width: int, side: Any, delay: int) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class TwoStreams(nn.Module):
         main = torch.cuda.current_stream()
         self.side.wait_stream(main)
         with torch.cuda.stream(self.side):
-            nap(self.delay)
+            occupy(self.delay)
             branch = self.two(F.gelu(hidden))
         hidden.record_stream(self.side)
         direct = hidden.sin()
@@ -75,15 +75,17 @@ def test_whole_step_on_a_side_stream() -> None:
     torch.cuda.synchronize()
     pair = offload(3, 6)
     side = torch.cuda.Stream()
-    for seed in range(4):  # steps alternate between two streams: buffers go from one to the other
+    for seed in range(4):  # steps alternate between two streams, which reuse the same host buffers
         with torch.cuda.stream(side if seed % 2 else torch.cuda.default_stream()):
             result = step(layers, seed, pair)
         torch.cuda.synchronize()
         assert result.differences(expected[seed]) == []
+    statistics = pair[0].statistics()
+    assert statistics.bytes_reloaded == statistics.bytes_offloaded > 0
 
 
 def test_two_threads_share_a_context() -> None:
-    """Each thread has its own model, passes and stream; engine, host pool and transfer streams are shared."""
+    """Each thread has its own model, passes and stream; they share engine, host pool and copy streams."""
     models = [make_layers("mlp", 6) for _ in range(2)]
     expected = [[step(model, seed, no_offload()) for seed in range(10)] for model in models]
     if DEVICE.type == "cuda":
@@ -91,7 +93,7 @@ def test_two_threads_share_a_context() -> None:
     pair = offload(3, 6)
     found: list[list[list[str]]] = [[], []]
     errors: list[BaseException] = []
-    start = threading.Barrier(2)
+    start = threading.Barrier(2, timeout=60)
 
     def work(k: int) -> None:
         try:
@@ -104,20 +106,22 @@ def test_two_threads_share_a_context() -> None:
                 else:
                     result = step(models[k], seed, pair)
                 found[k].append(result.differences(expected[k][seed]))
-        except BaseException as error:  # shown in the main thread
+        except BaseException as error:  # raised in the main thread
             errors.append(error)
 
     streams = [torch.cuda.Stream() for _ in range(2)] if DEVICE.type == "cuda" else []
-    threads = [threading.Thread(target=work, args=(k,)) for k in range(2)]
+    threads = [threading.Thread(target=work, args=(k,), daemon=True) for k in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join()
+        thread.join(120)
+    assert not any(thread.is_alive() for thread in threads), "a thread did not finish within 120 s"
     assert not errors, errors[0]
     assert found == [[[]] * 10] * 2
     statistics = pair[0].statistics()
     assert statistics.resident_bytes == statistics.host_bytes_used == 0
     assert statistics.passes == 20
+    assert statistics.bytes_reloaded == statistics.bytes_offloaded > 0
 
 
 @needs_cuda
