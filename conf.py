@@ -1,4 +1,4 @@
-"""Configuration of the site: pages in docs/, gallery sources in examples/, our extensions in docs/_ext/."""
+"""Configuration of the site: pages in docs/, examples of the gallery in examples/, our extensions in docs/_ext/."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ exclude_patterns = [
 ]
 nitpicky = True
 show_warning_types = True
-# The gallery's pages are generated into docs/gallery, where SG names them relative to docs/.
+# sphinx-gallery generates its pages into docs/gallery and names them relative to docs/.
 root_doc = "index"
 
 # -- Pages ----------------------------------------------------------------------------------------------
 myst_enable_extensions = ["colon_fence", "deflist", "fieldlist", "substitution", "attrs_inline"]
 myst_heading_anchors = 3
-# Measured figures come from the result files, never from a page.
+# Measured figures are read from the result files, never typed into a page.
 myst_substitutions = {"headline": report.headline(), "benchmark_notes": report.notes()}
 default_role = "py:obj"
 
@@ -69,14 +69,14 @@ doctest_global_setup = (
 )
 
 # -- Gallery --------------------------------------------------------------------------------------------
-# The one-time notice of the reference device is a page's box here, and would show a machine's paths.
+# The pages have a box instead of the warning about the reference device, which would contain a machine path.
 warnings.filterwarnings("ignore", message="No accelerator found")
 
 sphinx_gallery_conf = {
     "examples_dirs": "../examples",
     "gallery_dirs": "gallery",
     "filename_pattern": r"\.py$",  # every example is executed
-    "ignore_pattern": r"(^|[\\/])_[^\\/]*\.py$",  # helper modules are no pages
+    "ignore_pattern": r"(^|[\\/])_[^\\/]*\.py$",  # helper modules are not pages
     "within_subsection_order": "gallery_hooks.example_order",
     "show_memory": DeviceMemory(),
     "image_srcset": ["2x"],
@@ -103,14 +103,14 @@ html_js_files = ["stacked_tables.js"]
 html_favicon = "docs/_static/logo.svg"
 html_show_sourcelink = False
 html_copy_source = False
-html_context = {"default_mode": "auto"}  # light or dark as the reader's system says
-html_sidebars = {page: [] for page in ("*", "guide/*", "development/*")}  # no section to navigate there
+html_context = {"default_mode": "auto"}  # light or dark by the system of the reader
+html_sidebars = {page: [] for page in ("*", "guide/*", "development/*")}  # these pages have no section to navigate
 html_theme_options = {
     "logo": {"image_light": "_static/logo.svg", "image_dark": "_static/logo-dark.svg", "text": "actoffload"},
     "show_prev_next": True,
     "navbar_align": "left",
-    "header_links_before_dropdown": 4,  # as many as stand in one row with search and theme at 1200 pixels
-    # Gallery pages have their section on the left; their code and tables need the room on the right.
+    "header_links_before_dropdown": 4,  # fits into one row with search and theme switch at 1200 pixels
+    # Gallery pages have the section list on the left; their code and tables need the space on the right.
     "secondary_sidebar_items": {
         **{page: ["page-toc"] for page in ("*", "guide/*", "development/*")},
         "gallery/*": [],

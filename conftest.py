@@ -1,4 +1,4 @@
-"""What pytest needs for the whole tree: doctests in pages, names in doctests, and the markers' skips."""
+"""Configuration of pytest for the whole tree: doctests of the pages, names in doctests, and skips of GPU tests."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 collect_ignore = ["conf.py", "noxfile.py"]
 
-if find_spec("sybil") is None:  # a machine that runs the GPU tests only; `nox -s tests` always installs it
+if find_spec("sybil") is None:  # a machine that runs only the GPU tests; `nox -s tests` always installs it
     collect_ignore_glob = ["docs/*.md", "README.md"]
 else:
     from sybil import Sybil
@@ -21,8 +21,8 @@ else:
     def _names(namespace: dict[str, Any]) -> None:
         namespace.update(doctest_names())
 
-    # On the pages the {doctest} blocks, which sphinx.ext.doctest runs in the build too; a plain block of
-    # Python there may be a fragment. In the README the blocks of Python are whole programs.
+    # On the pages, only {doctest} blocks are run (sphinx.ext.doctest runs them too): a plain Python block there may
+    # be a fragment. In the README, the Python blocks are complete programs.
     pages = Sybil(
         parsers=[DocTestDirectiveParser(optionflags=FLAGS)],
         patterns=["docs/*.md", "docs/*/*.md"],
@@ -33,7 +33,7 @@ else:
 
 
 def doctest_names() -> dict[str, Any]:
-    """Names that every doctest may use without importing them, as in `doctest_global_setup` of conf.py."""
+    """Return the names that every doctest may use without an import, as in `doctest_global_setup` of conf.py."""
     import torch
 
     import actoffload

@@ -1,10 +1,10 @@
-"""What the tests share: one thread for torch, and hypothesis that draws the same examples every time."""
+"""Settings of all tests: one torch thread, and the same hypothesis examples on every run."""
 
 from __future__ import annotations
 
 import os
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: the tests compute on tiny tensors
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported; the tests compute on small tensors
 
 import pytest
 import torch
@@ -13,10 +13,10 @@ from hypothesis import HealthCheck, Phase, settings
 torch.set_num_threads(1)
 pytest.register_assert_rewrite("adversary.harness")
 
-# A machine under load must not turn a test red, and neither must luck.
+# Tests must not fail because of a loaded machine or a random seed.
 settings.register_profile(
     "same", derandomize=True, database=None, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
-# For the mutation check, which only asks whether a test fails: no time for looking for a smaller example.
+# For the mutation check, which only needs to know whether a test fails: do not shrink examples.
 settings.register_profile("mutation", settings.get_profile("same"), phases=[Phase.explicit, Phase.generate])
 settings.load_profile("same")

@@ -1,1 +1,1 @@
-"""A device that runs transfers in every legal order and checks every access against the waits that were asked for."""
+"""A device that runs copies in any legal order and checks that every access is ordered by a wait."""

@@ -1,4 +1,4 @@
-"""A tensor made of two plain ones, of which one is too small to leave."""
+"""A compound tensor with a large part and a part that is too small to offload."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["Scaled", "times"]
 
 
 class Scaled(Tensor):
-    """Values with a scale: a quantized tensor, in small.  It can be detached and read."""
+    """Values with a scale, a minimal quantized tensor.  It supports only `detach` and `read`."""
 
     @staticmethod
     def __new__(cls, values: Tensor, scale: Tensor) -> Scaled:
@@ -34,7 +34,7 @@ class Scaled(Tensor):
         raise NotImplementedError(f"{func} on a Scaled tensor")
 
     def read(self) -> Tensor:
-        """Return the values times the scale."""
+        """Return the values multiplied by the scale."""
         return self.values * self.scale
 
 
@@ -51,6 +51,6 @@ class _Times(torch.autograd.Function):
 
 
 def times(x: Tensor, values: Tensor) -> Tensor:
-    """Multiply by values that are saved with a scale; the gradient goes to the first factor."""
+    """Multiply `x` by values that are saved as a `Scaled` tensor; only `x` gets a gradient."""
     factor = Scaled(values.detach(), values.detach().abs().amax() + 1.0)
     return _Times.apply(x, factor)  # type: ignore[no-any-return, no-untyped-call]

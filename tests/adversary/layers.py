@@ -1,4 +1,4 @@
-"""Contexts whose layers are given one at a time, for tests of a single edge."""
+"""A context whose layers are called one at a time, for tests of a single wait."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from .models import ROWS, WIDTH
 __all__ = ["STORAGE", "Layers", "numbers", "saving"]
 
 STORAGE = ROWS * WIDTH * 4
-"""Bytes of what `numbers` returns."""
+"""Bytes of the tensor that `numbers` returns."""
 
 
 class Layers:
-    """A context whose layers are given one at a time, as functions of nothing."""
+    """A context whose layers are functions without arguments, called one at a time."""
 
     def __init__(self, offload: int | None, count: int) -> None:
         if offload is None:
@@ -46,7 +46,7 @@ class Layers:
 
 
 class _Saving(torch.autograd.Function):
-    """Multiplies by a tensor that it saves; the gradient of the other factor is exact."""
+    """Multiply by the sum of a tensor and save the tensor; the gradient of the other factor is exact."""
 
     @staticmethod
     def forward(ctx: Any, w: Tensor, saved: Tensor) -> Tensor:
@@ -60,10 +60,10 @@ class _Saving(torch.autograd.Function):
 
 
 def saving(w: Tensor, tensor: Tensor) -> Tensor:
-    """Return something whose gradient needs a saved tensor."""
+    """Return a tensor whose gradient needs the saved tensor."""
     return _Saving.apply(w, tensor)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def numbers(start: float = 0.0, rows: int = ROWS) -> Tensor:
-    """Return numbers that are exact, with exact sums, on a storage of their own."""
+    """Return a new tensor of small integers, whose sums are exact."""
     return torch.arange(rows * WIDTH, dtype=torch.float32).view(rows, WIDTH) + start

@@ -1,4 +1,4 @@
-"""Programs whose layers are the blocks of a model that `actoffload.offload` follows."""
+"""Programs whose layers are the blocks of a model with `actoffload.offload`."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ from .programs import Forward, Program, Validate, programs
 __all__ = ["ModelProgram", "ModelRun", "model_programs"]
 
 ONCE = {"first", "part", "fork", "failing"}
-"""Operations that are not the same when they are done again."""
+"""Operations whose recomputation gives another result."""
 
 
 @dataclass(frozen=True)
 class ModelProgram(Program):
-    """What a run of a model does.
+    """A training program of a model.
 
     Parameters
     ----------
     calls : sequence of sequence of int
-        For each forward, which blocks it calls in which order.
+        For each forward, the indices of the blocks in the order of their calls.
     chosen, keep : sequence of str
-        What is offloaded, and what is to stay.
+        Patterns of the modules to offload and to keep.
     num_layers, max_inflight : int or None
         As in `actoffload.offload`.
     checkpointed : frozenset of int
-        Blocks that run in a checkpointed region.
+        Indices of the blocks that are checkpointed.
     reentrant : bool
-        Which variant of checkpointing.
+        Whether the reentrant variant of checkpointing is used.
     """
 
     calls: Sequence[Sequence[int]] = ()
@@ -60,14 +60,14 @@ class Operation(nn.Module):
         super().__init__()
         self.run = weakref.proxy(run)
         self.kind = kind
-        self.weight = [weight]  # no parameter: the program counts it among its leaves
+        self.weight = [weight]  # in a list, so that it is not registered: the program already has it among its leaves
 
     def forward(self, x: Tensor) -> Tensor:
         return LAYERS[self.kind](self.run, x, self.weight[0])
 
 
 class Block(nn.Module):
-    """The operations of one layer; all but the first are in a module of their own."""
+    """The operations of one layer; all but the first are in an inner module."""
 
     def __init__(self, run: ModelRun, kinds: Sequence[str], weights: Sequence[Tensor]) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Calls its blocks in any order, with something in between that belongs to none of them."""
+    """Call the blocks in the given order, with an operation between them that belongs to no block."""
 
     def __init__(self, run: ModelRun) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ class Model(nn.Module):
 
 
 class ModelRun(Run):
-    """One run of such a program; without a device, one without offloading."""
+    """One run of a `ModelProgram`, on `device`; without offloading if that is None."""
 
     program: ModelProgram
 
@@ -153,7 +153,7 @@ class ModelRun(Run):
 
 @st.composite
 def model_programs(draw: st.DrawFn, *, streams: bool = False, limited: bool = False) -> ModelProgram:
-    """Draw a program; its forwards skip blocks and call some twice."""
+    """Draw a program whose forwards skip some blocks and call some twice."""
     base = draw(programs(manual=True, streams=streams, limited=limited))
     blocks = range(len(base.layers))
     regular = list(blocks)

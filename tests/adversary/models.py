@@ -1,4 +1,4 @@
-"""Small layers that save tensors in every way that a storage can be shared, sliced, viewed and streamed."""
+"""Small layers that save tensors in every way: shared, sliced, viewed, and on several streams."""
 
 from __future__ import annotations
 
@@ -17,39 +17,39 @@ __all__ = ["DEVICE_KINDS", "KINDS", "LEAST", "ROWS", "STREAM_KINDS", "WIDTH", "S
 
 ROWS, WIDTH = 8, 32
 LEAST = 32
-"""Elements from which tensors count as large while these models run."""
+"""Smallest number of elements of a tensor that is offloaded while these models run."""
 
 
 class Surroundings(Protocol):
-    """What a layer can ask of the run that it is part of."""
+    """The interface of a run that its layers use."""
 
     state: dict[str, Tensor]
-    """Tensors that layers of one pass hand to each other beside the main path."""
+    """Tensors that the layers of one pass share apart from their inputs and outputs."""
 
     parts: int
     """Number of `part` operations so far in this pass."""
 
     def side(self, *, join: bool) -> Any:
-        """Run a ``with`` block on another stream, which the current one waits for at once or much later."""
+        """Run a ``with`` block on a side stream; with `join`, the current stream waits for it at the end."""
 
     def made(self, tensor: Tensor) -> Tensor:
-        """Say that the current stream has just made a tensor."""
+        """Record that the current stream has written a new tensor."""
 
     def read(self, tensor: Tensor) -> None:
-        """Say that the current stream reads a tensor that was made before."""
+        """Record that the current stream reads an existing tensor."""
 
     def crossing(self) -> None:
-        """Order all streams, as a copy from one device to another does."""
+        """Order all streams, as a copy between devices does."""
 
     def maybe_fail(self) -> None:
-        """Raise if this run of the backward is one that fails."""
+        """Raise if this backward is one that fails."""
 
 
 Layer = Callable[[Surroundings, Tensor, Tensor], Tensor]
 
 
 class _Fused(torch.autograd.Function):
-    """Saves, when it ends, tensors that were final long before; two of them twice."""
+    """Save, at its end, tensors that were final long before; two of them are saved twice."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
@@ -69,7 +69,7 @@ class _Fused(torch.autograd.Function):
 
 
 class _Bits(torch.autograd.Function):
-    """Saves the same bytes as numbers and, through a dtype view, as integers."""
+    """Save the same bytes as floats and, through a dtype view, as integers."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -118,8 +118,8 @@ def _transpose(env: Surroundings, x: Tensor, w: Tensor) -> Tensor:
 
 
 def _expand(env: Surroundings, x: Tensor, w: Tensor) -> Tensor:
-    mean = x.mean(0, keepdim=True).expand(ROWS, -1)  # few distinct elements: stays
-    wide = (x @ w).unsqueeze(0).expand(3, -1, -1)  # all of its elements, three times over
+    mean = x.mean(0, keepdim=True).expand(ROWS, -1)  # few distinct elements: kept
+    wide = (x @ w).unsqueeze(0).expand(3, -1, -1)  # each element three times
     return (wide * wide.cos()).sum(0) * mean
 
 
@@ -137,7 +137,7 @@ def _overlap(env: Surroundings, x: Tensor, w: Tensor) -> Tensor:
 
 def _columns(env: Surroundings, x: Tensor, w: Tensor) -> Tensor:
     h = x @ torch.cat([w, w, w, w], dim=1)
-    a, b = h[:, 3:9], h[:, 70:76]  # a twentieth of each row
+    a, b = h[:, 3:9], h[:, 70:76]  # 5 % of each row
     return x + (a * b).sum(1, keepdim=True)
 
 
@@ -147,13 +147,13 @@ def _qkv(env: Surroundings, x: Tensor, w: Tensor) -> Tensor:
 
 
 def _first(env: Surroundings, x: Tensor, w: Tensor) -> Tensor:
-    """Use what the first such layer of the pass made, from then on in each of them."""
+    """Use the tensor that the first such layer of the pass created, in each of them."""
     shared = env.state.setdefault("shared", x @ w)
     return x * shared + shared.t().reshape(ROWS, WIDTH).sin()
 
 
 def _part(env: Surroundings, x: Tensor, w: Tensor) -> Tensor:
-    """Save another part of one storage in each layer."""
+    """Save a different part of one storage in each layer."""
     wide = env.state.setdefault("wide", torch.cat([x @ w] * 4, dim=1))
     start = WIDTH * (env.parts % 4)
     env.parts += 1
@@ -199,12 +199,12 @@ def _side(env: Surroundings, x: Tensor, w: Tensor) -> Tensor:
 
 
 def _fork(env: Surroundings, x: Tensor, w: Tensor) -> Tensor:
-    """Leave a branch on another stream that saves this stream's memory, to be joined when the forward ends."""
+    """Start a branch on a side stream that saves memory of this stream; the end of the forward joins it."""
     y = x.sin()
     h = env.made(y @ w)
     with env.side(join=False):
         forked = h * h
-        if forked.requires_grad:  # else nothing keeps `h` until the streams are joined
+        if forked.requires_grad:  # only then does autograd keep `h` until the streams are joined
             env.read(h)
         env.state["forked"] = forked + env.state["forked"] if "forked" in env.state else forked
     return y * y
@@ -242,6 +242,6 @@ DEVICE_KINDS: dict[str, Layer] = {"double": _double}
 
 
 def weights(count: int) -> list[Tensor]:
-    """Return one matrix for each operation; the same ones every time."""
+    """Return one matrix per operation, the same on every call."""
     generator = torch.Generator().manual_seed(count)
     return [torch.randn(WIDTH, WIDTH, generator=generator) / WIDTH**0.5 for _ in range(count)]

@@ -1,4 +1,4 @@
-"""Models as data, for `actoffload.offload`: trees of modules, some of which are groups or are kept."""
+"""Models as data for `actoffload.offload`: trees of modules, some of which are groups or kept."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from .models import DEVICE_KINDS, KINDS, ROWS, STREAM_KINDS, WIDTH, Surroundings
 __all__ = ["Forward", "Model", "Node", "TreeProgram", "build", "tree_programs"]
 
 Found: TypeAlias = "list[tuple[str, nn.Module]]"
-"""The role of each module, in the order of registration."""
+"""Role and module, in the order of registration."""
 
 OPERATIONS = {**KINDS, **STREAM_KINDS, **DEVICE_KINDS}
 
 
 @dataclass(frozen=True)
 class Node:
-    """A module: operations of its own, and modules between them.
+    """A module with operations of its own and child modules between them.
 
     Parameters
     ----------
     role : str
-        ``group``, ``kept`` or nothing.
+        ``"group"``, ``"kept"`` or ``""``.
     parts : tuple of str or Node
-        Kinds of operations, and modules inside, in the order in which they run.
+        Kinds of operations and child modules, in execution order.
     times : int
-        How often it is called, one call behind the other.
+        Number of consecutive calls.
     """
 
     role: str
@@ -39,7 +39,7 @@ class Node:
     times: int = 1
 
     def walk(self) -> Iterator[Node]:
-        """Yield this node and all below it, outside in, as modules are registered."""
+        """Yield this node and its descendants in the order of registration."""
         yield self
         for part in self.parts:
             if isinstance(part, Node):
@@ -48,20 +48,20 @@ class Node:
 
 @dataclass(frozen=True)
 class Forward:
-    """A forward that leaves out some modules, and may end early, raise, or be a loop of the program's own.
+    """A forward that may skip modules, stop early, raise, or be a loop outside of the model.
 
     Parameters
     ----------
     run : int
-        Its number.
+        Number of the forward.
     without : frozenset of int
-        Which of the modules, by their number in `Node.walk`, are passed over.
+        Modules that are skipped, by their number in `Node.walk`.
     stop : int or None
-        Behind which of the outermost modules it stops.
+        Index of the outermost module after which the forward stops.
     raises : bool
-        Whether it raises there.
+        Whether it raises at `stop`.
     loop : bool
-        Whether the outermost modules are called by the program, and not by the model.
+        Whether the program calls the outermost modules, and not the model.
     """
 
     run: int
@@ -73,7 +73,7 @@ class Forward:
 
 @dataclass(frozen=True)
 class TreeProgram:
-    """What a run does: the model, the arguments of `actoffload.offload`, and its steps."""
+    """A training program: the model, the arguments of `actoffload.offload`, and the steps."""
 
     model: Node
     options: dict[str, Any]
@@ -108,7 +108,7 @@ class Module(nn.Module):
         return x
 
     def run(self, x: Tensor) -> Tensor:
-        """Call this module as often as it is to be called; not at all if it is left out."""
+        """Call this module `times` times, or not at all if the forward skips it."""
         for _ in range(0 if self.number in self.without else self.times):
             x = self(x)
         return x
@@ -118,14 +118,14 @@ class Model(Module):
     """The outermost module."""
 
     def ready(self, step: Forward) -> None:
-        """Prepare for a forward."""
+        """Set the step that the next forward runs."""
         for module in self.modules():
             if isinstance(module, Module):
                 module.without = step.without
         self.step = step
 
     def forward(self, x: Tensor) -> Tensor:
-        """Run the outermost modules, as far as the step says."""
+        """Run the outermost modules up to the `stop` of the step."""
         for number, part in enumerate(self.order):
             x = part.run(x) if isinstance(part, Module) else part[0](self.env, x, self.weights[part[1]])
             if self.step.stop == number:
@@ -136,7 +136,7 @@ class Model(Module):
 
 
 def build(root: Node, env: Surroundings) -> tuple[Model, list[nn.Module], list[nn.Module]]:
-    """Return the model of a tree, its groups, and what is kept in it."""
+    """Return the model of a tree, its groups, and its kept modules."""
     found: Found = []
     model = Model(root, iter(range(10**6)), env, found)
     return model, [m for role, m in found if role == "group"], [m for role, m in found if role == "kept"]
@@ -184,7 +184,7 @@ def tree_programs(draw: st.DrawFn, *, streams: bool = False) -> TreeProgram:
 
 @st.composite
 def _steps(draw: st.DrawFn, root: Node) -> list[Any]:
-    """Draw forwards and what becomes of their graphs: ("backward", run, retain), ("drop", run), ("validate",)."""
+    """Draw forwards, and for their graphs ("backward", run, retain), ("drop", run), ("validate",)."""
     count = sum(1 for _ in root.walk())
     steps: list[Any] = []
     alive: list[int] = []

@@ -1,4 +1,4 @@
-"""Marks on what is made of several tensors reach each of them."""
+"""A mark on a compound tensor or object applies to each of its parts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from actoffload.report import Reason
 
 
 @pytest.fixture(autouse=True)
-def _small_tensors_leave():
+def _small_tensors_are_offloaded():
     with any_size(64):
         yield
 
@@ -30,7 +30,7 @@ MARKED: dict[str, tuple[Callable[[], Any], Callable[[Any], tuple[Tensor, ...]]]]
 
 
 @pytest.mark.parametrize("kind", MARKED)
-def test_a_mark_reaches_every_part(kind):
+def test_a_mark_applies_to_every_part(kind):
     build, saved = MARKED[kind]
     thing, other = build(), build()
     actoffload.mark_not_offload(thing, None)
@@ -78,15 +78,15 @@ def test_an_object_is_marked_and_used_by_a_fused_function():
         assert statistics.tensors_kept.get(Reason.MARKED, 0) == (2 if keep else 0)
 
 
-def test_marking_leaves_an_object_as_it_was():
+def test_marking_does_not_change_an_object():
     quantized = Quantized(values())
     before = quantized.rows, quantized.columns, quantized.scale
     actoffload.mark_not_offload(quantized)
     assert all(a is b for a, b in zip(before, (quantized.rows, quantized.columns, quantized.scale), strict=True))
 
 
-class Shows:
-    """Shows its tensors, and cannot give them away."""
+class HasDataTensors:
+    """An object with `get_data_tensors` only."""
 
     def __init__(self, *tensors: Tensor | None) -> None:
         self.tensors = tensors
@@ -95,8 +95,8 @@ class Shows:
         return self.tensors if len(self.tensors) > 1 else self.tensors[0]
 
 
-class Gives:
-    """Gives its tensors away, and does not show them."""
+class PreparesForSaving:
+    """An object with `prepare_for_saving` and `restore_from_saved` only."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor: Tensor | None = tensor
@@ -110,26 +110,26 @@ class Gives:
         return tensors[1:]
 
 
-def test_an_object_that_only_gives_its_tensors_away_is_marked():
-    thing = Gives(values())
+def test_an_object_with_only_prepare_for_saving_is_marked():
+    thing = PreparesForSaving(values())
     actoffload.mark_not_offload(thing)
     _, statistics = one_layer(lambda x: Uses.apply(x, [], thing.tensor))
     assert statistics.tensors_kept == {Reason.MARKED: 1}
 
 
 @pytest.mark.parametrize("more", [(), (None,)])
-def test_an_object_that_only_shows_its_tensors_is_marked(more):
+def test_an_object_with_only_get_data_tensors_is_marked(more):
     tensor = values()
-    actoffload.mark_not_offload(Shows(tensor, *more))
+    actoffload.mark_not_offload(HasDataTensors(tensor, *more))
     _, statistics = one_layer(lambda x: Uses.apply(x, [], tensor))
     assert statistics.tensors_kept == {Reason.MARKED: 1}
 
 
-def test_what_is_not_strided_is_passed_over():
+def test_tensors_that_are_not_strided_are_ignored():
     actoffload.mark_not_offload(values().to_sparse(), Two(values().to_sparse(), values()).a)
 
 
 @pytest.mark.parametrize("call", [actoffload.mark_not_offload, actoffload.start_offload])
-def test_what_has_no_tensors_is_refused(call):
+def test_arguments_without_tensors_raise(call):
     with pytest.raises(TypeError, match=f"{call.__name__} got a list; expected tensors, objects with prepare_for"):
         call(None, values(), [values()])

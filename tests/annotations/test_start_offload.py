@@ -1,4 +1,4 @@
-"""start_offload: the point at which a tensor is final, and views that take their base along."""
+"""`start_offload`: the point at which a tensor is final, and views that are offloaded with their base."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ ONE = 64 * 64 * 4
 
 
 @pytest.fixture(autouse=True)
-def _small_tensors_leave():
+def _small_tensors_are_offloaded():
     with any_size(64):
         yield
 
 
 class Fused(torch.autograd.Function):
-    """Computes for 1 s, then knows its tensor; computes for 4 s more, then autograd saves it."""
+    """Compute for 1 s until the tensor is final, then for 4 s until autograd saves it."""
 
     @staticmethod
     def forward(ctx, x, device, tensor, between, whole):
@@ -38,7 +38,7 @@ class Fused(torch.autograd.Function):
 
 
 def run(tensor, *, between=lambda t: None, whole=False, layers=3):
-    """Return the first copy to the host, the gradient and the context."""
+    """Return the copies to the host, the gradient and the statistics."""
     device = ReferenceDevice(d2h=ONE, h2d=ONE)
     context, sync = make(1, layers, device=device)
     leaf = x = torch.ones(2, requires_grad=True)
@@ -54,7 +54,7 @@ def run(tensor, *, between=lambda t: None, whole=False, layers=3):
 
 
 def test_the_copy_starts_where_the_tensor_is_final():
-    """The context knows its device; the mark is made on that one, wherever the program stands now."""
+    """The mark is made on the device of the context, whatever the current device is."""
     tensor = torch.ones(64, 64)
     (copy,), grad, _ = run(tensor)
     assert (copy.start, copy.end) == (1.0, 2.0)
@@ -62,18 +62,18 @@ def test_the_copy_starts_where_the_tensor_is_final():
 
 
 def test_without_it_the_copy_starts_when_the_tensor_is_saved():
-    (copy,), _, _ = run(torch.ones(64, 64), between=lambda t: t.add_(0.0))  # the note is lost
+    (copy,), _, _ = run(torch.ones(64, 64), between=lambda t: t.add_(0.0))  # the change removes the mark
     assert (copy.start, copy.end) == (5.0, 6.0)
 
 
-def test_a_changed_tensor_leaves_with_its_new_values():
+def test_a_changed_tensor_is_offloaded_with_its_new_values():
     (copy,), grad, _ = run(torch.ones(64, 64), between=lambda t: t.add_(1.0))
     assert copy.start == 5.0
     assert torch.equal(grad, torch.full((2,), 8192.0))
 
 
 @pytest.mark.parametrize("whole", [False, True])
-def test_a_view_may_take_its_base_along(whole):
+def test_a_view_may_be_offloaded_with_its_base(whole):
     base = torch.arange(4096.0).view(64, 64)
     part = base[:, :8]
     _, grad, statistics = run(part, whole=whole)
@@ -81,7 +81,7 @@ def test_a_view_may_take_its_base_along(whole):
     assert same_bits(grad, part.sum().expand(2))
 
 
-def test_outside_of_a_context_nothing_happens():
+def test_outside_of_a_context_it_has_no_effect():
     tensor = torch.ones(64, 64)
     actoffload.start_offload(tensor, offload_base_tensor=True)
     with any_size(64):
@@ -89,7 +89,7 @@ def test_outside_of_a_context_nothing_happens():
     assert copy.nbytes == ONE // 8
 
 
-def test_a_marked_tensor_stays_all_the_same():
+def test_a_marked_tensor_is_kept():
     tensor = torch.ones(64, 64)
     actoffload.mark_not_offload(tensor)
     copies, _, statistics = run(tensor)

@@ -1,4 +1,4 @@
-"""A tiny project with one gallery, laid out as this one, that is built in the test's own process."""
+"""A small project with one gallery, laid out like this one and built in the process of the test."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ print("output of the run")
 
 @dataclass
 class Project:
-    """The tiny project; `gpu` decides what its next build believes to run on."""
+    """The small project; with `gpu`, its next build sees a fake GPU."""
 
     root: Path
     gpu: bool = False
@@ -64,12 +64,12 @@ class Project:
 
     @property
     def runs(self) -> int:
-        """How often the example was executed."""
+        """Number of times the example was executed."""
         path = self.root / "examples" / "ran.txt"
         return len(path.read_text()) if path.is_file() else 0
 
     def forget_build(self) -> None:
-        """Leave what a fresh checkout has."""
+        """Remove the generated files, so that the project is like a new checkout."""
         for name in ("docs/gallery", "out"):
             shutil.rmtree(self.root / name, ignore_errors=True)
         (self.root / "docs" / "sg_execution_times.rst").unlink(missing_ok=True)
@@ -126,7 +126,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Project:
 
 @pytest.fixture
 def recorded(project: Project) -> Project:
-    """The project with a recording made on an imagined GPU, as a fresh checkout elsewhere sees it."""
+    """The project with a recording made on a fake GPU, as in a new checkout on another machine."""
     import record_gallery
 
     project.gpu = True

@@ -1,4 +1,4 @@
-"""A memory column for tests. A module of its own, so that Sphinx can keep it in its pickled configuration."""
+"""A memory column for tests, in a module of its own so that Sphinx can pickle it with its configuration."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ PEAK_MB = 1234.0
 
 class FixedMemory(DeviceMemory):
     def __call__(self, func):
-        idle = getattr(func, "__name__", "") == "<lambda>"  # sphinx-gallery's look before an example starts
+        idle = getattr(func, "__name__", "") == "<lambda>"  # the call of sphinx-gallery before an example starts
         return (0.0 if idle else PEAK_MB), func()

@@ -1,4 +1,4 @@
-"""The API reference has every public name, once, under the package that exports it, and no other."""
+"""The API reference has every public name exactly once, under the package that exports it, and no other name."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ PACKAGES = ("", ".schedule", ".report", ".context", ".moe", ".device")
 
 
 def public() -> set[str]:
-    """Return the public names; of two places the first counts, as `gather_reports` is a name of two packages."""
+    """Return the public names; a name of two packages, such as `gather_reports`, counts for the first one."""
     found: dict[str, str] = {}
     for package in PACKAGES:
         module = importlib.import_module(f"actoffload{package}")

@@ -1,10 +1,10 @@
-"""The checks of the built site find what they are there to find."""
+"""The checks of the built site find broken links and broken pages."""
 
 from __future__ import annotations
 
 import pytest
 
-# With an icon: the browser asks for one at some time after the page, and what is missing would be told of the next one.
+# With an icon: the browser requests one some time after the page, and a missing one would be reported for a later page.
 HEAD = "<!doctype html><html><head><link rel='icon' href='data:,'></head>"
 GOOD = HEAD + "<body><main><h1 id='one'>Title</h1><p>{0}</p>{1}</main></body></html>"
 PIXEL = "<svg xmlns='http://www.w3.org/2000/svg' width='4' height='4'><rect width='4' height='4'/></svg>"
@@ -26,7 +26,7 @@ def write(path, body):
     path.write_text(GOOD.format("Some text that fills the main part of this page well enough. ", body))
 
 
-def test_links_of_a_good_site(site):
+def test_a_site_without_broken_links_passes(site):
     from check_links import check_site
 
     assert check_site(site) == []
@@ -53,7 +53,7 @@ def test_broken_links_are_found(site, body, message):
 
 
 @pytest.mark.timeout(120)
-def test_browser_finds_what_a_reader_would_see(site):
+def test_the_browser_finds_broken_pages(site):
     from cdp import browser, find_browser
     from check_browser import check_page
     from serve import serving

@@ -1,4 +1,4 @@
-"""Every doctest that stands in a page or a docstring is run by pytest: none is lost to a wrong pattern."""
+"""Every doctest of a page or a docstring is collected by pytest."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ import torch
 
 
 class Allocator:
-    """The part of an accelerator's memory module that the column reads, over a plain number."""
+    """The functions of an accelerator module that the memory column reads, for a simulated number of bytes."""
 
     def __init__(self):
         self.now = self.peak = 0
@@ -45,7 +45,7 @@ def test_peak_of_a_block_in_mb(allocator):
         return "result"
 
     assert DeviceMemory()(block) == (5.0, "result")
-    assert DeviceMemory()(lambda: None)[0] == 1.0  # only what is still there
+    assert DeviceMemory()(lambda: None)[0] == 1.0  # the bytes that are still allocated
 
 
 @pytest.mark.parametrize("through", ["accelerator", "module"])
@@ -60,7 +60,7 @@ def test_a_reset_inside_the_block_does_not_hide_the_peak_before_it(allocator, th
         allocator.allocate(2_000_000)
 
     assert DeviceMemory()(block)[0] == 7.0
-    assert torch.accelerator.reset_peak_memory_stats == allocator.reset  # put back
+    assert torch.accelerator.reset_peak_memory_stats == allocator.reset  # restored
 
 
 def test_without_accelerator_nothing_is_measured(monkeypatch):
@@ -70,7 +70,7 @@ def test_without_accelerator_nothing_is_measured(monkeypatch):
     assert DeviceMemory()(lambda: 3) == (0.0, 3)
 
 
-def test_examples_come_in_the_order_in_which_a_reader_learns():
+def test_examples_are_in_teaching_order():
     from gallery_hooks import example_order
 
     names = ["cuda_graphs.py", "another.py", "basic.py", "moe_groups.py", "an_other.py", "hugging_face_llama.py"]
@@ -84,7 +84,7 @@ def test_examples_come_in_the_order_in_which_a_reader_learns():
     ]
 
 
-def test_every_example_has_its_place_and_no_other_has():
+def test_the_order_lists_every_example_and_nothing_else():
     from gallery_hooks import ORDER
 
     examples = Path(__file__).parents[2] / "examples"

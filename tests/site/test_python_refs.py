@@ -1,4 +1,4 @@
-"""Links to other manuals are made for names that exist, and for no others."""
+"""Names that exist become links to other manuals; misspelt ones stay unresolved."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_listed_names_of_torch_exist():
         assert hasattr(importlib.import_module(module), attribute), name
 
 
-def test_fields_of_public_dataclasses_lead_to_their_class():
+def test_fields_of_public_dataclasses_link_to_their_class():
     from python_refs import class_of_field
 
     assert class_of_field("Saved.needed_at") == "actoffload.schedule.Saved"
@@ -49,7 +49,7 @@ def test_fields_of_public_dataclasses_lead_to_their_class():
     assert class_of_field("Sawed.needed_at") is None
 
 
-def test_only_plain_small_names_in_backticks_pass_for_variables():
+def test_only_lower_case_names_without_a_dot_count_as_variables():
     from python_refs import names_a_variable
     from sphinx.addnodes import pending_xref
 

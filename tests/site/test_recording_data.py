@@ -1,4 +1,4 @@
-"""Digests and the archive of recordings, without Sphinx."""
+"""Digests of recordings and their archive, without Sphinx."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import tarfile
 import pytest
 
 
-def test_source_digest_follows_names_and_contents_only(tmp_path):
+def test_source_digest_depends_on_names_and_contents_only(tmp_path):
     from recording_data import source_digest
 
     for name, text in {"a/__init__.py": "x = 1\n", "a/sub/b.py": "y = 2\n", "a/notes.txt": "no code"}.items():
@@ -25,7 +25,7 @@ def test_source_digest_follows_names_and_contents_only(tmp_path):
     assert source_digest(tmp_path / "a") != renamed
 
 
-def test_generated_files_leave_those_of_a_longer_name(tmp_path):
+def test_generated_files_exclude_those_of_a_longer_name(tmp_path):
     from recording_data import generated_files
 
     names = {
@@ -39,7 +39,7 @@ def test_generated_files_leave_those_of_a_longer_name(tmp_path):
     assert {p.relative_to(tmp_path).as_posix() for p in generated_files(tmp_path, tmp_path / "basic.py")} == names
 
 
-def test_damaged_or_foreign_recording_files_are_named(tmp_path):
+def test_errors_name_the_damaged_or_foreign_file(tmp_path):
     from recording_data import RecordingError, read_provenance
 
     path = tmp_path / "first" / "recording.json"
@@ -54,7 +54,7 @@ def test_damaged_or_foreign_recording_files_are_named(tmp_path):
         read_provenance(path)
 
 
-def test_pack_names_an_example_that_did_not_run_and_paths_of_the_machine(recorded):
+def test_pack_reports_an_example_that_did_not_run_and_machine_paths(recorded):
     import record_gallery
 
     recorded.gpu = True
@@ -83,13 +83,13 @@ def test_unpack_replaces_nothing_when_the_archive_is_damaged(recorded):
     archive = recorded.root / "damaged.tar.gz"
     with tarfile.open(archive, "w:gz") as tar:
         tar.add(recordings / "first", "first")
-        tar.add(damaged, "first/first.rst")  # the later of two members counts
+        tar.add(damaged, "first/first.rst")  # the later of two members with one name is extracted
     with pytest.raises(RecordingError, match=r"first\.rst in the recording of first\.py is not"):
         record_gallery.unpack(archive, recordings)
     assert {p: p.read_bytes() for p in recordings.rglob("*") if p.is_file()} == before
 
 
-def test_check_gallery_tells_errors_from_what_is_out_of_date(recorded, capsys):
+def test_check_gallery_separates_errors_from_outdated_recordings(recorded, capsys):
     import check_gallery
 
     (recorded.root / "src" / "lib").rename(recorded.root / "src" / "actoffload")
@@ -109,7 +109,7 @@ def test_check_gallery_tells_errors_from_what_is_out_of_date(recorded, capsys):
     assert reports == ["renamed.py: has no recording; its page is built on the reference device."]
 
 
-def test_runs_of_the_reference_device_become_no_recordings(project):
+def test_runs_of_the_reference_device_are_not_recorded(project):
     import record_gallery
     from recording_data import RecordingError
 

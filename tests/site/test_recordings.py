@@ -1,4 +1,4 @@
-"""A recorded run is shown instead of being executed; what differs from it is executed or said."""
+"""A recorded run is restored; an example that changed since is executed, and the page says so."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_recorded_time_and_memory_are_shown(recorded):
         assert "https://" not in re.sub(r'href="https://[^"]*"', "", html)
 
 
-def test_downloads_of_a_restored_page_are_there(recorded):
+def test_a_restored_page_has_its_downloads(recorded):
     recorded.build()
     files = {p.name for p in (recorded.root / "out" / "html" / "_downloads").rglob("*") if p.is_file()}
     assert files == {"first.py", "first.ipynb", "first.zip"}
@@ -76,7 +76,7 @@ def test_other_library_sources_are_named_on_the_page_and_in_the_log(recorded):
     recorded.build()
     assert "recording-stale" not in recorded.html(PAGE)
     (recorded.root / "src" / "lib" / "__init__.py").write_text("version = 2\n")
-    # The second build reads the environment of the first: the page's text is the same, its label is not.
+    # The second build reuses the environment of the first: the text of the page is the same, its label is not.
     log, warnings = recorded.build()
     assert warnings == ""
     assert recorded.runs == 1
@@ -92,10 +92,10 @@ def test_without_recording_the_page_says_so_and_is_executed_once(project):
     assert project.runs == 1
     (project.root / "src" / "lib" / "__init__.py").write_text("version = 2\n")
     project.build()
-    assert project.runs == 2  # the library changed: an earlier local run is no longer its own
+    assert project.runs == 2  # the library changed: the earlier local run is outdated
 
 
-def test_a_run_of_the_reference_device_gives_way_to_a_recording(recorded):
+def test_a_recording_replaces_a_run_of_the_reference_device(recorded):
     recording = recorded.root / "docs" / "recordings"
     recording.rename(recorded.root / "away")
     recorded.build()
@@ -104,7 +104,7 @@ def test_a_run_of_the_reference_device_gives_way_to_a_recording(recorded):
     recorded.build()
     assert recorded.runs == 2
     assert "Recorded on Imagined GPU" in recorded.html(PAGE)
-    # What lies in the gallery's folder is now the recording: it must not pass for the earlier local run.
+    # The gallery folder now has the files of the recording, which must not count as the earlier local run.
     recording.rename(recorded.root / "away")
     recorded.build()
     assert recorded.runs == 3
@@ -134,7 +134,7 @@ def test_live_mode_executes_without_a_gpu_and_recorded_mode_restores_with_one(re
     assert "Recorded on Imagined GPU" in recorded.html(PAGE)
 
 
-def test_unknown_mode_is_refused(project):
+def test_an_unknown_mode_raises(project):
     from sphinx.errors import ConfigError
 
     with pytest.raises(ConfigError, match="expected one of auto, live, recorded"):

@@ -1,4 +1,4 @@
-"""The directive that draws schedules while the site is built."""
+"""The directive that draws schedules during the build of the site."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ See :ref:`this figure <the-stalls>`.
 
 
 def build(root: Path, page: str) -> tuple[str, str]:
-    """Build a page to HTML; return it and the warnings."""
+    """Build a page; return its HTML and the warnings."""
     from sphinx.application import Sphinx
     from sphinx.util.docutils import docutils_namespace, patch_docutils
 
@@ -51,7 +51,7 @@ def build(root: Path, page: str) -> tuple[str, str]:
     return html.read_text(encoding="utf-8"), warning.getvalue()
 
 
-def test_a_figure_has_a_light_and_a_dark_image_words_and_the_caption_of_its_page(tmp_path: Path) -> None:
+def test_a_figure_has_a_light_and_a_dark_image_an_alt_text_and_a_caption(tmp_path: Path) -> None:
     html, warnings = build(tmp_path, PAGE)
     assert warnings == ""
     images = re.findall(r'<img alt="([^"]*)" class="([^"]*)" src="([^"]*)"', html)
@@ -62,7 +62,7 @@ def test_a_figure_has_a_light_and_a_dark_image_words_and_the_caption_of_its_page
         assert ElementTree.parse(file).getroot().tag.endswith("svg")
     assert "Three of five, with <em>emphasis</em>." in html
     assert 'href="#the-stalls"' in html
-    # The theme hides what follows an image of the other page colour: the caption may be no sibling of one.
+    # The theme hides siblings that follow an image of the other colour scheme, so the caption must not be one.
     figure = re.search(r"<figure.*?</figure>", html, flags=re.DOTALL)
     assert figure is not None
     assert re.search(r"</div>\s*<figcaption>", figure.group())
@@ -81,7 +81,7 @@ def test_a_figure_has_a_light_and_a_dark_image_words_and_the_caption_of_its_page
         ),
     ],
 )
-def test_a_wrong_use_stops_the_build_with_a_sentence(tmp_path: Path, directive: str, sentence: str) -> None:
+def test_wrong_use_is_reported(tmp_path: Path, directive: str, sentence: str) -> None:
     _, warnings = build(tmp_path, f"Page\n====\n\n{directive}")
     assert sentence in warnings
 
@@ -98,7 +98,7 @@ def test_figures_are_the_same_in_every_build(tmp_path: Path, name: str) -> None:
         assert str(tmp_path) not in text
 
 
-def test_the_figures_show_what_their_names_say() -> None:
+def test_the_figures_match_their_names() -> None:
     def run(name: str) -> tuple[int, float]:
         plan = schedule_figures.FIGURES[name]()
         layers = [schedule_figures.COST] * schedule_figures.LAYERS
