@@ -1,4 +1,4 @@
-"""Names the device that a page's figures come from, and measures its link to the host."""
+"""Identify the device that the figures of a page were measured on, and measure its link to the host."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ TOOLCHAIN = ("sphinx", "sphinx-gallery", "matplotlib", "numpy")
 
 
 def has_accelerator() -> bool:
-    """Tell whether torch sees an accelerator. torch is imported here, not at the top: it takes seconds."""
+    """Return whether torch sees an accelerator. torch is imported here, not at the top, since that takes seconds."""
     import torch
 
     return torch.accelerator.is_available()
 
 
 def device_name() -> str:
-    """Return the accelerator's name, or `REFERENCE_DEVICE`."""
+    """Return the name of the accelerator, or `REFERENCE_DEVICE`."""
     import torch
 
     if not has_accelerator():
@@ -31,7 +31,7 @@ def device_name() -> str:
 
 
 def driver_version() -> str:
-    """Return the accelerator driver's version, or "unknown" where nothing tells it."""
+    """Return the version of the accelerator driver, or "unknown"."""
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
@@ -48,7 +48,7 @@ def measure_link(nbytes: int = 256 * 2**20, repeats: int = 8) -> dict[str, float
     nbytes : int
         Bytes of one copy.
     repeats : int
-        Copies in each direction; the fastest counts, since others only share the link.
+        Copies in each direction; the fastest counts, since the others shared the link.
 
     Returns
     -------
@@ -63,7 +63,7 @@ def measure_link(nbytes: int = 256 * 2**20, repeats: int = 8) -> dict[str, float
     result = {}
     for key, target, source in (("d2h", on_host, on_device), ("h2d", on_device, on_host)):
         fastest = float("inf")
-        target.copy_(source, non_blocking=True)  # the first copy pays for page tables and clocks
+        target.copy_(source, non_blocking=True)  # the first copy includes page faults and clock changes
         for _ in range(repeats):
             start, end = torch.Event(device, enable_timing=True), torch.Event(device, enable_timing=True)
             start.record()
@@ -76,16 +76,16 @@ def measure_link(nbytes: int = 256 * 2**20, repeats: int = 8) -> dict[str, float
 
 
 def describe(example: str, example_digest: str, source_digest: str, link: dict[str, float], command: str) -> Provenance:
-    """Put together the provenance of a run in this process, now.
+    """Return the provenance of a run that was made in this process just now.
 
     Parameters
     ----------
     example, example_digest, source_digest : str
         See `Provenance`.
     link : dict of str to float
-        What `measure_link` gave, or empty.
+        Result of `measure_link`, or empty.
     command : str
-        What was run.
+        Command of the run.
     """
     import torch
 

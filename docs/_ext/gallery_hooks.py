@@ -1,4 +1,4 @@
-"""What sphinx-gallery calls while it executes the examples: the memory column and the order of the pages."""
+"""Hooks of sphinx-gallery: the memory column and the order of the pages."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
-MB = 1e6  # sphinx-gallery prints the number with "MB" behind it
+MB = 1e6  # sphinx-gallery prints the number followed by "MB"
 ORDER = (
     # Whole models, with one line.
     "hugging_face_llama.py",
     "not_freed.py",
     "offload_beside_checkpointing.py",
     "moe_groups.py",
-    # A loop of one's own, with a context around each layer.
+    # A training loop with a context around each layer.
     "basic.py",
     "manual_synchronization.py",
     "cuda_graphs.py",
@@ -22,20 +22,20 @@ ORDER = (
 
 
 def example_order(filename: str) -> tuple[int, str]:
-    """Sort key of the gallery: the order in which a reader learns, then by name."""
+    """Return the sort key of an example: the teaching order, then the name."""
     place = ORDER.index(filename) if filename in ORDER else len(ORDER)
     return place, filename
 
 
 class DeviceMemory:
-    """sphinx-gallery's ``show_memory``: peak bytes allocated on the accelerator while a block runs.
+    """``show_memory`` of sphinx-gallery: peak memory allocated on the accelerator while a block runs, in MB.
 
-    Without an accelerator it reports 0, and the page says that nothing was measured. An instance and not a
-    function, because Sphinx cannot keep functions in its cached configuration.
+    Without an accelerator it reports 0, and the page says that nothing was measured. It is an instance because
+    Sphinx cannot pickle functions in its cached configuration.
     """
 
     def __call__(self, func: Callable[[], Any]) -> tuple[float, Any]:
-        """Run `func`; return the peak in MB and what `func` returned."""
+        """Call `func`; return the peak in MB and the result."""
         import torch
 
         if not torch.accelerator.is_available():
@@ -45,16 +45,16 @@ class DeviceMemory:
         return peak() / MB, out
 
     def __repr__(self) -> str:
-        """Return a text that is the same in every build, so that Sphinx sees no changed configuration."""
+        """Return the same text in every build, so that Sphinx sees no changed configuration."""
         return "DeviceMemory()"
 
 
 @contextmanager
 def _watch_peak() -> Iterator[Callable[[], int]]:
-    """Follow the allocator's peak from here on, across resets of the peak by the code that runs.
+    """Measure the peak of the allocator, including the peaks before the code that runs resets them.
 
-    An example resets the peak between its own measurements. Each reset is preceded by a look at the peak so
-    far, otherwise the column would show only what came after the last reset.
+    Examples reset the peak between their own measurements. Without reading the peak before each reset, the column
+    would show only the peak after the last one.
     """
     import torch
 

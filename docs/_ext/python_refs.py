@@ -1,9 +1,8 @@
-"""Sphinx extension: references to Python names that Sphinx alone does not resolve.
+"""Sphinx extension: resolve references to names of Python, PyTorch and matplotlib.
 
-The build is nitpicky and must pass offline, so intersphinx, which fetches inventories, is not used. Names
-of Python are looked up by importing them, so that a misspelt one stays a warning; those of PyTorch are
-listed, since its pages follow no single rule. A field of a documented dataclass leads to its class, where
-the fields are described.
+The build is nitpicky and must pass offline, so intersphinx, which downloads inventories, is not used. Names
+of Python are imported, so that a misspelt one stays a warning. Names of PyTorch are listed, since its pages
+follow no single rule. A field of a documented dataclass links to its class, which describes the fields.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from sphinx.environment import BuildEnvironment
 
 PYTHON = "https://docs.python.org/3/library/"
 TORCH = "https://docs.pytorch.org/docs/stable/"
-# The manual documents these under another name than the one that programs use.
+# The manual documents these under other names than programs use.
 TORCH_NAMES = {
     "torch.distributed.distributed_c10d.ProcessGroup": "torch.distributed.ProcessGroup",
     "torch.nn.modules.module.Module": "torch.nn.Module",
@@ -61,7 +60,7 @@ TORCH_PAGES = {
 }
 PUBLIC = ("actoffload", "actoffload.schedule", "actoffload.report", "actoffload.measure")
 MATPLOTLIB = "https://matplotlib.org/stable/api/"
-# Imported for annotations alone, so that matplotlib stays optional; a signature then has the bare names.
+# These are imported only for annotations, as matplotlib is optional: signatures have the bare names.
 MATPLOTLIB_PAGES = {
     "Axes": ("_as_gen/matplotlib.axes.Axes.html", "matplotlib.axes.Axes"),
     "Figure": ("_as_gen/matplotlib.figure.Figure.html", "matplotlib.figure.Figure"),
@@ -71,7 +70,7 @@ FUNCTION_PAGE = {"int", "float", "bool", "complex", "object", "type", "property"
 
 
 def python_page(name: str) -> str | None:
-    """Return the manual's address of a builtin or a name of the standard library, None if there is none."""
+    """Return the address of a builtin or a name of the standard library in the manual, None if there is none."""
     if name in CONSTANTS:
         return f"{PYTHON}constants.html#{name}"
     found = getattr(builtins, name, None)
@@ -91,7 +90,7 @@ def python_page(name: str) -> str | None:
 
 
 def external_page(name: str) -> str | None:
-    """Return the address of the manual's page for a name of PyTorch, matplotlib or Python, None if unknown."""
+    """Return the address of a name of PyTorch, matplotlib or Python in its manual, None if unknown."""
     documented = TORCH_NAMES.get(name, name)
     if documented in TORCH_PAGES:
         return f"{TORCH}{TORCH_PAGES[documented]}#{documented}"
@@ -102,17 +101,16 @@ def external_page(name: str) -> str | None:
 
 
 def names_a_variable(node: pending_xref) -> bool:
-    """Tell whether a reference is a parameter's name in single backticks, as numpydoc writes it: no link.
+    """Return whether a reference is the name of a parameter in single backticks, which gets no link.
 
-    Only names without a dot and without a capital are taken for one, so that a misspelt class or a misspelt
-    ``module.function`` stays a warning.
+    Only lower-case names without a dot count, so that a misspelt class or ``module.function`` stays a warning.
     """
     target = str(node["reftarget"])
     return node.get("reftype") == "obj" and target.isidentifier() and target.islower()
 
 
 def is_type_variable(name: str) -> bool:
-    """Tell whether a dotted name is a `typing.TypeVar`: it stands in signatures and has no page."""
+    """Return whether a dotted name is a `typing.TypeVar`, which occurs in signatures and has no page."""
     module_name, _, attribute = name.rpartition(".")
     if not name.startswith("actoffload."):
         return False
@@ -124,11 +122,11 @@ def is_type_variable(name: str) -> bool:
 
 
 def class_of_field(name: str) -> str | None:
-    """Return the full name of a public dataclass for ``Class.field``, None if that is no such field."""
+    """Return the full name of the public dataclass of ``Class.field``, None if there is no such field."""
     path, _, attribute = name.rpartition(".")
     module, _, class_name = path.rpartition(".")
     for package in [module] if module else PUBLIC:
-        # Imported here: in a build that reads no page again, autodoc has not imported it.
+        # Imported here, since autodoc imports nothing in a build that reads no page.
         found = getattr(importlib.import_module(package), class_name, None)
         if attribute in getattr(found, "__dataclass_fields__", {}):
             return f"{package}.{class_name}"
@@ -136,7 +134,7 @@ def class_of_field(name: str) -> str | None:
 
 
 def resolve(app: Sphinx, env: BuildEnvironment, node: pending_xref, content: nodes.Element) -> Any:
-    """Answer Sphinx's ``missing-reference`` for names of the Python domain."""
+    """Handle ``missing-reference`` for names of the Python domain."""
     if node.get("refdomain") != "py":
         return None
     target = str(node["reftarget"])
@@ -151,12 +149,12 @@ def resolve(app: Sphinx, env: BuildEnvironment, node: pending_xref, content: nod
 
 
 def plain_signature(app: Sphinx, what: str, name: str, obj: Any, options: Any, arguments: str, result: str) -> Any:
-    """Answer ``autodoc-process-signature``: a dataclass's ``= <factory>`` is no Python and is not parsed."""
+    """Handle ``autodoc-process-signature``: replace ``<factory>`` of a dataclass, which Sphinx cannot parse."""
     return (arguments.replace("<factory>", "..."), result) if arguments and "<factory>" in arguments else None
 
 
 def setup(app: Sphinx) -> dict[str, Any]:
-    """Register with Sphinx."""
+    """Register the extension."""
     app.setup_extension("sphinx.ext.autodoc")
     app.connect("missing-reference", resolve)
     app.connect("autodoc-process-signature", plain_signature)

@@ -1,7 +1,7 @@
-"""What a recorded run of a gallery example is, and how it is kept on disk.
+"""Recorded runs of gallery examples on disk.
 
-No Sphinx and no torch in here: the script that records on a GPU machine, the site's build, the
-freshness check and the benchmarks all read these functions.
+This module imports neither Sphinx nor torch: it is used by the script that records on a GPU machine, the
+build of the site, the freshness check and the benchmarks.
 
 A recording is a folder, ``docs/recordings/<example>/``, with the files that sphinx-gallery leaves after it
 has executed the example, and ``recording.json``, a :class:`Provenance`.
@@ -21,17 +21,17 @@ RECORDING_FILE = "recording.json"
 
 
 class RecordingError(Exception):
-    """A recording is damaged, incomplete or of another format; the message says which file and what to do."""
+    """A recording is damaged, incomplete or of another format; the message names the file and what to do."""
 
 
 @dataclass(frozen=True)
 class Provenance:
-    """Where the figures on one gallery page come from.
+    """Origin of the figures on one gallery page.
 
     Attributes
     ----------
     example : str
-        Path of the example inside the examples folder, with forward slashes, for instance ``basic.py``.
+        Path of the example relative to the examples folder, with forward slashes, such as ``basic.py``.
     example_digest : str
         :func:`example_digest` of the text that was executed.
     source_digest : str
@@ -39,7 +39,7 @@ class Provenance:
     device : str
         Name of the accelerator, or ``"reference device (CPU)"``.
     reference : bool
-        True when there was no accelerator: figures are then not GPU figures.
+        True if there was no accelerator: the figures are then not GPU figures.
     driver, torch, python : str
         Versions. ``driver`` is empty on the reference device.
     link : dict of str to float
@@ -47,11 +47,11 @@ class Provenance:
     toolchain : dict of str to str
         Versions of the packages that wrote the page.
     command : str
-        What was run to make the recording.
+        Command that made the recording.
     date : str
-        UTC, ISO 8601, to the second.
+        Time in UTC, ISO 8601, with a resolution of 1 s.
     files : dict of str to str
-        sha256 of each file of the recording by its path inside the recording's folder.
+        sha256 of each file, by its path relative to the folder of the recording.
     """
 
     example: str
@@ -69,12 +69,12 @@ class Provenance:
     files: dict[str, str] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, object]:
-        """Return the plain dictionary that is written to disk."""
+        """Return the dictionary that is written as JSON."""
         return {"format": FORMAT, **asdict(self)}
 
     @classmethod
     def from_json(cls, data: object, where: str) -> Provenance:
-        """Read what :meth:`to_json` wrote; raise `RecordingError` naming `where` if it is anything else."""
+        """Parse the result of :meth:`to_json`; raise `RecordingError` with `where` if it is invalid."""
         if not isinstance(data, dict) or data.get("format") != FORMAT:
             raise RecordingError(f"{where}: expected a recording of format {FORMAT}; record the example again.")
         known = {key: value for key, value in data.items() if key in cls.__dataclass_fields__}
@@ -85,7 +85,7 @@ class Provenance:
 
 
 def read_provenance(path: Path) -> Provenance:
-    """Read one provenance file; raise `RecordingError` when it is missing or damaged."""
+    """Read one provenance file; raise `RecordingError` if it is missing or damaged."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -94,19 +94,19 @@ def read_provenance(path: Path) -> Provenance:
 
 
 def write_provenance(path: Path, provenance: Provenance) -> None:
-    """Write one provenance file, sorted and indented so that changes read well in a diff."""
+    """Write one provenance file, sorted and indented for readable diffs."""
     path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps(provenance.to_json(), indent=1, sort_keys=True) + "\n"
     path.write_text(text, encoding="utf-8")
 
 
 def _text(path: Path) -> bytes:
-    # Universal newlines, as sphinx-gallery hashes: a checkout with CRLF is the same text.
+    # Universal newlines, as in the hashes of sphinx-gallery: a checkout with CRLF has the same digest.
     return path.read_text(encoding="utf-8", errors="surrogateescape").encode("utf-8", "surrogateescape")
 
 
 def source_digest(package: Path) -> str:
-    """Digest the library's sources.
+    """Return the digest of the sources of the library.
 
     Parameters
     ----------
@@ -125,7 +125,7 @@ def source_digest(package: Path) -> str:
 
 
 def example_digest(example: Path) -> str:
-    """Digest one example together with the helper modules (``_*.py``) that lie beside it."""
+    """Return the digest of an example together with the helper modules (``_*.py``) in its folder."""
     digest = hashlib.sha256(_text(example))
     for helper in sorted(example.parent.glob("_*.py")):
         digest.update(helper.name.encode() + b"\0" + _text(helper) + b"\0")
@@ -138,13 +138,13 @@ def file_digest(path: Path) -> str:
 
 
 def find_examples(examples_dir: Path) -> list[Path]:
-    """List the examples that become gallery pages: every ``*.py`` whose name starts with no underscore."""
+    """List the examples that become gallery pages: every ``*.py`` whose name does not start with an underscore."""
     found = (p for p in examples_dir.rglob("*.py") if not p.name.startswith("_"))
     return sorted(p for p in found if "__pycache__" not in p.parts)
 
 
 def generated_files(gallery_dir: Path, example: Path) -> Iterator[Path]:
-    """Iterate over what sphinx-gallery keeps of one executed example.
+    """Yield the files that sphinx-gallery keeps of one executed example.
 
     Parameters
     ----------
@@ -156,15 +156,15 @@ def generated_files(gallery_dir: Path, example: Path) -> Iterator[Path]:
     Yields
     ------
     Path
-        The page, its cache files (``.md5``, cost, names used), the notebook, images and thumbnail, as far as
-        they exist. The ``.zip`` is left out: it is made of the others.
+        The page, its cache files (``.md5``, cost, names used), the notebook, images and thumbnail, if they
+        exist. The ``.zip`` is excluded, since it can be built from the others.
     """
     stem = example.stem
     for suffix in (".rst", ".py.md5", ".cost.json", ".codeobj.json", ".ipynb"):
         path = gallery_dir / (stem + suffix)
         if path.is_file():
             yield path
-    # Not a glob: the images of "basic" must not take along those of "basic_more".
+    # Not a glob, which would match the images of "basic_more" for "basic".
     mine = re.compile(rf"sphx_glr_{re.escape(stem)}_(\d{{3}}(_\d+_\d+x)?|thumb)\.\w+")
     for folder in (gallery_dir / "images", gallery_dir / "images" / "thumb"):
         if folder.is_dir():
@@ -177,18 +177,18 @@ def recording_dir(recordings: Path, example: str) -> Path:
 
 
 def store_recording(gallery_dir: Path, example: Path, provenance: Provenance, target: Path) -> Provenance:
-    """Copy one executed example from the gallery into a recording's folder.
+    """Copy one executed example from the gallery into the folder of its recording.
 
     Parameters
     ----------
     gallery_dir : Path
-        Folder in which sphinx-gallery has just executed the example.
+        Folder in which sphinx-gallery executed the example.
     example : Path
         The example's source file.
     provenance : Provenance
-        What is known of the run; its ``files`` are filled in here.
+        Provenance of the run; its ``files`` are set here.
     target : Path
-        Folder of the recording; what it held before is removed.
+        Folder of the recording; its previous files are removed.
 
     Returns
     -------
@@ -198,7 +198,7 @@ def store_recording(gallery_dir: Path, example: Path, provenance: Provenance, ta
     Raises
     ------
     RecordingError
-        If the example left no page or no ``.md5``, that is, was not executed to its end.
+        If the example has no page or no ``.md5``, that is, was not executed to its end.
     """
     sources = list(generated_files(gallery_dir, example))
     names = {p.name for p in sources}
@@ -221,7 +221,7 @@ def store_recording(gallery_dir: Path, example: Path, provenance: Provenance, ta
 
 
 def load_recording(folder: Path) -> Provenance:
-    """Read a recording and verify every file of it; raise `RecordingError` at the first that differs."""
+    """Read a recording and verify its files; raise `RecordingError` for the first that differs."""
     provenance = read_provenance(folder / RECORDING_FILE)
     for name, digest in provenance.files.items():
         path = folder / name
@@ -236,7 +236,7 @@ def load_recording(folder: Path) -> Provenance:
 
 
 def find_recordings(recordings: Path) -> dict[str, Path]:
-    """Return the folders that hold a recording, by the example's path as the folder spells it."""
+    """Return the folders with a recording, by the path of the example that the folder name gives."""
     if not recordings.is_dir():
         return {}
     folders = sorted(p.parent for p in recordings.rglob(RECORDING_FILE))

@@ -1,4 +1,4 @@
-"""What a gallery page says of the origin of its figures, as docutils nodes."""
+"""Labels of gallery pages with the origin of their figures, as docutils nodes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from docutils import nodes
 from recording_data import Provenance
 
-DIGITS = 12  # of a digest, as shown
+DIGITS = 12  # shown digits of a digest
 NOT_MEASURED = "not measured (reference device)"
 SPHINX_GALLERY_MEMORY = "Estimated memory usage:"
 MEMORY = "Peak device memory"
@@ -15,20 +15,20 @@ MEMORY = "Peak device memory"
 
 @dataclass(frozen=True)
 class Page:
-    """One gallery page and the origin of what it shows.
+    """One gallery page and the origin of its contents.
 
     Attributes
     ----------
     docname : str
-        Sphinx's name of the page.
+        Name of the page in Sphinx.
     source_digest : str
-        Digest of the library's present sources.
+        Digest of the current sources of the library.
     reason : str
-        Why the example was executed in this build; empty if it was not.
+        Reason why the example was executed in this build; empty if it was not.
     provenance : Provenance or None
-        Of the run that the page shows; None when the example was not executed at all.
+        Provenance of the run that the page shows; None if the example was never executed.
     restored : bool
-        True when the page shows a recorded run.
+        True if the page shows a recorded run.
     """
 
     docname: str
@@ -39,11 +39,11 @@ class Page:
 
     @property
     def stale(self) -> bool:
-        """True when the run used other library sources than the present ones."""
+        """Whether the run used other library sources than the current ones."""
         return self.provenance is not None and self.provenance.source_digest != self.source_digest
 
     def summary(self) -> str:
-        """Say in one line what the page shows, for the build log."""
+        """Return one line for the build log that says what the page shows."""
         run = self.provenance
         if run is None:
             return f"not executed. {self.reason}"
@@ -57,7 +57,7 @@ class Page:
 
 
 def _facts(run: Provenance) -> nodes.paragraph:
-    """One line of what identifies a run."""
+    """Return a line that identifies a run."""
     facts: list[list[nodes.Node]] = []
     if run.driver:
         facts.append([nodes.Text(f"driver {run.driver}")])
@@ -76,10 +76,10 @@ def _facts(run: Provenance) -> nodes.paragraph:
 
 
 def page_box(page: Page) -> nodes.admonition:
-    """Build the box that stands under the title of a gallery page.
+    """Build the box below the title of a gallery page.
 
-    Its classes tell the kinds apart: ``recording-restored``, ``recording-executed``,
-    ``recording-reference`` and, with another than the present sources, ``recording-stale``.
+    Its CSS class is ``recording-restored``, ``recording-executed`` or ``recording-reference``, and also
+    ``recording-stale`` if the run used other sources than the current ones.
     """
     run = page.provenance
     body: list[nodes.Node] = []
@@ -106,7 +106,7 @@ def page_box(page: Page) -> nodes.admonition:
 
 
 def label_gallery_page(doctree: nodes.document, page: Page) -> None:
-    """Put the page's box under its title, and name the memory figure for what it is."""
+    """Insert the box below the title, and rename the memory figure of sphinx-gallery to `MEMORY`."""
     section = next(iter(doctree.findall(nodes.section)))
     section.insert(section.first_child_matching_class(nodes.title) + 1, page_box(page))
     for strong in list(doctree.findall(nodes.strong)):
@@ -122,10 +122,10 @@ def _measured(page: Page) -> bool:
 
 
 def relabel_costs(doctree: nodes.document, pages: list[Page]) -> None:
-    """Finish sphinx-gallery's page of computation times.
+    """Edit the page of computation times of sphinx-gallery.
 
-    Its scripts come from other hosts, and the site loads nothing from outside: they are taken out, and the
-    plain table stays. The memory column gets its real name; a reference run has no figure in it.
+    Its scripts are removed, as they load from other hosts; the plain table is kept. The memory column gets its
+    correct name, and runs of the reference device have no figure in it.
     """
     for raw in list(doctree.findall(nodes.raw)):
         raw.parent.remove(raw)

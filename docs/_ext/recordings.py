@@ -1,15 +1,16 @@
-"""Sphinx extension: gallery pages show GPU figures on a site that is built without a GPU.
+"""Sphinx extension: show recorded GPU runs of the gallery on a site that is built without a GPU.
 
-sphinx-gallery executes an example only when its text differs from the ``.md5`` that an earlier execution
-left in the gallery's folder. Before it looks, this extension puts the files of the recorded run there
-(:mod:`recording_data`), so that page, images, time and memory are those of the recording. What has no
-recording of its present text is executed, and every page is labelled with where its figures come from
+sphinx-gallery executes an example only if its text differs from the ``.md5`` of an earlier execution in the
+gallery folder. Before that, this extension copies the files of the recorded run into the folder
+(:mod:`recording_data`), so that page, images, time and memory are those of the recording. An example without a
+recording of its current text is executed. Every page is labelled with the origin of its figures
 (:mod:`recording_labels`).
 
 Configuration values
 --------------------
 recordings_dir : path of the recordings, relative to the folder of ``conf.py``.
-recordings_package : path of the library's package, likewise; its digest tells whether a recording is current.
+recordings_package : path of the package of the library, relative to the same folder; a recording is current if the
+    digest of this package is unchanged.
 recordings_mode : ``"auto"`` executes everything where torch sees an accelerator and restores recordings
     elsewhere; ``"live"`` executes everything; ``"recorded"`` restores whatever can be restored.
 """
@@ -36,10 +37,10 @@ COSTS = "sg_execution_times"
 
 
 class GalleryRecordings:
-    """The state of one build: which page shows what. Its methods are the event handlers."""
+    """The gallery pages of one build; the methods are event handlers of Sphinx."""
 
     def __init__(self) -> None:
-        """Start with no page known."""
+        """Create a state without pages."""
         self.pages: dict[str, Page] = {}
         self.source_digest = ""
         self.link: dict[str, float] = {}
@@ -53,13 +54,13 @@ class GalleryRecordings:
         self.source_digest = data.source_digest(Path(app.confdir) / app.config.recordings_package)
 
     def _paths(self, example: Path) -> tuple[str, Path, str]:
-        """Return an example's path in its folder, the folder of its page, and the page's docname."""
+        """Return the path of an example in its folder, the folder of its page, and the docname of the page."""
         relative = example.relative_to(self.examples_dir)
         docname = (Path(self.gallery_name) / relative.with_suffix("")).as_posix()
         return relative.as_posix(), self.gallery_dir / relative.parent, docname
 
     def prepare(self, app: Sphinx) -> None:
-        """Put recorded runs where sphinx-gallery looks for earlier ones (before it looks)."""
+        """Restore recorded runs into the gallery folder; runs before sphinx-gallery."""
         mode = app.config.recordings_mode
         if mode not in MODES:
             raise ConfigError(f"recordings_mode is {mode!r}, expected one of {', '.join(MODES)}.")
@@ -82,7 +83,7 @@ class GalleryRecordings:
             if not self._executed_here(example, target, digest):
                 forget(example, target)
             self.pages[name] = page
-        # Before the examples run and not after: a link that cannot be measured must not cost their results.
+        # Before the examples run, so that an error here does not discard their results.
         if not all(page.restored for page in self.pages.values()) and device_info.has_accelerator():
             self.link = device_info.measure_link()
 
@@ -103,7 +104,7 @@ class GalleryRecordings:
         return recorded, ""
 
     def _executed_here(self, example: Path, target: Path, digest: str) -> bool:
-        """Tell whether the gallery's folder already holds a run of this text, library and device."""
+        """Return whether the gallery folder already has a run of this text, library and device."""
         note = executed_file(example, target)
         if not note.is_file():
             return False
@@ -115,7 +116,7 @@ class GalleryRecordings:
         return same_text and earlier.device == device_info.device_name()
 
     def finish(self, app: Sphinx) -> None:
-        """Note which examples sphinx-gallery has executed, and report every page (after it is done)."""
+        """Record which examples were executed, and log the state of every page; runs after sphinx-gallery."""
         executed = {Path(p).resolve() for p in app.config.sphinx_gallery_conf["passing_examples"]}
         for example in data.find_examples(self.examples_dir):
             name, target, _ = self._paths(example)
@@ -130,7 +131,7 @@ class GalleryRecordings:
             logger.info("gallery: %s: %s", name, page.summary())
 
     def outdated(self, app: Sphinx, env: BuildEnvironment, *_: Any) -> list[str]:
-        """Have pages read again whose label changed while their text did not."""
+        """Return the pages to read again because their label changed."""
         labels = {page.docname: repr(page) for page in self.pages.values()}
         earlier: dict[str, str] = getattr(env, "recording_labels", {})
         env.recording_labels = labels  # type: ignore[attr-defined]
@@ -140,7 +141,7 @@ class GalleryRecordings:
         return sorted(changed & env.found_docs)
 
     def label(self, app: Sphinx, doctree: Any) -> None:
-        """Write on each gallery page where its figures come from."""
+        """Add the label to a gallery page."""
         docname = app.env.docname
         by_docname = {page.docname: page for page in self.pages.values()}
         if docname in by_docname:
@@ -150,20 +151,20 @@ class GalleryRecordings:
 
 
 def executed_file(example: Path, target: Path) -> Path:
-    """Return the file that says that the page in `target` was executed on this machine."""
+    """Return the file that records that the page in `target` was executed on this machine."""
     return target / f"{example.stem}.executed.json"
 
 
 def forget(example: Path, target: Path) -> None:
-    """Make sphinx-gallery execute an example, whatever an earlier build left in `target`."""
+    """Remove the results of an earlier build from `target`, so that sphinx-gallery executes the example."""
     for path in (executed_file(example, target), target / (example.name + ".md5")):
         path.unlink(missing_ok=True)
 
 
 def restore(folder: Path, recorded: data.Provenance, example: Path, target: Path) -> None:
-    """Copy a recording into the gallery's folder `target`, and make the download that was left out of it.
+    """Copy a recording into the gallery folder `target`, and build the ``.zip`` that it does not contain.
 
-    A file that is already there and the same is not written again: Sphinx reads pages by modification time.
+    Unchanged files are not written again, since Sphinx uses modification times to decide what to read.
     """
     executed_file(example, target).unlink(missing_ok=True)
     for name in recorded.files:
@@ -174,7 +175,7 @@ def restore(folder: Path, recorded: data.Provenance, example: Path, target: Path
     with zipfile.ZipFile(bundle, "w", zipfile.ZIP_DEFLATED) as archive:
         for path in (source, source.with_suffix(".ipynb")):
             if path.is_file():
-                # Without the files' times: an archive that differs each time has the page read each time.
+                # Without file times: an archive that differs in every build would be read again in every build.
                 archive.writestr(zipfile.ZipInfo(path.name), path.read_bytes())
     _write_if_changed(target / f"{example.stem}.zip", bundle.getvalue())
 
@@ -183,12 +184,12 @@ def _write_if_changed(path: Path, content: bytes) -> None:
     if path.is_file() and path.read_bytes() == content:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.unlink(missing_ok=True)  # sphinx-gallery writes its pages read-only
+    path.unlink(missing_ok=True)  # sphinx-gallery makes its pages read-only
     path.write_bytes(content)
 
 
 def setup(app: Sphinx) -> dict[str, Any]:
-    """Register with Sphinx."""
+    """Register the extension."""
     app.setup_extension("sphinx_gallery.gen_gallery")
     app.add_config_value("recordings_dir", "docs/recordings", "")
     app.add_config_value("recordings_package", "src/actoffload", "")

@@ -1,8 +1,8 @@
 """Sphinx extension: the directive ``{schedule-figure} NAME`` draws a schedule as `simulate` predicts it.
 
-The figures are made while the site is built, so they cannot differ from the library.  Each comes as two SVG
-files with a transparent background, one for light pages and one for dark ones.  The page gives the caption;
-the text for those who cannot see the picture is written from the simulation.
+The figures are drawn during the build of the site, so they always agree with the library.  Each figure is two
+SVG files with a transparent background, for light and dark pages.  The page gives the caption; the alt text is
+written from the simulation.
 """
 
 from __future__ import annotations
@@ -42,22 +42,22 @@ INK = {"light": "#24292f", "dark": "#ced6dd"}
 
 
 def sequential() -> Plan:
-    """Nothing leaves."""
+    """Return a plan without offloading."""
     return Plan(LAYERS)
 
 
 def full_overlap() -> Plan:
-    """Default scheduling, 2 of 5 layers."""
+    """Return a default schedule of 2 of 5 layers."""
     return DefaultSchedule(num_layers=2, model_layers=LAYERS).plan()
 
 
 def stalls() -> Plan:
-    """Default scheduling, 3 of 5 layers over the same link, which is too slow for it."""
+    """Return a default schedule of 3 of 5 layers, for which the link is too slow."""
     return DefaultSchedule(num_layers=3, model_layers=LAYERS).plan()
 
 
 def by_hand() -> Plan:
-    """Manual scheduling: every second layer leaves, and each is called back a layer early."""
+    """Return a manual schedule of every second layer, each reloaded one layer early."""
     return (
         ManualSchedule(LAYERS)
         .start_offload_layer(0, after_forward_of=0)
@@ -71,7 +71,7 @@ def by_hand() -> Plan:
 
 
 def groups() -> Plan:
-    """Group scheduling, 3 of 5 layers over the link of `stalls`: each gives way tensor by tensor."""
+    """Return a group schedule of 3 of 5 layers, with incremental release, over the link of `stalls`."""
     return GroupSchedule(num_layers=3).plan(["block"] * LAYERS)
 
 
@@ -86,14 +86,14 @@ FIGURES: dict[str, Callable[[], Plan]] = {
 
 @dataclass(frozen=True)
 class Drawn:
-    """A figure on disk: file by page colour, and what it shows in words."""
+    """A figure on disk: its files by colour scheme, and its alt text."""
 
     files: dict[str, Path]
     alt: str
 
 
 def style(ink: str) -> dict[str, Any]:
-    """Return matplotlib's settings for text and axes of one colour on the page's own background."""
+    """Return the settings of matplotlib for text and axes in one colour on a transparent background."""
     coloured = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")
     return {
         **dict.fromkeys(coloured, ink),
@@ -101,19 +101,19 @@ def style(ink: str) -> dict[str, Any]:
         "axes.facecolor": "none",
         "savefig.facecolor": "none",
         "font.size": 9.5,
-        "svg.fonttype": "path",  # the same widths on every machine, whatever fonts it has
+        "svg.fonttype": "path",  # the same widths on every machine, independent of its fonts
         "svg.hashsalt": "actoffload",  # the same ids in every build
     }
 
 
 def sources() -> list[Path]:
-    """Return the files of the library that decide what a figure shows."""
+    """Return the files of the library that the figures depend on."""
     package = Path(actoffload.__file__).parent
     return [package / "report" / "plots.py", *sorted((package / "schedule").glob("*.py"))]
 
 
 def describe(result: Simulation) -> str:
-    """Put a simulation into words."""
+    """Return the alt text of a simulation."""
     numbers = sorted({span.layer for span in result.timeline.of(Kind.D2H)})
     joined = " and ".join(filter(None, (", ".join(map(str, numbers[:-1])), *map(str, numbers[-1:]))))
     who = f"Layer{'s' * (len(numbers) > 1)} {joined} of {LAYERS}" if numbers else "No layer"
@@ -136,7 +136,7 @@ def draw(name: str, folder: Path) -> Drawn:
     folder.mkdir(parents=True, exist_ok=True)
     files = {page: folder / f"schedule-{name}-{page}.svg" for page in INK}
     for page, file in files.items():
-        # From matplotlib's own defaults: the gallery's scripts run in this process and may change settings.
+        # Reset to the defaults of matplotlib: examples of the gallery run in this process and may change settings.
         with matplotlib.rc_context({**matplotlib.rcParamsDefault, **style(INK[page]), "backend": "agg"}):
             figure = plot_step(result.timeline)
             figure.savefig(file, metadata={"Date": None})
@@ -162,11 +162,11 @@ class ScheduleFigure(SphinxDirective):
             self.env.note_dependency(str(file))
         drawn = draw(name, Path(self.env.doctreedir) / "schedule_figures")
         figure = nodes.figure(classes=["schedule-figure"])
-        # Apart from the caption: the theme hides a caption that follows the image of the other page colour.
+        # Separate from the caption: the theme hides a caption that follows the image of the other colour scheme.
         images = nodes.container()
         figure += images
         for page, file in drawn.files.items():
-            # Relative to the source folder, as Sphinx wants it, although the file lies in the build folder.
+            # Sphinx requires a path relative to the source folder, although the file is in the build folder.
             uri = "/" + Path(os.path.relpath(file, self.env.srcdir)).as_posix()
             images += nodes.image(uri=uri, alt=drawn.alt, classes=[f"only-{page}"])
         lines, _ = self.parse_inline(" ".join(self.content), lineno=self.lineno)

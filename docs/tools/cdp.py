@@ -1,6 +1,6 @@
-"""Drives a headless Chromium through its DevTools pipe: messages of JSON, each ended by a zero byte.
+"""Control a headless Chromium through its DevTools pipe: JSON messages, each terminated by a zero byte.
 
-The pipe needs no port and no package. Chromium reads commands from file descriptor 3 and writes answers and
+The pipe needs neither a port nor a package. Chromium reads commands from file descriptor 3 and writes results and
 events to 4.
 """
 
@@ -32,7 +32,7 @@ def find_browser() -> str | None:
 
 
 class Tab:
-    """One page in the browser, and the events it has sent."""
+    """One page of the browser, and the events that it has sent."""
 
     def __init__(self, write: int, read: int) -> None:
         self._write, self._read = write, read
@@ -42,7 +42,7 @@ class Tab:
         self.events: list[dict[str, Any]] = []
 
     def attach(self) -> None:
-        """Open an empty page and have its events sent."""
+        """Open an empty page and enable its events."""
         target = self.send("Target.createTarget", url="about:blank")["targetId"]
         attached = self.send("Target.attachToTarget", targetId=target, flatten=True)
         self._session = attached["sessionId"]
@@ -66,7 +66,7 @@ class Tab:
             self.events.append(answer)
 
     def wait_for(self, method: str, timeout: float = 30.0) -> None:
-        """Wait until an event of this name has come since `events` was last cleared."""
+        """Wait for an event of this name; events since `events` was last cleared count."""
         until = time.monotonic() + timeout
         while not any(event.get("method") == method for event in self.events):
             self.events.append(self._receive(until, method))
@@ -95,11 +95,11 @@ class Tab:
 
 @contextlib.contextmanager
 def browser(path: str) -> Iterator[Tab]:
-    """Start a headless browser with a fresh profile and yield one tab; end it afterwards."""
+    """Start a headless browser with a new profile, yield one tab, and close the browser afterwards."""
     to_browser_read, to_browser_write = os.pipe()
     from_browser_read, from_browser_write = os.pipe()
 
-    def place_pipes() -> None:  # in the child: duplicates first, since 3 and 4 may be one of the pipes' ends
+    def place_pipes() -> None:  # in the child: duplicate first, since 3 and 4 may already be ends of the pipes
         reads, writes = os.dup(to_browser_read), os.dup(from_browser_write)
         os.dup2(reads, 3)
         os.dup2(writes, 4)
@@ -116,7 +116,7 @@ def browser(path: str) -> Iterator[Tab]:
             f"--user-data-dir={profile}",
         ]
         if hasattr(os, "geteuid") and os.geteuid() == 0:
-            command.append("--no-sandbox")  # the sandbox does not start as root; only our own pages are opened
+            command.append("--no-sandbox")  # the sandbox does not work as root; only our own pages are opened
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -135,7 +135,7 @@ def browser(path: str) -> Iterator[Tab]:
             with contextlib.suppress(OSError):
                 os.close(to_browser_write)
             try:
-                process.wait(timeout=5)  # closing the pipe ends it
+                process.wait(timeout=5)  # closing the pipe makes the browser exit
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()

@@ -2,10 +2,10 @@
 
 Usage: python docs/tools/check_browser.py build/docs/html [--screenshots DIR]
 
-For each page, at the width of a desktop and of a phone: nothing in the console, no script error, no failed
-request, nothing loaded from another host, a heading and text in the main part, every image drawn, no number
-apart from its unit in a table, and no sideways scrolling. With --screenshots, each page is also saved
-as PNG, in light and in dark.
+Each page is checked at the widths of a desktop and of a phone: no console message, no script error, no failed
+request, no request to another host, a heading and text in the main part, every image drawn, no number separated
+from its unit in a table, and no horizontal scrolling. With --screenshots, each page is also saved as PNG, in
+light and in dark.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ LOOK = """
   };
 })()
 """
-# Pages that are no reading matter: an index may be short and the search page is empty at first.
+# Pages that may have little text: indices may be short, and the search page is empty at first.
 SHORT = {"genindex.html", "search.html", "py-modindex.html"}
 
 
@@ -68,7 +68,7 @@ def _event_problems(tab: Tab, base: str) -> list[str]:
 
 
 def check_page(tab: Tab, base: str, name: str, width: int, height: int) -> list[str]:
-    """Open one page at one size; return what is wrong with it."""
+    """Open one page at one size; return its problems."""
     mobile = width < 600
     metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": mobile}
     tab.send("Emulation.setDeviceMetricsOverride", **metrics)
@@ -100,7 +100,7 @@ def take_screenshots(tab: Tab, name: str, folder: Path) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """Check the site named on the command line; return 1 if a page shows a problem."""
+    """Check the site named on the command line; return 1 if a page has a problem."""
     parser = argparse.ArgumentParser(description="Open every page of a built site in a headless browser.")
     parser.add_argument("site", type=Path)
     parser.add_argument("--screenshots", type=Path, help="save each page here as PNG")

@@ -1,10 +1,10 @@
-"""Say for each gallery example whether its recorded run is current.
+"""Print for each gallery example whether its recorded run is current.
 
 Usage: python docs/tools/check_gallery.py [--strict]
 
-A damaged recording, and one of an example that no longer exists, are errors. A missing recording, one of
-another text, and one of other library sources are reported, since only a machine with a GPU can mend them;
-with --strict, for releases, they are errors too.
+A damaged recording and a recording of a removed example are errors. A missing recording, one of another text, and
+one of other library sources are only reported, since a GPU is needed to record them; with --strict, for releases,
+they are errors too.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def check_gallery(root: Path) -> tuple[list[str], list[str]]:
     Returns
     -------
     errors, reports : list of str
-        What is wrong, and what is only out of date; one sentence each.
+        One sentence for each error, and for each outdated or missing recording.
     """
     examples_dir, recordings = root / "examples", root / "docs" / "recordings"
     sources = data.source_digest(root / "src" / "actoffload")

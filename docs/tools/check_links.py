@@ -1,9 +1,9 @@
-"""Check that every link inside the built site leads somewhere. No network is used.
+"""Find broken links inside the built site, without network access.
 
 Usage: python docs/tools/check_links.py build/docs/html
 
-Looked at are ``href``, ``src``, ``srcset`` and ``poster`` of every page, the anchors they name, and ``url()``
-in the style sheets of ours. Links to other hosts are left alone.
+The checks cover ``href``, ``src``, ``srcset`` and ``poster`` of every page, their anchors, and ``url()`` in our
+style sheets. Links to other hosts are ignored.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 ATTRIBUTES = {"href", "src", "poster"}
-# Made by the theme's search and navigation scripts, not written by us.
+# Created by the search and navigation scripts of the theme.
 IGNORED_ANCHORS = {"", "top"}
 
 
 @dataclass
 class Page:
-    """Anchors that a page offers, and links that it has with their line."""
+    """Anchors of a page, and its links with their line numbers."""
 
     anchors: set[str] = field(default_factory=set)
     links: list[tuple[int, str]] = field(default_factory=list)
@@ -54,14 +54,14 @@ def read_page(path: Path) -> Page:
 
 
 def read_style_sheet(path: Path) -> Page:
-    """Find the files that a style sheet names."""
+    """Find the links in a style sheet."""
     text = path.read_text(encoding="utf-8", errors="replace")
     found = re.finditer(r"url\(\s*['\"]?([^'\")]+)['\"]?\s*\)", text)
     return Page(links=[(text.count("\n", 0, match.start()) + 1, match[1]) for match in found])
 
 
 def find_pages(site: Path) -> list[Path]:
-    """List the pages of a site; the theme keeps templates that end in .html under _static."""
+    """List the pages of a site, without the templates of the theme under _static."""
     return sorted(p for p in site.rglob("*.html") if not p.relative_to(site).parts[0].startswith("_"))
 
 
@@ -76,7 +76,7 @@ def check_site(site: Path) -> list[str]:
     Returns
     -------
     list of str
-        One sentence for each link that leads nowhere; empty if all is well.
+        One sentence for each broken link; empty if there is none.
     """
     site = site.resolve()
     pages = {path: read_page(path) for path in find_pages(site)}
@@ -105,7 +105,7 @@ def _target(site: Path, page: Path, path: str) -> Path:
 
 
 def main(arguments: list[str]) -> int:
-    """Check the site named on the command line; return 1 if a link leads nowhere."""
+    """Check the site named on the command line; return 1 if a link is broken."""
     if len(arguments) != 1 or not (Path(arguments[0]) / "index.html").is_file():
         print("Expected the folder of a built site (with index.html); run `nox -s docs` to build it.")
         return 2
@@ -113,7 +113,7 @@ def main(arguments: list[str]) -> int:
     problems = check_site(site)
     print("\n".join(problems))
     count = len(find_pages(site))
-    print(f"links: {count} pages, {len(problems)} links that lead nowhere.")
+    print(f"links: {count} pages, {len(problems)} broken links.")
     return 1 if problems else 0
 
 

@@ -4,13 +4,13 @@ On the machine with the accelerator (needs torch, matplotlib and the packages of
 
     PYTHONPATH=src python docs/tools/record_gallery.py record --out DIR
 
-executes every example and packs each that ran to its end into DIR/gallery-recording.tar.gz. Then, in the
+executes every example and packs those that completed into DIR/gallery-recording.tar.gz. Then, in the
 repository::
 
     python docs/tools/record_gallery.py unpack DIR/gallery-recording.tar.gz
 
-replaces the recordings in docs/recordings by those in the archive. ``record --rehearse`` goes the same way
-without an accelerator; what it packs is refused by ``unpack``.
+replaces the recordings in docs/recordings by those in the archive. ``record --rehearse`` does the same without an
+accelerator; ``unpack`` rejects its archive.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ TEXT = {".rst", ".json", ".ipynb"}
 
 
 def execute_gallery(root: Path) -> int:
-    """Execute all examples through Sphinx; return its exit status.
+    """Execute all examples with Sphinx; return its exit status.
 
-    The dummy builder writes no pages: a missing reference in some other page must not cost a recording.
+    The dummy builder writes no pages, so that an error in another page does not prevent a recording.
     """
     shutil.rmtree(root / "docs" / "gallery", ignore_errors=True)
     with tempfile.TemporaryDirectory() as out:
@@ -48,7 +48,7 @@ def execute_gallery(root: Path) -> int:
 
 
 def machine_paths(folder: Path, root: Path) -> list[str]:
-    """List the text files of a recording in which a path of this machine stands, for example in a warning."""
+    """List the text files of a recording that contain a path of this machine, for example in a warning."""
     paths = {str(root), sys.prefix, sys.base_prefix, str(Path.home())} - {"/", "/usr"}
     found = []
     for path in sorted(folder.rglob("*")):
@@ -68,13 +68,13 @@ def pack(root: Path, archive: Path, *, rehearse: bool = False) -> tuple[list[str
     archive : Path
         Archive to write.
     rehearse : bool
-        Pack runs of the reference device too.
+        Also pack runs of the reference device.
 
     Returns
     -------
     packed, problems : list of str
-        Names of the examples in the archive, and a sentence for each that is not in it or not fit for the
-        repository.
+        Names of the examples in the archive, and a sentence for each example that is missing from it or that
+        must not be committed.
     """
     packed, problems = [], []
     examples_dir, gallery = root / "examples", root / "docs" / "gallery"
@@ -104,19 +104,19 @@ def pack(root: Path, archive: Path, *, rehearse: bool = False) -> tuple[list[str
 
 
 def unpack(archive: Path, recordings: Path) -> list[str]:
-    """Replace recordings by those in an archive.
+    """Replace recordings by those of an archive.
 
     Parameters
     ----------
     archive : Path
-        What `pack` wrote.
+        Archive that `pack` wrote.
     recordings : Path
-        Folder of the recordings; those of other examples stay.
+        Folder of the recordings; those of other examples are kept.
 
     Returns
     -------
     list of str
-        Names of the examples unpacked. Nothing is replaced if a recording of the archive is damaged.
+        Names of the unpacked examples. Nothing is replaced if a recording of the archive is damaged.
     """
     with tempfile.TemporaryDirectory() as temporary:
         stage = Path(temporary)
@@ -136,7 +136,7 @@ def unpack(archive: Path, recordings: Path) -> list[str]:
 
 
 def main(arguments: list[str]) -> int:
-    """Run one of the two commands; return 1 if something is missing."""
+    """Run the command; return 1 if a recording is missing or rejected."""
     parser = argparse.ArgumentParser(description="Record gallery examples, or unpack recordings.")
     commands = parser.add_subparsers(dest="command", required=True)
     record = commands.add_parser("record", help="execute the gallery and pack it")

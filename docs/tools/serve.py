@@ -1,4 +1,4 @@
-"""Serve a built site on this machine.
+"""Serve a built site on the local host.
 
 Usage: python docs/tools/serve.py build/docs/html [PORT]
 """
@@ -16,17 +16,17 @@ from pathlib import Path
 
 class _Quiet(SimpleHTTPRequestHandler):
     def log_message(self, format: str, *args: object) -> None:
-        """Say nothing of each request."""
+        """Do not log requests."""
 
 
 def make_server(site: Path, port: int) -> ThreadingHTTPServer:
-    """Return a server of `site` on the loopback interface; port 0 takes any free one."""
+    """Return a server of `site` on the loopback interface; port 0 selects a free port."""
     return ThreadingHTTPServer(("127.0.0.1", port), partial(_Quiet, directory=str(site)))
 
 
 @contextlib.contextmanager
 def serving(site: Path) -> Iterator[str]:
-    """Serve `site` in a thread; yield its address without a closing slash."""
+    """Serve `site` in a thread; yield its address without a trailing slash."""
     server = make_server(site, 0)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
