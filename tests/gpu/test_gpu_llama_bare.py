@@ -1,4 +1,4 @@
-"""The baseline of the Llama benchmark: the same copies with hooks and CUDA calls alone."""
+"""The part of the Llama benchmark that says what the hooks and the calls of CUDA cost by themselves."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from llama_model import LlamaSettings, Stack
 pytestmark = [pytest.mark.gpu, needs_cuda]
 
 
-def test_the_baseline_copies_what_offload_copies_and_gradients_are_equal() -> None:
+def test_the_least_moves_what_offload_moves_and_gradients_are_equal() -> None:
     settings = LlamaSettings(tokens=256, layers=5, hidden=512, intermediate=1024, heads=4, kv_heads=2, min_bytes=4096)
     stack = Stack(settings, torch.device("cuda", torch.cuda.current_device()))
     inputs = stack.input().detach()
@@ -40,5 +40,5 @@ def test_the_baseline_copies_what_offload_copies_and_gradients_are_equal() -> No
     with actoffload.offload(stack.model, num_layers=3, min_bytes=settings.min_bytes) as handle:
         got = gradients(lambda: stack.step(stack.model))
         assert all(map(torch.equal, got, want))
-        # `offload` also copies sines and cosines, which all layers save: two wasted copies.
+        # Sines and cosines, which all layers save, are moved in vain by it.
         assert bare.storages == handle.statistics().tensors_offloaded - 2
