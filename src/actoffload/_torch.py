@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from operator import attrgetter
 from types import FrameType
@@ -113,6 +113,79 @@ def plain_tensors(*, dispatch: bool = False) -> Iterator[None]:
         yield
 
 
+def storage_address(obj: Any) -> int:
+    """Return the address of a storage or of the storage of a tensor; 0 if there is none."""
+    try:
+        return address(obj if type(obj) is torch.UntypedStorage else tensor_base.untyped_storage(obj))
+    except Exception:  # sparse, nested, wrapped: each has an error of its own
+        return 0
+
+
+def gradient_of(tensor: Any) -> Any:
+    """Return the gradient of a leaf; None if it has none."""
+    try:
+        leaf = tensor_base.requires_grad.__get__(tensor) and tensor_base.is_leaf.__get__(tensor)
+        return tensor_base.grad.__get__(tensor) if leaf else None
+    except Exception:  # half-built subclasses
+        return None
+
+
+class CreatedStorages:
+    """Bytes of the storages that operations create in a ``with`` block, until they are freed.
+
+    Raises
+    ------
+    RuntimeError
+        On entry, if torch has no dispatch modes.
+    """
+
+    def __init__(self) -> None:
+        self.now = self.peak = 0
+        self._alive: dict[int, weakref.ref[Any]] = {}
+        self._mode: Any = None
+
+    def __enter__(self) -> CreatedStorages:
+        try:
+            from torch.utils._python_dispatch import TorchDispatchMode
+            from torch.utils._pytree import tree_leaves
+        except ImportError as error:
+            raise RuntimeError(
+                f"torch {torch.__version__} has no TorchDispatchMode, with which memory on the CPU is measured; "
+                "measure on an accelerator, or use another version of torch."
+            ) from error
+        created = self
+
+        class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+            def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+                result = func(*args, **(kwargs or {}))
+                inputs = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
+                before = set(map(storage_address, inputs))
+                for leaf in tree_leaves(result):
+                    if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided:
+                        created._follow(leaf.untyped_storage(), before)
+                return result
+
+        self._mode = Watch()  # type: ignore[no-untyped-call]
+        self._mode.__enter__()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._mode.__exit__(None, None, None)
+
+    def _follow(self, storage: torch.UntypedStorage, before: Set[int]) -> None:
+        key, nbytes = storage_address(storage), storage.nbytes()
+        if key in self._alive or key in before:
+            return
+
+        def freed(_: Any) -> None:
+            del self._alive[key]
+            self.now -= nbytes
+
+        self._alive[key] = weakref.ref(storage, freed)
+        self.now += nbytes
+        self.peak = max(self.peak, self.now)
+
+
 # Autograd
 
 NO_BACKWARD = -1
@@ -184,8 +257,13 @@ SHARDED = ("FSDPModule", "ReplicateModule")
 RESHARD = "reshard"
 """A method of modules whose parameters are replaced while they run."""
 
-CALLS = ("Module._call_impl", "Module._wrapped_call_impl")
-"""Functions in which `torch.nn.Module` calls ``forward``."""
+CALLS = {
+    method.__code__ for name in ("_call_impl", "_wrapped_call_impl") if (method := getattr(Module, name, None))
+}
+"""Code of the methods in which `torch.nn.Module` calls ``forward``."""
+
+CALL_VARIABLES = {"args": "input", "kwargs": "input", "result": "output"}
+"""Local variables of `CALLS` for what a module is called with and what it returns."""
 
 _call = getattr(getattr(Module, "_call_impl", None), "__code__", None)
 

@@ -1,234 +1,183 @@
-"""Names the lines of user code that synchronize host and device."""
+"""Find the lines of a program that make the host wait for the GPU."""
 
 from __future__ import annotations
 
 import linecache
+import sys
+import sysconfig
 import threading
+import warnings
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from os import sep
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
-from .sync_frames import Line
-from .sync_watch import Sighting, Watch
+import torch
 
-__all__ = []
+from .._torch import backward_is_running
 
-_running = threading.Lock()
+__all__ = ["Synchronization", "Synchronizations", "find_synchronizations"]
+
+_SYNCHRONIZES = "called a synchronizing CUDA operation"  # text of the warning, in c10/cuda/CUDAFunctions.cpp
+_PROTOTYPE = "Synchronization debug mode is a prototype"
+_BACKWARD = {torch.autograd.backward.__code__, torch.autograd.grad.__code__}
+
+# Files that are not the program: torch, this package, the standard library, installed packages, generated code.
+_FOLDERS = (
+    *(f"{folder}{sep}" for folder in (Path(torch.__file__).parent, Path(__file__).parents[1])),
+    *(f"{sysconfig.get_paths()[name]}{sep}" for name in ("stdlib", "platstdlib")),
+    "<frozen ",
+    "<eval_with_key>",
+)
+_PARTS = (f"{sep}site-packages{sep}", f"{sep}dist-packages{sep}", "torchinductor")
 
 
 @dataclass(frozen=True)
 class Synchronization:
-    """A line of code that makes the host wait for the device.
+    """A line that makes the host wait for the GPU.
 
     Attributes
     ----------
     file : str
-        The file of the line: the innermost one that belongs neither to torch nor to an installed package, else the
-        innermost one outside of torch, else ``"<unknown>"``.
+        File of the line: the innermost one outside of torch and installed packages.  Empty if the call stack has none.
     line : int
-        Number of the line, from 1 on; 0 where it is unknown.
+        Line number, from 1; 0 if the file is not known.
     function : str
-        Qualified name of the function that the line belongs to.
+        Qualified name of the function.
     code : str
-        The text of the line, empty where the source cannot be read.
-    operation : str
-        What waited: the name of an operator (``"aten::nonzero"``) or of a function (``"torch.cuda.synchronize"``).
-    count : int
-        How often.
+        Source text of the line; empty if it cannot be read.
     in_backward : bool
-        Whether it happened during a backward.  Autograd's own threads run no Python of the program; the line is
-        then that of the call of backward.
-    why : str
-        Why the operation waits.
-    instead : str
-        What to do about it.
-    inside : str
-        Where the line called a package that synchronized inside: that place as ``"file:line"``; else empty.
+        True if the wait happened in backward.  Built-in operations run no Python in backward: the line is then that of
+        the call of backward.
+    count : int
+        Number of waits.
     """
 
     file: str
     line: int
     function: str
     code: str
-    operation: str
-    count: int
     in_backward: bool
-    why: str
-    instead: str
-    inside: str = ""
+    count: int = 1
 
     def __str__(self) -> str:
-        where = f"{_short(self.file)}:{self.line} in {self.function}, {_times(self.count)}"
-        lines = [where + (", in backward" if self.in_backward else "")]
-        if self.code:
-            lines.append(f"    {self.code}")
-        if self.inside:
-            lines.append(f"  inside {_short(self.inside)}")
-        return "\n".join([*lines, f"  {self.operation}: {self.why}", f"  instead: {self.instead}"])
+        where = f"{self.file.removeprefix(f'{Path.cwd()}{sep}') or '<unknown>'}:{self.line} in {self.function}"
+        text = f"{where}, {_times(self.count)}{', in backward' if self.in_backward else ''}"
+        return f"{text}\n    {self.code}" if self.code else text
 
 
 class Synchronizations:
-    """What `find_synchronizations` found: iterates over `Synchronization`, in the order of their first occurrence.
+    """The lines that `find_synchronizations` found, in the order of their first wait; iterate over it or print it.
 
-    ``len`` is the number of entries, and the truth value says whether there is one.  The same line has one entry for
-    each operation, and one more for what it did in backward.
+    ``len`` is the number of lines.  A line that waits in forward and in backward counts twice.
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._counts: dict[Sighting, int] = {}
-        self._sources: dict[Line, str] = {}
-        self._watch = Watch(self._see)
+        self._seen: list[Synchronization] = []  # one entry for each wait; threads of autograd append as well
 
-    @contextmanager
-    def _filling(self) -> Iterator[None]:
-        try:
-            with self._watch.watching():
-                yield
-        finally:
-            # Read now: files change, and a prompt or a doctest forgets its source.
-            lines = [sighting.place.line for sighting in self._counts]
-            self._sources = {line: _source(line) for line in lines}
+    def __iter__(self) -> Iterator[Synchronization]:
+        for found, count in Counter(self._seen).items():
+            yield Synchronization(**{**asdict(found), "count": count})
 
-    def _see(self, sighting: Sighting) -> None:
-        with self._lock:  # backward may run on several threads
-            self._counts[sighting] = self._counts.get(sighting, 0) + 1
-
-    @property
-    def by_operator(self) -> bool:
-        """Whether no accelerator was used, so that tensors on the CPU were taken for tensors on a device."""
-        return not self._watch.used_accelerator
+    def __len__(self) -> int:
+        return len(set(self._seen))
 
     @property
     def count(self) -> int:
-        """How often the host waited, all entries together."""
-        return sum(found.count for found in self)
-
-    def _found(self) -> list[Synchronization]:
-        with self._lock:
-            counts = list(self._counts.items())
-        chosen = [(sighting, count) for sighting, count in counts if self.by_operator or not sighting.on_cpu]
-        return [self._public(sighting, count) for sighting, count in chosen]
-
-    def _public(self, sighting: Sighting, count: int) -> Synchronization:
-        line, library = sighting.place.line, sighting.place.library
-        code = self._sources.get(line)
-        return Synchronization(
-            file=line.file,
-            line=line.number,
-            function=line.function,
-            code=_source(line) if code is None else code,
-            operation=sighting.operation,
-            count=count,
-            in_backward=sighting.in_backward,
-            why=sighting.cause.why,
-            instead=sighting.cause.instead,
-            inside="" if library is None else f"{library.file}:{library.number}",
-        )
-
-    def __iter__(self) -> Iterator[Synchronization]:
-        return iter(self._found())
-
-    def __len__(self) -> int:
-        return len(self._found())
-
-    def __repr__(self) -> str:
-        return f"Synchronizations({len(self)} found, {_times(self.count)})"
+        """Number of waits of all lines."""
+        return len(self._seen)
 
     def __str__(self) -> str:
-        found = self._found()
-        if not found:
+        if not self:
             return "No synchronization was found."
-        lines = len({(one.file, one.line) for one in found})
-        count = sum(one.count for one in found)
-        title = f"The host waits for the device {_times(count)}, at {lines} line{'s' * (lines > 1)}."
-        parts = [title, *(str(one) for one in found)]
-        if self.by_operator:
-            parts.append("No accelerator was used: tensors on the CPU were taken for tensors on a device.")
-        return "\n\n".join(parts)
+        title = f"The host waits for the GPU {_times(self.count)}, at {len(self)} line{'s' * (len(self) > 1)}."
+        return "\n".join([title, *map(str, self)])
 
     def to_dict(self) -> dict[str, Any]:
-        """Return everything as plain data.
-
-        Returns
-        -------
-        dict
-            ``"synchronizations"``, a list with the attributes of each `Synchronization`; ``"count"``; and
-            ``"by_operator"``.
-        """
-        return {
-            "synchronizations": [asdict(found) for found in self],
-            "count": self.count,
-            "by_operator": self.by_operator,
-        }
+        """Return ``"count"`` and ``"synchronizations"``, a list with the attributes of each `Synchronization`."""
+        return {"count": self.count, "synchronizations": [asdict(found) for found in self]}
 
 
 @contextmanager
 def find_synchronizations() -> Iterator[Synchronizations]:
-    """Find the lines that make the host wait for the device.
+    """Find the lines that make the host wait for the GPU.
 
-    Inside of the block each wait is noted with the line of user code behind it.  Nothing is printed, no value changes,
-    and everything that was installed is taken back at the end of the block, also after an exception.  Operations take
-    longer meanwhile, so look at one step and not at many.
+    Collects the warnings of `torch.cuda.set_sync_debug_mode` in a ``with`` block, and names the lines of the program
+    behind them.  The debug mode and the warning filters are restored at the end of the block, also after an exception.
 
     Yields
     ------
     Synchronizations
-        What was found; it fills up as the block runs.
+        Filled while the block runs.
 
     Raises
     ------
     RuntimeError
-        If another block is running: the sync debug mode belongs to the whole process.
-
-    See Also
-    --------
-    torch.cuda.set_sync_debug_mode : What this asks on CUDA.
+        If CUDA is not available.
 
     Notes
     -----
-    On CUDA the finding rests on `torch.cuda.set_sync_debug_mode`, for all threads, and on wrapped functions for
-    explicit calls of ``synchronize``.  Elsewhere operators are recognised by name and arguments, on the thread of the
-    block and in the backwards that it calls.  Where a block uses no accelerator, its CPU tensors are taken for tensors
-    on a device.
+    The debug mode and the warning filters are those of the process, so only one block may run at a time.
 
     Examples
     --------
-    >>> mask = torch.tensor([True, False, True])
-    >>> x = torch.ones(3)
-    >>> with find_synchronizations() as found:
-    ...     kept = torch.where(mask, x, 0.0)  # keeps the shape
-    ...     total = kept.sum().item()
-    >>> [(one.line, one.operation) for one in found]
-    [(3, 'aten::item / aten::_local_scalar_dense')]
+    >>> if torch.cuda.is_available():
+    ...     with find_synchronizations() as found:
+    ...         total = torch.ones(3, device="cuda").sum().item()
+    ...     assert [one.line for one in found] == [3]
     """
-    if not _running.acquire(blocking=False):
+    if not torch.cuda.is_available():
         raise RuntimeError(
-            "find_synchronizations is running already, and watches the whole process: leave its block before entering "
-            "another one."
+            "find_synchronizations needs CUDA, because it reads the warnings of torch.cuda.set_sync_debug_mode; "
+            "run it on a machine with a GPU."
         )
-    try:
-        found = Synchronizations()
-        with found._filling():
+    found = Synchronizations()
+    caller = threading.get_ident()
+    with warnings.catch_warnings():
+        show_others = warnings.showwarning
+
+        def show(message: Warning | str, *args: Any, **kwargs: Any) -> None:
+            if _SYNCHRONIZES in str(message):
+                found._seen.append(_locate(sys._getframe(1), caller))
+            else:
+                show_others(message, *args, **kwargs)
+
+        warnings.filterwarnings("ignore", message=_PROTOTYPE)
+        warnings.filterwarnings("always", message=_SYNCHRONIZES)
+        warnings.showwarning = show
+        former = torch.cuda.get_sync_debug_mode()
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
             yield found
-    finally:
-        _running.release()
+        finally:
+            torch.cuda.set_sync_debug_mode(former)
+
+
+def _locate(frame: FrameType | None, caller: int) -> Synchronization:
+    """Return the innermost line of the program at or above a frame, else that at which the caller's thread is."""
+    in_backward, at = backward_is_running(), frame
+    while at is not None and not _is_program(at):
+        in_backward = in_backward or at.f_code in _BACKWARD
+        at = at.f_back
+    if at is None:  # a thread of autograd in which only library code runs
+        at = sys._current_frames().get(caller)
+        while at is not None and not _is_program(at):
+            at = at.f_back
+    if at is None:
+        return Synchronization("", 0, "<unknown>", "", in_backward)
+    file, line = at.f_code.co_filename, at.f_lineno
+    # The source is read now: an interactive session may replace it before the result is printed.
+    return Synchronization(file, line, at.f_code.co_qualname, linecache.getline(file, line).strip(), in_backward)
+
+
+def _is_program(frame: FrameType) -> bool:
+    file = frame.f_code.co_filename
+    return not (file.startswith(_FOLDERS) or any(part in file for part in _PARTS))
 
 
 def _times(count: int) -> str:
     return "once" if count == 1 else f"{count} times"
-
-
-def _source(line: Line) -> str:
-    return linecache.getline(line.file, line.number).strip()
-
-
-def _short(file: str) -> str:
-    """Return a path as people want to read it: without the folder of packages, or relative to where they are."""
-    for folder in (f"{sep}site-packages{sep}", f"{sep}dist-packages{sep}"):
-        if folder in file:
-            return file.split(folder, 1)[1]
-    return file.removeprefix(f"{Path.cwd()}{sep}")
