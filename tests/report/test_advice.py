@@ -10,7 +10,8 @@ import pytest
 from actoffload.engine.hostpool import GRANULE
 from actoffload.report import Reason
 from actoffload.report.advice import HOST_STEP, IN_ORDER, TOLERANCE, advise, most_layers_without_stall
-from actoffload.report.report import GroupReport, HeldStorage, Report
+from actoffload.report.held import HeldStorage
+from actoffload.report.report import GroupReport, Report
 from actoffload.schedule import DefaultSchedule, LayerCost, Link, simulate
 
 MIB = 2**20

@@ -10,7 +10,8 @@ import pytest
 from report_samples import MIB, block, report, table
 
 from actoffload.report import Reason
-from actoffload.report.report import GroupReport, HeldStorage, Report, merge_held, sum_groups
+from actoffload.report.held import HeldStorage, merge_held
+from actoffload.report.report import GroupReport, Report, sum_groups
 from actoffload.report.tables import size
 
 # Data

@@ -12,8 +12,9 @@ from torch import nn
 from whole_model import Waves, data, offload
 
 from actoffload.report.advice import advise
+from actoffload.report.held import HeldStorage, merge_held
 from actoffload.report.holders import find_holders
-from actoffload.report.report import GroupReport, HeldStorage, Report, merge_held
+from actoffload.report.report import GroupReport, Report
 
 MIB = 2**20
 

@@ -7,7 +7,8 @@ from html.parser import HTMLParser
 
 from report_samples import MIB, report, table
 
-from actoffload.report.report import GroupReport, HeldStorage, Report
+from actoffload.report.held import HeldStorage
+from actoffload.report.report import GroupReport, Report
 
 NASTY = "layers|0<b>`&*_"
 

@@ -14,8 +14,9 @@ from ..engine.model_pass import ModelPass
 from ..engine.recorder import TimelineRecorder
 from ..engine.statistics import Statistics
 from ..report.advice import advise
+from ..report.held import HeldStorage, Holder
 from ..report.holders import find_all_holders
-from ..report.report import GroupReport, HeldStorage, Report, sum_groups
+from ..report.report import GroupReport, Report, sum_groups
 from ..report.step_timeline import LayerTimes, StepTimeline
 from ..schedule.costs import LayerCost, Link
 from ..schedule.execution_order import GroupKey, Planner
@@ -73,7 +74,7 @@ class Recording:
     passes: int = 0
     outside: Counter[str] = field(default_factory=Counter)
     held: tuple[Held, ...] = ()
-    holders: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    holders: dict[int, tuple[Holder, ...]] = field(default_factory=dict)
 
     def timeline(self) -> StepTimeline:
         """Return the recorded step."""

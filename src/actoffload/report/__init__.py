@@ -2,14 +2,16 @@
 
 from ..engine.recorder import TimelineRecorder
 from ..engine.statistics import Reason, Statistics
+from .held import HeldStorage, Holder
 from .ranks import RankReports, gather_reports
-from .report import GroupReport, HeldStorage, Report
+from .report import GroupReport, Report
 from .step_timeline import LayerTimes, StepTimeline
 from .synchronization import Synchronization, Synchronizations, find_synchronizations
 
 __all__ = [
     "GroupReport",
     "HeldStorage",
+    "Holder",
     "LayerTimes",
     "RankReports",
     "Reason",

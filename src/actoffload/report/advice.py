@@ -12,8 +12,8 @@ from ..schedule.costs import LayerCost, Link
 from ..schedule.plan import Plan
 from ..schedule.simulate import Simulation, simulate
 from .folding import name_of_all
-from .holder_names import RETURNS
-from .report import PASSES, WEIGHTS, Report, merge_held
+from .held import Holder, merge_held
+from .report import WEIGHTS, Report
 from .tables import milliseconds, percent, size
 
 __all__ = ["DOING", "KEEP_ARGUMENTS", "RETURN_LESS", "advise", "most_layers_without_stall"]
@@ -268,24 +268,25 @@ def _not_freed_because(
     yield nbytes, f"{share} are still on the device after their copy because {because}."
 
 
-def _because(holders: Sequence[str], groups: int) -> str:
+def _because(holders: Sequence[Holder], groups: int) -> str:
     if not holders:
-        return "something that Python does not see holds a reference: autograd of another graph, or C++"
-    words = " and ".join(filter(None, (", ".join(holders[:-1]), holders[-1])))
-    passing = [found for line in holders if (found := PASSES.fullmatch(line))]
-    if passing:  # then they all do, and their words are for all groups already
-        one = len(holders) == 1 and not re.search(r"\*|` and |, `", holders[0])
-        return f"{words} {'holds a reference' if one else 'hold references'}: {_let_go(passing)}"
-    words += ", and their like in the other groups," if groups > 1 else ""
-    return f"{words} {'hold references' if len(holders) > 1 or groups > 1 else 'holds a reference'}"
+        return "a reference that Python does not see keeps it: autograd of another graph, or C++"
+    lines = list(map(str, holders))
+    words = " and ".join(filter(None, (", ".join(lines[:-1]), lines[-1])))
+    several = len(holders) > 1 or len(holders[0].paths) > 1
+    if all(holder.is_call for holder in holders):  # their paths are for all groups already
+        several = several or "*" in holders[0].paths[0]
+        return f"{words} {'keep' if several else 'keeps'} a reference: {_return_less(holders)}"
+    words += ", and the same in the other groups," if groups > 1 else ""
+    return f"{words} {'keep' if several or groups > 1 else 'keeps'} a reference"
 
 
-def _let_go(passing: Sequence[re.Match[str]]) -> str:
-    """Return what to do about what a call of the model holds: about what it returns, if it does."""
-    returned = next((found["path"] or "" for found in passing if found["how"] == RETURNS), None)
-    if returned is None:
+def _return_less(holders: Sequence[Holder]) -> str:
+    """Return what to do about inputs and outputs: about the outputs, if there are any."""
+    output = next((holder.paths[0] for holder in holders if holder.kind == "output"), None)
+    if output is None:
         return KEEP_ARGUMENTS
-    return next(remedy for name, remedy in RETURN_LESS if not name or re.search(rf"\b{name}\b", returned))
+    return next(advice for name, advice in RETURN_LESS if not name or re.search(rf"\b{name}\b", output))
 
 
 def _share(fraction: float) -> str:

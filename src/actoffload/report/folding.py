@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Sequence
 from itertools import pairwise
 from typing import TypeVar
 
-__all__ = ["fold", "name_of_all", "numberless"]
+__all__ = ["fold", "name_of_all", "numberless", "starred"]
 
 Row = TypeVar("Row")
 
@@ -62,6 +62,12 @@ def _pattern(keys: Sequence[Hashable], longest: int) -> tuple[int, int]:
 def numberless(name: str) -> str:
     """Return a name with its numbers struck out: what the names of repeated modules have in common."""
     return re.sub(r"\d+", "#", name)
+
+
+def starred(names: Sequence[str]) -> str:
+    """Return a pattern for names that differ in numbers alone: ``layers[*].keys``."""
+    columns = zip(*(re.split(r"(\d+)", name) for name in names), strict=True)
+    return "".join(parts[0] if len(set(parts)) == 1 else "*" for parts in columns)
 
 
 def name_of_all(names: Sequence[str]) -> str:

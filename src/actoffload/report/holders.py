@@ -1,127 +1,102 @@
-"""Who in Python keeps a storage alive: memory that was copied to the host is freed only when nobody refers to it.
+"""Find what in Python keeps a storage alive, for memory that was copied to the host and not freed.
 
-The search asks Python's garbage collector which tensors lie on the storage and what refers to them, level by level,
-until something has a name.  It sees what Python holds.  A tensor that only C++ holds, a node of autograd for
-instance, has no holder in this sense.
+The search asks the garbage collector for the tensors on the storage and for what refers to them, level by level, until
+it meets something that has a name.  A tensor that only C++ keeps alive, a node of autograd for instance, has no holder.
 """
 
 from __future__ import annotations
 
 import gc
 import inspect
+import re
 import sys
 import threading
 import types
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch.autograd.function import FunctionCtx
 
-from .holder_names import (
-    CALL,
-    CONTAINERS,
-    LOCAL,
-    NAMELESS,
-    PACKAGE,
-    PASSED,
-    PASSING,
-    SOMEWHERE,
-    Names,
-    is_call,
-    is_part_of,
-    passed,
-    where_of,
-)
+from .._torch import CALL_VARIABLES, MODULE_CALLS, gradient_of, plain_tensors, storage_address
+from .held import Holder
 
-__all__ = ["find_all_holders", "find_holders"]
+__all__ = ["find_all_holders"]
+
+PACKAGE = __name__.partition(".")[0]
+CONTAINERS = (dict, list, tuple, set, frozenset, deque, types.CellType)
+UNKNOWN = "[…]"  # in an object that does not tell the name
 
 LEVELS = 12  # the cache of keys and values of an encoder with a decoder takes ten
 MOST_NODES = 2000
 MOST_PATHS = 500
-MOST_LINES = 16
-# Up to so many objects the collector's own search is faster than asking every object what it refers to.
-FEW = 32
+MOST_HOLDERS = 16
+FEW = 32  # objects; for more of them `gc.get_referrers` is slower than a search in Python
+
+# How much a holder says, best first.  The last three are reported only if there is no better one.
+MODULE, LASTING, FUNCTION, LOCAL, CALL, NAMELESS, PASSING = range(7)
 
 
-def find_holders(address: int, modules: Mapping[torch.nn.Module, str] | None = None) -> tuple[str, ...]:
-    """Return who in Python holds a tensor on a storage, one readable line for each holder.
+def find_all_holders(
+    addresses: Iterable[int], modules: Mapping[torch.nn.Module, str] | None = None
+) -> dict[int, tuple[Holder, ...]]:
+    """Return what in Python refers to tensors on storages; takes up to a second in a large program.
 
     Parameters
     ----------
-    address : int
-        ``tensor.untyped_storage()._cdata`` of a tensor on the storage.
+    addresses : iterable of int
+        For each storage ``tensor.untyped_storage()._cdata`` of a tensor on it.
     modules : mapping of torch.nn.Module to str, optional
         Names of modules: ``{module: name for name, module in model.named_modules()}``.
 
     Returns
     -------
-    tuple of str
-        What holds longest comes first: attributes of modules, globals and classes, closures, local variables.
-        If there is none of these, what a module that is being called was called with, and returns.  Empty if Python
-        holds nothing: the storage is gone, or only C++ holds it, for instance autograd.
-
-    Notes
-    -----
-    Every object of the process is looked at, so a call takes a good part of a second in a large program.  A
-    local variable of the caller is a holder like any other.  Objects of this package are none.
+    dict of int to tuple of Holder
+        What lasts longest comes first: attributes of modules, globals and classes, closures, local variables.
+        If there is none of these, inputs and outputs of modules that are being called.  Empty if nothing in Python
+        refers to the storage.  Objects of this package are no holders.
 
     Examples
     --------
-    >>> from actoffload.report.holders import find_holders
+    >>> from actoffload.report.holders import find_all_holders
     >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4))
     >>> model[0].cache = [torch.ones(1024)]
     >>> address = model[0].cache[0].untyped_storage()._cdata
-    >>> find_holders(address, {module: name for name, module in model.named_modules()})
-    ('attribute `cache[0]` of 0 (Linear)',)
+    >>> found = find_all_holders([address], {module: name for name, module in model.named_modules()})
+    >>> print(*found[address])
+    attribute `cache[0]` of 0 (Linear)
     """
-    return find_all_holders([address], modules)[address]
-
-
-def find_all_holders(
-    addresses: Iterable[int], modules: Mapping[torch.nn.Module, str] | None = None
-) -> dict[int, tuple[str, ...]]:
-    """Return the holders of several storages by their addresses, in one search; see `find_holders`."""
     search = _Search(modules or {})
     try:
         return search.run(dict.fromkeys(addresses))
     finally:
-        search.forget()
-
-
-@dataclass(frozen=True, slots=True)
-class _Local:
-    """A local variable: what its name says, the name, and its function; of a call of a module, that module."""
-
-    rank: int
-    name: str
-    where: str
-
-    def line(self, path: str = "") -> str:
-        """Return the line for what is reached from the variable in this way."""
-        if self.rank == CALL:
-            return passed(self.name, path, self.where)
-        return f"local variable `{self.name}{path}` of {self.where}"
+        vars(search).clear()  # frames of the search are among the objects found, and refer to the search
 
 
 class _Search:
-    """The objects found so far, and who refers to whom.
-
-    What this object holds is found by the search as well, so all of its containers are in `ignored`.
-    """
+    """The objects found so far, and what refers to them; the containers of the search itself are `ignored`."""
 
     def __init__(self, modules: Mapping[torch.nn.Module, str]) -> None:
-        self.names = Names(modules)
+        self.modules = {id(module): name for module, name in modules.items()}
+        self.namespaces = {  # names of Python modules by the address of their globals
+            id(
+                types.ModuleType.__getattribute__(module, "__dict__")
+            ): name  # a lazy one loads if asked for an attribute
+            for name, module in reversed(list(sys.modules.items()))
+            if issubclass(type(module), types.ModuleType)
+        }
         self.nodes: dict[int, Any] = {}
         self.parents: dict[int, list[int]] = {}
         self.ours: set[int] = set()  # what this package refers to
-        self.ignored = self.names.ignored
-        self.ignored.update(map(id, (self.nodes, self.names, self)))
-        self.locals: dict[int, list[_Local]] = {}  # by the address of what they refer to
+        self.locals: dict[int, list[tuple[int, str, str, str]]] = {}  # by address: rank, kind, name, owner
+        self.snapshots: list[object] = []  # alive until the end, so that their addresses are not used again
+        self.ignored = set(map(id, (self.nodes, self.snapshots, self)))
         for frame in _running_frames():
             self._note_locals(frame)
 
-    def run(self, addresses: Iterable[int]) -> dict[int, tuple[str, ...]]:
+    def run(self, addresses: Iterable[int]) -> dict[int, tuple[Holder, ...]]:
         """Return the holders of each storage."""
         tensors = self._tensors(addresses)
         frontier = [tensor for found in tensors.values() for tensor in found]
@@ -133,147 +108,244 @@ class _Search:
             frontier = self._expand(frontier)
             if not frontier or len(self.nodes) > MOST_NODES:
                 break
-        return {address: self._lines(found) for address, found in tensors.items()}
+        return {address: self._holders(found) for address, found in tensors.items()}
 
-    def forget(self) -> None:
-        """Let go of what was found: the frames of the search itself are among it, and hold the search."""
-        self.nodes.clear()
-        self.parents.clear()
-        self.locals.clear()
-        self.names.forget()
+    # Finding
 
     def _note_locals(self, frame: types.FrameType) -> None:
-        code = frame.f_code
-        if not code.co_flags & inspect.CO_OPTIMIZED:
-            self.names.note_globals(frame)
+        code, is_call = frame.f_code, frame.f_code in MODULE_CALLS
+        if not code.co_flags & inspect.CO_OPTIMIZED:  # the body of a module or of a class
+            name = frame.f_globals.get("__name__")
+            self.namespaces.setdefault(
+                id(frame.f_globals), name if isinstance(name, str) else Path(code.co_filename).name
+            )
             return
-        variables = self.names.variables(frame)
-        rank, where, module = PASSING if is_part_of("torch", frame) else LOCAL, where_of(code, frame.f_lineno), None
-        if is_call(frame.f_globals.get("__name__"), code.co_qualname):
-            module = next((self.names.module(value) for name, value in variables if name == "self"), None)
+        if _is_part_of(PACKAGE, frame) and not is_call:
+            return
+        variables = self._variables(frame)
+        module = next((self._module_name(value) for name, value in variables if is_call and name == "self"), "")
         for name, value in variables:
-            if name not in code.co_freevars:  # those are found as the closure of a function
-                local = (
-                    _Local(rank, name, where) if module is None or name not in PASSED else _Local(CALL, name, module)
-                )
-                self.locals.setdefault(id(value), []).append(local)
+            if name in code.co_freevars:
+                continue  # found as the closure of a function
+            if module and name in CALL_VARIABLES:
+                entry = CALL, CALL_VARIABLES[name], "" if name == "result" else name, module
+            else:
+                entry = PASSING if _is_part_of("torch", frame) else LOCAL, "local variable", name, _where(code, frame)
+            self.locals.setdefault(id(value), []).append(entry)
+
+    def _variables(self, frame: types.FrameType) -> list[tuple[str, object]]:
+        """Return the local variables of a frame without keeping them alive.
+
+        Before Python 3.13, reading ``f_locals`` leaves a dict in the frame that refers to every variable until the
+        function returns.  It is emptied unless a debugger or a call of ``locals()`` refers to it as well.  While a
+        function is traced its content is written back, so it is not emptied then.
+        """
+        values = frame.f_locals
+        found = list(values.items())
+        if type(values) is dict and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
+            self.ignored.add(id(values))
+            self.snapshots.append(values)
+            mine = 4  # the frame, `values`, the list of snapshots, and the argument of getrefcount
+            if sys.getrefcount(values) == mine and sys.gettrace() is None and frame.f_trace is None:
+                values.clear()
+        return found
 
     def _tensors(self, addresses: Iterable[int]) -> dict[int, list[Any]]:
         """Return the tensors and storage objects at each address."""
-        found: dict[int, list[Any]] = {address: [] for address in addresses}
-        with torch._C.DisableTorchFunctionSubclass():  # a subclass is not asked what it does with the names below
+        found: dict[int, dict[int, Any]] = {address: {} for address in addresses}
+        nowhere: dict[int, Any] = {}
+        with plain_tensors():
             for obj in gc.get_objects():
                 # Not isinstance: it asks objects for their class, and a lazy proxy then loads what it stands for.
-                kind = type(obj)
-                if issubclass(kind, torch.Tensor):
-                    _add(found.get(_address(obj)), obj)
-                    self._note_gradient(obj, found)
-                elif kind is torch.UntypedStorage:
-                    _add(found.get(obj._cdata), obj)
-        return found
-
-    def _note_gradient(self, tensor: Any, found: dict[int, list[Any]]) -> None:
-        """Note the gradient of a tensor: C++ holds it, where the collector does not look."""
-        base: Any = torch._C.TensorBase
-        try:
-            leaf = base.requires_grad.__get__(tensor) and base.is_leaf.__get__(tensor)
-            gradient = base.grad.__get__(tensor) if leaf else None
-        except Exception:  # half-built subclasses
-            return
-        same = None if gradient is None else found.get(_address(gradient))
-        if same is not None:
-            _add(same, gradient)
-            self.nodes[id(tensor)] = tensor
-            self.parents[id(gradient)] = [id(tensor)]
+                if not issubclass(type(obj), (torch.Tensor, torch.UntypedStorage)):
+                    continue
+                found.get(storage_address(obj), nowhere)[id(obj)] = obj
+                gradient = gradient_of(obj)  # C++ refers to it, where the collector does not look
+                if storage_address(gradient) in found:
+                    found[storage_address(gradient)][id(gradient)] = gradient
+                    self.nodes[id(obj)] = obj
+                    self.parents[id(gradient)] = [id(obj)]
+        return {address: list(objects.values()) for address, objects in found.items()}
 
     def _expand(self, frontier: list[Any]) -> list[Any]:
-        """Note who refers to these objects; return those referrers that have no name of their own."""
+        """Note what refers to these objects; return those referrers that have no name of their own."""
         wanted = set(map(id, frontier))
         nameless = []
-        for referrer in _referrers(frontier, wanted):
+        if len(frontier) <= FEW:
+            referrers = gc.get_referrers(*frontier)
+        else:
+            referrers = [o for o in gc.get_objects() if not wanted.isdisjoint(map(id, gc.get_referents(o)))]
+        for referrer in referrers:
             if id(referrer) in self.ignored:
                 continue
             children = wanted.intersection(map(id, gc.get_referents(referrer)))
-            if is_part_of(PACKAGE, referrer):
+            if _is_part_of(PACKAGE, referrer):
                 self.ours.update(children)
                 continue
             for child in children:
                 self.parents.setdefault(child, []).append(id(referrer))
             if id(referrer) not in self.nodes:
                 self.nodes[id(referrer)] = referrer
-                if not self.names.is_root(referrer):
+                if self._rank(referrer) is None:
                     nameless.append(referrer)
         return nameless
 
-    def _lines(self, tensors: list[Any]) -> tuple[str, ...]:
-        """Return a line for each holder of these tensors, the best names first."""
-        lines: set[tuple[int, str]] = set()
+    # Naming
+
+    def _rank(self, node: Any) -> int | None:
+        """Return how much the name of an object says; None if it has none."""
+        if id(node) in self.modules:
+            return MODULE
+        if type(node) in (types.FunctionType, types.FrameType):
+            return PASSING if _is_part_of("torch", node) else FUNCTION
+        lasting = id(node) in self.namespaces or issubclass(type(node), (type, FunctionCtx))
+        return LASTING if lasting else None
+
+    def _holders(self, tensors: list[Any]) -> tuple[Holder, ...]:
+        """Return the holders of these tensors, the best first."""
+        found: set[tuple[int, Holder]] = set()
         for tensor in tensors:
-            lines.update((local.rank, local.line()) for local in self.locals.get(id(tensor), ()))
+            found.update(self._local_holders([tensor]))
             for parent in self.parents.get(id(tensor), ()):
                 try:
-                    best = self._best([tensor, self.nodes[parent]])
-                except Exception:  # other people's objects: a holder without a name is better than no report
-                    best = NAMELESS, f"an object of class {type(self.nodes[parent]).__name__}"
-                if best is not None:
-                    lines.add(best)
-        named = {entry for entry in lines if entry[0] < CALL} or {entry for entry in lines if entry[0] == CALL}
-        return tuple(dict.fromkeys(line for _, line in sorted(named or lines)))[:MOST_LINES]
+                    found.update(self._best([tensor, self.nodes[parent]]))
+                except Exception:  # objects of the program may raise: a holder without a name is better than no report
+                    owner = f"an object of class {_class(self.nodes[parent])}"
+                    found.add((NAMELESS, Holder("element", (UNKNOWN,), owner)))
+        named = {entry for entry in found if entry[0] < CALL} or {entry for entry in found if entry[0] == CALL}
+        ordered = sorted(named or found, key=lambda entry: (entry[0], str(entry[1])))
+        return tuple(dict.fromkeys(holder for _, holder in ordered))[:MOST_HOLDERS]
 
-    def _best(self, start: list[Any]) -> tuple[int, str] | None:
-        """Return the best of the names that a holder has, with its rank; of two as good, the shorter one."""
-        found: list[tuple[int, str]] = []
+    def _best(self, start: list[Any]) -> list[tuple[int, Holder]]:
+        """Return the best of the names of a holder, with its rank; of two as good, the shorter one; none if ours."""
+        found: list[tuple[int, Holder]] = []
         paths = [start]
         for path in paths:  # grows while it is walked; the same object may be reached in several ways
-            node = path[-1]
-            for local in self.locals.get(id(node), ()):
-                found.append((local.rank, local.line(self.names.path(path))))
-            if self.names.is_root(node):
-                found.append((self.names.rank(node), self.names.of_root(path)))
+            node, rank = path[-1], self._rank(path[-1])
+            found += self._local_holders(path)
+            if rank is not None:
+                found.append((rank, self._of_root(path)))
                 continue
             for parent in self.parents.get(id(node), ()):
                 if len(paths) < MOST_PATHS and not any(id(other) == parent for other in path):
                     paths.append([*path, self.nodes[parent]])
         if found:
-            return min(found, key=lambda name: (name[0], SOMEWHERE in name[1], len(name[1]), name[1]))
-        for node in paths[-1][1:]:
+            return [min(found, key=lambda e: (e[0], UNKNOWN in e[1].paths[0], len(str(e[1])), str(e[1])))]
+        for k, node in enumerate(paths[-1][1:], start=1):
             if type(node) not in CONTAINERS:
-                break
-            if id(node) in self.ours:
-                return None
-        return self.names.of_nameless(paths[-1])
+                name = self._path(paths[-1][: k + 1]).removeprefix(".")
+                return [(LOCAL, Holder("attribute", (name,), f"an object of class {_class(node)}"))]
+            if id(node) in self.ours or (type(node) is tuple and any(_is_part_of(PACKAGE, part) for part in node)):
+                return []  # an object of this package, or what its pack hook returned, refers to it
+        owner = f"a {_class(paths[-1][-1])} without a name"
+        return [(NAMELESS, Holder("element", (self._path(paths[-1]),), owner))]
+
+    def _local_holders(self, nodes: list[Any]) -> list[tuple[int, Holder]]:
+        """Return the local variables that refer to the last object of a path, with their ranks."""
+        variables = self.locals.get(id(nodes[-1]))
+        if not variables:
+            return []
+        path = self._path(nodes)
+        return [(rank, Holder(kind, (f"{name}{path}".removeprefix("."),), of)) for rank, kind, name, of in variables]
+
+    def _of_root(self, nodes: list[Any]) -> Holder:
+        """Return the holder for a path whose last object has a name of its own."""
+        root, path = nodes[-1], self._path(nodes).removeprefix(".")
+        if id(root) in self.modules:
+            kind = "buffer" if path in root._buffers else "parameter" if path in root._parameters else "attribute"
+            return Holder(kind, (path,), f"{self._module_name(root)} ({_class(root)})")
+        if type(root) is dict:
+            return Holder("global", (path,), f"module {self.namespaces[id(root)]}")
+        if type(root) is types.FunctionType:
+            return Holder("closure variable", (path,), _where(root.__code__))
+        if type(root) is types.FrameType:
+            return Holder("local variable", (path,), f"{_where(root.f_code, root)}, kept by a traceback")
+        if issubclass(type(root), FunctionCtx):
+            return Holder("attribute", (path,), f"ctx of the autograd function {_class(root).removesuffix('Backward')}")
+        return Holder("attribute", (path,), f"class {_short(root.__qualname__)}")
+
+    def _path(self, nodes: list[Any]) -> str:
+        """Return how the first object is reached from the last: ``.cache[0]``."""
+        path, k = "", 0
+        while k + 1 < len(nodes):
+            child, parent, owner = nodes[k], nodes[k + 1], nodes[k + 2] if k + 2 < len(nodes) else None
+            if type(owner) is types.FunctionType and parent is owner.__closure__:
+                names = zip(owner.__code__.co_freevars, owner.__closure__ or (), strict=True)
+                path, k = next(name for name, cell in names if cell is child) + path, k + 2
+            elif type(parent) is dict and getattr(owner, "__dict__", {}).get(_key(parent, child)) is child:
+                path, k = f".{_key(parent, child)}{path}", k + 2
+            else:
+                path, k = self._step(parent, child) + path, k + 1
+        # What a module registers lies in a dict of the module, and is an attribute all the same.
+        return re.sub(r"\._(?:buffers|parameters|modules)\['([^']*)'\]", r".\1", path)
+
+    def _step(self, parent: Any, child: Any) -> str:
+        kind = type(parent)
+        if kind is types.CellType:
+            return ""
+        if issubclass(kind, dict):
+            key = _key(parent, child)
+            if key is child:
+                return UNKNOWN
+            return str(key) if id(parent) in self.namespaces else f"[{_readable(key)}]"
+        if issubclass(kind, (list, tuple, deque)):
+            return next((f"[{k}]" for k, value in enumerate(parent) if value is child), UNKNOWN)
+        if issubclass(kind, torch.Tensor) and gradient_of(parent) is child:
+            return ".grad"
+        if kind is types.FrameType:
+            return next((name for name, value in self._variables(parent) if value is child), UNKNOWN)
+        attributes = getattr(parent, "__dict__", {})
+        return next((f".{name}" for name, value in attributes.items() if value is child), UNKNOWN)
+
+    def _module_name(self, module: object) -> str:
+        name = self.modules.get(id(module))
+        return _class(module) if name is None else name or "the root module"
 
 
-def _add(found: list[Any] | None, obj: object) -> None:
-    if found is not None and not any(obj is other for other in found):
-        found.append(obj)
-
-
-def _address(tensor: Any) -> int:
-    """Return the address of a tensor's storage; 0 for a tensor without one."""
-    try:
-        return int(torch._C.TensorBase.untyped_storage(tensor)._cdata)
-    except Exception:  # sparse, nested, wrapped: each has an error of its own
-        return 0
-
-
-def _referrers(objects: list[Any], addresses: set[int]) -> list[Any]:
-    """Return the objects that refer to any of some objects."""
-    if len(objects) <= FEW:
-        return gc.get_referrers(*objects)
-    return [obj for obj in gc.get_objects() if not addresses.isdisjoint(map(id, gc.get_referents(obj)))]
-
-
-def _running_frames() -> list[types.FrameType]:
-    """Return the frames of every thread but those of this package."""
-    found: list[types.FrameType] = []
+def _running_frames() -> Iterator[types.FrameType]:
+    """Yield the frames of every thread."""
     running = sys._current_frames()
-    # Not this one: a frame that holds itself lives, with all that called it, until the collector comes.
+    # Not this frame: one that refers to itself lives, with all that called it, until the collector runs.
     running[threading.get_ident()] = sys._getframe(1)
     for frame in running.values():
         at: types.FrameType | None = frame
         while at is not None:
-            if not is_part_of(PACKAGE, at):
-                found.append(at)
+            yield at
             at = at.f_back
-    return found
+
+
+def _is_part_of(package: str, obj: Any) -> bool:
+    """Whether an object belongs to a package: instances of its classes, its functions, classes and frames."""
+    try:
+        if type(obj) is types.FrameType:
+            name = obj.f_globals.get("__name__")
+        else:
+            name = (obj if type(obj) is types.FunctionType or issubclass(type(obj), type) else type(obj)).__module__
+    except Exception:  # a metaclass may do anything
+        return False
+    return isinstance(name, str) and (name == package or name.startswith(f"{package}."))
+
+
+def _key(container: dict[Any, Any], child: object) -> object:  # the object itself if it is a key
+    return next((key for key, value in dict.items(container) if value is child), child)
+
+
+def _readable(key: object) -> str:
+    """Return a key as it is written in a program; the code of other classes does not run."""
+    if type(key) is str:
+        return repr(key if len(key) <= 40 else f"{key[:39]}…")
+    return repr(key) if type(key) in (int, bool, float, type(None)) else f"<{_class(key)}>"
+
+
+def _where(code: types.CodeType, frame: types.FrameType | None = None) -> str:
+    """Return the name of a function with its file, without the folder, and a line."""
+    line = code.co_firstlineno if frame is None else frame.f_lineno
+    return f"{_short(code.co_qualname)} ({Path(code.co_filename).name}:{line})"
+
+
+def _class(obj: object) -> str:
+    return _short(type.__dict__["__qualname__"].__get__(type(obj)))  # whatever its metaclass says
+
+
+def _short(qualname: str) -> str:
+    return qualname.rpartition("<locals>.")[2]

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 from ..engine.statistics import Reason
-from .folding import numberless
-from .holder_names import CALLED, RETURNS
+from .held import HeldStorage
 
-__all__ = ["Amounts", "GroupReport", "HeldStorage", "Report"]
-
-PASSES = re.compile(f"(?:(?P<path>`.*) of )?what .+ (?P<how>{RETURNS}|{CALLED})")
-"""The line for a holder that is a call of the model: what it was given, or returns."""
+__all__ = ["Amounts", "GroupReport", "Report"]
 
 Amounts = Mapping[Reason, tuple[int, int]]
 """By reason: number of tensors, and their bytes."""
@@ -103,26 +98,6 @@ class GroupReport:
         values = {entry.name: getattr(self, entry.name) for entry in fields(self)}
         sums = {name: getattr(self, name) for name in ("bytes_kept", "activation_bytes", "stall_seconds")}
         return {**values, "kept": _amounts_to_dict(self.kept), **sums}
-
-
-@dataclass(frozen=True)
-class HeldStorage:
-    """A storage that was copied and given up, and exists all the same.
-
-    Parameters
-    ----------
-    group : str
-        Name of the group that saved it.
-    nbytes : int
-        Size in bytes.
-    holders : tuple of str
-        Who in Python holds it, from `find_holders`.  Empty if that was not looked for, or nobody in Python does:
-        then autograd, for another graph than this one, or other C++ code.
-    """
-
-    group: str
-    nbytes: int
-    holders: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -217,7 +192,10 @@ class Report:
             "outside": _amounts_to_dict(self.outside),
             "outside_modules": dict(self.outside_modules),
             "kept": _amounts_to_dict(self.kept),
-            "held": [{"group": held.group, "nbytes": held.nbytes, "holders": list(held.holders)} for held in self.held],
+            "held": [
+                {"group": held.group, "nbytes": held.nbytes, "holders": list(map(str, held.holders))}
+                for held in self.held
+            ],
             "activation_bytes": self.activation_bytes,
             "r": self.r,
             "advice": list(self.advice),
@@ -282,63 +260,6 @@ def add_amounts(amounts: Iterable[Amounts]) -> dict[Reason, tuple[int, int]]:
             before = sums.get(reason, (0, 0))
             sums[reason] = (before[0] + count, before[1] + nbytes)
     return dict(sorted(sums.items(), key=lambda item: (-item[1][1], -item[1][0], item[0].value)))
-
-
-def merge_held(held: Sequence[HeldStorage]) -> list[tuple[tuple[str, ...], int, tuple[str, ...]]]:
-    """Put storages together that the same objects hold: (groups, bytes, holders), most bytes first.
-
-    The same are those whose lines differ in numbers alone, or behind the first name of what is reached from them:
-    the keys and the values of one cache.
-    """
-    merged: dict[tuple[str, ...], list[HeldStorage]] = {}
-    for storage in held:
-        merged.setdefault(tuple(map(_holder, storage.holders)), []).append(storage)
-    entries = [
-        (
-            tuple(dict.fromkeys(storage.group for storage in same)),
-            sum(storage.nbytes for storage in same),
-            tuple(map(_one_line, zip(*(storage.holders for storage in same), strict=True))),
-        )
-        for same in merged.values()
-    ]
-    return sorted(entries, key=lambda entry: (-entry[1], entry[0], entry[2]))
-
-
-def _holder(line: str) -> str:
-    """Return what the lines for one holder have in common."""
-    before, path, behind = _parts(line)
-    first = re.match(r"\[[^]]*\]|[^.[]*", path)
-    return numberless(f"{before}`{first and first[0]}`{behind}")
-
-
-def _one_line(lines: Sequence[str]) -> str:
-    """Return one line for several that name the same holder."""
-    alike: dict[str, list[str]] = {}
-    for line in lines:
-        alike.setdefault(numberless(_parts(line)[1]), []).append(line)
-    if not PASSES.fullmatch(lines[0]):
-        paths = [_parts(same[0])[1] for same in alike.values()]
-    else:
-        paths = [_starred([_parts(line)[1] for line in same]) for same in alike.values()]
-    before, path, behind = _parts(lines[0])
-    if not path:
-        return lines[0]
-    shown = [f"`{path}`" for path in (paths if len(paths) < 4 else paths[:2])]
-    shown += [f"{len(paths) - 2} more"] if len(paths) > 3 else []
-    return before + " and ".join(filter(None, (", ".join(shown[:-1]), shown[-1]))) + behind
-
-
-def _parts(line: str) -> tuple[str, str, str]:
-    """Return what stands before the path in a line, the path, and what stands behind it."""
-    before, _, rest = line.partition("`")
-    path, _, behind = rest.partition("`")
-    return before, path, behind
-
-
-def _starred(paths: Sequence[str]) -> str:
-    """Return a pattern for paths that differ in numbers alone."""
-    columns = zip(*(re.split(r"(\d+)", path) for path in paths), strict=True)
-    return "".join(parts[0] if len(set(parts)) == 1 else "*" for parts in columns)
 
 
 def _sum(values: Iterable[float | None]) -> float | None:

@@ -196,12 +196,12 @@ def _kept_table(report: Report) -> Table:
 
 
 def _held_table(report: Report, *, all_groups: bool) -> Table:
-    from .report import merge_held
+    from .held import merge_held
 
     merged = merge_held(report.held)
     rows: list[tuple[str, str, str]] = []
     for groups, nbytes, holders in merged if all_groups else merged[:MOST_HELD]:
-        lines = holders or ("autograd of another graph, or C++",)
+        lines = tuple(map(str, holders)) or ("autograd of another graph, or C++",)
         rows.append((name_of_all(groups), lines[0], size(nbytes)))
         rows += [("", line, "") for line in lines[1:]]
     left_out = len(merged) - MOST_HELD
