@@ -7,6 +7,10 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from tabulate import tabulate
+
+from ..schedule.units import mebibytes
+
 __all__ = ["Counters", "Reason", "Statistics"]
 
 
@@ -102,12 +106,8 @@ class Statistics:
             ("kept", f"{count} tensors: {reason.value}", self.bytes_kept[reason])
             for reason, count in self.tensors_kept.items()
         ]
-        return "\n".join(f"{name:<12}{mebibytes(size):>14}   {what}" for name, what, size in rows)
-
-
-def mebibytes(nbytes: int) -> str:
-    """Return a size as people read it."""
-    return f"{nbytes / 2**20:.1f} MiB"
+        cells = [(name, mebibytes(nbytes), what) for name, what, nbytes in rows]
+        return str(tabulate(cells, tablefmt="plain", colalign=("left", "right", "left"), disable_numparse=True))
 
 
 class Counters:

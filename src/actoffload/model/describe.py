@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
 
+from ..report.folding import fold_names
 from ..schedule.execution_order import Planner
 from ..schedule.plan import Do
 from .tracker import KEPT, Place
 
-__all__ = ["describe", "fold", "group_names"]
+__all__ = ["describe", "group_names"]
 
 
 def group_names(groups: Sequence[Place], sequence: Iterable[tuple[int, int]]) -> tuple[str, ...]:
@@ -19,45 +19,6 @@ def group_names(groups: Sequence[Place], sequence: Iterable[tuple[int, int]]) ->
         name = groups[group].name or "(the whole model)"
         names.append(f"{name} (part {part + 1})" if part else name)
     return tuple(names)
-
-
-def fold(names: Sequence[str]) -> list[str]:
-    """Fold names that differ in one number, which counts up by one, into ranges, and equal ones into one.
-
-    Examples
-    --------
-    >>> from actoffload.model.describe import fold
-    >>> fold(["layers.0", "layers.1", "layers.2", "head"])
-    ['layers.0 ... layers.2', 'head']
-    >>> fold(["layer", "layer", "layer"])
-    ['layer (3 times)']
-    """
-    return [_folded(part) for part in _parts(names)]
-
-
-def _parts(names: Sequence[str]) -> list[list[str]]:
-    found: list[list[str]] = []
-    for name in names:
-        last = found[-1] if found else []
-        equal = set(last) == {name}
-        if equal or (last and (len(last) == 1 or last[0] != last[-1]) and _follows(last[-1], name)):
-            last.append(name)
-        else:
-            found.append([name])
-    return found
-
-
-def _folded(part: Sequence[str]) -> str:
-    if len(part) == 1:
-        return part[0]
-    return f"{part[0]} ... {part[-1]}" if part[0] != part[-1] else f"{part[0]} ({len(part)} times)"
-
-
-def _follows(before: str, name: str) -> bool:
-    """Whether two names differ in one number only, which is one more in the second."""
-    old, new = re.split(r"(\d+)", before), re.split(r"(\d+)", name)
-    differ = [k for k in range(len(old)) if old[k] != new[k]] if len(old) == len(new) else []
-    return len(differ) == 1 and differ[0] % 2 == 1 and int(new[differ[0]]) == int(old[differ[0]]) + 1
 
 
 def describe(places: Sequence[Place], planner: Planner, state: str = "") -> str:
@@ -83,11 +44,11 @@ def describe(places: Sequence[Place], planner: Planner, state: str = "") -> str:
         out = [names[k] for k in of_kind if k in leaving]
         stay = [names[k] for k in of_kind if k not in leaving]
         lines.append(f"  {kind}: {len(out)} of {len(of_kind)} leave")
-        lines += [f"    leave  {_shown(out)}"] if out else []
-        lines += [f"    stay   {_shown(stay)}"] if stay else []
+        lines += [f"    leave  {fold_names(out, most=6)}"] if out else []
+        lines += [f"    stay   {fold_names(stay, most=6)}"] if stay else []
     kept = [place.name for place in places if place.role is KEPT]
     if kept:
-        lines.append(f"  kept: {_shown(kept)}")
+        lines.append(f"  kept: {fold_names(kept, most=6)}")
     if leaving:
         first = leaving[0]
         release = plan.find(Do.RELEASE, first)
@@ -95,9 +56,3 @@ def describe(places: Sequence[Place], planner: Planner, state: str = "") -> str:
         far = release.layer - first
         lines.append(f"  each leaves while the group {far} place{'s' * (far > 1)} behind it computes")
     return "\n".join(lines)
-
-
-def _shown(names: Sequence[str], most: int = 6) -> str:
-    parts = _parts(names)
-    more = sum(map(len, parts[most:]))
-    return ", ".join(map(_folded, parts[:most])) + (f", and {more} more" if more else "")

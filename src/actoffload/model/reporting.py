@@ -14,9 +14,10 @@ from ..engine.model_pass import ModelPass
 from ..engine.recorder import TimelineRecorder
 from ..engine.statistics import Statistics
 from ..report.advice import advise
+from ..report.groups import GroupReport, sum_groups
 from ..report.held import HeldStorage, Holder
 from ..report.holders import find_all_holders
-from ..report.report import GroupReport, Report, sum_groups
+from ..report.report import Report
 from ..report.step_timeline import LayerTimes, StepTimeline
 from ..schedule.costs import LayerCost, Link
 from ..schedule.execution_order import GroupKey, Planner
@@ -207,11 +208,11 @@ def _row(group: GroupStatistics, name: str, kind: str, times: LayerTimes | None,
     return GroupReport(
         name,
         kind,
-        leaves=group.leaves,
+        offloaded=group.leaves,
         storages=group.storages,
         bytes_saved=group.bytes_saved,
         bytes_offloaded=group.bytes_offloaded,
-        bytes_in_vain=group.bytes_in_vain,
+        bytes_wasted=group.bytes_in_vain,
         kept=group.kept,
         reloaded_ahead=layer.ahead,
         reloaded_on_demand=layer.on_demand,

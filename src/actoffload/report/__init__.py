@@ -1,10 +1,11 @@
-"""What happened: statistics, timelines, reports with advice, and the reports of many ranks."""
+"""What happened: statistics, timelines, reports with advice, plots, and the reports of many ranks."""
 
 from ..engine.recorder import TimelineRecorder
 from ..engine.statistics import Reason, Statistics
+from .groups import GroupReport
 from .held import HeldStorage, Holder
 from .ranks import RankReports, gather_reports
-from .report import GroupReport, Report
+from .report import Report
 from .step_timeline import LayerTimes, StepTimeline
 from .synchronization import Synchronization, Synchronizations, find_synchronizations
 

@@ -1,8 +1,7 @@
-"""Pictures of a step: what ran when, and how many bytes were resident.
+"""Plot a step: compute and copies over time, and resident memory.
 
-A predicted `Timeline` and a measured one are drawn by the same code.  Text, axes and background follow
-matplotlib's rcParams, so the pictures fit a light page and a dark one.  Matplotlib is imported when a picture
-is asked for, and is needed for nothing else.
+The same functions draw a simulated `Timeline` and a measured one.  Text, axes and background follow matplotlib's
+rcParams.  Matplotlib is imported on the first call.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ..schedule.timeline import Kind, Span, Timeline
+from ..schedule.units import byte_unit, time_unit
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -23,7 +23,7 @@ __all__ = ["plot_memory", "plot_step", "plot_timeline"]
 Curve: TypeAlias = Timeline | Sequence[tuple[float, int]]
 """Resident bytes over time: a timeline, or (seconds, bytes) as they were measured."""
 
-# Okabe and Ito's palette, told apart with any colour vision; all light enough for dark figures on them.
+# Okabe and Ito's palette, told apart with any colour vision; all light enough for dark labels.
 COLOURS = {
     Kind.FORWARD: "#56b4e9",
     Kind.BACKWARD: "#e69f00",
@@ -48,7 +48,7 @@ def _pyplot() -> Any:
         from matplotlib import pyplot
     except ImportError as error:
         raise ImportError(
-            "Plots need matplotlib, which is not installed; add it with pip install 'actoffload[plots]'."
+            "Plots need matplotlib, which is not installed; install it with pip install 'actoffload[plots]'."
         ) from error
     return pyplot
 
@@ -56,8 +56,8 @@ def _pyplot() -> Any:
 def plot_timeline(timeline: Timeline, ax: Axes | None = None) -> Axes:
     """Draw compute and copies over time, one lane each.
 
-    Boxes carry the number of their layer where it fits.  The copies of one layer share a box; it is paler
-    where the link is idle between two of them.  Hatched stretches are stalls: compute waits for a copy.
+    Boxes are labelled with the number of their layer where it fits.  The copies of one layer share a box, which is
+    paler where the link is idle between them.  Stalls, in which compute waits for a copy, are hatched.
 
     Parameters
     ----------
@@ -78,7 +78,7 @@ def plot_timeline(timeline: Timeline, ax: Axes | None = None) -> Axes:
     """
     if ax is None:
         ax = _pyplot().subplots(figsize=(7.5, 2.4), layout="constrained")[1]
-    scale, unit = _time_unit(timeline.end)
+    scale, unit = time_unit(timeline.end)
     ax.set_xlim(0, timeline.end * scale or 1.0)
     ax.set_ylim(len(LANES) - 0.5, -0.5)
     ax.set_yticks(range(len(LANES)), [name for name, _ in LANES])
@@ -88,21 +88,21 @@ def plot_timeline(timeline: Timeline, ax: Axes | None = None) -> Axes:
     labels = []
     for lane, (_, kinds) in enumerate(LANES):
         ax.axhspan(lane - HEIGHT / 2, lane + HEIGHT / 2, color="#808080", alpha=0.12, linewidth=0)
-        for boxes in _boxes(_apart(timeline.of(*kinds))):
-            labels += _draw_boxes(ax, boxes, lane, scale)
+        for box in boxes_of(without_stalls(timeline.of(*kinds))):
+            labels += _draw_boxes(ax, box, lane, scale)
     _legend(ax, _kind_handles(timeline), columns=len(Kind))
     _drop_labels_that_do_not_fit(ax, labels)
     return ax
 
 
 def plot_memory(curves: Curve | Sequence[Timeline] | Mapping[str, Curve], ax: Axes | None = None) -> Axes:
-    """Draw resident bytes over time as staircases, with their peaks.
+    """Draw resident bytes over time, with their peaks.
 
     Parameters
     ----------
     curves : Timeline, sequence of (float, int), sequence of Timeline, or mapping
-        One curve, several timelines that are named by their source, or curves by name.  Pairs are seconds and
-        the bytes held from then on.
+        One curve, several timelines labelled by their source, or curves by name.  Pairs are seconds and the
+        bytes resident from then on.
     ax : matplotlib Axes, optional
         Where to draw; a new figure by default.
 
@@ -120,20 +120,21 @@ def plot_memory(curves: Curve | Sequence[Timeline] | Mapping[str, Curve], ax: Ax
     """
     named = {name: _points(curve) for name, curve in _named(curves).items()}
     if not any(named.values()):
-        raise ValueError("There is no memory to draw; give at least one curve with at least one point.")
+        raise ValueError("plot_memory got no points; pass at least one curve with at least one point.")
     if ax is None:
         ax = _pyplot().subplots(figsize=(7.5, 2.6), layout="constrained")[1]
     end = max(points[-1][0] for points in named.values() if points)
     peaks = {name: max((nbytes for _, nbytes in points), default=0) for name, points in named.items()}
-    scale, unit = _time_unit(end)
-    divisor, byte_unit = _byte_unit(max(peaks.values()))
+    scale, unit = time_unit(end)
+    divisor, memory_unit = byte_unit(max(peaks.values()))
     handles = []
     for k, (name, points) in enumerate(named.items()):
         colour, dashes = LINES[k % len(LINES)]
         x = [seconds * scale for seconds, _ in points]
         y = [nbytes / divisor for _, nbytes in points]
         (line,) = ax.step(x, y, where="post", color=colour, linestyle=dashes, linewidth=1.8)
-        text = f"peak {_bytes(peaks[name])}"
+        peak_divisor, peak_unit = byte_unit(peaks[name])
+        text = f"peak {peaks[name] / peak_divisor:.4g} {peak_unit}"
         line.set_label(f"{name}, {text}" if name else text)
         if len(named) == 1:
             ax.fill_between(x, y, step="post", color=colour, alpha=0.22, linewidth=0)
@@ -145,14 +146,14 @@ def plot_memory(curves: Curve | Sequence[Timeline] | Mapping[str, Curve], ax: Ax
     ax.set_xlim(0, end * scale or 1.0)
     ax.set_ylim(0, max(peaks.values()) / divisor * 1.08 or 1.0)
     ax.set_xlabel(f"time ({unit})")
-    ax.set_ylabel(f"memory ({byte_unit})")
+    ax.set_ylabel(f"memory ({memory_unit})")
     _bare(ax)
     _legend(ax, handles, columns=2 if len(named) > 1 else 1)
     return ax
 
 
 def plot_step(timeline: Timeline) -> Figure:
-    """Draw lanes and resident bytes of one step under each other, over the same time axis.
+    """Draw compute, copies and resident bytes of one step, over the same time axis.
 
     Parameters
     ----------
@@ -190,7 +191,7 @@ def _named(curves: Curve | Sequence[Timeline] | Mapping[str, Curve]) -> dict[str
 
 
 def _points(curve: Curve) -> list[tuple[float, int]]:
-    """Return the corners of a staircase; that of a timeline reaches from the start of the step to its end."""
+    """Return the points of a curve; that of a timeline spans the whole step."""
     if not isinstance(curve, Timeline):
         return list(curve)
     points = list(curve.resident)
@@ -201,8 +202,8 @@ def _points(curve: Curve) -> list[tuple[float, int]]:
     return points
 
 
-def _apart(spans: Sequence[Span]) -> list[Span]:
-    """Cut the stalls out of the work around them: a measured span runs from a layer's start to its end."""
+def without_stalls(spans: Sequence[Span]) -> list[Span]:
+    """Remove stalls from the compute around them, as a measured span runs from a layer's start to its end."""
     stalls = [span for span in spans if span.kind is Kind.STALL]
     cut = list(stalls)
     for span in spans:
@@ -217,14 +218,14 @@ def _apart(spans: Sequence[Span]) -> list[Span]:
     return sorted((span for span in cut if span.seconds > 0), key=lambda span: span.start)
 
 
-def _boxes(spans: Iterable[Span]) -> Iterable[list[Span]]:
-    """Join neighbours in a lane that belong to one layer: the copies of its tensors are one box."""
+def boxes_of(spans: Iterable[Span]) -> Iterable[list[Span]]:
+    """Group neighbours in a lane that belong to one layer: the copies of its tensors are one box."""
     for _, group in groupby(spans, key=lambda span: (span.kind, span.layer)):
         yield list(group)
 
 
 def _draw_boxes(ax: Axes, spans: list[Span], lane: int, scale: float) -> list[tuple[Any, float]]:
-    """Draw one box; return its label and the width that the label may have, in units of the x axis."""
+    """Draw one box; return its label and the width for the label, in units of the x axis."""
     start, end = spans[0].start * scale, spans[-1].end * scale
     bottom = lane - HEIGHT / 2
     if spans[0].kind is Kind.STALL:
@@ -249,18 +250,18 @@ def _draw_boxes(ax: Axes, spans: list[Span], lane: int, scale: float) -> list[tu
         va="center_baseline",
         clip_on=True,
     )
-    if len(spans) > 1:  # no seam through a number
+    if len(spans) > 1:  # no line between copies behind a number
         label.set_bbox({"facecolor": colour, "linewidth": 0, "pad": 1.0})
     return [(label, end - start)]
 
 
 def _drop_labels_that_do_not_fit(ax: Axes, labels: list[tuple[Any, float]]) -> None:
-    """Remove the labels that are wider than their boxes, at the size that the figure has now."""
+    """Remove the labels that are wider than their boxes at the present size of the figure."""
     from matplotlib.textpath import TextPath
 
     figure = ax.get_figure(root=True)
     assert figure is not None
-    figure.draw_without_rendering()  # gives the axes the width that the layout leaves them
+    figure.draw_without_rendering()  # so that the layout sets the width of the axes
     left, right = ax.get_xlim()
     points_per_unit = ax.get_window_extent().width * 72 / figure.dpi / (right - left)
     for label, width in labels:
@@ -288,7 +289,7 @@ def _kind_handles(timeline: Timeline) -> list[Any]:
 
 
 def _legend(ax: Axes, handles: list[Any], columns: int) -> None:
-    """Put a legend above the axes, where it covers nothing."""
+    """Add a legend above the axes."""
     ax.legend(
         handles=handles,
         loc="lower left",
@@ -312,24 +313,3 @@ def _mixed(colour: str, other: str, share: float) -> tuple[float, ...]:
     from matplotlib.colors import to_rgb
 
     return tuple((1 - share) * a + share * b for a, b in zip(to_rgb(colour), to_rgb(other), strict=True))
-
-
-def _time_unit(end: float) -> tuple[float, str]:
-    """Return what to multiply seconds with, and the name of the unit that it gives."""
-    for scale, unit in ((1.0, "s"), (1e3, "ms")):
-        if end * scale >= 1.0:
-            return scale, unit
-    return 1e6, "µs"
-
-
-def _byte_unit(nbytes: float) -> tuple[int, str]:
-    """Return what to divide bytes by, and the name of the unit that it gives."""
-    for divisor, unit in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if nbytes >= divisor:
-            return divisor, unit
-    return 1, "bytes"
-
-
-def _bytes(nbytes: int) -> str:
-    divisor, unit = _byte_unit(nbytes)
-    return f"{nbytes / divisor:.4g} {unit}"

@@ -1,26 +1,27 @@
-"""The reports of many processes beside each other: how many bytes each rank offloaded, by kind of group.
+"""Gather the reports of all ranks into a table of offloaded bytes by rank and kind of group.
 
-Megatron Core prints such a table of offloaded MiB by rank and group; that is where the idea comes from.
+Megatron Core prints such a table of offloaded MiB by rank and group.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import torch.distributed as dist
 
-from .report import GroupReport, Report
-from .tables import Table, as_html, as_markdown, as_text, percent, size
+from ..schedule.units import percent, size
+from .folding import fold_names
+from .groups import GroupReport
+from .report import Report
+from .tables import Table, as_html, as_markdown, as_text
 
 __all__ = ["RankReports", "gather_reports"]
 
 MOST_COLUMNS = 8
-"""Columns of groups in a table; where there are more, those of the fewest bytes are put together."""
-MOST_RANGES = 3
+"""Columns of groups in a table; of more columns, those with the fewest bytes are summed."""
 OTHERS = "other groups"
 
 
@@ -28,15 +29,14 @@ def gather_reports(report: Report, group: dist.ProcessGroup | None = None) -> Ra
     """Return the reports of all ranks, in every rank; ``print`` shows them as a table.
 
     A collective: every rank of the process group calls it, between two steps, with the report of its own handle.
-    Without an initialized process group this report is that of rank 0, and the only one, so that a program for many
-    ranks also runs alone.
+    Without an initialized process group the result has this report alone, as that of rank 0.
 
     Parameters
     ----------
     report : Report
         From `OffloadHandle.report` of this rank.
     group : torch.distributed.ProcessGroup or None
-        The ranks that take part; None means all.
+        The ranks that take part; all by default.
 
     Returns
     -------
@@ -46,15 +46,14 @@ def gather_reports(report: Report, group: dist.ProcessGroup | None = None) -> Ra
     Raises
     ------
     TypeError
-        If any rank gave something that is no report.  All ranks raise it, so that none waits for the others.
+        If any rank passed something other than a report.  All ranks raise it, so that none waits for the others.
     ValueError
         If this rank is not in `group`.
 
     Notes
     -----
-    The reports are pickled, a few kilobytes each, and travel through `torch.distributed.all_gather_object`.  With
-    gloo they stay on the host.  With NCCL they pass through the current device: each rank has to have called
-    ``torch.cuda.set_device`` with a device of its own.
+    The reports are pickled, a few kilobytes each, and gathered by `torch.distributed.all_gather_object`.  With NCCL
+    each rank must have called ``torch.cuda.set_device`` with a device of its own.
 
     Examples
     --------
@@ -86,23 +85,23 @@ def gather_reports(report: Report, group: dist.ProcessGroup | None = None) -> Ra
 class RankReports:
     """The reports of several ranks; ``print`` gives a table, and a notebook shows it.
 
-    The table has a line for each rank, and ranks that show the same numbers share one.  A column of groups stands for
-    all groups of one kind whose names differ in numbers only.  It has the bytes that the rank copied to the host in its
-    latest pass, and is empty where the rank has no such groups.
+    The table has a line for each rank; ranks with the same numbers share one.  A column stands for all groups of one
+    kind whose names differ in numbers only.  It has the bytes that were offloaded in the latest pass, and is empty if
+    the rank has no such groups.
 
     Parameters
     ----------
     reports : tuple of Report
         One for each rank, in the order of the ranks in their process group.
     ranks : tuple of int
-        Their ranks among all processes; if empty, 0, 1, 2 and so on.
+        Their global ranks; if empty, 0, 1, 2 and so on.
 
     Raises
     ------
     TypeError
-        If one of the reports is none.
+        If an entry of `reports` is not a report.
     ValueError
-        If there are more ranks than reports, or fewer.
+        If the numbers of ranks and reports differ.
     """
 
     reports: tuple[Report, ...]
@@ -120,7 +119,7 @@ class RankReports:
 
     @property
     def offloaded(self) -> tuple[dict[str, int], ...]:
-        """For each rank the bytes that it copied to the host, by the columns of groups that it has."""
+        """Offloaded bytes of each rank, by column of groups."""
         titles = _titles([group for report in self.reports for group in report.groups])
         found = []
         for report in self.reports:
@@ -160,7 +159,7 @@ class RankReports:
         Parameters
         ----------
         all_ranks : bool
-            A line for each rank, also where several show the same numbers.
+            Whether ranks with the same numbers have a line each.
         """
         return as_text([self._table(all_ranks)])
 
@@ -182,7 +181,7 @@ class RankReports:
         lines: dict[tuple[str, ...], list[int]] = {}
         for rank, report, mine in zip(self.ranks, self.reports, offloaded, strict=True):
             cells = (
-                f"{len(report.leaving)} of {len(report.groups)}",
+                f"{len(report.offloaded_groups)} of {len(report.groups)}",
                 *(_bytes(mine[title]) if title in mine else "" for title in sums),
                 _bytes(report.totals.bytes_offloaded),
                 _bytes(_not_offloaded(report)),
@@ -191,10 +190,10 @@ class RankReports:
                 _bytes(report.host_bytes),
             )
             lines.setdefault((*cells, str(len(lines))) if all_ranks else cells, []).append(rank)
-        # Each device has its own peak, at a time of its own; their sum would be the memory of nothing.
+        # No sum of peaks: each device has its own, at another time.
         totals = (
             "total",
-            f"{sum(len(report.leaving) for report in self.reports)} of {sum(len(r.groups) for r in self.reports)}",
+            f"{sum(len(r.offloaded_groups) for r in self.reports)} of {sum(len(r.groups) for r in self.reports)}",
             *map(_bytes, sums.values()),
             _bytes(sum(report.totals.bytes_offloaded for report in self.reports)),
             _bytes(sum(map(_not_offloaded, self.reports))),
@@ -202,12 +201,12 @@ class RankReports:
             "",
             _bytes(sum(report.host_bytes for report in self.reports)),
         )
-        header = ("rank", "leave", *sums, "offloaded", "not offloaded", *(("R",) if ratio else ()))
+        header = ("rank", "offload", *sums, "offloaded", "not offloaded", *(("R",) if ratio else ()))
         header = (*header, "at the peak", "host memory")
         rows = [(_ranks(ranks), *cells[: len(header) - 1]) for cells, ranks in lines.items()]
         several = len(self.reports) > 1
-        notes = ["A line for several ranks shows what each of them has."] if len(lines) < len(self.reports) else []
-        notes += ["An empty cell: the rank has no such groups."] if any(len(o) < len(sums) for o in offloaded) else []
+        notes = ["A line for several ranks has the values of each of them."] if len(lines) < len(self.reports) else []
+        notes += ["Empty cell: the rank has no such groups."] if any(len(o) < len(sums) for o in offloaded) else []
         return Table(header, (*rows, totals) if several else tuple(rows), left=2, sums=several, note=" ".join(notes))
 
 
@@ -225,7 +224,7 @@ def _titles(groups: Sequence[GroupReport]) -> dict[tuple[str, str], str]:
     """Return the titles of the columns: patterns of names, with the kind where one pattern has several."""
     patterns: dict[tuple[str, str], set[str]] = {}
     for group in groups:
-        # Numbers between dots count modules.  Others may be a part of the name, as in fc1, and are struck out only if
+        # Numbers between dots count modules.  Others may be a part of the name, as in fc1, and are replaced only if
         # they differ.
         patterns.setdefault(_key(group), set()).add(re.sub(r"(?<![^.])\d+(?![^. ])", "*", group.name))
     titles = {key: next(iter(found)) if len(found) == 1 else key[0] for key, found in patterns.items()}
@@ -234,7 +233,7 @@ def _titles(groups: Sequence[GroupReport]) -> dict[tuple[str, str], str]:
 
 
 def _fewer_columns(offloaded: Sequence[dict[str, int]]) -> list[dict[str, int]]:
-    """Put the columns of the fewest bytes together, if there are too many."""
+    """Sum the columns with the fewest bytes, if there are too many."""
     sums = _sum_by_title(offloaded)
     if len(sums) <= MOST_COLUMNS:
         return list(offloaded)
@@ -248,7 +247,7 @@ def _fewer_columns(offloaded: Sequence[dict[str, int]]) -> list[dict[str, int]]:
 
 
 def _sum_by_title(offloaded: Sequence[dict[str, int]]) -> dict[str, int]:
-    """Return the sums over the ranks; the rest comes last."""
+    """Return the sums over the ranks; the other groups are last."""
     sums: dict[str, int] = {}
     for mine in offloaded:
         for title, nbytes in mine.items():
@@ -260,7 +259,7 @@ def _sum_by_title(offloaded: Sequence[dict[str, int]]) -> dict[str, int]:
 
 
 def _not_offloaded(report: Report) -> int:
-    """Return the bytes of activations that were saved and not copied, in groups and outside; weights do not count."""
+    """Return the bytes of saved activations that were not offloaded, in groups and outside; weights do not count."""
     return max(0, report.activation_bytes - report.totals.bytes_offloaded)
 
 
@@ -269,22 +268,6 @@ def _bytes(nbytes: int) -> str:
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    """Return some ranks as people write them: ``0 … 3, 8 (5 ranks)``."""
-    steps = {after - before for before, after in pairwise(ranks)}
-    if len(ranks) > 3 and len(steps) == 1 and steps != {1}:
-        shown = f"{ranks[0]}, {ranks[1]} … {ranks[-1]}"
-    else:
-        ranges = list(_ranges(ranks))
-        parts = [str(a) if a == b else f"{a} … {b}" for a, b in ranges[:MOST_RANGES]]
-        left_out = sum(b - a + 1 for a, b in ranges[MOST_RANGES:])
-        shown = ", ".join(parts) + (f" and {left_out} more" if left_out else "")
+    """Return ranks in short: ``0 ... 3, 8 (5 ranks)``."""
+    shown = fold_names([str(rank) for rank in ranks])
     return f"{shown} ({len(ranks)} ranks)" if len(ranks) > 1 else shown
-
-
-def _ranges(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yield the first and the last of numbers that follow each other."""
-    start = 0
-    for k, number in enumerate(numbers):
-        if k + 1 == len(numbers) or numbers[k + 1] != number + 1:
-            yield numbers[start], number
-            start = k + 1

@@ -1,103 +1,21 @@
-"""What offloading a model did, group by group, as data; `render` makes text, Markdown and HTML of it."""
+"""What offloading a model did, as data and as tables."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 from ..engine.statistics import Reason
-from .held import HeldStorage
+from ..schedule.units import milliseconds, percent, size
+from .folding import fold, fold_names, numberless
+from .groups import WEIGHTS, Amounts, GroupReport, add_amounts, amounts_to_dict, sum_groups
+from .held import HeldStorage, merge_held
+from .tables import Table, as_html, as_markdown, as_text
 
-__all__ = ["Amounts", "GroupReport", "Report"]
+__all__ = ["Report"]
 
-Amounts = Mapping[Reason, tuple[int, int]]
-"""By reason: number of tensors, and their bytes."""
-
-WEIGHTS = frozenset({Reason.PARAMETER, Reason.BUFFER})
-"""Saved by autograd, but no activations: they stay in any case."""
-
-FOLLOWED = frozenset({Reason.HOST_FULL, Reason.SHARED})
-"""Reasons of storages that could have left, and are among the bytes saved already."""
-
-
-@dataclass(frozen=True)
-class GroupReport:
-    """One group: a chosen module, whose saved tensors move together.
-
-    All numbers but those of seconds are of the latest pass, all sizes in bytes.
-
-    Parameters
-    ----------
-    name, kind : str
-        Dotted name of the module, and what groups are told apart by, usually its class.
-    calls : int
-        How often it ran; 0 if it did not.
-    leaves : bool
-        Whether the plan lets it leave the device.
-    storages, bytes_saved : int
-        Storages that autograd saved in it and that could leave, whether or not the group leaves; each storage counts
-        in the first group that saved it.
-    bytes_offloaded : int
-        Bytes copied to the host.
-    bytes_in_vain : int
-        Bytes of them that stay on the device all the same, and are not copied back: because a group that stays has
-        saved the same storages after this one, then they are among those of `Reason.SHARED` too; or because the group
-        was expected to leave, and stays as the pass took another course.
-    kept : mapping of Reason to (int, int)
-        Saved tensors that could not leave, by reason: their number and their bytes.
-    reloaded_ahead, reloaded_on_demand, bytes_reloaded : int
-        Storages copied back because the schedule said so; because backward needed one that nobody had asked for in
-        time; bytes copied back.
-    bytes_not_freed : int
-        Bytes that were copied and given up, and are still on the device because somebody holds their storage.
-    forward_seconds, backward_seconds : float or None
-        Compute of the group in the whole recorded step, on the device and without waiting; None unless a step was
-        recorded.
-    forward_stall_seconds, backward_stall_seconds : float or None
-        For how long compute waited for copies of this group: to the host in forward, back in backward.
-    """
-
-    name: str
-    kind: str = ""
-    calls: int = 1
-    leaves: bool = False
-    storages: int = 0
-    bytes_saved: int = 0
-    bytes_offloaded: int = 0
-    bytes_in_vain: int = 0
-    kept: Amounts = field(default_factory=dict)
-    reloaded_ahead: int = 0
-    reloaded_on_demand: int = 0
-    bytes_reloaded: int = 0
-    bytes_not_freed: int = 0
-    forward_seconds: float | None = None
-    backward_seconds: float | None = None
-    forward_stall_seconds: float | None = None
-    backward_stall_seconds: float | None = None
-
-    @property
-    def bytes_kept(self) -> int:
-        """Bytes of activations that could not leave; weights do not count."""
-        return sum(nbytes for reason, (_, nbytes) in self.kept.items() if reason not in WEIGHTS)
-
-    @property
-    def activation_bytes(self) -> int:
-        """Bytes of all activations saved, those that could leave and those that could not."""
-        return self.bytes_saved + sum(
-            nbytes for reason, (_, nbytes) in self.kept.items() if reason not in WEIGHTS | FOLLOWED
-        )
-
-    @property
-    def stall_seconds(self) -> float | None:
-        """Seconds of waiting, in forward and backward together."""
-        return _sum((self.forward_stall_seconds, self.backward_stall_seconds))
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the numbers under their names, for JSON."""
-        values = {entry.name: getattr(self, entry.name) for entry in fields(self)}
-        sums = {name: getattr(self, name) for name in ("bytes_kept", "activation_bytes", "stall_seconds")}
-        return {**values, "kept": _amounts_to_dict(self.kept), **sums}
+MOST_HELD = 12
 
 
 @dataclass(frozen=True)
@@ -107,31 +25,32 @@ class Report:
     Parameters
     ----------
     groups : tuple of GroupReport
-        In the order in which they ran.
+        Groups in execution order.
     outside : mapping of Reason to (int, int)
-        What was saved outside of the groups and stayed: number of tensors, and bytes.
+        What was saved outside of the groups and kept, by reason: number of tensors, and bytes.
     outside_modules : mapping of str to int
-        Bytes of activations saved outside of the groups, by name of the module or pattern of several, if known.
+        Bytes of activations saved outside of the groups, by name or pattern of modules.  Empty unless a step was
+        recorded.
     passes : int
         Forward passes since the statistics began.
     num_layers : int or None
-        How many groups of a kind leave, as asked for or as chosen; a part of them if a fraction was asked for.
+        Number of groups of a kind that are offloaded; an upper limit if a fraction was given.
     peak_resident_bytes : int
         Largest number of bytes of saved activations on the device since the statistics began.
     host_bytes, host_bytes_high_water : int
-        Page-locked memory held now, and the largest part of it ever in use.
+        Pinned memory allocated now, and the largest part of it ever in use.
     held : tuple of HeldStorage
-        Storages that are not freed because somebody else holds them.
+        Storages that are not freed because something else refers to them.
     expected_bytes, dropped_bytes : int or None
-        Bytes that the plan wants absent from the device at the peak, and the part of them that was.
+        Bytes that the plan frees on the device before the peak, and the part of them that was freed.
     step_seconds : float or None
-        Seconds of the recorded step.
+        Duration of the recorded step.
     step_passes : int
-        Forward passes in it: the micro-batches of a step that accumulates gradients.
+        Forward passes in the recorded step: the microbatches of a step that accumulates gradients.
     order : str
-        A note on the order of the groups, for instance that it changed.
+        A note on the execution order, for instance that it changed.
     advice : tuple of str
-        What to do, from `advise`.
+        What to change, from `advise`.
     """
 
     groups: tuple[GroupReport, ...] = ()
@@ -152,10 +71,9 @@ class Report:
 
     @property
     def r(self) -> float | None:
-        """Of the bytes that should be absent from the device at the peak, the fraction that is.
+        """Fraction of `expected_bytes` that was freed; None if it is not known or nothing should be freed.
 
-        1.0 says that everything that was offloaded is gone when memory is scarcest; less says that somebody still
-        held a part of it.  None if that is not known, or nothing should be absent.
+        Less than 1.0 says that something still refers to offloaded memory.
         """
         if self.dropped_bytes is None or not self.expected_bytes:
             return None
@@ -163,12 +81,12 @@ class Report:
 
     @property
     def totals(self) -> GroupReport:
-        """The sums over all groups; it leaves if any group does."""
+        """The sums over all groups; offloaded if any group is."""
         return sum_groups(self.groups, "total")
 
     @property
     def kept(self) -> dict[Reason, tuple[int, int]]:
-        """What stayed by reason, in the groups and outside, most bytes first: number of tensors, and bytes."""
+        """What was kept by reason, in the groups and outside, most bytes first: number of tensors, and bytes."""
         return add_amounts([self.totals.kept, self.outside])
 
     @property
@@ -178,9 +96,9 @@ class Report:
         return self.totals.activation_bytes + outside.activation_bytes
 
     @property
-    def leaving(self) -> tuple[GroupReport, ...]:
-        """The groups that leave the device."""
-        return tuple(group for group in self.groups if group.leaves)
+    def offloaded_groups(self) -> tuple[GroupReport, ...]:
+        """The groups that the plan offloads."""
+        return tuple(group for group in self.groups if group.offloaded)
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything under its name, ready for JSON: reasons are their names in lower case."""
@@ -189,9 +107,9 @@ class Report:
             **values,
             "groups": [group.to_dict() for group in self.groups],
             "totals": self.totals.to_dict(),
-            "outside": _amounts_to_dict(self.outside),
+            "outside": amounts_to_dict(self.outside),
             "outside_modules": dict(self.outside_modules),
-            "kept": _amounts_to_dict(self.kept),
+            "kept": amounts_to_dict(self.kept),
             "held": [
                 {"group": held.group, "nbytes": held.nbytes, "holders": list(map(str, held.holders))}
                 for held in self.held
@@ -210,62 +128,170 @@ class Report:
         Parameters
         ----------
         all_groups : bool
-            A line for each group, also where many of them are equal.
+            Whether equal groups have a line each.
         """
-        from .tables import text
-
-        return text(self, all_groups=all_groups)
+        return as_text(_tables(self, all_groups), self.advice)
 
     def to_markdown(self, *, all_groups: bool = False) -> str:
         """Return the tables in Markdown, as GitHub and MyST read it; see `to_text`."""
-        from .tables import markdown
-
-        return markdown(self, all_groups=all_groups)
+        return as_markdown(_tables(self, all_groups), self.advice)
 
     def to_html(self, *, all_groups: bool = False) -> str:
         """Return the tables in HTML, without any style sheet or script; see `to_text`."""
-        from .tables import html
-
-        return html(self, all_groups=all_groups)
+        return as_html(_tables(self, all_groups), self.advice)
 
     def _repr_html_(self) -> str:
         return self.to_html()
 
 
-def sum_groups(groups: Iterable[GroupReport], name: str) -> GroupReport:
-    """Return the sums over groups, as a group; what no group knows is not known of the sum."""
-    groups = tuple(groups)
-    kinds = {group.kind for group in groups}
-    sums: dict[str, Any] = {}
-    for entry in fields(GroupReport):
-        if entry.name in ("name", "kind", "leaves", "kept"):
-            continue
-        sums[entry.name] = _sum(getattr(group, entry.name) for group in groups)
-        if "seconds" not in entry.name:
-            sums[entry.name] = sums[entry.name] or 0
-    return GroupReport(
-        name,
-        kinds.pop() if len(kinds) == 1 else "",
-        leaves=any(group.leaves for group in groups),
-        kept=add_amounts(group.kept for group in groups),
-        **sums,
+# Tables
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of numbers: title, value of a group, how to write it, and whether it is shown if all values are 0."""
+
+    title: str
+    of: Callable[[GroupReport], float | None]
+    show: Callable[[float], str]
+    always: bool = False
+
+
+def _count(number: float) -> str:
+    return str(int(number)) if number else "-"
+
+
+def _bytes(number: float) -> str:
+    return size(int(number)) if number else "-"
+
+
+COLUMNS = (
+    Column("saved", lambda group: group.bytes_saved, _bytes, always=True),
+    Column("offloaded", lambda group: group.bytes_offloaded, _bytes, always=True),
+    Column("kept", lambda group: group.bytes_kept, _bytes),
+    Column("on demand", lambda group: group.reloaded_on_demand, _count),
+    Column("not freed", lambda group: group.bytes_not_freed, _bytes),
+    Column("forward", lambda group: group.forward_seconds, milliseconds),
+    Column("backward", lambda group: group.backward_seconds, milliseconds),
+    Column("stalled", lambda group: group.stall_seconds, milliseconds),
+)
+
+
+def _key(group: GroupReport) -> tuple[object, ...]:
+    """Return what groups of one line have in common; compute times, which are never quite equal, are left out."""
+    stalled = group.stall_seconds
+    return (
+        numberless(group.name),
+        group.kind,
+        group.calls,
+        group.offloaded,
+        group.bytes_saved,
+        group.bytes_offloaded,
+        group.bytes_kept,
+        group.reloaded_on_demand,
+        group.bytes_not_freed,
+        None if stalled is None else round(stalled * 1e4),
     )
 
 
-def add_amounts(amounts: Iterable[Amounts]) -> dict[Reason, tuple[int, int]]:
-    """Return the sums by reason, most bytes first."""
-    sums: dict[Reason, tuple[int, int]] = {}
-    for amount in amounts:
-        for reason, (count, nbytes) in amount.items():
-            before = sums.get(reason, (0, 0))
-            sums[reason] = (before[0] + count, before[1] + nbytes)
-    return dict(sorted(sums.items(), key=lambda item: (-item[1][1], -item[1][0], item[0].value)))
+def _groups_table(report: Report, all_groups: bool) -> Table:
+    """Return the table of groups, with their sums."""
+    totals = report.totals
+    folded = [(group,) for group in report.groups] if all_groups else fold(report.groups, _key)
+    columns = [column for column in COLUMNS if column.of(totals) or (column.always and report.groups)]
+    if totals.stall_seconds is not None:  # 0.00 ms is worth a column
+        columns = [column for column in COLUMNS if column in columns or column.title == "stalled"]
+    kinds = len({group.kind for group in report.groups}) > 1
+    calls = any(group.calls != 1 for group in report.groups)
+    header = ("group", *(("kind",) if kinds else ()), "offload", *(("calls",) if calls else ()))
+    rows = []
+    for groups in folded:
+        first = groups[0]
+        name = fold_names([group.name for group in groups])
+        cells = [f"{name} ({len(groups)} groups)" if len(groups) > 1 else name]
+        cells += [first.kind] if kinds else []
+        cells += ["yes" if first.offloaded else "no"]
+        cells += [str(first.calls)] if calls else []
+        rows.append((*cells, *(_mean(column, groups) for column in columns)))
+    if report.groups:
+        count = f"{len(report.offloaded_groups)} of {len(report.groups)}"
+        cells = ["total", *([""] if kinds else []), count, *([str(totals.calls)] if calls else [])]
+        rows.append((*cells, *(_mean(column, (totals,)) for column in columns)))
+    return Table(
+        header=(*header, *(column.title for column in columns)),
+        rows=tuple(rows),
+        left=2 + kinds,
+        sums=bool(report.groups),
+        note="\n".join(_notes(report, folded=len(folded) < len(report.groups))),
+    )
 
 
-def _sum(values: Iterable[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return sum(known) if known else None
+def _notes(report: Report, *, folded: bool) -> Iterator[str]:
+    totals = report.totals
+    if folded:
+        yield "A line for several groups has the values of each of them."
+    of_kept = sum(group.bytes_wasted for group in report.groups if not group.offloaded)
+    for nbytes, because in (
+        (totals.bytes_wasted - of_kept, "groups that are kept share the storages"),
+        (of_kept, "the plan offloaded their groups, and they were kept because the execution order changed"),
+    ):
+        if nbytes:
+            yield f"Wasted copies: {size(nbytes)} were offloaded but stay on the device, because {because}."
+    if report.step_passes > 1:
+        passes = f"the {report.step_passes} forward passes of the recorded step"
+        yield f"Times are sums over {passes}; bytes are of the last."
 
 
-def _amounts_to_dict(amounts: Amounts) -> dict[str, dict[str, int]]:
-    return {reason.name.lower(): {"tensors": count, "bytes": nbytes} for reason, (count, nbytes) in amounts.items()}
+def _mean(column: Column, groups: Sequence[GroupReport]) -> str:
+    values = [value for group in groups if (value := column.of(group)) is not None]
+    return column.show(sum(values) / len(values)) if values else "-"
+
+
+def _facts(report: Report) -> Iterator[tuple[str, str]]:
+    totals = report.totals
+    yield "passes", str(report.passes)
+    yield "at the peak", f"{size(report.peak_resident_bytes)} of saved activations on the device"
+    if report.r is not None:
+        expected, dropped = size(report.expected_bytes or 0), size(report.dropped_bytes or 0)
+        yield "R", f"{percent(report.r, 2)}: {dropped} freed of {expected} that should be"
+    if totals.bytes_offloaded:
+        ahead, demand = totals.reloaded_ahead, totals.reloaded_on_demand
+        yield "reloaded", f"{size(totals.bytes_reloaded)}: {ahead} storages ahead, {demand} on demand"
+    yield "host memory", f"{size(report.host_bytes)} allocated, at most {size(report.host_bytes_high_water)} in use"
+    if report.step_seconds:
+        stalled = totals.stall_seconds or 0.0
+        share = percent(stalled / report.step_seconds)
+        yield "step", f"{milliseconds(report.step_seconds)}, {milliseconds(stalled)} of it stalled ({share})"
+    if report.order:
+        yield "order", report.order
+
+
+def _kept_table(report: Report) -> Table:
+    inside = report.totals.kept
+    rows = []
+    for reason in sorted(report.kept, key=lambda reason: reason in WEIGHTS):  # not activations: last
+        count, nbytes = report.kept[reason]
+        within = inside.get(reason, (0, 0))[1]
+        words = f"{reason.value} (always kept)" if reason in WEIGHTS else reason.value
+        rows.append((words, str(count), _bytes(within), _bytes(nbytes - within)))
+    header = ("kept on the device", "tensors", "in groups", "outside")
+    return Table(header, tuple(rows), left=1)
+
+
+def _held_table(report: Report, all_groups: bool) -> Table:
+    merged = merge_held(report.held)
+    rows: list[tuple[str, str, str]] = []
+    for groups, nbytes, holders in merged if all_groups else merged[:MOST_HELD]:
+        lines = tuple(map(str, holders)) or ("autograd of another graph, or C++",)
+        rows.append((fold_names(groups), lines[0], size(nbytes)))
+        rows += [("", line, "") for line in lines[1:]]
+    left_out = len(merged) - MOST_HELD
+    note = f"and {left_out} more" if left_out > 0 and not all_groups else ""
+    return Table(("not freed", "referenced by", "bytes"), tuple(rows), left=2, note=note)
+
+
+def _tables(report: Report, all_groups: bool) -> list[Table]:
+    tables = [_groups_table(report, all_groups)]
+    tables.append(Table(("", ""), tuple(_facts(report)), left=2))
+    tables += [_kept_table(report), _held_table(report, all_groups)]
+    return [table for table in tables if table.rows]

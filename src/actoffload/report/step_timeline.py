@@ -1,4 +1,4 @@
-"""The timeline of a recorded step together with the names of its layers: figure, trace file and table."""
+"""Show the timeline of a recorded step, with the names of its layers: figure, trace file and table."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..schedule.timeline import Kind, Span, Timeline
+from ..schedule.units import milliseconds, percent, size, time_unit
 from . import plots
-from .plots import _apart as without_stalls
-from .tables import Table, milliseconds, percent, size, text_table
+from .tables import Table, as_text
 from .trace import write_chrome_trace
 
 if TYPE_CHECKING:
@@ -23,14 +23,14 @@ __all__ = ["LayerTimes", "StepTimeline"]
 
 @dataclass(frozen=True)
 class LayerTimes:
-    """Seconds of one layer in a step.
+    """Times of one layer in a step, in seconds.
 
     Parameters
     ----------
     forward, backward : float
-        Compute, without waiting.
+        Compute without stalls.
     forward_stall, backward_stall : float
-        For how long compute waited for copies of this layer: to the host in forward, back in backward.
+        Time for which compute waited for copies of this layer: to the host in forward, to the device in backward.
     """
 
     forward: float = 0.0
@@ -40,7 +40,7 @@ class LayerTimes:
 
 
 class StepTimeline:
-    """What a step did when; ``print`` gives a table.
+    """Compute, copies and stalls of a step over time; ``print`` gives a table.
 
     Parameters
     ----------
@@ -56,16 +56,16 @@ class StepTimeline:
     >>> link = Link(d2h=2**28 / 0.012, h2d=2**28 / 0.012)
     >>> predicted = simulate(DefaultSchedule(num_layers=2, model_layers=3).plan(), layers, link)
     >>> print(StepTimeline(predicted.timeline, ["stem", "body", "head"]))
-    simulated step      time   share      moved      speed
-    ------------------------------------------------------
-    forward         30.00 ms  30.2 %
-    backward        60.00 ms  60.3 %
-    stall            9.50 ms   9.5 %
-    offload (D2H)   24.00 ms  24.1 %  512.0 MiB  22.4 GB/s
-    reload (H2D)    24.00 ms  24.1 %  512.0 MiB  22.4 GB/s
-    ------------------------------------------------------
-    whole step      99.50 ms
-    waited for: stem 4.75 ms, body 4.75 ms
+    simulated step        time    share      moved      speed
+    ----------------  --------  -------  ---------  ---------
+    forward           30.00 ms   30.2 %
+    backward          60.00 ms   60.3 %
+    stall              9.50 ms    9.5 %
+    offload (D2H)     24.00 ms   24.1 %  512.0 MiB  22.4 GB/s
+    reload (H2D)      24.00 ms   24.1 %  512.0 MiB  22.4 GB/s
+    ----------------  --------  -------  ---------  ---------
+    whole step        99.50 ms
+    longest stalls: stem 4.75 ms, body 4.75 ms
     """
 
     def __init__(self, timeline: Timeline, names: Sequence[str]) -> None:
@@ -78,15 +78,15 @@ class StepTimeline:
 
     @property
     def seconds(self) -> dict[Kind, float]:
-        """Seconds of each kind; compute without the stalls in it.  Kinds overlap, so they may exceed the step."""
-        spans = without_stalls(self.timeline.spans)
+        """Seconds of each kind; compute without stalls.  Kinds overlap, so their sum may exceed the step."""
+        spans = plots.without_stalls(self.timeline.spans)
         return {kind: sum(span.seconds for span in spans if span.kind is kind) for kind in Kind} | {
             kind: self.timeline.seconds(kind) for kind in (Kind.D2H, Kind.H2D)
         }
 
     @property
     def bandwidth(self) -> dict[Kind, float]:
-        """Bytes per second while something was copied, for each direction in which anything was."""
+        """Bytes per second while copies ran, for each direction with copies."""
         return {
             kind: self.timeline.nbytes(kind) / self.timeline.seconds(kind)
             for kind in (Kind.D2H, Kind.H2D)
@@ -94,11 +94,11 @@ class StepTimeline:
         }
 
     def by_layer(self) -> tuple[LayerTimes, ...]:
-        """Return compute and waiting of each layer, by index, as long as there are names or spans."""
+        """Return compute and stalls of each layer, by index."""
         spans = self.timeline.of(Kind.FORWARD, Kind.BACKWARD, Kind.STALL)
         count = max([len(self.names), *(span.layer + 1 for span in spans)])
         sums = [dict.fromkeys(("forward", "backward", "forward_stall", "backward_stall"), 0.0) for _ in range(count)]
-        for span in without_stalls(spans):
+        for span in plots.without_stalls(spans):
             if span.kind is not Kind.STALL:
                 sums[span.layer][span.kind.value] += span.seconds
         compute = self.timeline.of(Kind.FORWARD, Kind.BACKWARD)
@@ -107,7 +107,7 @@ class StepTimeline:
         return tuple(LayerTimes(**entry) for entry in sums)
 
     def plot(self, ax: Axes | None = None) -> Axes:
-        """Draw compute and copies over time; boxes carry the names of their layers where there is room.
+        """Draw compute and copies over time; boxes are labelled with their layers where the names fit.
 
         Parameters
         ----------
@@ -144,21 +144,21 @@ class StepTimeline:
         return figure
 
     def save_trace(self, path: str | os.PathLike[str]) -> Path:
-        """Write a file that Perfetto (ui.perfetto.dev) and chrome://tracing open, and return its path."""
+        """Write a trace file for Perfetto (ui.perfetto.dev) and chrome://tracing, and return its path."""
         return write_chrome_trace(self.timeline, path, self.names)
 
     def _write_names(self, ax: Axes) -> None:
-        """Put names in the place of numbers where they fit: whole, else without what all of them begin with."""
+        """Replace numbers by names where they fit: whole, else without their common prefix."""
         from matplotlib.textpath import TextPath
 
-        scale, _ = plots._time_unit(self.timeline.end)
+        scale, _ = time_unit(self.timeline.end)
         left, right = ax.get_xlim()
         figure = ax.get_figure(root=True)
         assert figure is not None
         per_unit = ax.get_window_extent().width * 72 / figure.dpi / (right - left)
         widths: dict[tuple[float, int], float] = {}
         for lane, (_, kinds) in enumerate(plots.LANES):
-            for box in plots._boxes(without_stalls(self.timeline.of(*kinds))):
+            for box in plots.boxes_of(plots.without_stalls(self.timeline.of(*kinds))):
                 start, end = box[0].start * scale, box[-1].end * scale
                 widths[(start + end) / 2, lane] = (end - start) * per_unit
         common = _common(self.names)
@@ -186,7 +186,7 @@ class StepTimeline:
         rows.append(("whole step", milliseconds(end), "", "", ""))
         header = (f"{self.timeline.source} step", "time", "share", "moved", "speed")
         table = Table(header, tuple(rows), left=1, sums=True, note=self._waited_for())
-        return "\n".join(text_table(table))
+        return as_text([table])
 
     def _waited_for(self, most: int = 4) -> str:
         waited = {k: times.forward_stall + times.backward_stall for k, times in enumerate(self.by_layer())}
@@ -194,11 +194,11 @@ class StepTimeline:
         if not longest:
             return ""
         named = ", ".join(f"{self.name(k)} {milliseconds(waited[k])}" for k in longest[:most])
-        return f"waited for: {named}" + (f", and {len(longest) - most} more" if len(longest) > most else "")
+        return f"longest stalls: {named}" + (f", and {len(longest) - most} more" if len(longest) > most else "")
 
 
 def _direction(stall: Span, compute: Sequence[Span]) -> Kind:
-    """Return whether compute waited in forward or backward: by the work around the wait, or else behind it."""
+    """Return whether compute stalled in forward or backward: by the span around the stall, else the next one."""
     for span in compute:
         if span.start <= stall.start and stall.end <= span.end:
             return span.kind
@@ -214,7 +214,7 @@ def _place(text: Any) -> tuple[float, int]:
 
 
 def _common(names: Sequence[str]) -> str:
-    """Return the dotted parts with which all names begin: "model.layers."."""
+    """Return the dotted prefix of all names: "model.layers."."""
     common = ""
     for parts in zip(*(name.split(".")[:-1] for name in names), strict=False):
         if len(set(parts)) > 1 or len(names) < 2:

@@ -1,13 +1,13 @@
-"""A timeline as a file for trace viewers: Perfetto (ui.perfetto.dev) and chrome://tracing.
+"""Write a timeline as a trace file for Perfetto (ui.perfetto.dev) and chrome://tracing.
 
 The format is the JSON object form of the Trace Event Format, which Google describes in the document of that name
-(https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU).  What Perfetto takes of it, and
-where it is stricter, is in "Visualizing external trace formats with Perfetto" and in the FAQ of perfetto.dev.
+(https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU).  "Visualizing external trace formats
+with Perfetto" and the FAQ of perfetto.dev say which part Perfetto reads.
 
-`[Note: what the viewers want]`  Events of one thread must nest; Perfetto drops those that cross.  A lane whose spans
-overlap (two passes in flight, a group inside another) is therefore spread over several threads.  Times are whole
-nanoseconds, written as microseconds with three decimals, so that rounding makes no two neighbours overlap.  Perfetto
-reads the keys of the outer object in order and stops at one that it does not know, so ``traceEvents`` comes last.
+[Note: trace viewers]  Events of one thread must nest; Perfetto drops those that cross.  A lane whose spans overlap (two
+passes in flight, nested groups) is therefore spread over several threads.  Times are whole nanoseconds, written as
+microseconds with three decimals, so that rounding makes no neighbours overlap.  Perfetto reads the keys of the outer
+object in order and stops at an unknown one, so ``traceEvents`` is last.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ..schedule.timeline import Kind, Span, Timeline
-from .plots import _apart as without_stalls
+from .plots import without_stalls
 
 __all__ = ["chrome_trace", "write_chrome_trace"]
 
@@ -34,9 +34,9 @@ TITLES = {
     Kind.BACKWARD: "backward",
     Kind.D2H: "offload",
     Kind.H2D: "reload",
-    Kind.STALL: "wait for",
+    Kind.STALL: "stall",
 }
-PROCESS = 1  # also its first thread; Perfetto takes 0 for the idle process of a kernel
+PROCESS = 1  # also its first thread; for Perfetto 0 is the idle process of a kernel
 
 
 def chrome_trace(timeline: Timeline, names: Sequence[str] = ()) -> dict[str, Any]:
@@ -47,14 +47,14 @@ def chrome_trace(timeline: Timeline, names: Sequence[str] = ()) -> dict[str, Any
     timeline : Timeline
         Simulated or measured.
     names : sequence of str
-        Names of the layers by index; the others are called "layer 3".
+        Names of the layers by index; others are named "layer 3".
 
     Returns
     -------
     dict
-        Ready for JSON.  Compute, copies out, copies back and stalls are threads of one process, resident bytes are a
-        counter.  Times are in microseconds.  The ``args`` of an event name its layer and give the bytes and the
-        bandwidth of a copy.
+        Ready for JSON.  Compute, offloads, reloads and stalls are threads of one process, resident bytes are a
+        counter.  Times are in microseconds.  The ``args`` of an event have its layer, and the bytes and the bandwidth
+        of a copy.
 
     Examples
     --------
@@ -74,7 +74,7 @@ def chrome_trace(timeline: Timeline, names: Sequence[str] = ()) -> dict[str, Any
             events.append(_metadata("thread_name", thread, name=f"{title} ({k + 1})" if k else title))
             events.append(_metadata("thread_sort_index", thread, sort_index=thread))
             spans += [_complete(span, thread, names) for span in row]
-    spans.sort(key=lambda event: event["ts"])  # stable: of those that begin together, the lane decides
+    spans.sort(key=lambda event: event["ts"])  # stable: events that begin together are in order of their lanes
     return {
         "displayTimeUnit": "ms",
         "otherData": {"source": timeline.source},
@@ -83,7 +83,7 @@ def chrome_trace(timeline: Timeline, names: Sequence[str] = ()) -> dict[str, Any
 
 
 def write_chrome_trace(timeline: Timeline, path: str | os.PathLike[str], names: Sequence[str] = ()) -> Path:
-    """Write a timeline to a file that Perfetto and chrome://tracing open; see `chrome_trace`.
+    """Write a timeline to a trace file for Perfetto and chrome://tracing; see `chrome_trace`.
 
     Parameters
     ----------
@@ -109,7 +109,7 @@ def write_chrome_trace(timeline: Timeline, path: str | os.PathLike[str], names: 
 
 
 def _cut(timeline: Timeline, kinds: Iterable[Kind]) -> list[Span]:
-    """Return the spans of a lane; compute that was measured around a stall is cut in two by it."""
+    """Return the spans of a lane; stalls are removed from compute."""
     spans = timeline.of(*kinds)
     if Kind.FORWARD not in kinds:
         return list(spans)
@@ -161,7 +161,7 @@ def _complete(span: Span, thread: int, names: Sequence[str]) -> dict[str, Any]:
 
 
 def _counter(timeline: Timeline) -> list[dict[str, Any]]:
-    """Return the resident bytes; a level counts until the next one, so the last is said again at the end."""
+    """Return the resident bytes as a counter; the last value is repeated at the end."""
     points = list(timeline.resident)
     if points and points[0][0] > 0:
         points.insert(0, (0.0, 0))
@@ -182,5 +182,5 @@ def _counter(timeline: Timeline) -> list[dict[str, Any]]:
 
 
 def _printable(name: str) -> str:
-    """Return a name without what Perfetto takes for the end of the file: control characters."""
+    """Return a name without control characters, at which Perfetto stops reading."""
     return "".join(letter if letter.isprintable() else " " for letter in name)

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import median
 
-__all__ = ["LayerCost", "Link", "Saved"]
+from .timeline import Kind, Span, Timeline
+
+__all__ = ["LayerCost", "Link", "Saved", "measured_costs"]
 
 
 def _seconds(name: str, value: float) -> None:
@@ -166,3 +170,107 @@ class Link:
             if not value > 0:
                 raise ValueError(f"{name} is {value}; expected bytes per second, more than 0.")
         _seconds("latency", self.latency)
+
+
+def measured_costs(timelines: Timeline | Sequence[Timeline]) -> tuple[LayerCost, ...]:
+    """Return the cost of each layer of a step that was recorded without any copy.
+
+    Record with a context of manual synchronization and call nothing on its controller: the saved bytes of every layer
+    are counted, and no copy slows compute down.
+
+    Parameters
+    ----------
+    timelines : Timeline or sequence of Timeline
+        One or several recordings of the same step; times are the medians over them.
+
+    Returns
+    -------
+    tuple of LayerCost
+        In execution order.  When a tensor is saved and when backward needs it follow from the resident bytes; tensors
+        are assumed to be needed in the reverse order of their saving.
+
+    Raises
+    ------
+    ValueError
+        If there is no recording, a recording has no layers, or it has copies.
+
+    Examples
+    --------
+    >>> from actoffload.measure import measured_costs
+    >>> context, sync, _ = actoffload.get_cpu_offload_context(
+    ...     enabled=True, model_layers=2, manual_synchronization=True
+    ... )
+    >>> x = torch.randn(512, 512)
+    >>> with context.record_timeline() as recorder:
+    ...     for layer in (torch.nn.Linear(512, 512), torch.nn.Linear(512, 512)):
+    ...         with context:
+    ...             x = layer(x)
+    ...         x = sync(x)
+    ...     x.sum().backward()
+    >>> [cost.nbytes for cost in measured_costs(recorder.timeline())]
+    [1048576, 1048576]
+    """
+    recordings = [timelines] if isinstance(timelines, Timeline) else list(timelines)
+    if not recordings:
+        raise ValueError("measured_costs got no timeline; record at least one step.")
+    parsed = [_one(timeline) for timeline in recordings]
+    first = parsed[0]
+    if any([cost.nbytes for cost in costs] != [cost.nbytes for cost in first] for costs in parsed):
+        raise ValueError("The recordings are of different steps: their layers save different bytes.")
+    return tuple(
+        LayerCost(
+            median(costs[k].forward for costs in parsed),
+            median(costs[k].backward for costs in parsed),
+            first[k].saved,
+        )
+        for k in range(len(first))
+    )
+
+
+def _one(timeline: Timeline) -> list[LayerCost]:
+    if timeline.of(Kind.D2H, Kind.H2D):
+        raise ValueError("The recorded step has copies; record one in which nothing moves.")
+    forward = {span.layer: span for span in timeline.of(Kind.FORWARD)}
+    backward = {span.layer: span for span in timeline.of(Kind.BACKWARD)}
+    if not forward or set(forward) != set(backward):
+        raise ValueError("The recording has no whole step: every layer needs its forward and its backward.")
+    costs = []
+    for layer in sorted(forward):
+        saved_at = _rises(timeline, forward[layer])
+        sizes = [nbytes for _, nbytes in saved_at]
+        needed_at = _needed(timeline, backward[layer], sizes)
+        saved = [
+            Saved(nbytes, saved_at=at, needed_at=needed)
+            for (at, nbytes), needed in zip(saved_at, needed_at, strict=True)
+        ]
+        costs.append(LayerCost(forward[layer].seconds, backward[layer].seconds, tuple(saved)))
+    return costs
+
+
+def _within(timeline: Timeline, span: Span) -> list[tuple[float, int, int]]:
+    """Return (fraction of the span, bytes before, bytes after) for each step of the resident bytes in a span."""
+    found, before = [], 0
+    for at, nbytes in timeline.resident:
+        if span.start <= at <= span.end and nbytes != before:
+            fraction = (at - span.start) / span.seconds if span.seconds else 0.0
+            found.append((min(max(fraction, 0.0), 1.0), before, nbytes))
+        before = nbytes
+    return found
+
+
+def _rises(timeline: Timeline, span: Span) -> list[tuple[float, int]]:
+    return [(at, after - before) for at, before, after in _within(timeline, span) if after > before]
+
+
+def _needed(timeline: Timeline, span: Span, sizes: Sequence[int]) -> list[float]:
+    """Return when backward needs each tensor: the next one is needed where those before it are gone."""
+    falls = [(at, before - after) for at, before, after in _within(timeline, span) if after < before]
+    needed = [0.0] * len(sizes)
+    at, freed, used = 0.0, 0, 0
+    for k in reversed(range(len(sizes))):
+        while falls and freed < used:
+            at, nbytes = falls.pop(0)
+            freed += nbytes
+        needed[k] = at
+        used += sizes[k]
+    return needed

@@ -6,6 +6,8 @@ import enum
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from .units import mebibytes, milliseconds
+
 __all__ = ["Kind", "Simulation", "Span", "Timeline"]
 
 
@@ -94,14 +96,6 @@ class Timeline:
         return Timeline(tuple(ordered), tuple(resident), source)
 
 
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.3f} ms"
-
-
-def _mib(nbytes: int) -> str:
-    return f"{nbytes / 2**20:.1f} MiB"
-
-
 @dataclass(frozen=True)
 class Simulation:
     """What `simulate` predicts for one step; ``print`` gives a table.
@@ -163,12 +157,12 @@ class Simulation:
     def __str__(self) -> str:
         on_demand = f"host to device, {self.reloaded_on_demand} tensors on demand"
         rows = (
-            ("step", _ms(self.step_time), f"{self.slowdown:.3f} x no offload"),
-            ("forward", _ms(self.forward_time), f"{_ms(self.forward_stall)} stalled"),
-            ("backward", _ms(self.backward_time), f"{_ms(self.backward_stall)} stalled"),
-            ("peak", _mib(self.peak_bytes), "saved activations on the device"),
-            ("offloaded", _mib(self.bytes_offloaded), "device to host"),
-            ("reloaded", _mib(self.bytes_reloaded), on_demand),
+            ("step", milliseconds(self.step_time, 3), f"{self.slowdown:.3f} x no offload"),
+            ("forward", milliseconds(self.forward_time, 3), f"{milliseconds(self.forward_stall, 3)} stalled"),
+            ("backward", milliseconds(self.backward_time, 3), f"{milliseconds(self.backward_stall, 3)} stalled"),
+            ("peak", mebibytes(self.peak_bytes), "saved activations on the device"),
+            ("offloaded", mebibytes(self.bytes_offloaded), "device to host"),
+            ("reloaded", mebibytes(self.bytes_reloaded), on_demand),
         )
         width = max(len(value) for _, value, _ in rows)
         return "\n".join(f"{name:<10}{value:>{width}}  {note}" for name, value, note in rows)
