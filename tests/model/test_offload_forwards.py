@@ -102,7 +102,7 @@ def test_called_while_an_exception_is_handled():
     equal(got, want)
     statistics = handle.statistics()
     assert (statistics.passes, statistics.bytes_offloaded) == (3, 3 * 4 * 2 * UNIT)
-    assert handle.report().leaving
+    assert handle.report().offloaded_groups
 
 
 # Without a graph

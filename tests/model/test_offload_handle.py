@@ -34,8 +34,8 @@ def test_print_of_one_kind():
     assert str(offload(Waves(6))) == (
         "offload of Waves: 4 of 6 groups leave the device\n"
         "  layer: 4 of 6 leave\n"
-        "    leave  blocks.0 ... blocks.3\n"
-        "    stay   blocks.4 ... blocks.5\n"
+        "    leave  blocks.0 ... 3\n"
+        "    stay   blocks.4 ... 5\n"
         "  each leaves while the group 2 places behind it computes"
     )
 
@@ -45,10 +45,10 @@ def test_print_of_several_kinds_with_kept_modules():
     assert str(handle) == (
         "offload of Transformer: 4 of 6 groups leave the device\n"
         "  *.attention: 2 of 3 leave\n"
-        "    leave  blocks.0.attention ... blocks.1.attention\n"
+        "    leave  blocks.0 ... 1.attention\n"
         "    stay   blocks.2.attention\n"
         "  *.mlp: 2 of 3 leave\n"
-        "    leave  blocks.0.mlp ... blocks.1.mlp\n"
+        "    leave  blocks.0 ... 1.mlp\n"
         "    stay   blocks.2.mlp\n"
         "  kept: inp, head\n"
         "  each leaves while the group 2 places behind it computes"
@@ -66,7 +66,7 @@ def test_print_says_when_it_is_removed_or_paused():
 
 def test_print_when_nothing_leaves():
     assert str(offload(Waves(6), num_layers=0)) == (
-        "offload of Waves: 0 of 6 groups leave the device\n  layer: 0 of 6 leave\n    stay   blocks.0 ... blocks.5"
+        "offload of Waves: 0 of 6 groups leave the device\n  layer: 0 of 6 leave\n    stay   blocks.0 ... 5"
     )
 
 

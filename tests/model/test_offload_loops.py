@@ -197,5 +197,5 @@ def test_a_kept_module_that_the_loop_calls_alone():
         return model.head(model.norm(x))
 
     handle, statistics = agrees(model, run, keep=["inp", "head"])
-    assert len(handle.report().leaving) == 4, "the report is that of the blocks"
+    assert len(handle.report().offloaded_groups) == 4, "the report is that of the blocks"
     assert statistics.bytes_kept[Reason.KEPT] > 0

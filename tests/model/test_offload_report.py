@@ -54,7 +54,7 @@ def test_bytes_by_group_agree_with_counts_by_hand_and_with_statistics(record):
     handle, report = reported(Inside(6), record=record)
     assert [group.name for group in report.groups] == [f"blocks.{k}" for k in range(6)]
     for k, group in enumerate(report.groups):
-        assert (group.kind, group.calls, group.leaves) == ("layer", 1, k < 4)
+        assert (group.kind, group.calls, group.offloaded) == ("layer", 1, k < 4)
         assert (group.storages, group.bytes_saved) == (2, 2 * UNIT)
         assert group.bytes_offloaded == (2 * UNIT if k < 4 else 0)
         assert (group.reloaded_ahead, group.reloaded_on_demand) == ((2, 0) if k < 4 else (0, 0))
@@ -132,9 +132,9 @@ def test_a_storage_that_two_groups_save_counts_in_the_first():
     assert [group.kept.get(Reason.SHARED) for group in report.groups] == [None, None, None, (1, UNIT), None, None]
     assert (report.expected_bytes, report.r) == (4 * UNIT, 1.0)
     # Its copy was in vain, and the numbers add up with that.
-    assert [group.bytes_in_vain for group in report.groups] == [0, 0, 0, UNIT, 0, 0]
+    assert [group.bytes_wasted for group in report.groups] == [0, 0, 0, UNIT, 0, 0]
     totals = report.totals
-    assert totals.bytes_offloaded - totals.bytes_in_vain == totals.bytes_reloaded == report.expected_bytes
+    assert totals.bytes_offloaded - totals.bytes_wasted == totals.bytes_reloaded == report.expected_bytes
     assert "2.0 KiB of what was offloaded is kept as well" in str(report)
 
 
@@ -153,7 +153,7 @@ def test_what_the_host_refused_was_not_copied_in_vain(monkeypatch):
         _, report = reported(Inside(6, Tanh), max_host_bytes=2 * UNIT)
     assert report.kept[Reason.SHARED] == (1, UNIT)
     assert report.totals.bytes_offloaded > 0
-    assert report.totals.bytes_in_vain == 0
+    assert report.totals.bytes_wasted == 0
 
 
 def test_a_layer_that_is_called_often_is_one_line():

@@ -4,24 +4,35 @@ from __future__ import annotations
 
 import re
 
-from actoffload.report import Reason
-from actoffload.report.report import GroupReport, Report
+from actoffload.report import GroupReport, Holder, Reason, Report
 
 MIB = 2**20
 
 
+def attribute(path: str, owner: str) -> Holder:
+    return Holder("attribute", (path,), owner)
+
+
+def output(path: str) -> Holder:
+    return Holder("output", (path,), "the model")
+
+
+def input_(path: str) -> Holder:
+    return Holder("input", (path,), "the model")
+
+
 def block(index: int, **more: object) -> GroupReport:
-    """Return a group of 512 MiB that leaves, but for those from 4 on."""
-    leaves = index < 4
+    """Return a group of 512 MiB, which is offloaded up to the fourth."""
+    offloaded = index < 4
     numbers = {
         "kind": "Block",
-        "leaves": leaves,
+        "offloaded": offloaded,
         "storages": 8,
         "bytes_saved": 512 * MIB,
-        "bytes_offloaded": 512 * MIB if leaves else 0,
+        "bytes_offloaded": 512 * MIB if offloaded else 0,
         "kept": {Reason.PARAMETER: (4, 100 * MIB), Reason.SMALL: (6, 2 * MIB)},
-        "reloaded_ahead": 8 if leaves else 0,
-        "bytes_reloaded": 512 * MIB if leaves else 0,
+        "reloaded_ahead": 8 if offloaded else 0,
+        "bytes_reloaded": 512 * MIB if offloaded else 0,
     }
     return GroupReport(f"model.layers.{index}", **{**numbers, **more})
 
@@ -49,4 +60,4 @@ def table(text: str, first: str) -> list[list[str]]:
     """Return the cells of the table whose header begins with a word, without rules and its header."""
     blocks = [part.split("\n") for part in text.split("\n\n")]
     lines = next(lines for lines in blocks if lines[0].startswith(first))
-    return [cells(line) for line in lines if not set(line) <= {"-"}]
+    return [cells(line) for line in lines if not set(line) <= {"-", " "}]

@@ -6,31 +6,30 @@ import dataclasses
 import re
 
 import pytest
+from report_samples import attribute
 
 from actoffload.engine.hostpool import GRANULE
-from actoffload.report import Reason
+from actoffload.report import GroupReport, HeldStorage, Holder, Reason, Report
 from actoffload.report.advice import HOST_STEP, IN_ORDER, TOLERANCE, advise, most_layers_without_stall
-from actoffload.report.held import HeldStorage
-from actoffload.report.report import GroupReport, Report
 from actoffload.schedule import DefaultSchedule, LayerCost, Link, simulate
 
 MIB = 2**20
 
 
-def block(index: int, *, leaves: bool = True, **more: object) -> GroupReport:
+def block(index: int, *, offloaded: bool = True, **more: object) -> GroupReport:
     numbers = {
         "bytes_saved": 300 * MIB,
-        "bytes_offloaded": 300 * MIB if leaves else 0,
+        "bytes_offloaded": 300 * MIB if offloaded else 0,
         "storages": 6,
-        "reloaded_ahead": 6 if leaves else 0,
-        "bytes_reloaded": 300 * MIB if leaves else 0,
+        "reloaded_ahead": 6 if offloaded else 0,
+        "bytes_reloaded": 300 * MIB if offloaded else 0,
     }
-    return GroupReport(f"layers.{index}", "Block", leaves=leaves, **{**numbers, **more})
+    return GroupReport(f"layers.{index}", "Block", offloaded=offloaded, **{**numbers, **more})
 
 
 def report(*groups: GroupReport, **more: object) -> Report:
     """Return a report of these groups, or of four of which three leave."""
-    groups = groups or tuple(block(k, leaves=k < 3) for k in range(4))
+    groups = groups or tuple(block(k, offloaded=k < 3) for k in range(4))
     return Report(groups, **{"passes": 3, "num_layers": 3, **more})
 
 
@@ -39,30 +38,36 @@ def only(sentences: tuple[str, ...]) -> str:
     return sentence
 
 
+def assert_has(sentence: str, *parts: str) -> None:
+    """Assert that a sentence has these numbers, names and arguments, in this order."""
+    at = 0
+    for part in parts:
+        assert part in sentence[at:], (part, sentence)
+        at = sentence.index(part, at) + len(part)
+
+
 # Nothing to do
 
 
 def test_if_all_is_well_one_sentence_says_so_with_the_numbers():
-    assert only(advise(report())) == (
-        "Nothing to do: 900.0 MiB of 1200.0 MiB of activations (75.0 %) left the device in 3 of 4 groups, and 0 "
-        "storages were reloaded on demand."
-    )
+    fine = only(advise(report()))
+    assert_has(fine, "Nothing to do", "900.0 MiB of 1200.0 MiB", "75.0 %", "3 of 4 groups", "0 storages", "on demand")
 
 
-def test_with_a_recorded_step_the_share_of_waiting_is_told():
-    groups = [block(k, leaves=k < 3, forward_stall_seconds=0.0, backward_stall_seconds=0.0001) for k in range(4)]
-    assert only(advise(report(*groups, step_seconds=0.4))).endswith("; compute waited for 0.1 % of the step.")
+def test_with_a_recorded_step_the_share_of_stalls_is_told():
+    groups = [block(k, offloaded=k < 3, forward_stall_seconds=0.0, backward_stall_seconds=0.0001) for k in range(4)]
+    assert_has(only(advise(report(*groups, step_seconds=0.4))), "Nothing to do", "stalled for 0.1 %")
 
 
-def test_before_the_first_forward_there_is_nothing_to_say_but_that():
-    sentence = "No group has run: 0 forward passes with a graph were seen since the statistics began."
-    assert only(advise(Report())) == sentence
+def test_before_the_first_forward_one_sentence_says_so():
+    sentence = only(advise(Report()))
+    assert_has(sentence, "No group has run", "0 forward passes")
     assert only(advise(Report((block(0, calls=0),)))) == sentence
 
 
-def test_weights_are_nobodys_business():
+def test_weights_are_not_mentioned():
     heavy = tuple(
-        block(k, leaves=k < 3, kept={Reason.PARAMETER: (9, 900 * MIB), Reason.BUFFER: (1, MIB)}) for k in range(4)
+        block(k, offloaded=k < 3, kept={Reason.PARAMETER: (9, 900 * MIB), Reason.BUFFER: (1, MIB)}) for k in range(4)
     )
     assert only(advise(report(*heavy))).startswith("Nothing to do: 900.0 MiB of 1200.0 MiB")
 
@@ -71,7 +76,7 @@ def test_weights_are_nobodys_business():
 
 
 def kept_for(reason: Reason, nbytes: int, count: int = 4, **more: object) -> Report:
-    groups = tuple(block(k, leaves=k < 3, kept={reason: (count, nbytes)} if k == 0 else {}) for k in range(4))
+    groups = tuple(block(k, offloaded=k < 3, kept={reason: (count, nbytes)} if k == 0 else {}) for k in range(4))
     return report(*groups, **more)
 
 
@@ -80,7 +85,7 @@ def test_a_large_share_for_a_reason_is_named_with_what_to_do(reason):
     sentence = only(advise(kept_for(reason, 300 * MIB)))
     assert " in 1 tensor) " in only(advise(kept_for(reason, 300 * MIB, count=1)))
     share = "25.0 %" if reason in (Reason.HOST_FULL, Reason.SHARED) else "20.0 %"  # those are among the bytes saved
-    beginning = f'{share} of the activations (300.0 MiB in 4 tensors) stayed for the reason "{reason.value}": '
+    beginning = f'{share} of the activations (300.0 MiB in 4 tensors) were kept for the reason "{reason.value}": '
     assert sentence.startswith(beginning)
     assert len(sentence) > len(beginning) + 20
 
@@ -102,9 +107,9 @@ def test_only_a_tenth_and_more_is_worth_a_sentence(nbytes, said):
 def test_small_tensors_are_told_a_limit_with_which_most_of_their_bytes_could_leave():
     sentence = only(advise(kept_for(Reason.SMALL, 300 * MIB, count=400)))  # 768 KiB each
     assert "they have 768.0 KiB on average" in sentence
-    assert f"with min_bytes={256 * 1024} most of these bytes could leave" in sentence  # at most half of the mean
+    assert f"min_bytes={256 * 1024} " in sentence  # at most half of the mean
     tiny = only(advise(kept_for(Reason.SMALL, 300 * MIB, count=300 * MIB)))
-    assert "with min_bytes=1 most" in tiny
+    assert "min_bytes=1 " in tiny
 
 
 def test_a_full_host_is_always_told_with_the_missing_bytes():
@@ -121,61 +126,42 @@ def test_what_is_saved_outside_names_the_module_to_choose():
     assert "add `layers.*.norm`, which saves 170.0 MiB of them, to layers" in only(advise(named))
     # One module alone is the last of its kind, and would not leave.
     alone = report(outside=outside, outside_modules={"head": 350 * MIB, "layers.*.norm": 50 * MIB})
-    assert only(advise(alone)).endswith(
-        ": `head` saves 350.0 MiB of them, and would stay as a group too, as the only one of its kind."
-    )
-    assert "record a step with handle.recording() to learn which modules" in only(advise(report(outside=outside)))
+    assert_has(only(advise(alone)), "`head` saves 350.0 MiB", "only one of its kind")
+    assert_has(only(advise(report(outside=outside))), "handle.recording()", "layers")
 
 
 # Not freed
 
 
-def test_who_holds_what_was_copied_is_said_with_the_share():
-    groups = [block(k, leaves=k < 3, bytes_not_freed=100 * MIB if k == 1 else 0) for k in range(4)]
-    held = HeldStorage("layers.1", 100 * MIB, ("attribute `cache` of encoder (Encoder)",))
-    assert only(advise(report(*groups, held=(held,)))) == (
-        "A third of the bytes of layers.1 (100.0 MiB of 300.0 MiB) are still on the device after their copy because "
-        "attribute `cache` of encoder (Encoder) holds a reference."
-    )
-
-
-@pytest.mark.parametrize(
-    ("nbytes", "share"),
-    [(300, "All of"), (200, "Two thirds of"), (150, "Half of"), (75, "A quarter of"), (123, "41.0 % of")],
-)
-def test_shares_are_spoken_where_there_is_a_word(nbytes, share):
-    groups = [block(k, leaves=k < 3, bytes_not_freed=nbytes * MIB if k == 1 else 0) for k in range(4)]
-    held = HeldStorage("layers.1", nbytes * MIB, ("global `x` of module a", "local variable `x` of f (a.py:1)"))
+def test_what_refers_to_memory_that_is_not_freed_is_named_with_its_share():
+    groups = [block(k, offloaded=k < 3, bytes_not_freed=123 * MIB if k == 1 else 0) for k in range(4)]
+    held = HeldStorage("layers.1", 123 * MIB, (attribute("cache", "encoder (Encoder)"), Holder("global", ("x",), "a")))
     sentence = only(advise(report(*groups, held=(held,))))
-    assert sentence.startswith(f"{share} the bytes of layers.1 (")
-    assert sentence.endswith("because global `x` of module a and local variable `x` of f (a.py:1) hold references.")
+    assert_has(sentence, "41.0 %", "layers.1", "123.0 MiB of 300.0 MiB", *map(str, held.holders))
 
 
 def test_equal_holders_of_many_groups_are_one_sentence():
-    groups = [block(k, leaves=k < 3, bytes_not_freed=30 * MIB if k < 3 else 0) for k in range(4)]
-    held = tuple(HeldStorage(f"layers.{k}", 30 * MIB, (f"attribute `seen` of layers.{k} (Block)",)) for k in range(3))
-    assert only(advise(report(*groups, held=held))) == (
-        "10.0 % of the bytes of 3 groups (layers.0 … 2) (90.0 MiB of 900.0 MiB) are still on the device after their "
-        "copy because attribute `seen` of layers.0 (Block), and their like in the other groups, hold references."
-    )
+    groups = [block(k, offloaded=k < 3, bytes_not_freed=30 * MIB if k < 3 else 0) for k in range(4)]
+    held = tuple(HeldStorage(f"layers.{k}", 30 * MIB, (attribute("seen", f"layers.{k} (Block)"),)) for k in range(3))
+    sentence = only(advise(report(*groups, held=held)))
+    assert_has(sentence, "10.0 %", "3 groups (layers.0 ... 2)", "90.0 MiB of 900.0 MiB", str(held[0].holders[0]))
+    assert "other groups" in sentence
 
 
-def test_what_was_copied_in_vain_did_not_leave():
-    groups = [block(k, leaves=k < 3, bytes_in_vain=50 * MIB if k == 2 else 0) for k in range(4)]
-    assert only(advise(report(*groups))).startswith("Nothing to do: 850.0 MiB of 1200.0 MiB of activations (70.8 %)")
+def test_wasted_copies_do_not_count_as_offloaded():
+    groups = [block(k, offloaded=k < 3, bytes_wasted=50 * MIB if k == 2 else 0) for k in range(4)]
+    assert_has(only(advise(report(*groups))), "Nothing to do", "850.0 MiB of 1200.0 MiB", "70.8 %")
 
 
 def test_without_a_record_and_without_a_holder_the_sentence_says_so():
-    groups = [block(k, leaves=k < 3, bytes_not_freed=30 * MIB if k < 2 else 0) for k in range(4)]
+    groups = [block(k, offloaded=k < 3, bytes_not_freed=30 * MIB if k < 2 else 0) for k in range(4)]
     unnamed, unseen = advise(report(*groups, held=(HeldStorage("layers.1", 20 * MIB),)))
-    assert unnamed.startswith("6.7 % of the bytes of 2 groups (layers.0 … 1) (40.0 MiB of 600.0 MiB) are still")
-    assert unnamed.endswith("because somebody holds references; record a step with handle.recording() to learn who.")
-    assert unseen.startswith("6.7 % of the bytes of layers.1 (20.0 MiB of 300.0 MiB) are still")
-    assert unseen.endswith("something that Python does not see holds a reference: autograd of another graph, or C++.")
+    assert_has(unnamed, "6.7 %", "2 groups (layers.0 ... 1)", "40.0 MiB of 600.0 MiB", "handle.recording()")
+    assert_has(unseen, "6.7 %", "layers.1", "20.0 MiB of 300.0 MiB", "autograd of another graph, or C++")
 
 
 def test_what_hardly_counts_is_passed_over():
-    groups = [block(k, leaves=k < 3, bytes_not_freed=4 * MIB if k < 1 else 0) for k in range(4)]
+    groups = [block(k, offloaded=k < 3, bytes_not_freed=4 * MIB if k < 1 else 0) for k in range(4)]
     assert only(advise(report(*groups))).startswith("Nothing to do")  # 4 of 900 MiB
 
 
@@ -183,52 +169,39 @@ def test_what_hardly_counts_is_passed_over():
 
 
 def test_reloads_on_demand_name_their_groups_and_the_likely_reason():
-    groups = [block(0), block(1, reloaded_on_demand=2, reloaded_ahead=4), block(2), block(3, leaves=False)]
-    assert only(advise(report(*groups))) == (
-        "2 of 18 reloads (11.1 %) came only when backward needed them, for layers.1: the groups ran in another order "
-        "than the pass before, or backward did not follow the order of forward."
-    )
+    groups = [block(0), block(1, reloaded_on_demand=2, reloaded_ahead=4), block(2), block(3, offloaded=False)]
+    assert_has(only(advise(report(*groups))), "2 of 18 reloads", "11.1 %", "layers.1", "execution order")
 
 
 def test_reloads_on_demand_because_the_last_groups_did_not_run():
-    groups = [block(0), block(1), block(2, reloaded_on_demand=6, reloaded_ahead=0), block(3, leaves=False, calls=0)]
-    assert only(advise(report(*groups))).endswith(
-        "for layers.2: groups behind them did not run, whose backward would have asked for them."
-    )
+    last = block(3, offloaded=False, calls=0)
+    groups = [block(0), block(1), block(2, reloaded_on_demand=6, reloaded_ahead=0), last]
+    assert_has(only(advise(report(*groups))), "layers.2", "later groups", "did not run")
 
 
 def test_measured_stalls_are_told_from_half_a_percent_on():
     def stalled(seconds: float) -> tuple[str, ...]:
+        stalls = [(0.0, 0.0), (seconds, 0.0), (0.0, seconds / 2), (0.0, 0.0)]
         groups = [
-            block(
-                k, leaves=k < 3, forward_stall_seconds=seconds * (k == 1), backward_stall_seconds=seconds * (k == 2) / 2
-            )
-            for k in range(4)
+            block(k, offloaded=k < 3, forward_stall_seconds=forward, backward_stall_seconds=backward)
+            for k, (forward, backward) in enumerate(stalls)
         ]
         return advise(report(*groups, step_seconds=0.1))
 
-    assert only(stalled(0.010)) == (
-        "Compute waited for copies for 15.0 % of the step (10.00 ms in forward, 5.00 ms in backward), longest for "
-        "those of layers.1 (10.00 ms): let fewer groups leave."
-    )
+    assert_has(only(stalled(0.010)), "15.0 %", "10.00 ms in forward", "5.00 ms in backward", "layers.1 (10.00 ms)")
     assert only(stalled(0.0003)).startswith("Nothing to do")  # 0.45 %
-    assert only(stalled(0.0004)).startswith("Compute waited")  # 0.6 %
+    assert only(stalled(0.0004)).startswith("Compute stalled")  # 0.6 %
 
 
-def test_nothing_leaves_and_few_groups():
-    none = tuple(block(k, leaves=False) for k in range(3))
-    assert only(advise(report(*none, num_layers=0))) == (
-        "None of 3 groups leaves the device: raise num_layers above 0."
-    )
+def test_nothing_is_offloaded_and_few_groups():
+    none = tuple(block(k, offloaded=False) for k in range(3))
+    assert_has(only(advise(report(*none, num_layers=0))), "None of 3 groups", "num_layers")
     copied_none = tuple(block(k, bytes_offloaded=0) for k in range(3))
-    assert only(advise(report(*copied_none))) == (
-        "Nothing was copied, although 3 of 3 groups should leave: of 900.0 MiB of activations in these groups "
-        "900.0 MiB could."
-    )
+    assert_has(only(advise(report(*copied_none))), "3 of 3 groups", "900.0 MiB of 900.0 MiB")
     some = [block(0, bytes_offloaded=0, kept={Reason.SMALL: (1, 8 * MIB)}), block(1, bytes_offloaded=0)]
-    some += [block(2, leaves=False, kept={Reason.SMALL: (1, 16 * MIB)})]  # no group that should leave
-    assert "of 608.0 MiB of activations in these groups 600.0 MiB could." in only(advise(report(*some)))
-    two = advise(report(block(0), block(1, leaves=False)))
+    some += [block(2, offloaded=False, kept={Reason.SMALL: (1, 16 * MIB)})]  # not a group that is offloaded
+    assert "600.0 MiB of 608.0 MiB" in only(advise(report(*some)))
+    two = advise(report(block(0), block(1, offloaded=False)))
     assert only(two).startswith("Only 2 groups were chosen")
     one = advise(report(block(0, calls=2)))
     assert only(one).startswith("Only one group was chosen")
@@ -238,7 +211,7 @@ def test_nothing_leaves_and_few_groups():
 def test_the_most_bytes_come_first_and_the_order_is_always_the_same():
     kept = {Reason.SMALL: (9, 200 * MIB), Reason.MARKED: (2, 400 * MIB), Reason.LAYOUT: (9, 200 * MIB)}
     outside = {Reason.OUTSIDE: (1, 900 * MIB)}
-    groups = [block(0, kept=kept), block(1), block(2, leaves=False)]
+    groups = [block(0, kept=kept), block(1), block(2, offloaded=False)]
     sentences = advise(report(*groups, outside={}))
     again = advise(report(block(0, kept=dict(reversed(kept.items()))), *groups[1:], outside={}))
     assert sentences == again
@@ -287,18 +260,16 @@ def test_a_number_that_stalls_is_named_with_one_that_does_not():
     stalls = most + 1
     predicted = simulate(plan(stalls), COSTS, LINK)
     sentence = only(advise(report(num_layers=stalls), costs=COSTS, link=LINK, plan_for=plan))
-    assert sentence == (
-        f"With num_layers={stalls} a step takes {predicted.slowdown:.3f} times as long as without offload, as compute "
-        f"waits for {predicted.stall_seconds * 1e3:.2f} ms of it; with num_layers={most} it would take "
-        f"{slowdown(most):.3f} times as long (simulated with 21.5 GB/s to the host and 21.5 GB/s back)."
-    )
+    stall = f"{predicted.stall_seconds * 1e3:.2f} ms"
+    assert_has(sentence, f"num_layers={stalls} ", f"{predicted.slowdown:.3f} times", stall, f"num_layers={most} ")
+    assert_has(sentence, f"{slowdown(most):.3f} times", "21.5 GB/s to the host", "21.5 GB/s to the device")
 
 
 def test_if_every_number_stalls_that_is_said():
     link = Link(1e6, 1e6)
     sentence = only(advise(report(num_layers=1), costs=COSTS, link=link, plan_for=plan))
     assert sentence.startswith("With num_layers=1 a step takes ")
-    assert "; every other number would stall it as well (simulated with" in sentence
+    assert "every other number stalls" in sentence
 
 
 def test_a_larger_number_that_would_not_stall_is_offered_after_the_rest():
@@ -306,10 +277,7 @@ def test_a_larger_number_that_would_not_stall_is_offered_after_the_rest():
     less = simulate(plan(2), COSTS, LINK).peak_bytes - simulate(plan(most), COSTS, LINK).peak_bytes
     fine, more = advise(report(num_layers=2), costs=COSTS, link=LINK, plan_for=plan)
     assert fine.startswith("Nothing to do")
-    assert more.startswith(
-        f"num_layers={most} would not stall either, and would hold {less / MIB:.1f} MiB less at the peak than "
-        "num_layers=2 (simulated"
-    )
+    assert_has(more, f"num_layers={most} ", f"{less / MIB:.1f} MiB", "num_layers=2 ")
 
 
 def test_a_larger_number_that_saves_nothing_is_not_offered():
@@ -323,7 +291,7 @@ def test_the_best_number_needs_no_advice():
 
 
 def test_what_was_measured_counts_more_than_what_is_predicted():
-    groups = [block(k, leaves=k < 3, forward_stall_seconds=0.0, backward_stall_seconds=0.0) for k in range(4)]
+    groups = [block(k, offloaded=k < 3, forward_stall_seconds=0.0, backward_stall_seconds=0.0) for k in range(4)]
     calm = report(*groups, num_layers=11, step_seconds=0.4)
     assert only(advise(calm, costs=COSTS, link=LINK, plan_for=plan)).startswith("Nothing to do")
     unknown = dataclasses.replace(calm, step_seconds=None)

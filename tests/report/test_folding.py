@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from actoffload.report.folding import fold, name_of_all, numberless
+from actoffload.report.folding import fold, fold_names, numberless, starred
 
 
 @pytest.mark.parametrize(
@@ -28,25 +28,32 @@ def test_rows_and_patterns_of_rows_are_folded(rows, folded):
 @pytest.mark.parametrize(
     ("names", "name"),
     [
+        ([], ""),
         (["a.0"], "a.0"),
-        (["a.0.b", "a.1.b", "a.2.b"], "a.0 … 2.b"),
-        (["a.9", "a.10"], "a.9 … 10"),
-        (["a.0.b", "a.2.b", "a.4.b"], "a.0, 2 … 4.b"),
-        (["a.5", "a.4", "a.3", "a.2"], "a.5, 4 … 2"),
+        (["a.0.b", "a.1.b", "a.2.b"], "a.0 ... 2.b"),
+        (["a.9", "a.10"], "a.9 ... 10"),
+        (["a.0.b", "a.2.b", "a.4.b"], "a.0, 2 ... 4.b"),
+        (["a.5", "a.4", "a.3", "a.2"], "a.5, 4 ... 2"),
         (["a.0", "a.2"], "a.0, a.2"),  # not the one between them
         (["a.3", "a.0"], "a.3, a.0"),
-        (["a.0.b", "a.1.b", "a.12.b"], "a.0.b, a.1.b, a.12.b"),
-        (["a.0", "a.1", "a.3", "a.4"], "a.0, a.1 and 2 more"),
+        (["a.0.b", "a.1.b", "a.12.b"], "a.0 ... 1.b, a.12.b"),
+        (["a.0", "a.1", "a.3", "a.4"], "a.0 ... 1, a.3 ... 4"),
         (["a.0.b.0", "a.1.b.7", "a.2.b.0"], "a.0.b.0, a.1.b.7, a.2.b.0"),
         (["a.0.b.0", "a.1.b.1"], "a.0.b.0, a.1.b.1"),  # two numbers differ
         (["a", "b", "c"], "a, b, c"),
-        (["a", "b", "c", "d"], "a, b and 2 more"),
-        (["a.0", "a.0"], "a.0, a.0"),
+        (["a", "b", "c", "d"], "a, b, c and 1 more"),
+        (["a", "a", "a"], "a (3 times)"),
+        (["a.0", "a.0", "a.1", "a.1"], "a.0 (2 times), a.1 (2 times)"),
+        (["a.0", "a.1", "a.1", "a.2"], "a.0 ... 1, a.1 ... 2"),
+        (["a.1", "b", "a.1"], "a.1, b, a.1"),
+        (["0", "1", "2", "3", "8"], "0 ... 3, 8"),
     ],
 )
 def test_several_names_become_one(names, name):
-    assert name_of_all(names) == name
+    assert fold_names(names) == name
 
 
-def test_names_without_numbers():
+def test_numbers_of_names_are_replaced():
     assert numberless("encoder.12.mlp3") == "encoder.#.mlp#"
+    assert starred(["layers[0].keys", "layers[1].keys"]) == "layers[*].keys"
+    assert starred(["a.0"]) == "a.0"

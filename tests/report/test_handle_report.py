@@ -7,12 +7,12 @@ import json
 import re
 
 import pytest
-from report_samples import MIB, block, report, table
+from report_samples import MIB, attribute, block, report, table
 
-from actoffload.report import Reason
+from actoffload.report import GroupReport, Holder, Reason, Report
+from actoffload.report.groups import sum_groups
 from actoffload.report.held import HeldStorage, merge_held
-from actoffload.report.report import GroupReport, Report, sum_groups
-from actoffload.report.tables import size
+from actoffload.schedule.units import size
 
 # Data
 
@@ -20,7 +20,7 @@ from actoffload.report.tables import size
 def test_totals_are_the_sums_over_the_groups():
     groups = (block(0, forward_seconds=1.0, forward_stall_seconds=0.25), block(1, backward_stall_seconds=0.5), block(5))
     totals = Report(groups).totals
-    assert (totals.name, totals.kind, totals.leaves, totals.calls) == ("total", "Block", True, 3)
+    assert (totals.name, totals.kind, totals.offloaded, totals.calls) == ("total", "Block", True, 3)
     assert (totals.storages, totals.bytes_saved, totals.bytes_offloaded) == (24, 1536 * MIB, 1024 * MIB)
     assert (totals.reloaded_ahead, totals.reloaded_on_demand, totals.bytes_reloaded) == (16, 0, 1024 * MIB)
     assert totals.kept == {Reason.PARAMETER: (12, 300 * MIB), Reason.SMALL: (18, 6 * MIB)}
@@ -66,7 +66,7 @@ def test_r_is_the_share_that_is_gone():
 
 
 def test_a_dict_goes_through_json_and_comes_back_equal():
-    held = (HeldStorage("model.layers.3", 128 * MIB, ("attribute `cache` of a (B)",)), HeldStorage("x", 1))
+    held = (HeldStorage("model.layers.3", 128 * MIB, (attribute("cache", "a (B)"),)), HeldStorage("x", 1))
     full = report(held=held, step_seconds=0.5, order="as learned", advice=("Do.",), outside_modules={"head": 5})
     data = full.to_dict()
     assert json.loads(json.dumps(data, allow_nan=False)) == data
@@ -82,7 +82,11 @@ def test_a_dict_goes_through_json_and_comes_back_equal():
     }
     assert data["totals"]["bytes_offloaded"] == 2048 * MIB
     assert data["outside"]["outside"] == {"tensors": 2, "bytes": 300 * MIB}
-    assert data["held"][0] == {"group": "model.layers.3", "nbytes": 128 * MIB, "holders": list(held[0].holders)}
+    assert data["held"][0] == {
+        "group": "model.layers.3",
+        "nbytes": 128 * MIB,
+        "holders": ["attribute `cache` of a (B)"],
+    }
     assert data["r"] == 0.9375
 
 
@@ -91,11 +95,11 @@ def test_a_dict_goes_through_json_and_comes_back_equal():
 
 def test_the_table_of_groups_by_hand():
     assert table(str(report()), "group") == [
-        ["group", "leaves", "saved", "offloaded", "kept"],
-        ["model.layers.0 … 3 (4 groups)", "yes", "512.0 MiB", "512.0 MiB", "2.0 MiB"],
-        ["model.layers.4 … 5 (2 groups)", "no", "512.0 MiB", "-", "2.0 MiB"],
+        ["group", "offload", "saved", "offloaded", "kept"],
+        ["model.layers.0 ... 3 (4 groups)", "yes", "512.0 MiB", "512.0 MiB", "2.0 MiB"],
+        ["model.layers.4 ... 5 (2 groups)", "no", "512.0 MiB", "-", "2.0 MiB"],
         ["total", "4 of 6", "3072.0 MiB", "2048.0 MiB", "12.0 MiB"],
-        ["A line for several groups shows what each of them has."],
+        ["A line for several groups has the values of each of them."],
     ]
 
 
@@ -117,7 +121,7 @@ def test_columns_appear_with_their_numbers_only():
     groups = (block(0), GroupReport("head", "Linear", bytes_saved=MIB), late)
     rows = table(str(report(groups=groups)), "group")
     assert {"on demand", "not freed", "kind", "calls", "forward", "stalled"}.isdisjoint(plain)
-    assert rows[0] == ["group", "kind", "leaves", "calls", "saved", "offloaded", "kept", "on demand", "not freed"]
+    assert rows[0] == ["group", "kind", "offload", "calls", "saved", "offloaded", "kept", "on demand", "not freed"]
     assert rows[3] == ["model.layers.2", "Block", "yes", "2", "512.0 MiB", "512.0 MiB", "2.0 MiB", "3", "128.0 MiB"]
     assert rows[4][:3] == ["total", "2 of 3", "4"]  # the cell of the kind is empty
 
@@ -132,9 +136,9 @@ def test_times_are_means_of_folded_groups_and_a_stall_stands_alone():
     rows = table(text, "group")
     assert rows[0][-3:] == ["forward", "backward", "stalled"]
     assert [row[0] for row in rows[1:4]] == [
-        "model.layers.0 … 2 (3 groups)",
+        "model.layers.0 ... 2 (3 groups)",
         "model.layers.3",
-        "model.layers.4 … 5 (2 groups)",
+        "model.layers.4 ... 5 (2 groups)",
     ]
     assert [row[-3:] for row in rows[1:5]] == [
         ["11.00 ms", "20.00 ms", "0.00 ms"],
@@ -150,9 +154,9 @@ def test_the_facts_of_a_report():
     assert facts == {
         "passes": "7",
         "at the peak": "1024.0 MiB of saved activations on the device",
-        "R": "93.75 %: of 2048.0 MiB that should be gone, 1920.0 MiB are",
+        "R": "93.75 %: 1920.0 MiB freed of 2048.0 MiB that should be",
         "reloaded": "2048.0 MiB: 32 storages ahead, 0 on demand",
-        "host memory": "2050.0 MiB held, at most 2048.0 MiB in use",
+        "host memory": "2050.0 MiB allocated, at most 2048.0 MiB in use",
         "order": "changed in step 3",
     }
 
@@ -162,53 +166,56 @@ def test_what_was_kept_is_shown_inside_and_outside_with_weights_last():
         ["kept on the device", "tensors", "in groups", "outside"],
         ["saved outside of the chosen modules", "2", "-", "300.0 MiB"],
         ["smaller than the limit", "36", "12.0 MiB", "-"],
-        ["parameter (stays in any case)", "25", "600.0 MiB", "50.0 MiB"],
+        ["parameter (always kept)", "25", "600.0 MiB", "50.0 MiB"],
     ]
 
 
 def test_holders_are_shown_once_for_groups_that_differ_in_numbers():
-    held = [HeldStorage(f"layers.{k}", MIB, (f"attribute `cache[{k}]` of layers.{k} (Block)",)) for k in range(3)]
-    held += [HeldStorage("head", 5 * MIB, ("global `x` of module __main__", "local variable `y` of f (a.py:3)"))]
+    held = [HeldStorage(f"layers.{k}", MIB, (attribute(f"cache[{k}]", f"layers.{k} (Block)"),)) for k in range(3)]
+    held += [
+        HeldStorage(
+            "head",
+            5 * MIB,
+            (Holder("global", ("x",), "module __main__"), Holder("local variable", ("y",), "f (a.py:3)")),
+        )
+    ]
     held += [HeldStorage("tail", MIB)]
     assert table(str(report(held=tuple(held))), "not freed") == [
-        ["not freed, copied from", "because of", "bytes"],
+        ["not freed", "referenced by", "bytes"],
         ["head", "global `x` of module __main__", "5.0 MiB"],
         ["local variable `y` of f (a.py:3)"],
-        ["layers.0 … 2", "attribute `cache[0]` of layers.0 (Block)", "3.0 MiB"],
+        ["layers.0 ... 2", "attribute `cache[0]` of layers.0 (Block)", "3.0 MiB"],
         ["tail", "autograd of another graph, or C++", "1.0 MiB"],
     ]
     assert merge_held(held)[1] == (("layers.0", "layers.1", "layers.2"), 3 * MIB, held[0].holders)
 
 
 def test_notes_under_the_groups_say_what_does_not_add_up():
-    groups = tuple(block(k, bytes_in_vain=3 * MIB if k == 3 else 0) for k in range(6))
+    groups = tuple(block(k, bytes_wasted=3 * MIB if k == 3 else 0) for k in range(6))
     shown = report(groups=groups, step_seconds=0.1, step_passes=4)
     lines = shown.to_text().split("\n\n")[0].split("\n")[-3:]
     assert lines == [
-        "A line for several groups shows what each of them has.",
-        "3.0 MiB of what was offloaded is kept as well, because groups that stay share it: these bytes were copied in "
-        "vain, and are not reloaded.",
+        "A line for several groups has the values of each of them.",
+        "Wasted copies: 3.0 MiB were offloaded but stay on the device, because groups that are kept share the "
+        "storages.",
         "Times are sums over the 4 forward passes of the recorded step; bytes are of the last.",
     ]
     for words in (shown.to_markdown(), shown.to_html()):
         assert all(line in words for line in lines)
 
 
-def test_copies_in_vain_are_explained_by_what_made_them_vain():
-    stayed = block(4, bytes_in_vain=5 * MIB)
-    alone = report(groups=(block(0), stayed)).to_text()
-    assert "5.0 MiB of what was offloaded is kept as well, because its groups were expected to leave, and stay" in alone
-    assert "because the pass took another course: these bytes were copied in vain" in alone
-    assert "share it" not in alone
-    both = report(groups=(block(0, bytes_in_vain=3 * MIB), stayed)).to_text()
-    assert "3.0 MiB of what was offloaded is kept as well, because groups that stay share it" in both
-    assert "5.0 MiB of what was offloaded is kept as well, because its groups were expected to leave" in both
+def test_wasted_copies_are_explained():
+    kept = block(4, bytes_wasted=5 * MIB)
+    alone = report(groups=(block(0), kept)).to_text()
+    assert "5.0 MiB were offloaded but stay on the device, because the plan offloaded their groups" in alone
+    assert "share the storages" not in alone
+    both = report(groups=(block(0, bytes_wasted=3 * MIB), kept)).to_text()
+    assert "3.0 MiB were offloaded but stay on the device, because groups that are kept share" in both
+    assert "5.0 MiB were offloaded but stay on the device, because the plan offloaded their groups" in both
 
 
 def test_a_long_list_of_holders_is_cut_and_says_so():
-    held = tuple(
-        HeldStorage("a", (40 - k) * MIB, (f"attribute `{chr(97 + k % 26) * (k + 1)}` of m",)) for k in range(20)
-    )
+    held = tuple(HeldStorage("a", (40 - k) * MIB, (attribute(chr(97 + k % 26) * (k + 1), "m"),)) for k in range(20))
     short, full = report(held=held).to_text(), report(held=held).to_text(all_groups=True)
     assert "and 8 more" in short
     assert "and 8 more" not in full
@@ -220,7 +227,7 @@ def test_advice_comes_last_and_an_empty_report_prints():
     assert str(Report()) == (
         "passes       0\n"
         "at the peak  0 bytes of saved activations on the device\n"
-        "host memory  0 bytes held, at most 0 bytes in use"
+        "host memory  0 bytes allocated, at most 0 bytes in use"
     )
 
 
@@ -237,7 +244,7 @@ def test_sizes_are_shown_in_a_fitting_unit(nbytes, words):
 def test_modules_of_a_block_are_folded_by_their_place_in_it():
     groups = [GroupReport(f"layers.{k // 2}.{('attn', 'mlp')[k % 2]}", bytes_saved=MIB * (1 + k % 2)) for k in range(8)]
     rows = table(str(Report(tuple(groups))), "group")
-    assert [row[0] for row in rows[1:3]] == ["layers.0 … 3.attn (4 groups)", "layers.0 … 3.mlp (4 groups)"]
+    assert [row[0] for row in rows[1:3]] == ["layers.0 ... 3.attn (4 groups)", "layers.0 ... 3.mlp (4 groups)"]
 
 
 @pytest.mark.parametrize(
@@ -246,7 +253,7 @@ def test_modules_of_a_block_are_folded_by_their_place_in_it():
         {"name": "head"},
         {"kind": "Other"},
         {"calls": 2},
-        {"leaves": False},
+        {"offloaded": False},
         {"bytes_saved": MIB},
         {"bytes_offloaded": MIB},
         {"kept": {Reason.SMALL: (1, 1)}},
@@ -259,4 +266,4 @@ def test_groups_that_differ_in_anything_shown_have_their_own_lines(other):
     times = {"forward_stall_seconds": 0.0, "backward_stall_seconds": 0.0}
     groups = tuple(dataclasses.replace(block(k, **times), **(other if k == 2 else {})) for k in range(4))
     rows = table(str(Report(groups)), "group")
-    assert [row[0] for row in rows[1:4]] == ["model.layers.0 … 1 (2 groups)", groups[2].name, "model.layers.3"]
+    assert [row[0] for row in rows[1:4]] == ["model.layers.0 ... 1 (2 groups)", groups[2].name, "model.layers.3"]

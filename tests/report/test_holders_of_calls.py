@@ -8,13 +8,14 @@ import types
 import pytest
 import torch
 from helpers import no_gc
+from report_samples import attribute, input_, output
 from torch import nn
 from whole_model import Waves, data, offload
 
+from actoffload.report import GroupReport, HeldStorage, Holder, Report
 from actoffload.report.advice import advise
-from actoffload.report.held import HeldStorage, merge_held
-from actoffload.report.holders import find_holders
-from actoffload.report.report import GroupReport, Report
+from actoffload.report.held import merge_held
+from actoffload.report.holders import find_all_holders
 
 MIB = 2**20
 
@@ -29,6 +30,10 @@ def make() -> torch.Tensor:
 
 def address(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
+
+
+def find_holders(where: int, modules: dict[nn.Module, str] | None = None) -> tuple[str, ...]:
+    return tuple(map(str, find_all_holders([where], modules)[where]))
 
 
 # Names
@@ -77,9 +82,9 @@ def test_what_the_model_returns_is_named_by_the_path_in_it(materialized):
     model.register_forward_hook(look, with_kwargs=True)
     model(make(), options={"x": make()})
     assert list(found.values()) == [
-        ("`past.decoder.layers[1].keys` of what the model returns",),
-        ("`args[0]` of what the model was called with",),
-        ("`options['x']` of what the model was called with",),
+        ("output `past.decoder.layers[1].keys` of the model",),
+        ("input `args[0]` of the model",),
+        ("input `kwargs['options']['x']` of the model",),
     ]
 
 
@@ -91,7 +96,7 @@ def test_a_call_without_hooks_names_its_arguments_as_well_and_a_model_without_a_
             return find_holders(where)
 
     lines = Plain()(make())
-    assert lines == ("`args[0]` of what Plain was called with",)
+    assert lines == ("input `args[0]` of Plain",)
 
 
 def test_a_recorded_call_leaves_no_frame_to_the_collector():
@@ -119,45 +124,41 @@ def test_the_cache_that_a_hugging_face_model_returns_by_default_is_one_line():
     handle = offload(model)
     with handle.recording():
         model(input_ids=tokens, labels=tokens).loss.backward()
-    ((groups, _, holders),) = merge_held(handle.report().held)
+    ((groups, _, (holder,)),) = merge_held(handle.report().held)
     assert groups == ("model.layers.0", "model.layers.1")
     cache = "past_key_values.layers[*]"
-    assert holders == (f"`{cache}.keys` and `{cache}.values` of what the model returns",)
-    assert any(f"{holders[0]} hold references: pass use_cache=False" in words for words in handle.report().advice)
+    assert (holder.kind, holder.paths) == ("output", (f"{cache}.keys", f"{cache}.values"))
+    assert any(str(holder) in words and "use_cache=False" in words for words in handle.report().advice)
     with handle.recording():
         model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
-    assert handle.report().held == ()  # as was said
+    assert handle.report().held == ()  # as the advice said
 
 
 # Lines that belong together
 
 
 def test_what_one_cache_holds_is_one_line():
-    def held(*lines: str) -> list[tuple[str, ...]]:
-        return [holders for _, _, holders in merge_held([HeldStorage(f"a.{k}", 1, (x,)) for k, x in enumerate(lines)])]
+    def held(*holders: Holder) -> list[list[str]]:
+        storages = [HeldStorage(f"a.{k}", 1, (holder,)) for k, holder in enumerate(holders)]
+        return [list(map(str, merged)) for _, _, merged in merge_held(storages)]
 
-    returns = "of what the model returns"
-    assert held(f"`a.b[0].k` {returns}", f"`a.b[0].v` {returns}", f"`a.b[1].k` {returns}", f"`a.b[1].v` {returns}") == [
-        (f"`a.b[*].k` and `a.b[*].v` {returns}",)
+    assert held(*(output(f"a.b[{k}].{name}") for k in range(2) for name in "kv")) == [
+        ["output `a.b[*].k` and `a.b[*].v` of the model"]
     ]
-    assert held(f"`a.b[3].k` {returns}") == [(f"`a.b[3].k` {returns}",)]
-    assert held(*(f"`a.{name}` {returns}" for name in "klmn")) == [(f"`a.k`, `a.l` and 2 more {returns}",)]
-    assert held(f"`a.k` {returns}", f"`b.k` {returns}") == [(f"`a.k` {returns}",), (f"`b.k` {returns}",)]
-    assert held("what the model returns", "what the model was called with") == [
-        ("what the model returns",),
-        ("what the model was called with",),
-    ]
-    assert held(
-        "global `c['k'][0]` of module m", "global `c['v'][0]` of module m", "global `c['k'][1]` of module m"
-    ) == [("global `c['k'][0]` and `c['v'][0]` of module m",)]
-    assert len(held("attribute `a` of m", "attribute `b` of m")) == 2
+    assert held(output("a.b[3].k")) == [["output `a.b[3].k` of the model"]]
+    assert held(*(output(f"a.{name}") for name in "klmn")) == [["output `a.k`, `a.l` and 2 more of the model"]]
+    assert held(output("a.k"), output("b.k")) == [["output `a.k` of the model"], ["output `b.k` of the model"]]
+    assert held(output(""), input_("")) == [["the output of the model"], ["the input of the model"]]
+    cache = [Holder("global", (path,), "module m") for path in ("c['k'][0]", "c['v'][0]", "c['k'][1]")]
+    assert held(*cache) == [["global `c['k'][0]` and `c['v'][0]` of module m"]]
+    assert len(held(attribute("a", "m"), attribute("b", "m"))) == 2
 
 
 # Advice
 
 
-def returned(k: int, path: str, how: str = "returns") -> HeldStorage:
-    return HeldStorage(f"layers.{k}", 30 * MIB, (f"`{path}` of what the model {how}",))
+def returned(k: int, path: str, kind: str = "output") -> HeldStorage:
+    return HeldStorage(f"layers.{k}", 30 * MIB, (Holder(kind, (path,), "the model"),))
 
 
 def advised(*held: HeldStorage) -> str:
@@ -165,7 +166,7 @@ def advised(*held: HeldStorage) -> str:
     for k in range(4):
         left = 300 * MIB if k < 3 else 0
         not_freed = sum(storage.nbytes for storage in held if storage.group == f"layers.{k}")
-        numbers = {"leaves": k < 3, "bytes_saved": 300 * MIB, "bytes_offloaded": left, "bytes_reloaded": left}
+        numbers = {"offloaded": k < 3, "bytes_saved": 300 * MIB, "bytes_offloaded": left, "bytes_reloaded": left}
         groups.append(GroupReport(f"layers.{k}", **numbers, bytes_not_freed=not_freed))
     (sentence,) = advise(Report(tuple(groups), held=held))
     return sentence
@@ -173,29 +174,22 @@ def advised(*held: HeldStorage) -> str:
 
 def test_keys_and_values_that_the_model_returns_are_one_sentence_with_what_to_do():
     cache = [(k, f"past_key_values.layers[{k}].{name}") for k in range(3) for name in ("keys", "values")]
-    assert advised(*(returned(k, path) for k, path in cache)) == (
-        "20.0 % of the bytes of 3 groups (layers.0 … 2) (180.0 MiB of 900.0 MiB) are still on the device after their "
-        "copy because `past_key_values.layers[*].keys` and `past_key_values.layers[*].values` of what the model "
-        "returns hold references: pass use_cache=False to the model, or set model.config.use_cache = False, "
-        "for training."
-    )
+    sentence = advised(*(returned(k, path) for k, path in cache))
+    for part in ("20.0 %", "layers.0 ... 2", "180.0 MiB of 900.0 MiB", "`past_key_values.layers[*].keys`", "use_cache"):
+        assert part in sentence
 
 
 @pytest.mark.parametrize(
-    ("path", "how", "words"),
+    ("path", "kind", "words"),
     [
-        ("['inner'].past_key_values.layers[0].keys", "returns", "use_cache=False"),
-        ("decoder_hidden_states[1]", "returns", "holds a reference: pass output_hidden_states=False"),
-        ("attentions[0]", "returns", "output_attentions=False"),
-        ("[1]['seen'][2]", "returns", "return only what the loss needs from forward while training"),
-        ("input_ids", "was called with", "they go when that call ends"),
-        ("past_key_values.layers[0].keys", "was called with", "they go when that call ends"),
+        ("['inner'].past_key_values.layers[0].keys", "output", "use_cache=False"),
+        ("decoder_hidden_states[1]", "output", "output_hidden_states=False"),
+        ("attentions[0]", "output", "output_attentions=False"),
+        ("[1]['seen'][2]", "output", "return only what the loss needs"),
+        ("kwargs['input_ids']", "input", "mark_not_offload"),
+        ("args[0].layers[0].keys", "input", "mark_not_offload"),
+        ("", "output", "return only what the loss needs"),
     ],
 )
-def test_what_to_do_about_what_a_call_holds(path, how, words):
-    assert words in advised(returned(1, path, how))
-
-
-def test_what_is_held_by_the_call_as_a_whole():
-    held = HeldStorage("layers.1", 30 * MIB, ("what the model returns",))
-    assert "because what the model returns holds a reference: return only" in advised(held)
+def test_what_to_do_about_what_a_call_holds(path, kind, words):
+    assert words in advised(returned(1, path, kind))

@@ -161,7 +161,7 @@ def test_a_measured_curve_alone_begins_where_it_was_measured() -> None:
 
 @pytest.mark.parametrize("nothing", [[], {}, {"a": []}, Timeline(())])
 def test_nothing_to_draw_is_said(nothing: object) -> None:
-    with pytest.raises(ValueError, match="There is no memory to draw; give at least one curve"):
+    with pytest.raises(ValueError, match="plot_memory got no points; pass at least one curve"):
         plot_memory(nothing)  # type: ignore[arg-type]
 
 
@@ -195,5 +195,5 @@ def test_matplotlib_is_imported_only_for_a_picture_and_asked_for_in_a_sentence()
     environment = {**os.environ, "PYTHONPATH": source}
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
     assert done.stdout == (
-        "Plots need matplotlib, which is not installed; add it with pip install 'actoffload[plots]'.\n"
+        "Plots need matplotlib, which is not installed; install it with pip install 'actoffload[plots]'.\n"
     ), done.stderr

@@ -133,7 +133,7 @@ def test_times_are_whole_nanoseconds_and_events_in_order_of_time():
 def test_layers_without_a_name_have_their_number():
     spans = [Span(Kind.FORWARD, 7, 0.0, 1.0), Span(Kind.STALL, 0, 1.0, 2.0)]
     lanes = read(chrome_trace(Timeline.build(spans), ("a",)))
-    assert [event["name"] for events in lanes.values() for event in events] == ["forward layer 7", "wait for a"]
+    assert [event["name"] for events in lanes.values() for event in events] == ["forward layer 7", "stall a"]
 
 
 def test_resident_bytes_are_a_counter_from_the_start_to_the_end():
