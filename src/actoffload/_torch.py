@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from operator import attrgetter
 from types import FrameType
@@ -130,60 +130,11 @@ def gradient_of(tensor: Any) -> Any:
         return None
 
 
-class CreatedStorages:
-    """Bytes of the storages that operations create in a ``with`` block, until they are freed.
+DispatchMode: Any = _find("utils._python_dispatch.TorchDispatchMode")
+"""Base class of contexts that see every operation; None where PyTorch has none."""
 
-    Raises
-    ------
-    RuntimeError
-        On entry, if torch has no dispatch modes.
-    """
-
-    def __init__(self) -> None:
-        self.now = self.peak = 0
-        self._alive: dict[int, weakref.ref[Any]] = {}
-        self._mode: Any = None
-
-    def __enter__(self) -> CreatedStorages:
-        try:
-            from torch.utils._python_dispatch import TorchDispatchMode
-            from torch.utils._pytree import tree_leaves
-        except ImportError as error:
-            raise RuntimeError(
-                f"torch {torch.__version__} has no TorchDispatchMode, with which memory on the CPU is measured; "
-                "measure on an accelerator, or use another version of torch."
-            ) from error
-        created = self
-
-        class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-            def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-                result = func(*args, **(kwargs or {}))
-                inputs = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
-                before = set(map(storage_address, inputs))
-                for leaf in tree_leaves(result):
-                    if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided:
-                        created._follow(leaf.untyped_storage(), before)
-                return result
-
-        self._mode = Watch()  # type: ignore[no-untyped-call]
-        self._mode.__enter__()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._mode.__exit__(None, None, None)
-
-    def _follow(self, storage: torch.UntypedStorage, before: Set[int]) -> None:
-        key, nbytes = storage_address(storage), storage.nbytes()
-        if key in self._alive or key in before:
-            return
-
-        def freed(_: Any) -> None:
-            del self._alive[key]
-            self.now -= nbytes
-
-        self._alive[key] = weakref.ref(storage, freed)
-        self.now += nbytes
-        self.peak = max(self.peak, self.now)
+tree_leaves: Callable[[Any], list[Any]] = _find("utils._pytree.tree_leaves", lambda tree: [tree])
+"""Return the leaves of nested containers."""
 
 
 # Autograd
@@ -257,9 +208,7 @@ SHARDED = ("FSDPModule", "ReplicateModule")
 RESHARD = "reshard"
 """A method of modules whose parameters are replaced while they run."""
 
-CALLS = {
-    method.__code__ for name in ("_call_impl", "_wrapped_call_impl") if (method := getattr(Module, name, None))
-}
+CALLS = {method.__code__ for name in ("_call_impl", "_wrapped_call_impl") if (method := getattr(Module, name, None))}
 """Code of the methods in which `torch.nn.Module` calls ``forward``."""
 
 CALL_VARIABLES = {"args": "input", "kwargs": "input", "result": "output"}

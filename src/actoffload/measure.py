@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ._torch import CreatedStorages
+from .device.reference import CreatedStorages
 from .engine.statistics import Statistics
 from .report.tables import Table, as_text
 from .schedule.costs import Link, measured_costs

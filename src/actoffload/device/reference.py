@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Iterator, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from .._torch import DispatchMode, address, storage_address, tree_leaves
 from .base import Event, Pairs, Stream
 
-__all__ = ["ReferenceDevice", "ReferenceEvent", "ReferenceStream"]
+__all__ = ["CreatedStorages", "ReferenceDevice", "ReferenceEvent", "ReferenceStream"]
 
 
 class ReferenceStream:
@@ -157,3 +159,56 @@ class ReferenceDevice:
     def compute(self, seconds: float) -> None:
         """Let the current stream compute for some virtual seconds."""
         self.current_stream(torch.device("cpu")).now += seconds
+
+
+class CreatedStorages:
+    """Count the bytes of the storages that operations create in a ``with`` block, until they are freed.
+
+    Attributes
+    ----------
+    now, peak : int
+        Bytes that exist now, and their largest number.
+    """
+
+    def __init__(self) -> None:
+        self.now = self.peak = 0
+        self._alive: dict[int, weakref.ref[Any]] = {}
+        self._mode: Any = None
+
+    def __enter__(self) -> CreatedStorages:
+        if DispatchMode is None:
+            raise RuntimeError(
+                f"PyTorch {torch.__version__} has no TorchDispatchMode, which measuring memory without an accelerator "
+                "needs; use another release of PyTorch, or an accelerator."
+            )
+        created = self
+
+        class Watch(DispatchMode):  # type: ignore[misc]
+            def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+                result = func(*args, **(kwargs or {}))
+                inputs = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
+                before = set(map(storage_address, inputs))
+                for leaf in tree_leaves(result):
+                    if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided:
+                        created._follow(leaf.untyped_storage(), before)
+                return result
+
+        self._mode = Watch()
+        self._mode.__enter__()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._mode.__exit__(None, None, None)
+
+    def _follow(self, storage: torch.UntypedStorage, before: Set[int]) -> None:
+        key, nbytes = address(storage), storage.nbytes()
+        if key in self._alive or key in before:
+            return
+
+        def freed(_: Any) -> None:
+            del self._alive[key]
+            self.now -= nbytes
+
+        self._alive[key] = weakref.ref(storage, freed)
+        self.now += nbytes
+        self.peak = max(self.peak, self.now)

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.autograd.function import FunctionCtx
 
-from .._torch import CALL_VARIABLES, MODULE_CALLS, gradient_of, plain_tensors, storage_address
+from .._torch import CALL_VARIABLES, CALLS, gradient_of, plain_tensors, storage_address
 from .held import Holder
 
 __all__ = ["find_all_holders"]
@@ -113,7 +113,7 @@ class _Search:
     # Finding
 
     def _note_locals(self, frame: types.FrameType) -> None:
-        code, is_call = frame.f_code, frame.f_code in MODULE_CALLS
+        code, is_call = frame.f_code, frame.f_code in CALLS
         if not code.co_flags & inspect.CO_OPTIMIZED:  # the body of a module or of a class
             name = frame.f_globals.get("__name__")
             self.namespaces.setdefault(

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from .._torch import backward_is_running
+from .._torch import NO_BACKWARD, backward_id
 
 __all__ = ["Synchronization", "Synchronizations", "find_synchronizations"]
 
@@ -159,7 +159,7 @@ def find_synchronizations() -> Iterator[Synchronizations]:
 
 def _locate(frame: FrameType | None, caller: int) -> Synchronization:
     """Return the innermost line of the program at or above a frame, else that at which the caller's thread is."""
-    in_backward, at = backward_is_running(), frame
+    in_backward, at = backward_id() != NO_BACKWARD, frame
     while at is not None and not _is_program(at):
         in_backward = in_backward or at.f_code in _BACKWARD
         at = at.f_back
