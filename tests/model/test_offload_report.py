@@ -135,7 +135,7 @@ def test_a_storage_that_two_groups_save_counts_in_the_first():
     assert [group.bytes_wasted for group in report.groups] == [0, 0, 0, UNIT, 0, 0]
     totals = report.totals
     assert totals.bytes_offloaded - totals.bytes_wasted == totals.bytes_reloaded == report.expected_bytes
-    assert "2.0 KiB of what was offloaded is kept as well" in str(report)
+    assert "Wasted copies: 2.0 KiB were offloaded" in str(report)
 
 
 def test_what_the_host_refused_was_not_copied_in_vain(monkeypatch):
@@ -266,11 +266,11 @@ def test_a_report_keeps_no_memory_and_no_graph():
 def test_advice_when_min_bytes_is_too_large():
     _, report = reported(Inside(6), min_bytes=UNIT + 1)
     assert report.kept[Reason.SMALL] == (12, 12 * UNIT)
-    assert f"with min_bytes={UNIT // 2} most of these bytes could leave" in said(report)
+    assert f"min_bytes={UNIT // 2} " in said(report)
     assert "100.0 % of the activations (24.0 KiB in 12 tensors)" in said(report)
-    assert "Nothing was copied, although 4 of 6 groups should leave" in said(report)
+    assert "Nothing was offloaded, although the plan offloads 4 of 6 groups" in said(report)
     _, report = reported(Inside(6), min_bytes=UNIT // 2)  # as was said
-    assert report.advice[0].startswith("Nothing to do: 16.0 KiB of 24.0 KiB of activations (66.7 %) left the device")
+    assert report.advice[0].startswith("Nothing to do: 16.0 KiB of 24.0 KiB of activations (66.7 %)")
 
 
 def test_advice_when_much_is_saved_outside():
@@ -283,14 +283,14 @@ def test_advice_when_much_is_saved_outside():
 
 def test_advice_when_much_is_kept():
     _, report = reported(Transformer(6), keep=Attention)
-    assert "take their module out of keep if they may leave" in said(report)
+    assert "remove their module from keep" in said(report)
     _, report = reported(Transformer(6), keep=[Mlp, Attention])
-    assert "take their module out of keep if they may leave" in said(report)
+    assert "remove their module from keep" in said(report)
 
 
 def test_advice_when_nothing_leaves_or_too_few_groups_were_chosen():
     _, report = reported(Inside(6), num_layers=0)
-    assert "None of 6 groups leaves the device: raise num_layers above 0." in said(report)
+    assert "None of 6 groups is offloaded: raise num_layers above 0." in said(report)
     with pytest.warns(UserWarning, match="None of the groups"):
         _, report = reported(Inside(2))
     assert "Only 2 groups were chosen" in said(report)
