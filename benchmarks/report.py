@@ -1,260 +1,323 @@
-"""Tables and a picture from the results: no figure of them is typed by hand.
+"""Write the tables and pictures of the results; no figure of them is typed by hand.
 
     python benchmarks/report.py            writes report.md, compare.png and llama.png beside the results
     python benchmarks/report.py --check    fails if report.md is not what the results give
 
-`headline` is the sentence on the landing page.
+Text and columns are in ``page.toml``.  `headline` is the sentence on the landing page, `notes` the text above the page.
 """
 
 from __future__ import annotations
 
 import argparse
+import string
 import sys
+import tomllib
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
-import report_llama
-from report_parts import GIB, MIB, Target, origin, table
 from results_file import RESULTS, digest, read
 
-OURS, CHECKPOINT, SAVE, NOTHING = "actoffload", "checkpoint", "save_on_cpu", "no offload"
+Data: TypeAlias = dict[str, Any]
+PAGE = tomllib.loads(Path(__file__).with_name("page.toml").read_text(encoding="utf-8"))
+NOTHING, OURS, CHECKPOINT = "no offload", "actoffload", "checkpoint"
 NAMES = {
     OURS: "actoffload",
     CHECKPOINT: "torch.utils.checkpoint",
-    SAVE: "save_on_cpu(pin_memory=True)",
+    "save_on_cpu": "save_on_cpu(pin_memory=True)",
     NOTHING: "no offload",
     "no offload, again": "no offload, again",
 }
 TITLES = {"gpt": "Twelve GPT blocks", "linear": "Twelve linear layers"}
 SHORT = {"gpt": "GPT", "linear": "Linear layers"}
+LENGTHS = {"8k": "8k tokens", "32k": "32k tokens"}
+HOST = {"without": "no offload", "paused": "paused: the hooks alone", "with": "offloaded"}
+HOST["bare"] = "hooks and CUDA calls alone"
+FREE, TEN_AT_BOUND, AT_BOUND, R, PINNED, PER_LAYER, TIMES_BARE = 1.010, 1.05, 1.10, 0.995, 1.05, 1e-3, 1.5
+PER_TENSOR, PER_COPIED_TENSOR = 5e-6, 60e-6
+SCALES = {"": 1, "ms": 1e3, "us": 1e6, "MiB": 2**-20, "GiB": 2**-30, "GB": 1e-9, "pct": 100}
 
 
-def arm(data: dict[str, Any], method: str, count: int) -> dict[str, Any] | None:
+class _Units(string.Formatter):
+    """Format numbers with a scale: ``{seconds:ms.1}`` shows milliseconds with one digit."""
+
+    def format_field(self, value: Any, spec: str) -> str:
+        unit, _, digits = spec.lstrip("+").partition(".")
+        sign = "+" if spec.startswith("+") else ""
+        return f"{value * SCALES[unit]:{sign}.{digits}f}" if digits.isdecimal() else str(value)
+
+
+fill = _Units().format
+
+
+def text(name: str, **values: Any) -> str:
+    """Return a text of the page with its values."""
+    return fill(PAGE["text"][name], **values)
+
+
+def table(name: str, rows: Iterable[Data]) -> str:
+    """Return a table of the page; a cell without a value is empty.
+
+    Text in the first column is aligned to the left: the page's style sheet lets it wrap.
+    """
+    heads, texts = PAGE["tables"][name]
+
+    def cell(template: str, row: Data) -> str:
+        try:
+            return fill(template, **row)
+        except KeyError:
+            return ""
+
+    cells = [[cell(template, row) for template in texts.split(" | ")] for row in rows]
+    first = "---:" if cells and all(row[0].isdecimal() for row in cells) else "---"
+    lines = [f"| {heads} |", f"| {first} |" + " ---: |" * heads.count("|")]
+    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in cells)])
+
+
+@dataclass(frozen=True)
+class Target:
+    """A measured figure and its limit, shown by a `fill` format and a unit."""
+
+    what: str
+    limit: float
+    measured: float
+    show: str = "{:.3}"
+    at_least: bool = False
+
+    @property
+    def met(self) -> bool:
+        return self.measured >= self.limit if self.at_least else self.measured <= self.limit
+
+    def row(self) -> Data:
+        """Return the cells of its line in the table."""
+        limit = ("≥ " if self.at_least else "≤ ") + fill(self.show, self.limit)
+        verdict = "met" if self.met else "missed by " + fill(self.show, abs(self.measured - self.limit))
+        return {"what": self.what, "limit": limit, "measured": fill(self.show, self.measured), "verdict": verdict}
+
+
+def origin(data: Data) -> str:
+    """Return a paragraph with what a result was measured on."""
+    driver = f", driver {data['device']['driver']}" if data["device"]["driver"] else ""
+    values = {"driver": driver, "speed": text("speed", **data["link"]) if "link" in data else ""}
+    values |= {"day": data["date"][:10], "sources": data["source_digest"][:12]}
+    return (text("rehearsal") if data["device"]["reference"] else "") + text("origin", **data, **values)
+
+
+def arm(data: Data, method: str, count: int) -> Data | None:
     """Return the entry of one arm, or None."""
     return next((a for a in data["arms"] if (a["method"], a["num_layers"]) == (method, count)), None)
 
 
-def model_line(data: dict[str, Any]) -> str:
-    """Describe a model in words."""
+def ours(part: Data) -> list[Data]:
+    """Return the arms with offload, by their number of layers."""
+    return sorted((a for a in part["arms"] if a["method"] == OURS), key=lambda a: int(a["num_layers"]))
+
+
+def numbers(arms: Iterable[Data]) -> str:
+    """Return successive numbers of layers in words: "1 to 3", or "2"."""
+    counts = sorted(a["num_layers"] for a in arms)
+    return str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+
+
+def targets(results: dict[str, Data]) -> list[Target]:
+    """Return the targets whose figures were measured."""
+    found: list[Target] = []
+    four, ten = (arm(results.get("gpt", {"arms": []}), OURS, count) for count in (4, 10))
+    if four is not None:
+        found.append(Target("GPT, 4 of 12 layers: step / no offload", FREE, four["ratio"]))
+    if ten is not None:
+        found.append(Target("GPT, 10 of 12 layers: step / bound", TEN_AT_BOUND, ten["bound_ratio"]))
+        what = "GPT, 10 of 12 layers: distance from simulate"
+        found.append(Target(what, 0.03, abs(ten["deviation"]), "{:pct.2} %"))
+    for name, short in SHORT.items():
+        arms = ours(results.get(name, {"arms": []}))
+        found += _memory_targets(short, arms, arms)
+    kinds: dict[str, list[Data]] = {}
+    for case in results.get("overhead", {"cases": []})["cases"]:
+        if not case["case"].startswith("autograd"):  # autograd's own time, which the others contain
+            kinds.setdefault(case["case"], []).append(case)
+    for kind, cases in kinds.items():
+        limit = PER_COPIED_TENSOR if kind.startswith("offloaded") else PER_TENSOR
+        worst = max(cases, key=lambda case: float(case["seconds"]))
+        counts = ", ".join(str(case["parameters"]) for case in cases) if len(cases) > 1 else ""
+        what = f"{kind} ({counts} parameters, worst at {worst['parameters']})" if counts else kind
+        found.append(Target(f"Host time for a saved tensor: {what}", limit, worst["seconds"], "{:us.1} µs"))
+    return found + _llama_targets(results.get("llama", {"parts": {}})["parts"])
+
+
+def _memory_targets(name: str, arms: list[Data], pools: list[Data]) -> list[Target]:
+    if not arms:
+        return []
+    held = max(a["host_bytes"] / a["bytes_offloaded"] for a in pools)
+    return [
+        Target(f"{name}: smallest R", R, min(a["r"] for a in arms), "{:pct.2} %", at_least=True),
+        Target(f"{name}: pinned bytes held / bytes offloaded", PINNED, held),
+    ]
+
+
+def _llama_targets(parts: Data) -> list[Target]:
+    found: list[Target] = []
+    for name, words in LENGTHS.items():
+        arms = ours(parts.get(name, {"arms": []}))
+        for what, limit, key, some in (
+            ("step / bound", AT_BOUND, "bound_ratio", arms),
+            ("step / no offload where copies fit", FREE, "ratio", [a for a in arms if a["fits"]]),
+        ):
+            if some:
+                worst = max(some, key=lambda a: float(a[key]))
+                what += f" (N = {numbers(some)}, worst at {worst['num_layers']})"
+                found.append(Target(f"Llama, {words}: {what}", limit, worst[key]))
+        # All arms share one host pool, which the last arm fills.
+        found += _memory_targets(f"Llama, {words}", arms, arms[-1:])
+    host = parts.get("host", {})
+    if host:
+        what = "Llama: host time added for each offloaded layer"
+        found.append(Target(what, PER_LAYER, host["added_per_layer"], "{:ms.2} ms"))
+    if "added_bare" in host:
+        what = "Llama: host time added / added by the same copies with hooks and CUDA calls alone"
+        found.append(Target(what, TIMES_BARE, host["added"] / host["added_bare"], "{:.2}"))
+    return found
+
+
+def model_line(data: Data) -> str:
+    """Describe linear layers or GPT blocks."""
     batch, length, hidden = data["settings"]["shape"]
     kind = f"{data['settings']['heads']} heads, " if data["settings"]["heads"] else ""
     return f"hidden size {hidden}, {kind}sequence {length}, batch {batch}, {data['settings']['dtype']}"
 
 
-def _order(entry: dict[str, Any]) -> tuple[int, int]:
-    return list(NAMES).index(entry["method"]) if entry["num_layers"] else -1, entry["num_layers"]
-
-
-def comparison(data: dict[str, Any]) -> str:
-    """Return the table of all arms."""
-    rows = [
-        (
-            NAMES[a["method"]],
-            str(a["num_layers"]),
-            f"{a['seconds'] * 1e3:.2f}",
-            f"{a['ratio']:.3f}",
-            f"{a['peak_bytes'] / GIB:.2f}",
-            f"{a['drop_bytes'] / GIB:.2f}",
-        )
-        for a in sorted(data["arms"], key=_order)
+def layers_sections(name: str, data: Data) -> list[str]:
+    """Return the section of linear layers or GPT blocks."""
+    order, line = list(NAMES), model_line(data)
+    arms = sorted(data["arms"], key=lambda a: (order.index(a["method"]) if a["num_layers"] else -1, a["num_layers"]))
+    return [
+        f"## {TITLES[name]}",
+        f"{line[:1].upper()}{line[1:]}.",
+        table("comparison", ({**a, "name": NAMES[a["method"]]} for a in arms)),
+        text("layers", **data),
+        table("details", ours(data)),
+        origin(data),
     ]
-    return table(("method", "layers", "step (ms)", "× no offload", "peak (GiB)", "drop (GiB)"), rows)
 
 
-def details(data: dict[str, Any]) -> str:
-    """Return the table of what is derived for the arms of ours."""
-    rows = [
-        (
-            str(a["num_layers"]),
-            f"{a['bytes_offloaded'] / MIB:.0f}",
-            f"{a['r'] * 100:.2f} %",
-            f"{a['host_ratio']:.3f}",
-            f"{a['bound_ratio']:.3f}",
-            f"{a['predicted_seconds'] * 1e3:.2f}",
-            f"{a['deviation'] * 100:+.1f} %",
-            f"{a['copies']['d2h'] / 1e9:.1f} / {a['copies']['h2d'] / 1e9:.1f}",
-        )
-        for a in data["arms"]
-        if a["method"] == OURS
-    ]
-    head = ("layers", "offloaded (MiB)", "R", "pinned / offloaded", "step / bound", "simulate (ms)", "step − simulate")
-    return table((*head, "D2H / H2D in the step (GB/s)"), rows)
+def llama_sections(data: Data) -> list[str]:
+    """Return the sections of the Llama benchmark."""
+    found, parts = ["## Llama layers"], data["parts"]
+    lengths = {words: parts[name] for name, words in LENGTHS.items() if name in parts}
+    for first in list(lengths.values())[:1]:
+        found += [text("llama", **first["settings"]), *_saved(first)]
+    for words, part in lengths.items():
+        found += [f"### {words}", *_length(part)]
+    if "host" in parts:
+        found += ["### Host time of a layer", *_host(parts["host"])]
+    return [*found, origin(data)]
 
 
-def targets(results: dict[str, dict[str, Any]]) -> list[Target]:
-    """Return what was to be reached, as far as it was measured."""
-    found: list[Target] = []
-    gpt = results.get("gpt")
-    if gpt is not None:
-        four, ten = arm(gpt, OURS, 4), arm(gpt, OURS, 10)
-        if four is not None:
-            found.append(Target("GPT, 4 of 12 layers: step / no offload", 1.010, four["ratio"], ""))
-        if ten is not None:
-            found.append(Target("GPT, 10 of 12 layers: step / bound", 1.10, ten["bound_ratio"], ""))
-            what = "GPT, 10 of 12 layers: distance from simulate"
-            found.append(Target(what, 3.0, abs(ten["deviation"]) * 100, " %", digits=2))
-    for name in ("gpt", "linear"):
-        ours = [a for a in results.get(name, {"arms": []})["arms"] if a["method"] == OURS]
-        if ours:
-            worst = min(a["r"] for a in ours) * 100
-            found.append(Target(f"{SHORT[name]}: smallest R", 99.5, worst, " %", at_least=True, digits=2))
-            most = max(a["host_ratio"] for a in ours)
-            found.append(Target(f"{SHORT[name]}: pinned bytes held / bytes offloaded", 1.05, most, ""))
-    for case in results.get("overhead", {"cases": []})["cases"]:
-        if case["case"].startswith("autograd"):
-            continue  # not ours: the floor under the others
-        limit = 60 if case["case"].startswith("offloaded") else 5
-        found.append(
-            Target(f"Host time for a saved tensor: {case['case']}", limit, case["seconds"] * 1e6, " µs", digits=1)
-        )
-    if "llama" in results:
-        found += report_llama.targets(results["llama"])
-    return found
+def _saved(part: Data) -> list[str]:
+    """Return what autograd saves in one layer."""
+    tokens, rows = part["settings"]["tokens"], []
+    for s in sorted(part["saved"], key=lambda s: len(s["layers"]) > 1):
+        small = s["tensor_nbytes"] < part["settings"]["min_bytes"]
+        verdict = "no: shared by all layers" if len(s["layers"]) > 1 else "no: small" if small else "yes"
+        rows.append({**s, "sizes": " × ".join(str(size) for size in s["shape"]) or "scalar", "verdict": verdict})
+    own = sum(s["nbytes"] for s in part["saved"] if len(s["layers"]) == 1)
+    return [text("saved", own=own, tokens=tokens, each=own / tokens / 1024), table("saved", rows)]
 
 
-def overhead(data: dict[str, Any]) -> str:
-    """Return the table of host times."""
-    rows = [
-        (
-            case["case"],
-            f"{case['forward_seconds'] * 1e6:.1f}",
-            f"{case['backward_seconds'] * 1e6:.1f}",
-            f"{case['seconds'] * 1e6:.1f}",
-        )
-        for case in data["cases"]
-    ]
-    return table(("saved tensor", "forward (µs)", "backward (µs)", "both (µs)"), rows)
+def _length(part: Data) -> list[str]:
+    """Return text and tables of one number of tokens."""
+    arms, rounds, timelines = ours(part), {}, part["timelines"]
+    for a in arms:
+        rounds.setdefault((a["compute"]["forward"], a["compute"]["backward"]), []).append(a)
+    words = [text("round", arms=numbers(a), forward=f, backward=b, both=f + b) for (f, b), a in rounds.items()]
+    many = " or ".join(str(n) for n in sorted({len(a["samples"]) for a in part["arms"]}, reverse=True))
+    rows = [arm(part, NOTHING, 0) or {}, *({**a, "fit": "yes" if a["fits"] else "no"} for a in arms)]
+    found = [text("length", **part, rounds="; ".join(words), many=many), table("length", rows)]
+    calls = ", ".join(f"{count} × {name}" for name, count in part["driver_calls"].items() if count)
+    if part["driver_calls"]:
+        found.append(text("driver", calls=calls) if calls else text("no_driver"))
+    stalls = [{key: sum(s[key] for s in t["stalls"]) for key in ("forward", "backward")} for t in timelines]
+    return [*found, table("timelines", ({**t, **s} for t, s in zip(timelines, stalls, strict=True)))]
 
 
-def profile(data: dict[str, Any]) -> str:
-    """Return the table of what the device was busy with in a profiled step."""
+def _host(part: Data) -> list[str]:
+    """Return text and table of the host time of Llama layers."""
+    words = text("host", **part, paused=part["added_paused"] / part["settings"]["layers"])
+    if "added_bare" in part:
+        added, times = part["added_bare"] / part["num_layers"], part["added"] / part["added_bare"]
+        words += text("bare", **part, bare=added, times=times)
+        words += (text("quartiles", quartiles=part["ratio_quartiles"]) if "ratio" in part else "") + "."
+    rows = ({**t, "name": HOST[case], "both": sum(t.values())} for case, t in part["host"].items())
+    return [words, table("host", rows)]
+
+
+def profile(data: Data) -> str:
+    """Return the table of what the device did in a profiled step."""
     busy, total = data["busy"], data["seconds"]
-    names = (("kernels", "kernels"), ("d2h", "copies to the host"), ("h2d", "copies to the device"))
-    found = [(name, busy.get(lane, 0.0)) for lane, name in names]
-    rows = [*found, ("no kernel runs", total - busy.get("kernels", 0.0)), ("the step", total)]
-    lines = [(name, f"{seconds * 1e3:.2f}", f"{seconds / total * 100:.1f} %") for name, seconds in rows]
-    return table(("what", "ms", "of the step"), lines)
+    names = {"kernels": "kernels", "d2h": "copies to the host", "h2d": "copies to the device"}
+    found = {words: busy.get(lane, 0.0) for lane, words in names.items()}
+    found |= {"no kernel runs": total - found["kernels"], "the step": total}
+    share = {what: seconds / total if total else 0.0 for what, seconds in found.items()}
+    return table("profile", ({"what": what, "seconds": found[what], "share": share[what]} for what in found))
 
 
 def runs(folder: Path) -> str:
-    """Return the table of all recorded runs of the GPT benchmark, or nothing if there are not several.
-
-    The lent machines share their host with others: what one run says of milliseconds, another may not.
-    """
+    """Return the table of all recorded runs of the GPT benchmark, or nothing if there are not several."""
     rows = []
     for path in sorted((folder / "runs").glob("gpt-*.json")):
         data = read(path.parent, path.stem)
-        ours = {} if data is None else {n: arm(data, OURS, n) for n in (2, 4, 10)}
-        if data is None or any(found is None for found in ours.values()):
-            continue
-        two, four, ten = (found for found in ours.values() if found is not None)
-        spread = f"{min(ten['samples']) * 1e3:.0f} to {max(ten['samples']) * 1e3:.0f}"
-        rows.append(
-            (
-                f"{data['date'][:16].replace('T', ' ')}, sources `{data['source_digest'][:8]}`",
-                f"{data['noise'] * 100:.2f} %",
-                f"{two['ratio']:.3f}",
-                f"{four['ratio']:.3f}",
-                f"{ten['bound_ratio']:.3f}",
-                f"{ten['deviation'] * 100:+.1f} %",
-                spread,
-            )
-        )
-    head = ("run", "noise", "2 layers", "4 layers", "10 layers / bound", "10 layers − simulate", "10 layers, all (ms)")
-    return table(head, rows) if len(rows) > 1 else ""
+        two, four, ten = (None if data is None else arm(data, OURS, n) for n in (2, 4, 10))
+        if data is not None and ten is not None:
+            name = f"{data['date'][:16].replace('T', ' ')}, sources `{data['source_digest'][:8]}`"
+            low, high = min(ten["samples"]), max(ten["samples"])
+            rows.append({**data, "name": name, "two": two, "four": four, "ten": ten, "low": low, "high": high})
+    return table("runs", rows) if len(rows) > 1 else ""
 
 
-def report(results: dict[str, dict[str, Any]], folder: Path = RESULTS) -> str:
+def report(results: dict[str, Data], folder: Path = RESULTS) -> str:
     """Return the page's tables as Markdown."""
     parts = ["<!-- Written by benchmarks/report.py from the results beside it; do not edit. -->"]
     if not results:
         return parts[0] + "\n\nNo results are recorded yet.\n"
-    parts += ["## Targets", table(("what", "target", "measured", ""), (t.row() for t in targets(results)))]
-    for name in ("gpt", "linear"):
-        data = results.get(name)
-        if data is None:
-            continue
-        parts += [f"## {TITLES[name]}", f"{model_line(data)[:1].upper()}{model_line(data)[1:]}.", comparison(data)]
-        noise = f"The two arms without offload differ by {data['noise'] * 100:.2f} %."
-        compute = data["compute"]
-        text = (
-            f"{noise} Forward computes for {compute['forward'] * 1e3:.2f} ms and backward for "
-            f"{compute['backward'] * 1e3:.2f} ms. The bound is the larger of compute and copies, in forward and in "
-            "backward; simulate is given these layers' measured costs and the link's bandwidth."
-        )
-        parts += [text, details(data), origin(data)]
-    if "llama" in results:
-        parts += report_llama.sections(results["llama"])
+    parts += ["## Targets", table("targets", (target.row() for target in targets(results)))]
+    for name in TITLES:
+        parts += layers_sections(name, results[name]) if name in results else []
+    parts += llama_sections(results["llama"]) if "llama" in results else []
     every_run = runs(folder)
     if every_run:
-        text = "Every run of the GPT benchmark that was made, in order; the tables above are of the last one."
-        parts += ["## All runs", text, every_run]
+        parts += ["## All runs", text("runs"), every_run]
     if "profile-gpt" in results:
         data = results["profile-gpt"]
         title = f"## Where a step goes, {data['num_layers']} of {data['settings']['layers']} GPT blocks offloaded"
         parts += [title, profile(data), origin(data)]
     if "overhead" in results:
-        parts += ["## Host time", overhead(results["overhead"]), origin(results["overhead"])]
+        data = results["overhead"]
+        parts += ["## Host time", table("overhead", data["cases"]), origin(data)]
     return "\n\n".join(parts) + "\n"
 
 
 def headline(folder: Path = RESULTS) -> str:
     """Return one sentence for the landing page: the most layers that cost at most 1 %, else the cheapest arm."""
     data = read(folder, "gpt")
-    ours = [] if data is None else [a for a in data["arms"] if a["method"] == OURS]
-    if data is None or not ours or data["device"]["reference"]:
+    arms = [] if data is None else ours(data)
+    if data is None or not arms or data["device"]["reference"]:
         return "No GPU results are recorded yet."
-    free = [a for a in ours if a["ratio"] <= 1.010]
-    best = max(free, key=lambda a: a["num_layers"]) if free else min(ours, key=lambda a: a["ratio"])
-    peak = best["peak_bytes"] + best["drop_bytes"]
-    count, layers = best["num_layers"], data["settings"]["layers"]
-    text = (
-        f"On one {data['device']['name']}, offloading {count} of {layers} GPT blocks ({model_line(data)}) lowers the "
-        f"peak from {peak / GIB:.1f} to {best['peak_bytes'] / GIB:.1f} GiB at {best['ratio']:.3f} × the step time"
-    )
-    other = arm(data, CHECKPOINT, count)
-    if other is not None:
-        text += f"; checkpointing the same blocks takes {other['ratio']:.3f} ×"
-    return text + "."
+    free = [a for a in arms if a["ratio"] <= FREE]
+    best = free[-1] if free else min(arms, key=lambda a: float(a["ratio"]))
+    values = {**best, "device": data["device"]["name"], "layers": data["settings"]["layers"], "model": model_line(data)}
+    other = arm(data, CHECKPOINT, best["num_layers"])
+    end = "" if other is None else text("headline_checkpoint", **other)
+    return text("headline", before=best["peak_bytes"] + best["drop_bytes"], **values) + end + "."
 
 
 def notes(folder: Path = RESULTS) -> str:
-    """Return what a reader has to know of the results: what was missed and why, and whether the sources changed."""
-    results = load(folder)
-    lines = []
+    """Return a warning if the sources have changed since the results were measured."""
     current = digest()
-    if any(data["source_digest"] != current for data in results.values()):
-        lines.append("The library's sources have changed since these results were measured.")
-    gpt = results.get("gpt")
-    four = None if gpt is None else arm(gpt, OURS, 4)
-    if gpt is not None and four is not None and four["ratio"] > 1.010:
-        out = four["bytes_offloaded"] / gpt["link"]["d2h"]
-        room = gpt["compute"]["forward"] * (gpt["settings"]["layers"] - 1) / gpt["settings"]["layers"]
-        stall = four["copies"]["stall_seconds"] / (four["seconds"] / four["ratio"])
-        lines.append(
-            f"Four of twelve GPT blocks miss 1.010: their {four['bytes_offloaded'] / GIB:.1f} GiB take "
-            f"{out * 1e3:.1f} ms on the link, and must be gone when the last block starts, after {room * 1e3:.1f} ms "
-            f"of compute. In recorded steps, compute waited {stall * 100:.1f} % of the step without offload."
-        )
-    ten = None if gpt is None else arm(gpt, OURS, 10)
-    if gpt is not None and ten is not None and (ten["bound_ratio"] > 1.10 or abs(ten["deviation"]) > 0.03):
-        lines.append(
-            f"Ten of twelve miss their targets in this run: its steps spread from {min(ten['samples']) * 1e3:.0f} to "
-            f"{max(ten['samples']) * 1e3:.0f} ms, and the two arms without offload differ by "
-            f"{gpt['noise'] * 100:.1f} %. The link may be shared with other machines of the host; "
-            "compare all runs below."
-        )
-    cases = {case["case"]: case["seconds"] * 1e6 for case in results.get("overhead", {"cases": []})["cases"]}
-    floor = next((seconds for case, seconds in cases.items() if case.startswith("autograd")), None)
-    if floor is not None and any(not target.met for target in targets(results) if target.what.startswith("Host time")):
-        lines.append(
-            f"The host times are those of Python on this machine's host: autograd takes {floor:.1f} µs there to call "
-            "hooks that do nothing. They delay no kernel as long as the host is ahead of the device."
-        )
-    return " ".join(lines)
+    return text("changed") if any(data["source_digest"] != current for data in load(folder).values()) else ""
 
 
-def load(folder: Path) -> dict[str, dict[str, Any]]:
+def load(folder: Path) -> dict[str, Data]:
     """Read all results of a folder."""
     found = {name: read(folder, name) for name in ("gpt", "linear", "llama", "profile-gpt", "overhead")}
     return {name: data for name, data in found.items() if data is not None}
@@ -267,21 +330,17 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--check", action="store_true", help="compare report.md instead of writing it")
     options = parser.parse_args(arguments)
     results = load(options.results)
-    text, path = report(results, options.results), options.results / "report.md"
+    words, path = report(results, options.results), options.results / "report.md"
     if options.check:
-        if path.is_file() and path.read_text(encoding="utf-8") == text:
+        if path.is_file() and path.read_text(encoding="utf-8") == words:
             return 0
         print("report.md is not what the results give; run python benchmarks/report.py")
         return 1
-    path.write_text(text, encoding="utf-8")
-    if "gpt" in results:
+    path.write_text(words, encoding="utf-8")
+    if results:
         from picture import draw
 
-        draw(results["gpt"], options.results / "compare.png")
-    if "llama" in results:
-        from picture import draw_llama
-
-        draw_llama(results["llama"], options.results / "llama.png")
+        draw(results, options.results)
     print(headline(options.results))
     return 0
 

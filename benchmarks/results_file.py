@@ -1,4 +1,4 @@
-"""The results as files: JSON with everything that is needed to know where a figure comes from."""
+"""The results as files of JSON, each with the device, the versions and the sources that it was measured with."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FORMAT = 1
 
 
 def digest() -> str:
-    """Return the digest of the library's sources, as the gallery's recordings have it."""
+    """Return the digest of the library's sources, as in the recordings of the gallery."""
     sys.path.insert(0, str(ROOT / "docs" / "_ext"))
     try:
         from recording_data import source_digest
@@ -25,19 +25,7 @@ def digest() -> str:
 
 
 def write(folder: Path, name: str, data: dict[str, Any], command: str) -> Path:
-    """Write one result with its origin; return the path.
-
-    Parameters
-    ----------
-    folder : Path
-        Where to.
-    name : str
-        Name of the benchmark.
-    data : dict
-        What was measured.
-    command : str
-        What to run for the same.
-    """
+    """Write one result, and the command that repeats it; return the path."""
     from actoffload.measure import describe_device
 
     origin = {
@@ -58,13 +46,7 @@ def write(folder: Path, name: str, data: dict[str, Any], command: str) -> Path:
 
 
 def read(folder: Path, name: str) -> dict[str, Any] | None:
-    """Return one result, or None if there is none.
-
-    Raises
-    ------
-    ValueError
-        If the file is of another format.
-    """
+    """Return one result, or None if there is none; raise `ValueError` if it is of another format."""
     path = folder / f"{name}.json"
     if not path.is_file():
         return None

@@ -1,18 +1,19 @@
-"""Everything that needs a GPU, in one go: tests, recorded gallery, benchmarks.
+"""Run everything that needs a GPU: tests, recorded gallery, benchmarks.
 
     python tools/gpu_run.py --out build/gpu
 
-Needs Python 3.12, torch, pytest, pytest-timeout and matplotlib, and for the gallery the packages of the `docs` extra;
-no network, no nox and no installation of the library.  Each step is a process with its own time limit, and one that
-fails does not stop the others.  The output folder then holds at most nine files, and eight without ``profile``:
+Needs Python 3.12, torch, pytest, pytest-timeout and matplotlib, transformers for the Llama layers, and for the gallery
+the packages of the `docs` extra; no network, no nox and no installation of the library.  Each step is a process with
+its own time limit, and one that fails does not stop the others.  The output folder holds at most eight files:
 
 run.log                      all output of all steps
-tests.xml, gpu-tests.json    the tests' results, as JUnit XML and for benchmarks/results
+tests.xml                    the results of the tests, as JUnit XML
 gallery-recording.tar.gz     for ``python docs/tools/record_gallery.py unpack``
-gpt.json, linear.json, overhead.json, llama.json, profile-*.json     for benchmarks/results
+gpu-tests.json, gpt.json, linear.json, overhead.json, llama.json     for benchmarks/results
 
-``--only tests,gallery,benchmarks`` chooses steps; ``benchmarks`` stands for overhead, linear and gpt; ``llama`` and
-``profile`` are run only when they are named.  ``--rehearse`` takes small sizes, for a machine without a GPU.
+``--only tests,gallery,benchmarks`` chooses steps; ``benchmarks`` stands for overhead, linear and gpt.  Run only when
+they are named: ``llama``, ``host`` (the host time of Llama layers alone, under a minute) and ``profile``, whose file
+takes the place of one of the others.  ``--rehearse`` takes small sizes, for a machine without a GPU.
 """
 
 # ruff: noqa: T201 - a script that prints
@@ -68,21 +69,22 @@ def steps(out: Path, *, rehearse: bool, select: str) -> dict[str, Step]:
     pytest = ["-m", "pytest", "tests/gpu", "-q", "-ra", "--durations=10", "-p", "no:cacheprovider"]
     pytest += [f"--junitxml={out / 'tests.xml'}", *(["-k", select] if select else [])]
     small = ("--rehearse",) if rehearse else ()
-    compare, target = "benchmarks/compare.py", ("--out", str(out))
+    benchmark, target = "benchmarks/run.py", ("--out", str(out))
     every = [
         Step("tests", tuple(pytest), 180),
         Step("gallery", ("docs/tools/record_gallery.py", "record", *target), 130),
-        Step("overhead", ("benchmarks/overhead.py", *target, *small), 40),
-        Step("linear", (compare, "linear", *target, *small), 70),
-        Step("gpt", (compare, "gpt", *target, *small), 300),
-        Step("llama", ("benchmarks/llama.py", *target, *small), 330),
-        Step("profile", (compare, "gpt", *target, "--profile", "4", *small), 80),
+        Step("overhead", (benchmark, "overhead", *target, *small), 60),
+        Step("linear", (benchmark, "linear", *target, *small), 70),
+        Step("gpt", (benchmark, "gpt", *target, *small), 300),
+        Step("host", (benchmark, "llama", "--only", "host", *target, *small), 60),
+        Step("llama", (benchmark, "llama", *target, *small), 330),
+        Step("profile", (benchmark, "profile", *target, *small), 80),
     ]
     return {step.name: step for step in every}
 
 
 def chosen(names: str, known: dict[str, Step]) -> list[Step]:
-    """Return the steps that were asked for; raise `SystemExit` naming what is not known."""
+    """Return the named steps; raise `SystemExit` with the names that are unknown."""
     wanted: list[str] = []
     for name in filter(None, names.split(",")):
         wanted += ["overhead", "linear", "gpt"] if name == "benchmarks" else [name]
@@ -112,7 +114,7 @@ def run(step: Step, log: Path, limit: float) -> Outcome:
         file.write(f"=== {step.name}: {' '.join(step.command)}\n")
         file.flush()
         start = file.tell()
-        # A session of its own, so that stopping it stops the processes that it started as well.
+        # In a session of its own, because stopping it must stop the processes that it started.
         process = subprocess.Popen(
             [sys.executable, *step.command],
             cwd=ROOT,
@@ -151,7 +153,7 @@ def failures(path: Path) -> list[str]:
 
 
 def test_outcomes(path: Path) -> dict[str, object]:
-    """Return what the tests came to: counts, seconds, and the outcome of each by name."""
+    """Return the number of each outcome, seconds, and the outcome of each test by name."""
     suite = next(ElementTree.parse(path).getroot().iter("testsuite"))
     outcomes = {}
     for case in suite.iter("testcase"):
@@ -172,29 +174,22 @@ def write_test_outcomes(out: Path, select: str) -> None:
 
 
 def benchmark_lines(out: Path) -> list[str]:
-    """Return the targets with what was measured, and the table of all arms."""
+    """Return the page of the benchmarks: targets with what was measured, and all tables."""
     sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "src")]
     import report
 
-    results = report.load(out)
-    lines = [" | ".join(target.row()) for target in report.targets(results)]
-    for name in ("linear", "gpt"):
-        if name in results:
-            lines += ["", report.comparison(results[name]), "", report.details(results[name])]
-    if "llama" in results:
-        lines += ["", *report.report_llama.sections(results["llama"])]
-    return lines
+    return report.report(report.load(out), out).splitlines()
 
 
 def summary(outcomes: list[Outcome], out: Path) -> None:
-    """Print what a reader wants to see last."""
+    """Print failures, the tables of the benchmarks, and how each step ended."""
     for outcome in outcomes:
         if outcome.step.name in ("tests", "gallery") or outcome.status != "ok":
             print(f"\n--- {outcome.step.name}")
             print("\n".join(line[:200] for line in outcome.last_lines))
     if any(outcome.step.name == "tests" for outcome in outcomes):
         print("\n".join(["", "--- failed tests", *failures(out / "tests.xml")]))
-    if any(outcome.step.name in ("overhead", "linear", "gpt", "llama") for outcome in outcomes):
+    if any(outcome.step.name in ("overhead", "linear", "gpt", "host", "llama") for outcome in outcomes):
         print("\n".join(["", "--- benchmarks", *benchmark_lines(out)]))
     print("\n=== summary")
     for outcome in outcomes:

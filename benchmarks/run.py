@@ -1,0 +1,124 @@
+"""Run the benchmarks, each into a result file of JSON.
+
+    PYTHONPATH=src python benchmarks/run.py gpt --out benchmarks/results
+
+`linear` and `gpt` compare offload with checkpointing and `save_on_cpu`; `llama` measures every number of layers at 8k
+and 32k tokens, and host time (``--only host`` for that alone); `overhead` measures the host time of one saved tensor;
+`profile` shows where the time of a GPT step goes.  ``--rehearse`` takes small sizes, for machines without accelerator.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+from collections import defaultdict
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from harness import context_step, measure, synchronize
+from host_time import measure_layers, measure_tensors
+from results_file import RESULTS, write
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.profiler import ProfilerActivity, profile, record_function
+from workloads import FULL, REHEARSAL, Stack
+
+import actoffload
+
+LLAMA = ("host", "8k", "32k")
+ROWS = 25
+
+
+def profile_step(step: Callable[[], object], device: torch.device) -> dict[str, Any]:
+    """Return what torch.profiler saw of one step.
+
+    Returns
+    -------
+    dict
+        ``host_calls``: (name, calls, seconds), longest first; ``busy``: seconds with kernels, D2H and H2D copies,
+        overlaps counted once; ``seconds``: from the first to the last work on the device.
+    """
+    for _ in range(4):
+        step()
+    synchronize(device)
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type != "cpu" else [])]
+    with profile(activities=activities) as profiler:
+        with record_function("step"):
+            step()
+        synchronize(device)
+    spans: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for event in profiler.events():
+        if event.device_type != torch.autograd.DeviceType.CPU and event.name != "step":  # repeated on the device
+            lane = "d2h" if "Memcpy DtoH" in event.name else "h2d" if "Memcpy HtoD" in event.name else "kernels"
+            spans[lane].append((event.time_range.start * 1e-6, event.time_range.end * 1e-6))
+    calls = profiler.key_averages()
+    host = sorted(([e.key[:120], e.count, e.self_cpu_time_total * 1e-6] for e in calls), key=lambda row: -row[2])
+    every = [span for lane in spans.values() for span in lane]
+    return {
+        "host_calls": host[:ROWS],
+        "busy": {lane: _covered(found) for lane, found in spans.items()},
+        "seconds": max((end for _, end in every), default=0.0) - min((start for start, _ in every), default=0.0),
+    }
+
+
+def _covered(spans: list[tuple[float, float]]) -> float:
+    """Return the length of the union of intervals."""
+    total, reached = 0.0, float("-inf")
+    for start, end in sorted(spans):
+        total += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return total
+
+
+def run(options: argparse.Namespace, device: torch.device) -> None:
+    """Run one benchmark and write its result; that of `llama` after every part."""
+    sizes = REHEARSAL if options.rehearse else FULL
+    name, command = options.benchmark, f"PYTHONPATH=src python benchmarks/run.py {options.benchmark}"
+    if name == "overhead":
+        data = measure_tensors(5 if options.rehearse else 100, device)
+    elif name == "profile":
+        name, stack, count = "profile-gpt", Stack(sizes["gpt"], device), 2 if options.rehearse else 4
+        pair = actoffload.get_cpu_offload_context(enabled=True, num_layers=count, model_layers=stack.settings.layers)
+        data = profile_step(context_step(stack, pair), device)
+        data |= {"settings": stack.settings.to_json(), "num_layers": count}
+    elif name == "llama":
+        command += f" --only {options.only}" if options.only else ""
+        data = {"parts": {}}
+        for part in options.only.split(",") if options.only else LLAMA:
+            print(f"{part}:", flush=True)
+            settings = sizes[part] if options.seconds is None else replace(sizes[part], seconds=options.seconds)
+            repeats = 3 if options.rehearse else 60
+            found = measure_layers(settings, device, repeats) if part == "host" else measure(settings, device)
+            data["parts"][part] = found
+            write(options.out, name, data, command)
+            gc.collect()
+            if device.type != "cpu":
+                torch.accelerator.empty_cache()
+    else:
+        data = measure(sizes[name], device)
+    print(f"wrote {write(options.out, name, data, command).name}")
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run what the command line names."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("benchmark", choices=("linear", "gpt", "llama", "overhead", "profile"))
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the result")
+    parser.add_argument("--only", metavar="PARTS", help=f"parts of llama, with commas between: {', '.join(LLAMA)}")
+    parser.add_argument("--seconds", type=float, help="for each round of measurements of llama")
+    parser.add_argument("--rehearse", action="store_true", help="small sizes")
+    options = parser.parse_args(arguments)
+    unknown = sorted(set((options.only or LLAMA[0]).split(",")) - set(LLAMA))
+    if unknown or (options.only and options.benchmark != "llama"):
+        parser.error(f"--only {options.only}: expected parts of llama: {', '.join(LLAMA)}.")
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    # Slower attention than the flash kernel would hide copies.
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION) if device.type == "cuda" else nullcontext():
+        run(options, device)
+
+
+if __name__ == "__main__":
+    main()
