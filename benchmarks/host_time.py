@@ -311,7 +311,7 @@ def measure_tensors(repeats: int, device: torch.device) -> dict[str, Any]:
         pair = (saved_tensors_hooks(_same, _same), _same) if name == HOOKS_ALONE else offloading
         chain = Chain(parameters, saved)
         once = partial(_once, chain, elements, where, device)
-        for _ in range(10):
+        for _ in range(min(10, repeats)):
             once(pair)
             once(nothing)
         offloading[0].reset_statistics()
