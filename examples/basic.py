@@ -3,16 +3,15 @@ Offload three of twelve layers
 ==============================
 
 Autograd keeps what each layer saves until backward has used it, so the memory of a step grows with every layer.
-Here the first three of twelve layers hand their saved tensors to host memory while later layers compute, and get
-them back while later layers run backward. The gradients stay the same to the last bit; only memory and time are
-measured.
+Here the saved tensors of the first three of twelve layers are offloaded to host memory while later layers compute.
+They are reloaded while later layers run backward. The gradients stay the same to the last bit.
 """
 
 # %%
 # A model whose memory is easy to count
 # -------------------------------------
-# Each of the twelve layers saves its input: 64 MiB on a GPU. On the CPU, which plays the device where there is no
-# GPU, the input is smaller.
+# Each of the twelve layers saves its input: 64 MiB on a GPU. Without a GPU the example runs on the CPU, with a smaller
+# input.
 import torch
 from matplotlib import pyplot
 
@@ -28,10 +27,10 @@ torch.manual_seed(0)
 layers = torch.nn.Sequential(*[torch.nn.Linear(1024, 1024) for _ in range(12)]).to(device)
 
 # %%
-# The context and its function
-# ----------------------------
-# Every layer runs in the context, and its output goes through the function. A disabled pair does nothing, so the
-# same loop gives the step to compare with.
+# The context and the synchronization function
+# --------------------------------------------
+# Every layer runs in the context, and its output goes through the synchronization function. A disabled pair does
+# nothing, so the same loop runs the step without offload.
 offloading = actoffload.get_cpu_offload_context(enabled=True, num_layers=3, model_layers=12)
 nothing = actoffload.get_cpu_offload_context(enabled=False)
 
@@ -51,11 +50,11 @@ def step(context, sync_function, look=None):
 
 
 # %%
-# Two details make the measurement honest. The input is made inside the step: a tensor that somebody else still
-# refers to cannot leave the device, whatever is copied. And ``set_to_none=False`` keeps the gradients between steps,
-# so that their allocation does not fall into the measured step.
+# Two details matter for the measurement. The input is made inside the step: the memory of a tensor is freed only if
+# nothing else refers to it. ``set_to_none=False`` keeps the gradients between steps, so that the measured step does not
+# allocate them.
 #
-# The gradients with and without offloading are the same bits:
+# The gradients with and without offloading are bit-identical:
 
 
 def gradients(pair):
@@ -71,8 +70,8 @@ print("Gradients are bit-identical:", same)
 # %%
 # What it saves and what it costs
 # -------------------------------
-# When the last layer starts, the default schedule has released all three offloaded layers. So the peak should drop
-# by every byte that was offloaded; R says how much of that drop is really there.
+# When the last layer starts, the default schedule has freed all three offloaded layers. So the peak should drop by
+# every byte that was offloaded. R is the measured drop over these bytes.
 context, sync_function = offloading
 result = compare_steps(
     lambda: step(*nothing),
@@ -86,9 +85,9 @@ print(result)
 # %%
 # Memory over the step
 # --------------------
-# Sampled at the boundary of every layer. Both curves rise alike until the tenth layer, where the first layer's tensor
-# has left; from then on a layer leaves for each one that comes. In backward a layer comes back for each one that is
-# done. Between the samples a step needs a little more: the table's peaks are the allocator's own.
+# Memory is sampled at the boundary of every layer. Both curves rise alike until the tenth layer, where the tensor of
+# the first layer is freed. From then on one layer is freed for each that runs. In backward one layer is reloaded for
+# each that is done. Between the samples a step needs a little more: the peaks in the table are those of the allocator.
 curves = {}
 for name, pair in (("without", nothing), ("with offload", offloading)):
     with MemoryMeter() as meter:
@@ -100,8 +99,8 @@ pyplot.show()
 # %%
 # Where the copies go
 # -------------------
-# The same step as a timeline. Each copy out starts as soon as its tensor is saved and runs beside the compute of later
-# layers; each copy back starts when backward has made room for it.
+# The same step as a timeline. Each D2H copy starts as soon as its tensor is saved and overlaps the compute of later
+# layers. Each H2D copy starts when backward has freed enough memory for it.
 with context.record_timeline() as recorder:
     step(*offloading)
 plot_timeline(recorder.timeline())

@@ -2,16 +2,15 @@
 Capture the transfers in a CUDA graph
 =====================================
 
-A CUDA graph replays a whole step with one call. With offloading inside, the copies to the host and back are captured
-along with the compute, and the graph's own memory pool shrinks by what leaves. This example captures a whole step, then
-the forward and backward of a module with ``torch.cuda.make_graphed_callables``, and compares replays with eager steps
-bit by bit.
+A CUDA graph replays a whole step with one call. With offloading, the copies are captured together with the compute,
+and the memory pool of the graph is smaller by the offloaded bytes. This example captures a whole step, then the forward
+and backward of a module with ``torch.cuda.make_graphed_callables``, and compares replays with eager steps bit by bit.
 """
 
 # %%
-# Twelve layers, three of which leave
-# -----------------------------------
-# Graphs belong to CUDA: elsewhere the script stops after this cell.
+# Twelve layers, three of which are offloaded
+# -------------------------------------------
+# The other cells need CUDA: elsewhere they do nothing.
 from statistics import median
 
 import torch
@@ -22,11 +21,11 @@ from actoffload.measure import Comparison, MemoryMeter, describe_device, measure
 from actoffload.report.plots import plot_memory, plot_timeline
 
 graphs = torch.cuda.is_available()
-print(f"Runs on {describe_device()}." if graphs else "CUDA graphs need CUDA: nothing to capture on this machine.")
+print(f"Runs on {describe_device()}." if graphs else "CUDA graphs need CUDA: nothing is captured on this machine.")
 
 device = torch.device("cuda" if graphs else "cpu")
 shape = (16, 1024, 1024)
-# Here the gradients of the same weights are made on two streams, in a capture and in eager steps; that is meant.
+# The gradients of the same weights are computed on two streams on purpose, in a capture and in eager steps.
 torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
 
 torch.manual_seed(0)
@@ -49,9 +48,9 @@ def forward(x, pair, look=None):
 # %%
 # Capturing a whole step
 # ----------------------
-# The graph reads its input from one fixed tensor. That tensor can never leave the device, so the step begins with a
-# copy of it, which can. A step before the capture warms the pool of page-locked memory: during a capture none can be
-# taken from the system, and a tensor without a place on the host would stay on the device, with a warning.
+# The graph reads its input from one fixed tensor. That tensor is never offloaded, so the step begins with a copy of it,
+# which can be. A step before the capture warms the pool of pinned memory: none can be allocated during a capture, and a
+# tensor without host memory would stay on the device, with a warning.
 
 
 def train_step(x, pair, look=None):
@@ -65,7 +64,7 @@ def gradients():
 
 
 def capture(static_input, pair):
-    """Return a graph of a step, and what the memory was during its capture."""
+    """Return a graph of a step, and the memory in use during its capture."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -102,9 +101,9 @@ if graphs:
     print(f"{same} of 10 replays give the gradients of the eager step, bit for bit.")
 
 # %%
-# The drop is kept
-# ----------------
-# The peaks are those of the two captures: what a graph needs is reserved for it as long as it lives.
+# Peak memory of a graph
+# ----------------------
+# The peaks are those of the two captures: a graph keeps its memory as long as it lives.
 if graphs:
     times = measure_step_times({"without": plain_graph.replay, "with": graph.replay}, steps=5)
     context = offloading[0]
@@ -123,13 +122,14 @@ if graphs:
     print(result)
 
 # %%
-# Memory over the step, sampled at the boundary of every layer while it is captured; the time is the host's.
+# Memory over the step, sampled at the boundary of every layer during the capture; the time is that of the host.
 if graphs:
     plot_memory({"without": plain_memory.samples, "with offload": memory.samples})
     pyplot.show()
 
 # %%
-# The copies inside the graph are those of the eager step, whose timeline follows: inside a graph no times can be read.
+# The graph contains the copies of the eager step. This is the timeline of the eager step: times inside a graph cannot
+# be read.
 if graphs:
     with context.record_timeline() as recorder:
         train_step(static_input, offloading)
@@ -137,11 +137,10 @@ if graphs:
     pyplot.show()
 
 # %%
-# Forward and backward apart
-# --------------------------
+# Graphed callables
+# -----------------
 # ``make_graphed_callables`` captures the forward and the backward of a module in two graphs, so that loss and optimizer
-# stay eager. The contexts are inside the module's forward; what was copied out in the one graph comes back in the
-# other.
+# stay eager. The contexts are inside the forward of the module: what one graph offloads, the other reloads.
 
 
 class Model(torch.nn.Module):
@@ -152,7 +151,7 @@ class Model(torch.nn.Module):
         self.layers = layers
 
     def forward(self, x):
-        """Run the layers on a copy of the input, which may leave."""
+        """Run the layers on a copy of the input, which can be offloaded."""
         return forward(x.clone(), offloading)
 
 
@@ -169,7 +168,7 @@ if graphs:
     print(f"{same} of 10 steps with graphed callables give the gradients of the eager step, bit for bit.")
 
 # %%
-# The host memory that a graph uses is part of it. ``close`` gives it back when the graphs are no longer replayed.
+# A graph keeps its host memory. ``close`` frees it when the graphs are no longer replayed.
 if graphs:
     del graph, model
     context.close()

@@ -2,16 +2,16 @@
 One line for a Hugging Face Llama
 =================================
 
-A model from Hugging Face has no place where a context could go around its layers, and its code should stay as it is.
-``actoffload.offload`` finds the layers by itself and follows the model with hooks. Here a Llama with random weights
-trains with that one line; what it saved, what it cost and how many layers are worth it is measured.
+The layers of a Hugging Face model are called inside its own code, which should stay as it is. ``actoffload.offload``
+finds the layers and follows the forward of the model. Here a Llama with random weights trains with that one line. The
+example measures peak memory and step time, for every number of offloaded layers.
 """
 
 # %%
 # An unmodified model
 # -------------------
-# On a GPU the layers are as wide as those of Llama 3 8B, and there are eight of them. On the CPU, which plays the
-# device where there is no GPU, everything is smaller. The weights are random; nothing is downloaded.
+# On a GPU there are eight layers as wide as those of Llama 3 8B. Without a GPU the example runs on the CPU, with a
+# smaller model. The weights are random; nothing is downloaded.
 from functools import partial
 from statistics import median
 
@@ -34,7 +34,7 @@ config = LlamaConfig(
     num_attention_heads=4 if reference else 32,
     num_key_value_heads=1 if reference else 8,
     vocab_size=1024 if reference else 32000,
-    use_cache=False,  # of keys and values, for generating text: it would hold what should leave
+    use_cache=False,  # a cache of keys and values would keep memory that should be freed
 )
 torch.manual_seed(0)
 with device:
@@ -42,9 +42,9 @@ with device:
     tokens = torch.randint(config.vocab_size, (8, 256) if reference else (1, 2048))
 
 # %%
-# The line
+# One line
 # --------
-# The handle says what was found and what will happen, before the first step.
+# The handle shows which layers were found and which will be offloaded, before the first step.
 handle = actoffload.offload(model)
 print(handle)
 
@@ -62,8 +62,8 @@ def plain_step(tokens=tokens):
 
 
 # %%
-# The gradients are the same bits. Fast attention kernels add in an order that differs from run to run, with and without
-# offloading; so this comparison takes a piece of the text and the kernel that always gives the same result.
+# The gradients are bit-identical. Fast attention kernels add in an order that differs from run to run, with and without
+# offloading. So this comparison uses a part of the text and a deterministic kernel.
 
 
 def gradients(run):
@@ -79,16 +79,16 @@ print("Gradients are bit-identical:", same)
 # %%
 # What it saves and what it costs
 # -------------------------------
-# Both steps are measured in turns. R is the drop of the peak over the bytes that were offloaded: how much of them was
-# gone when memory was scarcest.
+# Both steps are measured in turns. R is the drop of the peak over the offloaded bytes: the fraction of them that was
+# not on the device at the peak.
 repeats, steps = (1, 1) if reference else (3, 2)
 print(compare_steps(plain_step, step, handle, repeats=repeats, steps=steps))
 
 # %%
-# What each layer did
-# -------------------
-# The report is about the last step. If that was recorded, it knows times and stalls as well, and simulates what another
-# number of layers would do.
+# Report for each layer
+# ---------------------
+# The report describes the last step. If that was recorded, it contains times and stalls, and simulates other numbers of
+# offloaded layers.
 with handle.recording():
     step()
 handle.report()
@@ -96,23 +96,22 @@ handle.report()
 # %%
 # Where the copies go
 # -------------------
-# The recorded step. Each layer is copied out from the moment at which its tensors are saved, and comes back while the
-# layers behind it run backward. Hatched stretches are stalls: there compute waits for the link.
+# The recorded step. Each layer is offloaded from the moment at which its tensors are saved, and reloaded while later
+# layers run backward. Hatched intervals are stalls: compute waits for a transfer.
 handle.timeline().plot()
 pyplot.show()
 
 # %%
 # How many layers
 # ---------------
-# Memory falls by the same amount with every layer that leaves. Time is another matter: on a GPU copies run beside
-# compute and cost hardly anything as long as they fit there; what does not fit is waited for. The reference device
-# copies with the CPU that also computes, so its times say little. ``reschedule`` changes the number from one step to
-# the next.
+# Every offloaded layer lowers the peak by the same amount. On a GPU the copies overlap compute: they cost hardly any
+# time as long as they take no longer than compute. Compute waits for the rest. The reference device copies with the CPU
+# that also computes, so its times say little. ``reschedule`` changes the number between steps.
 counts = range(len(handle.plan.offloaded) + 1)
 
 
 def step_with(count):
-    """Run a step in which so many layers leave."""
+    """Run a step with so many layers offloaded."""
     handle.reschedule(num_layers=count)
     step()
 
@@ -127,11 +126,11 @@ memory.set_ylabel("peak memory (GiB)")
 time.plot(counts, [median(times[count]) * 1e3 for count in counts], "o-", color="#d55e00")
 time.set_ylabel("step time (ms)")
 for ax in (memory, time):
-    ax.set_xlabel("layers that leave")
+    ax.set_xlabel("layers offloaded")
     ax.set_ylim(bottom=0)
     ax.spines[["top", "right"]].set_visible(False)
 pyplot.show()
 
 # %%
-# ``remove`` takes the hooks off the model, which is as it was, and gives the host memory back.
+# ``remove`` restores the model and frees the host memory.
 handle.remove()

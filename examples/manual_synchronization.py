@@ -1,18 +1,17 @@
 """
-Say yourself when a layer leaves
-================================
+Manual offload schedule
+=======================
 
-The default schedule offloads the first layers of a model. A program may know better: which layers save the most,
-which part of the step leaves the link idle, what else runs between forward and backward. With manual synchronization
-nothing moves by itself; a controller starts each copy, frees the memory and calls the tensors back. Here every fourth
-of twelve layers leaves, so that the copies are spread evenly over the step.
+The default schedule offloads the first layers of a model. A program may know a better choice: which layers save the
+most, when the link is idle, what else runs between forward and backward. With manual synchronization the program calls
+a controller that starts each copy, frees the memory and reloads the tensors. Here every fourth of twelve layers is
+offloaded, so that the copies are spread evenly over the step.
 """
 
 # %%
-# A stream of your own
+# Your own copy stream
 # --------------------
-# The transfers may run on a stream that the program already has for such work. Without one, the context makes one
-# stream for each direction.
+# The transfers may run on a stream of the program. By default the context makes one stream for each direction.
 import torch
 from matplotlib import pyplot
 
@@ -36,13 +35,13 @@ offloading = actoffload.get_cpu_offload_context(
 nothing = actoffload.get_cpu_offload_context(enabled=False, manual_synchronization=True)
 
 # %%
-# Three calls for each layer that leaves
-# --------------------------------------
-# ``start_offload_layer`` queues the copies; the host goes on at once. ``release_activation_forward_gpu_memory`` lets
-# compute wait for them and frees the device memory; two layers later they have long ended, so nothing waits.
-# ``start_reload_layer`` takes device memory again and queues the copies back; a hook on the output of a later layer
-# calls it when backward has come that far, two layers ahead of the use. A layer without calls stays on the device.
-leaving = {0, 4, 8}
+# Three calls for each offloaded layer
+# ------------------------------------
+# ``start_offload_layer`` queues the copies and returns at once. ``release_activation_forward_gpu_memory`` makes compute
+# wait for them and frees the device memory. Two layers later the copies have ended, so there is no stall.
+# ``start_reload_layer`` allocates device memory and queues the reload. A hook on the output of a later layer calls it
+# two layers ahead of the use in backward. A layer without calls stays on the device.
+offloaded = {0, 4, 8}
 
 
 def step(context, sync_function, controller, look=None):
@@ -53,11 +52,11 @@ def step(context, sync_function, controller, look=None):
         with context:
             x = layer(x)
         x = sync_function(x)
-        if k in leaving:
+        if k in offloaded:
             controller.start_offload_layer(k)
-        if k - 2 in leaving:
+        if k - 2 in offloaded:
             controller.release_activation_forward_gpu_memory(k - 2)
-            x.register_hook(lambda grad, leaver=k - 2: controller.start_reload_layer(leaver))
+            x.register_hook(lambda grad, layer=k - 2: controller.start_reload_layer(layer))
         if look is not None:
             look()
             x.register_hook(look)
@@ -65,9 +64,9 @@ def step(context, sync_function, controller, look=None):
 
 
 # %%
-# The input is made inside the step and held by nobody else, and the gradients stay allocated between steps: so the
-# difference of the two peaks is that of the activations. With ``enabled=False`` the controller accepts the same calls
-# and does nothing.
+# The input is made inside the step, so nothing else refers to it, and the gradients stay allocated between steps. So
+# the two peaks differ by activations alone. With ``enabled=False`` the controller accepts the same calls and does
+# nothing.
 
 
 def gradients(trio):
@@ -83,7 +82,7 @@ print("Gradients are bit-identical:", same)
 # %%
 # What it saves and what it costs
 # -------------------------------
-# All three layers are released when forward ends, so every offloaded byte should be absent at the peak.
+# All three layers are freed when forward ends, so no offloaded byte should be on the device at the peak.
 context = offloading[0]
 result = compare_steps(
     lambda: step(*nothing),
@@ -97,8 +96,7 @@ print(result)
 # %%
 # Memory over the step
 # --------------------
-# Sampled at the boundary of every layer. The curve with offloading rises in three flights of stairs, one behind each
-# layer that leaves.
+# Memory is sampled at the boundary of every layer. The curve with offloading falls after each offloaded layer.
 curves = {}
 for name, trio in (("without", nothing), ("with offload", offloading)):
     with MemoryMeter() as meter:
@@ -110,8 +108,8 @@ pyplot.show()
 # %%
 # Where the copies go
 # -------------------
-# Each copy out begins when its call is made, after its tensor is ready; each copy back begins with the backward of the
-# layer that calls for it.
+# Each D2H copy starts when its call is made and its tensor is ready. Each H2D copy starts with the backward of the
+# layer whose hook calls ``start_reload_layer``.
 with context.record_timeline() as recorder:
     step(*offloading)
 plot_timeline(recorder.timeline())

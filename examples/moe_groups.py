@@ -2,16 +2,16 @@
 Mixture of experts, group by group
 ==================================
 
-Where dense blocks and mixtures of experts alternate, a whole block is a coarse unit: its parts save different amounts
-and compute for different times. Here attention, dense MLPs and mixtures are groups of their own, and each kind is
-weighed: how much memory it gives back, and what that costs.
+Where dense blocks and mixtures of experts alternate, a whole block is a coarse unit: its parts save different numbers
+of bytes and compute for different times. Here attention, dense MLPs and mixtures are separate groups. The example
+measures how much memory each kind of group saves and how much time it costs.
 """
 
 # %%
-# Routing without a wait
-# ----------------------
-# The host queues copies beside the compute that it queues, so both come late if it waits for the device in every layer.
-# The usual way to sort tokens by expert asks the device, once for each expert, how many there are:
+# Routing without synchronization
+# -------------------------------
+# The host queues both compute and copies, so both start late if it waits for the device in every layer. The usual way
+# to sort tokens by expert waits once for each expert, to read the number of its tokens:
 import copy
 from functools import partial
 from statistics import median
@@ -37,8 +37,9 @@ if device.type == "cuda":
     print(found)
 
 # %%
-# ``indices_to_multihot`` makes tables of tokens by experts, whose sizes the host knows. The sum of the first is the
-# number of tokens of each expert. It stays on the device, where ``GroupedMLP`` reads it if there is a kernel for that.
+# ``indices_to_multihot`` returns tensors of shape (tokens, experts), which the host knows. The sum of the first over
+# the tokens is the number of tokens of each expert. It stays on the device; ``GroupedMLP`` reads it there where a
+# kernel can.
 counts_stay = reference or (device.type == "cuda" and torch.cuda.get_device_capability()[0] in (9, 10))
 
 
@@ -68,7 +69,7 @@ class Mixture(torch.nn.Module):
 # %%
 # Dense and sparse blocks
 # -----------------------
-# Eight blocks; every other one has a mixture in the place of the dense MLP.
+# Eight blocks; every other one has a mixture instead of the dense MLP.
 
 
 class Attention(torch.nn.Module):
@@ -97,7 +98,7 @@ class DenseMLP(torch.nn.Sequential):
 
 
 class Block(torch.nn.Module):
-    """Attention and an MLP beside the residual stream."""
+    """Attention and an MLP, each with a residual connection."""
 
     def __init__(self, mlp):
         super().__init__()
@@ -141,7 +142,7 @@ def step(model):
 
 
 # %%
-# A whole step waits nowhere if the counts may stay on the device.
+# A whole step has no synchronization if the counts stay on the device.
 step(model)
 if device.type == "cuda":
     with actoffload.find_synchronizations() as found:
@@ -151,36 +152,36 @@ if device.type == "cuda":
 # %%
 # Three kinds of groups
 # ---------------------
-# Two patterns choose the parts of all blocks, and because the MLPs are of two classes, they are of two kinds. The last
-# group of each kind stays on the device: backward begins there. ``keep`` takes the routers out of the mixtures; they
-# save little.
+# Two patterns select the parts of all blocks. The MLPs are of two classes, so they are two kinds. The last group of
+# each kind stays on the device: backward begins there. ``keep`` excludes the routers, which save little.
 everything = ["*.attention", "*.mlp"]
 handle = actoffload.offload(model, layers=everything, keep="*.router")
 print(handle)
 
 # %%
-# A recorded step, part by part. The mixtures save the most: every token is there twice, once for each of its experts.
+# The report of a recorded step, part by part. The mixtures save the most: every token occurs once for each of its two
+# experts.
 step(model)
 with handle.recording():
     step(model)
 handle.report()
 
 # %%
-# What each kind brings
-# ---------------------
-# Now each kind leaves alone, in copies of the model that share its weights, and then all of them together. The last
-# choice keeps one tensor of each mixture on the device, the input of the activation: the largest that the experts save.
+# Memory and time of each kind
+# ----------------------------
+# Now each kind is offloaded alone, in copies of the model that share its weights, and then all of them together. The
+# last choice keeps one tensor of each mixture on the device, the input of the activation: the largest saved tensor.
 handle.remove()
 
 
 def copy_with(layers):
-    """Return modules of their own around the same weights, and a handle for them."""
+    """Return new modules with the same weights, and a handle for them."""
     other = copy.deepcopy(model, {id(weight): weight for weight in model.parameters()})
     return other, actoffload.offload(other, layers=layers, keep="*.router")
 
 
 def step_keeping(model, kept):
-    """Run a step in which the experts keep the input of their activation, or not."""
+    """Run a step in which the experts keep the input of their activation on the device, or not."""
     for module in model.modules():
         if isinstance(module, GroupedMLP):
             module.keep_activation_input = kept
@@ -198,11 +199,11 @@ times = measure_step_times(arms, repeats=1 if reference else 3, warmup=0)
 drops = {name: (peaks["nothing"] - peak) / 2**20 for name, peak in peaks.items()}
 milliseconds = {name: median(samples) * 1e3 for name, samples in times.items()}
 for name in arms:
-    print(f"{name:<20}{drops[name]:>10.1f} MiB given back{milliseconds[name]:>12.2f} ms")
+    print(f"{name:<20}{drops[name]:>10.1f} MiB saved{milliseconds[name]:>12.2f} ms")
 
 figure, axes = pyplot.subplots(1, 2, sharey=True, figsize=(7.5, 2.8), layout="constrained")
 axes[0].barh(list(drops), list(drops.values()), color="#2b8cc4")
-axes[0].set_xlabel("peak memory given back (MiB)")
+axes[0].set_xlabel("drop of peak memory (MiB)")
 axes[1].barh(list(milliseconds), list(milliseconds.values()), color="#e69f00")
 axes[1].set_xlabel("step time (ms)")
 axes[0].invert_yaxis()
@@ -212,7 +213,7 @@ for ax in axes:
 pyplot.show()
 
 # %%
-# Each kind alone gives back a part, and has the whole step to be copied in. Together they share the link: when a step
-# takes longer with all of them, the kinds that bring little for their time are the ones to leave out.
+# Each kind alone lowers the peak by a part, and its copies have the whole step. Together they share the link: if a step
+# takes longer with all of them, leave out the kinds that save little for their time.
 for _, handle in copies.values():
     handle.remove()

@@ -2,17 +2,17 @@
 Find what is not freed
 ======================
 
-Memory that was copied to the host is given up, but it is free only when nobody else refers to it. A program that keeps
-a few activations for its log keeps their memory on the device, copied or not. Nothing fails and no result is wrong, so
-nobody sees it. Here the report counts such bytes and names who holds them.
+The library drops its reference to memory that was copied to the host, but the memory is freed only when nothing else
+refers to it. A program that keeps a few activations for its log keeps their memory on the device. No error is raised
+and no result is wrong. Here the report counts such bytes and names the variables that refer to them.
 """
 
 # %%
 # A model with a log
 # ------------------
-# Eight transformer blocks, as PyTorch has them, between an embedding and a head. A hook keeps what the first linear
-# layer of each MLP gives, so that a log can say later how large it was. ``detach`` looks harmless, because it takes the
-# tensor out of the graph. But what it returns is on the same memory.
+# Eight transformer blocks of PyTorch between an embedding and a head. A hook keeps the output of the first linear layer
+# of each MLP, to log its size later. ``detach`` looks harmless, because it removes the tensor from the graph. But it
+# returns a tensor on the same memory.
 from collections import OrderedDict
 from functools import partial
 
@@ -44,12 +44,12 @@ activations = {}
 
 
 def keep_for_the_log(name, module, args, output):
-    """Remember an activation until the log asks for it."""
+    """Keep an activation until the log is written."""
     activations[name] = output.detach()
 
 
 def log_with(hook):
-    """Let a hook look at every block; return what takes it away again."""
+    """Register a hook for every block; return the handles of the hooks."""
     logged = [(name, module) for name, module in model.named_modules() if name.endswith("linear1")]
     return [module.register_forward_hook(partial(hook, name)) for name, module in logged]
 
@@ -59,15 +59,15 @@ hooks = log_with(keep_for_the_log)
 
 def step():
     """Run one forward and backward; the gradients keep their memory between steps."""
-    activations.clear()  # the log is written once in a step
+    activations.clear()  # the log is written once a step
     model.zero_grad(set_to_none=False)
     F.cross_entropy(model(tokens).flatten(0, 1).float(), tokens.flatten()).backward()
 
 
 # %%
-# What the report says
-# --------------------
-# Who holds memory is looked for only in a step that is recorded, because it takes a moment.
+# The report
+# ----------
+# References to copied memory are searched only in a recorded step, because the search takes a moment.
 handle = actoffload.offload(model)
 step()
 with handle.recording():
@@ -77,12 +77,11 @@ print("Not freed because of", *report.held[0].holders)
 report
 
 # %%
-# R is how much of what should be gone is gone. The column "not freed" says in which blocks it is not, and the table at
-# the end who holds it: the dictionary, by its name in this script. A notebook shows the report as this page does;
-# ``print`` gives the same as text.
+# R is the fraction of the offloaded bytes that was freed. The column "not freed" shows the blocks where it was not, and
+# the table at the end the reference: the dictionary, by its name in this script. A notebook shows the report as this
+# page does; ``print`` shows it as text.
 #
-# The report counts storages. The peaks with and without offloading say it in another way: they differ by less than what
-# was offloaded.
+# The report counts storages. The measured peaks agree: they differ by less than the offloaded bytes.
 
 
 def plain_step():
@@ -96,7 +95,7 @@ before = compare_steps(plain_step, step, handle, repeats=repeats, steps=steps)
 print(before)
 
 # %%
-# Before the bug is mended, the memory in use at the boundaries of the blocks is noted, for the picture below.
+# For the picture below, the memory in use is sampled at the boundaries of the blocks before the bug is fixed.
 
 
 def memory_over(run):
@@ -121,20 +120,20 @@ curves["offload, with the bug"] = memory_over(step)
 # %%
 # The fix
 # -------
-# The log wants one number for each block. So the hook computes it at once and lets the activation go. The number may
-# stay on the device: ``item`` would make the host wait in every block.
+# The log needs one number for each block. So the hook computes it at once and keeps no activation. The number stays on
+# the device: ``item`` would make the host wait in every block.
 for hook in hooks:
     hook.remove()
 activations.clear()
 sizes = {}
 
 
-def note_the_size(name, module, args, output):
-    """Compute what the log shows."""
+def log_size(name, module, args, output):
+    """Compute the number for the log."""
     sizes[name] = output.detach().square().mean().sqrt()
 
 
-hooks = log_with(note_the_size)
+hooks = log_with(log_size)
 after = compare_steps(plain_step, step, handle, repeats=repeats, steps=steps)
 print(after)
 print(f"R was {100 * before.ratio:.1f} % and is {100 * after.ratio:.1f} %.")
@@ -142,9 +141,9 @@ print(f"R was {100 * before.ratio:.1f} % and is {100 * after.ratio:.1f} %.")
 # %%
 # Memory over the step
 # --------------------
-# With the bug the curve goes on climbing where it should stay level: of every block that leaves, a piece stays behind.
-# Without offloading the bug costs nothing at the peak, because autograd holds the same memory there anyway. So it may
-# lie in a program unnoticed until offloading is switched on.
+# With the bug the curve rises where it should be flat: a part of every offloaded block is not freed. Without offloading
+# the bug costs nothing at the peak, because autograd keeps the same memory anyway. So such a bug is often found only
+# when offloading is switched on.
 curves["offload, fixed"] = memory_over(step)
 plot_memory(curves)
 pyplot.show()

@@ -1,18 +1,18 @@
 """
-Offload beside checkpointing
+Offloading and checkpointing
 ============================
 
-Checkpointing drops what a block saves and computes it again in backward. Offloading copies it out and back. The one
-costs compute, the other needs the link, and they can be combined: a checkpointed block saves its input alone, and that
-can leave. Here one model trains in all four ways, measured in turns.
+Checkpointing drops what a block saves and recomputes it in backward. Offloading copies it to the host and back. The one
+costs compute, the other needs the link. They can be combined: a checkpointed block saves only its input, which can be
+offloaded. Here one model trains in all four ways, measured in turns.
 """
 
 # %%
 # One model, two switches
 # -----------------------
-# Eight transformer blocks, as PyTorch has them. Checkpointing is a switch of the model, offloading a handle that can be
-# paused; so all four ways run the same weights in the same modules. On a GPU the blocks are as wide as those of the
-# largest models, and few, because weights and gradients take memory too.
+# Eight transformer blocks of PyTorch. Checkpointing is a switch of the model, offloading a handle that can be paused.
+# So all four ways run the same weights in the same modules. On a GPU the blocks are as wide as those of the largest
+# models, and few, because weights and gradients need memory too.
 from contextlib import nullcontext
 from functools import partial
 from statistics import median
@@ -71,12 +71,12 @@ ways = {
 # %%
 # Memory and time
 # ---------------
-# Weights and gradients are in use before a step begins. What the peak lies above that is counted as activations. The
-# repeats of the four ways are interleaved, so that they meet the same clocks and the same neighbours.
+# Weights and gradients are in use before a step begins. The peak above that is counted as activations. The repeats of
+# the four ways are interleaved, so that they run at the same clocks.
 
 
 def peak_of(run):
-    """Return the bytes by which a step's peak is above what is in use before it."""
+    """Return the peak of a step above the memory in use before it, in bytes."""
     for _ in range(2):
         run()
     with MemoryMeter() as meter:
@@ -97,13 +97,13 @@ for name in ways:
 # %%
 # Left and down is better
 # -----------------------
-# Checkpointing costs about the time of one more forward, whatever the link does. Offloading costs the time by which the
-# copies take longer than the compute beside them. Bytes grow with the width of a model, and compute with its square:
-# what a narrow model pays dearly for, a wide one may get for little.
+# Checkpointing costs about the time of one more forward. Offloading costs the time by which the copies take longer than
+# the compute that they overlap. Bytes grow with the width of a model and compute with its square, so offloading costs
+# less in wide models.
 #
-# Offloading leaves what two blocks save on the device. Checkpointing leaves the input of every block, and what one
-# block saves while it is computed again. With both, the inputs leave as well, all but two of them, and from then on
-# more blocks need no more memory for activations.
+# With offloading, the saved tensors of two blocks are resident. With checkpointing, the input of every block is, and
+# the saved tensors of the block that is recomputed. With both, all but two of the inputs are offloaded as well: more
+# blocks then need no more memory for activations.
 styles = {
     "nothing": ("#555555", 0),
     "checkpointing": ("#d55e00", 6),
