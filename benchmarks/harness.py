@@ -26,8 +26,7 @@ from actoffload.schedule import Kind, Link, Plan, Timeline, simulate
 
 NOTHING, AGAIN, OURS = "no offload", "no offload, again", "actoffload"
 CHECKPOINT, SAVE = "checkpoint", "save_on_cpu"
-Key: TypeAlias = tuple[str, int]
-Rows: TypeAlias = dict[Key, dict[str, Any]]
+Rows: TypeAlias = dict[tuple[str, int], dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -40,7 +39,7 @@ class Arm:
     offloader: Any = None
 
     @property
-    def key(self) -> Key:
+    def key(self) -> tuple[str, int]:
         return self.method, self.num_layers
 
 
@@ -93,7 +92,10 @@ class Contexts:
             predicted = moving.step_time + sum(row["compute"].values()) - still.step_time
             row["predicted_seconds"], row["deviation"] = predicted, row["seconds"] / predicted - 1
             row["predicted_stall_seconds"] = moving.stall_seconds
-            row["copies"] = _recorded_copies(self._record(pair, 3))
+            recorded = self._record(pair, 3)
+            row["copies"] = {"stall_seconds": median(t.seconds(Kind.STALL) for t in recorded)}
+            for kind, name in ((Kind.D2H, "d2h"), (Kind.H2D, "h2d")):
+                row["copies"][name] = recorded[0].nbytes(kind) / median(t.seconds(kind) for t in recorded)
         return {"layers": [{**asdict(cost), "saved": [astuple(s) for s in cost.saved]} for cost in costs]}
 
     def _record(self, pair: Any, steps: int) -> list[Timeline]:
@@ -108,16 +110,6 @@ class Contexts:
         """Free the host memory."""
         for context, _ in self._pairs.values():
             context.close()
-
-
-def _recorded_copies(timelines: list[Timeline]) -> dict[str, float]:
-    """Return bandwidths in bytes per second, and stalls in seconds, of recorded steps."""
-    found = {}
-    for kind, name in ((Kind.D2H, "d2h"), (Kind.H2D, "h2d")):
-        busy = median(timeline.seconds(kind) for timeline in timelines)
-        found[name] = timelines[0].nbytes(kind) / busy if busy else 0.0
-    found["stall_seconds"] = median(timeline.seconds(Kind.STALL) for timeline in timelines)
-    return found
 
 
 class WholeModel:
@@ -161,35 +153,45 @@ class WholeModel:
         self.handle.remove()
 
 
-def saved_storages(stack: Stack) -> list[dict[str, Any]]:
-    """Return the storages that autograd saves in the layers in a step without offload, weights apart, in order.
+def record_saves(stack: Stack) -> list[tuple[torch.Tensor, str]]:
+    """Run a step without offload; return each tensor that autograd saves, and the module of the layers that runs then.
 
-    The hooks here know nothing of the library, so what is derived from them checks it.  Each storage has the ``module``
-    and the ``layers`` that saved it, and dtype and shape of the tensor that was saved first.
+    The hooks here know nothing of the library, so what is derived from them checks it.
     """
-    storages: dict[int, dict[str, Any]] = {}
-    weights = {weight.untyped_storage().data_ptr() for weight in stack.twin.parameters()}
-    running: list[str] = []
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        address, nbytes = tensor.untyped_storage().data_ptr(), tensor.untyped_storage().nbytes()
-        if running and address not in weights:
-            layer, _, module = running[-1].removeprefix("layers.").partition(".")
-            entry = {"module": module, "dtype": str(tensor.dtype).removeprefix("torch."), "shape": tuple(tensor.shape)}
-            found = storages.setdefault(address, {**entry, "nbytes": nbytes, "tensor_nbytes": 0, "layers": set()})
-            found["tensor_nbytes"] = max(found["tensor_nbytes"], tensor.nbytes)
-            found["layers"].add(int(layer))
-        return tensor.detach()
-
-    handles: list[Any] = []
+    saves: list[tuple[torch.Tensor, str]] = []
+    running, handles = [""], []
     for name, module in stack.twin.named_modules():
         if name.startswith("layers."):
             handles.append(module.register_forward_pre_hook(lambda *_, name=name: running.append(name)))
             handles.append(module.register_forward_hook(lambda *_: running.pop() and None))
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        saves.append((tensor.detach(), running[-1]))
+        return saves[-1][0]
+
     with saved_tensors_hooks(pack, lambda tensor: tensor):
         stack.step()
     for handle in handles:
         handle.remove()
+    return saves
+
+
+def saved_storages(stack: Stack) -> list[dict[str, Any]]:
+    """Return the storages that autograd saves in the layers, weights apart, in order of saving.
+
+    Each has the ``module`` and the ``layers`` that saved it, and dtype and shape of the tensor that was saved first.
+    """
+    storages: dict[int, dict[str, Any]] = {}
+    weights = {weight.data_ptr() for weight in stack.twin.parameters()}
+    for tensor, name in record_saves(stack):
+        storage = tensor.untyped_storage()
+        if name and storage.data_ptr() not in weights:
+            _, layer, *module = name.split(".")
+            entry = {"module": ".".join(module), "dtype": str(tensor.dtype).removeprefix("torch.")}
+            entry |= {"shape": tuple(tensor.shape), "nbytes": storage.nbytes(), "tensor_nbytes": 0, "layers": set()}
+            found = storages.setdefault(storage.data_ptr(), entry)
+            found["tensor_nbytes"] = max(found["tensor_nbytes"], tensor.nbytes)
+            found["layers"].add(int(layer))
     return list(storages.values())
 
 

@@ -18,7 +18,7 @@ from statistics import median, quantiles
 from typing import Any, TypeAlias
 
 import torch
-from harness import WholeModel, synchronize
+from harness import WholeModel, record_saves, synchronize
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from workloads import Settings, Stack
@@ -67,33 +67,18 @@ class Bare:
         self._reloaded: dict[int, list[Any]] = {}  # save -> memory, event of its copy until it was waited for, uses
 
     def _learn(self, layers: int) -> None:
-        """Run a forward, and allocate host memory for each storage to offload."""
-        twin, min_bytes = self._stack.twin, self._stack.settings.min_bytes
-        weights = {weight.untyped_storage().data_ptr() for weight in twin.parameters()}
-        saved: list[tuple[torch.Tensor, int]] = []
-        layer = -1
-
-        def pack(tensor: torch.Tensor) -> torch.Tensor:
-            saved.append((tensor.detach(), layer))
-            return saved[-1][0]
-
-        def next_layer(*_: Any) -> None:
-            nonlocal layer
-            layer += 1
-
-        handles = [each.register_forward_pre_hook(next_layer) for each in twin.layers]
-        with saved_tensors_hooks(pack, lambda tensor: tensor):
-            twin(self._stack.input())
-        for handle in handles:
-            handle.remove()
-        in_layers: dict[int, set[int]] = {}
-        for tensor, number in saved:
-            in_layers.setdefault(tensor.untyped_storage().data_ptr(), set()).add(number)
+        """Run a step, and allocate host memory for each storage to offload."""
+        saves = record_saves(self._stack)
+        weights = {weight.data_ptr() for weight in self._stack.twin.parameters()}
+        in_layers: dict[int, set[str]] = {}
+        for tensor, name in saves:
+            in_layers.setdefault(tensor.untyped_storage().data_ptr(), set()).add(".".join(name.split(".")[:2]))
+        moved = {f"layers.{number}" for number in range(layers)}
         first: dict[int, int] = {}
-        for k, (tensor, number) in enumerate(saved):
+        for k, (tensor, _) in enumerate(saves):
             address = tensor.untyped_storage().data_ptr()
-            stays = tensor.nbytes < min_bytes or address in weights or number >= layers
-            if stays or len(in_layers[address]) > 1:
+            small = tensor.nbytes < self._stack.settings.min_bytes
+            if small or address in weights or len(in_layers[address]) > 1 or not in_layers[address] <= moved:
                 self._saves.append(None)
             elif address in first:
                 slot = self._saves[first[address]]
@@ -116,7 +101,7 @@ class Bare:
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor | int | _Again:
         k = self._next
         self._next += 1
-        save = self._saves[k] if k < len(self._saves) else None  # the loss saves as well
+        save = self._saves[k]
         if save is None:
             return tensor if tensor.is_leaf else tensor.detach()
         if isinstance(save, tuple):

@@ -22,20 +22,7 @@ from results_file import RESULTS, digest, read
 Data: TypeAlias = dict[str, Any]
 PAGE = tomllib.loads(Path(__file__).with_name("page.toml").read_text(encoding="utf-8"))
 NOTHING, OURS, CHECKPOINT = "no offload", "actoffload", "checkpoint"
-NAMES = {
-    OURS: "actoffload",
-    CHECKPOINT: "torch.utils.checkpoint",
-    "save_on_cpu": "save_on_cpu(pin_memory=True)",
-    NOTHING: "no offload",
-    "no offload, again": "no offload, again",
-}
-TITLES = {"gpt": "Twelve GPT blocks", "linear": "Twelve linear layers"}
-SHORT = {"gpt": "GPT", "linear": "Linear layers"}
-LENGTHS = {"8k": "8k tokens", "32k": "32k tokens"}
-HOST = {"without": "no offload", "paused": "paused: the hooks alone", "with": "offloaded"}
-HOST["bare"] = "hooks and CUDA calls alone"
-FREE, TEN_AT_BOUND, AT_BOUND, R, PINNED, PER_LAYER, TIMES_BARE = 1.010, 1.05, 1.10, 0.995, 1.05, 1e-3, 1.5
-PER_TENSOR, PER_COPIED_TENSOR = 5e-6, 60e-6
+TITLES, LENGTHS, TARGETS = PAGE["names"]["layers"], PAGE["names"]["lengths"], PAGE["targets"]
 SCALES = {"": 1, "ms": 1e3, "us": 1e6, "MiB": 2**-20, "GiB": 2**-30, "GB": 1e-9, "pct": 100}
 
 
@@ -77,11 +64,11 @@ def table(name: str, rows: Iterable[Data]) -> str:
 
 @dataclass(frozen=True)
 class Target:
-    """A measured figure and its limit, shown by a `fill` format and a unit."""
+    """A measured figure with its description and limit in the page."""
 
     what: str
-    limit: float
     measured: float
+    limit: float
     show: str = "{:.3}"
     at_least: bool = False
 
@@ -120,17 +107,19 @@ def numbers(arms: Iterable[Data]) -> str:
     return str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
 
 
+def target(name: str, measured: float, **values: str) -> Target:
+    """Return a target of the page with its figure."""
+    return Target(measured=measured, **{**TARGETS[name], "what": fill(TARGETS[name]["what"], **values)})
+
+
 def targets(results: dict[str, Data]) -> list[Target]:
     """Return the targets whose figures were measured."""
     found: list[Target] = []
     four, ten = (arm(results.get("gpt", {"arms": []}), OURS, count) for count in (4, 10))
-    if four is not None:
-        found.append(Target("GPT, 4 of 12 layers: step / no offload", FREE, four["ratio"]))
-    if ten is not None:
-        found.append(Target("GPT, 10 of 12 layers: step / bound", TEN_AT_BOUND, ten["bound_ratio"]))
-        what = "GPT, 10 of 12 layers: distance from simulate"
-        found.append(Target(what, 0.03, abs(ten["deviation"]), "{:pct.2} %"))
-    for name, short in SHORT.items():
+    if four is not None and ten is not None:
+        found = [target("gpt4", four["ratio"]), target("gpt10", ten["bound_ratio"])]
+        found.append(target("simulate", abs(ten["deviation"])))
+    for name, short in PAGE["names"]["short"].items():
         arms = ours(results.get(name, {"arms": []}))
         found += _memory_targets(short, arms, arms)
     kinds: dict[str, list[Data]] = {}
@@ -138,46 +127,33 @@ def targets(results: dict[str, Data]) -> list[Target]:
         if not case["case"].startswith("autograd"):  # autograd's own time, which the others contain
             kinds.setdefault(case["case"], []).append(case)
     for kind, cases in kinds.items():
-        limit = PER_COPIED_TENSOR if kind.startswith("offloaded") else PER_TENSOR
         worst = max(cases, key=lambda case: float(case["seconds"]))
         counts = ", ".join(str(case["parameters"]) for case in cases) if len(cases) > 1 else ""
-        what = f"{kind} ({counts} parameters, worst at {worst['parameters']})" if counts else kind
-        found.append(Target(f"Host time for a saved tensor: {what}", limit, worst["seconds"], "{:us.1} µs"))
-    return found + _llama_targets(results.get("llama", {"parts": {}})["parts"])
+        words = f"{kind} ({counts} parameters, worst at {worst['parameters']})" if counts else kind
+        found.append(target("copied" if kind.startswith("offloaded") else "passed", worst["seconds"], case=words))
+    parts = results.get("llama", {"parts": {}})["parts"]
+    for name, words in LENGTHS.items():
+        arms = ours(parts.get(name, {"arms": []}))
+        free = [a for a in arms if a["fits"]]
+        for limit, key, some in (("bound", "bound_ratio", arms), ("free", "ratio", free)):
+            if some:
+                worst = max(some, key=lambda a: float(a[key]))
+                which = f"N = {numbers(some)}, worst at {worst['num_layers']}"
+                found.append(target(limit, worst[key], length=words, arms=which))
+        # All arms share one host pool, which the last arm fills.
+        found += _memory_targets(f"Llama, {words}", arms, arms[-1:])
+    if "host" in parts:
+        found.append(target("layer", parts["host"]["added_per_layer"]))
+    if "added_bare" in parts.get("host", {}):
+        found.append(target("bare", parts["host"]["added"] / parts["host"]["added_bare"]))
+    return found
 
 
 def _memory_targets(name: str, arms: list[Data], pools: list[Data]) -> list[Target]:
     if not arms:
         return []
     held = max(a["host_bytes"] / a["bytes_offloaded"] for a in pools)
-    return [
-        Target(f"{name}: smallest R", R, min(a["r"] for a in arms), "{:pct.2} %", at_least=True),
-        Target(f"{name}: pinned bytes held / bytes offloaded", PINNED, held),
-    ]
-
-
-def _llama_targets(parts: Data) -> list[Target]:
-    found: list[Target] = []
-    for name, words in LENGTHS.items():
-        arms = ours(parts.get(name, {"arms": []}))
-        for what, limit, key, some in (
-            ("step / bound", AT_BOUND, "bound_ratio", arms),
-            ("step / no offload where copies fit", FREE, "ratio", [a for a in arms if a["fits"]]),
-        ):
-            if some:
-                worst = max(some, key=lambda a: float(a[key]))
-                what += f" (N = {numbers(some)}, worst at {worst['num_layers']})"
-                found.append(Target(f"Llama, {words}: {what}", limit, worst[key]))
-        # All arms share one host pool, which the last arm fills.
-        found += _memory_targets(f"Llama, {words}", arms, arms[-1:])
-    host = parts.get("host", {})
-    if host:
-        what = "Llama: host time added for each offloaded layer"
-        found.append(Target(what, PER_LAYER, host["added_per_layer"], "{:ms.2} ms"))
-    if "added_bare" in host:
-        what = "Llama: host time added / added by the same copies with hooks and CUDA calls alone"
-        found.append(Target(what, TIMES_BARE, host["added"] / host["added_bare"], "{:.2}"))
-    return found
+    return [target("r", min(a["r"] for a in arms), model=name), target("pinned", held, model=name)]
 
 
 def model_line(data: Data) -> str:
@@ -189,12 +165,13 @@ def model_line(data: Data) -> str:
 
 def layers_sections(name: str, data: Data) -> list[str]:
     """Return the section of linear layers or GPT blocks."""
-    order, line = list(NAMES), model_line(data)
-    arms = sorted(data["arms"], key=lambda a: (order.index(a["method"]) if a["num_layers"] else -1, a["num_layers"]))
+    line, methods = model_line(data), PAGE["names"]["methods"]
+    order = [NOTHING, f"{NOTHING}, again", *methods]
+    arms = sorted(data["arms"], key=lambda a: (order.index(a["method"]), a["num_layers"]))
     return [
         f"## {TITLES[name]}",
         f"{line[:1].upper()}{line[1:]}.",
-        table("comparison", ({**a, "name": NAMES[a["method"]]} for a in arms)),
+        table("comparison", ({**a, "name": methods.get(a["method"], a["method"])} for a in arms)),
         text("layers", **data),
         table("details", ours(data)),
         origin(data),
@@ -248,7 +225,7 @@ def _host(part: Data) -> list[str]:
         added, times = part["added_bare"] / part["num_layers"], part["added"] / part["added_bare"]
         words += text("bare", **part, bare=added, times=times)
         words += (text("quartiles", quartiles=part["ratio_quartiles"]) if "ratio" in part else "") + "."
-    rows = ({**t, "name": HOST[case], "both": sum(t.values())} for case, t in part["host"].items())
+    rows = ({**t, "name": PAGE["names"]["host"][case], "both": sum(t.values())} for case, t in part["host"].items())
     return [words, table("host", rows)]
 
 
@@ -303,7 +280,7 @@ def headline(folder: Path = RESULTS) -> str:
     arms = [] if data is None else ours(data)
     if data is None or not arms or data["device"]["reference"]:
         return "No GPU results are recorded yet."
-    free = [a for a in arms if a["ratio"] <= FREE]
+    free = [a for a in arms if a["ratio"] <= TARGETS["gpt4"]["limit"]]
     best = free[-1] if free else min(arms, key=lambda a: float(a["ratio"]))
     values = {**best, "device": data["device"]["name"], "layers": data["settings"]["layers"], "model": model_line(data)}
     other = arm(data, CHECKPOINT, best["num_layers"])

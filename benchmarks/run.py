@@ -35,11 +35,8 @@ ROWS = 25
 def profile_step(step: Callable[[], object], device: torch.device) -> dict[str, Any]:
     """Return what torch.profiler saw of one step.
 
-    Returns
-    -------
-    dict
-        ``host_calls``: (name, calls, seconds), longest first; ``busy``: seconds with kernels, D2H and H2D copies,
-        overlaps counted once; ``seconds``: from the first to the last work on the device.
+    ``host_calls`` are (name, calls, seconds), longest first; ``busy`` has the seconds of kernels, D2H and H2D copies,
+    each of which run on one stream; ``seconds`` is from the first to the last work on the device.
     """
     for _ in range(4):
         step()
@@ -49,28 +46,16 @@ def profile_step(step: Callable[[], object], device: torch.device) -> dict[str, 
         with record_function("step"):
             step()
         synchronize(device)
-    spans: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    busy: dict[str, float] = defaultdict(float)
+    turns: list[float] = []
     for event in profiler.events():
         if event.device_type != torch.autograd.DeviceType.CPU and event.name != "step":  # repeated on the device
             lane = "d2h" if "Memcpy DtoH" in event.name else "h2d" if "Memcpy HtoD" in event.name else "kernels"
-            spans[lane].append((event.time_range.start * 1e-6, event.time_range.end * 1e-6))
+            busy[lane] += (event.time_range.end - event.time_range.start) * 1e-6
+            turns += (event.time_range.start * 1e-6, event.time_range.end * 1e-6)
     calls = profiler.key_averages()
     host = sorted(([e.key[:120], e.count, e.self_cpu_time_total * 1e-6] for e in calls), key=lambda row: -row[2])
-    every = [span for lane in spans.values() for span in lane]
-    return {
-        "host_calls": host[:ROWS],
-        "busy": {lane: _covered(found) for lane, found in spans.items()},
-        "seconds": max((end for _, end in every), default=0.0) - min((start for start, _ in every), default=0.0),
-    }
-
-
-def _covered(spans: list[tuple[float, float]]) -> float:
-    """Return the length of the union of intervals."""
-    total, reached = 0.0, float("-inf")
-    for start, end in sorted(spans):
-        total += max(0.0, end - max(start, reached))
-        reached = max(reached, end)
-    return total
+    return {"host_calls": host[:ROWS], "busy": busy, "seconds": max(turns, default=0.0) - min(turns, default=0.0)}
 
 
 def run(options: argparse.Namespace, device: torch.device) -> None:
