@@ -14,7 +14,6 @@ import gc
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -74,10 +73,10 @@ def run(options: argparse.Namespace, device: torch.device) -> None:
         data = {"parts": {}}
         for part in options.only.split(",") if options.only else LLAMA:
             print(f"{part}:", flush=True)
-            settings = sizes[part] if options.seconds is None else replace(sizes[part], seconds=options.seconds)
-            repeats = 3 if options.rehearse else 60
-            found = measure_layers(settings, device, repeats) if part == "host" else measure(settings, device)
-            data["parts"][part] = found
+            if part == "host":
+                data["parts"][part] = measure_layers(sizes[part], device, 3 if options.rehearse else 60)
+            else:
+                data["parts"][part] = measure(sizes[part], device)
             write(options.out, name, data, command)
             gc.collect()
             if device.type != "cpu":
@@ -93,7 +92,6 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("benchmark", choices=("linear", "gpt", "llama", "overhead", "profile"))
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the result")
     parser.add_argument("--only", metavar="PARTS", help=f"parts of llama, with commas between: {', '.join(LLAMA)}")
-    parser.add_argument("--seconds", type=float, help="for each round of measurements of llama")
     parser.add_argument("--rehearse", action="store_true", help="small sizes")
     options = parser.parse_args(arguments)
     unknown = sorted(set((options.only or LLAMA[0]).split(",")) - set(LLAMA))
