@@ -1,4 +1,4 @@
-"""Streams, events and vector clocks: what is ordered before what."""
+"""Streams, events and vector clocks: which work is ordered before which."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["Event", "Point", "Stream", "Wait", "Work"]
 
 
 class Point(NamedTuple):
-    """One piece of work: the `tick`-th of the stream with this index."""
+    """One piece of work: number `tick` on the stream with this index."""
 
     stream: int
     tick: int
@@ -21,19 +21,19 @@ class Point(NamedTuple):
 class Stream:
     """A queue of work with a vector clock.
 
-    The clock says, for every stream, how much of its work is ordered before whatever is queued here next.  It
-    moves when work is queued, not when it runs: what is ordered does not depend on who happened to be fast.
+    For every stream, the clock counts the work that is ordered before the next work queued here.  It advances when
+    work is queued, not when it runs, so the order does not depend on timing.
 
     Parameters
     ----------
     name : str
-        For messages.
+        Name in messages.
     index : int
         Place in the device's list of streams.
     device : int
-        Which logical device it belongs to.
+        Logical device of the stream.
     compute : bool
-        True for a stream of the program, whose work runs at once; False for one that only transfers.
+        True for a compute stream, whose work runs at once; False for a copy stream.
     """
 
     name: str
@@ -46,7 +46,7 @@ class Stream:
     queued: int = 0
 
     def tick(self) -> Point:
-        """Count one more piece of work and return it."""
+        """Add one piece of work and return it."""
         self.clock[self.index] = self.clock.get(self.index, 0) + 1
         return Point(self.index, self.clock[self.index])
 
@@ -55,18 +55,18 @@ class Stream:
         return self.clock.get(point.stream, 0) >= point.tick
 
     def join(self, clock: dict[int, int]) -> None:
-        """Order the next work of this stream after everything that a clock counts."""
+        """Order the next work of this stream after all work that a clock counts."""
         for stream, tick in clock.items():
             if self.clock.get(stream, 0) < tick:
                 self.clock[stream] = tick
 
     def push(self, item: Work | Wait) -> None:
-        """Queue something that does not run at once."""
+        """Queue a copy or a wait; it runs later."""
         self.queue.append(item)
         self.queued += 1
 
     def synchronize(self) -> None:
-        """Exist because streams have it; nothing in the engine may call it."""
+        """Raise, since the engine must not make the host wait for a stream."""
         raise AssertionError(f"the host waits for {self.name}")
 
     def __repr__(self) -> str:
@@ -75,7 +75,7 @@ class Stream:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Event:
-    """The end of a stream's queue at one moment, and in which capture that was; 0 for none."""
+    """The end of the queue of a stream at one moment; `capture` is the number of the capture, 0 outside of one."""
 
     stream: Stream
     position: int
@@ -84,20 +84,20 @@ class Event:
 
     @property
     def passed(self) -> bool:
-        """Whether all that was queued before it has run."""
+        """Whether all work queued before it has run."""
         return self.stream.done >= self.position
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Wait:
-    """An entry of a queue: nothing behind it runs before the event has passed."""
+    """A queue entry: later entries run only after the event has passed."""
 
     event: Event
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Work:
-    """An entry of a queue: a copy that has not run yet."""
+    """A queue entry: a copy that has not run yet."""
 
     label: int
     run: Callable[[], None]

@@ -1,4 +1,4 @@
-"""The adversarial device: CPU tensors, transfers that run as late, as early or as oddly as the waits allow."""
+"""The adversarial device: CPU tensors, and copies that run late, early or in random order, as the waits allow."""
 
 from __future__ import annotations
 
@@ -20,32 +20,32 @@ __all__ = ["AdversarialDevice"]
 
 
 class AdversarialDevice:
-    """A device whose transfers keep no memory alive and run in any order that the waits allow.
+    """A device whose copies keep no memory alive and run in any order that the waits allow.
 
-    Streams of the program run their work at once.  A transfer stream is a queue; an entry runs when a stream of
-    the program has waited for it (``late``), as soon as it can (``early``), or, by chance, at any call in
-    between (``random``).  Besides, every access is checked against what was ordered before it, whichever order
-    came out: `violations` lists what was not, and such a copy moves poison.
+    Compute streams run their work at once.  A copy stream is a queue; an entry runs when a compute stream waits for
+    it (``late``), as soon as it can (``early``), or at a random call in between (``random``).  Independently of the
+    order, every access is checked to be ordered after all accesses that it conflicts with.  `violations` lists the
+    ones that are not, and such a copy writes poison.
 
     Parameters
     ----------
     seed : int
-        Of the order in ``random``.
+        Seed of the order in mode ``random``.
     mode : {"late", "early", "random"}
         When a pending copy runs.
 
     Attributes
     ----------
     violations : list of str
-        What was not ordered.
+        A message for each access that was not ordered.
     largest_slab : int or None
-        The system refuses more page-locked memory than this at a time.
+        Largest request for pinned memory, in bytes, that succeeds; None for no limit.
     allocations_left : int or None
-        So many allocations on the device succeed, then one fails.
+        Number of allocations on the device that succeed before one fails; None if none fails.
 
     Notes
     -----
-    Tensors of type float64 belong to a second device, so programs with two devices run on any machine.
+    Tensors of dtype float64 are on a second logical device, so programs with two devices run on any machine.
     """
 
     checks = True
@@ -61,23 +61,23 @@ class AdversarialDevice:
         self._memory: dict[int, DeviceMemory] = {}
         self._slabs: dict[int, HostMemory] = {}
         self._local = threading.local()
-        self._capture = 0  # number of the capture that is under way, or 0
+        self._capture = 0  # number of the current capture, or 0
         self._captures = 0
         self._defaults = [self.orders.stream("compute", device, compute=True) for device in (0, 1)]
 
-    # What a program does
+    # Calls of a program
 
     def side_stream(self, device: int = 0) -> Stream:
-        """Return one more stream for compute."""
+        """Return a new compute stream."""
         return self.orders.stream("side", device, compute=True)
 
     def produced(self, tensor: torch.Tensor) -> None:
-        """Learn that the work queued so far on the current stream allocated and wrote a tensor."""
+        """Record that the work queued so far on the current stream allocated and wrote a tensor."""
         self._call()
         self._written(tensor, self.current_stream(self.place(tensor)))
 
     def used(self, tensor: torch.Tensor) -> None:
-        """Learn that the current stream reads a tensor from here on, until the tensor is dropped."""
+        """Record that the current stream reads a tensor from now until the tensor is freed."""
         self._call()
         memory = self._memory.get(tensor.untyped_storage()._cdata)
         if memory is None or memory.version is not None:
@@ -85,27 +85,27 @@ class AdversarialDevice:
         user = self.current_stream(self.place(tensor))
         user.tick()
         if not all(user.follows(point) for point in memory.writes):
-            self.violations.append(f"{user} reads memory before its copy in")
+            self.violations.append(f"{user} reads memory before its reload")
             _poison(tensor)
         if user is not memory.owner:
             memory.users.add(user.index)
 
     def barrier(self) -> None:
-        """Let all streams of the program wait for each other."""
+        """Make all compute streams wait for each other."""
         self._call()
-        computing = [stream for stream in self.orders.streams if stream.compute]
-        for stream in computing:
+        streams = [stream for stream in self.orders.streams if stream.compute]
+        for stream in streams:
             stream.tick()
-        clocks = [dict(stream.clock) for stream in computing]
-        for stream in computing:
+        clocks = [dict(stream.clock) for stream in streams]
+        for stream in streams:
             for clock in clocks:
                 stream.join(clock)
 
     @contextmanager
     def capture(self) -> Iterator[None]:
-        """Capture what is queued in a ``with`` block.
+        """Capture the work that is queued in a ``with`` block.
 
-        No stream may wait for an event across the borders of a capture.  At both of them, everything is done.
+        No stream may wait for an event across the borders of a capture.  All pending work runs at both borders.
         """
         self._settle()
         self._captures += 1
@@ -126,18 +126,18 @@ class AdversarialDevice:
                 stream.join(clock)
 
     def finish(self) -> None:
-        """Run what is left; it has nothing to write to any more, so it can only do harm."""
+        """Run all pending copies; a copy into memory that was freed is a violation."""
         self._call()
         self.orders.finish()
         self.collect()
 
     @property
     def buffers(self) -> int:
-        """Number of living storages that came from `empty_device`."""
+        """Number of storages from `empty_device` that are still alive."""
         self.collect()
         return sum(memory.version is None for memory in self._memory.values())
 
-    # What the engine asks for
+    # Calls of the engine
 
     def place(self, tensor: torch.Tensor) -> torch.device:
         return torch.device("cpu", 1 if tensor.dtype is torch.float64 else 0)
@@ -182,7 +182,7 @@ class AdversarialDevice:
         stream.join(event.clock)
         stream.tick()
         if stream.compute:
-            self.orders.run_to(event)  # what this stream does next is done at once, so the event must have passed
+            self.orders.run_to(event)  # work of a compute stream runs at once, so the event must have passed
         else:
             stream.push(Wait(event))
 
@@ -198,7 +198,7 @@ class AdversarialDevice:
     def saved(self, tensor: torch.Tensor, stream: Stream) -> None:
         self._call()
         memory = self._written(tensor, stream)
-        memory.savers[stream.index] = stream.tick()
+        memory.saves[stream.index] = stream.tick()
 
     def empty_device(
         self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device
@@ -240,11 +240,11 @@ class AdversarialDevice:
         before = len(self.violations)
         memory = self._memory.get(device.untyped_storage()._cdata)
         if memory is None:
-            self.violations.append(f"{stream} copies out memory that was never said to be written")
+            self.violations.append(f"{stream} offloads memory that no stream is known to have written")
             return
         for point in (memory.written, *memory.writes):
             if not stream.follows(point):
-                self.violations.append(f"{stream} copies out what {self._name(point)} has not written yet")
+                self.violations.append(f"{stream} offloads memory that {self._name(point)} has not written yet")
         point = stream.tick()
         self._touch(host, stream, point, write=True)
         memory.reads.append(point)
@@ -252,7 +252,7 @@ class AdversarialDevice:
 
         def run() -> None:
             source = None if wrong else sight.tensor()
-            if source is None:  # freed: on a device the next owner of the memory has written there
+            if source is None:  # freed: on a real device the next owner may have written there
                 _poison(host)
             else:
                 host.copy_(source)
@@ -263,7 +263,7 @@ class AdversarialDevice:
         before = len(self.violations)
         memory = self._memory[device.untyped_storage()._cdata]
         if not stream.follows(memory.written):
-            self.violations.append(f"{stream} copies into memory that {memory.owner} still uses for something else")
+            self.violations.append(f"{stream} copies into memory that {memory.owner} may still use")
         for point in (*memory.reads, *memory.writes):
             if not stream.follows(point):
                 self.violations.append(f"{stream} copies into memory that {self._name(point)} is using")
@@ -291,7 +291,7 @@ class AdversarialDevice:
         return self.orders.streams[point.stream].name
 
     def _call(self) -> None:
-        """Every call of the device is a chance for memory to be missed and for pending copies to run."""
+        """Detect freed memory and run pending copies; every method of the device calls this first."""
         self.collect()
         self.orders.call()
 
@@ -308,7 +308,7 @@ class AdversarialDevice:
         return memory
 
     def collect(self) -> None:
-        """Find memory that was freed since the last call, and who may still be at it; let its address go."""
+        """Check memory that was freed since the last call for pending accesses, and release its address."""
         for key in [key for key, memory in self._memory.items() if memory.weak.expired()]:
             self.violations += self._memory.pop(key).unordered(self.orders.streams)
 

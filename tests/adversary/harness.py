@@ -1,4 +1,4 @@
-"""Running one program with offloading on the adversarial device, and without, to compare."""
+"""Run a program with offloading on the adversarial device and without, and compare."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ LAYERS = {**KINDS, **STREAM_KINDS, **DEVICE_KINDS}
 
 @contextmanager
 def scaled_down() -> Iterator[None]:
-    """Let tensors of a few hundred bytes be treated as ones of many megabytes, and watch what backward is given."""
+    """Scale the thresholds of the engine down to tensors of a few hundred bytes, and record the reads of backward."""
     fetch = Pass.fetch
-    forget_notes()
+    clear_marks()
 
     def watched(self: Pass, *arguments: Any) -> Tensor:
         tensor = fetch(self, *arguments)
@@ -57,25 +57,25 @@ def scaled_down() -> Iterator[None]:
         yield
 
 
-def forget_notes() -> None:
-    """Forget what earlier runs marked: as long as there is a mark on anything, the engine takes the longer way."""
+def clear_marks() -> None:
+    """Clear the marks of earlier runs: with any mark left, the engine takes a slower path."""
     notes.kept.clear()
     notes.finals.clear()
 
 
 class InjectedError(Exception):
-    """Raised on purpose."""
+    """The error that a program raises on purpose."""
 
 
 class Run:
-    """One run of a program; without a device, one without offloading."""
+    """One run of a program, on `device`; without offloading if that is None."""
 
     def __init__(self, program: Program, device: AdversarialDevice | None, seed: int) -> None:
         self.program = program
         self.device = device
         self.random = random.Random(seed)
-        # After an exception in a backward on the CPU, autograd's queue keeps the nodes that were due next until
-        # a later backward pops them.  This node is older than all others, so its backward pops all of them.
+        # After an exception in a backward on the CPU, the queue of autograd keeps the nodes that were ready until a
+        # later backward pops them.  This node is older than all others, so its backward pops all of them.
         self.oldest = torch.ones(1, requires_grad=True) * 1.0
         self.context: Any = nullcontext()
         self.sync: Callable[[Tensor], Tensor] = lambda x: x
@@ -86,7 +86,7 @@ class Run:
         self.passes: dict[int, Pass] = {}
         self.seen: list[Tensor] = []
         self.failing = False
-        # What the layers of one pass see; see Surroundings.
+        # State that the layers of one pass share, see Surroundings.
         self.state: dict[str, Tensor] = {}
         self.parts = 0
         if device is not None:
@@ -115,7 +115,7 @@ class Run:
 
     @staticmethod
     def passes(program: Program) -> int:
-        """Return how many passes a program begins."""
+        """Return the number of passes of a program."""
         return sum(isinstance(step, Forward | Validate) for step in program.steps)
 
     # Surroundings of a layer
@@ -213,7 +213,7 @@ class Run:
         self.outputs.pop(run, None)
 
     def manual(self) -> None:
-        """Make some calls of the controller that are in order."""
+        """Make random calls of the controller that are legal now."""
         calls = {
             Phase.SAVED: "start_offload_layer",
             Phase.OFFLOADING: "release_activation_forward_gpu_memory",
@@ -263,14 +263,14 @@ def execute(
     if device is None:
         return kind(program, None, 0).go(), None
     with use(device), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # window of one layer; host memory that runs out on purpose
+        warnings.simplefilter("ignore")  # windows of one layer; host memory that is exhausted on purpose
         run = kind(program, device, seed)
-        with run.recording() if seed % 4 == 3 else nullcontext():  # its waits are lines of their own
+        with run.recording() if seed % 4 == 3 else nullcontext():  # recording adds waits of its own
             return run.go(), run.context
 
 
 def same(left: list[Tensor], right: list[Tensor]) -> bool:
-    """Whether two lists of tensors are equal to the last bit."""
+    """Return whether two lists of tensors are bit-identical."""
     bits = [[t.contiguous().view(torch.uint8) for t in tensors] for tensors in (left, right)]
     return len(left) == len(right) and all(map(torch.equal, *bits))
 
@@ -278,11 +278,11 @@ def same(left: list[Tensor], right: list[Tensor]) -> bool:
 def trial(
     program: Program, expected: list[Tensor], seed: int, mode: Mode = "random", kind: type[Run] = Run
 ) -> tuple[Any, Any]:
-    """Run a program in one order and check it; return the order and the statistics."""
+    """Run a program in one order and check the result; return the order and the statistics."""
     device = AdversarialDevice(seed, mode)
-    forget_notes()
+    clear_marks()
     was_enabled = gc.isenabled()
-    gc.disable()  # memory must be freed without it
+    gc.disable()  # memory must be freed without the collector
     try:
         got, context = execute(program, device, seed, kind)
         statistics = check(device, context)
@@ -290,12 +290,12 @@ def trial(
         if was_enabled:
             gc.enable()
     assert statistics.passes == kind.passes(program)
-    assert same(got, expected), f"other gradients than without offloading: {program}, seed {seed}, {mode}"
+    assert same(got, expected), f"gradients differ from the run without offloading: {program}, seed {seed}, {mode}"
     return tuple(device.orders.trace), statistics
 
 
 def check(device: AdversarialDevice, context: Any) -> Any:
-    """Check that nothing was unordered and that nothing is left; return the statistics."""
+    """Check that every access was ordered and that no memory is left; return the statistics."""
     device.finish()
     statistics = context.statistics()
     assert device.violations == []

@@ -1,4 +1,4 @@
-"""What happened to every stretch of memory, and what was not ordered."""
+"""Accesses to each range of memory, and the ones that were not ordered."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from .clocks import Point, Stream
 __all__ = ["POISON", "DeviceMemory", "HostMemory", "Sight", "byte_range"]
 
 POISON = 0xFF
-"""Every byte of memory that has no meaning: as floating point numbers these are not-a-number."""
+"""Value of every byte of undefined memory; floating point numbers of such bytes are NaN."""
 
 
 class Sight:
-    """How a tensor lies on a storage that it does not keep alive."""
+    """A tensor that does not keep its storage alive."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._weak = StorageWeakRef(tensor.untyped_storage())
@@ -39,13 +39,13 @@ class DeviceMemory:
     Parameters
     ----------
     weak : StorageWeakRef
-        Keeps the address from being used again, not the memory.
+        Keeps the address from being reused, without keeping the memory.
     owner : Stream
-        The allocator gives the memory away again in the order of this stream.
+        Stream of the allocation; the allocator reuses the memory in its order.
     written : Point
-        The bytes are there, or for memory without meaning: may be written, after this.
+        Work after which the bytes are valid; for undefined memory, after which they may be written.
     version : int or None
-        Autograd's version of what `written` speaks of; None for memory that a transfer fills.
+        Version counter of the tensor at `written`; None for memory that a reload fills.
     """
 
     weak: StorageWeakRef
@@ -54,12 +54,12 @@ class DeviceMemory:
     version: int | None
     reads: list[Point] = field(default_factory=list)
     writes: list[Point] = field(default_factory=list)
-    savers: dict[int, Point] = field(default_factory=dict)
+    saves: dict[int, Point] = field(default_factory=dict)
     users: set[int] = field(default_factory=set)
 
     def unordered(self, streams: list[Stream]) -> Iterator[str]:
-        """Say whose access may still be under way when the owner, now, hands the memory on."""
-        for what, points in (("copied out", self.reads), ("copied in", self.writes), ("used", self.savers.values())):
+        """Yield a message for each access that may still run when the allocator reuses the memory now."""
+        for what, points in (("copied out", self.reads), ("copied in", self.writes), ("used", self.saves.values())):
             for point in points:
                 if not self.owner.follows(point):
                     yield f"memory freed on {self.owner} while it is {what} by {streams[point.stream]}"
@@ -78,14 +78,14 @@ class _Access:
 
 
 class HostMemory:
-    """One slab of page-locked memory: the accesses that the next ones have to be ordered after."""
+    """One slab of pinned memory, and the accesses that later ones must be ordered after."""
 
     def __init__(self, slab: torch.Tensor) -> None:
         self.weak = StorageWeakRef(slab.untyped_storage())
         self._accesses: list[_Access] = []
 
     def access(self, start: int, stop: int, *, write: bool, stream: Stream, point: Point) -> list[str]:
-        """Note an access to bytes `start` to `stop`; return what it is not ordered after."""
+        """Record an access to bytes `start` to `stop`; return a message for each conflict that is not ordered."""
         kept: list[_Access] = []
         wrong: list[str] = []
         for old in self._accesses:
@@ -93,7 +93,7 @@ class HostMemory:
             if overlap and (write or old.write) and not stream.follows(old.point):
                 what = f"{'written' if write else 'read'} by {stream}"
                 wrong.append(f"host memory {what} while it is {'written' if old.write else 'read'} by another stream")
-            # A write that covers an old access stands for it from now on.
+            # Later accesses that are ordered after this write are ordered after the accesses that it covers.
             if not (write and start <= old.start and old.stop <= stop):
                 kept.append(old)
         kept.append(_Access(start, stop, write, point))
@@ -102,6 +102,6 @@ class HostMemory:
 
 
 def byte_range(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the bytes of its storage that a contiguous tensor covers."""
+    """Return the range of bytes in its storage that a contiguous tensor covers."""
     start = tensor.storage_offset() * tensor.itemsize
     return start, start + tensor.nbytes

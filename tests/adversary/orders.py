@@ -1,4 +1,4 @@
-"""Which of the pending copies runs when: late, early, or by chance in any order that the waits allow."""
+"""The order of pending copies: late, early, or random, as the waits allow."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ Mode = Literal["late", "early", "random"]
 
 
 class Orders:
-    """All streams of a device, and the order in which their queues are worked off.
+    """All streams of a device, and the order in which their queues run.
 
     Parameters
     ----------
     seed : int
-        Of the order in ``random``.
+        Seed of the order in mode ``random``.
     mode : {"late", "early", "random"}
         When a pending copy runs; see `AdversarialDevice`.
     """
@@ -33,13 +33,13 @@ class Orders:
         self._calls = 0
 
     def stream(self, name: str, device: int, *, compute: bool) -> Stream:
-        """Return a new stream; its number follows its name."""
+        """Return a new stream; its index is appended to its name."""
         index = len(self.streams)
         self.streams.append(Stream(f"{name} {index}", index, device, compute))
         return self.streams[-1]
 
     def call(self) -> None:
-        """Take the chance that every call of the device is for pending copies."""
+        """Run pending copies as the mode says; every call of the device calls this."""
         self._calls += 1
         if self.mode == "early":
             while ready := self._runnable():
@@ -49,7 +49,7 @@ class Orders:
                 self._advance(self._random.choice(ready))
 
     def push(self, stream: Stream, run: Callable[[], None]) -> None:
-        """Queue a copy; on a stream of the program it runs at once."""
+        """Queue a copy; on a compute stream it runs at once."""
         self._labels += 1
         work = Work(self._labels, run)
         if stream.compute:
@@ -58,12 +58,12 @@ class Orders:
             stream.push(work)
 
     def run_to(self, event: Event) -> None:
-        """Run what an event waits for, and nothing else."""
+        """Run the work that an event waits for, and nothing else."""
         while not event.passed:
             self._advance(event.stream)
 
     def finish(self) -> None:
-        """Run everything."""
+        """Run all pending work."""
         for stream in self.streams:
             self.run_to(Event(stream, stream.queued, {}))
 

@@ -1,4 +1,4 @@
-"""Plans as strategies: any that is allowed, and those of groups with incremental release and prefetch."""
+"""Strategies for plans: any legal plan, and plans of a `GroupSchedule`."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ __all__ = ["group_plans", "plans"]
 
 @st.composite
 def plans(draw: st.DrawFn, model_layers: int) -> Plan:
-    """Draw any plan that is allowed.
+    """Draw any legal plan.
 
-    Each layer does none, one, two or three of offload, release and reload, at any events.  One that is released may
-    be released incrementally before, at the start of any later forward that lies between; one that is reloaded may be
-    prefetched incrementally before, at the start of any later backward that lies between.
-    What is usual is drawn more often.
+    Each layer has the first none, one, two or three of offload, release and reload, at any events.  A release may be
+    preceded by an incremental release at the start of a later forward, and a reload by an incremental prefetch at the
+    start of a later backward.  Common choices are drawn more often.
     """
     events = list(Plan(model_layers).events())
     at = {event: k for k, event in enumerate(events)}
@@ -56,7 +55,7 @@ def plans(draw: st.DrawFn, model_layers: int) -> Plan:
 
 @st.composite
 def group_plans(draw: st.DrawFn, groups: int) -> Plan:
-    """Draw the plan of a `GroupSchedule` in which something leaves, if there are groups enough for that."""
+    """Draw the plan of a `GroupSchedule` that offloads at least one group if there are several."""
     kinds = draw(st.lists(st.sampled_from("ab"), min_size=groups, max_size=groups))
     least = 1 if groups > 1 else 0
     number = draw(st.one_of(st.none(), st.integers(least, max(least, groups - 1))))

@@ -1,4 +1,4 @@
-"""Training programs as data: which layers, which schedule, and what happens to which pass in which order."""
+"""Training programs as data: layers, schedule, and the steps of each pass in order."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["Backward", "Drop", "Forward", "Program", "Step", "Validate", "progra
 
 @dataclass(frozen=True)
 class Forward:
-    """A forward; it stops behind the layer `stop`, or raises inside of it, or comes to its end."""
+    """A forward that completes, or stops after layer `stop`, or raises inside of it."""
 
     run: int
     stop: int | None = None
@@ -27,7 +27,7 @@ class Forward:
 
 @dataclass(frozen=True)
 class Backward:
-    """A backward, perhaps one that fails on the way, perhaps on another stream than the forward."""
+    """A backward; with `fails` it raises on the way, with `aside` it runs on a side stream."""
 
     run: int
     retain: bool = False
@@ -37,7 +37,7 @@ class Backward:
 
 @dataclass(frozen=True)
 class Drop:
-    """Throw away a graph, and what the forward returned."""
+    """Drop a graph together with the output of its forward."""
 
     run: int
 
@@ -52,20 +52,20 @@ Step: TypeAlias = Forward | Backward | Drop | Validate
 
 @dataclass(frozen=True)
 class Program:
-    """What a run does.
+    """A training program.
 
     Parameters
     ----------
     layers : sequence of sequence of str
         For each layer, the kinds of its operations.
     offload : int, Plan or None
-        Layers to offload with the default schedule, or what to do when; None for manual synchronization.
+        Number of layers to offload with the default schedule, or a plan; None for manual synchronization.
     steps : sequence of Step
-        Passes are numbered in the order of their forwards.
+        Steps in order; passes are numbered in the order of their forwards.
     limit : int or None
-        Bytes of host memory at most.
+        Limit of host memory in bytes.
     one_stream : bool
-        With manual synchronization: one stream of the program's own for all transfers.
+        With manual synchronization: whether the program passes one stream for all copies.
     """
 
     layers: Sequence[Sequence[str]]
@@ -79,9 +79,10 @@ class Program:
 def programs(
     draw: st.DrawFn, *, manual: bool = False, planned: bool = False, streams: bool = False, limited: bool = False
 ) -> Program:
-    """Draw a program; `planned` ones follow plans of any kind, `streams` adds work on side streams and a second device.
+    """Draw a program.
 
-    Most plans release incrementally.
+    `planned` programs follow any legal plan, most of them with incremental releases.  `streams` adds work on side
+    streams and on a second device.
     """
     kinds = sorted(KINDS) + (2 * sorted(STREAM_KINDS) + sorted(DEVICE_KINDS) if streams else [])
     operations = st.lists(st.sampled_from(kinds), min_size=1, max_size=2)
