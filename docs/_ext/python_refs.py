@@ -34,6 +34,7 @@ TORCH_PAGES = {
     "torch.dtype": "tensor_attributes.html",
     "torch.device": "tensor_attributes.html",
     "torch.Size": "size.html",
+    "torch.autograd.Function": "autograd.html",
     "torch.autograd.graph.saved_tensors_hooks": "autograd.html",
     "torch.autograd.graph.save_on_cpu": "autograd.html",
     "torch.utils.checkpoint.checkpoint": "checkpoint.html",
@@ -58,7 +59,9 @@ TORCH_PAGES = {
         )
     },
 }
-PUBLIC = ("actoffload", "actoffload.schedule", "actoffload.report", "actoffload.measure")
+PUBLIC = tuple(
+    f"actoffload{package}" for package in ("", ".schedule", ".report", ".context", ".measure", ".moe", ".device")
+)
 MATPLOTLIB = "https://matplotlib.org/stable/api/"
 # These are imported only for annotations, as matplotlib is optional: signatures have the bare names.
 MATPLOTLIB_PAGES = {
@@ -133,6 +136,29 @@ def class_of_field(name: str) -> str | None:
     return None
 
 
+def public_name(name: str) -> str | None:
+    """Return the full name of a public object, or of an attribute of one, that is named without its package."""
+    if name.startswith("actoffload."):  # the module of a definition, as in signatures
+        name = name.rpartition(".")[2]
+    first = name.partition(".")[0]
+    for package in PUBLIC:
+        if first in importlib.import_module(package).__all__:
+            return f"{package}.{name}"
+    return None
+
+
+def is_internal(name: str) -> bool:
+    """Tell whether a name is an object of the package that the reference does not show; it stays without a link."""
+    module_name, _, attribute = name.rpartition(".")
+    if not name.startswith("actoffload."):
+        return False
+    try:
+        found = importlib.import_module(module_name)
+    except ImportError:
+        return False
+    return hasattr(found, attribute) and (module_name not in PUBLIC or attribute.startswith("_"))
+
+
 def resolve(app: Sphinx, env: BuildEnvironment, node: pending_xref, content: nodes.Element) -> Any:
     """Handle ``missing-reference`` for names of the Python domain."""
     if node.get("refdomain") != "py":
@@ -141,11 +167,14 @@ def resolve(app: Sphinx, env: BuildEnvironment, node: pending_xref, content: nod
     address = external_page(target)
     if address is not None:
         return nodes.reference("", "", content, internal=False, refuri=address, reftitle=target)
-    owner = class_of_field(target)
+    owner = class_of_field(target) or public_name(target)
     if owner is not None:
         python = env.domains["py"]
-        return python.resolve_xref(env, node["refdoc"], app.builder, "class", owner, node, content)
-    return content if names_a_variable(node) or is_type_variable(target) else None
+        found = python.resolve_xref(env, node["refdoc"], app.builder, "obj", owner, node, content)
+        if found is not None:
+            return found
+    unlinked = names_a_variable(node) or is_type_variable(target) or is_internal(target)
+    return content if unlinked else None
 
 
 def plain_signature(app: Sphinx, what: str, name: str, obj: Any, options: Any, arguments: str, result: str) -> Any:

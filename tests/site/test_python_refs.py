@@ -59,3 +59,15 @@ def test_only_lower_case_names_without_a_dot_count_as_variables():
     assert names_a_variable(reference("num_layers"))
     for target, kind in [("Plam", "obj"), ("plan.foo", "obj"), ("num_layers", "func"), ("a b", "obj")]:
         assert not names_a_variable(reference(target, kind))
+
+
+def test_public_names_lead_to_the_package_that_exports_them_and_internal_ones_to_nothing():
+    from python_refs import is_internal, public_name
+
+    assert public_name("Timeline") == "actoffload.schedule.Timeline"
+    assert public_name("OffloadContext.record_timeline") == "actoffload.context.OffloadContext.record_timeline"
+    assert public_name("actoffload.schedule.timeline.Timeline") == "actoffload.schedule.Timeline"
+    assert public_name("Timelime") is None
+    assert is_internal("actoffload.measure._Offloading")
+    assert not is_internal("actoffload.schedule.Timeline")
+    assert not is_internal("actoffload.schedule.Timelime")
