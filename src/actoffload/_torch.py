@@ -8,8 +8,11 @@ functions of PyTorch are here too.
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -18,6 +21,7 @@ from types import FrameType
 from typing import Any, TypeVar
 
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Module
 
 MISSING: list[str] = []
@@ -52,6 +56,19 @@ def _need(path: str, stub: Callable[..., Any]) -> Any:
         MISSING.append(f"torch.{path}")
         return stub
     return found
+
+
+_SKIPPED = tuple(
+    [os.path.dirname(path) + os.sep for path in (__file__, torch.__file__)] + [contextlib.__file__]  # noqa: PTH120
+)
+
+
+def warn(message: str, category: type[Warning] = UserWarning) -> None:
+    """Warn at the line of the program: the innermost one outside of this package and of PyTorch."""
+    level, frame = 1, sys._getframe()
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_SKIPPED):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, category, stacklevel=level)
 
 
 # Tensors and storages
@@ -179,6 +196,37 @@ def in_transform() -> bool:
     """Return whether the calling thread is inside of a `torch.func` transform other than `torch.vmap`."""
     levels: Sequence[Any] = () if _transforms is None else _transforms() or ()
     return any(level.key() != _vmap for level in levels)
+
+
+class SavedTensorHooks:
+    """Saved-tensor hooks of the calling thread, whose removal may be repeated after an interrupt."""
+
+    def __init__(self, pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]) -> None:
+        self._hooks = saved_tensors_hooks(pack, unpack)
+        self._installed = False
+
+    def install(self) -> None:
+        """Install the hooks."""
+        self._hooks.__enter__()
+        self._installed = True
+
+    def remove(self) -> None:
+        """Remove the hooks, and those above them whose own removal an interrupt prevented."""
+        if _top_hooks is None:  # then an interrupt at the wrong place leaves them
+            installed, self._installed = self._installed, False
+            if installed:
+                self._hooks.__exit__()
+            return
+        if self._installed:
+            while not self._on_top() and saved_tensor_hooks() is not None:
+                self._hooks.__exit__()  # removes whatever is on top
+            self._installed = False
+        if self._on_top():  # also if an interrupt came between the two lines of `install`
+            self._hooks.__exit__()
+
+    def _on_top(self) -> bool:
+        top = saved_tensor_hooks()
+        return top is not None and top[0] is self._hooks.pack_hook
 
 
 # Modules
@@ -322,22 +370,20 @@ def opaque(function: F, reason: str = "") -> F:
     return function
 
 
-def compiled_only_inline(function: F) -> F:
-    """Let Dynamo compile a function as a part of something larger only, never by itself."""
+def break_graph(function: F, reason: str) -> F:
+    """Let Dynamo neither compile a function nor inline it; what the function calls may be compiled.
+
+    Parameters
+    ----------
+    function : callable
+        A Python function; all closures of the same code are meant.
+    reason : str
+        The reason for the graph break, which Dynamo reports to a program that asked for a single graph.
+    """
+    opaque(function, reason)
     if _MARKS_CODE:
         _set_strategy(function.__code__, _Strategy(_SKIP, _DEFAULT))
     return function
-
-
-def forget_compiled(function: Any) -> None:
-    """Drop what Dynamo has compiled for a function and for the functions that it wraps."""
-    entries, reset = getattr(_frames, "_debug_get_cache_entry_list", None), getattr(_frames, "reset_code", None)
-    while function is not None and entries is not None and reset is not None:
-        code = getattr(function, "__code__", None)
-        # Code that is not compiled may be marked as not to be, and would lose that.
-        if code is not None and entries(code):
-            reset(code)
-        function = getattr(function, "__wrapped__", None)
 
 
 # Devices

@@ -228,7 +228,7 @@ def test_gradients_taken_twice(reentrant):
 
 @pytest.mark.parametrize(
     ("reentrant", "words"),
-    [(False, "already runs under saved-tensor hooks of somebody else"), (True, "computed a second time in backward")],
+    [(False, "under saved-tensor hooks of another library"), (True, "that is recomputed in backward")],
 )
 def test_a_region_around_the_whole_model(reentrant, words):
     def program(offload: Offload) -> list[Tensor]:
@@ -262,7 +262,7 @@ def test_saving_on_the_host_by_somebody_else():
         y.square().sum().backward()
         return gradients(model)
 
-    with pytest.warns(UserWarning, match="save_on_cpu: theirs take the tensors"):
+    with pytest.warns(UserWarning, match="torch.autograd.graph.save_on_cpu. Use them around parts"):
         both(around, leaves=False)
     inside, whole = both(training(Half)).statistics(), both(training(Net)).statistics()
     assert inside.bytes_offloaded == whole.bytes_offloaded * 3 // 4

@@ -214,8 +214,6 @@ def test_removed_while_a_forward_is_under_way(when):
 
 @pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
 def test_removed_in_a_forward_that_then_fails(error):
-    """Hooks do not go while PyTorch walks through them because of an exception; they go with what comes next."""
-
     def program(offload: Offload) -> list[Tensor]:
         model = Net()
         handle = offload(model)
@@ -242,7 +240,7 @@ def test_removed_in_a_forward_that_then_fails(error):
     assert both(program).statistics().host_bytes == 0
 
 
-def test_removed_after_an_interrupt_went_past_all_hooks():
+def test_removed_after_an_interrupt():
     def program(offload: Offload) -> list[Tensor]:
         model = Net()
         handle = offload(model)
@@ -256,9 +254,8 @@ def test_removed_after_an_interrupt_went_past_all_hooks():
             model(batch())
         hook.remove()
         if handle is not None:
-            assert hooked()  # nobody called us
+            assert not hooked()
             handle.remove()
-        assert not hooked()
         assert on_blocks(model) == 0
         return results + train(model, 1)
 

@@ -240,7 +240,7 @@ def test_an_interrupt_in_one_model_is_not_in_the_way_of_another(run):
     # A forward that is under way is left alone: the inner model of two that are offloaded says that it is not.
     outer = nn.Sequential(first)
     with offload(outer, layers="0.blocks") as handle:
-        with pytest.warns(UserWarning, match="which actoffload offloads as well"):
+        with pytest.warns(UserWarning, match="inside the forward of another offloaded model"):
             outer(start()).sum().backward()
         assert handle.statistics().bytes_offloaded == 8 * UNIT
     nothing_installed()

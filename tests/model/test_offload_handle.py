@@ -195,12 +195,15 @@ def test_remove_leaves_the_model_as_it_was():
     before, state = hooks(model), list(model.state_dict())
     keys = [set(module.__dict__) for module in model.modules()]
     handle = offload(model, layers=["blocks.*", "*.mlp"], keep="*.norm1")
-    assert hooks(model) != before
+    classes = [type(module) for module in model.modules()]
+    assert hooks(model) == before
     assert list(model.state_dict()) == state
     step(model)
     handle.remove()
     assert hooks(model) == before
     assert [set(module.__dict__) for module in model.modules()] == keys
+    assert type(model) is Transformer
+    assert [type(module).__name__ for module in model.modules()] == [kind.__name__ for kind in classes]
     nothing_installed()
     assert not handle.installed
     assert not handle.active

@@ -7,12 +7,12 @@ from collections.abc import Iterable, Sequence
 from ..report.folding import fold_names
 from ..schedule.execution_order import Planner
 from ..schedule.plan import Do
-from .tracker import KEPT, Place
+from .tracker import KEPT, FollowedModule
 
 __all__ = ["describe", "group_names"]
 
 
-def group_names(groups: Sequence[Place], sequence: Iterable[tuple[int, int]]) -> tuple[str, ...]:
+def group_names(groups: Sequence[FollowedModule], sequence: Iterable[tuple[int, int]]) -> tuple[str, ...]:
     """Return a readable name for each group of a sequence."""
     names = []
     for group, part in sequence:
@@ -21,12 +21,12 @@ def group_names(groups: Sequence[Place], sequence: Iterable[tuple[int, int]]) ->
     return tuple(names)
 
 
-def describe(places: Sequence[Place], planner: Planner, state: str = "") -> str:
+def describe(places: Sequence[FollowedModule], planner: Planner, state: str = "") -> str:
     """Return the description of a handle.
 
     Parameters
     ----------
-    places : sequence of Place
+    places : sequence of FollowedModule
         The model, its groups, and what is kept.
     planner : Planner
         What is expected, and the plan for it.

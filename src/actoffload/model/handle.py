@@ -20,9 +20,9 @@ from ..schedule.execution_order import GroupKey, Planner, check_number, check_ty
 from ..schedule.plan import Plan
 from ..schedule.schedules import GroupSchedule
 from .describe import describe, group_names
-from .module_hooks import ModuleHooks, hooks_of
+from .follow import Followers, followers_of
 from .reporting import Recording, Seen, build_report
-from .tracker import Place, Tracker
+from .tracker import FollowedModule, Tracker
 
 if TYPE_CHECKING:
     from ..report.report import Report
@@ -36,14 +36,14 @@ class OffloadHandle:
     ``print(handle)`` shows which groups were chosen, and which of them leave.
     """
 
-    def __init__(self, places: Sequence[Place], planner: Planner, engine: Engine) -> None:
+    def __init__(self, places: Sequence[FollowedModule], planner: Planner, engine: Engine) -> None:
         self._places = tuple(places)
         self._groups = tuple(place for place in places if place.group >= 0)
         self._planner = planner
         self._engine = engine
         self._seen = Seen(self._groups)
-        self._tracker = Tracker(places[0], engine, planner, self._seen.forward_done)
-        self._hooks: ModuleHooks | None = ModuleHooks(self._tracker, places, (planner, engine, self._seen))
+        self._tracker = Tracker(self._places, engine, planner, self._seen.forward_done)
+        self._followers: Followers | None = Followers(self._tracker, self._places, (planner, engine, self._seen))
 
     @classmethod
     def of(cls, model: Module) -> OffloadHandle | None:
@@ -62,14 +62,15 @@ class OffloadHandle:
         >>> actoffload.OffloadHandle.of(model) is None
         True
         """
-        hooks = hooks_of(model)
-        if hooks is None:
+        if not isinstance(model, Module):
+            raise TypeError(f"OffloadHandle.of got {model!r}; expected the torch.nn.Module that offload was called with.")
+        followers = followers_of(model)
+        if followers is None:
             return None
-        assert hooks.tracker is not None
         found = cls.__new__(cls)
-        found._places, found._tracker, found._hooks = hooks.places, hooks.tracker, hooks
-        found._groups = tuple(place for place in hooks.places if place.group >= 0)
-        found._planner, found._engine, found._seen = hooks.behind
+        found._places, found._tracker, found._followers = followers.modules, followers.tracker, followers
+        found._groups = tuple(place for place in followers.modules if place.group >= 0)
+        found._planner, found._engine, found._seen = followers.parts
         return found
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -85,10 +86,10 @@ class OffloadHandle:
         Passes in flight finish as they began, and their memory goes when they do.  Doing it twice is fine.
         """
         if self.installed:
-            assert self._hooks is not None
-            self._hooks.remove()
+            assert self._followers is not None
+            self._followers.remove()
             self._engine.close()
-        self._hooks = None
+        self._followers = None
 
     @property
     def active(self) -> bool:
@@ -98,7 +99,7 @@ class OffloadHandle:
     @property
     def installed(self) -> bool:
         """Whether the model still carries the hooks of this handle."""
-        return self._hooks is not None and self._hooks.tracker is not None
+        return self._followers is not None and self._followers.installed
 
     @contextmanager
     def paused(self) -> Iterator[OffloadHandle]:
@@ -267,7 +268,7 @@ def _removed(
 ) -> OffloadHandle:
     """Return a handle like another one that was removed from its model."""
     nobody = weakref.ref(Module())
-    copied = [Place(role, name, nobody, group, kind) for role, name, group, kind in places]
+    copied = [FollowedModule(role, name, nobody, group, kind) for role, name, group, kind in places]
     handle = OffloadHandle.__new__(OffloadHandle)
     handle._places = tuple(copied)
     handle._groups = tuple(place for place in copied if place.group >= 0)
@@ -275,6 +276,6 @@ def _removed(
     handle._planner.learn(expected)
     handle._engine = Engine(Plan(1), devices.backend(), max_host_bytes, min_bytes=min_bytes)
     handle._seen = Seen(handle._groups)
-    handle._tracker = Tracker(copied[0], handle._engine, handle._planner, handle._seen.forward_done)
-    handle._hooks = None
+    handle._tracker = Tracker(copied, handle._engine, handle._planner, handle._seen.forward_done)
+    handle._followers = None
     return handle

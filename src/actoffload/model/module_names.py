@@ -9,9 +9,9 @@ from fnmatch import fnmatchcase
 
 from torch.nn import DataParallel, Module, ModuleDict, ModuleList, Sequential
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils.parametrize import type_before_parametrizations
 
 from .._torch import SHARDED, WRAPPED_AS, registered
+from .follow import original_class
 
 __all__ = ["CONTAINERS", "Named", "Names", "block_type", "children", "inner_name", "runs", "starred", "unwrap"]
 
@@ -40,11 +40,19 @@ def unwrap(module: Module) -> Module:
 
 def block_type(module: Module) -> type:
     """Return the class that a module was written as: without wrappers, sharding and parametrizations."""
-    kind = type_before_parametrizations(unwrap(module))
-    # fully_shard and replicate put each module into a class made for it, of two bases.
-    if len(kind.__bases__) == 2 and kind.__bases__[0].__name__ in SHARDED:
-        return kind.__bases__[1]
+    inner = unwrap(module)
+    kind: type = type(inner)
+    while (below := _made_from(kind)) is not None:
+        kind = below
     return kind
+
+
+def _made_from(kind: type) -> type | None:
+    """Return the class from which offload, fully_shard, replicate or a parametrization made this one, if any did."""
+    base = kind.__bases__[-1]
+    if original_class(kind) is base or kind.__name__ == f"Parametrized{base.__name__}":
+        return base
+    return base if len(kind.__bases__) == 2 and kind.__bases__[0].__name__ in SHARDED else None
 
 
 def children(module: Module) -> list[Module]:

@@ -16,9 +16,9 @@ from ..schedule.execution_order import Planner, check_number, check_types
 from ..schedule.plan import Plan
 from ..schedule.schedules import GroupSchedule
 from .handle import OffloadHandle
-from .module_hooks import hooks_of
+from .follow import followers_of
 from .select import choose, find_kept
-from .tracker import GROUP, KEPT, ROOT, Place
+from .tracker import GROUP, KEPT, ROOT, FollowedModule
 
 __all__ = ["offload"]
 
@@ -106,7 +106,7 @@ def offload(
         raise ValueError(f"min_bytes is {min_bytes}; expected a number of bytes, 0 or more.")
     if max_host_bytes is not None and max_host_bytes < 0:
         raise ValueError(f"max_host_bytes is {max_host_bytes}; expected a number of bytes, or None for no limit.")
-    if hooks_of(module) is not None:
+    if followers_of(module) is not None:
         raise ValueError(
             "This model is offloaded already: call remove() of its handle first, which OffloadHandle.of(model) returns "
             "as well."
@@ -121,9 +121,9 @@ def offload(
     planner = Planner(schedule, [group.kind for group in chosen])
     check_number(num_layers, [group.kind for group in chosen])
     places = [
-        Place(ROOT, type(module).__name__, weakref.ref(module)),
-        *(Place(GROUP, of.name, weakref.ref(of.module), k, of.kind) for k, of in enumerate(chosen)),
-        *(Place(KEPT, name, weakref.ref(of)) for name, of in kept),
+        FollowedModule(ROOT, type(module).__name__, weakref.ref(module)),
+        *(FollowedModule(GROUP, of.name, weakref.ref(of.module), k, of.kind) for k, of in enumerate(chosen)),
+        *(FollowedModule(KEPT, name, weakref.ref(of)) for name, of in kept),
     ]
     engine = Engine(Plan(1), devices.backend(), max_host_bytes, min_bytes=min_bytes)
     handle = OffloadHandle(places, planner, engine)

@@ -27,7 +27,7 @@ from ..schedule.timeline import Kind, Timeline
 from .describe import group_names
 from .module_names import Names
 from .pass_statistics import GroupStatistics, Held, PassStatistics
-from .tracker import Place
+from .tracker import FollowedModule
 
 __all__ = ["Recording", "Seen", "build_report"]
 
@@ -37,11 +37,11 @@ class Seen:
 
     Parameters
     ----------
-    groups : sequence of Place
+    groups : sequence of FollowedModule
         The chosen modules.
     """
 
-    def __init__(self, groups: Sequence[Place]) -> None:
+    def __init__(self, groups: Sequence[FollowedModule]) -> None:
         self.groups = groups
         self.tally: PassStatistics | None = None
         self.recording: Recording | None = None
@@ -63,13 +63,13 @@ class Recording:
         Its events.
     root : weakref of torch.nn.Module
         The model.
-    groups : sequence of Place
+    groups : sequence of FollowedModule
         The chosen modules.
     """
 
     recorder: TimelineRecorder
     root: weakref.ref[Module]
-    groups: Sequence[Place]
+    groups: Sequence[FollowedModule]
     open: bool = True
     names: tuple[str, ...] = ()
     passes: int = 0
@@ -117,7 +117,7 @@ def _pattern(names: Names, name: str, may: Set[Module | None]) -> str:
 
 def build_report(
     planner: Planner,
-    groups: Sequence[Place],
+    groups: Sequence[FollowedModule],
     tally: PassStatistics,
     recording: Recording | None,
     statistics: Statistics,
@@ -128,7 +128,7 @@ def build_report(
     ----------
     planner : Planner
         How the groups are scheduled.
-    groups : sequence of Place
+    groups : sequence of FollowedModule
         The chosen modules.
     tally : PassStatistics
         The latest pass.

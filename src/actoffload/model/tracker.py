@@ -1,28 +1,25 @@
-"""Follows one model as it runs: which of its groups is at work in a thread, and what autograd saves there."""
+"""Follows one model as it runs: which of its groups runs in a thread, and what autograd saves there."""
 
 from __future__ import annotations
 
-import os
-import sys
 import threading
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from types import FrameType
 from typing import Any
 
 import torch
-from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Module
 
 from .._torch import (
     NO_BACKWARD,
+    SavedTensorHooks,
     backward_id,
     in_transform,
     saved_tensor_hooks,
     saved_tensor_hooks_disabled,
     unsupported,
+    warn,
 )
 from ..engine.engine import Engine
 from ..engine.layer import Layer, tensors_in
@@ -32,71 +29,62 @@ from ..engine.pack import Pack, Packer, unpack
 from ..engine.tensor_marks import running
 from ..schedule.execution_order import ExecutionOrder, GroupKey, Planner
 
-__all__ = ["GROUP", "KEPT", "ROOT", "Obstacles", "Place", "Tracker"]
+__all__ = ["GROUP", "KEPT", "ROOT", "FollowedModule", "Tracker"]
 
-TAKEN = (
-    "that already runs under saved-tensor hooks of somebody else, such as those of torch.utils.checkpoint around the "
-    "whole model or torch.autograd.graph.save_on_cpu: theirs take the tensors. Put them around parts of the model."
+_FOREIGN = (
+    "under saved-tensor hooks of another library, such as those of torch.utils.checkpoint around the whole model or "
+    "torch.autograd.graph.save_on_cpu. Use them around parts of the model only."
 )
-OURS = (
-    "that runs inside of the forward of another model, or of a layer, which actoffload offloads as well: what is "
-    "outside takes the tensors. Offload one of the two only."
+_NESTED = (
+    "inside the forward of another offloaded model or layer, which offloads its tensors. Offload one of the two only."
 )
-RECOMPUTED = (
-    "that is computed a second time in backward, as with torch.utils.checkpoint around the whole model: there is "
-    "nothing left to save. Put it around parts of the model."
+_RECOMPUTED = (
+    "that is recomputed in backward, as by torch.utils.checkpoint around the whole model. Checkpoint parts of the "
+    "model only."
 )
-TRANSFORMED = (
-    "inside of torch.func.grad, jvp and their relatives, which do not go together with saved-tensor hooks. Use "
+_TRANSFORMED = (
+    "inside torch.func.grad, jvp and other transforms, which do not support saved-tensor hooks. Use "
     "torch.func.functional_call with torch.autograd.grad or backward."
 )
-
-
-class Obstacles:
-    """Looks for what is in the way of a forward, and tells of each kind once."""
-
-    def __init__(self) -> None:
-        self._told: set[str] = set()
-
-    def hinder(self) -> bool:
-        """Return whether what this thread saves from now on would not come to hooks of ours."""
-        if _transformed():
-            self._tell(TRANSFORMED)
-            return True
-        hooks = saved_tensor_hooks()
-        if hooks is not None:
-            self._tell(OURS if hooks[1] is unpack else TAKEN)
-            return True
-        return False
-
-    def recomputed(self) -> None:
-        """Tell of a whole model that runs inside of a backward."""
-        # The variant of checkpointing that has hooks was told of in the forward.
-        if torch.is_grad_enabled() and saved_tensor_hooks() is None:
-            self._tell(RECOMPUTED)
-
-    def _tell(self, why: str) -> None:
-        if why not in self._told:
-            self._told.add(why)
-            warnings.warn(f"Nothing is offloaded in a forward {why} This is said once.", UserWarning, stacklevel=7)
-
-
-def _transformed() -> bool:
-    """Whether this thread is inside of a transform of functions under which autograd saves no plain tensors."""
-    if saved_tensor_hooks_disabled() is not None:
-        return True
-    return in_transform()
-
+_DISABLED = (
+    "inside torch.autograd.graph.disable_saved_tensors_hooks, which forbids saved-tensor hooks. Call the model outside "
+    "of that block."
+)
 
 ROOT, GROUP, KEPT = "root", "group", "kept"
 
-COMPILED = f"torch{os.sep}_dynamo{os.sep}eval_frame.py"
-"""Where compiled code is called; a frame of its own cannot be told from others."""
+
+class _Obstacles:
+    """Detects what prevents offloading in a forward, and warns once about each kind."""
+
+    def __init__(self) -> None:
+        self._warned: set[str] = set()
+
+    def found(self) -> bool:
+        """Return whether saved-tensor hooks that are installed now would not receive the saved tensors."""
+        if in_transform():
+            return self._warn(_TRANSFORMED)
+        if saved_tensor_hooks_disabled() is not None:
+            return self._warn(_DISABLED)
+        hooks = saved_tensor_hooks()
+        return hooks is not None and self._warn(_NESTED if hooks[1] is unpack else _FOREIGN)
+
+    def recomputed(self) -> None:
+        """Warn about a whole model that runs inside a backward."""
+        # Checkpointing with saved-tensor hooks was warned about in the forward.
+        if torch.is_grad_enabled() and saved_tensor_hooks() is None:
+            self._warn(_RECOMPUTED)
+
+    def _warn(self, why: str) -> bool:
+        if why not in self._warned:
+            self._warned.add(why)
+            warn(f"Nothing is offloaded in a forward {why} This warning appears once.")
+        return True
 
 
 @dataclass(frozen=True, eq=False)
-class Place:
-    """A module that the tracker is told of.  Nothing here keeps a model alive: its hooks lead here.
+class FollowedModule:
+    """A module whose calls are followed.  It is referenced weakly, because the module itself refers to this object.
 
     Parameters
     ----------
@@ -107,7 +95,7 @@ class Place:
     ref : weakref of torch.nn.Module
         The module.
     group : int
-        Its number among the chosen modules; -1 for others.
+        Its index among the chosen modules; -1 for the root and kept modules.
     kind : str
         Groups of one kind are scheduled alike.
     """
@@ -120,220 +108,236 @@ class Place:
 
     @property
     def module(self) -> Module:
-        """The module, which exists wherever it is asked for."""
+        """The module, which must still exist."""
         found = self.ref()
         assert found is not None
         return found
 
 
-@dataclass(eq=False)
-class _Frame:
-    """A place whose forward runs; for a group also what it is in the pass."""
+@dataclass(eq=False, slots=True)
+class _Call:
+    """A call of a followed module that has not returned yet."""
 
-    place: Place
-    handled: BaseException | None  # what was being handled when it began: an exception that is none of ours
+    of: FollowedModule
     part: int = 0
     layer: Layer | None = None
 
 
-class _State(threading.local):
-    """Where one thread is in the model."""
+class _Thread(threading.local):
+    """The pass and the calls of one thread."""
 
     def __init__(self) -> None:
         self.current: ModelPass[GroupKey] | None = None
         self.owned: ModelAddresses | None = None
-        self.frames: list[_Frame] = []
-        self.inside: saved_tensors_hooks | None = None
-        # A gradient that is taken inside of a forward saves tensors in autograd's threads, so this is shared with them.
+        self.calls: list[_Call] = []
+        self.hooks: SavedTensorHooks | None = None
+        self.backends = 0  # length of `running.backends` outside of the outermost call
+        # A gradient taken inside a forward saves tensors in autograd's threads, which share this object.
         self.packer = Packer()
-        self.between: Pack | None = None  # takes what is saved in no group
-
-
-class _InForward(threading.local):
-    """Whose forwards a thread is in, outermost first."""
-
-    def __init__(self) -> None:
-        self.trackers: list[Tracker] = []
-
-
-_in_forward = _InForward()
-
-
-def _reset_others() -> None:
-    """Leave the forwards of other models out of which an interrupt took this thread; their hooks are in the way."""
-    for tracker in reversed(_in_forward.trackers.copy()):
-        if tracker.runs():
-            return
-        tracker.reset()
+        self.between: Pack | None = None  # packs what no group saves
 
 
 class Tracker:
-    """Turns the comings and goings of modules into passes.
+    """Turns the calls of a model's modules into passes.
 
     Parameters
     ----------
-    root : Place
-        The model.
+    modules : sequence of FollowedModule
+        The model and its followed modules, the model first.
     engine : Engine
-        What its passes share.
+        Shared by all passes.
     planner : Planner
-        Which plan a pass follows.
+        Returns the plan of a pass.
     done : callable
-        Told of each pass whose forward has ended, with its sequence of groups.
+        Called with each pass whose forward has ended, and its sequence of groups.
+
+    Notes
+    -----
+    The caller surrounds each call of a module like this; see [Note: following modules]::
+
+        depth = tracker.depth
+        try:
+            tracker.begin(of, args, kwargs)
+            output = module(*args, **kwargs)
+            tracker.end(depth, output)
+        finally:
+            tracker.unwind(depth)
     """
 
     def __init__(
         self,
-        root: Place,
+        modules: Sequence[FollowedModule],
         engine: Engine,
         planner: Planner,
         done: Callable[[ModelPass[GroupKey], Sequence[GroupKey]], None],
     ) -> None:
-        self._root = root
+        self._modules = modules
+        self._checks_modules = True
         self._engine = engine
         self._planner = planner
         self._done = done
-        self._state = _State()
-        self._obstacles = Obstacles()
-        self._at_work = 0  # threads in a forward
+        self._thread = _Thread()
+        self._obstacles = _Obstacles()
+        self._running: set[int] = set()  # threads in a forward
         self._then: Callable[[], None] | None = None
         self.paused = int(unsupported() is not None)
 
-    # Beginnings
+    @property
+    def depth(self) -> int:
+        """Number of followed calls in progress in this thread."""
+        return len(self._thread.calls)
 
-    def begin(self, place: Place, args: Any, kwargs: Any) -> None:
-        """Learn that the forward of a module begins."""
-        state = self._state
-        self._finish(failed=False)
+    # Begin
+
+    def begin(self, of: FollowedModule, args: Any, kwargs: Any) -> None:
+        """Begin the forward of a module."""
+        thread = self._thread
         if backward_id() != NO_BACKWARD:  # a recomputation
-            if place.role is ROOT and not self.paused:
+            if of.role is ROOT and not self.paused:
                 self._obstacles.recomputed()
             return
-        if state.inside is not None and not self._goes_on(place):
-            self.reset()  # an interrupt took the program out of the forward before this one, past every hook
-        if state.inside is None:
-            _reset_others()
-        if state.inside is None and (self.paused or not torch.is_grad_enabled() or self._obstacles.hinder()):
-            return
-        frame = _Frame(place, sys.exception())
-        if state.inside is None:
-            self._begin_pass(alone=place.role is not ROOT)
-        state.frames.append(frame)
-        if place.role is GROUP:
-            self._pause_outer()
-            self._start_group(frame, tensors_in((args, kwargs)))
+        if thread.hooks is None:
+            self._finish()
+            if self.paused or not torch.is_grad_enabled() or self._obstacles.found():
+                return
+            if of.role is ROOT and self._checks_modules:
+                self._check_modules()
+            self._begin_forward(alone=of.role is not ROOT)
+        call = _Call(of)
+        thread.calls.append(call)
+        if of.role is GROUP:
+            self._suspend_outer()
+            self._start_group(call, tensors_in((args, kwargs)))
         self._resume()
 
-    def _begin_pass(self, *, alone: bool) -> None:
-        state = self._state
-        current = state.current
+    def _check_modules(self) -> None:
+        """Warn once if a followed module does not exist any more."""
+        for of in self._modules:
+            if of.ref() is None:
+                self._checks_modules = False
+                warn(
+                    f"The module '{of.name}' has been replaced or deleted since offload was called; what took its place "
+                    "is not offloaded. Call remove() of the handle, then offload again. This warning appears once."
+                )
+                return
+
+    def _begin_forward(self, *, alone: bool) -> None:
+        thread = self._thread
+        current = thread.current
         if not alone or current is None or not current.open:
             if current is not None and alone:
-                self._learn(current)  # the end of a forward that is a loop of the program's own is seen only now
-            state.owned = ModelAddresses(self._root.module)
-            course = ExecutionOrder(self._planner.expected)
-            current = ModelPass(self._engine, course, self._planner.roles, ModelOwned(None, state.owned))
-            state.current = current
-        state.packer = Packer()
-        state.between = current.packer_between()
-        inside = saved_tensors_hooks(state.packer.pack, unpack)
-        inside.__enter__()
+                self._learn(current)  # a loop over the groups has no call of the root that ends its forward
+            thread.owned = ModelAddresses(self._modules[0].module)
+            order = ExecutionOrder(self._planner.expected)
+            current = ModelPass(self._engine, order, self._planner.roles, ModelOwned(None, thread.owned))
+            thread.current = current
+        thread.packer = Packer()
+        thread.between = current.packer_between()
+        thread.backends = len(running.backends)
+        thread.hooks = SavedTensorHooks(thread.packer.pack, unpack)
+        thread.hooks.install()
         running.backends.append(self._engine.backend)
-        _in_forward.trackers.append(self)
-        state.inside = inside
-        with self._engine.lock:
-            self._at_work += 1
+        self._running.add(threading.get_ident())
 
-    def _start_group(self, frame: _Frame, inputs: Iterable[torch.Tensor]) -> None:
-        state, place = self._state, frame.place
-        assert state.current is not None
-        assert state.owned is not None
-        key = GroupKey(place.group, frame.part)
-        owned = ModelOwned(place.module, state.owned)
-        frame.layer = state.current.group_start(key, inputs, owned)
+    def _start_group(self, call: _Call, inputs: Iterable[torch.Tensor]) -> None:
+        thread, of = self._thread, call.of
+        assert thread.current is not None
+        assert thread.owned is not None
+        key = GroupKey(of.group, call.part)
+        call.layer = thread.current.group_start(key, inputs, ModelOwned(of.module, thread.owned))
 
-    def _pause_outer(self) -> None:
-        """End the part of an outer group that has run so far, because an inner one begins."""
-        state = self._state
-        for frame in reversed(state.frames[:-1]):
-            if frame.place.role is GROUP:
-                if frame.layer is not None:
-                    self._end_group(frame, ())
-                    frame.part += 1
+    def _suspend_outer(self) -> None:
+        """End the current part of an outer group, because an inner group begins."""
+        for call in reversed(self._thread.calls[:-1]):
+            if call.of.role is GROUP:
+                if call.layer is not None:
+                    self._end_group(call, ())
+                    call.part += 1
                 return
 
     def _resume(self) -> None:
-        """Let the innermost place have what is saved from here on."""
-        state = self._state
-        current = state.current
+        """Pack what is saved from here on for the innermost call."""
+        thread = self._thread
+        current = thread.current
         assert current is not None
-        if not state.frames or state.frames[-1].place.role is ROOT:
-            assert state.between is not None
-            state.packer.take_aside(state.between)
-        elif state.frames[-1].place.role is KEPT:
-            state.packer.take_aside(current.packer_withheld())
+        call = thread.calls[-1] if thread.calls else None
+        if call is None or call.of.role is ROOT:
+            assert thread.between is not None
+            thread.packer.take_aside(thread.between)
+        elif call.of.role is KEPT:
+            thread.packer.take_aside(current.packer_withheld())
         else:
-            frame = state.frames[-1]
-            if frame.layer is None:  # it goes on, behind an inner one
-                self._start_group(frame, ())
-            assert frame.layer is not None
-            state.packer.take_for(current, frame.layer)
+            if call.layer is None:  # it continues after an inner group
+                self._start_group(call, ())
+            assert call.layer is not None
+            thread.packer.take_for(current, call.layer)
 
-    # Ends
+    # End
 
-    def end(self, place: Place, output: Any) -> None:
-        """Learn that the forward of a module has ended, or was left by an exception."""
-        state = self._state
-        if state.inside is None or not any(frame.place is place for frame in state.frames):
+    def end(self, depth: int, output: Any) -> None:
+        """End the forward of a module that returned `output`; `depth` is what it was before `begin`."""
+        thread = self._thread
+        if len(thread.calls) <= depth:  # `begin` found nothing to do
             return
-        if backward_id() != NO_BACKWARD:  # a recomputation, while the forward is in the same module
+        call = thread.calls[-1]
+        if call.layer is not None:
+            self._end_group(call, list(tensors_in(output)))
+        thread.calls.pop()
+        if thread.calls:
+            self._resume()
+        else:
+            self._end_forward(finished=call.of.role is ROOT)
+
+    def unwind(self, depth: int) -> None:
+        """End without an output what began since `depth`; nothing to do after `end`.
+
+        An interrupt may stop it anywhere; called again, it does what is left.
+        """
+        thread = self._thread
+        if len(thread.calls) <= depth and (depth or thread.hooks is None):
             return
-        frame = state.frames.pop()
-        while frame.place is not place:  # an interrupt passed over their hooks
-            frame = state.frames.pop()
-        failed = sys.exception() is not None and sys.exception() is not frame.handled
-        current = state.current
-        assert current is not None
+        if thread.current is not None:
+            thread.current.aborted = True
         try:
-            if failed:
-                current.aborted = True
-            if frame.layer is not None:
-                self._end_group(frame, () if failed else list(tensors_in(output)))
-            if state.frames and not failed:
-                self._resume()
+            while len(thread.calls) > depth:
+                if thread.calls[-1].layer is not None:
+                    self._end_group(thread.calls[-1], ())
+                thread.calls.pop()
         finally:
-            if not state.frames:
-                self._leave(finished=place.role is ROOT and not failed)
-                self._finish(failed)
+            del thread.calls[depth:]
+            if not depth:
+                self._end_forward(finished=False)
+            elif thread.between is not None:
+                thread.packer.take_aside(thread.between)  # if the model handles the exception
 
-    def _end_group(self, frame: _Frame, outputs: Sequence[torch.Tensor]) -> None:
-        current, layer = self._state.current, frame.layer
+    def _end_group(self, call: _Call, outputs: Sequence[torch.Tensor]) -> None:
+        current, layer = self._thread.current, call.layer
         assert current is not None
         assert layer is not None
-        frame.layer = None
+        call.layer = None
         failed, current.aborted = current.aborted, True  # if what follows fails
         current.forward_end(layer)
         layer.owned.forget()
         layer.watch(outputs, current.backward_reached)
         current.aborted = failed
 
-    def _leave(self, *, finished: bool) -> None:
-        state = self._state
-        current, inside = state.current, state.inside
-        assert inside is not None
+    def _end_forward(self, *, finished: bool) -> None:
+        """Uninstall everything; each step may be repeated after an interrupt, and `hooks` is cleared last."""
+        thread = self._thread
+        current, hooks = thread.current, thread.hooks
+        assert hooks is not None
         assert current is not None
-        state.inside = state.between = None
-        state.packer.end()
-        state.frames.clear()
-        with self._engine.lock:
-            self._at_work -= 1
-        running.backends.pop()
-        _in_forward.trackers.remove(self)
-        inside.__exit__()
+        hooks.remove()
+        del running.backends[thread.backends :]
+        thread.packer.end()
+        thread.between = None
+        self._running.discard(threading.get_ident())
+        thread.hooks = None
         if finished or (current.course.complete and not current.aborted):
             current.forward_done()
             self._learn(current)
-            state.current = None
+            thread.current = None
+        self._finish()
 
     def _learn(self, current: ModelPass[GroupKey]) -> None:
         if not current.aborted:
@@ -341,56 +345,16 @@ class Tracker:
             self._planner.learn(sequence)
             self._done(current, sequence)
 
-    def reset(self) -> None:
-        """Leave a forward that nothing will end any more."""
-        state = self._state
-        if state.current is not None:
-            state.current.aborted = True
-        self._leave(finished=False)
-        state.current = None
+    # Removal
 
     def retire(self, then: Callable[[], None]) -> None:
-        """Begin nothing any more, and call `then` as soon as no forward is under way that began before."""
+        """Begin no further forward, and call `then` as soon as no forward is in progress in any thread."""
         self.paused += 1
         self._then = then
-        frames = self._state.frames
-        if self._state.inside is not None and not (frames and self._calls(frames[0].place)):
-            self.reset()  # an interrupt took the program out of it
-        self._finish(failed=False)
+        self._finish()
 
-    def _finish(self, failed: bool) -> None:
-        """Do what waits for the last forward; hooks that run because of an exception must not go while they do."""
-        if self._then is not None and not self._at_work and not failed:
-            then, self._then = self._then, None
-            then()
-            self._engine.close()  # again: the last forward may have taken host memory since
-
-    def runs(self) -> bool:
-        """Whether the forward that was begun in this thread is still under way, as far as can be seen."""
-        frames = self._state.frames
-        return bool(frames) and self._calls(frames[0].place, unknown=1) > 0
-
-    def _goes_on(self, place: Place) -> bool:
-        """Whether a module that begins does so inside of the forward that was begun before."""
-        if place.role is ROOT:
-            return self._calls(place, 2) > 1  # only if the model runs inside itself
-        frames = self._state.frames
-        enough = 1 + bool(frames and frames[0].place is place)
-        return bool(frames) and self._calls(frames[0].place, enough, unknown=2) >= enough
-
-    def _calls(self, place: Place, enough: int = 1, unknown: int = 0) -> int:
-        """Return how often a module's own call is on the stack, or `unknown` if compiled code called what runs.
-
-        It is asked at the beginning of each group, and the stack may be deep; so nobody looks further than `enough`.
-        """
-        found = 0
-        frame: FrameType | None = sys._getframe()
-        call, hooks = Module._call_impl.__code__, place.module._forward_pre_hooks  # a replica shares them
-        while frame is not None and found < enough:
-            code = frame.f_code
-            if code is call:
-                found += frame.f_locals["self"]._forward_pre_hooks is hooks
-            elif unknown and code.co_filename.endswith(COMPILED):
-                return unknown
-            frame = frame.f_back
-        return found
+    def _finish(self) -> None:
+        if self._then is not None and not self._running:
+            self._then()
+            self._engine.close()  # the last forward may have taken host memory after the handle was removed
+            self._then = None

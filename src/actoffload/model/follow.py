@@ -1,0 +1,187 @@
+"""Follow the calls of a model's modules.
+
+`[Note: following modules]`  A followed module gets another class: a subclass of its own, of the same name, whose
+``__call__`` surrounds the original one with ``try`` and ``finally``, as FSDP2 gives it a class for its methods.  The
+alternatives leave something half done or break something.  Forward hooks come in pairs, and an interrupt passes over
+the second; `torch.nn.Module.compile` compiles them with the module.  An attribute of the instance in place of
+``_call_impl`` is shared by the replicas of `torch.nn.DataParallel`, which would all call the original.  The class
+stands outside of hooks and of compiled code, whenever either is added.  It costs this: ``type(module) is X`` is false
+for a followed module, ``isinstance`` is true.
+
+What follows a module is an entry in its ``__dict__``, so replicas have it and copies do not: they are plain modules of
+the original class.  A class that another library derived from ours (FSDP2, parametrizations) stays when the handle is
+removed; without an entry it does nothing.
+
+An interrupt in the cleanup itself is the reason why there are two ``finally``.  One interrupt, at any bytecode, leaves
+nothing installed.  A second one that arrives while the first is being cleaned up may; Python has no way to defer it.
+
+Dynamo does not trace ``__call__``: the graph breaks there, and the groups are compiled one by one, which offloading
+needs anyway.  A program that asked for a single graph gets `REASON` as the error.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import weakref
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+from torch.jit import ScriptModule
+from torch.nn import Module
+
+from .._torch import break_graph, opaque
+from .tracker import FollowedModule, Tracker
+
+__all__ = ["Followers", "followers_of"]
+
+_Pair: TypeAlias = tuple["Followers", FollowedModule]
+
+_ENTRY = "_actoffload_followed"
+_ORIGINAL = "_actoffload_original"
+
+REASON = (
+    "actoffload follows the chosen modules of a model, and those that keep names, from outside of compiled code; "
+    "compile them one by one: for layer in layers: layer.compile(fullgraph=True)"
+)
+
+_SCRIPTED = (
+    "The module '{}' is a torch.jit.ScriptModule, whose calls cannot be followed; call offload with the module that was "
+    "scripted."
+)
+
+
+class _Entry:
+    """What follows one module; a copy of it follows nothing."""
+
+    def __init__(self, *pairs: _Pair) -> None:
+        self.pairs = pairs
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Entry, ()
+
+
+def original_class(kind: Any) -> Any:
+    """Return the class that a followed module had before; anything else as it is."""
+    return vars(kind).get(_ORIGINAL, kind) if isinstance(kind, type) else kind
+
+
+def _followed_class(original: type[Module]) -> type[Module]:
+    """Return the class for followed modules of a class; always the same one, as compiled code depends on it."""
+    if hasattr(original, _ORIGINAL):  # a class that another library derived from ours
+        return original
+    for known in type.__subclasses__(original):
+        if original_class(known) is original:
+            return known
+
+    def __call__(self: Module, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
+        pairs = _pairs(self)
+        if not pairs:
+            return original.__call__(self, *args, **kwargs)
+        began: list[tuple[Tracker, int]] = []
+        try:
+            try:
+                for followers, of in pairs:
+                    tracker = followers.tracker
+                    began.append((tracker, tracker.depth))
+                    tracker.begin(of, args, kwargs)
+                output = original.__call__(self, *args, **kwargs)
+                for tracker, depth in reversed(began):
+                    tracker.end(depth, output)
+                return output
+            finally:
+                for tracker, depth in reversed(began):
+                    tracker.unwind(depth)
+        finally:
+            for tracker, depth in reversed(began):
+                tracker.unwind(depth)
+
+    def __reduce_ex__(self: Module, protocol: Any) -> Any:  # noqa: N807
+        reduced = original.__reduce_ex__(self, protocol)
+        if not isinstance(reduced, tuple):
+            return reduced
+        function, arguments, *rest = reduced
+        if rest and isinstance(rest[0], dict):
+            rest[0] = {name: value for name, value in rest[0].items() if name != _ENTRY}
+        arguments = tuple(map(original_class, arguments))
+        if function is copyreg.__newobj__:  # type: ignore[attr-defined]  # pickle requires the present class there
+            function = arguments[0].__new__
+        return original_class(function), arguments, *rest
+
+    break_graph(__call__, REASON)
+    copied = {name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")}
+    methods = {"__call__": __call__, "__reduce_ex__": __reduce_ex__}
+    names = {"__slots__": (), _ORIGINAL: original, **copied, **methods}
+    return type(original)(original.__name__, (original,), names)
+
+
+for _function in (Tracker.begin, Tracker.end, Tracker.unwind):
+    opaque(_function, REASON)
+
+
+class Followers:
+    """The followed modules of one handle.
+
+    Parameters
+    ----------
+    tracker : Tracker
+        Follows their calls.
+    modules : sequence of FollowedModule
+        The root first.
+    parts : object
+        The other parts of the handle, for `OffloadHandle.of`.
+    """
+
+    def __init__(self, tracker: Tracker, modules: Sequence[FollowedModule], parts: Any = None) -> None:
+        self.tracker = tracker
+        self.modules = tuple(modules)
+        self.parts = parts
+        self.installed = True
+        for of in modules:
+            module = of.module
+            if isinstance(module, ScriptModule):
+                raise TypeError(_SCRIPTED.format(of.name))
+        for of in modules:
+            module = of.module
+            _set_pairs(module, (*_pairs(module), (self, of)))
+            _set_class(module, _followed_class(type(module)))
+        _followers[modules[0].module] = weakref.ref(self)
+
+    def remove(self) -> None:
+        """Follow the modules no longer; a forward in progress in any thread ends as it began."""
+        if self.installed:
+            self.installed = False
+            self.tracker.retire(self._detach)
+
+    def _detach(self) -> None:
+        for of in self.modules:
+            module = of.ref()
+            if module is not None:
+                _set_pairs(module, tuple(pair for pair in _pairs(module) if pair[1] is not of))
+                if not _pairs(module):
+                    vars(module).pop(_ENTRY, None)
+                    _set_class(module, original_class(type(module)))
+
+
+def followers_of(model: Module) -> Followers | None:
+    """Return what follows a model, or None if nothing does."""
+    ref = _followers.get(model)
+    found = None if ref is None else ref()
+    return found if found is not None and found.installed else None
+
+
+_followers: weakref.WeakKeyDictionary[Module, weakref.ref[Followers]] = weakref.WeakKeyDictionary()
+
+
+def _pairs(module: Module) -> tuple[_Pair, ...]:
+    entry: _Entry | None = vars(module).get(_ENTRY)
+    return () if entry is None else entry.pairs
+
+
+def _set_pairs(module: Module, pairs: tuple[_Pair, ...]) -> None:
+    vars(module)[_ENTRY] = _Entry(*pairs)
+
+
+def _set_class(module: Module, kind: type[Module]) -> None:
+    # What torch.compile returns passes assignments on to the module that it wraps.
+    if type(module) is not kind:
+        object.__setattr__(module, "__class__", kind)

@@ -1,0 +1,169 @@
+"""An interrupt at every bytecode: when the program has control again, nothing is installed, and the next step works."""
+
+from __future__ import annotations
+
+import gc
+import signal
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import no_gc, nothing_held
+from torch import nn
+from whole_model import Waves, call, data, equal, nothing_installed, offload, train
+
+import actoffload
+
+SOURCES = Path(actoffload.__file__).parent
+FOLLOWING = (str(SOURCES / "model"), str(SOURCES / "_torch.py"))
+ANY = (str(SOURCES),)
+
+
+class Interrupt:
+    """Raises KeyboardInterrupt before the n-th bytecode that runs in some files, once.
+
+    Parameters
+    ----------
+    after : int
+        How many bytecodes run before.
+    files : tuple of str
+        How the names of the files begin.
+    """
+
+    def __init__(self, after: int, files: tuple[str, ...]) -> None:
+        self.left = after
+        self.files = files
+
+    def __call__(self, frame: types.FrameType, event: str, arg: Any) -> Any:
+        if not frame.f_code.co_filename.startswith(self.files) or frame.f_code.co_name == "__del__":
+            return None  # Python swallows what a finalizer raises
+        frame.f_trace_opcodes = True
+        return self.opcode
+
+    def opcode(self, frame: types.FrameType, event: str, arg: Any) -> Any:
+        if event == "opcode":
+            self.left -= 1
+            if self.left < 0:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return self.opcode
+
+
+def interrupted(run: Callable[[], Any], after: int, files: tuple[str, ...]) -> bool:
+    """Run something with an interrupt; return whether it came."""
+    sys.settrace(Interrupt(after, files))
+    try:
+        run()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(None)
+    return False
+
+
+def loop(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    for block in model.blocks:
+        x = block(x)
+    return x
+
+
+def fails(module: nn.Module, args: Any) -> None:
+    raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("run", [call, loop], ids=["the model", "a loop"])
+@pytest.mark.parametrize("files", [FOLLOWING, ANY], ids=["following", "anywhere"])
+def test_an_interrupt_at_every_bytecode_of_a_forward(run, files):
+    model = Waves(3)
+    want = train(model, run, steps=1)
+    handle = offload(model, num_layers=2)
+    train(model, run, steps=2)
+    handle.reset_statistics()
+    train(model, run, steps=1)
+    moved = handle.statistics().bytes_offloaded
+    assert moved > 0
+    x = data()
+    n, step = 0, 1 if files is FOLLOWING else 7
+    with no_gc():
+        while interrupted(lambda: run(model, x), n, files):
+            nothing_installed()
+            if n % (41 * step) == 0:
+                with torch.autograd.graph.save_on_cpu():
+                    model.blocks[0].scale.mul(2.0).square().sum().backward()
+                model.zero_grad(set_to_none=True)
+                handle.reset_statistics()
+                equal(train(model, run, steps=1), want)
+                assert handle.statistics().bytes_offloaded == moved
+                if files is FOLLOWING:  # elsewhere it may come between a change and its count
+                    nothing_held(handle)
+            n += step
+    assert n > 1000
+    nothing_installed()
+    handle.reset_statistics()
+    equal(train(model, run, steps=1), want)
+    assert handle.statistics().bytes_offloaded == moved
+
+
+def test_an_interrupt_at_every_bytecode_of_the_end_of_a_failed_forward():
+    """The exception of the forward is one event, the interrupt of its cleanup is another."""
+    model = Waves(3)
+    handle = offload(model, num_layers=2)
+    want = train(model, steps=1)
+    hook = model.blocks[1].register_forward_pre_hook(fails)
+
+    def run() -> None:
+        try:
+            model(data())
+        except ZeroDivisionError:
+            pass
+
+    n = 0
+    while interrupted(run, n, FOLLOWING):
+        nothing_installed()
+        n += 1
+    assert n > 500
+    hook.remove()
+    equal(train(model, steps=1), want)
+    nothing_held(handle)
+
+
+def test_an_interrupt_at_every_bytecode_of_a_removal():
+    n, done = 0, False
+    while not done:
+        model = Waves(3)
+        handle = offload(model, num_layers=2)
+        done = not interrupted(handle.remove, n, FOLLOWING)
+        handle.remove()
+        model(data()).sum().backward()
+        nothing_installed()
+        n += 1
+    assert n > 50
+
+
+def test_signals_at_random_moments_of_forwards():
+    """Real Ctrl-C, as often as the timer can."""
+    model = Waves(6)
+    want = train(model, steps=1)
+    handle = offload(model)
+    x, seen = data(), 0
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    try:
+        for k in range(300):
+            try:
+                signal.setitimer(signal.ITIMER_REAL, 0.0002 + (k % 97) * 0.00003)
+                while True:
+                    model(x)
+            except KeyboardInterrupt:
+                seen += 1
+            nothing_installed()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert seen == 300
+    gc.collect()
+    equal(train(model, steps=1), want)
+    nothing_held(handle)
