@@ -128,9 +128,9 @@ class Packer:
 
     def take_aside(self, pack: Pack) -> None:
         """Take nothing for the layer any more; another function takes what is saved from here on."""
-        if self._aside is None:
-            del self._token  # a layer that has ended lives as long as its graph
         self._aside = pack
+        if hasattr(self, "_token"):  # not so after an interrupt between these lines
+            del self._token  # a layer that has ended lives as long as its graph
 
     def end(self) -> None:
         """Let go of the pass; its forward has ended."""
