@@ -94,31 +94,6 @@ def residual_stage(before: int, after: int, depth: int) -> nn.Sequential:
     return nn.Sequential(*(Inverted(before if k == 0 else after, after) for k in range(depth)))
 
 
-class Inception(Parts):
-    def __init__(self, width: int) -> None:
-        branches = {f"branch{k}": nn.Sequential(ConvBlock(width, 4), ConvBlock(4, 4)) for k in range(3)}
-        super().__init__(**branches)
-
-
-class Down(Parts):
-    def __init__(self, width: int) -> None:
-        super().__init__(convs=nn.Sequential(nn.Conv2d(width, 2 * width, 3), nn.Conv2d(2 * width, 2 * width, 3)))
-
-
-class Up(Down):
-    pass
-
-
-class Bottleneck(Parts):
-    def __init__(self, before: int, after: int) -> None:
-        super().__init__(conv1=nn.Conv2d(before, after, 1), conv2=nn.Conv2d(after, after, 3))
-
-
-class AttributeStage(Parts):
-    def __init__(self, before: int, after: int, depth: int) -> None:
-        super().__init__(**{f"b{k + 1}": Bottleneck(before if k == 0 else after, after) for k in range(depth)})
-
-
 def blocks(number: int, kind=Block) -> nn.ModuleList:
     return nn.ModuleList(kind() for _ in range(number))
 
@@ -161,13 +136,6 @@ PARTS = {
         {"layers.*": 2},
     ),
     "heads in a block": (nn.Sequential(*(ManyHeads() for _ in range(3))), {"*": 3}),
-    "heads behind the blocks": (
-        Parts(
-            layers=nn.ModuleList(Block(16) for _ in range(4)),
-            heads=nn.ModuleList(Mlp(4, 2) for _ in range(20)),
-        ),
-        {"layers.*": 4},
-    ),
     "plain blocks behind the blocks": (
         Parts(layers=blocks(4), tail=nn.ModuleList(Mlp() for _ in range(3))),
         {"layers.*": 4, "tail.*": 3},
@@ -231,7 +199,7 @@ STAGES = {
         ),
         {"towers.*.a.net.of.*": 3, "towers.*.b.net.of.*": 2},
     ),
-    "stages of one block": (
+    "stages, most of one block, which are blocks themselves": (
         nn.Sequential(
             ConvBlock(3, 4),
             residual_stage(4, 8, 1),
@@ -239,32 +207,13 @@ STAGES = {
             residual_stage(12, 16, 1),
             ConvBlock(16, 9),
         ),
-        {"*.*": 5},
+        {"*": 3},
     ),
     "a first block of other widths": (
         Parts(layer1=residual_stage(4, 4, 2), layer2=residual_stage(4, 8, 2), layer3=residual_stage(8, 12, 2)),
         {"layer1.*": 2, "layer2.*": 2, "layer3.*": 2},
     ),
     "equal stages are blocks": (Parts(groups=nn.ModuleList(Stage(4, 3) for _ in range(6))), {"groups.*": 6}),
-}
-
-ATTRIBUTES = {
-    "blocks with branches": (
-        Parts(**{f"inception{k}": Inception(4 + k) for k in range(5)}),
-        {f"inception{k}": 1 for k in range(5)},
-    ),
-    "down and up": (
-        Parts(**{f"down{k}": Down(2 + k) for k in range(4)}, **{f"up{k}": Up(8 - k) for k in range(4)}),
-        {**{f"down{k}": 1 for k in range(4)}, **{f"up{k}": 1 for k in range(4)}},
-    ),
-    "a pair among attributes": (
-        Parts(**{f"inception{k}": Inception(4 + k) for k in range(5)}, end1=Down(2), end2=Down(4), head=Up(3)),
-        {f"inception{k}": 1 for k in range(5)} | {"end1": 1, "end2": 1},
-    ),
-    "attributes in attributes": (
-        Parts(**{f"s{k + 1}": AttributeStage(2 << k, 4 << k, depth) for k, depth in enumerate([2, 4, 5, 2])}),
-        {f"s{k + 1}.b{j + 1}": 1 for k, depth in enumerate([2, 4, 5, 2]) for j in range(depth)},
-    ),
 }
 
 LEAVES = {

@@ -6,7 +6,6 @@ from collections import Counter, OrderedDict
 
 import pytest
 from structures import (
-    ATTRIBUTES,
     LEAVES,
     PARTS,
     PLAIN,
@@ -35,7 +34,7 @@ def found(model: nn.Module) -> dict[str, int]:
     return dict(Counter(starred(each.name) for each in chosen))
 
 
-ALL = {**PLAIN, **PARTS, **STAGES, **ATTRIBUTES, **LEAVES}
+ALL = {**PLAIN, **PARTS, **STAGES, **LEAVES}
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -59,74 +58,11 @@ def test_the_transformer_of_pytorch():
 def test_a_shared_block_is_in_its_stack_once():
     block = Block()
     (stack,) = find_stacks(nn.ModuleList([block] * 3))
-    assert stack.blocks == (block,)
+    assert stack == (block,)
 
 
 def test_lazy_layers():
     assert found(nn.Sequential(*(nn.LazyLinear(4) for _ in range(3)))) == {"*": 3}
-
-
-# Models that name their blocks
-
-
-class Named(Parts):
-    _no_split_modules = ("Block", "Unknown")
-
-
-class Subclass(Block):
-    pass
-
-
-class Wrapper(Parts):
-    def __init__(self) -> None:
-        super().__init__(block=Block())
-
-
-def stem() -> nn.ModuleList:
-    return blocks(5, Mamba)
-
-
-def test_only_what_the_model_names():
-    assert found(Parts(stem=stem(), layers=blocks(4))) == {"stem.*": 5, "layers.*": 4}
-    assert found(Named(stem=stem(), layers=blocks(4))) == {"layers.*": 4}
-    assert found(Parts(model=Named(stem=stem(), layers=blocks(4)))) == {"model.layers.*": 4}
-    # What stands beside it is not its to name, and what names nothing that is there is not followed.
-    assert found(Parts(model=Named(stem=stem(), layers=blocks(4)), more=stem())) == {"model.layers.*": 4, "more.*": 5}
-    assert found(Named(stem=stem(), layers=blocks(4, MoeBlock))) == {"stem.*": 5, "layers.*": 4}
-
-
-def test_subclasses_and_wrappers_of_what_is_named():
-    assert found(Named(stem=stem(), layers=blocks(4, Subclass))) == {"layers.*": 4}
-    assert found(Named(stem=stem(), layers=blocks(4, Wrapper))) == {"layers.*": 4}
-
-
-def test_a_list_of_types_of_which_one_is_named():
-    assert found(Named(stem=stem(), layers=nn.ModuleList([Mlp(), Mlp(), Block()]))) == {"layers.*": 3}
-
-
-def test_a_model_within_a_model_has_blocks_of_its_own():
-    class Unnamed(Parts):
-        _no_split_modules = None
-
-    inner = Unnamed(layers=stem())
-    assert found(Named(text=inner, layers=blocks(4))) == {"text.layers.*": 5, "layers.*": 4}
-
-
-def test_models_are_no_blocks():
-    def inner() -> Named:
-        return Named(net=Parts(layers=blocks(3)))
-
-    assert found(Parts(ensemble=nn.ModuleList([inner(), inner()]))) == {"ensemble.*.net.layers.*": 6}
-    assert found(Parts(only=nn.ModuleList([inner()]))) == {"only.*.net.layers.*": 3}
-    assert found(Parts(all=nn.ModuleList([Block(), Block(), inner()]))) == {"all.*": 2, "all.*.net.layers.*": 3}
-
-
-def test_small_blocks_that_are_named_stay():
-    class Vision(Named):
-        _no_split_modules = ("Block", "Mlp")
-
-    model = Vision(language=nn.ModuleList(Block(64) for _ in range(3)), vision=nn.ModuleList(Mlp(2) for _ in range(3)))
-    assert found(model) == {"language.*": 3, "vision.*": 3}
 
 
 # Nothing found

@@ -93,7 +93,7 @@ def choose(root: Module, layers: str | Module | type[Module] | Iterable[Any] | N
     """
     names = Names(root)
     if layers is None:
-        found = [(block, "layer") for stack in find_stacks(root) for block in stack.blocks]
+        found = [(block, "layer") for stack in find_stacks(root) for block in stack]
         if not found:
             raise ValueError(_nothing_repeats(names))
         return _in_order(names, dict(found))
