@@ -151,13 +151,13 @@ def test_dense_and_other_blocks_mixed():
 
     handle, statistics = agrees(Mixed(), layers=[Other, "blocks.*"])
     assert handle.plan.offloaded == (0, 1, 2, 3, 4, 5)
-    assert "Other: 3 of 4 leave" in str(handle)
+    assert "Other: 3 of 4 offloaded" in str(handle)
     assert statistics.reloaded_on_demand == 0
 
 
 def test_the_model_itself_as_a_group_of_one():
     model = Wave()
-    with pytest.warns(UserWarning, match=r"None of the groups that were found \(\d\) leaves"):
+    with pytest.warns(UserWarning, match=r"None of the groups that were found \(\d\) is offloaded"):
         handle = offload(model, layers=[model])
     assert handle.groups == ("(the whole model)",)
     step(model)
@@ -255,7 +255,7 @@ def test_keep_inside_of_chosen_modules(keep):
     attention = UNIT + 3 * UNIT + ROWS * ROWS * 4 + UNIT
     assert all_of_it.bytes_offloaded - statistics.bytes_offloaded == 3 * attention
     assert statistics.bytes_kept[Reason.KEPT] >= 5 * attention
-    assert "kept: blocks.0 ... 4.attention" in str(handle)
+    assert "keep: blocks.0 ... 4.attention" in str(handle)
 
 
 def test_chosen_inside_of_kept_inside_of_chosen():

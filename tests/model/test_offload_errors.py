@@ -7,6 +7,7 @@ import warnings
 from pathlib import Path
 
 import pytest
+import torch
 from torch import nn
 from whole_model import (
     Transformer,
@@ -15,6 +16,8 @@ from whole_model import (
     nothing_installed,
     offload,
 )
+
+import actoffload
 
 
 def step(model, seed: int = 0) -> None:
@@ -123,12 +126,48 @@ def test_offloaded_twice_though_the_first_handle_was_thrown_away():
 
 
 def test_so_few_groups_that_none_leaves_is_told():
-    with pytest.warns(UserWarning, match=r"None of the groups that were found \(\d\) leaves") as told:
+    with pytest.warns(UserWarning, match=r"None of the groups that were found \(\d\) is offloaded") as told:
         handle = offload(Waves(2))
     assert handle.plan.offloaded == ()
-    assert "0 of 2 groups leave" in str(handle)
+    assert "0 of 2 groups are offloaded" in str(handle)
     assert told[0].filename == str(Path(__file__).parents[1] / "whole_model.py")  # where offload was called
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         offload(Waves(6), num_layers=0)  # asked for
         offload(Waves(6), fraction=0.0)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+def test_a_script_module_is_refused():
+    with pytest.raises(TypeError, match=r"'Waves' is a torch.jit.ScriptModule.*pass the module from which it was"):
+        offload(torch.jit.trace(Waves(3), data()))
+    model = Waves(3)
+    model.blocks[1] = torch.jit.trace(model.blocks[1], data())
+    with pytest.raises(TypeError, match=r"'blocks.1' is a torch.jit.ScriptModule"):
+        offload(model, layers=list(model.blocks))
+    nothing_installed(model)
+    assert type(model) is Waves
+
+
+def test_the_handle_of_what_is_no_module():
+    with pytest.raises(TypeError, match=r"OffloadHandle\.of got 5; expected the model that offload was called with"):
+        actoffload.OffloadHandle.of(5)
+
+
+def test_keep_of_a_default_block_names_keep_alone():
+    with pytest.raises(ValueError, match=r"keep names 'blocks.2', which is one of the repeated blocks.* by default"):
+        offload(Waves(6), keep="blocks.2")
+
+
+def test_disabled_saved_tensor_hooks_have_a_sentence_of_their_own():
+    model = Waves(6)
+    handle = offload(model)
+    with (
+        pytest.warns(UserWarning, match=r"inside torch\.autograd\.graph\.disable_saved_tensors_hooks") as told,
+        torch.autograd.graph.disable_saved_tensors_hooks("not here"),
+    ):
+        step(model)
+    assert told[0].filename == __file__  # where the model was called
+    assert handle.statistics().passes == 0
+    step(model)
+    assert handle.statistics().passes == 1

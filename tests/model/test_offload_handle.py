@@ -32,26 +32,26 @@ def step(model, seed: int = 0) -> None:
 
 def test_print_of_one_kind():
     assert str(offload(Waves(6))) == (
-        "offload of Waves: 4 of 6 groups leave the device\n"
-        "  layer: 4 of 6 leave\n"
-        "    leave  blocks.0 ... 3\n"
-        "    stay   blocks.4 ... 5\n"
-        "  each leaves while the group 2 places behind it computes"
+        "offload of Waves: 4 of 6 groups are offloaded\n"
+        "  layer: 4 of 6 offloaded\n"
+        "    offloaded  blocks.0 ... 3\n"
+        "    kept       blocks.4 ... 5\n"
+        "  each is freed while the group 2 places after it computes"
     )
 
 
 def test_print_of_several_kinds_with_kept_modules():
     handle = offload(Transformer(3), layers=["*.attention", "*.mlp"], keep=["head", "inp"])
     assert str(handle) == (
-        "offload of Transformer: 4 of 6 groups leave the device\n"
-        "  *.attention: 2 of 3 leave\n"
-        "    leave  blocks.0 ... 1.attention\n"
-        "    stay   blocks.2.attention\n"
-        "  *.mlp: 2 of 3 leave\n"
-        "    leave  blocks.0 ... 1.mlp\n"
-        "    stay   blocks.2.mlp\n"
-        "  kept: inp, head\n"
-        "  each leaves while the group 2 places behind it computes"
+        "offload of Transformer: 4 of 6 groups are offloaded\n"
+        "  *.attention: 2 of 3 offloaded\n"
+        "    offloaded  blocks.0 ... 1.attention\n"
+        "    kept       blocks.2.attention\n"
+        "  *.mlp: 2 of 3 offloaded\n"
+        "    offloaded  blocks.0 ... 1.mlp\n"
+        "    kept       blocks.2.mlp\n"
+        "  keep: inp, head\n"
+        "  each is freed while the group 2 places after it computes"
     )
 
 
@@ -66,7 +66,7 @@ def test_print_says_when_it_is_removed_or_paused():
 
 def test_print_when_nothing_leaves():
     assert str(offload(Waves(6), num_layers=0)) == (
-        "offload of Waves: 0 of 6 groups leave the device\n  layer: 0 of 6 leave\n    stay   blocks.0 ... 5"
+        "offload of Waves: 0 of 6 groups are offloaded\n  layer: 0 of 6 offloaded\n    kept       blocks.0 ... 5"
     )
 
 

@@ -2,66 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
-import sys
-import types
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from helpers import no_gc, nothing_held
+from interrupts import SOURCES, interrupted
 from torch import nn
 from whole_model import Waves, call, data, equal, nothing_installed, offload, train
 
-import actoffload
-
-SOURCES = Path(actoffload.__file__).parent
 FOLLOWING = (str(SOURCES / "model"), str(SOURCES / "_torch.py"))
 ANY = (str(SOURCES),)
-
-
-class Interrupt:
-    """Raises KeyboardInterrupt before the n-th bytecode that runs in some files, once.
-
-    Parameters
-    ----------
-    after : int
-        How many bytecodes run before.
-    files : tuple of str
-        How the names of the files begin.
-    """
-
-    def __init__(self, after: int, files: tuple[str, ...]) -> None:
-        self.left = after
-        self.files = files
-
-    def __call__(self, frame: types.FrameType, event: str, arg: Any) -> Any:
-        if not frame.f_code.co_filename.startswith(self.files) or frame.f_code.co_name == "__del__":
-            return None  # Python swallows what a finalizer raises
-        frame.f_trace_opcodes = True
-        return self.opcode
-
-    def opcode(self, frame: types.FrameType, event: str, arg: Any) -> Any:
-        if event == "opcode":
-            self.left -= 1
-            if self.left < 0:
-                sys.settrace(None)
-                raise KeyboardInterrupt
-        return self.opcode
-
-
-def interrupted(run: Callable[[], Any], after: int, files: tuple[str, ...]) -> bool:
-    """Run something with an interrupt; return whether it came."""
-    sys.settrace(Interrupt(after, files))
-    try:
-        run()
-    except KeyboardInterrupt:
-        return True
-    finally:
-        sys.settrace(None)
-    return False
 
 
 def loop(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -116,10 +69,8 @@ def test_an_interrupt_at_every_bytecode_of_the_end_of_a_failed_forward():
     hook = model.blocks[1].register_forward_pre_hook(fails)
 
     def run() -> None:
-        try:
+        with contextlib.suppress(ZeroDivisionError):
             model(data())
-        except ZeroDivisionError:
-            pass
 
     n = 0
     while interrupted(run, n, FOLLOWING):
@@ -150,13 +101,15 @@ def test_signals_at_random_moments_of_forwards():
     """Real Ctrl-C, as often as the timer can."""
     model = Waves(6)
     want = train(model, steps=1)
-    handle = offload(model)
+    offload(model)
     x, seen = data(), 0
     before = signal.signal(signal.SIGALRM, signal.default_int_handler)
     try:
         for k in range(200):
             try:
-                signal.setitimer(signal.ITIMER_REAL, 0.0002 + (k % 97) * 0.00003, 0.05)  # again if a finalizer swallows it
+                signal.setitimer(
+                    signal.ITIMER_REAL, 0.0002 + (k % 97) * 0.00003, 0.05
+                )  # again if a finalizer swallows it
                 while True:
                     model(x)
             except KeyboardInterrupt:

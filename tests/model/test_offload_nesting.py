@@ -78,11 +78,11 @@ def test_parts_of_a_group_have_names_and_kinds_of_their_own():
     assert handle.groups[:3] == ("blocks.0", "blocks.0.box.inner", "blocks.0 (part 2)")
     said = str(handle)
     for line in (
-        "offload of Waves: 6 of 9 groups leave the device",
-        "  blocks.*: 2 of 3 leave",
-        "  *.inner: 2 of 3 leave",
-        "  blocks.* (part 2): 2 of 3 leave",
-        "    leave  blocks.0 (part 2) ... blocks.1 (part 2)",
+        "offload of Waves: 6 of 9 groups are offloaded",
+        "  blocks.*: 2 of 3 offloaded",
+        "  *.inner: 2 of 3 offloaded",
+        "  blocks.* (part 2): 2 of 3 offloaded",
+        "    offloaded  blocks.0 (part 2) ... blocks.1 (part 2)",
     ):
         assert line in said.splitlines()
 

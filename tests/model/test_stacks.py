@@ -12,7 +12,6 @@ from structures import (
     STAGES,
     Block,
     Mamba,
-    Mlp,
     MoeBlock,
     Parts,
     blocks,

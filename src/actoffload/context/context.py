@@ -8,9 +8,8 @@ from contextlib import ContextDecorator, contextmanager
 from types import TracebackType
 from typing import Any, TypeVar
 
-from torch.autograd.graph import saved_tensors_hooks
-
 from .. import device as devices
+from .._torch import SavedTensorHooks
 from ..engine.engine import Engine
 from ..engine.layer import Layer, tensors_in
 from ..engine.ownership import unwatch, watch
@@ -32,7 +31,8 @@ class _Cursor(threading.local):
     def __init__(self) -> None:
         self.current: Pass | None = None
         self.layer: Layer | None = None
-        self.inside: saved_tensors_hooks | None = None
+        self.inside: SavedTensorHooks | None = None
+        self.backends = 0  # length of `running.backends` outside of the context
 
 
 class OffloadContext(ContextDecorator):
@@ -65,12 +65,18 @@ class OffloadContext(ContextDecorator):
             )
         current, layer = self._next_layer(cursor)
         current.aborted = True  # until everything is installed
-        hooks = saved_tensors_hooks(current.packer(layer), unpack)
-        hooks.__enter__()
-        watch(layer.owned)
-        running.backends.append(self._engine.backend)
-        cursor.current, cursor.layer, cursor.inside = current, layer, hooks
-        current.aborted = False
+        cursor.backends = len(running.backends)
+        hooks = SavedTensorHooks(current.packer(layer), unpack)
+        try:
+            cursor.current, cursor.layer, cursor.inside = current, layer, hooks
+            watch(layer.owned)
+            hooks.install()
+            running.backends.append(self._engine.backend)
+            current.aborted = False
+        except BaseException:  # Python calls __exit__ only if __enter__ returns
+            self._uninstall()
+            current.aborted = True
+            raise
         return self
 
     def _next_layer(self, cursor: _Cursor) -> tuple[Pass, Layer]:
@@ -90,17 +96,30 @@ class OffloadContext(ContextDecorator):
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        try:  # an interrupt before this line leaves the hooks: Python cannot prevent it
+            self._exit(failed=kind is not None)
+        except BaseException:
+            self._uninstall()
+            raise
+
+    def _exit(self, *, failed: bool) -> None:
         cursor = self._cursor
-        hooks, current, layer = cursor.inside, cursor.current, cursor.layer
-        if hooks is None or current is None or layer is None:
+        current, layer = cursor.current, cursor.layer
+        if cursor.inside is None or current is None or layer is None:
             raise RuntimeError("This offloading context is left but was not entered; use it as `with context:`.")
-        cursor.inside = None
-        running.backends.pop()
-        unwatch(layer.owned)
-        hooks.__exit__()
         current.aborted = True  # also if what follows fails
+        self._uninstall()
         current.forward_end(layer)
-        current.aborted = kind is not None  # [guard: failed forward -> False]
+        current.aborted = failed  # [guard: failed forward -> False]
+
+    def _uninstall(self) -> None:
+        """Undo what `__enter__` installed; may be repeated after an interrupt."""
+        cursor = self._cursor
+        if cursor.inside is not None and cursor.layer is not None:
+            cursor.inside.remove()
+            del running.backends[cursor.backends :]
+            unwatch(cursor.layer.owned)
+            cursor.inside = None
 
     def synchronize(self, output: T) -> T:
         """Tell that a layer's output is complete, and return it; the context's ``sync_function``.

@@ -137,9 +137,10 @@ def watch(owned: Owned) -> None:
 
 def unwatch(owned: Owned) -> None:
     """Tell `owned` no more; it lets go of the modules."""
-    _watch.owned.remove(owned)
-    owned.forget()
-    _calls.remove_user()
+    if owned in _watch.owned:  # not so if it is repeated after an interrupt
+        _watch.owned.remove(owned)
+        owned.forget()
+        _calls.remove_user()
 
 
 def _addresses(tensor: torch.Tensor) -> Sequence[int]:

@@ -67,7 +67,7 @@ class _Search:
         self._visited.add(module)
         members = self._lists[module]
         blocks = [each for each in members if runs(each)]
-        if blocks and self._are_stages(members):
+        if blocks and self._are_stages(members):  # [guard: stages, which are no blocks]
             blocks = [each for each in blocks if not self._holds_list(each)]
         if blocks:
             self.stacks.append(tuple(dict.fromkeys(blocks)))
@@ -83,7 +83,7 @@ class _Search:
         most = max(number.values(), default=0)
         if most < 2:
             return []
-        if not isinstance(module, Sequential):
+        if not isinstance(module, Sequential):  # [guard: mixed types in one list]
             return fit  # types mixed in one list make a hybrid stack
         # A Sequential also holds what lies before and behind: blocks are what repeats, and what lies between.  A stem
         # and a head of one type are a pair, and no blocks.
@@ -127,7 +127,7 @@ def _two_alike(modules: Iterable[Module]) -> bool:
     seen = set()
     for module in modules:
         shapes = tuple((name, None if is_lazy(p) else tuple(p.shape)) for name, p in module.named_parameters())
-        if shapes in seen:
+        if shapes in seen:  # [guard: blocks that are alike]
             return True
         seen.add(shapes)
     return False

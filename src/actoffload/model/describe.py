@@ -1,4 +1,4 @@
-"""What a handle prints: the groups that were chosen, and which of them leave."""
+"""What a handle prints: the groups that were chosen, and which of them are offloaded."""
 
 from __future__ import annotations
 
@@ -21,38 +21,38 @@ def group_names(groups: Sequence[FollowedModule], sequence: Iterable[tuple[int, 
     return tuple(names)
 
 
-def describe(places: Sequence[FollowedModule], planner: Planner, state: str = "") -> str:
+def describe(modules: Sequence[FollowedModule], planner: Planner, state: str = "") -> str:
     """Return the description of a handle.
 
     Parameters
     ----------
-    places : sequence of FollowedModule
-        The model, its groups, and what is kept.
+    modules : sequence of FollowedModule
+        The model, its groups and the kept modules.
     planner : Planner
-        What is expected, and the plan for it.
+        The expected execution order, and the plan for it.
     state : str
-        What the reader should know first: that offloading is paused, or has ended.
+        "paused", "removed", or empty.
     """
-    groups = [place for place in places if place.group >= 0]
+    groups = [of for of in modules if of.group >= 0]
     sequence = planner.expected
     names, kinds, plan = group_names(groups, sequence), planner.kinds(sequence), planner.plan(sequence)
     leaving = plan.offloaded
     shown = f" ({state})" if state else ""
-    lines = [f"offload of {places[0].name}{shown}: {len(leaving)} of {len(sequence)} groups leave the device"]
+    lines = [f"offload of {modules[0].name}{shown}: {len(leaving)} of {len(sequence)} groups are offloaded"]
     for kind in dict.fromkeys(kinds):
         of_kind = [k for k, other in enumerate(kinds) if other == kind]
         out = [names[k] for k in of_kind if k in leaving]
         stay = [names[k] for k in of_kind if k not in leaving]
-        lines.append(f"  {kind}: {len(out)} of {len(of_kind)} leave")
-        lines += [f"    leave  {fold_names(out, most=6)}"] if out else []
-        lines += [f"    stay   {fold_names(stay, most=6)}"] if stay else []
-    kept = [place.name for place in places if place.role is KEPT]
+        lines.append(f"  {kind}: {len(out)} of {len(of_kind)} offloaded")
+        lines += [f"    offloaded  {fold_names(out, most=6)}"] if out else []
+        lines += [f"    kept       {fold_names(stay, most=6)}"] if stay else []
+    kept = [of.name for of in modules if of.role is KEPT]
     if kept:
-        lines.append(f"  kept: {fold_names(kept, most=6)}")
+        lines.append(f"  keep: {fold_names(kept, most=6)}")
     if leaving:
         first = leaving[0]
         release = plan.find(Do.RELEASE, first)
         assert release is not None
         far = release.layer - first
-        lines.append(f"  each leaves while the group {far} place{'s' * (far > 1)} behind it computes")
+        lines.append(f"  each is freed while the group {far} place{'s' * (far > 1)} after it computes")
     return "\n".join(lines)

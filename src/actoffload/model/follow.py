@@ -22,6 +22,7 @@ needs anyway.  A program that asked for a single graph gets `REASON` as the erro
 from __future__ import annotations
 
 import copyreg
+import types
 import weakref
 from collections.abc import Sequence
 from typing import Any, TypeAlias
@@ -45,7 +46,7 @@ REASON = (
 )
 
 _SCRIPTED = (
-    "The module '{}' is a torch.jit.ScriptModule, whose calls cannot be followed; call offload with the module that was "
+    "The module '{}' is a torch.jit.ScriptModule, whose calls cannot be followed: pass the module from which it was "
     "scripted."
 )
 
@@ -111,7 +112,8 @@ def _followed_class(original: type[Module]) -> type[Module]:
     copied = {name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")}
     methods = {"__call__": __call__, "__reduce_ex__": __reduce_ex__}
     names = {"__slots__": (), _ORIGINAL: original, **copied, **methods}
-    return type(original)(original.__name__, (original,), names)
+    made: type[Module] = types.new_class(original.__name__, (original,), exec_body=lambda body: body.update(names))
+    return made
 
 
 for _function in (Tracker.begin, Tracker.end, Tracker.unwind):
@@ -140,11 +142,15 @@ class Followers:
             module = of.module
             if isinstance(module, ScriptModule):
                 raise TypeError(_SCRIPTED.format(of.name))
-        for of in modules:
-            module = of.module
-            _set_pairs(module, (*_pairs(module), (self, of)))
-            _set_class(module, _followed_class(type(module)))
-        _followers[modules[0].module] = weakref.ref(self)
+        try:
+            for of in modules:
+                module = of.module
+                _set_pairs(module, (*_pairs(module), (self, of)))
+                _set_class(module, _followed_class(type(module)))
+            _followers[modules[0].module] = weakref.ref(self)
+        except BaseException:  # an interrupt, or a class that cannot be derived from
+            self._detach()
+            raise
 
     def remove(self) -> None:
         """Follow the modules no longer; a forward in progress in any thread ends as it began."""

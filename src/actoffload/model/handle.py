@@ -1,8 +1,7 @@
-"""What `offload` returns: the way to look at offloading a model, to pause it and to end it."""
+"""The handle that `offload` returns: it describes, pauses, reports and ends offloading."""
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch.nn import Module
 
 from .. import device as devices
+from .._torch import warn
 from ..engine.engine import Engine
 from ..engine.recorder import TimelineRecorder
 from ..engine.statistics import Statistics
@@ -21,7 +21,7 @@ from ..schedule.plan import Plan
 from ..schedule.schedules import GroupSchedule
 from .describe import describe, group_names
 from .follow import Followers, followers_of
-from .reporting import Recording, Seen, build_report
+from .reporting import PassLog, Recording, build_report
 from .tracker import FollowedModule, Tracker
 
 if TYPE_CHECKING:
@@ -33,26 +33,31 @@ __all__ = ["OffloadHandle"]
 class OffloadHandle:
     """Offloading of one model; made by `offload`, and ended with `remove` or by leaving it as a context manager.
 
-    ``print(handle)`` shows which groups were chosen, and which of them leave.
+    ``print(handle)`` shows which groups were chosen, and which of them are offloaded.
     """
 
-    def __init__(self, places: Sequence[FollowedModule], planner: Planner, engine: Engine) -> None:
-        self._places = tuple(places)
-        self._groups = tuple(place for place in places if place.group >= 0)
+    def __init__(self, modules: Sequence[FollowedModule], planner: Planner, engine: Engine) -> None:
+        self._modules = tuple(modules)
+        self._groups = tuple(of for of in modules if of.group >= 0)
         self._planner = planner
         self._engine = engine
-        self._seen = Seen(self._groups)
-        self._tracker = Tracker(self._places, engine, planner, self._seen.forward_done)
-        self._followers: Followers | None = Followers(self._tracker, self._places, (planner, engine, self._seen))
+        self._log = PassLog(self._groups)
+        self._tracker = Tracker(self._modules, engine, planner, self._log.forward_done)
+        self._followers: Followers | None = Followers(self._tracker, self._modules, (planner, engine, self._log))
 
     @classmethod
     def of(cls, model: Module) -> OffloadHandle | None:
-        """Return a handle of a model that is offloaded, as where the first one was not kept; None if it is not.
+        """Return a handle of an offloaded model, for instance if the first one was dropped; None for other models.
 
         Parameters
         ----------
         model : torch.nn.Module
-            What `offload` was called with.
+            The module that `offload` was called with.
+
+        Raises
+        ------
+        TypeError
+            If `model` is not a module.
 
         Examples
         --------
@@ -63,27 +68,27 @@ class OffloadHandle:
         True
         """
         if not isinstance(model, Module):
-            raise TypeError(f"OffloadHandle.of got {model!r}; expected the torch.nn.Module that offload was called with.")
+            raise TypeError(f"OffloadHandle.of got {model!r}; expected the model that offload was called with.")
         followers = followers_of(model)
         if followers is None:
             return None
         found = cls.__new__(cls)
-        found._places, found._tracker, found._followers = followers.modules, followers.tracker, followers
-        found._groups = tuple(place for place in followers.modules if place.group >= 0)
-        found._planner, found._engine, found._seen = followers.parts
+        found._modules, found._tracker, found._followers = followers.modules, followers.tracker, followers
+        found._groups = tuple(of for of in followers.modules if of.group >= 0)
+        found._planner, found._engine, found._log = followers.parts
         return found
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copy and pickle as a handle that was removed: a copy of the model is another one, which nobody follows."""
-        places = [(place.role, place.name, place.group, place.kind) for place in self._places]
-        return _removed, (places, self._planner.schedule, self._planner.expected, *self._engine.limits)
+        """Copy and pickle as a removed handle: copies of a model are not offloaded."""
+        modules = [(of.role, of.name, of.group, of.kind) for of in self._modules]
+        return _removed, (modules, self._planner.schedule, self._planner.expected, *self._engine.limits)
 
     # On and off
 
     def remove(self) -> None:
-        """Take all hooks off the model and give the host memory back; the model is as it was before `offload`.
+        """End offloading and free the host memory; the model is as it was before `offload`.
 
-        Passes in flight finish as they began, and their memory goes when they do.  Doing it twice is fine.
+        Passes in progress finish as they began, and their memory is freed when they do.  A second call does nothing.
         """
         if self.installed:
             assert self._followers is not None
@@ -93,17 +98,17 @@ class OffloadHandle:
 
     @property
     def active(self) -> bool:
-        """Whether a forward of the model that began now would be offloaded."""
+        """Whether the next forward of the model will be offloaded."""
         return self.installed and not self._tracker.paused
 
     @property
     def installed(self) -> bool:
-        """Whether the model still carries the hooks of this handle."""
+        """Whether this handle was not removed."""
         return self._followers is not None and self._followers.installed
 
     @contextmanager
     def paused(self) -> Iterator[OffloadHandle]:
-        """Offload nothing in a ``with`` block; a forward that began before goes on as it began."""
+        """Offload nothing in a ``with`` block; a forward that began before it finishes as it began."""
         self._tracker.paused += 1
         try:
             yield self
@@ -113,7 +118,7 @@ class OffloadHandle:
     def reschedule(
         self, *, num_layers: int | None = None, fraction: float = 1.0, max_inflight: int | None = None
     ) -> None:
-        """Change how many groups leave, from the next forward on; the host memory is kept.
+        """Change how many groups are offloaded, from the next forward on; the host memory is kept.
 
         Parameters
         ----------
@@ -127,17 +132,19 @@ class OffloadHandle:
         ValueError
             If a number is out of its range.
         TypeError
-            If what should be a number is none.
+            If a numeric argument is not a number.
         """
-        self._need_hooks("be scheduled anew")
+        self._check_installed("be rescheduled")
         check_types(num_layers=num_layers, fraction=fraction, max_inflight=max_inflight)
         schedule = GroupSchedule(num_layers, fraction, max_inflight)
-        check_number(num_layers, [place.kind for place in self._groups], self._planner.kinds(self._planner.expected))
+        check_number(num_layers, [of.kind for of in self._groups], self._planner.kinds(self._planner.expected))
         self._planner.reschedule(schedule)
 
-    def _need_hooks(self, what: str) -> None:
+    def _check_installed(self, what: str) -> None:
         if not self.installed:
-            raise RuntimeError(f"This handle was removed, so it cannot {what}: call offload again and use its handle.")
+            raise RuntimeError(
+                f"This handle was removed, so it cannot {what}: call offload again and use the handle that it returns."
+            )
 
     def __enter__(self) -> OffloadHandle:
         return self
@@ -151,7 +158,7 @@ class OffloadHandle:
 
     @property
     def groups(self) -> tuple[str, ...]:
-        """Names of the groups in the order in which they are expected to run."""
+        """Names of the groups in their expected execution order."""
         return group_names(self._groups, self._planner.expected)
 
     @property
@@ -161,28 +168,28 @@ class OffloadHandle:
 
     def __str__(self) -> str:
         state = "" if self.active else "paused" if self.installed else "removed"
-        return describe(self._places, self._planner, state)
+        return describe(self._modules, self._planner, state)
 
     def __repr__(self) -> str:
-        return f"<OffloadHandle of {self._places[0].name}: {len(self.plan.offloaded)} of {len(self.groups)} groups>"
+        return f"<OffloadHandle of {self._modules[0].name}: {len(self.plan.offloaded)} of {len(self.groups)} groups>"
 
     # What happened
 
     def statistics(self) -> Statistics:
-        """Return counts and bytes since `offload` or `reset_statistics` was called."""
+        """Return counts and bytes since the call of `offload` or `reset_statistics`."""
         return self._engine.statistics()
 
     def reset_statistics(self) -> None:
-        """Start all counts and sums anew, and the peaks from what is held now."""
+        """Reset all counts and sums to zero, and the peaks to what is held now."""
         with self._engine.lock:
             self._engine.counters.reset()
 
     @contextmanager
     def recording(self, *, nvtx: bool = False) -> Iterator[None]:
-        """Measure what happens in a ``with`` block, which is one training step, for `timeline` and `report`.
+        """Record one training step, run in a ``with`` block, for `timeline` and `report`.
 
-        Events are recorded around compute, copies and stalls, and what holds memory that was copied and given up is
-        looked for, which takes a moment.  Outside of such a block nothing of this is done.
+        Events are recorded around compute, copies and stalls.  What else references memory that should have been freed
+        is searched for, which takes time.
 
         Parameters
         ----------
@@ -197,33 +204,31 @@ class OffloadHandle:
         Warns
         -----
         UserWarning
-            If no forward of the model has ended in the block; what was recorded before is kept then.
+            If no forward of the model ended in the block; the previous recording is kept then.
         """
-        self._need_hooks("record a step")
-        before = self._seen.recording
+        self._check_installed("record a step")
+        before = self._log.recording
         if before is not None and before.open:
             raise RuntimeError("A step is being recorded already: leave that `with handle.recording():` block first.")
         recorder = TimelineRecorder(self._engine.backend, self._engine.counters)
-        recording = Recording(recorder, self._places[0].ref, self._groups, names=self.groups)
+        recording = Recording(recorder, self._modules[0].ref, self._groups, names=self.groups)
         if nvtx:
             recorder.mark_ranges(recording.name_of)
         self._engine.record(recorder)
-        self._seen.recording = recording
+        self._log.recording = recording
         try:
             yield
             recorder.level()
             if not recording.passes:
-                warnings.warn(
-                    "Nothing was recorded: no forward of the model with a graph has ended in the recording block. Run "
-                    "a whole training step there.",
-                    UserWarning,
-                    stacklevel=3,
+                warn(
+                    "Nothing was recorded: no forward of the model with a graph ended in the recording block. Run a "
+                    "whole training step there."
                 )
         finally:
             self._engine.record(None)
             recording.open = False
             if not recording.passes:
-                self._seen.recording = before
+                self._log.recording = before
 
     def timeline(self) -> StepTimeline:
         """Return the recorded step: compute, copies in both directions and stalls.
@@ -231,51 +236,50 @@ class OffloadHandle:
         Raises
         ------
         RuntimeError
-            If no step was recorded, or the block is not left yet.
+            If no step was recorded, or the block has not ended yet.
         """
-        recording = self._seen.recording
+        recording = self._log.recording
         if recording is None or recording.open:
             raise RuntimeError(
-                "No step was recorded: run one training step inside `with handle.recording():`, leave the block, then "
-                "ask again."
+                "No step was recorded: run one training step inside `with handle.recording():`, and call "
+                "timeline() after the block."
             )
         return recording.timeline()
 
     def report(self) -> Report:
-        """Return what the latest pass did, group by group, with what to do about it.
+        """Return what the latest pass did, group by group, with advice.
 
-        Times and stalls, and the names of those who hold memory that was copied, need a step that was run inside of
-        `recording`.
+        Times, stalls, and the names of what else references offloaded memory need a step inside `recording`.
 
         Raises
         ------
         RuntimeError
-            If no forward with a graph has ended since `offload` was called.
+            If no forward with a graph ended since the call of `offload`.
         """
-        if self._seen.tally is None:
+        if self._log.latest is None:
             raise RuntimeError(
                 "There is nothing to report yet: no forward of the model has ended. Run a training step first."
             )
-        return build_report(self._planner, self._groups, self._seen.tally, self._seen.recording, self.statistics())
+        return build_report(self._planner, self._groups, self._log.latest, self._log.recording, self.statistics())
 
 
 def _removed(
-    places: Sequence[tuple[str, str, int, str]],
+    modules: Sequence[tuple[str, str, int, str]],
     schedule: GroupSchedule,
     expected: tuple[GroupKey, ...],
     max_host_bytes: int | None,
     min_bytes: int | None,
 ) -> OffloadHandle:
-    """Return a handle like another one that was removed from its model."""
-    nobody = weakref.ref(Module())
-    copied = [FollowedModule(role, name, nobody, group, kind) for role, name, group, kind in places]
+    """Return a removed handle with the settings of another one."""
+    gone = weakref.ref(Module())
+    copied = [FollowedModule(role, name, gone, group, kind) for role, name, group, kind in modules]
     handle = OffloadHandle.__new__(OffloadHandle)
-    handle._places = tuple(copied)
-    handle._groups = tuple(place for place in copied if place.group >= 0)
-    handle._planner = Planner(schedule, [place.kind for place in handle._groups])
+    handle._modules = tuple(copied)
+    handle._groups = tuple(of for of in copied if of.group >= 0)
+    handle._planner = Planner(schedule, [of.kind for of in handle._groups])
     handle._planner.learn(expected)
     handle._engine = Engine(Plan(1), devices.backend(), max_host_bytes, min_bytes=min_bytes)
-    handle._seen = Seen(handle._groups)
-    handle._tracker = Tracker(copied, handle._engine, handle._planner, handle._seen.forward_done)
+    handle._log = PassLog(handle._groups)
+    handle._tracker = Tracker(copied, handle._engine, handle._planner, handle._log.forward_done)
     handle._followers = None
     return handle

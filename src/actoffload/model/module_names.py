@@ -39,7 +39,7 @@ def unwrap(module: Module) -> Module:
 
 
 def block_type(module: Module) -> type:
-    """Return the class that a module was written as: without wrappers, sharding and parametrizations."""
+    """Return the class that a module was created with: without wrappers, sharding, parametrizations and offload."""
     inner = unwrap(module)
     kind: type = type(inner)
     while (below := _made_from(kind)) is not None:
@@ -61,7 +61,7 @@ def children(module: Module) -> list[Module]:
 
 
 def runs(module: Module) -> bool:
-    """Return whether a module has a forward; a ``ModuleList`` has none, and hooks on it are never called."""
+    """Return whether a module has a forward; a ``ModuleList`` has none and is never called."""
     return getattr(module.forward, "__func__", None) is not Module.forward  # a compiled module sets one on itself
 
 

@@ -1,8 +1,7 @@
-"""Front door 2: offload any model, by its modules."""
+"""The function `offload`: checks its arguments, chooses modules and returns the handle."""
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Iterable
 from typing import Any
@@ -10,13 +9,13 @@ from typing import Any
 from torch.nn import Module
 
 from .. import device as devices
-from .._torch import unsupported
+from .._torch import unsupported, warn
 from ..engine.engine import Engine
 from ..schedule.execution_order import Planner, check_number, check_types
 from ..schedule.plan import Plan
 from ..schedule.schedules import GroupSchedule
-from .handle import OffloadHandle
 from .follow import followers_of
+from .handle import OffloadHandle
 from .select import choose, find_kept
 from .tracker import GROUP, KEPT, ROOT, FollowedModule
 
@@ -36,52 +35,51 @@ def offload(
 ) -> OffloadHandle:
     """Offload the activations of a model, whose code stays as it is.
 
-    The chosen modules are *groups*: what autograd saves while one of them runs moves together.  Each group is copied to
-    the host while it computes, leaves the device before a later group needs the room, and comes back before backward
-    needs it.  The order of the groups is learned from the model as it runs.
+    The chosen modules are *groups*: what autograd saves in one of them is offloaded together.  Each group is copied to
+    the host while it computes, freed before a later group needs the memory, and reloaded before backward needs it.  The
+    execution order of the groups is learned from the forward.
 
     Parameters
     ----------
     module : torch.nn.Module
-        The model, or any part of it; wrapped or not.  The handle belongs to this object: call this one.
+        The model, or any part of it; wrapped or not.  Call this object in training.
     layers : str, module, type or iterable of these, optional
         What to offload.  None finds the repeated blocks.  A string is the dotted path of a module, of a list of
         modules, whose children are meant then, or a glob pattern over dotted names: ``"*.self_attn"``.  Several
         entries give several kinds of groups.
     num_layers : int, optional
-        The first so many groups of each kind leave, but never the last of a kind.  None offloads all but the last two;
-        with several kinds, all but the last of each, and not the last two of all.
+        Number of groups of each kind to offload, from the first on; the last of a kind is always kept.  None offloads
+        all but the last two; with several kinds, all but the last of each, and not the last two of all.
     keep : str, module, type or iterable of these
-        Modules whose saved tensors stay, given like `layers`: the router, the head, a norm.  Inside of a chosen module
-        and around one, the innermost rule holds.
+        Modules whose saved tensors are kept on the device, given like `layers`: the router, the head, a norm.  Where
+        chosen and kept modules are nested, the innermost decides.
     min_bytes : int
-        Smaller tensors stay, in bytes.
+        Smaller tensors are kept, in bytes.
     fraction : float
-        Of the groups of each kind that would leave, the first so many; 0.0 to 1.0.
+        Fraction of the eligible groups of each kind to offload, from the first on; 0.0 to 1.0.
     max_host_bytes : int, optional
-        Largest amount of page-locked host memory to hold for each device, in bytes; it is taken in steps of 2 MiB.
-        What does not fit stays on the device, with one warning.
+        Largest amount of page-locked host memory to hold for each device, in bytes; it is allocated in steps of 2 MiB.
+        What does not fit is kept on the device, with one warning.
     max_inflight : int, optional
-        At most so many groups are on their way whenever one has ended, in either direction; compute waits where there
-        would be more.
+        Largest number of groups in flight whenever one has ended, in either direction; compute waits for the others.
 
     Returns
     -------
     OffloadHandle
-        Prints what was chosen; reports what happened; pauses and ends offloading.
+        Prints what was chosen, reports what happened, pauses and ends offloading.
 
     Raises
     ------
     ValueError
         If nothing is found, a pattern matches nothing, a number is out of its range, or the model is offloaded already.
     TypeError
-        If `module` is not a module, an entry of `layers` or `keep` is of a type that means nothing here, or what should
-        be a number is none.
+        If `module` is not a module, or a ``ScriptModule``; if an entry of `layers` or `keep` is of another type; or if
+        a numeric argument is not a number.
 
     Warns
     -----
     UserWarning
-        If so few groups were found that none leaves.
+        If so few groups were found that none is offloaded.
 
     Notes
     -----
@@ -108,8 +106,7 @@ def offload(
         raise ValueError(f"max_host_bytes is {max_host_bytes}; expected a number of bytes, or None for no limit.")
     if followers_of(module) is not None:
         raise ValueError(
-            "This model is offloaded already: call remove() of its handle first, which OffloadHandle.of(model) returns "
-            "as well."
+            "This model is offloaded already: call remove() of its handle first; OffloadHandle.of(model) returns it."
         )
     schedule = GroupSchedule(num_layers, fraction, max_inflight)
     chosen = choose(module, layers)
@@ -117,19 +114,24 @@ def offload(
     both = {id(of) for _, of in kept} & {id(group.module) for group in chosen}
     if both:
         name = next(group.name for group in chosen if id(group.module) in both)
+        if layers is None:
+            raise ValueError(
+                f"keep names '{name}', which is one of the repeated blocks that offload chooses by default: take it "
+                "out of keep, or name the modules to offload with layers."
+            )
         raise ValueError(f"The module '{name}' is chosen by layers and by keep: take it out of one of them.")
     planner = Planner(schedule, [group.kind for group in chosen])
     check_number(num_layers, [group.kind for group in chosen])
-    places = [
+    modules = [
         FollowedModule(ROOT, type(module).__name__, weakref.ref(module)),
         *(FollowedModule(GROUP, of.name, weakref.ref(of.module), k, of.kind) for k, of in enumerate(chosen)),
         *(FollowedModule(KEPT, name, weakref.ref(of)) for name, of in kept),
     ]
     engine = Engine(Plan(1), devices.backend(), max_host_bytes, min_bytes=min_bytes)
-    handle = OffloadHandle(places, planner, engine)
+    handle = OffloadHandle(modules, planner, engine)
     problem = unsupported()
     if problem is not None:
-        warnings.warn(problem, UserWarning, stacklevel=2)
+        warn(problem)
         return handle
     if not handle.plan.offloaded and num_layers != 0 and fraction:
         kinds = [group.kind for group in chosen]
@@ -137,11 +139,9 @@ def offload(
             what = "Choose modules with layers of which there are several of a kind"
         else:
             what = "Choose smaller modules with layers, or more groups with num_layers or fraction"
-        warnings.warn(
-            f"None of the groups that were found ({len(chosen)}) leaves the device: the last of each kind and the last "
-            f"two of all stay, because backward begins there. {what}. Where a forward calls one several times, its "
-            "earlier calls leave.",
-            UserWarning,
-            stacklevel=2,
+        warn(
+            f"None of the groups that were found ({len(chosen)}) is offloaded: the last of each kind and the last two "
+            f"of all are kept, because backward begins there. {what}. Where a forward calls a group several times, its "
+            "earlier calls are offloaded."
         )
     return handle

@@ -1,4 +1,4 @@
-"""What the groups of the latest pass saved and moved: taken when its forward has ended, read when somebody asks."""
+"""What the groups of a pass saved and offloaded, taken when its forward ends."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ __all__ = ["GroupStatistics", "Held", "PassStatistics"]
 
 @dataclass(frozen=True)
 class Held:
-    """Memory that was copied and given up, and exists all the same.
+    """Memory that was offloaded but not freed, because something else references it.
 
     Parameters
     ----------
     place : int
-        Whose it was: a position in the sequence of groups.
+        Position of its group in the sequence of groups.
     nbytes : int
         Size in bytes.
     storage : StorageRef
@@ -42,7 +42,7 @@ class Held:
 
     @property
     def amount(self) -> tuple[int, int]:
-        """Whose it was, and its size."""
+        """Position of its group, and its size."""
         return self.place, self.nbytes
 
 
@@ -53,34 +53,34 @@ class GroupStatistics:
     Parameters
     ----------
     key : GroupKey
-        Which one.
+        The group.
     layer : Layer
-        Its state, which backward goes on to change.
-    leaves : bool
-        Whether the plan lets it leave.
+        Its state, which backward changes.
+    offloaded : bool
+        Whether the plan offloads it.
     storages, bytes_saved : int
-        Storages that it was the first to save, and that could leave.
+        Number and bytes of the storages that it saved first and that can be offloaded.
     bytes_offloaded : int
         Bytes of them that were copied.
     bytes_expected : int
-        Bytes of them that only groups which leave have saved, so that all of them should be gone.
-    bytes_gone : int
-        Bytes of them that were given up when the forward had ended.
-    bytes_in_vain : int
-        Bytes of them that were copied but stay, as a group that stays has saved them as well.
+        Bytes of them that only offloaded groups have saved, so that all of them should be freed.
+    bytes_freed : int
+        Bytes of them that were freed by the end of the forward.
+    bytes_wasted : int
+        Bytes of them that were copied but kept, because a resident group has saved them too.
     kept : dict of Reason to (int, int)
-        Count and bytes of what stayed.
+        Count and bytes of what was kept, by reason.
     """
 
     key: GroupKey
     layer: Layer
-    leaves: bool
+    offloaded: bool
     storages: int
     bytes_saved: int
     bytes_offloaded: int
     bytes_expected: int
-    bytes_gone: int
-    bytes_in_vain: int
+    bytes_freed: int
+    bytes_wasted: int
     kept: dict[Reason, tuple[int, int]]
 
 
@@ -93,13 +93,13 @@ class PassStatistics:
     groups : tuple of GroupStatistics
         The groups.
     outside : dict of Reason to (int, int)
-        Count and bytes of what stayed outside of the groups.
+        Count and bytes of what was kept outside of the groups, by reason.
     held : tuple of Held
-        What somebody else holds.
+        Offloaded memory that was not freed.
     savers : tuple of (int, weakref of torch.nn.Module)
-        Of what stayed outside, the bytes of each storage and the module that saved it, if somebody recorded.
+        Bytes of each storage kept outside of the groups, and the module that saved it; only while recording.
     plan : Plan
-        What the pass followed in the end.
+        The plan at the end of the forward.
     sequence : tuple of GroupKey
         The groups as they ran.
     as_before : bool
@@ -116,13 +116,13 @@ class PassStatistics:
 
     @staticmethod
     def of(done: ModelPass[GroupKey], sequence: Sequence[GroupKey], last: Sequence[GroupKey] | None) -> PassStatistics:
-        """Look at a pass whose forward has just ended; `last` is the sequence of the one before."""
+        """Return the statistics of a pass whose forward has just ended; `last` is the sequence of the previous pass."""
         stay, held, groups = done.roles.stay, list[Held](), []
         residents: set[Resident] = set()  # each counts in the first group that saved it
         with done.lock:
             for key, layer in zip(sequence, done.layers, strict=True):
-                leaves = layer.index not in stay
-                count = saved = copied = expected = gone = in_vain = 0
+                offloaded = layer.index not in stay
+                count = saved = copied = expected = freed = wasted = 0
                 kept = {reason: (number, nbytes) for reason, (number, nbytes) in layer.kept.items()}
                 for storage in layer.living():
                     if min(storage.layers) != layer.index:  # [guard: storage that several groups saved]
@@ -130,11 +130,11 @@ class PassStatistics:
                     count += 1
                     saved += storage.nbytes
                     copied += storage.bytes_copied
-                    gone += storage.nbytes if storage.where is Residency.HOST else 0
+                    freed += storage.nbytes if storage.where is Residency.HOST else 0
                     shared = not stay.isdisjoint(storage.layers)  # [guard: storage shared with a kept group -> False]
                     expected += 0 if shared else storage.nbytes
-                    in_vain += storage.bytes_copied if shared else 0
-                    if leaves and (shared or storage.refused):  # [guard: reason of what an offloaded group keeps]
+                    wasted += storage.bytes_copied if shared else 0
+                    if offloaded and (shared or storage.refused):  # [guard: reason of what an offloaded group keeps]
                         reason = Reason.SHARED if shared else Reason.HOST_FULL
                         before = kept.get(reason, (0, 0))
                         kept[reason] = before[0] + 1, before[1] + storage.nbytes
@@ -149,7 +149,9 @@ class PassStatistics:
                         count += 1
                         saved += resident.nbytes
                         expected += resident.nbytes
-                groups.append(GroupStatistics(key, layer, leaves, count, saved, copied, expected, gone, in_vain, kept))
+                groups.append(
+                    GroupStatistics(key, layer, offloaded, count, saved, copied, expected, freed, wasted, kept)
+                )
             outside = ((ref(), module) for ref, module in done.savers)
             savers = tuple((of.nbytes, module) for of, module in outside if of and module and OUTSIDE in of.layers)
         as_before = last is None or tuple(last) == tuple(sequence)

@@ -1,4 +1,4 @@
-"""From what a handle has seen to the report that people read."""
+"""Build the report of a handle from its latest pass and its recorded step."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from .module_names import Names
 from .pass_statistics import GroupStatistics, Held, PassStatistics
 from .tracker import FollowedModule
 
-__all__ = ["Recording", "Seen", "build_report"]
+__all__ = ["PassLog", "Recording", "build_report"]
 
 
-class Seen:
-    """What was seen of the passes of a model.  Its hooks lead here, and nothing leads from here to the handle.
+class PassLog:
+    """The latest pass of a model, and the recorded step.  It does not reference the handle.
 
     Parameters
     ----------
@@ -43,19 +43,19 @@ class Seen:
 
     def __init__(self, groups: Sequence[FollowedModule]) -> None:
         self.groups = groups
-        self.tally: PassStatistics | None = None
+        self.latest: PassStatistics | None = None
         self.recording: Recording | None = None
 
     def forward_done(self, done: ModelPass[GroupKey], sequence: Sequence[GroupKey]) -> None:
-        """Note a pass whose forward has ended."""
-        self.tally = PassStatistics.of(done, sequence, None if self.tally is None else self.tally.sequence)
+        """Take the statistics of a pass whose forward has ended."""
+        self.latest = PassStatistics.of(done, sequence, None if self.latest is None else self.latest.sequence)
         if self.recording is not None and self.recording.open:
-            _note_pass(self.recording, self.tally)
+            _note_pass(self.recording, self.latest)
 
 
 @dataclass(eq=False)
 class Recording:
-    """What was learned of a step while it was recorded.
+    """A step that is, or was, recorded.
 
     Parameters
     ----------
@@ -82,19 +82,19 @@ class Recording:
         return StepTimeline(self.recorder.timeline(), self.names)
 
     def name_of(self, layer: int) -> str:
-        """Return the name of a group by its place in the pass."""
+        """Return the name of a group by its position in the pass."""
         return self.names[layer] if layer < len(self.names) else f"group {layer}"
 
 
-def _note_pass(recording: Recording, tally: PassStatistics) -> None:
-    """Note the names of a recorded pass, and who holds its memory: only now are they there to be found."""
+def _note_pass(recording: Recording, latest: PassStatistics) -> None:
+    """Note the names of a recorded pass, and what else references its memory, as long as that can be found."""
     recording.passes += 1
-    recording.names = group_names(recording.groups, tally.sequence)
-    recording.held, recording.holders = tally.held, {}
+    recording.names = group_names(recording.groups, latest.sequence)
+    recording.held, recording.holders = latest.held, {}
     root = recording.root()
     modules = {} if root is None else {module: name or "the model" for name, module in root.named_modules()}
     saved = Counter[Module]()
-    for nbytes, saver in tally.savers:
+    for nbytes, saver in latest.savers:
         module = saver()
         if module is not None and module is not root and module in modules:
             saved[module] += nbytes
@@ -103,13 +103,13 @@ def _note_pass(recording: Recording, tally: PassStatistics) -> None:
         names, may = Names(root), {*saved, *(group.ref() for group in recording.groups)}
         for module, nbytes in saved.items():
             recording.outside[_pattern(names, modules[module], may)] += nbytes
-    if tally.held:
+    if latest.held:
         with recording.recorder.apart():
-            recording.holders = find_all_holders([held.address for held in tally.held], modules)
+            recording.holders = find_all_holders([held.address for held in latest.held], modules)
 
 
 def _pattern(names: Names, name: str, may: Set[Module | None]) -> str:
-    """Return a pattern that layers takes for a module and its like; its name if it has none, or others would match."""
+    """Return a pattern for a module and its siblings, for the argument layers; the name if others would match too."""
     pattern = re.sub(r"\b\d+\b", "*", name)
     found = names.matching(pattern)
     return pattern if len(found) > 1 and all(named.module in may for named in found) else name
@@ -118,7 +118,7 @@ def _pattern(names: Names, name: str, may: Set[Module | None]) -> str:
 def build_report(
     planner: Planner,
     groups: Sequence[FollowedModule],
-    tally: PassStatistics,
+    latest: PassStatistics,
     recording: Recording | None,
     statistics: Statistics,
 ) -> Report:
@@ -127,39 +127,39 @@ def build_report(
     Parameters
     ----------
     planner : Planner
-        How the groups are scheduled.
+        Plans of the groups.
     groups : sequence of FollowedModule
         The chosen modules.
-    tally : PassStatistics
+    latest : PassStatistics
         The latest pass.
     recording : Recording or None
-        A recorded step, for times and holders.
+        The recorded step, for times and holders.
     statistics : Statistics
-        Sums since the statistics began.
+        Sums since the last reset.
     """
-    names = group_names(groups, tally.sequence)
-    kinds = planner.kinds(tally.sequence)
+    names = group_names(groups, latest.sequence)
+    kinds = planner.kinds(latest.sequence)
     recorded = None if recording is None or recording.open or recording.names != names else recording.timeline()
     timeline = None if recorded is None else recorded.timeline
     seconds = () if recorded is None else recorded.by_layer()
     passes = 0 if recorded is None or recording is None else recording.passes
-    held = _holders(tally, names, recording)
+    held = _holders(latest, names, recording)
     rows = [
-        _row(group, name, kind, seconds[k] if recorded else None, _not_freed(k, tally.held))
-        for k, (group, name, kind) in enumerate(zip(tally.groups, names, kinds, strict=True))
+        _row(group, name, kind, seconds[k] if recorded else None, _not_freed(k, latest.held))
+        for k, (group, name, kind) in enumerate(zip(latest.groups, names, kinds, strict=True))
     ]
-    ran = {key.group for key in tally.sequence}
+    ran = {key.group for key in latest.sequence}
     chosen = group_names(groups, [GroupKey(k) for k in range(len(groups))])
     absent = [(k, name) for k, name in enumerate(chosen) if k not in ran]
-    expected = sum(group.bytes_expected for group in tally.groups if group.leaves)
-    gone = sum(group.bytes_gone for group in tally.groups if group.leaves)
+    expected = sum(group.bytes_expected for group in latest.groups if group.offloaded)
+    gone = sum(group.bytes_freed for group in latest.groups if group.offloaded)
     schedule = planner.schedule
     report = Report(
         groups=(
             *_by_name(rows),
             *(GroupReport(name, groups[k].kind, calls=0) for k, name in absent),
         ),
-        outside=tally.outside,
+        outside=latest.outside,
         outside_modules={} if recording is None or recording.names != names else dict(recording.outside),
         passes=statistics.passes,
         num_layers=_number(schedule, kinds),
@@ -168,23 +168,23 @@ def build_report(
         host_bytes_high_water=statistics.host_bytes_high_water,
         held=held,
         expected_bytes=expected,
-        dropped_bytes=gone - sum(entry.nbytes for entry in tally.held),
+        dropped_bytes=gone - sum(entry.nbytes for entry in latest.held),
         step_seconds=None if timeline is None else timeline.end,
         step_passes=passes,
-        order="" if tally.as_before else "The groups ran in another order than in the pass before.",
+        order="" if latest.as_before else "The groups ran in another order than in the previous pass.",
     )
     costs, link = (None, None) if timeline is None else _costs(timeline, rows, passes)
 
     def plan_for(num_layers: int) -> Plan:
         if num_layers >= max(kinds.count(kind) for kind in set(kinds)):
-            raise ValueError("The last group has to stay.")
+            raise ValueError("The last group is always kept.")
         return GroupSchedule(num_layers, schedule.fraction, schedule.max_inflight).plan(kinds)
 
     return replace(report, advice=advise(report, costs=costs, link=link, plan_for=plan_for))
 
 
 def _number(schedule: GroupSchedule, kinds: Sequence[str]) -> int:
-    """Return how many groups of a kind leave; what to give for num_layers to have the same."""
+    """Return the num_layers that offloads as many groups of a kind as this schedule."""
     if schedule.num_layers is not None:
         return schedule.num_layers
     leaving = [kinds[k] for k in GroupSchedule().leaving(kinds)]  # of which a fraction leaves
@@ -195,9 +195,9 @@ def _not_freed(place: int, held: Sequence[Held]) -> int:
     return sum(entry.nbytes for entry in held if entry.place == place)
 
 
-def _holders(tally: PassStatistics, names: Sequence[str], recording: Recording | None) -> tuple[HeldStorage, ...]:
-    """Return who holds what, if that was looked for when the same groups held the same amounts."""
-    if recording is None or [of.amount for of in recording.held] != [of.amount for of in tally.held]:
+def _holders(latest: PassStatistics, names: Sequence[str], recording: Recording | None) -> tuple[HeldStorage, ...]:
+    """Return what else references memory, if the recorded pass left the same amounts in the same groups."""
+    if recording is None or [of.amount for of in recording.held] != [of.amount for of in latest.held]:
         return ()
     found = recording.holders
     return tuple(HeldStorage(names[of.place], of.nbytes, found.get(of.address, ())) for of in recording.held)
@@ -208,11 +208,11 @@ def _row(group: GroupStatistics, name: str, kind: str, times: LayerTimes | None,
     return GroupReport(
         name,
         kind,
-        offloaded=group.leaves,
+        offloaded=group.offloaded,
         storages=group.storages,
         bytes_saved=group.bytes_saved,
         bytes_offloaded=group.bytes_offloaded,
-        bytes_wasted=group.bytes_in_vain,
+        bytes_wasted=group.bytes_wasted,
         kept=group.kept,
         reloaded_ahead=layer.ahead,
         reloaded_on_demand=layer.on_demand,
@@ -226,7 +226,7 @@ def _row(group: GroupStatistics, name: str, kind: str, times: LayerTimes | None,
 
 
 def _by_name(rows: Sequence[GroupReport]) -> list[GroupReport]:
-    """Put the calls of one group together."""
+    """Sum the calls of each group."""
     of: dict[str, list[GroupReport]] = {}
     for row in rows:
         of.setdefault(row.name, []).append(row)
@@ -234,7 +234,7 @@ def _by_name(rows: Sequence[GroupReport]) -> list[GroupReport]:
 
 
 def _costs(timeline: Timeline, rows: Sequence[GroupReport], passes: int) -> tuple[list[LayerCost] | None, Link | None]:
-    """Return what the groups cost in one of the passes, and how fast copies were; None where too little was seen."""
+    """Return the costs of the groups in one pass, and the speed of copies; None if there were too few copies."""
     speeds = []
     for kind in (Kind.D2H, Kind.H2D):
         busy = timeline.seconds(kind)

@@ -1,4 +1,4 @@
-"""Which modules of a model `offload` takes: the meaning of its arguments ``layers`` and ``keep``.
+"""The modules that the arguments ``layers`` and ``keep`` of `offload` mean.
 
 [Note: what an entry means]
 - A dotted path is the module of that name.  The path of a ``ModuleList``, ``ModuleDict`` or ``Sequential`` means its
@@ -7,9 +7,9 @@
   ``*`` also crosses dots.  Of matches below each other only the outermost counts: ``"model.layers.*"`` is the layers,
   not all that is in them.  Something deeper is chosen by an entry of its own.  The root has no name that a pattern
   could match.
-- A module is itself, and has to be part of the model.  A ``Sequential`` that is handed over alone means its children.
-- A type is all modules of that class, also those inside each other.
-- A module without a forward, such as a ``ModuleList``, is never called, so it means its children wherever it is met.
+- A module means itself, and must be part of the model.  A ``Sequential`` that is given alone means its children.
+- A type means all modules of that class, also nested ones.
+- A module without a forward, such as a ``ModuleList``, is never called, so it always means its children.
 
 Names are compared without the parts that wrappers add (``module.``, ``_orig_mod.``, ``_checkpoint_wrapped_module.``),
 and, where nothing has that name, with them.  Of a wrapper and the module in it, which have the same name then, the
@@ -38,7 +38,7 @@ _EXPECTED = "a dotted path or glob pattern, a module, a module type, or an itera
 
 @dataclass(frozen=True)
 class Chosen:
-    """A module that `offload` was told to take, or has found.
+    """A module that `offload` chose.
 
     Attributes
     ----------
@@ -68,10 +68,9 @@ def choose(root: Module, layers: str | Module | type[Module] | Iterable[Any] | N
     Returns
     -------
     tuple of Chosen
-        At least one.  What None finds is all of the kind ``"layer"``.  Otherwise the kind is the entry made readable:
-        the pattern, the name of the class, or the path with ``*`` in place of indices; with the name of the module's
-        class behind it where modules of several classes would be of one kind.  The first entry that means a module
-        decides.
+        At least one.  Repeated blocks are of the kind ``"layer"``.  Otherwise the kind is the pattern, the name of the
+        class, or the path with ``*`` in place of indices; with the name of the module's class after it if modules of
+        several classes would be of one kind.  The first entry that means a module decides.
 
     Raises
     ------
@@ -143,7 +142,7 @@ def _in_order(names: Names, kinds: Mapping[Module, str]) -> tuple[Chosen, ...]:
 def _entries(names: Names, given: Any, argument: str) -> Iterator[tuple[Any, bool]]:
     """Yield the single entries of an argument, and whether each is all of it."""
     if isinstance(given, CONTAINERS) and given not in names.first:
-        # model.layers[:8] makes a list of its own of the model's modules.
+        # model.layers[:8] is a new list of modules of the model.
         yield from ((child, False) for child in children(given))
     elif isinstance(given, (str, Module, type)):
         yield given, True
@@ -169,7 +168,7 @@ def _meaning(names: Names, entry: Any, alone: bool, argument: str) -> Iterator[t
         if entry not in names.first:  # [guard: module of another model]
             raise ValueError(
                 f"{argument} has a {type(entry).__name__} that is no part of this {names.title}: pass modules of the "
-                "very model that is offloaded, and not of a copy of it or of a model around it."
+                "model itself, not of a copy of it or of a model around it."
             )
         found, opened = [names.first[entry]], alone
     elif isinstance(entry, type) and issubclass(entry, Module):

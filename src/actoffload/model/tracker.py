@@ -78,7 +78,7 @@ class _Obstacles:
     def _warn(self, why: str) -> bool:
         if why not in self._warned:
             self._warned.add(why)
-            warn(f"Nothing is offloaded in a forward {why} This warning appears once.")
+            warn(f"Nothing is offloaded in a forward {why} This is reported once.")
         return True
 
 
@@ -216,8 +216,8 @@ class Tracker:
             if of.ref() is None:
                 self._checks_modules = False
                 warn(
-                    f"The module '{of.name}' has been replaced or deleted since offload was called; what took its place "
-                    "is not offloaded. Call remove() of the handle, then offload again. This warning appears once."
+                    f"The module '{of.name}' has been replaced or deleted since offload was called; what took its "
+                    "place is not offloaded. Call remove() of the handle, then offload again. This is reported once."
                 )
                 return
 

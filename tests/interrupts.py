@@ -1,0 +1,55 @@
+"""An interrupt before the n-th bytecode of the package's code."""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import actoffload
+
+SOURCES = Path(actoffload.__file__).parent
+
+
+class Interrupt:
+    """Raises KeyboardInterrupt before the n-th bytecode that runs in some files, once.
+
+    Parameters
+    ----------
+    after : int
+        How many bytecodes run before.
+    files : tuple of str
+        How the names of the files begin.
+    """
+
+    def __init__(self, after: int, files: tuple[str, ...]) -> None:
+        self.left = after
+        self.files = files
+
+    def __call__(self, frame: types.FrameType, event: str, arg: Any) -> Any:
+        if not frame.f_code.co_filename.startswith(self.files) or frame.f_code.co_name == "__del__":
+            return None  # Python swallows what a finalizer raises
+        frame.f_trace_opcodes = True
+        return self.opcode
+
+    def opcode(self, frame: types.FrameType, event: str, arg: Any) -> Any:
+        if event == "opcode":
+            self.left -= 1
+            if self.left < 0:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return self.opcode
+
+
+def interrupted(run: Callable[[], Any], after: int, files: tuple[str, ...]) -> bool:
+    """Run something with an interrupt; return whether it came."""
+    sys.settrace(Interrupt(after, files))
+    try:
+        run()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(None)
+    return False
