@@ -12,6 +12,12 @@ import actoffload
 
 SOURCES = Path(actoffload.__file__).parent
 
+SKIPPED = (
+    "__del__",  # Python swallows what a finalizer raises
+    "add_user",  # these hold a lock by `with`, between whose bytecodes Python does not handle signals
+    "remove_user",
+)
+
 
 class Interrupt:
     """Raises KeyboardInterrupt before the n-th bytecode that runs in some files, once.
@@ -29,8 +35,8 @@ class Interrupt:
         self.files = files
 
     def __call__(self, frame: types.FrameType, event: str, arg: Any) -> Any:
-        if not frame.f_code.co_filename.startswith(self.files) or frame.f_code.co_name == "__del__":
-            return None  # Python swallows what a finalizer raises
+        if not frame.f_code.co_filename.startswith(self.files) or frame.f_code.co_name in SKIPPED:
+            return None
         frame.f_trace_opcodes = True
         return self.opcode
 

@@ -73,11 +73,11 @@ class OffloadContext(ContextDecorator):
             hooks.install()
             running.backends.append(self._engine.backend)
             current.aborted = False
+            return self
         except BaseException:  # Python calls __exit__ only if __enter__ returns
             self._uninstall()
             current.aborted = True
             raise
-        return self
 
     def _next_layer(self, cursor: _Cursor) -> tuple[Pass, Layer]:
         current, last = cursor.current, cursor.layer
