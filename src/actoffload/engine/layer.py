@@ -14,7 +14,7 @@ from .._torch import opaque
 from ..device.base import Stream, StreamPosition
 from ..engine.residency import Residency
 from ..schedule.plan import reserve
-from .ownership import Owned
+from .ownership import ModuleTensors
 from .reload import reload
 from .residency import Resident
 from .statistics import Reason
@@ -90,7 +90,7 @@ class Layer:
         self.bytes_back = 0
         self._grad_mode = torch.is_grad_enabled()
         self._graphless = False
-        self.owned = Owned()
+        self.owned = ModuleTensors()
         self.kept: dict[Reason, list[int]] = {}  # count and bytes, until the layer ends
         self._left: dict[Transfers, StreamPosition] = {}
         self.storages: list[weakref.ref[SavedStorage]] = []

@@ -25,7 +25,7 @@ from ..schedule.execution_order import ExecutionOrder, Key
 from ..schedule.plan import OUTSIDE, Roles
 from .engine import Engine
 from .layer import Layer
-from .ownership import Owned, stays
+from .ownership import ModuleTensors, stays
 from .pack import Kept, Moved, Pack, keep
 from .passes import Pass
 from .residency import StorageRef
@@ -47,7 +47,7 @@ class ModelPass(Pass, Generic[Key]):
         The groups in the order in which they are expected.
     roles_of : callable
         From a sequence of groups to what the plan for them means.
-    owned : Owned
+    owned : ModuleTensors
         What the model owns.
     """
 
@@ -56,7 +56,7 @@ class ModelPass(Pass, Generic[Key]):
         engine: Engine,
         course: ExecutionOrder[Key],
         roles_of: Callable[[tuple[Key, ...]], Roles],
-        owned: Owned,
+        owned: ModuleTensors,
     ) -> None:
         self._roles_of = roles_of
         self._owned = owned
@@ -76,7 +76,7 @@ class ModelPass(Pass, Generic[Key]):
             return False
         return not self.layers or self.layers[-1].goes_on
 
-    def group_start(self, key: Key, inputs: Iterable[torch.Tensor], owned: Owned) -> Layer:
+    def group_start(self, key: Key, inputs: Iterable[torch.Tensor], owned: ModuleTensors) -> Layer:
         """Begin the forward of a group.
 
         Parameters
@@ -85,7 +85,7 @@ class ModelPass(Pass, Generic[Key]):
             Which one.
         inputs : iterable of torch.Tensor
             What it is called with.
-        owned : Owned
+        owned : ModuleTensors
             What its module owns.
         """
         if not self.course.arrive(key):

@@ -27,7 +27,7 @@ from .._torch import (
 from ..engine.engine import Engine
 from ..engine.layer import Layer, tensors_in
 from ..engine.model_pass import ModelPass
-from ..engine.ownership import ModelAddresses, ModelOwned
+from ..engine.ownership import ModelTensors, GroupTensors
 from ..engine.pack import Pack, Packer, unpack
 from ..engine.tensor_marks import running
 from ..schedule.execution_order import ExecutionOrder, GroupKey, Planner
@@ -141,7 +141,7 @@ class _State(threading.local):
 
     def __init__(self) -> None:
         self.current: ModelPass[GroupKey] | None = None
-        self.owned: ModelAddresses | None = None
+        self.owned: ModelTensors | None = None
         self.frames: list[_Frame] = []
         self.inside: saved_tensors_hooks | None = None
         # A gradient that is taken inside of a forward saves tensors in autograd's threads, so this is shared with them.
@@ -230,9 +230,9 @@ class Tracker:
         if not alone or current is None or not current.open:
             if current is not None and alone:
                 self._learn(current)  # the end of a forward that is a loop of the program's own is seen only now
-            state.owned = ModelAddresses(self._root.module)
+            state.owned = ModelTensors(self._root.module)
             course = ExecutionOrder(self._planner.expected)
-            current = ModelPass(self._engine, course, self._planner.roles, ModelOwned(None, state.owned))
+            current = ModelPass(self._engine, course, self._planner.roles, GroupTensors(None, state.owned))
             state.current = current
         state.packer = Packer()
         state.between = current.packer_between()
@@ -249,7 +249,7 @@ class Tracker:
         assert state.current is not None
         assert state.owned is not None
         key = GroupKey(place.group, frame.part)
-        owned = ModelOwned(place.module, state.owned)
+        owned = GroupTensors(place.module, state.owned)
         frame.layer = state.current.group_start(key, inputs, owned)
 
     def _pause_outer(self) -> None:
