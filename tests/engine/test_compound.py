@@ -27,7 +27,7 @@ from wrappers import (
 
 import actoffload
 from actoffload.engine import versions as outer
-from actoffload.engine.residency import StorageRef
+from actoffload.engine.tensor_marks import StorageRef
 from actoffload.engine.subclasses import plain_parts
 from actoffload.report import Reason
 

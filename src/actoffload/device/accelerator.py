@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from .._torch import current_stream, is_capturing
-from .base import Event, Pairs, Stream
+from .base import Pairs, Stream, StreamEvent
 
 __all__ = ["MEMORY_COUNTERS", "Accelerator", "driver_calls"]
 
@@ -31,7 +31,7 @@ def driver_calls() -> dict[str, int]:
 
 
 class Accelerator:
-    """Streams, events, memory and copies through `torch.accelerator`, `torch.Stream` and `torch.Event`.
+    """Streams, events, memory and copies through `torch.accelerator`, `torch.Stream` and `torch.StreamEvent`.
 
     Raises
     ------
@@ -75,10 +75,10 @@ class Accelerator:
     record = staticmethod(torch.Stream.record_event)
     wait = staticmethod(torch.Stream.wait_event)
 
-    def record_timed(self, stream: Stream) -> Event:
+    def record_timed(self, stream: Stream) -> StreamEvent:
         return stream.record_event(torch.Event(self.type, enable_timing=True))
 
-    def elapsed(self, start: Event, end: Event) -> float:
+    def elapsed(self, start: StreamEvent, end: StreamEvent) -> float:
         milliseconds: float = start.elapsed_time(end)
         return milliseconds * 1e-3
 

@@ -8,12 +8,12 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 
-__all__ = ["Backend", "Event", "Pairs", "Stream", "StreamPosition", "latest_positions"]
+__all__ = ["Backend", "Pairs", "Stream", "StreamEvent", "StreamPosition", "latest_positions"]
 
 Stream: TypeAlias = Any
 """A queue of work on a device: `torch.Stream`, or what stands in for it on a device of ours.  Compares with ``==``."""
 
-Event: TypeAlias = Any
+StreamEvent: TypeAlias = Any
 """A point in a stream that other streams can wait for."""
 
 Pairs: TypeAlias = Sequence[tuple[torch.Tensor, torch.Tensor]]
@@ -64,19 +64,19 @@ class Backend(Protocol):
         """Make a stream the current one of this thread for a ``with`` block."""
         ...
 
-    def record(self, stream: Stream) -> Event:
+    def record(self, stream: Stream) -> StreamEvent:
         """Return an event at the present end of a stream."""
         ...
 
-    def record_timed(self, stream: Stream) -> Event:
+    def record_timed(self, stream: Stream) -> StreamEvent:
         """Return an event that `elapsed` can read."""
         ...
 
-    def wait(self, stream: Stream, event: Event) -> None:
+    def wait(self, stream: Stream, event: StreamEvent) -> None:
         """Make later work of a stream wait for an event; the host does not wait."""
         ...
 
-    def elapsed(self, start: Event, end: Event) -> float:
+    def elapsed(self, start: StreamEvent, end: StreamEvent) -> float:
         """Return seconds between two events of `record_timed` that have passed."""
         ...
 
@@ -122,7 +122,7 @@ class StreamPosition(NamedTuple):
 
     Parameters
     ----------
-    event : Event
+    event : StreamEvent
         What to wait for.
     lane : int
         Which transfer stream it was recorded on.
@@ -132,16 +132,16 @@ class StreamPosition(NamedTuple):
         It was recorded while a graph was captured, and means something only within that capture.
     """
 
-    event: Event
+    event: StreamEvent
     lane: int
     order: int
     captured: bool
 
 
-def latest_positions(marks: Iterable[StreamPosition]) -> tuple[StreamPosition, ...]:
+def latest_positions(positions: Iterable[StreamPosition]) -> tuple[StreamPosition, ...]:
     """Return the last mark of each lane, which stands for all of them."""
     last: dict[int, StreamPosition] = {}
-    for mark in marks:
+    for mark in positions:
         if mark.lane not in last or last[mark.lane].order < mark.order:
             last[mark.lane] = mark
     return tuple(last.values())

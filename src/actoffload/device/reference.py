@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from .._torch import DispatchMode, address, storage_address, tree_leaves
-from .base import Event, Pairs, Stream
+from .base import Pairs, Stream, StreamEvent
 
 __all__ = ["CreatedStorages", "ReferenceDevice", "ReferenceEvent", "ReferenceStream"]
 
@@ -113,16 +113,16 @@ class ReferenceDevice:
         finally:
             self._local.stream = before
 
-    def record_timed(self, stream: Stream) -> Event:
+    def record_timed(self, stream: Stream) -> StreamEvent:
         return self.record(stream)
 
-    def record(self, stream: Stream) -> Event:
+    def record(self, stream: Stream) -> StreamEvent:
         return ReferenceEvent(time.perf_counter() if self.wall_clock else stream.now)
 
-    def wait(self, stream: Stream, event: Event) -> None:
+    def wait(self, stream: Stream, event: StreamEvent) -> None:
         stream.now = max(stream.now, event.time)
 
-    def elapsed(self, start: Event, end: Event) -> float:
+    def elapsed(self, start: StreamEvent, end: StreamEvent) -> float:
         seconds: float = end.time - start.time
         return seconds
 

@@ -22,6 +22,7 @@ __all__ = [
     "Limit",
     "ModelTensors",
     "ModuleTensors",
+    "is_cast_of_parameter",
     "modules_in",
     "stays",
     "unwatch",
@@ -290,10 +291,10 @@ def _tied(tensor: torch.Tensor) -> Reason | None:
         if base.requires_grad and base.is_leaf:
             return Reason.LEAF
     # Whether autocast is on cannot be asked: it is off inside of the operations that it has cast for.
-    return Reason.PARAMETER if needs_gradient and _is_parameters(tensor if base is None else base) else None
+    return Reason.PARAMETER if needs_gradient and is_cast_of_parameter(tensor if base is None else base) else None
 
 
-def _is_parameters(tensor: torch.Tensor) -> bool:
+def is_cast_of_parameter(tensor: torch.Tensor) -> bool:
     """Whether a tensor is a parameter in another dtype, as autocast makes, or one that a backward has transposed."""
     node = tensor.grad_fn
     if node is None or type(node).__name__ not in CASTS:

@@ -140,6 +140,20 @@ class Counters:
         entry[0] += count
         entry[1] += nbytes
 
+    def saved(self, nbytes: int) -> None:
+        """Count a storage that was saved, and is on the device."""
+        self.tensors_saved += 1
+        self.bytes_saved += nbytes
+        self.rise(nbytes)
+
+    def reloaded(self, nbytes: int, *, on_demand: bool) -> None:
+        """Count a storage that is reloaded."""
+        self.bytes_reloaded += nbytes
+        if on_demand:
+            self.reloaded_on_demand += 1
+        else:
+            self.reloaded_ahead += 1
+
     def rise(self, nbytes: int) -> None:
         """Bytes came to the device, or left it if negative."""
         if self._freed:

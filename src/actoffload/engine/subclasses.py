@@ -15,9 +15,8 @@ import torch
 from torch.nn import Parameter
 
 from .._torch import base_of, version_of
-from ..engine.versions import Wrappers
 from . import tensor_marks
-from .versions import Seen, Wrapper
+from .versions import Seen, Wrapper, Wrappers
 
 __all__ = ["Compound", "has_parts", "is_compound", "parts_to_save", "plain_parts"]
 
@@ -69,7 +68,7 @@ class Compound:
 
     @staticmethod
     def pack(
-        tensor: torch.Tensor, within: Wrappers, packer: Callable[[Wrappers], Callable[..., Any]]
+        tensor: torch.Tensor, wrappers: Wrappers, packer: Callable[[Wrappers], Callable[..., Any]]
     ) -> Compound | None:
         """Take a tensor apart; None if it does not let us.
 
@@ -77,7 +76,7 @@ class Compound:
         ----------
         tensor : torch.Tensor
             A tensor for which `is_compound` holds.
-        within : tuple of Seen
+        wrappers : tuple of Seen
             The wrappers of which it is a part itself.
         packer : callable
             Returns the pack hook for parts of given wrappers.
@@ -87,7 +86,7 @@ class Compound:
         if taken is None:
             return None
         parts, build = taken
-        pack = packer((*within, seen))
+        pack = packer((*wrappers, seen))
         return Compound(seen, tensor.size(), {name: pack(_as_part(part)) for name, part in parts.items()}, build)
 
     def unpack(self) -> torch.Tensor:
@@ -208,7 +207,7 @@ def plain_parts(thing: Any) -> list[torch.Tensor]:
     return [part for thing in inside for part in plain_parts(thing)]
 
 
-def parts_to_save(thing: Any, within: Wrappers = ()) -> Iterator[tuple[torch.Tensor, Wrappers]]:
+def parts_to_save(thing: Any, wrappers: Wrappers = ()) -> Iterator[tuple[torch.Tensor, Wrappers]]:
     """Yield the plain tensors that are saved when a tensor or an object is, each with the wrappers around it.
 
     An object gives its tensors away for a moment, if that is how it is saved.
@@ -216,11 +215,11 @@ def parts_to_save(thing: Any, within: Wrappers = ()) -> Iterator[tuple[torch.Ten
     inside = _inside(thing, to_save=True)
     if isinstance(thing, torch.Tensor):
         if inside is None:
-            yield thing, within
+            yield thing, wrappers
             return
-        within = (*within, Seen(Wrapper.of(thing), version_of(thing)))
+        wrappers = (*wrappers, Seen(Wrapper.of(thing), version_of(thing)))
     for part in inside or ():
-        yield from parts_to_save(part, within)
+        yield from parts_to_save(part, wrappers)
 
 
 def _inside(thing: Any, *, to_save: bool) -> Iterable[Any] | None:

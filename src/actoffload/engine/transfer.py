@@ -2,7 +2,7 @@
 
 `[Note: who waits for whom]`  Three kinds of streams meet.  The *home* stream of a storage is the one that was
 current when its tensor was saved: compute.  The *out* stream carries copies to the host, the *back* stream copies
-to the device (a program's own `offload_stream` plays both).  Home memory is taken from and returned to the
+to the device (a program's own `offload_stream` plays both).  PassDevice memory is taken from and returned to the
 allocator in the order of the home stream; so memory is free again exactly when everything that reads or writes
 it has been waited for by home.  The edges:
 
@@ -43,9 +43,9 @@ from .hostpool import HostBuffer, HostPool
 from .recorder import TimelineRecorder
 from .statistics import Counters
 
-__all__ = ["Home", "Transfers"]
+__all__ = ["PassDevice", "Transfers"]
 
-OUT, BACK, HOME = 0, 1, 2
+OUT, BACK, COMPUTE = 0, 1, 2
 
 _mark = partial(tuple.__new__, StreamPosition)  # without the frame of Python's that a named tuple makes
 
@@ -77,7 +77,7 @@ class Transfers:
         self._orders = count(1)  # finalizers take numbers too, in any thread
         self._waited = 0  # order of the last mark of `back` that `out` has waited for
 
-    def mark(self, stream: Stream, lane: int = HOME, captured: bool | None = None) -> StreamPosition:
+    def position(self, stream: Stream, lane: int = COMPUTE, captured: bool | None = None) -> StreamPosition:
         """Return a mark at the present end of a stream; `captured` saves asking, where the caller knows."""
         if captured is None:
             captured = self.backend.capturing()
@@ -116,7 +116,7 @@ class Transfers:
 
     def order_behind(self, home: Stream, others: Sequence[Stream]) -> None:
         """Let the other streams of a pass wait for home, whose reads of freed memory may be under way."""
-        mark = self.mark(home)
+        mark = self.position(home)
         for stream in others:
             if stream != home:
                 self.wait(stream, mark)  # [wait: other streams for home]
@@ -162,19 +162,19 @@ class Transfers:
                 self.backend.to_device(pairs, self.back)
         return _mark((self.backend.record(self.back), BACK, next(self._orders), captured))
 
-    def use(self, stream: Stream, arrived: StreamPosition, layer: int, captured: bool) -> None:
+    def use(self, stream: Stream, copied_in: StreamPosition, layer: int, captured: bool) -> None:
         """Let a stream wait for a copy in before it reads."""
         recorder = self.recorder
         if recorder is None:
-            if arrived.captured == captured:  # [guard: use across a capture -> True]
-                self.backend.wait(stream, arrived.event)  # [wait: use for the copy in]
+            if copied_in.captured == captured:  # [guard: use across a capture -> True]
+                self.backend.wait(stream, copied_in.event)  # [wait: use for the copy in]
         else:
             with recorder.span(Kind.STALL, layer, stream, 0):
-                self.wait(stream, arrived, captured)  # [wait: use for the copy in, recorded]
+                self.wait(stream, copied_in, captured)  # [wait: use for the copy in, recorded]
 
 
 @dataclass(slots=True)
-class Home:
+class PassDevice:
     """What serves one device in one pass, and the streams on which the pass saved tensors there."""
 
     transfers: Transfers

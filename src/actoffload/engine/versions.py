@@ -13,15 +13,15 @@ from .._torch import base_of, plain_tensors, version_of
 
 __all__ = ["Seen", "Wrapper", "Wrappers", "changed", "drop_data", "serves", "together", "unchanged"]
 
-_hollow: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
+_empty: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
 
 
 def drop_data(probe: torch.Tensor) -> None:
     """Take the memory out of a detached tensor; it still shares the version counter of the original."""
     key = (probe.dtype, probe.device)
-    empty = _hollow.get(key)
+    empty = _empty.get(key)
     if empty is None:
-        empty = _hollow[key] = torch.empty(0, dtype=probe.dtype, device=probe.device)
+        empty = _empty[key] = torch.empty(0, dtype=probe.dtype, device=probe.device)
     probe.data = empty
 
 
@@ -125,19 +125,19 @@ def unchanged(seen: Iterable[Seen]) -> bool:
     return all(outer.version == version for outer, version in seen)
 
 
-def serves(before: Sequence[Seen], within: Wrappers) -> bool:
+def serves(before: Sequence[Seen], wrappers: Wrappers) -> bool:
     """Whether a storage that was saved in some wrappers is still what a part of others has.
 
     A wrapper that was changed at all may have been changed after the storage was saved, unless it was there already.
     """
     if not unchanged(before):
         return False
-    return all(version == 0 or any(outer is known for known, _ in before) for outer, version in within)
+    return all(version == 0 or any(outer is known for known, _ in before) for outer, version in wrappers)
 
 
-def together(before: Sequence[Seen], within: Wrappers) -> Wrappers:
+def together(before: Sequence[Seen], wrappers: Wrappers) -> Wrappers:
     """Return the wrappers of a storage with those of one more tensor on it."""
-    return (*before, *(seen for seen in within if seen not in before))
+    return (*before, *(seen for seen in wrappers if seen not in before))
 
 
 def _counter(tensor: torch.Tensor) -> torch.Tensor:

@@ -27,7 +27,7 @@ from .._torch import (
 from ..engine.engine import Engine
 from ..engine.layer import Layer, tensors_in
 from ..engine.model_pass import ModelPass
-from ..engine.ownership import ModelTensors, GroupTensors
+from ..engine.ownership import GroupTensors, ModelTensors
 from ..engine.pack import Pack, Packer, unpack
 from ..engine.tensor_marks import running
 from ..schedule.execution_order import ExecutionOrder, GroupKey, Planner
