@@ -264,3 +264,71 @@ def test_what_fills(size, stride):
     assert View(torch.int16, torch.Size(size), stride, 0, False, False).fills(1024)
     assert not View(torch.int16, torch.Size(size), stride, 2, False, False).fills(1024)
     assert not View(torch.int16, torch.Size(size), stride, 0, False, False).fills(1026)
+
+
+# Another tensor at the place of an earlier pass
+
+
+def graph(t: Tensor) -> Tensor:
+    return t.requires_grad_() * 1.0
+
+
+class Weight(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(SHAPE))
+
+
+WEIGHT = Weight().weight
+BEFORE = lambda: graph(torch.randn(SHAPE))  # noqa: E731
+AT_A_PLACE = {
+    "other dtype": (BEFORE, lambda: graph(torch.randn(SHAPE, dtype=torch.float64))),
+    "bits of another dtype": (
+        lambda: graph(torch.randn(SHAPE, dtype=torch.float16)),
+        lambda: graph(torch.randn(SHAPE, dtype=torch.bfloat16)),
+    ),
+    "other size": (BEFORE, lambda: graph(torch.randn(32, 16))),
+    "other stride": (BEFORE, lambda: graph(torch.randn(32, 16).t())),
+    "part of a larger storage": (BEFORE, lambda: graph(torch.randn(32, 32))[8:24]),
+    "negated": (BEFORE, lambda: torch._neg_view(graph(torch.randn(SHAPE)))),
+    "no graph": (BEFORE, lambda: torch.randn(SHAPE)),
+    "marked": (BEFORE, lambda: [t := BEFORE(), mark_not_offload(t)][0]),
+    "weight in another dtype": (
+        lambda: BEFORE().to(torch.bfloat16),
+        lambda: WEIGHT.to(torch.bfloat16),
+    ),
+    "made by another node": (lambda: BEFORE() + 1.0, lambda: WEIGHT.to(torch.float64).to(torch.float32)),
+    "leaf": (BEFORE, lambda: torch.randn(SHAPE, requires_grad=True)),
+}
+
+
+@pytest.mark.parametrize("place", AT_A_PLACE, ids=AT_A_PLACE)
+def test_another_tensor_at_the_place_of_an_earlier_pass(place):
+    """What was learned of a place serves a tensor only if it is as the one before; otherwise it is looked at anew."""
+    before, after = AT_A_PLACE[place]
+    tensors = [before(), before(), after(), before()]
+    context, sync = make(1, 3)
+    found = []
+    for tensor in tensors:
+        seen: list[Tensor] = []
+        context.reset_statistics()
+        layer = lambda x, seen=seen, tensor=tensor: Save.apply(x, seen, tensor)  # noqa: E731
+        y = forward([layer, *[torch.relu] * 2], start(), context, sync)
+        found.append(context.statistics())
+        y.sum().backward()
+        assert same(seen[0], tensor)
+    fresh, sync = make(1, 3)
+    y = forward([lambda x: Save.apply(x, [], after()), *[torch.relu] * 2], start(), fresh, sync)
+    alone = fresh.statistics()
+    assert found[2].bytes_offloaded == alone.bytes_offloaded
+    assert found[2].tensors_kept == alone.tensors_kept
+    y.sum().backward()
+
+
+def test_layers_learn_their_places_in_the_first_pass():
+    context, sync = make(1, 3)
+    for _ in range(3):
+        y = forward([lambda x: Save.apply(x, [], BEFORE(), BEFORE()), *[torch.relu] * 2], start(), context, sync)
+        layer = context.current_pass.layers[0]
+        y.sum().backward()
+    assert len(layer.layouts) == 2

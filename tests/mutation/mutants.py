@@ -28,7 +28,7 @@ from pathlib import Path
 __all__ = ["INSTEAD", "Mutant", "tagged", "untagged"]
 
 TAG = re.compile(r"# \[(wait|keep|guard): ([^\]]+?)(?: -> (True|False|removed))?\]")
-CALL = re.compile(r"(\.wait|\.join|\.use|\border_behind|\bbegin_reload)\(")
+CALL = re.compile(r"(\.wait|\.wait_stream|\.join|\.use|\border_behind|\bbegin_reload)\(")
 WEAK = "__import__('weakref').proxy({})"
 
 

@@ -74,6 +74,7 @@ class Accelerator:
     place = staticmethod(attrgetter("device"))
     record = staticmethod(torch.Stream.record_event)
     wait = staticmethod(torch.Stream.wait_event)
+    wait_stream = staticmethod(torch.Stream.wait_stream)
 
     def record_timed(self, stream: Stream) -> StreamEvent:
         return stream.record_event(torch.Event(self.type, enable_timing=True))

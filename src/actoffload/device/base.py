@@ -76,6 +76,10 @@ class Backend(Protocol):
         """Make later work of a stream wait for an event; the host does not wait."""
         ...
 
+    def wait_stream(self, stream: Stream, other: Stream) -> None:
+        """Make later work of a stream wait for all work queued so far on another; the host does not wait."""
+        ...
+
     def elapsed(self, start: StreamEvent, end: StreamEvent) -> float:
         """Return seconds between two events of `record_timed` that have passed."""
         ...

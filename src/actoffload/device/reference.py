@@ -122,6 +122,9 @@ class ReferenceDevice:
     def wait(self, stream: Stream, event: StreamEvent) -> None:
         stream.now = max(stream.now, event.time)
 
+    def wait_stream(self, stream: Stream, other: Stream) -> None:
+        self.wait(stream, self.record(other))
+
     def elapsed(self, start: StreamEvent, end: StreamEvent) -> float:
         seconds: float = end.time - start.time
         return seconds

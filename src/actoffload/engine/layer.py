@@ -187,15 +187,15 @@ class Layer:
             The forward of that layer is captured into a graph.
         """
         self._to_release += nbytes
-        while self._to_release > 0 and self._next < len(self.storages):
-            storage = self.storages[self._next]()
+        storages = self.storages
+        while self._to_release > 0 and self._next < len(storages):
+            storage = storages[self._next]()
             self._next += 1
-            if storage is None or storage.residency is not Residency.OFFLOADING or storage.copied_out is None:
-                continue
-            home = storage.pass_device
-            # [wait: giving way for the copy out]
-            home.transfers.join(storage.stream, home.streams, storage.copied_out, self.index, captured)
-            self._to_release -= storage.release(self.index)
+            if storage is not None and storage.residency is Residency.OFFLOADING and storage.copied_out is not None:
+                device = storage.pass_device
+                # [wait: incremental release for the copy out]
+                device.transfers.join(storage.stream, device.streams, storage.copied_out, self.index, captured)
+                self._to_release -= storage.release(self.index)
 
     def release(self) -> None:
         """Give up the device memory, or what is left of it, once the copies have ended."""
@@ -221,12 +221,10 @@ class Layer:
     def reload(self) -> None:
         """Queue the copies back, last saved first, as backward needs them."""
         self.phase = Phase.RELOADING
-        living = self.living()[::-1]
-        for storage in living:
-            if storage.residency is Residency.HOST:
-                self.ahead += 1
-                self.bytes_reloaded += storage.bytes_copied
-        reload(living, self.index)
+        waiting = [storage for storage in reversed(self.living()) if storage.residency is Residency.HOST]
+        self.ahead += len(waiting)
+        self.bytes_reloaded += sum(storage.bytes_copied for storage in waiting)
+        reload(waiting, self.index)
 
     def prefetch_into_freed(self, prefetching: Layer, used: Callable[[], None]) -> None:
         """Let another layer come back into the room of what backward has used, from here on.

@@ -114,30 +114,18 @@ class StorageRegistry:
         device = self._devices.get(self._backend.place(tensor))
         if device is None:
             return None
-        return self._save_plain(layer, tensor, memory, root, known, device, owner)
-
-    def _save_plain(
-        self,
-        layer: Layer,
-        tensor: torch.Tensor,
-        memory: torch.UntypedStorage,
-        root: torch.Tensor,
-        layout: Layout,
-        device: PassDevice,
-        owner: Owner,
-    ) -> SavedStorage:
-        index, captured, nbytes, transfers = layer.index, layer.captured, layout.nbytes, device.transfers
+        transfers, index, captured = device.transfers, layer.index, layer.captured
         with self._lock:
             stream = self._backend.current_stream(transfers.device)
             if stream not in device.streams:
                 device.streams.append(stream)
-            storage = SavedStorage(version_of(tensor), memory, nbytes, device, stream)
-            storage.fill(root, layout, tensor.detach())
+            storage = SavedStorage(version_of(tensor), memory, known.nbytes, device, stream)
+            storage.fill(root, known, tensor.detach())
             storage.layers[index] = False
-            self.storages[address(memory)] = ref = weakref.ref(storage)
+            self.storages[key] = ref = weakref.ref(storage)
             layer.storages.append(ref)
             if layer.releasing is not None:
-                layer.releasing.release_incrementally(nbytes, captured)
+                layer.releasing.release_incrementally(known.nbytes, captured)
             if self._backend.checks:
                 self._backend.saved(tensor, stream)
             if not storage.copy_plain(index, captured):

@@ -155,7 +155,7 @@ class Counters:
             self.reloaded_ahead += 1
 
     def rise(self, nbytes: int) -> None:
-        """Bytes came to the device, or left it if negative."""
+        """Add to the bytes on the device."""
         if self._freed:
             self._settle()
         self._resident += nbytes

@@ -166,21 +166,17 @@ class SavedStorage(HostCopy):
 
     def copy_plain(self, layer: int, captured: bool) -> bool:
         """Queue the copy of a plain storage; return False if the host has no memory for it."""
-        layout, pool = self.layout, self.pass_device.transfers.pool
+        pool = self.pass_device.transfers.pool
         host = pool.take(self.nbytes, captured=captured)
         if host is None:
             return self._refuse(pool.refusal)
-        typed = host.typed(layout.key)
+        typed = host.typed(self.layout.key)
         if typed is None:
             self._queue_piece(Piece(0, self.nbytes, None, host), host, layer, captured)
         else:
-            self.queue_plain(typed, host, layer, captured)
+            self._queue(((typed, self.probe),), host, layer, captured)
+            self._typed, self._host = typed, host
         return True
-
-    def queue_plain(self, typed: torch.Tensor, host: HostBuffer, layer: int, captured: bool) -> None:
-        """Queue the copy of a plain storage to a tensor of the same layout in host memory."""
-        self._queue(((typed, self.probe),), host, layer, captured)
-        self._typed, self._host = typed, host
 
     def _copy(self, piece: Piece, layer: int, captured: bool) -> bool:
         pool = self.pass_device.transfers.pool

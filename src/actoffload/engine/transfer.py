@@ -126,8 +126,7 @@ class Transfers:
     ) -> None:
         """Queue a copy out, after the tensor is ready, at `ready` or now, and the host buffer is free."""
         if ready is None:
-            event = self.backend.record(home)
-            self.backend.wait(self.out, event)  # [wait: copy out for the tensor saved now]
+            self.backend.wait_stream(self.out, home)  # [wait: copy out for the tensor saved now]
         else:
             self.wait(self.out, ready, captured)  # [wait: copy out for the tensor saved before]
         for mark in host.fence:
@@ -149,8 +148,7 @@ class Transfers:
 
     def begin_reload(self, home: Stream) -> None:
         """Let copies in start only after home has reached this point, where their memory was allocated."""
-        event = self.backend.record(home)
-        self.backend.wait(self.back, event)  # [wait: copy in for its memory]
+        self.backend.wait_stream(self.back, home)  # [wait: copy in for its memory]
 
     def to_device(self, pairs: Pairs, layer: int, captured: bool) -> StreamPosition:
         """Queue a copy in; `begin_reload` came first.  Return its end."""
