@@ -27,8 +27,8 @@ from wrappers import (
 
 import actoffload
 from actoffload.engine import versions as outer
-from actoffload.engine.tensor_marks import StorageRef
 from actoffload.engine.subclasses import plain_parts
+from actoffload.engine.tensor_marks import StorageRef
 from actoffload.report import Reason
 
 
