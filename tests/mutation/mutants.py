@@ -71,7 +71,7 @@ INSTEAD: dict[str, str] = {
         "note = Final(__import__('types').SimpleNamespace(expired=False), version_of(tensor), event, captured, whole)"
     ),
     "keep: host memory": "self.parts = __import__('weakparts').WeakParts(parts)",
-    "guard: fences waited for": "self._waited = mark.order + 1000",
+    "guard: fences waited for": "self._waited = position.order + 1000",
     "guard: fence of a returned buffer": "buffer.fence = ()",
     "guard: fence of a dissolved buffer": "self._insert(segment._replace(fence=()))",
     "guard: fence of the segment behind": "fence = segment.fence",
@@ -83,7 +83,7 @@ INSTEAD: dict[str, str] = {
     ),
     "guard: end of a plain copy released incrementally": "storage.copied_out = transfers.position(transfers.back)",
     "guard: view that the host copy lacks": "return layer.eager",
-    "guard: wait for each device and stream": "mark is not None and not waited",
+    "guard: wait for each device and stream": "position is not None and not waited",
     "guard: whole buffer from a bin": "bin_",
     "guard: size of a whole slab": "sizes.append(max(GRANULE, 2 << (need - 1).bit_length()))",
     "guard: limit on the bytes held": (

@@ -53,7 +53,7 @@ class Accelerator:
         return torch.device(self.type, torch.accelerator.current_device_index())
 
     def current_stream(self, device: torch.device) -> Stream:
-        # What torch.accelerator.current_stream calls, without its questions: it is asked for each saved tensor.
+        # What torch.accelerator.current_stream calls, without its checks: it is called for each saved tensor.
         return current_stream(device.index)
 
     def new_stream(self, device: torch.device) -> Stream:
@@ -61,7 +61,7 @@ class Accelerator:
 
     def adopt(self, stream: Stream) -> Stream:
         # A torch.cuda.Stream records events of CUDA's own class, and torch.Stream.wait_event passes over such an
-        # event without waiting and without a word (seen with torch 2.11).  So every stream here is a torch.Stream.
+        # event without waiting and without an error (seen with torch 2.11).  So every stream here is a torch.Stream.
         return torch.Stream(
             stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type
         )
@@ -70,7 +70,7 @@ class Accelerator:
         manager: AbstractContextManager[Any] = stream
         return manager
 
-    # Called several times for each saved tensor, so without a frame of Python's around them.
+    # Called several times for each saved tensor, so without a Python frame around them.
     place = staticmethod(attrgetter("device"))
     record = staticmethod(torch.Stream.record_event)
     wait = staticmethod(torch.Stream.wait_event)
@@ -109,5 +109,5 @@ class Accelerator:
 
 
 def _never() -> bool:
-    """Say that nothing is captured, on accelerators whose graphs we do not know."""
+    """Return False, for accelerators without known graphs."""
     return False

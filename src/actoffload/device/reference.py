@@ -45,12 +45,12 @@ class ReferenceEvent:
 
 
 class ReferenceDevice:
-    """A device that any CPU can play, with a link of a given bandwidth.
+    """A device made of CPU memory, with a link of a given bandwidth.
 
     Parameters
     ----------
     d2h, h2d : float
-        Bandwidth of the link in bytes per second; infinite unless told.
+        Bandwidth of the link in bytes per second; infinite by default.
     latency : float
         Seconds per transfer.
     wall_clock : bool

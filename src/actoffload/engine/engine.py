@@ -82,7 +82,7 @@ class Engine:
         Raises
         ------
         TypeError
-            If the program gave a stream, which means nothing there.
+            If the program passed its own stream, which means nothing there.
         """
         if self._stream is not None:
             raise TypeError(
@@ -93,7 +93,7 @@ class Engine:
 
     @property
     def limits(self) -> tuple[int | None, int | None]:
-        """The limits on host memory and on the size of tensors, as they were given."""
+        """`max_host_bytes` and `min_bytes`."""
         return self._max_host_bytes, self._min_bytes
 
     def transfers(self, device: torch.device) -> Transfers:
@@ -129,13 +129,13 @@ class Engine:
             )
 
     def close(self) -> None:
-        """Give the host memory back; what passes in flight use goes with them."""
+        """Free the host memory; buffers of passes in flight are freed with them."""
         with self.lock:
             for transfers in self.all_transfers:
                 transfers.pool.close()
 
     def warn_once(self, refusal: str) -> None:
-        """Tell the user that a tensor stays because the host has no room, the first time."""
+        """Warn, the first time, that a tensor is kept because there is no host memory for it."""
         if not self._warned:
             self._warned = True
             warnings.warn(

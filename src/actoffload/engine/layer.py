@@ -1,4 +1,4 @@
-"""One layer in one pass: what it saved, and how far its activations have moved."""
+"""One layer in one pass: what it saved, and where its activations are."""
 
 from __future__ import annotations
 
@@ -77,15 +77,15 @@ class Layer:
         self.phase = Phase.FORWARD
         self.eager = False  # copy each tensor when it is saved
         self.synchronized = False
-        self.releases_incrementally = False  # leaves tensor by tensor, so each copy has a mark of its own
-        self.releasing: Layer | None = None  # who makes room for what this one saves
-        self._to_release = 0  # bytes that it gave too little, or too many
-        self._next = 0  # how many of its storages it has gone through
-        self.prefetching: Layer | None = None  # who comes back into the room of what backward has used
+        self.releases_incrementally = False  # each copy has a position of its own
+        self.releasing: Layer | None = None  # the layer that is released while this one saves
+        self._to_release = 0  # bytes still to be released; negative if it released too many
+        self._next = 0  # the next of its storages to release
+        self.prefetching: Layer | None = None  # the layer that is reloaded while backward uses this one
         self._unused: tuple[list[_Sized], list[_Sized]] = ([], [])  # what backward has not used yet
-        self._freed = 0  # bytes that it has used, and nobody has taken yet
+        self._freed = 0  # bytes that backward has used, and no reload has taken
         self._returning: list[weakref.ref[SavedStorage]] | None = None
-        self.on_demand = 0  # reloads that nobody had asked for in time
+        self.on_demand = 0  # reloads that the plan did not start in time
         self.ahead = 0
         self.bytes_reloaded = 0
         self._grad_mode = torch.is_grad_enabled()
@@ -126,7 +126,7 @@ class Layer:
     def continues(self) -> bool:
         """Whether a layer that starts now can follow this one in the same forward.
 
-        A layer that saved nothing and whose outputs need no gradient has no graph to tell by; what runs in the
+        A layer that saved nothing and whose outputs need no gradient has no graph; what runs in the
         same grad mode simply follows it.
         """
         return self.alive or (self._graphless and self._grad_mode == torch.is_grad_enabled())
@@ -140,14 +140,14 @@ class Layer:
         return token
 
     def end(self) -> list[SavedStorage]:
-        """End the forward; return the storages that should leave but found no host memory."""
+        """End the forward; return the storages to offload for which there was no host memory."""
         self.token = None  # from here on the graph alone keeps this layer alive
         if self.phase is Phase.FORWARD:
             self.phase = Phase.SAVED
         return self.offload() if self.eager else []
 
     def offload(self) -> list[SavedStorage]:
-        """Queue the copies of all that is saved; return the storages that found no host memory."""
+        """Queue the copies of all that is saved; return the storages for which there was no host memory."""
         self.phase = Phase.OFFLOADING
         refused = []
         for storage in self.living():
@@ -164,20 +164,20 @@ class Layer:
         return refused
 
     def _end_of_copies(self, transfers: Transfers) -> StreamPosition:
-        """Return a mark after all copies of this layer, one for each device."""
-        mark = self._copied_out.get(transfers)
-        if mark is None:
-            mark = self._copied_out[transfers] = transfers.end_of_copies_out()
-        return mark
+        """Return a position after all copies of this layer, one for each device."""
+        position = self._copied_out.get(transfers)
+        if position is None:
+            position = self._copied_out[transfers] = transfers.end_of_copies_out()
+        return position
 
     def note_late_copy(self, storage: SavedStorage) -> None:
-        """Note a copy that was queued after the layer had ended: it is the last one now."""
+        """Note a copy that was queued after the layer had ended."""
         if self.phase is Phase.OFFLOADING:
             transfers = storage.pass_device.transfers
             storage.copied_out = self._copied_out[transfers] = transfers.end_of_copies_out()
 
     def release_incrementally(self, nbytes: int, captured: bool) -> None:
-        """Give up device memory for so many bytes that another layer has saved, in the order of saving.
+        """Release as many bytes as another layer has saved, in the order of saving.
 
         Parameters
         ----------
@@ -198,28 +198,28 @@ class Layer:
                 self._to_release -= storage.release(self.index)
 
     def release(self) -> None:
-        """Give up the device memory, or what is left of it, once the copies have ended."""
+        """Release the device memory that is not released yet, once the copies have ended."""
         self.phase = Phase.RELEASED
         living = self.living()
         waited: list[tuple[Transfers, Stream]] = []
         for storage in living:
-            home, copied_out = storage.pass_device, storage.copied_out
-            mark = self._copied_out.get(home.transfers)
+            device, copied_out = storage.pass_device, storage.copied_out
+            position = self._copied_out.get(device.transfers)
             offloading = storage.residency is Residency.OFFLOADING
             if offloading and self.releases_incrementally and copied_out is not None:
                 # [wait: release of the rest for its copy out]
-                home.transfers.join(storage.stream, home.streams, copied_out, self.index)
+                device.transfers.join(storage.stream, device.streams, copied_out, self.index)
             # [guard: wait for each device and stream]
-            elif mark is not None and (home.transfers, storage.stream) not in waited:
-                waited.append((home.transfers, storage.stream))
+            elif position is not None and (device.transfers, storage.stream) not in waited:
+                waited.append((device.transfers, storage.stream))
                 # [wait: release for the copies out]
-                home.transfers.join(storage.stream, home.streams, mark, self.index)
-            if not storage.layers[self.index]:  # else it has given way
+                device.transfers.join(storage.stream, device.streams, position, self.index)
+            if not storage.layers[self.index]:  # not released incrementally before
                 storage.release(self.index)
         self._copied_out.clear()
 
     def reload(self) -> None:
-        """Queue the copies back, last saved first, as backward needs them."""
+        """Queue the reloads, last saved first, as backward needs them."""
         self.phase = Phase.RELOADING
         waiting = [storage for storage in reversed(self.living()) if storage.residency is Residency.HOST]
         self.ahead += len(waiting)
@@ -227,14 +227,14 @@ class Layer:
         reload(waiting, self.index)
 
     def prefetch_into_freed(self, prefetching: Layer, used: Callable[[], None]) -> None:
-        """Let another layer come back into the room of what backward has used, from here on.
+        """Reload another layer into the memory that backward has freed of this one, from here on.
 
         Parameters
         ----------
         prefetching : Layer
-            Who comes back.
+            The layer to reload.
         used : callable
-            Called when backward asks for a tensor that stayed.
+            Called when backward uses a tensor that was kept.
         """
         self.prefetching = prefetching
         # Each once, however often it was saved.
@@ -250,7 +250,7 @@ class Layer:
         self._freed = -reserve(sum(nbytes for unused in self._unused for _, nbytes in unused))
 
     def backward_done(self) -> None:
-        """Backward has passed: nobody takes its room any more, and what is still held goes to the host again."""
+        """End the backward: drop the device memory of what a retained graph still holds."""
         if self.prefetching is not None:
             self.prefetching = None
             self._unused = ([], [])
@@ -261,7 +261,7 @@ class Layer:
         self.evict()  # [guard: release at the end of a backward]
 
     def prefetch(self) -> None:
-        """Let the prefetching have the room of what backward has used since the last time."""
+        """Reload into the memory that backward has freed since the last call."""
         assert self.prefetching is not None
         for unused in self._unused:
             while unused and unused[-1][0]() is None:
@@ -270,7 +270,7 @@ class Layer:
             self._freed = self.prefetching._prefetch_into(self._freed)
 
     def _prefetch_into(self, room: int) -> int:
-        """Reload what fits into some bytes, last saved first; return how many are left."""
+        """Reload what fits into `room` bytes, last saved first; return the bytes that remain."""
         if self._returning is None:
             self._returning = list(self.storages)
         returning = self._returning
@@ -287,7 +287,7 @@ class Layer:
         return room
 
     def evict(self) -> None:
-        """Backward has passed: what a retained graph still holds waits on the host for the next one."""
+        """Drop the device memory of what a retained graph still holds; the host copies remain."""
         for storage in self.living():
             if storage.residency is Residency.RELOADED and min(storage.layers) == self.index:
                 storage.evict()

@@ -1,12 +1,12 @@
-"""A pass of a model whose groups announce themselves: the order is not given, and not everything is in a group.
+"""A pass of a model whose groups are called in an order that is not known before, with code between them.
 
-`[Note: between the groups]`  What is saved while no group runs stays on the device, and so does what a module that
-is to be kept saves.  It is followed all the same: a storage that stays here would not be freed by copying it for
-a group.  One kind of tensor is an exception, the inputs of a group.  Checkpointing saves them just before the module
-runs (the variant without reentrant autograd) or just after it has run (the reentrant one); they are all that a
-checkpointed group leaves behind.  So what was saved between two groups, and is an input of the group that starts,
-travels with that group.  What is saved after groups that built no graph, and was an input of one of them, travels with
-the last of them: a checkpointed region may hold several groups, and backward comes to its last one first.
+`[Note: between the groups]`  What is saved while no group runs is kept on the device, and so is what a module named in
+`keep` saves.  Its storages are followed all the same: copying them for a group would free nothing.  Inputs of a group
+are an exception.  Checkpointing saves them just before the module runs (without reentrant autograd) or just after
+(with it), and they are all that a checkpointed group saves.  So what was saved between two groups, and is an input of
+the group that starts, is offloaded with that group.  What is saved after groups that built no graph, and was an input
+of one of them, is offloaded with the last of them: a checkpointed region may hold several groups, and backward comes
+to the last one first.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class ModelPass(Pass, Generic[Key]):
         self._roles_of = roles_of
         self._owned = owned
         self.course = course
-        # What was saved between the groups, and by which module: as long as somebody records.
+        # What was saved between the groups, and by which module; filled while a recorder is installed.
         self.savers: list[tuple[weakref.ref[SavedStorage], weakref.ref[Module] | None]] = []
         self._between = Layer(OUTSIDE, engine.backend.capturing())
         self._withheld = Layer(OUTSIDE, engine.backend.capturing())
@@ -71,7 +71,7 @@ class ModelPass(Pass, Generic[Key]):
 
     @property
     def open(self) -> bool:
-        """Whether the next group that starts belongs to this pass, where only the groups can tell."""
+        """Whether the next group that starts belongs to this pass, if only groups run."""
         if self.aborted or self.backward_begun or self.course.complete:
             return False
         return not self.layers or self.layers[-1].continues
@@ -106,7 +106,7 @@ class ModelPass(Pass, Generic[Key]):
         return layer
 
     def _adopt(self, layer: Layer, addresses: set[int]) -> None:
-        """Let what was saved before a group, and is an input of it, travel with it; see [Note: between the groups]."""
+        """Count inputs of a group that were saved before as saved by it; see [Note: between the groups]."""
         with self.lock:
             stay = [ref() for ref in self._between.residents]
             for address in addresses:
@@ -161,7 +161,7 @@ class ModelPass(Pass, Generic[Key]):
         return self._packer_outside(self._between, None)
 
     def packer_withheld(self) -> Pack:
-        """Return the pack hook for modules whose saved tensors stay."""
+        """Return the pack hook for modules whose saved tensors are kept."""
         return self._packer_outside(self._withheld, Reason.KEPT)
 
     def _packer_outside(self, layer: Layer, because: Reason | None, wrappers: Wrappers = ()) -> Pack:

@@ -215,7 +215,7 @@ MIN_ELEMENTS = 256 * 1024
 
 LARGEST_ELEMENT = 16  # [guard: largest element]
 
-_types: dict[torch.device, str] = {}  # a device spells its type out anew each time it is asked
+_types: dict[torch.device, str] = {}  # the attribute of a device builds a string each time
 
 
 class Limit(NamedTuple):
@@ -224,7 +224,7 @@ class Limit(NamedTuple):
     Parameters
     ----------
     elements, nbytes : int
-        Smallest number of elements, and of bytes, with which a tensor may leave.
+        Smallest number of elements, and of bytes, with which a tensor is offloaded.
     """
 
     elements: int
@@ -241,9 +241,9 @@ class Limit(NamedTuple):
 
 
 def stays(tensor: torch.Tensor, backend: Backend, owned: ModuleTensors, limit: Limit) -> Reason | None:
-    """Return why a saved tensor stays on the device, or None if it can leave.
+    """Return why a saved tensor is kept on the device, or None if it can be offloaded.
 
-    The cheap questions come first: most saved tensors of a model are small or parameters.
+    The cheap checks come first: most saved tensors of a model are small or parameters.
     """
     kind = type(tensor)
     if kind is Parameter:
@@ -290,7 +290,7 @@ def _tied(tensor: torch.Tensor) -> Reason | None:
             return Reason.PARAMETER
         if base.requires_grad and base.is_leaf:
             return Reason.LEAF
-    # Whether autocast is on cannot be asked: it is off inside of the operations that it has cast for.
+    # Autocast is off inside of the operations that it has cast for, so whether it is on says nothing.
     return Reason.PARAMETER if needs_gradient and is_cast_of_parameter(tensor if base is None else base) else None
 
 

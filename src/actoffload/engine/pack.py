@@ -1,10 +1,10 @@
 """What autograd holds in place of a saved tensor.
 
-`[Note: in-place edits]`  With hooks installed autograd does not compare version counters any more, so the objects
-here do.  Each holds a detached alias of its tensor: an alias shares the version counter, but not the graph (the
-tensor itself would close a cycle through its own node).  When the memory leaves the device the alias is hollowed
-out, its data replaced by an empty tensor; the counter stays shared.  What comes back shares one counter too, which is
-compared each time, so that a backward function which changes what it unpacked cannot change it for others unseen.
+`[Note: in-place edits]`  With hooks installed autograd does not compare version counters, so the objects here do.  Each
+holds a detached alias of its tensor, which shares the version counter but not the graph; the tensor itself would close
+a cycle through its own node.  When the storage is released, the data of the alias is replaced by an empty tensor; the
+counter stays shared.  A reloaded tensor has a counter of its own.  That is compared each time too, so a backward
+function cannot change what it unpacked unseen by another one.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ from .versions import Wrappers, changed
 __all__ = ["Kept", "Moved", "Pack", "Packer", "Saved", "keep", "unpack"]
 
 Kept: TypeAlias = tuple[torch.Tensor, int, LivenessToken, "Resident | None"]
-"""A saved tensor that stays on the device: an alias, its version, the token of its layer, and what counts it.
+"""A saved tensor that is kept on the device: an alias, its version, the token of its layer, and what counts it.
 
 A plain tuple, because most saved tensors of a model are parameters or small, and this is all that they cost.
 """
 
 
 def keep(tensor: torch.Tensor, token: LivenessToken, resident: Resident | None = None) -> Kept:
-    """Hold a tensor that stays."""
-    # A leaf has no node, so it can be held itself; what comes back is then the parameter, not an alias.
+    """Hold a tensor that is kept on the device."""
+    # A leaf has no node, so it can be held itself; backward then gets the parameter, not an alias.
     alias = tensor if tensor.is_leaf else tensor.detach()  # [keep: kept tensor]
     return alias, version_of(tensor), token, resident
 
 
 class Moved:
-    """A saved tensor whose storage may leave the device."""
+    """A saved tensor on a storage that may be offloaded, but does not simply fill it."""
 
     __slots__ = ("__weakref__", "index", "owner", "probe", "storage", "token", "version", "view")
 
@@ -134,7 +134,7 @@ class Packer:
         self._smallest = limit.surely
         # After the last offloaded layer storages need not be followed, unless every step is recorded.
         self._stays_whole = index > roles.last_leaving and owner.settled and engine.recorder is None
-        # Offloaded as it saves, by plan: what it saved in an earlier pass tells what it saves now.
+        # By plan, each tensor is copied when it is saved: what an earlier pass saved is expected again.
         self._as_saved = layer.eager and roles.planned and index not in roles.stay and not wrappers
         self._aside = None
 

@@ -1,7 +1,7 @@
 """One pass: one forward of the model and the backward that belongs to it.
 
-A pass belongs to its graph.  Several may be in flight, in any order; a pass whose graph is thrown away simply
-ends.  Nothing here counts iterations, and nothing has to be reset.
+A pass belongs to its graph.  Several may be in flight, in any order; a pass ends when its
+graph is freed.  Nothing here counts iterations, and nothing has to be reset.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Pass:
         Its plan; that of the engine if not given.
     """
 
-    # Whether all layers came as the plan expects them; otherwise one that stays may have to leave after all.
+    # Whether all layers came as the plan expects them; otherwise a kept layer may have to be offloaded after all.
     settled = True
 
     def __init__(self, engine: Engine, roles: Roles | None = None) -> None:
@@ -75,7 +75,7 @@ class Pass:
         layer.layouts = self.engine.layouts.setdefault(layer.index, {})
         with self.lock:
             self.layers.append(layer)
-            self.aborted = True  # unless all goes well
+            self.aborted = True  # until the forward has begun
             self._event(When.FORWARD_START, layer.index)
             self.aborted = False
         return layer
@@ -117,10 +117,10 @@ class Pass:
         """Return a tensor that a layer saved, on the device; the unpack hook."""
         task = backward_id()
         if index == OUTSIDE:
-            index = min(storage.layers)  # the layer with which it travels, if there is one
+            index = min(storage.layers)  # the layer with which it is offloaded, if there is one
         if index != OUTSIDE and (index not in self._started or self._task != task):
             self.backward_reached(index)
-        # Who looks at a node's saved tensors outside of any backward may do so inside or outside of a capture.
+        # A node's saved tensors may be read outside of any backward, inside or outside of a capture.
         captured = self._captured if task != NO_BACKWARD else self.backend.capturing()
         with self.lock:
             if storage.residency is Residency.HOST:
@@ -136,16 +136,16 @@ class Pass:
             return tensor
 
     def _prefetch(self, index: int) -> None:
-        """Let a layer come back into the room of what backward has used of another, if the plan says so."""
+        """Reload a layer into the memory that backward has freed of another, if the plan says so."""
         layer = self.layers[index]
         if layer.prefetching is not None:
             with self.lock:
                 layer.prefetch()
 
     def backward_reached(self, index: int) -> None:
-        """Backward has come to the start of a layer, or uses something that it saved."""
+        """Note that backward has come to the start of a layer, or uses something that it saved."""
         task = backward_id()
-        if task == NO_BACKWARD:  # somebody looks at a node's saved tensors outside of any backward
+        if task == NO_BACKWARD:  # a node's saved tensors are read outside of any backward
             return
         if task == self._task and index in self._started:
             return
@@ -181,7 +181,7 @@ class Pass:
         """End a backward: what it reloaded and a retained graph still holds stays on the host alone."""
         for k in sorted(self._started - self._ended, reverse=True):
             self._finish(Kind.BACKWARD, k)
-        # A graph that is gone will not need its layers again, and what it let in is for the part that comes next.
+        # A freed graph does not need its layers again; what it has prefetched is for the next part of the backward.
         retained = any(self.layers[k].living() for k in self._started)
         for layer in self.layers:
             # [guard: release after the backward of a retained graph -> removed]

@@ -27,7 +27,7 @@ STRIDED = torch.strided
 
 
 class StorageRegistry:
-    """What a pass knows of the storages that its layers saved.  It keeps none of them alive.
+    """The storages that the layers of a pass saved; it holds weak references only.
 
     Parameters
     ----------
@@ -45,12 +45,12 @@ class StorageRegistry:
         self._devices: dict[torch.device, PassDevice] = {}
 
     def resident_at(self, address: int) -> Resident | None:
-        """Return what counts the storage at an address, if it was saved where it stays, and still is."""
+        """Return the record of the storage at an address, if a kept layer saved it and it is still saved."""
         ref = self._residents.get(address)
         return None if ref is None else ref()
 
     def resident(self, layer: Layer, tensor: torch.Tensor) -> Resident | None:
-        """Return what counts the storage of a tensor in a layer that stays; None if one that leaves has it as well."""
+        """Return the record of a storage that a kept layer saves; None if an offloaded layer has saved it too."""
         memory = tensor.untyped_storage()
         key = address(memory)
         known = self.storages.get(key)
@@ -161,7 +161,7 @@ class StorageRegistry:
     def save(
         self, layer: Layer, tensor: torch.Tensor, roles: Roles, wrappers: Wrappers = ()
     ) -> tuple[SavedStorage, View, torch.Tensor]:
-        """Return the storage of a saved tensor; it starts to leave at once if the plan says so.
+        """Return the storage of a saved tensor; its copy starts at once if the plan says so.
 
         Parameters
         ----------
@@ -220,14 +220,14 @@ class StorageRegistry:
         return storage, view, probe
 
     def release_earlier(self, layer: Layer, nbytes: int) -> None:
-        """Let an earlier layer give way to what this one has saved now."""
+        """Release as many bytes of an earlier layer as this one has saved now."""
         if self._engine.recorder is not None:
             self._engine.recorder.level()
         assert layer.releasing is not None
         layer.releasing.release_incrementally(nbytes, layer.captured)
 
     def _count_shared(self, storage: SavedStorage, stays: bool, roles: Roles) -> None:
-        """Count a storage that a layer which stays and one which leaves have both saved."""
+        """Count a storage that a kept layer and an offloaded one have both saved."""
         if stays:
             if storage.residency is Residency.OFFLOADING and not storage.shared:
                 storage.shared = True
@@ -248,7 +248,7 @@ class StorageRegistry:
             layer.note_late_copy(storage)
 
     def refused(self, storages: Iterable[SavedStorage]) -> None:
-        """Count, and tell, that the host had no memory."""
+        """Count storages for which there was no host memory, and warn once."""
         for storage in storages:
             self._counters.keep(Reason.HOST_FULL, storage.nbytes)
             self._engine.warn_once(storage.refused)
@@ -259,9 +259,9 @@ class StorageRegistry:
         return None if ref is None else ref()
 
     def held_elsewhere(self, storage: SavedStorage) -> torch.UntypedStorage | None:
-        """Return memory that a storage has given up, if it exists all the same, and not because it was saved again.
+        """Return the memory of a released storage that still exists, and not because it was saved again.
 
-        The caller must let go of it.
+        The caller must not keep it.
         """
         if storage.residency is not Residency.HOST or storage_expired(storage.weak):
             return None

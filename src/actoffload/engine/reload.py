@@ -27,7 +27,7 @@ class Residency(enum.Enum):
 
 
 class HostCopy:
-    """What of a saved storage is on the host, and what of that is on the device again.
+    """The host copy of a saved storage, and the device memory into which it is reloaded.
 
     The lock of the engine guards all methods.
     """
@@ -125,7 +125,7 @@ class HostCopy:
         return view.on(buffer, start)
 
     def evict(self) -> None:
-        """Free the device memory again; the host copy stays for the next backward through a retained graph."""
+        """Free the reloaded memory; the host copy stays for the next backward through a retained graph."""
         if self.residency is Residency.RELOADED:
             self._free_buffers()
             self.pass_device.counters.rise(-self._resident)
@@ -135,7 +135,7 @@ class HostCopy:
     def _free_buffers(self) -> None:
         transfers = self.pass_device.transfers
         if not self._awaited and self._copied_in is not None:
-            # [wait: dropping for a copy in that nobody used]
+            # [wait: dropping for a copy in without a use]
             transfers.join(self.stream, self.pass_device.streams, self._copied_in, min(self.layers, default=0))
             self._awaited = True
         for user in self._users:

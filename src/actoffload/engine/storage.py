@@ -119,7 +119,7 @@ class SavedStorage(HostCopy):
         self.new = (*self.new, view)
 
     def add_whole(self) -> None:
-        """Move the whole storage, whatever the saved views cover."""
+        """Copy the whole storage, whatever the saved views cover."""
         self.new = (*self.new, View(torch.uint8, torch.Size((self.nbytes,)), (1,), 0, False, False))
 
     # Offloading
@@ -130,7 +130,7 @@ class SavedStorage(HostCopy):
         Parameters
         ----------
         layer : int
-            For whom, in the timeline.
+            The layer shown in the timeline.
         captured : bool
             A graph is being captured.
         ended : bool
@@ -159,7 +159,7 @@ class SavedStorage(HostCopy):
         return True
 
     def _copy_missing(self, piece: Piece, layer: int, captured: bool) -> bool:
-        """Copy what of a piece is not copied yet: parts of a storage may have left before the whole of it."""
+        """Copy what of a piece is not copied yet: parts of the storage may have been copied before the whole of it."""
         if not self._pieces or piece.elements is not None:
             return self._copy(piece, layer, captured)
         return all(self._copy(gap, layer, captured) for gap in gaps(*piece.exact, self._pieces, self.nbytes))

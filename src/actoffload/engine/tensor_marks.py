@@ -1,7 +1,7 @@
 """Notes on storages: keep this one; this one is final.
 
 A note is found by the address of its storage.  It holds a weak reference, which keeps the address from being
-given to another storage, so a note can never be mistaken for somebody else's.
+given to another storage, so a note never applies to another storage.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ __all__ = ["Final", "StorageRef", "enabled", "final", "finals", "keep", "kept", 
 
 
 class StorageRef:
-    """Knows whether a storage still exists, without keeping its memory.
+    """A weak reference to a storage; it does not keep the memory.
 
-    While it exists, the address of the storage (``_cdata``) is not given to another one, so what was found by
-    that address cannot belong to somebody else.
+    While it exists, the address of the storage (``_cdata``) is not given to another one, so what is found by
+    that address belongs to this storage.
 
     Notes
     -----
@@ -38,7 +38,7 @@ class StorageRef:
 
     @property
     def expired(self) -> bool:
-        """Whether the memory is gone."""
+        """Whether the memory is freed."""
         return bool(storage_expired(self._weak))
 
     def __del__(self, finalizing: Callable[[], bool] = sys.is_finalizing) -> None:  # bound: this module may be cleared
