@@ -240,39 +240,55 @@ def current_module() -> weakref.ref[Module] | None:
 
 
 class ModuleCalls:
-    """Calls a function before the forward of every module, while at least one user wants it.
+    """Calls a function with each module whose forward begins, or that gets a parameter or buffer, while it has users.
 
-    The key of the hook stays the same for the life of the process: a compiled module is compiled again when the key of
+    The key of the hooks stays the same for the life of the process: a compiled module is compiled again when the key of
     a global hook changes.
     """
 
-    def __init__(self, before: Callable[..., None]) -> None:
-        self._before = before
+    _TABLES = (
+        "_global_forward_pre_hooks",
+        "_global_parameter_registration_hooks",
+        "_global_buffer_registration_hooks",
+    )
+    _REGISTER = (
+        "register_module_forward_pre_hook",
+        "register_module_parameter_registration_hook",
+        "register_module_buffer_registration_hook",
+    )
+
+    def __init__(self, call: Callable[..., None]) -> None:
+        self._call = call
         self._users = 0
         self._lock = threading.Lock()
-        self._table = getattr(torch.nn.modules.module, "_global_forward_pre_hooks", None)
+        found = [getattr(torch.nn.modules.module, name, None) for name in self._TABLES]
+        self._tables: list[Any] = [] if None in found else found
         self._key = -id(self)  # hooks of programs have positive keys
-        self._handle: Any = None
+        self._handles: list[Any] = []
 
     def add_user(self) -> None:
         """Call the function from here on."""
         with self._lock:
             self._users += 1
-            if self._users == 1:
-                if self._table is None:
-                    self._handle = torch.nn.modules.module.register_module_forward_pre_hook(self._before)
-                else:
-                    self._table[self._key] = self._before
+            if self._users > 1:
+                return
+            for table in self._tables:
+                table[self._key] = self._call
+            if not self._tables:
+                modules = torch.nn.modules.module
+                self._handles = [getattr(modules, name)(self._call) for name in self._REGISTER]
 
     def remove_user(self) -> None:
         """Call it no more if this was the last user."""
         with self._lock:
             self._users -= 1
-            if not self._users:
-                if self._handle is not None:
-                    self._handle.remove()
-                elif self._table is not None:
-                    self._table.pop(self._key, None)
+            if self._users:
+                return
+            for table in self._tables:
+                table.pop(self._key, None)
+            for handle in self._handles:
+                handle.remove()
+            self._handles.clear()
 
 
 # torch.compile

@@ -40,7 +40,7 @@ class ModuleTensors:
         self._places: dict[int, _Place] = {}
 
     def enter(self, module: Module) -> None:
-        """Note that the forward of a module begins."""
+        """Note that the forward of a module begins, or that it gets another parameter or buffer."""
         self._entered[module] = None
 
     def forget(self) -> None:
@@ -104,7 +104,7 @@ class _Running(threading.local):
 _running = _Running()
 
 
-def _entered(module: Module, inputs: Any) -> None:
+def _entered(module: Module, *more: Any) -> None:
     if not torch.compiler.is_dynamo_compiling() and _running.layers:
         _running.layers[-1].enter(module)
 
