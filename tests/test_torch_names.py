@@ -44,8 +44,8 @@ NAMES = [
     "_C._cuda_isCurrentStreamCapturing",
     "_C._nvtx",
     "nn.modules.module._global_forward_pre_hooks",
-    "nn.modules.module._global_forward_hooks",
-    "nn.modules.module._global_forward_hooks_always_called",
+    "nn.modules.module._global_parameter_registration_hooks",
+    "nn.modules.module._global_buffer_registration_hooks",
     "nn.Module._call_impl",
 ]
 

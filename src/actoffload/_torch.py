@@ -288,55 +288,55 @@ def current_module() -> weakref.ref[Module] | None:
 
 
 class ModuleCalls:
-    """Calls two functions around the forward of every module, while at least one user wants them.
+    """Calls a function with each module whose forward begins, or that gets a parameter or buffer, while it has users.
 
-    The keys of the hooks stay the same for the life of the process: a compiled module is compiled again when the key of
+    The key of the hooks stays the same for the life of the process: a compiled module is compiled again when the key of
     a global hook changes.
     """
 
-    _TABLES = ("_global_forward_pre_hooks", "_global_forward_hooks", "_global_forward_hooks_always_called")
+    _TABLES = (
+        "_global_forward_pre_hooks",
+        "_global_parameter_registration_hooks",
+        "_global_buffer_registration_hooks",
+    )
+    _REGISTER = (
+        "register_module_forward_pre_hook",
+        "register_module_parameter_registration_hook",
+        "register_module_buffer_registration_hook",
+    )
 
-    def __init__(self, before: Callable[..., None], after: Callable[..., None]) -> None:
-        self._values = before, after, True
+    def __init__(self, call: Callable[..., None]) -> None:
+        self._call = call
         self._users = 0
         self._lock = threading.Lock()
         found = [getattr(torch.nn.modules.module, name, None) for name in self._TABLES]
-        self._tables = [table for table in found if table is not None]
+        self._tables: list[Any] = [] if None in found else found
         self._key = -id(self)  # hooks of programs have positive keys
         self._handles: list[Any] = []
 
     def add_user(self) -> None:
-        """Call the functions from here on."""
+        """Call the function from here on."""
         with self._lock:
             self._users += 1
-            if self._users == 1:
-                self._install()
+            if self._users > 1:
+                return
+            for table in self._tables:
+                table[self._key] = self._call
+            if not self._tables:
+                modules = torch.nn.modules.module
+                self._handles = [getattr(modules, name)(self._call) for name in self._REGISTER]
 
     def remove_user(self) -> None:
-        """Call them no more if this was the last user."""
+        """Call it no more if this was the last user."""
         with self._lock:
             self._users -= 1
-            if not self._users:
-                self._remove()
-
-    def _install(self) -> None:
-        if len(self._tables) == len(self._TABLES):
-            for table, value in zip(self._tables, self._values, strict=True):
-                table[self._key] = value
-            return
-        before, after, always = self._values
-        modules = torch.nn.modules.module
-        self._handles = [
-            modules.register_module_forward_pre_hook(before),
-            modules.register_module_forward_hook(after, always_call=always),
-        ]
-
-    def _remove(self) -> None:
-        for table in self._tables:
-            table.pop(self._key, None)
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+            if self._users:
+                return
+            for table in self._tables:
+                table.pop(self._key, None)
+            for handle in self._handles:
+                handle.remove()
+            self._handles.clear()
 
 
 # torch.compile

@@ -77,13 +77,13 @@ def start_offload(*tensors: Any, offload_base_tensor: bool = False) -> None:
     if not tensor_marks.enabled():
         return
     backend = tensor_marks.running.backends[-1]
-    for tensor, within in (part for value in found for part in parts_to_save(value)):
+    for tensor, wrappers in (part for value in found for part in parts_to_save(value)):
         if tensor.device.type == backend.type and tensor.layout is torch.strided:
             stream = backend.current_stream(backend.place(tensor))
             if backend.checks:
                 backend.saved(tensor, stream)
             event = backend.record(stream)
-            tensor_marks.final(tensor, event, backend.capturing(), whole=offload_base_tensor, within=within)
+            tensor_marks.final(tensor, event, backend.capturing(), whole=offload_base_tensor, wrappers=wrappers)
 
 
 def is_cpu_offload_enabled() -> bool:

@@ -186,6 +186,9 @@ class AdversarialDevice:
         else:
             stream.push(Wait(event))
 
+    def wait_stream(self, stream: Stream, other: Stream) -> None:
+        self.wait(stream, self.record(other))
+
     def elapsed(self, start: Event, end: Event) -> float:
         return 0.0
 

@@ -27,8 +27,8 @@ from wrappers import (
 
 import actoffload
 from actoffload.engine import versions as outer
-from actoffload.engine.residency import StorageRef
 from actoffload.engine.subclasses import plain_parts
+from actoffload.engine.tensor_marks import StorageRef
 from actoffload.report import Reason
 
 
@@ -97,7 +97,7 @@ def test_a_model_on_wrappers_has_equal_bits_and_keeps_its_weights():
     with no_gc():
         for _ in range(2):
             got = torch.autograd.grad(forward(layers, x, context, sync).square().mean(), [x, *weights])
-            assert len(outer._outers) == 0
+            assert len(outer._wrappers) == 0
             nothing_held(context)
     assert same_bits(got[0], wanted[0])
     for a, b in zip(got[1:], wanted[1:], strict=True):
@@ -278,10 +278,10 @@ def test_nothing_is_held_of_a_graph_that_is_thrown_away():
     with no_gc():
         y = forward(layers, torch.randn(N, N, requires_grad=True), context, sync)
         assert context.statistics().host_bytes_used > 0
-        assert len(outer._outers) > 0
+        assert len(outer._wrappers) > 0
         del y
         nothing_held(context)
-        assert len(outer._outers) == 0
+        assert len(outer._wrappers) == 0
 
 
 def test_parts_that_find_no_host_memory_stay():

@@ -238,7 +238,7 @@ def test_counters_are_found_by_identity_and_not_by_address():
     """A tensor may lie where one lay whose counter is still held."""
     first, second = Two(values(), values()), Two(values(), values())
     held = Wrapper.of(first)
-    outer._outers[id(second)] = held
+    outer._wrappers[id(second)] = held
     assert Wrapper.of(second) is not held
     assert Wrapper.of(first) is held
     second.add_(1)

@@ -277,5 +277,5 @@ def test_breaks_of_what_is_special_here_are_noticed(what, monkeypatch):
 def _give_way_without_wait(self, nbytes):
     for ref in self.storages:
         storage = ref()
-        if storage is not None and storage.left is not None:
+        if storage is not None and storage.copied_out is not None:
             storage.release(self.index)

@@ -28,7 +28,7 @@ from pathlib import Path
 __all__ = ["INSTEAD", "Mutant", "tagged", "untagged"]
 
 TAG = re.compile(r"# \[(wait|keep|guard): ([^\]]+?)(?: -> (True|False|removed))?\]")
-CALL = re.compile(r"(\.wait|\.join|\.use|\border_behind|\bbegin_reload)\(")
+CALL = re.compile(r"(\.wait|\.wait_stream|\.join|\.use|\border_behind|\bbegin_reload)\(")
 WEAK = "__import__('weakref').proxy({})"
 
 
@@ -60,6 +60,8 @@ INSTEAD: dict[str, str] = {
     "keep: host copy": f"self.storage = {WEAK.format('storage')}",
     "keep: pass of the graph": f"self.owner = {WEAK.format('owner')}",
     "keep: resident tensor": "self.probe = probe.detach(); self.probe.data = torch.empty(0, dtype=probe.dtype)",
+    "keep: pass of a plain tensor": f"self.owner = {WEAK.format('owner')}",
+    "keep: plain tensor": "self.probe = probe.detach(); self.probe.data = torch.empty(0, dtype=probe.dtype)",
     "keep: source until copied": "self._source: torch.UntypedStorage | None = None",
     "keep: address of the storage": "self.weak = None",
     "keep: address of a marked storage": (
@@ -69,18 +71,19 @@ INSTEAD: dict[str, str] = {
         "note = Final(__import__('types').SimpleNamespace(expired=False), version_of(tensor), event, captured, whole)"
     ),
     "keep: host memory": "self.parts = __import__('weakparts').WeakParts(parts)",
-    "guard: fences waited for": "self._waited = mark.order + 1000",
+    "guard: fences waited for": "self._waited = position.order + 1000",
     "guard: fence of a returned buffer": "buffer.fence = ()",
     "guard: fence of a dissolved buffer": "self._insert(segment._replace(fence=()))",
     "guard: fence of the segment behind": "fence = segment.fence",
     "guard: fence of the segment before": "fence = segment.fence",
     "guard: streams that waited": "self._users = (*self._users, current); self._awaited = True",
-    "guard: end of a dropped copy": "left = home.transfers.mark(home.transfers.back)",
+    "guard: end of a dropped copy": "end = transfers.position(transfers.back)",
     "guard: end of a copy released incrementally": (
-        "storage.left = storage.home.transfers.mark(storage.home.transfers.back)"
+        "storage.copied_out = storage.pass_device.transfers.position(storage.pass_device.transfers.back)"
     ),
+    "guard: end of a plain copy released incrementally": "storage.copied_out = transfers.position(transfers.back)",
     "guard: view that the host copy lacks": "return layer.eager",
-    "guard: wait for each device and stream": "mark is not None and not waited",
+    "guard: wait for each device and stream": "position is not None and not waited",
     "guard: whole buffer from a bin": "bin_",
     "guard: size of a whole slab": "sizes.append(max(GRANULE, 2 << (need - 1).bit_length()))",
     "guard: limit on the bytes held": (

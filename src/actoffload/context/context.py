@@ -14,7 +14,7 @@ from ..engine.engine import Engine
 from ..engine.layer import Layer, tensors_in
 from ..engine.ownership import unwatch, watch
 from ..engine.pack import unpack
-from ..engine.passes import Pass
+from ..engine.passes import Pass, latest_pass, pass_in_backward
 from ..engine.recorder import TimelineRecorder
 from ..engine.statistics import Statistics
 from ..engine.tensor_marks import running
@@ -177,7 +177,7 @@ class OffloadContext(ContextDecorator):
 
         Backward runs on threads of autograd's own, so a hook sees the pass that it belongs to.
         """
-        return self._engine.pass_in_backward() or self._cursor.current or self._engine.latest_pass()
+        return pass_in_backward(self._engine) or self._cursor.current or latest_pass(self._engine)
 
     @property
     def plan(self) -> Plan:

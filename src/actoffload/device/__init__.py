@@ -1,4 +1,4 @@
-"""WHERE: the accelerator of this machine, or the reference device that any CPU can play."""
+"""The accelerator of this machine, or the reference device, which runs on any CPU."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["ReferenceDevice", "ReferenceDeviceWarning", "use"]
 
 
 class ReferenceDeviceWarning(UserWarning):
-    """Offloading was asked for on a machine without an accelerator."""
+    """Offloading runs on the reference device, because the machine has no accelerator."""
 
 
 _found: Backend | None = None
@@ -29,7 +29,7 @@ def backend() -> Backend:
     """Return the device that new contexts use.
 
     That is the innermost one chosen with `use`, else the accelerator of this machine, else the reference
-    device; the last is said once in a process, with a `ReferenceDeviceWarning`.
+    device, with one `ReferenceDeviceWarning` in a process.
     """
     global _found
     if _chosen:
@@ -51,7 +51,7 @@ def backend() -> Backend:
 
 @contextmanager
 def use(device: Backend) -> Iterator[Backend]:
-    """Let contexts created in this block use a given device: for tests and for virtual-time experiments.
+    """Use a given device for contexts created in this block: for tests and virtual-time experiments.
 
     Examples
     --------

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from .._torch import current_stream, is_capturing
-from .base import Event, Pairs, Stream
+from .base import Pairs, Stream, StreamEvent
 
 __all__ = ["MEMORY_COUNTERS", "Accelerator", "driver_calls"]
 
@@ -31,7 +31,7 @@ def driver_calls() -> dict[str, int]:
 
 
 class Accelerator:
-    """Streams, events, memory and copies through `torch.accelerator`, `torch.Stream` and `torch.Event`.
+    """Streams, events, memory and copies through `torch.accelerator`, `torch.Stream` and `torch.StreamEvent`.
 
     Raises
     ------
@@ -53,7 +53,7 @@ class Accelerator:
         return torch.device(self.type, torch.accelerator.current_device_index())
 
     def current_stream(self, device: torch.device) -> Stream:
-        # What torch.accelerator.current_stream calls, without its questions: it is asked for each saved tensor.
+        # What torch.accelerator.current_stream calls, without its checks: it is called for each saved tensor.
         return current_stream(device.index)
 
     def new_stream(self, device: torch.device) -> Stream:
@@ -61,7 +61,7 @@ class Accelerator:
 
     def adopt(self, stream: Stream) -> Stream:
         # A torch.cuda.Stream records events of CUDA's own class, and torch.Stream.wait_event passes over such an
-        # event without waiting and without a word (seen with torch 2.11).  So every stream here is a torch.Stream.
+        # event without waiting and without an error (seen with torch 2.11).  So every stream here is a torch.Stream.
         return torch.Stream(
             stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type
         )
@@ -70,15 +70,16 @@ class Accelerator:
         manager: AbstractContextManager[Any] = stream
         return manager
 
-    # Called several times for each saved tensor, so without a frame of Python's around them.
+    # Called several times for each saved tensor, so without a Python frame around them.
     place = staticmethod(attrgetter("device"))
     record = staticmethod(torch.Stream.record_event)
     wait = staticmethod(torch.Stream.wait_event)
+    wait_stream = staticmethod(torch.Stream.wait_stream)
 
-    def record_timed(self, stream: Stream) -> Event:
+    def record_timed(self, stream: Stream) -> StreamEvent:
         return stream.record_event(torch.Event(self.type, enable_timing=True))
 
-    def elapsed(self, start: Event, end: Event) -> float:
+    def elapsed(self, start: StreamEvent, end: StreamEvent) -> float:
         milliseconds: float = start.elapsed_time(end)
         return milliseconds * 1e-3
 
@@ -108,5 +109,5 @@ class Accelerator:
 
 
 def _never() -> bool:
-    """Say that nothing is captured, on accelerators whose graphs we do not know."""
+    """Return False, for accelerators without known graphs."""
     return False

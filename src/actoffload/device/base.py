@@ -1,4 +1,4 @@
-"""What the engine asks of a device: streams, events, memory and copies, and nothing else."""
+"""The interface between the engine and a device: streams, events, memory and copies."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 
-__all__ = ["Backend", "Event", "Pairs", "Stream", "StreamPosition", "latest_positions"]
+__all__ = ["Backend", "Pairs", "Stream", "StreamEvent", "StreamPosition", "latest_positions"]
 
 Stream: TypeAlias = Any
 """A queue of work on a device: `torch.Stream`, or what stands in for it on a device of ours.  Compares with ``==``."""
 
-Event: TypeAlias = Any
+StreamEvent: TypeAlias = Any
 """A point in a stream that other streams can wait for."""
 
 Pairs: TypeAlias = Sequence[tuple[torch.Tensor, torch.Tensor]]
@@ -25,17 +25,17 @@ class Backend(Protocol):
 
     Everything that the engine does to streams and memory goes through these methods, so a second
     implementation sees all of it: the reference device keeps virtual clocks, and the tests' adversarial
-    device checks every access against the waits that were asked for.
+    device checks every access against these waits.
     """
 
     name: str
-    """Shown to people: ``"cuda"``, ``"xpu"``, ``"reference"``."""
+    """Shown to users: ``"cuda"``, ``"xpu"``, ``"reference"``."""
 
     type: str
-    """Tensors on devices of this type are activations that can leave: ``"cuda"``, ``"cpu"``."""
+    """Tensors on devices of this type can be offloaded: ``"cuda"``, ``"cpu"``."""
 
     checks: bool
-    """Whether it wants to be told by `saved` of every tensor; only devices that check the engine do."""
+    """Whether the engine calls `saved` for every tensor; only devices that check the engine need it."""
 
     resolution: float
     """Seconds below which a measured wait is the cost of the measurement, and no stall."""
@@ -64,19 +64,23 @@ class Backend(Protocol):
         """Make a stream the current one of this thread for a ``with`` block."""
         ...
 
-    def record(self, stream: Stream) -> Event:
+    def record(self, stream: Stream) -> StreamEvent:
         """Return an event at the present end of a stream."""
         ...
 
-    def record_timed(self, stream: Stream) -> Event:
+    def record_timed(self, stream: Stream) -> StreamEvent:
         """Return an event that `elapsed` can read."""
         ...
 
-    def wait(self, stream: Stream, event: Event) -> None:
+    def wait(self, stream: Stream, event: StreamEvent) -> None:
         """Make later work of a stream wait for an event; the host does not wait."""
         ...
 
-    def elapsed(self, start: Event, end: Event) -> float:
+    def wait_stream(self, stream: Stream, other: Stream) -> None:
+        """Make later work of a stream wait for all work queued so far on another; the host does not wait."""
+        ...
+
+    def elapsed(self, start: StreamEvent, end: StreamEvent) -> float:
         """Return seconds between two events of `record_timed` that have passed."""
         ...
 
@@ -85,11 +89,11 @@ class Backend(Protocol):
         ...
 
     def capturing(self) -> bool:
-        """Whether work queued now on the current stream goes into a graph instead of being run."""
+        """Return whether work queued now on the current stream is captured into a graph."""
         ...
 
     def saved(self, tensor: torch.Tensor, stream: Stream) -> None:
-        """Learn that the work queued so far on `stream` wrote `tensor`; only checking devices care."""
+        """Note that the work queued so far on `stream` wrote `tensor`."""
         ...
 
     def empty_device(
@@ -118,30 +122,30 @@ class Backend(Protocol):
 
 
 class StreamPosition(NamedTuple):
-    """An event with its place in the order of its stream.
+    """An event, and its place in the order of its stream.
 
     Parameters
     ----------
-    event : Event
+    event : StreamEvent
         What to wait for.
     lane : int
         Which transfer stream it was recorded on.
     order : int
-        Grows along a lane: who waits for a mark has waited for all before it.
+        Grows along a lane: waiting for a position includes all before it.
     captured : bool
         It was recorded while a graph was captured, and means something only within that capture.
     """
 
-    event: Event
+    event: StreamEvent
     lane: int
     order: int
     captured: bool
 
 
-def latest_positions(marks: Iterable[StreamPosition]) -> tuple[StreamPosition, ...]:
-    """Return the last mark of each lane, which stands for all of them."""
+def latest_positions(positions: Iterable[StreamPosition]) -> tuple[StreamPosition, ...]:
+    """Return the last position of each lane, which includes the earlier ones."""
     last: dict[int, StreamPosition] = {}
-    for mark in marks:
-        if mark.lane not in last or last[mark.lane].order < mark.order:
-            last[mark.lane] = mark
+    for position in positions:
+        if position.lane not in last or last[position.lane].order < position.order:
+            last[position.lane] = position
     return tuple(last.values())

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from .._torch import DispatchMode, address, storage_address, tree_leaves
-from .base import Event, Pairs, Stream
+from .base import Pairs, Stream, StreamEvent
 
 __all__ = ["CreatedStorages", "ReferenceDevice", "ReferenceEvent", "ReferenceStream"]
 
@@ -45,12 +45,12 @@ class ReferenceEvent:
 
 
 class ReferenceDevice:
-    """A device that any CPU can play, with a link of a given bandwidth.
+    """A device made of CPU memory, with a link of a given bandwidth.
 
     Parameters
     ----------
     d2h, h2d : float
-        Bandwidth of the link in bytes per second; infinite unless told.
+        Bandwidth of the link in bytes per second; infinite by default.
     latency : float
         Seconds per transfer.
     wall_clock : bool
@@ -113,16 +113,19 @@ class ReferenceDevice:
         finally:
             self._local.stream = before
 
-    def record_timed(self, stream: Stream) -> Event:
+    def record_timed(self, stream: Stream) -> StreamEvent:
         return self.record(stream)
 
-    def record(self, stream: Stream) -> Event:
+    def record(self, stream: Stream) -> StreamEvent:
         return ReferenceEvent(time.perf_counter() if self.wall_clock else stream.now)
 
-    def wait(self, stream: Stream, event: Event) -> None:
+    def wait(self, stream: Stream, event: StreamEvent) -> None:
         stream.now = max(stream.now, event.time)
 
-    def elapsed(self, start: Event, end: Event) -> float:
+    def wait_stream(self, stream: Stream, other: Stream) -> None:
+        self.wait(stream, self.record(other))
+
+    def elapsed(self, start: StreamEvent, end: StreamEvent) -> float:
         seconds: float = end.time - start.time
         return seconds
 

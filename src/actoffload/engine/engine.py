@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import threading
 import warnings
-import weakref
-from typing import TYPE_CHECKING
+from collections.abc import Hashable
+from itertools import count
 
 import torch
 
-from .._torch import backward_id
 from ..device.base import Backend
 from ..schedule.plan import Plan, Roles
 from . import ownership
+from .layout import Layout
 from .ownership import Limit
+from .recorder import TimelineRecorder
 from .statistics import Counters, Statistics
 from .transfer import Transfers
 
-if TYPE_CHECKING:
-    from .passes import Pass
-    from .recorder import TimelineRecorder
-
 __all__ = ["Engine", "HostMemoryWarning"]
+
+
+_numbers = count()
 
 
 class HostMemoryWarning(UserWarning):
@@ -64,8 +64,8 @@ class Engine:
         self._transfers: dict[torch.device, Transfers] = {}
         self._warned = False
         self.roles = Roles.of(plan)
-        self._running: dict[int, weakref.ref[Pass]] = {}  # backward, by autograd's id of it -> pass
-        self._latest: weakref.ref[Pass] | None = None
+        self.number = next(_numbers)
+        self.layouts: dict[Hashable, dict[int, Layout]] = {}  # of what each layer saved, by place in the order
 
     def limit(self) -> Limit:
         """Return below which size tensors stay."""
@@ -82,7 +82,7 @@ class Engine:
         Raises
         ------
         TypeError
-            If the program gave a stream, which means nothing there.
+            If the program passed its own stream, which means nothing there.
         """
         if self._stream is not None:
             raise TypeError(
@@ -93,30 +93,8 @@ class Engine:
 
     @property
     def limits(self) -> tuple[int | None, int | None]:
-        """The limits on host memory and on the size of tensors, as they were given."""
+        """`max_host_bytes` and `min_bytes`."""
         return self._max_host_bytes, self._min_bytes
-
-    def began(self, begun: Pass) -> None:
-        """Note a new pass."""
-        self._latest = weakref.ref(begun)
-        self.counters.passes += 1
-
-    def running(self, task: int, of: Pass | None) -> None:
-        """Note whose backward runs, or that it has ended."""
-        if of is None:
-            self._running.pop(task, None)
-        else:
-            # A backward that an exception ended is not told of; its entry goes with its pass.
-            self._running[task] = weakref.ref(of, lambda _: self._running.pop(task, None))
-
-    def pass_in_backward(self) -> Pass | None:
-        """Return the pass whose backward runs in this thread."""
-        ref = self._running.get(backward_id())
-        return None if ref is None else ref()
-
-    def latest_pass(self) -> Pass | None:
-        """Return the latest pass that any thread began, if it still exists."""
-        return None if self._latest is None else self._latest()
 
     def transfers(self, device: torch.device) -> Transfers:
         """Return the streams and the host pool that serve a device."""
@@ -151,13 +129,13 @@ class Engine:
             )
 
     def close(self) -> None:
-        """Give the host memory back; what passes in flight use goes with them."""
+        """Free the host memory; buffers of passes in flight are freed with them."""
         with self.lock:
             for transfers in self.all_transfers:
                 transfers.pool.close()
 
     def warn_once(self, refusal: str) -> None:
-        """Tell the user that a tensor stays because the host has no room, the first time."""
+        """Warn, the first time, that a tensor is kept because there is no host memory for it."""
         if not self._warned:
             self._warned = True
             warnings.warn(

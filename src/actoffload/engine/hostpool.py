@@ -84,14 +84,13 @@ class HostBuffer:
         self.epoch = epoch
         self._typed: tuple[Any, torch.Tensor] | None = None
 
-    def typed(self, dtype: torch.dtype, size: torch.Size, stride: tuple[int, ...]) -> torch.Tensor | None:
-        """Return the buffer as a tensor without gaps, or None if it consists of several parts."""
-        key = (dtype, size, stride)
+    def typed(self, key: tuple[torch.dtype, torch.Size, tuple[int, ...]]) -> torch.Tensor | None:
+        """Return the buffer as a tensor of a dtype, size and stride without gaps; None if it has several parts."""
         if self._typed is not None and self._typed[0] == key:
             return self._typed[1]
         if len(self.parts) > 1:
             return None
-        tensor = self.parts[0].view(dtype).as_strided(size, stride)
+        tensor = self.parts[0].view(key[0]).as_strided(key[1], key[2])
         self._typed = (key, tensor)
         return tensor
 

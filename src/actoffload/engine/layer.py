@@ -1,4 +1,4 @@
-"""One layer in one pass: what it saved, and how far its activations have moved."""
+"""One layer in one pass: what it saved, and where its activations are."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ import dataclasses
 import enum
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import count
 from typing import Any, TypeAlias
 
 import torch
 
 from .._torch import opaque
 from ..device.base import Stream, StreamPosition
-from ..engine.residency import Residency
 from ..schedule.plan import reserve
-from .ownership import Owned
-from .reload import reload
-from .residency import Resident
+from .layout import Layout
+from .ownership import ModuleTensors
+from .reload import Residency, reload
 from .statistics import Reason
-from .storage import SavedStorage
+from .storage import Resident, SavedStorage
 from .transfer import Transfers
 
 __all__ = ["Layer", "LivenessToken", "Phase", "tensors_in"]
@@ -77,22 +77,24 @@ class Layer:
         self.phase = Phase.FORWARD
         self.eager = False  # copy each tensor when it is saved
         self.synchronized = False
-        self.releases_incrementally = False  # leaves tensor by tensor, so each copy has a mark of its own
-        self.donor: Layer | None = None  # who makes room for what this one saves
-        self._owed = 0  # bytes that it gave too little, or too many
-        self._given = 0  # how many of its storages it has gone through
-        self.successor: Layer | None = None  # who comes back into the room of what backward has used
+        self.releases_incrementally = False  # each copy has a position of its own
+        self.releasing: Layer | None = None  # the layer that is released while this one saves
+        self._to_release = 0  # bytes still to be released; negative if it released too many
+        self._next = 0  # the next of its storages to release
+        self.prefetching: Layer | None = None  # the layer that is reloaded while backward uses this one
         self._unused: tuple[list[_Sized], list[_Sized]] = ([], [])  # what backward has not used yet
-        self._room = 0  # bytes that it has used, and nobody has taken yet
+        self._freed = 0  # bytes that backward has used, and no reload has taken
         self._returning: list[weakref.ref[SavedStorage]] | None = None
-        self.on_demand = 0  # reloads that nobody had asked for in time
+        self.on_demand = 0  # reloads that the plan did not start in time
         self.ahead = 0
-        self.bytes_back = 0
+        self.bytes_reloaded = 0
         self._grad_mode = torch.is_grad_enabled()
         self._graphless = False
-        self.owned = Owned()
+        self.owned = ModuleTensors()
+        self.layouts: dict[int, Layout] = {}  # of what was saved in an earlier pass, by its place in the order
+        self.next_place = count().__next__
         self.kept: dict[Reason, list[int]] = {}  # count and bytes, until the layer ends
-        self._left: dict[Transfers, StreamPosition] = {}
+        self._copied_out: dict[Transfers, StreamPosition] = {}
         self.storages: list[weakref.ref[SavedStorage]] = []
         self.residents: list[weakref.ref[Resident]] = []
         self.token: LivenessToken | None = LivenessToken()
@@ -121,10 +123,10 @@ class Layer:
         return self._alive() is not None or any(ref() is not None for ref in self._outputs)
 
     @property
-    def goes_on(self) -> bool:
+    def continues(self) -> bool:
         """Whether a layer that starts now can follow this one in the same forward.
 
-        A layer that saved nothing and whose outputs need no gradient has no graph to tell by; what runs in the
+        A layer that saved nothing and whose outputs need no gradient has no graph; what runs in the
         same grad mode simply follows it.
         """
         return self.alive or (self._graphless and self._grad_mode == torch.is_grad_enabled())
@@ -138,43 +140,44 @@ class Layer:
         return token
 
     def end(self) -> list[SavedStorage]:
-        """End the forward; return the storages that should leave but found no host memory."""
+        """End the forward; return the storages to offload for which there was no host memory."""
         self.token = None  # from here on the graph alone keeps this layer alive
         if self.phase is Phase.FORWARD:
             self.phase = Phase.SAVED
         return self.offload() if self.eager else []
 
     def offload(self) -> list[SavedStorage]:
-        """Queue the copies of all that is saved; return the storages that found no host memory."""
+        """Queue the copies of all that is saved; return the storages for which there was no host memory."""
         self.phase = Phase.OFFLOADING
-        living = self.living()
-        incomplete = [s for s in living if (s.new or s.loose) and not s.refused and not s.pinned]
         refused = []
-        for storage in incomplete:
-            if not storage.leave(self.index, self.captured, ended=True):
-                refused.append(storage)
-            elif self.releases_incrementally and storage.where is Residency.OFFLOADING and storage.left is None:
-                storage.left = storage.home.transfers.end_of_copies_out(self.captured)
-        for storage in living:
-            if storage.where is Residency.OFFLOADING and storage.left is None:
-                storage.left = self._left_mark(storage.home.transfers)  # [guard: end of the copies of a layer]
+        for storage in self.living():
+            if (storage.new or storage.loose) and not storage.refused and not storage.pinned:
+                if not storage.offload(self.index, self.captured, ended=True):
+                    refused.append(storage)
+                elif self.releases_incrementally and storage.residency is Residency.OFFLOADING:
+                    transfers = storage.pass_device.transfers
+                    storage.copied_out = storage.copied_out or transfers.end_of_copies_out(self.captured)
+        for storage in self.living():
+            if storage.residency is Residency.OFFLOADING and storage.copied_out is None:
+                # [guard: end of the copies of a layer]
+                storage.copied_out = self._end_of_copies(storage.pass_device.transfers)
         return refused
 
-    def _left_mark(self, transfers: Transfers) -> StreamPosition:
-        """Return a mark after all copies of this layer, one for each device."""
-        mark = self._left.get(transfers)
-        if mark is None:
-            mark = self._left[transfers] = transfers.end_of_copies_out()
-        return mark
+    def _end_of_copies(self, transfers: Transfers) -> StreamPosition:
+        """Return a position after all copies of this layer, one for each device."""
+        position = self._copied_out.get(transfers)
+        if position is None:
+            position = self._copied_out[transfers] = transfers.end_of_copies_out()
+        return position
 
-    def copied_late(self, storage: SavedStorage) -> None:
-        """Note a copy that was queued after the layer had ended: it is the last one now."""
+    def note_late_copy(self, storage: SavedStorage) -> None:
+        """Note a copy that was queued after the layer had ended."""
         if self.phase is Phase.OFFLOADING:
-            transfers = storage.home.transfers
-            storage.left = self._left[transfers] = transfers.end_of_copies_out()
+            transfers = storage.pass_device.transfers
+            storage.copied_out = self._copied_out[transfers] = transfers.end_of_copies_out()
 
     def release_incrementally(self, nbytes: int, captured: bool) -> None:
-        """Give up device memory for so many bytes that another layer has saved, in the order of saving.
+        """Release as many bytes as another layer has saved, in the order of saving.
 
         Parameters
         ----------
@@ -183,58 +186,57 @@ class Layer:
         captured : bool
             The forward of that layer is captured into a graph.
         """
-        self._owed += nbytes
-        while self._owed > 0 and self._given < len(self.storages):
-            storage = self.storages[self._given]()
-            self._given += 1
-            if storage is None or storage.where is not Residency.OFFLOADING or storage.left is None:
-                continue
-            home = storage.home
-            # [wait: giving way for the copy out]
-            home.transfers.join(storage.stream, home.streams, storage.left, self.index, captured)
-            self._owed -= storage.release(self.index)
+        self._to_release += nbytes
+        storages = self.storages
+        while self._to_release > 0 and self._next < len(storages):
+            storage = storages[self._next]()
+            self._next += 1
+            if storage is not None and storage.residency is Residency.OFFLOADING and storage.copied_out is not None:
+                device = storage.pass_device
+                # [wait: incremental release for the copy out]
+                device.transfers.join(storage.stream, device.streams, storage.copied_out, self.index, captured)
+                self._to_release -= storage.release(self.index)
 
     def release(self) -> None:
-        """Give up the device memory, or what is left of it, once the copies have ended."""
+        """Release the device memory that is not released yet, once the copies have ended."""
         self.phase = Phase.RELEASED
         living = self.living()
         waited: list[tuple[Transfers, Stream]] = []
         for storage in living:
-            home = storage.home
-            mark = self._left.get(home.transfers)
-            if storage.where is Residency.OFFLOADING and self.releases_incrementally and storage.left is not None:
+            device, copied_out = storage.pass_device, storage.copied_out
+            position = self._copied_out.get(device.transfers)
+            offloading = storage.residency is Residency.OFFLOADING
+            if offloading and self.releases_incrementally and copied_out is not None:
                 # [wait: release of the rest for its copy out]
-                home.transfers.join(storage.stream, home.streams, storage.left, self.index)
+                device.transfers.join(storage.stream, device.streams, copied_out, self.index)
             # [guard: wait for each device and stream]
-            elif mark is not None and (home.transfers, storage.stream) not in waited:
-                waited.append((home.transfers, storage.stream))
+            elif position is not None and (device.transfers, storage.stream) not in waited:
+                waited.append((device.transfers, storage.stream))
                 # [wait: release for the copies out]
-                home.transfers.join(storage.stream, home.streams, mark, self.index)
-            if not storage.layers[self.index]:  # else it has given way
+                device.transfers.join(storage.stream, device.streams, position, self.index)
+            if not storage.layers[self.index]:  # not released incrementally before
                 storage.release(self.index)
-        self._left.clear()
+        self._copied_out.clear()
 
     def reload(self) -> None:
-        """Queue the copies back, last saved first, as backward needs them."""
+        """Queue the reloads, last saved first, as backward needs them."""
         self.phase = Phase.RELOADING
-        living = self.living()[::-1]
-        for storage in living:
-            if storage.where is Residency.HOST:
-                self.ahead += 1
-                self.bytes_back += storage.bytes_copied
-        reload(living, self.index)
+        waiting = [storage for storage in reversed(self.living()) if storage.residency is Residency.HOST]
+        self.ahead += len(waiting)
+        self.bytes_reloaded += sum(storage.bytes_copied for storage in waiting)
+        reload(waiting, self.index)
 
-    def followed_by(self, successor: Layer, used: Callable[[], None]) -> None:
-        """Let another layer come back into the room of what backward has used, from here on.
+    def prefetch_into_freed(self, prefetching: Layer, used: Callable[[], None]) -> None:
+        """Reload another layer into the memory that backward has freed of this one, from here on.
 
         Parameters
         ----------
-        successor : Layer
-            Who comes back.
+        prefetching : Layer
+            The layer to reload.
         used : callable
-            Called when backward asks for a tensor that stayed.
+            Called when backward uses a tensor that was kept.
         """
-        self.successor = successor
+        self.prefetching = prefetching
         # Each once, however often it was saved.
         residents = {id(resident): (ref, resident) for ref in self.residents if (resident := ref()) is not None}
         storages = ((ref, ref()) for ref in self.storages)
@@ -245,12 +247,12 @@ class Layer:
             [(ref, s.nbytes) for ref, s in storages if s is not None and len(s.layers) == 1],
             [(ref, resident.nbytes) for ref, resident in residents.values()],
         )
-        self._room = -reserve(sum(nbytes for unused in self._unused for _, nbytes in unused))
+        self._freed = -reserve(sum(nbytes for unused in self._unused for _, nbytes in unused))
 
     def backward_done(self) -> None:
-        """Backward has passed: nobody takes its room any more, and what is still held goes to the host again."""
-        if self.successor is not None:
-            self.successor = None
+        """End the backward: drop the device memory of what a retained graph still holds."""
+        if self.prefetching is not None:
+            self.prefetching = None
             self._unused = ([], [])
             for ref in self.residents:
                 resident = ref()
@@ -258,43 +260,43 @@ class Layer:
                     resident.used = None
         self.evict()  # [guard: release at the end of a backward]
 
-    def pass_on(self) -> None:
-        """Let the successor have the room of what backward has used since the last time."""
-        assert self.successor is not None
+    def prefetch(self) -> None:
+        """Reload into the memory that backward has freed since the last call."""
+        assert self.prefetching is not None
         for unused in self._unused:
             while unused and unused[-1][0]() is None:
-                self._room += unused.pop()[1]
-        if self._room > 0:
-            self._room = self.successor._prefetch_into(self._room)
+                self._freed += unused.pop()[1]
+        if self._freed > 0:
+            self._freed = self.prefetching._prefetch_into(self._freed)
 
     def _prefetch_into(self, room: int) -> int:
-        """Reload what fits into some bytes, last saved first; return how many are left."""
+        """Reload what fits into `room` bytes, last saved first; return the bytes that remain."""
         if self._returning is None:
             self._returning = list(self.storages)
         returning = self._returning
         while returning:
             storage = returning[-1]()
-            if storage is not None and storage.where is Residency.HOST:
+            if storage is not None and storage.residency is Residency.HOST:
                 if storage.nbytes > room:
                     break
                 self.ahead += 1
-                self.bytes_back += storage.bytes_copied
+                self.bytes_reloaded += storage.bytes_copied
                 reload([storage], self.index)
                 room -= storage.nbytes
             returning.pop()
         return room
 
     def evict(self) -> None:
-        """Backward has passed: what a retained graph still holds waits on the host for the next one."""
+        """Drop the device memory of what a retained graph still holds; the host copies remain."""
         for storage in self.living():
-            if storage.where is Residency.RELOADED and min(storage.layers) == self.index:
+            if storage.residency is Residency.RELOADED and min(storage.layers) == self.index:
                 storage.evict()
         self._returning = None
         if self.phase is Phase.RELOADING:
             self.phase = Phase.RELEASED
 
     @property
-    def spent(self) -> bool:
+    def freed(self) -> bool:
         """Whether autograd holds no storage of this layer any more: its backward has run, or its graph is gone."""
         return not self.living() and all(ref() is None for ref in self.residents)
 

@@ -12,7 +12,7 @@ import torch
 from .._torch import negative_view
 from .hostpool import HostBuffer
 
-__all__ = ["Piece", "View", "dense", "gaps", "loose_pieces", "raw", "reload_spans"]
+__all__ = ["Layout", "Piece", "View", "dense", "gaps", "loose_pieces", "raw", "reload_spans"]
 
 GRAIN = 512
 """Allocators align to this many bytes; a copy that starts at a multiple keeps every pointer's alignment, on which
@@ -113,6 +113,36 @@ class View(NamedTuple):
         size, stride = self.compact
         tensor = torch.empty(0, dtype=self.dtype, device=device)
         return tensor.set_(memory, (self.offset - base) // self.dtype.itemsize, size, stride)
+
+
+@dataclass(slots=True)
+class Layout:
+    """How the tensor lies that makes a storage plain, and what is expected of the tensor saved there in a later pass.
+
+    Parameters
+    ----------
+    view : View
+        Type and layout.
+    key : tuple
+        Data type, size and stride.
+    nbytes : int
+        Size of the storage in bytes.
+    node : type or None
+        The class of the autograd node that made the tensor, or the tensor of which it is a view.
+    is_cast : bool
+        That node casts or transposes.
+    """
+
+    view: View
+    key: tuple[torch.dtype, torch.Size, tuple[int, ...]]
+    nbytes: int
+    node: type | None = None
+    is_cast: bool = False
+
+    @staticmethod
+    def of(view: View, nbytes: int) -> Layout:
+        """Return the layout of a tensor that fills a storage."""
+        return Layout(view, (view.dtype, view.size, view.stride), nbytes)
 
 
 _view = partial(tuple.__new__, View)  # without the frame of Python's that a named tuple makes

@@ -1,12 +1,12 @@
-"""A pass of a model whose groups announce themselves: the order is not given, and not everything is in a group.
+"""A pass of a model whose groups are called in an order that is not known before, with code between them.
 
-`[Note: between the groups]`  What is saved while no group runs stays on the device, and so does what a module that
-is to be kept saves.  It is followed all the same: a storage that stays here would not be freed by copying it for
-a group.  One kind of tensor is an exception, the inputs of a group.  Checkpointing saves them just before the module
-runs (the variant without reentrant autograd) or just after it has run (the reentrant one); they are all that a
-checkpointed group leaves behind.  So what was saved between two groups, and is an input of the group that starts,
-travels with that group.  What is saved after groups that built no graph, and was an input of one of them, travels with
-the last of them: a checkpointed region may hold several groups, and backward comes to its last one first.
+`[Note: between the groups]`  What is saved while no group runs is kept on the device, and so is what a module named in
+`keep` saves.  Its storages are followed all the same: copying them for a group would free nothing.  Inputs of a group
+are an exception.  Checkpointing saves them just before the module runs (without reentrant autograd) or just after
+(with it), and they are all that a checkpointed group saves.  So what was saved between two groups, and is an input of
+the group that starts, is offloaded with that group.  What is saved after groups that built no graph, and was an input
+of one of them, is offloaded with the last of them: a checkpointed region may hold several groups, and backward comes
+to the last one first.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ import torch
 from torch.nn import Module
 
 from .._torch import address, current_module, opaque, stands_for_another
-from ..engine.residency import Residency
-from ..engine.versions import Wrappers
 from ..schedule.execution_order import ExecutionOrder, Key
 from ..schedule.plan import OUTSIDE, Roles
 from .engine import Engine
 from .layer import Layer
-from .ownership import Owned, stays
-from .pack import Kept, Moved, Pack, keep
+from .ownership import ModuleTensors, stays
+from .pack import Moved, Pack, Saved, keep
 from .passes import Pass
-from .residency import StorageRef
+from .reload import Residency
 from .statistics import Reason
 from .storage import SavedStorage
 from .subclasses import Compound, is_compound, plain_parts
+from .tensor_marks import StorageRef
+from .versions import Wrappers
 
 __all__ = ["ModelPass"]
 
@@ -47,7 +47,7 @@ class ModelPass(Pass, Generic[Key]):
         The groups in the order in which they are expected.
     roles_of : callable
         From a sequence of groups to what the plan for them means.
-    owned : Owned
+    owned : ModuleTensors
         What the model owns.
     """
 
@@ -56,12 +56,12 @@ class ModelPass(Pass, Generic[Key]):
         engine: Engine,
         course: ExecutionOrder[Key],
         roles_of: Callable[[tuple[Key, ...]], Roles],
-        owned: Owned,
+        owned: ModuleTensors,
     ) -> None:
         self._roles_of = roles_of
         self._owned = owned
         self.course = course
-        # What was saved between the groups, and by which module: as long as somebody records.
+        # What was saved between the groups, and by which module; filled while a recorder is installed.
         self.savers: list[tuple[weakref.ref[SavedStorage], weakref.ref[Module] | None]] = []
         self._between = Layer(OUTSIDE, engine.backend.capturing())
         self._withheld = Layer(OUTSIDE, engine.backend.capturing())
@@ -71,12 +71,12 @@ class ModelPass(Pass, Generic[Key]):
 
     @property
     def open(self) -> bool:
-        """Whether the next group that starts belongs to this pass, where only the groups can tell."""
+        """Whether the next group that starts belongs to this pass, if only groups run."""
         if self.aborted or self.backward_begun or self.course.complete:
             return False
-        return not self.layers or self.layers[-1].goes_on
+        return not self.layers or self.layers[-1].continues
 
-    def group_start(self, key: Key, inputs: Iterable[torch.Tensor], owned: Owned) -> Layer:
+    def group_start(self, key: Key, inputs: Iterable[torch.Tensor], owned: ModuleTensors) -> Layer:
         """Begin the forward of a group.
 
         Parameters
@@ -85,7 +85,7 @@ class ModelPass(Pass, Generic[Key]):
             Which one.
         inputs : iterable of torch.Tensor
             What it is called with.
-        owned : Owned
+        owned : ModuleTensors
             What its module owns.
         """
         if not self.course.arrive(key):
@@ -93,6 +93,7 @@ class ModelPass(Pass, Generic[Key]):
             self.follow(self._roles_of(self.course.sequence))
         layer = self.forward_start()
         layer.owned = owned
+        layer.layouts = self.engine.layouts.setdefault(key, {})
         graph = torch.is_grad_enabled()
         if graph or self._region_saved:
             self._inputs = {}
@@ -105,24 +106,24 @@ class ModelPass(Pass, Generic[Key]):
         return layer
 
     def _adopt(self, layer: Layer, addresses: set[int]) -> None:
-        """Let what was saved before a group, and is an input of it, travel with it; see [Note: between the groups]."""
+        """Count inputs of a group that were saved before as saved by it; see [Note: between the groups]."""
         with self.lock:
             stay = [ref() for ref in self._between.residents]
             for address in addresses:
-                storage, resident = self.ledger.at(address), self.ledger.resident_at(address)
+                storage, resident = self.registry.at(address), self.registry.resident_at(address)
                 if (
                     storage is not None
                     and storage in self._between.living()
                     and len(storage.layers) == 1  # [guard: input of a group that another group saved]
                 ):
-                    storage.layers = {layer.index: storage.where is Residency.HOST}
+                    storage.layers = {layer.index: storage.residency is Residency.HOST}
                     layer.storages += [ref for ref in self._between.storages if ref() is storage]
                     if layer.eager:
-                        self.ledger.leave(layer, storage, ended=False)
-                    if layer.donor is not None:
-                        self.ledger.make_room(layer, storage.nbytes)
-                elif layer.donor is not None and resident is not None and resident in stay:
-                    self.ledger.make_room(layer, resident.nbytes)
+                        self.registry.offload(layer, storage, ended=False)
+                    if layer.releasing is not None:
+                        self.registry.release_earlier(layer, storage.nbytes)
+                elif layer.releasing is not None and resident is not None and resident in stay:
+                    self.registry.release_earlier(layer, resident.nbytes)
             self._between.residents.clear()
             self._count_between()
 
@@ -160,22 +161,22 @@ class ModelPass(Pass, Generic[Key]):
         return self._packer_outside(self._between, None)
 
     def packer_withheld(self) -> Pack:
-        """Return the pack hook for modules whose saved tensors stay."""
+        """Return the pack hook for modules whose saved tensors are kept."""
         return self._packer_outside(self._withheld, Reason.KEPT)
 
-    def _packer_outside(self, layer: Layer, because: Reason | None, within: Wrappers = ()) -> Pack:
-        backend, owned, limit, ledger = self.backend, self._owned, self.engine.limit(), self.ledger
+    def _packer_outside(self, layer: Layer, because: Reason | None, wrappers: Wrappers = ()) -> Pack:
+        backend, owned, limit, registry = self.backend, self._owned, self.engine.limit(), self.registry
         token = layer.token
         assert token is not None
         smallest = limit.surely
 
-        def pack(tensor: torch.Tensor) -> Kept | Moved | Compound:
+        def pack(tensor: torch.Tensor) -> Saved:
             if type(tensor) is torch.Tensor and tensor.numel() < smallest:
                 reason: Reason | None = Reason.SMALL
             else:
                 reason = stays(tensor, backend, owned, limit)
                 if reason is Reason.SUBCLASS and is_compound(tensor):
-                    compound = Compound.pack(tensor, within, lambda inner: self._packer_outside(layer, because, inner))
+                    compound = Compound.pack(tensor, wrappers, lambda more: self._packer_outside(layer, because, more))
                     if compound is not None:
                         return compound
             if reason is not None:
@@ -184,14 +185,14 @@ class ModelPass(Pass, Generic[Key]):
             late = self._late(tensor) if because is None else None
             behind = len(self.layers) > self.roles.last_leaving and self.settled and self.engine.recorder is None
             if late is None and behind:
-                known = ledger.resident_at(address(tensor.untyped_storage()))
-                resident = ledger.resident(layer, tensor)
+                known = registry.resident_at(address(tensor.untyped_storage()))
+                resident = registry.resident(layer, tensor)
                 if resident is not None:
                     if known is None:
                         self._note(layer, because or Reason.OUTSIDE, resident.nbytes)
                     return keep(tensor, token, resident)
             saver, before = layer if late is None else late, len(layer.storages)
-            storage, view, probe = ledger.save(saver, tensor, self.roles, within)
+            storage, view, probe = registry.save(saver, tensor, self.roles, wrappers)
             if len(layer.storages) > before:
                 if because is not None:
                     self._note(layer, because, storage.nbytes)

@@ -18,11 +18,11 @@ from .subclasses import plain_parts
 
 __all__ = [
     "MIN_ELEMENTS",
+    "GroupTensors",
     "Limit",
-    "ModelAddresses",
-    "ModelOwned",
-    "Owned",
-    "addresses",
+    "ModelTensors",
+    "ModuleTensors",
+    "is_cast_of_parameter",
     "modules_in",
     "stays",
     "unwatch",
@@ -30,56 +30,56 @@ __all__ = [
 ]
 
 
-class Owned:
-    """The outermost modules that ran in a layer so far, and what they and the modules in them own."""
+class ModuleTensors:
+    """The parameters and buffers of the modules that run in one layer, by the address of their storage."""
 
-    __slots__ = ("_depth", "_roots", "_tables")
+    __slots__ = ("_entered", "_places")
 
     def __init__(self) -> None:
-        self._depth = 0
-        self._roots: list[Module] = []
-        self._tables: list[_Table] | None = None  # of the roots and all in them, since the first question
+        self._entered: dict[Module, None] = {}  # since the last question
+        self._places: dict[int, _Place] = {}
 
     def enter(self, module: Module) -> None:
-        """Begin the forward of a module."""
-        if self._depth == 0 and not any(module is root for root in self._roots):
-            self._roots.append(module)
-            self._tables = None
-        self._depth += 1
-
-    def leave(self) -> None:
-        """End the forward of a module, also by an exception."""
-        self._depth -= 1
+        """Note that the forward of a module begins, or that it gets another parameter or buffer."""
+        self._entered[module] = None
 
     def forget(self) -> None:
-        """Let go of the modules; the layer has ended."""
-        self._roots.clear()
-        self._tables = None
-        self._depth = 0
+        """Drop the references to the modules; the layer has ended."""
+        self._entered.clear()
+        self._places.clear()
 
     def reason(self, key: int) -> Reason | None:
-        """Return why the storage at this address stays, if a module owns it now."""
-        tables = self._tables
-        if tables is None:
-            tables = self._tables = [table for root in self._roots for table in _tables(root)]
-        # The tables are the modules' own: what a wrapper puts in a parameter's place is found.
-        for table, reason in tables:
-            for tensor in table.values():
-                if tensor is not None and key in _addresses(tensor):
-                    return reason
-        return None
+        """Return why the storage at an address is kept, or None if no module owns it."""
+        if self._entered:
+            self._look_up()
+        place = self._places.get(key)
+        if place is None:
+            return None
+        table, name, reason = place
+        tensor = table.get(name)  # another tensor may be in its place now
+        return reason if tensor is not None and key in _addresses(tensor) else None
 
+    def _look_up(self) -> None:
+        # A sharding wrapper replaces parameters in a hook before the forward of its module, those of inner modules too.
+        # So the tables of a module are read again each time that it has been entered.
+        seen: set[Module] = set()
+        for root in self._entered:
+            if root not in seen:
+                for module in modules_in(root):
+                    seen.add(module)
+                    self._read(module)
+        self._entered.clear()
 
-_Table: TypeAlias = tuple[Mapping[str, torch.Tensor | None], Reason]
-
-
-def _tables(root: Module) -> list[_Table]:
-    """Return the tables in which a module and those in it have their tensors."""
-    tables: list[_Table] = []
-    for module in modules_in(root):
+    def _read(self, module: Module) -> None:
         parameters, buffers, _ = registered(module)
-        tables += ((parameters, Reason.PARAMETER), (buffers, Reason.BUFFER))
-    return tables
+        for table, reason in ((parameters, Reason.PARAMETER), (buffers, Reason.BUFFER)):
+            for name, tensor in table.items():
+                if tensor is not None:
+                    for key in _addresses(tensor):
+                        self._places[key] = table, name, reason
+
+
+_Place: TypeAlias = tuple[Mapping[str, torch.Tensor | None], str, Reason]
 
 
 def modules_in(root: Module) -> list[Module]:
@@ -94,51 +94,34 @@ def modules_in(root: Module) -> list[Module]:
     return list(found)
 
 
-def addresses(root: Module) -> dict[int, Reason]:
-    """Return the addresses of the storages that a module and those in it own now, each with its reason to stay."""
-    found: dict[int, Reason] = {}
-    for table, reason in _tables(root):
-        for tensor in table.values():
-            if type(tensor) is Parameter and tensor.layout is torch.strided:
-                found[address(tensor.untyped_storage())] = reason
-            elif tensor is not None:
-                found.update((address, reason) for address in _addresses(tensor))
-    return found
-
-
-class _Watch(threading.local):
-    """Whose modules run in this thread, innermost last."""
+class _Running(threading.local):
+    """The layers whose modules run in this thread, innermost last."""
 
     def __init__(self) -> None:
-        self.owned: list[Owned] = []
+        self.layers: list[ModuleTensors] = []
 
 
-_watch = _Watch()
+_running = _Running()
 
 
-def _entered(module: Module, inputs: Any) -> None:
-    if not torch.compiler.is_dynamo_compiling() and _watch.owned:
-        _watch.owned[-1].enter(module)
+def _entered(module: Module, *more: Any) -> None:
+    if not torch.compiler.is_dynamo_compiling() and _running.layers:
+        _running.layers[-1].enter(module)
 
 
-def _left(module: Module, inputs: Any, outputs: Any) -> None:
-    if not torch.compiler.is_dynamo_compiling() and _watch.owned:
-        _watch.owned[-1].leave()
+_calls = ModuleCalls(_entered)
 
 
-_calls = ModuleCalls(_entered, _left)
-
-
-def watch(owned: Owned) -> None:
-    """Tell `owned` of every module that runs in this thread, until `unwatch`."""
+def watch(owned: ModuleTensors) -> None:
+    """Note every module that runs in this thread, until `unwatch`."""
     _calls.add_user()
-    _watch.owned.append(owned)
+    _running.layers.append(owned)
 
 
-def unwatch(owned: Owned) -> None:
-    """Tell `owned` no more; it lets go of the modules."""
-    if owned in _watch.owned:  # not so if it is repeated after an interrupt
-        _watch.owned.remove(owned)
+def unwatch(owned: ModuleTensors) -> None:
+    """Note no more modules, and drop those that were noted."""
+    if owned in _running.layers:  # not so if it is repeated after an interrupt
+        _running.layers.remove(owned)
         owned.forget()
         _calls.remove_user()
 
@@ -151,8 +134,8 @@ def _addresses(tensor: torch.Tensor) -> Sequence[int]:
     return [address(part.untyped_storage()) for part in plain_parts(tensor) if part.layout is torch.strided]
 
 
-class ModelAddresses:
-    """The addresses of all parameters and buffers of a model, looked up when the first question of a pass comes.
+class ModelTensors:
+    """The parameters and buffers of a model, by the address of their storage, as of the first question of a pass.
 
     Parameters
     ----------
@@ -162,44 +145,70 @@ class ModelAddresses:
 
     def __init__(self, model: Module) -> None:
         self._model = weakref.ref(model)
-        self._found: dict[int, Reason] | None = None
-        self.swaps = False
+        self._reasons: dict[int, Reason] | None = None
+        self.sharded = False
 
     def reason(self, key: int) -> Reason | None:
-        """Return why the storage at this address stays, if the model owned it when it was first asked."""
-        if self._found is None:
+        """Return why the storage at an address is kept, or None if the model did not own it."""
+        if self._reasons is None:
             model = self._model()
-            self._found = {} if model is None else addresses(model)
-            # A sharding wrapper puts other storages in the parameters' places while a module runs. That of PyTorch,
-            # fully_shard, gives the modules a class with a method to shard them again.
-            types = set() if model is None else {type(module) for module in modules_in(model)}
-            self.swaps = any(hasattr(type_, RESHARD) for type_ in types)
-        return self._found.get(key)
+            modules = [] if model is None else modules_in(model)
+            self._reasons = {}
+            for module in modules:
+                parameters, buffers, _ = registered(module)
+                for table, reason in ((parameters, Reason.PARAMETER), (buffers, Reason.BUFFER)):
+                    for tensor in table.values():
+                        if tensor is not None:
+                            for address in _addresses(tensor):
+                                self._reasons[address] = reason
+            self.sharded = any(hasattr(kind, RESHARD) for kind in {type(module) for module in modules})
+        return self._reasons.get(key)
 
 
-class ModelOwned(Owned):
-    """What one group owns, and behind it the model.
+class GroupTensors(ModuleTensors):
+    """The parameters and buffers of the model, and those that a group of it got from a sharding wrapper meanwhile.
 
     Parameters
     ----------
     group : torch.nn.Module or None
         The module that runs.
-    model : ModelAddresses
-        Everything else.
+    model : ModelTensors
+        The model around it.
     """
 
-    __slots__ = ("_model",)
+    __slots__ = ("_group", "_model", "_samples")
 
-    def __init__(self, group: Module | None, model: ModelAddresses) -> None:
+    def __init__(self, group: Module | None, model: ModelTensors) -> None:
         super().__init__()
-        if group is not None:
-            self.enter(group)
+        self._group = group
         self._model = model
+        self._samples: list[list[Any]] | None = None  # a sharded module, where a parameter of it is, which was there
 
     def reason(self, key: int) -> Reason | None:
-        """Return why the storage at this address stays, if the model owned it, or the group owns it only now."""
+        """Return why the storage at an address is kept, or None if neither owns it."""
         found = self._model.reason(key)
-        return super().reason(key) if found is None and self._model.swaps else found
+        if found is not None or not self._model.sharded or self._group is None:
+            return found
+        if self._samples is None:
+            self.enter(self._group)
+            self._samples = [[unit, *where, None] for unit in modules_in(self._group) if (where := _sample(unit))]
+        for sample in self._samples:
+            unit, table, name, before = sample
+            sample[3] = table.get(name)
+            if sample[3] is not before:  # all parameters of a sharded module are replaced together
+                self.enter(unit)
+        return super().reason(key)
+
+
+def _sample(unit: Module) -> tuple[Mapping[str, Any], str] | None:
+    """Return where a parameter is that is sharded with a module; None for modules that are not sharded themselves."""
+    waiting = [unit] if hasattr(type(unit), RESHARD) else []
+    while waiting:
+        parameters, _, children = registered(waiting.pop())
+        if parameters:
+            return parameters, next(iter(parameters))
+        waiting += [child for child in children.values() if child is not None and not hasattr(type(child), RESHARD)]
+    return None
 
 
 MIN_ELEMENTS = 256 * 1024
@@ -207,7 +216,7 @@ MIN_ELEMENTS = 256 * 1024
 
 LARGEST_ELEMENT = 16  # [guard: largest element]
 
-_types: dict[torch.device, str] = {}  # a device spells its type out anew each time it is asked
+_types: dict[torch.device, str] = {}  # the attribute of a device builds a string each time
 
 
 class Limit(NamedTuple):
@@ -216,7 +225,7 @@ class Limit(NamedTuple):
     Parameters
     ----------
     elements, nbytes : int
-        Smallest number of elements, and of bytes, with which a tensor may leave.
+        Smallest number of elements, and of bytes, with which a tensor is offloaded.
     """
 
     elements: int
@@ -232,10 +241,10 @@ class Limit(NamedTuple):
         return elements < self.elements or elements * element < self.nbytes
 
 
-def stays(tensor: torch.Tensor, backend: Backend, owned: Owned, limit: Limit) -> Reason | None:
-    """Return why a saved tensor stays on the device, or None if it can leave.
+def stays(tensor: torch.Tensor, backend: Backend, owned: ModuleTensors, limit: Limit) -> Reason | None:
+    """Return why a saved tensor is kept on the device, or None if it can be offloaded.
 
-    The cheap questions come first: most saved tensors of a model are small or parameters.
+    The cheap checks come first: most saved tensors of a model are small or parameters.
     """
     kind = type(tensor)
     if kind is Parameter:
@@ -282,11 +291,11 @@ def _tied(tensor: torch.Tensor) -> Reason | None:
             return Reason.PARAMETER
         if base.requires_grad and base.is_leaf:
             return Reason.LEAF
-    # Whether autocast is on cannot be asked: it is off inside of the operations that it has cast for.
-    return Reason.PARAMETER if needs_gradient and _is_parameters(tensor if base is None else base) else None
+    # Autocast is off inside of the operations that it has cast for, so whether it is on says nothing.
+    return Reason.PARAMETER if needs_gradient and is_cast_of_parameter(tensor if base is None else base) else None
 
 
-def _is_parameters(tensor: torch.Tensor) -> bool:
+def is_cast_of_parameter(tensor: torch.Tensor) -> bool:
     """Whether a tensor is a parameter in another dtype, as autocast makes, or one that a backward has transposed."""
     node = tensor.grad_fn
     if node is None or type(node).__name__ not in CASTS:

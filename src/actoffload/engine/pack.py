@@ -1,59 +1,55 @@
 """What autograd holds in place of a saved tensor.
 
-`[Note: in-place edits]`  With hooks installed autograd does not compare version counters any more, so the objects
-here do.  Each holds a detached alias of its tensor: an alias shares the version counter, but not the graph (the
-tensor itself would close a cycle through its own node).  When the memory leaves the device the alias is hollowed
-out, its data replaced by an empty tensor; the counter stays shared.  What comes back shares one counter too, which is
-compared each time, so that a backward function which changes what it unpacked cannot change it for others unseen.
+`[Note: in-place edits]`  With hooks installed autograd does not compare version counters, so the objects here do.  Each
+holds a detached alias of its tensor, which shares the version counter but not the graph; the tensor itself would close
+a cycle through its own node.  When the storage is released, the data of the alias is replaced by an empty tensor; the
+counter stays shared.  A reloaded tensor has a counter of its own.  That is compared each time too, so a backward
+function cannot change what it unpacked unseen by another one.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeAlias
+from typing import Protocol, TypeAlias
 
 import torch
 from torch.nn import Parameter
 
-from .._torch import address, base_of, opaque, version_of
-from .layer import Layer
+from .._torch import CASTS, base_of, opaque, version_of
+from ..schedule.plan import Roles
+from .engine import Engine
+from .layer import Layer, LivenessToken
 from .layout import View
 from .ownership import stays
+from .registry import StorageRegistry
 from .statistics import Reason
-from .storage import SavedStorage
+from .storage import Owner, Resident, SavedStorage
 from .subclasses import Compound, is_compound
 from .versions import Wrappers, changed
 
-if TYPE_CHECKING:
-    from .layer import LivenessToken
-    from .passes import Pass
-    from .residency import Resident
-    from .subclasses import Compound
+__all__ = ["Kept", "Moved", "Pack", "Packer", "Saved", "keep", "unpack"]
 
-__all__ = ["Kept", "Moved", "Pack", "Packer", "keep", "unpack"]
-
-Kept: TypeAlias = tuple[torch.Tensor, int, "LivenessToken", "Resident | None"]
-"""A saved tensor that stays on the device: an alias, its version, the token of its layer, and what counts it.
+Kept: TypeAlias = tuple[torch.Tensor, int, LivenessToken, "Resident | None"]
+"""A saved tensor that is kept on the device: an alias, its version, the token of its layer, and what counts it.
 
 A plain tuple, because most saved tensors of a model are parameters or small, and this is all that they cost.
 """
 
 
 def keep(tensor: torch.Tensor, token: LivenessToken, resident: Resident | None = None) -> Kept:
-    """Hold a tensor that stays."""
-    # A leaf has no node, so it can be held itself; what comes back is then the parameter, not an alias.
+    """Hold a tensor that is kept on the device."""
+    # A leaf has no node, so it can be held itself; backward then gets the parameter, not an alias.
     alias = tensor if tensor.is_leaf else tensor.detach()  # [keep: kept tensor]
     return alias, version_of(tensor), token, resident
 
 
 class Moved:
-    """A saved tensor whose storage may leave the device."""
+    """A saved tensor on a storage that may be offloaded, but does not simply fill it."""
 
     __slots__ = ("__weakref__", "index", "owner", "probe", "storage", "token", "version", "view")
 
     def __init__(
-        self, owner: Pass, index: int, storage: SavedStorage, view: View, probe: torch.Tensor, token: LivenessToken
+        self, owner: Owner, index: int, storage: SavedStorage, view: View, probe: torch.Tensor, token: LivenessToken
     ) -> None:
         self.owner = owner  # [keep: pass of the graph]
         self.index = index
@@ -70,8 +66,8 @@ class Moved:
         return self.owner.fetch(self.index, self.storage, self.view, self.probe)
 
 
-def unpack(saved: Kept | Moved | Compound) -> torch.Tensor:
-    """Turn what autograd holds back into the tensor; the unpack hook."""
+def unpack(saved: Saved) -> torch.Tensor:
+    """Turn what autograd holds into the tensor; the unpack hook."""
     if not isinstance(saved, tuple):
         return saved.unpack()
     alias, version, _, resident = saved
@@ -85,61 +81,77 @@ def unpack(saved: Kept | Moved | Compound) -> torch.Tensor:
 opaque(unpack)
 
 
-Pack: TypeAlias = Callable[[torch.Tensor], Kept | Moved | Compound]
+Saved: TypeAlias = Kept | SavedStorage | Moved | Compound
+"""What autograd holds in place of a tensor."""
+
+Pack: TypeAlias = Callable[[torch.Tensor], Saved]
+
+
+class PassState(Owner, Protocol):
+    """What a `Packer` uses of a pass."""
+
+    engine: Engine
+    registry: StorageRegistry
+    roles: Roles
+    settled: bool
 
 
 class Packer:
-    """What is done at this moment with what a forward saves; its method `pack` is the hook.
+    """Packs what a forward saves for the layer that runs; its method `pack` is the hook.
 
-    A pass has one for many layers, so that the hook that autograd calls is the one that does the work.
+    A whole-model pass has one for all layers, so the hook that autograd calls is the one that does the work.
     """
 
     __slots__ = (
+        "_as_saved",
         "_aside",
-        "_backend",
+        "_engine",
         "_index",
         "_kept",
         "_layer",
-        "_ledger",
         "_limit",
         "_owned",
         "_owner",
+        "_registry",
         "_roles",
         "_smallest",
         "_stays_whole",
         "_token",
-        "_within",
+        "_wrappers",
     )
 
     def __init__(self) -> None:
-        self._aside: Pack | None = _nobody
+        self._aside: Pack | None = _ended
 
-    def take_for(self, owner: Pass, layer: Layer, within: Wrappers = ()) -> None:
-        """Take what a layer of a pass saves, or the parts of what it saves `within` wrappers, from here on."""
+    def take_for(self, owner: PassState, layer: Layer, wrappers: Wrappers = ()) -> None:
+        """Pack for a layer of a pass from here on, or the parts of `wrappers` that it saves."""
         assert layer.token is not None
-        roles, limit = owner.roles, owner.engine.limit()
-        self._owner, self._layer, self._within = owner, layer, within
-        self._backend, self._ledger, self._roles, self._limit = owner.backend, owner.ledger, roles, limit
-        self._token, self._index, self._kept, self._owned = layer.token, layer.index, layer.kept, layer.owned
+        engine, roles, index = owner.engine, owner.roles, layer.index
+        limit = engine.limit()
+        self._owner, self._layer, self._index, self._wrappers = owner, layer, index, wrappers
+        self._engine, self._registry, self._roles, self._limit = engine, owner.registry, roles, limit
+        self._token, self._kept, self._owned = layer.token, layer.kept, layer.owned
         self._smallest = limit.surely
-        # Behind the last layer that leaves, storages need not be followed, unless somebody records every step.
-        self._stays_whole = layer.index > roles.last_leaving and owner.settled and owner.engine.recorder is None
+        # After the last offloaded layer storages need not be followed, unless every step is recorded.
+        self._stays_whole = index > roles.last_leaving and owner.settled and engine.recorder is None
+        # By plan, each tensor is copied when it is saved: what an earlier pass saved is expected again.
+        self._as_saved = layer.eager and roles.planned and index not in roles.stay and not wrappers
         self._aside = None
 
     def take_aside(self, pack: Pack) -> None:
-        """Take nothing for the layer any more; another function takes what is saved from here on."""
+        """Call another function for what is saved from here on."""
         self._aside = pack
         if hasattr(self, "_token"):  # not so after an interrupt between these lines
             del self._token  # a layer that has ended lives as long as its graph
 
     def end(self) -> None:
-        """Let go of the pass; its forward has ended."""
-        self.take_aside(_nobody)
-        for name in ("_owner", "_layer", "_ledger"):
+        """Drop the references to the pass; its forward has ended."""
+        self.take_aside(_ended)
+        for name in ("_owner", "_layer", "_registry"):
             if hasattr(self, name):
                 delattr(self, name)
 
-    def pack(self, tensor: torch.Tensor) -> Kept | Moved | Compound:
+    def pack(self, tensor: torch.Tensor) -> Saved:
         """Return what autograd holds in place of a tensor."""
         if self._aside is not None:
             return self._aside(tensor)
@@ -148,34 +160,32 @@ class Packer:
         if kind is Parameter:
             reason: Reason | None = Reason.PARAMETER
         elif kind is not torch.Tensor:
-            reason = stays(tensor, self._backend, self._owned, self._limit)
+            reason = stays(tensor, self._engine.backend, self._owned, self._limit)
             if reason is Reason.SUBCLASS and is_compound(tensor):
-                compound = Compound.pack(tensor, self._within, self._inside)
+                compound = Compound.pack(tensor, self._wrappers, self._inside)
                 if compound is not None:
                     return compound
         elif tensor.numel() < self._smallest:
             reason = Reason.SMALL
         elif type(base_of(tensor)) is Parameter:  # a transposed weight
             reason = Reason.PARAMETER
+        elif self._stays_whole or self._wrappers:
+            reason = stays(tensor, self._engine.backend, self._owned, self._limit)
         else:
-            # What leaves already and is saved once more, under another name, is known by its address.
-            if tensor.layout is torch.strided and not self._stays_whole:
-                known = self._ledger.storages.get(address(tensor.untyped_storage()))
-                if known is not None and not self._within:
-                    again = self._ledger.again(known, tensor, self._index)
-                    if again is not None:
-                        return again
-            reason = stays(tensor, self._backend, self._owned, self._limit)
+            place = self._layer.next_place()
+            known = self._layer.layouts.get(place) if self._as_saved and self._engine.recorder is None else None
+            storage = self._registry.save_as_before(self._layer, tensor, known, self._owner)
+            if storage is not None:
+                return storage
+            reason = stays(tensor, self._engine.backend, self._owned, self._limit)
+            if reason is None:
+                return self._save(tensor, place)
         if reason is None:
             if self._stays_whole:
-                resident = self._ledger.resident(self._layer, tensor)
+                resident = self._registry.resident(self._layer, tensor)
                 if resident is not None:
                     return keep(tensor, self._token, resident)
-            storage, view, probe = self._ledger.save(self._layer, tensor, self._roles, self._within)
-            moved = Moved(self._owner, self._index, storage, view, probe, self._token)
-            if storage.plain is view:
-                storage.first = weakref.ref(moved)
-            return moved
+            return self._save(tensor, None)
         count = self._kept.get(reason)
         if count is None:
             count = self._kept[reason] = [0, 0]
@@ -183,6 +193,18 @@ class Packer:
         if tensor.layout is torch.strided:
             count[1] += tensor.nbytes
         return keep(tensor, self._token)
+
+    def _save(self, tensor: torch.Tensor, place: int | None) -> Saved:
+        storage, view, probe = self._registry.save(self._layer, tensor, self._roles, self._wrappers)
+        if storage.plain is not view or self._wrappers:
+            return Moved(self._owner, self._index, storage, view, probe, self._token)
+        if place is not None and self._as_saved and not view.dtype.is_complex:
+            base, layout = base_of(tensor), storage.layout
+            node = tensor.grad_fn if base is None else base.grad_fn
+            if tensor.requires_grad and node is not None:
+                layout.node, layout.is_cast = type(node), type(node).__name__ in CASTS
+                self._layer.layouts[place] = layout
+        return storage.hold(self._owner, self._index, self._token)
 
     def _inside(self, inner: Wrappers) -> Pack:
         """Return the pack hook for the parts of a tensor."""
@@ -194,5 +216,5 @@ class Packer:
 opaque(Packer.pack)
 
 
-def _nobody(tensor: torch.Tensor) -> Kept | Moved | Compound:
+def _ended(tensor: torch.Tensor) -> Saved:
     raise AssertionError("A tensor is saved through the hooks of a forward that has ended.")

@@ -1,11 +1,12 @@
 """One pass: one forward of the model and the backward that belongs to it.
 
-A pass belongs to its graph.  Several may be in flight, in any order; a pass whose graph is thrown away simply
-ends.  Nothing here counts iterations, and nothing has to be reset.
+A pass belongs to its graph.  Several may be in flight, in any order; a pass ends when its
+graph is freed.  Nothing here counts iterations, and nothing has to be reset.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 
 import torch
@@ -18,13 +19,12 @@ from .engine import Engine
 from .layer import Layer, Phase
 from .layout import View
 from .pack import Pack, Packer
-from .registry import Ledger
-from .reload import reload
-from .residency import Residency
+from .registry import StorageRegistry
+from .reload import Residency, reload
 from .statistics import Counters
 from .storage import SavedStorage
 
-__all__ = ["Pass"]
+__all__ = ["Pass", "latest_pass", "pass_in_backward"]
 
 
 class Pass:
@@ -38,7 +38,7 @@ class Pass:
         Its plan; that of the engine if not given.
     """
 
-    # Whether all layers came as the plan expects them; otherwise one that stays may have to leave after all.
+    # Whether all layers came as the plan expects them; otherwise a kept layer may have to be offloaded after all.
     settled = True
 
     def __init__(self, engine: Engine, roles: Roles | None = None) -> None:
@@ -50,13 +50,14 @@ class Pass:
         self.aborted = False
         self.backward_begun = False
         self.roles = engine.roles if roles is None else roles
-        self.ledger = Ledger(engine)
+        self.registry = StorageRegistry(engine)
         self._task = -1
         self._captured = False  # the backward that runs is captured into a graph
         self._started: set[int] = set()
         self._ended: set[int] = set()
         with engine.lock:
-            engine.began(self)
+            engine.counters.passes += 1
+            _latest[engine] = weakref.ref(self)
 
     # Forward
 
@@ -65,15 +66,16 @@ class Pass:
         """Whether the next layer that starts belongs to this pass."""
         if self.aborted or self.backward_begun or len(self.layers) >= self.roles.plan.model_layers:
             return False
-        return not self.layers or self.layers[-1].goes_on
+        return not self.layers or self.layers[-1].continues
 
     def forward_start(self) -> Layer:
         """Begin the forward of the next layer."""
         layer = Layer(len(self.layers), self.backend.capturing())
         layer.releases_incrementally = layer.index in self.roles.released_incrementally
+        layer.layouts = self.engine.layouts.setdefault(layer.index, {})
         with self.lock:
             self.layers.append(layer)
-            self.aborted = True  # unless all goes well
+            self.aborted = True  # until the forward has begun
             self._event(When.FORWARD_START, layer.index)
             self.aborted = False
         return layer
@@ -81,8 +83,8 @@ class Pass:
     def forward_end(self, layer: Layer) -> None:
         """End the forward of a layer."""
         with self.lock:
-            self.ledger.refused(layer.end())
-            layer.donor = None
+            self.registry.refused(layer.end())
+            layer.releasing = None
             for reason, (count, nbytes) in layer.kept.items():
                 self.counters.keep(reason, nbytes, count)
             self._finish(Kind.FORWARD, layer.index)
@@ -102,7 +104,7 @@ class Pass:
         with self.lock:
             self.roles = roles
             for layer in self.layers:
-                layer.donor = None
+                layer.releasing = None
                 for when in (When.FORWARD_START, When.FORWARD_END):
                     for action in roles.plan.at(when, layer.index):
                         late = action.do is Do.OFFLOAD and self.layers[action.layer].phase is Phase.SAVED
@@ -115,35 +117,35 @@ class Pass:
         """Return a tensor that a layer saved, on the device; the unpack hook."""
         task = backward_id()
         if index == OUTSIDE:
-            index = min(storage.layers)  # the layer with which it travels, if there is one
+            index = min(storage.layers)  # the layer with which it is offloaded, if there is one
         if index != OUTSIDE and (index not in self._started or self._task != task):
             self.backward_reached(index)
-        # Who looks at a node's saved tensors outside of any backward may do so inside or outside of a capture.
+        # A node's saved tensors may be read outside of any backward, inside or outside of a capture.
         captured = self._captured if task != NO_BACKWARD else self.backend.capturing()
         with self.lock:
-            if storage.where is Residency.HOST:
+            if storage.residency is Residency.HOST:
                 reload([storage], index, on_demand=True)
                 first = self.layers[min(storage.layers)]
                 first.on_demand += 1
-                first.bytes_back += storage.bytes_copied
-            if index != OUTSIDE and self.layers[index].successor is not None:
-                self.layers[index].pass_on()
+                first.bytes_reloaded += storage.bytes_copied
+            if index != OUTSIDE and self.layers[index].prefetching is not None:
+                self.layers[index].prefetch()
             tensor = storage.fetch(view, probe, index, captured)
             if self.engine.recorder is not None:
                 self.engine.recorder.level()
             return tensor
 
-    def _pass_on(self, index: int) -> None:
-        """Let a layer come back into the room of what backward has used of another, if the plan says so."""
+    def _prefetch(self, index: int) -> None:
+        """Reload a layer into the memory that backward has freed of another, if the plan says so."""
         layer = self.layers[index]
-        if layer.successor is not None:
+        if layer.prefetching is not None:
             with self.lock:
-                layer.pass_on()
+                layer.prefetch()
 
     def backward_reached(self, index: int) -> None:
-        """Backward has come to the start of a layer, or uses something that it saved."""
+        """Note that backward has come to the start of a layer, or uses something that it saved."""
         task = backward_id()
-        if task == NO_BACKWARD:  # somebody looks at a node's saved tensors outside of any backward
+        if task == NO_BACKWARD:  # a node's saved tensors are read outside of any backward
             return
         if task == self._task and index in self._started:
             return
@@ -153,7 +155,9 @@ class Pass:
                     self._end_backward()  # of a backward that an exception ended
                 self._task = task
                 self._captured = self.backend.capturing()
-                self.engine.running(task, self)
+                # The end of a backward that raised is not seen; its entry goes with its pass.
+                key = self.engine.number, task
+                _in_backward[key] = weakref.ref(self, lambda _: _in_backward.pop(key, None))
                 # A gradient that is taken inside a layer does not end the forward.
                 # [guard: forward that continues after its backward]
                 # [guard: gradient inside a layer -> True]
@@ -177,7 +181,7 @@ class Pass:
         """End a backward: what it reloaded and a retained graph still holds stays on the host alone."""
         for k in sorted(self._started - self._ended, reverse=True):
             self._finish(Kind.BACKWARD, k)
-        # A graph that is gone will not need its layers again, and what it let in is for the part that comes next.
+        # A freed graph does not need its layers again; what it has prefetched is for the next part of the backward.
         retained = any(self.layers[k].living() for k in self._started)
         for layer in self.layers:
             # [guard: release after the backward of a retained graph -> removed]
@@ -185,7 +189,7 @@ class Pass:
                 layer.backward_done()
             elif retained:  # [guard: reload ahead for the next part of a backward -> True]
                 layer.evict()
-        self.engine.running(self._task, None)
+        _in_backward.pop((self.engine.number, self._task), None)
         self._task = -1
         self._started.clear()
         self._ended.clear()
@@ -198,7 +202,7 @@ class Pass:
         """
         for k in range(len(self.layers) - 1, index, -1):
             layer = self.layers[k]
-            if k not in self._ended and (k in self._started or layer.spent):
+            if k not in self._ended and (k in self._started or layer.freed):
                 self._ended.add(k)
                 layer.backward_done()
                 self._finish(Kind.BACKWARD, k)
@@ -226,16 +230,32 @@ class Pass:
         if action is Do.OFFLOAD and layer.phase is Phase.FORWARD:
             layer.eager = True
         elif action is Do.OFFLOAD and layer.phase is Phase.SAVED:
-            self.ledger.refused(layer.offload())
+            self.registry.refused(layer.offload())
         elif action is Do.INCREMENTAL_RELEASE and layer.phase is Phase.OFFLOADING:
-            self.layers[at].donor = layer
+            self.layers[at].releasing = layer
         elif action is Do.RELEASE and layer.phase is Phase.OFFLOADING:
             layer.release()
         elif action is Do.INCREMENTAL_PREFETCH and layer.phase is Phase.RELEASED:
-            self.layers[at].followed_by(layer, lambda: self._pass_on(at))
+            self.layers[at].prefetch_into_freed(layer, lambda: self._prefetch(at))
         elif action is Do.RELOAD and layer.phase is Phase.RELEASED:
             layer.reload()
 
     def _finish(self, kind: Kind, index: int) -> None:
         if self.engine.recorder is not None:
             self.engine.recorder.finish(self, kind, index)
+
+
+_in_backward: dict[tuple[int, int], weakref.ref[Pass]] = {}  # by the numbers of the engine and of the backward
+_latest: weakref.WeakKeyDictionary[Engine, weakref.ref[Pass]] = weakref.WeakKeyDictionary()
+
+
+def pass_in_backward(engine: Engine) -> Pass | None:
+    """Return the pass of an engine whose backward runs in this thread."""
+    ref = _in_backward.get((engine.number, backward_id()))
+    return None if ref is None else ref()
+
+
+def latest_pass(engine: Engine) -> Pass | None:
+    """Return the latest pass of an engine that any thread began, if it still exists."""
+    ref = _latest.get(engine)
+    return None if ref is None else ref()

@@ -14,7 +14,7 @@ from types import TracebackType
 import torch
 
 from .._torch import has_nvtx
-from ..device.base import Backend, Event, Stream
+from ..device.base import Backend, Stream, StreamEvent
 from ..schedule.timeline import Kind, Span, Timeline
 from .statistics import Counters
 
@@ -88,8 +88,8 @@ class _Open:
     kind: Kind
     layer: int
     stream: Stream
-    start: Event
-    end: Event
+    start: StreamEvent
+    end: StreamEvent
     nbytes: int
 
 
@@ -109,11 +109,11 @@ class TimelineRecorder:
         self._counters = counters
         self._lock = threading.RLock()  # a finalizer may record a wait in the middle of anything
         self._spans: list[_Open] = []
-        self._resident: list[tuple[Event, int]] = []
-        self._running: dict[tuple[int, Kind, int], tuple[Stream, Event, object]] = {}
+        self._resident: list[tuple[StreamEvent, int]] = []
+        self._running: dict[tuple[int, Kind, int], tuple[Stream, StreamEvent, object]] = {}
         self._name_of: Callable[[int], str] | None = None
-        self._zero: Event | None = None
-        self._gaps: list[tuple[Event, Event]] = []
+        self._zero: StreamEvent | None = None
+        self._gaps: list[tuple[StreamEvent, StreamEvent]] = []
         self._done: Timeline | None = None
 
     def mark_ranges(self, name_of: Callable[[int], str]) -> None:
@@ -177,7 +177,7 @@ class TimelineRecorder:
     def _stream(self) -> Stream:
         return self._backend.current_stream(self._backend.current_device())
 
-    def _start(self, event: Event) -> None:
+    def _start(self, event: StreamEvent) -> None:
         if self._zero is None:
             self._zero = event
 
@@ -201,7 +201,7 @@ class TimelineRecorder:
             (self._backend.elapsed(zero, begun), self._backend.elapsed(zero, end)) for begun, end in self._gaps
         )
 
-        def seconds(event: Event) -> float:
+        def seconds(event: StreamEvent) -> float:
             time = self._backend.elapsed(zero, event)
             return time - sum(min(max(time - begun, 0.0), end - begun) for begun, end in gaps)
 

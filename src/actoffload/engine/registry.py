@@ -9,24 +9,25 @@ import torch
 
 from .._torch import address, base_of, storage_behind, storage_expired, version_of
 from ..device.base import StreamPosition
-from ..engine.residency import Residency
 from ..schedule.plan import Roles
 from . import tensor_marks
 from .engine import Engine
 from .layer import Layer
-from .layout import View
-from .pack import Moved
-from .residency import Resident
+from .layout import Layout, View
+from .ownership import is_cast_of_parameter
+from .reload import Residency
 from .statistics import Reason
-from .storage import SavedStorage
-from .transfer import HOME, Home
+from .storage import Owner, Resident, SavedStorage
+from .transfer import COMPUTE, PassDevice
 from .versions import Wrappers, serves, together
 
-__all__ = ["Ledger"]
+__all__ = ["StorageRegistry"]
+
+STRIDED = torch.strided
 
 
-class Ledger:
-    """What a pass knows of the storages that its layers saved.  It keeps none of them alive.
+class StorageRegistry:
+    """The storages that the layers of a pass saved; it holds weak references only.
 
     Parameters
     ----------
@@ -41,15 +42,15 @@ class Ledger:
         self._lock = engine.lock
         self.storages: dict[int, weakref.ref[SavedStorage]] = {}
         self._residents: dict[int, weakref.ref[Resident]] = {}
-        self._homes: dict[torch.device, Home] = {}
+        self._devices: dict[torch.device, PassDevice] = {}
 
     def resident_at(self, address: int) -> Resident | None:
-        """Return what counts the storage at an address, if it was saved where it stays, and still is."""
+        """Return the record of the storage at an address, if a kept layer saved it and it is still saved."""
         ref = self._residents.get(address)
         return None if ref is None else ref()
 
     def resident(self, layer: Layer, tensor: torch.Tensor) -> Resident | None:
-        """Return what counts the storage of a tensor in a layer that stays; None if one that leaves has it as well."""
+        """Return the record of a storage that a kept layer saves; None if an offloaded layer has saved it too."""
         memory = tensor.untyped_storage()
         key = address(memory)
         known = self.storages.get(key)
@@ -61,57 +62,106 @@ class Ledger:
             if resident is None:
                 resident = Resident(memory.nbytes(), self._counters)
                 self._residents[key] = ref = weakref.ref(resident)
-                if layer.donor is not None:
-                    self.make_room(layer, resident.nbytes)
+                if layer.releasing is not None:
+                    self.release_earlier(layer, resident.nbytes)
             if ref is not None:
                 layer.residents.append(ref)
         return resident
 
-    def again(self, known: weakref.ref[SavedStorage], tensor: torch.Tensor, index: int) -> Moved | None:
-        """Return what autograd holds for a tensor already, if it is the one that a layer saved first on a storage.
+    def save_as_before(
+        self, layer: Layer, tensor: torch.Tensor, known: Layout | None, owner: Owner
+    ) -> SavedStorage | None:
+        """Save a tensor without looking at what cannot have changed; None if it has to be looked at.
 
-        That is, the storage is being copied as a whole, the tensor lies on it in the same way, and it has the same
-        version counter.
+        That is a tensor that the layer has saved already, or one that is as the tensor that was saved at its place in
+        an earlier pass: a new storage, which it fills.  Either is not marked, not a leaf and no part of another tensor.
 
         Parameters
         ----------
-        known : weakref.ref of SavedStorage
-            What was saved at the address of the tensor's storage.
+        layer : Layer
+            The layer that saves it; it is offloaded as its tensors are saved.
         tensor : torch.Tensor
-            A strided tensor that is saved, and no part of another.
-        index : int
-            Which layer saves it.
+            A plain tensor.
+        known : Layout or None
+            What was saved at its place.
+        owner : Owner
+            The pass.
         """
-        storage = known()
-        if storage is None or storage.first is None:
+        if tensor.layout is not STRIDED or tensor.is_nested:
             return None
-        if tensor_marks.kept and address(tensor.untyped_storage()) in tensor_marks.kept:
+        memory = tensor.untyped_storage()
+        key = address(memory)
+        if (tensor_marks.kept and key in tensor_marks.kept) or (tensor_marks.finals and key in tensor_marks.finals):
             return None
+        ref = self.storages.get(key)
+        storage = None if ref is None else ref()
+        if storage is not None:
+            return self._save_again(layer, tensor, storage)
+        base = base_of(tensor)
+        root = tensor if base is None else base
+        if (
+            known is None
+            or tensor.dtype is not known.view.dtype  # [guard: dtype as before]
+            or tensor.size() != known.view.size  # [guard: size as before]
+            or tensor.stride() != known.view.stride  # [guard: stride as before]
+            or memory.nbytes() != known.nbytes  # [guard: storage as before]
+            or not tensor.requires_grad
+            or type(root.grad_fn) is not known.node  # [guard: node as before]
+            or (known.is_cast and is_cast_of_parameter(root))  # [guard: cast of a parameter]
+            or tensor.is_neg()  # [guard: negated since]
+        ):
+            return None
+        device = self._devices.get(self._backend.place(tensor))
+        if device is None:
+            return None
+        transfers, index, captured = device.transfers, layer.index, layer.captured
         with self._lock:
-            first, base = storage.first(), base_of(tensor)
+            stream = self._backend.current_stream(transfers.device)
+            if stream not in device.streams:
+                device.streams.append(stream)
+            storage = SavedStorage(version_of(tensor), memory, known.nbytes, device, stream)
+            storage.fill(root, known, tensor.detach())
+            storage.layers[index] = False
+            self.storages[key] = ref = weakref.ref(storage)
+            layer.storages.append(ref)
+            if layer.releasing is not None:
+                layer.releasing.release_incrementally(known.nbytes, captured)
+            if self._backend.checks:
+                self._backend.saved(tensor, stream)
+            if not storage.copy_plain(index, captured):
+                self.refused([storage])
+            elif layer.releases_incrementally:
+                # [guard: end of a plain copy released incrementally]
+                storage.copied_out = transfers.end_of_copies_out(captured)
+            return storage.hold(owner, index, layer.token)
+
+    def _save_again(self, layer: Layer, tensor: torch.Tensor, storage: SavedStorage) -> SavedStorage | None:
+        base, plain = base_of(tensor), storage.plain
+        with self._lock:
             if (
-                first is None
-                or first.index != index
-                or first.version != version_of(tensor)  # [guard: tensor edited since it was saved]
+                plain is None
+                or storage.owner is None
+                or storage.index != layer.index
+                or storage.version != version_of(tensor)  # [guard: tensor edited since it was saved]
                 # Views share the counter of their base.
                 or storage.root() is not (tensor if base is None else base)  # [guard: other version counter]
-                or storage.where is not Residency.OFFLOADING
-                or storage.within
-                or View.of(tensor) != first.view  # [guard: other layout]
+                or storage.residency is not Residency.OFFLOADING
+                or storage.wrappers
+                or View.of(tensor) != plain  # [guard: other layout]
             ):
                 return None
-            home, backend = storage.home, self._backend
-            stream = backend.current_stream(home.transfers.device)
-            if stream not in home.streams:
-                home.streams.append(stream)
+            device, backend = storage.pass_device, self._backend
+            stream = backend.current_stream(device.transfers.device)
+            if stream not in device.streams:
+                device.streams.append(stream)
             if backend.checks:
                 backend.saved(tensor, stream)
-            return first
+            return storage
 
     def save(
-        self, layer: Layer, tensor: torch.Tensor, roles: Roles, within: Wrappers = ()
+        self, layer: Layer, tensor: torch.Tensor, roles: Roles, wrappers: Wrappers = ()
     ) -> tuple[SavedStorage, View, torch.Tensor]:
-        """Return the storage of a saved tensor; it starts to leave at once if the plan says so.
+        """Return the storage of a saved tensor; its copy starts at once if the plan says so.
 
         Parameters
         ----------
@@ -121,7 +171,7 @@ class Ledger:
             What is saved.
         roles : Roles
             What the plan of the pass means for its layers.
-        within : tuple of Seen
+        wrappers : tuple of Seen
             The wrappers of which the tensor is a part.
 
         Returns
@@ -135,70 +185,70 @@ class Ledger:
         device = backend.place(tensor)
         stays = roles.planned and index in roles.stay
         with self._lock:
-            home = self._homes.get(device) or self._home(device, tensor.device)
+            pass_device = self._devices.get(device) or self._device(device, tensor.device)
             stream = backend.current_stream(device)
-            if stream not in home.streams:
-                home.streams.append(stream)
+            if stream not in pass_device.streams:
+                pass_device.streams.append(stream)
             ref = self.storages.get(key)
             storage = None if ref is None else ref()
-            if ref is None or storage is None or not _usable(storage, version, layer, view, within):
-                storage = SavedStorage(version, memory, home, stream)
+            if ref is None or storage is None or not _usable(storage, version, layer, view, wrappers):
+                storage = SavedStorage(version, memory, memory.nbytes(), pass_device, stream)
                 self.storages[key] = ref = weakref.ref(storage)
-                if layer.donor is not None:
-                    self.make_room(layer, storage.nbytes)
+                if layer.releasing is not None:
+                    self.release_earlier(layer, storage.nbytes)
             if index not in storage.layers:
                 layer.storages.append(ref)
-                storage.layers[index] = storage.where is Residency.HOST
+                storage.layers[index] = storage.residency is Residency.HOST
                 if roles.planned and len(storage.layers) > 1:
-                    self._shared(storage, stays, roles)
+                    self._count_shared(storage, stays, roles)
             storage.add(tensor, view, probe)
-            if within:
-                storage.within = together(storage.within, within)
+            if wrappers:
+                storage.wrappers = together(storage.wrappers, wrappers)
             if backend.checks:
                 backend.saved(tensor, stream)
             note = tensor_marks.take_final(key, version) if tensor_marks.finals else None
             if note is not None:
-                storage.ready = StreamPosition(note.event, HOME, 0, note.captured)
+                storage.ready = StreamPosition(note.event, COMPUTE, 0, note.captured)
                 if note.whole:
                     storage.add_whole()
             elif not layer.eager and not stays:
-                storage.ready = home.transfers.mark(stream, HOME, layer.captured)
+                storage.ready = pass_device.transfers.position(stream, COMPUTE, layer.captured)
             if layer.eager and not storage.refused:
-                self.leave(layer, storage, ended=layer.token is None)
+                self.offload(layer, storage, ended=layer.token is None)
             if self._engine.recorder is not None:
                 self._engine.recorder.level()
         return storage, view, probe
 
-    def make_room(self, layer: Layer, nbytes: int) -> None:
-        """Let an earlier layer give way to what this one has saved now."""
+    def release_earlier(self, layer: Layer, nbytes: int) -> None:
+        """Release as many bytes of an earlier layer as this one has saved now."""
         if self._engine.recorder is not None:
             self._engine.recorder.level()
-        assert layer.donor is not None
-        layer.donor.release_incrementally(nbytes, layer.captured)
+        assert layer.releasing is not None
+        layer.releasing.release_incrementally(nbytes, layer.captured)
 
-    def _shared(self, storage: SavedStorage, stays: bool, roles: Roles) -> None:
-        """Count a storage that a layer which stays and one which leaves have both saved."""
+    def _count_shared(self, storage: SavedStorage, stays: bool, roles: Roles) -> None:
+        """Count a storage that a kept layer and an offloaded one have both saved."""
         if stays:
-            if storage.where is Residency.OFFLOADING and not storage.shared:
+            if storage.residency is Residency.OFFLOADING and not storage.shared:
                 storage.shared = True
                 self._counters.keep(Reason.SHARED, storage.nbytes)
-        elif storage.where is Residency.DEVICE and not storage.pinned and not roles.stay.isdisjoint(storage.layers):
+        elif storage.residency is Residency.DEVICE and not storage.pinned and not roles.stay.isdisjoint(storage.layers):
             storage.pinned = True
             self._counters.keep(Reason.SHARED, storage.nbytes)
 
-    def leave(self, layer: Layer, storage: SavedStorage, *, ended: bool) -> None:
-        """Queue the copies of what a layer that leaves saved on a storage."""
-        if not storage.leave(layer.index, layer.captured, ended=ended):
+    def offload(self, layer: Layer, storage: SavedStorage, *, ended: bool) -> None:
+        """Queue the copies of what an offloaded layer has saved on a storage."""
+        if not storage.offload(layer.index, layer.captured, ended=ended):
             self.refused([storage])
-        elif layer.releases_incrementally and storage.where is Residency.OFFLOADING and storage.left is None:
+        elif layer.releases_incrementally and storage.residency is Residency.OFFLOADING and storage.copied_out is None:
             # [guard: end of a copy released incrementally]
-            storage.left = storage.home.transfers.end_of_copies_out(layer.captured)
+            storage.copied_out = storage.pass_device.transfers.end_of_copies_out(layer.captured)
         storage.ready = None
-        if ended and storage.where is Residency.OFFLOADING:
-            layer.copied_late(storage)
+        if ended and storage.residency is Residency.OFFLOADING:
+            layer.note_late_copy(storage)
 
     def refused(self, storages: Iterable[SavedStorage]) -> None:
-        """Count, and tell, that the host had no memory."""
+        """Count storages for which there was no host memory, and warn once."""
         for storage in storages:
             self._counters.keep(Reason.HOST_FULL, storage.nbytes)
             self._engine.warn_once(storage.refused)
@@ -208,38 +258,38 @@ class Ledger:
         ref = self.storages.get(address)
         return None if ref is None else ref()
 
-    def held_by_others(self, storage: SavedStorage) -> torch.UntypedStorage | None:
-        """Return memory that a storage has given up, if it exists all the same, and not because it was saved again.
+    def held_elsewhere(self, storage: SavedStorage) -> torch.UntypedStorage | None:
+        """Return the memory of a released storage that still exists, and not because it was saved again.
 
-        The caller must let go of it.
+        The caller must not keep it.
         """
-        if storage.where is not Residency.HOST or storage_expired(storage.weak):
+        if storage.residency is not Residency.HOST or storage_expired(storage.weak):
             return None
         found = storage_behind(storage.weak)
         if found is None or self.at(address(found)) is not storage or self.resident_at(address(found)) is not None:
             return None
         return found
 
-    def _home(self, device: torch.device, memory_device: torch.device) -> Home:
-        home = self._homes[device] = Home(self._engine.transfers(device), self._counters, memory_device, [])
-        return home
+    def _device(self, device: torch.device, memory_device: torch.device) -> PassDevice:
+        found = self._devices[device] = PassDevice(self._engine.transfers(device), self._counters, memory_device, [])
+        return found
 
 
 def _on_device(storage: SavedStorage | None, version: int) -> bool:
     """Whether a storage, as it is now, is still on the device."""
     if storage is None or storage.version != version:
         return False
-    return storage.where is Residency.DEVICE or storage.where is Residency.OFFLOADING
+    return storage.residency is Residency.DEVICE or storage.residency is Residency.OFFLOADING
 
 
-def _usable(storage: SavedStorage, version: int, layer: Layer, view: View, within: Wrappers) -> bool:
+def _usable(storage: SavedStorage, version: int, layer: Layer, view: View, wrappers: Wrappers) -> bool:
     if storage.version != version:  # [guard: copy of an older version]
         return False
-    if storage.where is Residency.RELOADED:  # [guard: reloaded storage that is saved again]
+    if storage.residency is Residency.RELOADED:  # [guard: reloaded storage that is saved again]
         return False
-    if (within or storage.within) and not serves(storage.within, within):
+    if (wrappers or storage.wrappers) and not serves(storage.wrappers, wrappers):
         return False
-    if storage.where is not Residency.HOST:
+    if storage.residency is not Residency.HOST:
         return True
     # Released by the plan while the program still holds it: its host copy serves an offloaded layer, but a layer
     # that stays needs no copy at all.

@@ -1,36 +1,165 @@
-"""Bringing several storages back together."""
+"""The host copy of a storage, and the device memory into which it is reloaded."""
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Sequence
 
-from ..device.base import Stream
-from .residency import Residency
-from .storage import SavedStorage
-from .transfer import Transfers
+import torch
 
-__all__ = ["reload"]
+from .._torch import version_of
+from ..device.base import Stream, StreamPosition
+from .hostpool import HostBuffer
+from .layout import Layout, Piece, View, gaps, reload_spans
+from .transfer import PassDevice, Transfers
+from .versions import changed
+
+__all__ = ["HostCopy", "Residency", "reload"]
 
 
-def reload(storages: Sequence[SavedStorage], layer: int, *, on_demand: bool = False) -> None:
-    """Bring storages back, the first one first; those that are on the device are passed over.
+class Residency(enum.Enum):
+    """Where the bytes are."""
 
-    All device memory is taken before the first copy starts, so that one start mark serves all.  If it runs
-    out, those that got theirs come back all the same, and the error is the allocator's own.
+    DEVICE = "on the device"
+    OFFLOADING = "on the device, copied or being copied to the host"
+    HOST = "on the host only"
+    RELOADED = "on the host and, again, on the device"
+
+
+class HostCopy:
+    """The host copy of a saved storage, and the device memory into which it is reloaded.
+
+    The lock of the engine guards all methods.
     """
-    waiting = [storage for storage in storages if storage.where is Residency.HOST]
+
+    # Defaults of the class, so that making one sets only what differs: a training step makes many.
+    residency = Residency.DEVICE
+    plain: View | None = None  # the layout of a storage that one saved tensor fills
+    bytes_copied = 0
+    layout: Layout
+    _typed: torch.Tensor | None = None  # the copy of a plain storage, if it is in one part
+    _host: HostBuffer | None = None  # and the memory of that
+    _pieces: Sequence[Piece] = ()  # all other copies
+    _buffers: Sequence[tuple[int, int, torch.Tensor]] = ()  # first byte, end, memory
+    _clean: Sequence[int] = ()  # the versions of the buffers when they were reloaded
+    _copied_in: StreamPosition | None = None
+    _awaited = True  # the compute stream has waited for `_copied_in`
+    _users: Sequence[Stream] = ()  # other streams that have
+
+    nbytes: int
+    layers: dict[int, bool]
+    pass_device: PassDevice
+    stream: Stream
+    _resident: int
+
+    def holds(self, view: View) -> bool:
+        """Whether the host copy has every element of a view."""
+        if self._typed is not None:
+            return True
+        pieces = self._pieces
+        if any(piece.holds(view) for piece in pieces):
+            return True
+        return len(pieces) > 1 and not gaps(*view.extent, pieces, self.nbytes)
+
+    def allocate(self) -> None:
+        """Allocate device memory for what is on the host only; the stream of the storage is the current one."""
+        device, plain = self.pass_device, self.plain
+        transfers = device.transfers
+        empty = transfers.backend.empty_device
+        if plain is not None and self._typed is not None:
+            nbytes = self.nbytes
+            self._buffers = ((0, nbytes, empty(plain.size, plain.stride, plain.dtype, transfers.device)),)
+        else:
+            spans = reload_spans(self._pieces)
+            self._buffers = [(a, b, empty((b - a,), (1,), torch.uint8, transfers.device)) for a, b in spans]
+            nbytes = sum(stop - start for start, stop in spans)
+        self._resident = nbytes
+        self.residency = Residency.RELOADED
+        self._awaited = False
+        self._users = ()
+        device.counters.rise(nbytes)
+
+    def queue_reload(self, layer: int, captured: bool, *, on_demand: bool) -> None:
+        """Queue the copies into the memory of `allocate`."""
+        device, typed = self.pass_device, self._typed
+        if typed is not None:
+            buffer = self._buffers[0][2]
+            self._copied_in = device.transfers.to_device(((typed, buffer),), layer, captured)
+            self._clean = (version_of(buffer),)
+        else:
+            pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+            for piece in self._pieces:
+                start, buffer = self._buffer_of(piece.start, piece.stop)
+                pairs += piece.pairs(buffer.untyped_storage(), start, device.device)
+            self._copied_in = device.transfers.to_device(pairs, layer, captured)
+            self._clean = [version_of(buffer) for _, _, buffer in self._buffers]
+        device.counters.reloaded(self.bytes_copied, on_demand=on_demand)
+
+    def _buffer_of(self, start: int, stop: int) -> tuple[int, torch.Tensor]:
+        return next((a, buffer) for a, b, buffer in self._buffers if a <= start and stop <= b)
+
+    def fetch(self, view: View, probe: torch.Tensor, layer: int, captured: bool) -> torch.Tensor:
+        """Return a saved tensor on the device, for the current stream of the calling thread; `reload` came first."""
+        if self.residency is not Residency.RELOADED:
+            return probe.detach()  # not the alias itself, which loses its data at the release
+        transfers, copied_in = self.pass_device.transfers, self._copied_in
+        assert copied_in is not None
+        current = transfers.backend.current_stream(transfers.device)
+        if current != self.stream:
+            # [wait: another stream's use for the copy in]
+            transfers.use(current, copied_in, layer, captured)
+            # [guard: users on other streams]
+            # [guard: streams that waited]
+            self._users = (*self._users, current)
+        elif not self._awaited:
+            # [wait: use on the compute stream for the copy in]
+            transfers.use(current, copied_in, layer, captured)
+            self._awaited = True
+        buffers = self._buffers
+        for (_, _, buffer), version in zip(buffers, self._clean):  # noqa: B905 (as long as each other)
+            if version_of(buffer) != version:
+                raise changed(buffer, view.size, version)
+        if view is self.plain and self._typed is not None:
+            return buffers[0][2]
+        start, buffer = self._buffer_of(*view.extent)
+        return view.on(buffer, start)
+
+    def evict(self) -> None:
+        """Free the reloaded memory; the host copy stays for the next backward through a retained graph."""
+        if self.residency is Residency.RELOADED:
+            self._free_buffers()
+            self.pass_device.counters.rise(-self._resident)
+            self._resident = 0
+            self.residency = Residency.HOST
+
+    def _free_buffers(self) -> None:
+        transfers = self.pass_device.transfers
+        if not self._awaited and self._copied_in is not None:
+            # [wait: dropping for a copy in without a use]
+            transfers.join(self.stream, self.pass_device.streams, self._copied_in, min(self.layers, default=0))
+            self._awaited = True
+        for user in self._users:
+            # [wait: dropping for use on another stream]
+            transfers.join(self.stream, (), transfers.position(user))
+        self._buffers = ()
+
+
+def reload(storages: Sequence[HostCopy], layer: int, *, on_demand: bool = False) -> None:
+    """Reload storages in the given order; those that are on the device are passed over.
+
+    All device memory is allocated before the first copy starts, so one position of the compute stream serves all.  If
+    the memory runs out, those that have theirs are reloaded all the same, and the error is the allocator's own.
+    """
+    waiting = [storage for storage in storages if storage.residency is Residency.HOST]
     while waiting:
-        transfers, stream = waiting[0].home.transfers, waiting[0].stream
-        group, waiting = waiting, []
-        if len(group) > 1:  # nearly always they are all from one stream
-            both = group
-            group = [s for s in both if s.home.transfers is transfers and s.stream == stream]
-            if len(group) < len(both):
-                waiting = [s for s in both if s not in group]
-        _reload_group(transfers, stream, group, layer, on_demand)
+        device, stream = waiting[0].pass_device, waiting[0].stream
+        group = [s for s in waiting if s.pass_device is device and s.stream == stream]
+        # Nearly always all are of one device and stream.
+        waiting = [] if len(group) == len(waiting) else [s for s in waiting if s not in group]
+        _reload_group(device.transfers, stream, group, layer, on_demand)
 
 
-def _reload_group(transfers: Transfers, stream: Stream, group: list[SavedStorage], layer: int, on_demand: bool) -> None:
+def _reload_group(transfers: Transfers, stream: Stream, group: list[HostCopy], layer: int, on_demand: bool) -> None:
     backend = transfers.backend
     taken = 0
     try:
@@ -54,5 +183,5 @@ def _reload_group(transfers: Transfers, stream: Stream, group: list[SavedStorage
                     storage.queue_reload(layer, captured, on_demand=on_demand)
                     done += 1
             finally:
-                for storage in group[done:taken]:  # a copy could not be queued: this memory has no content
+                for storage in group[done:taken]:  # their copies could not be queued, so this memory has no content
                     storage.evict()

@@ -15,7 +15,7 @@ __all__ = ["Counters", "Reason", "Statistics"]
 
 
 class Reason(enum.Enum):
-    """Why a saved tensor stayed on the device."""
+    """Why a saved tensor was kept on the device."""
 
     # Members are singletons; the hash of Enum is a function of Python's, called for every tensor that stays.
     __hash__ = object.__hash__
@@ -46,15 +46,15 @@ class Statistics:
     passes : int
         Forward passes begun.
     tensors_saved, bytes_saved : int
-        Storages that autograd saved in the layers and that could leave, whether or not their layer was
+        Storages that autograd saved in the layers and that could be offloaded, whether or not their layer was
         scheduled to; each storage of a pass once.
     tensors_offloaded, bytes_offloaded : int
         Storages copied to the host, and bytes copied.
     tensors_kept, bytes_kept : mapping of Reason to int
-        Saved tensors that could not leave, by reason.
+        Saved tensors that could not be offloaded, by reason.
     reloaded_ahead, reloaded_on_demand : int
-        Storages copied back because the schedule said so; because backward needed one that nobody had asked
-        for in time.
+        Storages copied back because the schedule said so; because backward needed one that the
+        plan had not reloaded in time.
     bytes_reloaded : int
         Bytes copied back.
     stalls : int
@@ -83,7 +83,7 @@ class Statistics:
 
     @property
     def stalls(self) -> int:
-        """Reloads that nobody had asked for in time."""
+        """Reloads that the plan did not start in time."""
         return self.reloaded_on_demand
 
     def __str__(self) -> str:
@@ -135,13 +135,27 @@ class Counters:
         self._peak = self.resident_bytes
 
     def keep(self, reason: Reason, nbytes: int, count: int = 1) -> None:
-        """Tensors stay for a reason."""
+        """Count tensors that are kept, by reason."""
         entry = self._kept.setdefault(reason, [0, 0])
         entry[0] += count
         entry[1] += nbytes
 
+    def saved(self, nbytes: int) -> None:
+        """Count a storage that was saved, and is on the device."""
+        self.tensors_saved += 1
+        self.bytes_saved += nbytes
+        self.rise(nbytes)
+
+    def reloaded(self, nbytes: int, *, on_demand: bool) -> None:
+        """Count a storage that is reloaded."""
+        self.bytes_reloaded += nbytes
+        if on_demand:
+            self.reloaded_on_demand += 1
+        else:
+            self.reloaded_ahead += 1
+
     def rise(self, nbytes: int) -> None:
-        """Bytes came to the device, or left it if negative."""
+        """Add to the bytes on the device."""
         if self._freed:
             self._settle()
         self._resident += nbytes
@@ -149,7 +163,7 @@ class Counters:
             self._peak = self._resident
 
     def freed(self, nbytes: int) -> None:
-        """Bytes left the device; may be called from a finalizer, without the lock."""
+        """Subtract from the bytes on the device; may be called from a finalizer, without the lock."""
         self._freed.append(nbytes)
 
     def _settle(self) -> None:

@@ -1,125 +1,136 @@
-"""One storage that autograd saved in one pass: moved once, however many tensors and layers view it."""
+"""One storage that autograd saved in one pass: offloaded once, however many tensors and layers view it."""
 
 from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 
 from .._torch import base_of, free_storage_weakref, opaque, storage_weakref, version_of
 from ..device.base import Pairs, Stream, StreamPosition
-from ..engine.versions import drop_data
 from .hostpool import HostBuffer
-from .layout import Piece, View, dense, gaps, loose_pieces, reload_spans
-from .residency import Residency
-from .transfer import Home
-from .versions import Wrappers, changed
+from .layout import Layout, Piece, View, dense, gaps, loose_pieces
+from .reload import HostCopy, Residency
+from .statistics import Counters
+from .transfer import PassDevice
+from .versions import Wrappers, changed, drop_data
 
-if TYPE_CHECKING:
-    from .pack import Moved
-
-__all__ = ["SavedStorage"]
+__all__ = ["Owner", "Resident", "SavedStorage"]
 
 
-class SavedStorage:
+class Owner(Protocol):
+    """The pass of a saved storage."""
+
+    def fetch(self, index: int, storage: SavedStorage, view: View, probe: torch.Tensor) -> torch.Tensor:
+        """Return a tensor that a layer saved, on the device."""
+        ...
+
+
+class SavedStorage(HostCopy):
     """A storage between its saving and the last backward that needs it.
 
-    Only the objects that autograd holds refer to it strongly; when the last of them is dropped, everything is
-    given back, whatever the state.  So there is no pass to end and nothing to reset.  The pass that owns it
-    guards all methods but the finalizer with one lock.
+    Only the objects that autograd holds refer to it strongly.  When the last of them is dropped, all memory is
+    returned, whatever the state, so there is no pass to end and nothing to reset.  The lock of the engine guards all
+    methods but the finalizer.
 
     Nearly every storage of a model is saved as one tensor that fills it.  Such a *plain* storage is copied from and to
-    tensors of its own type and layout; everything else goes through byte views.
+    tensors of its own type and layout, and autograd holds it directly in place of that tensor.  Everything else is
+    copied as bytes, and autograd holds one `pack.Moved` for each tensor.
 
     Parameters
     ----------
     version : int
-        At which version its first tensor was saved.
+        The version of its first tensor when that was saved.
     memory : torch.UntypedStorage
         The storage.
-    home : Home
+    pass_device : PassDevice
         Streams and counters of its pass.
     stream : Stream
-        The stream on which it was saved; its memory is freed, and taken again, in the order of this one.
+        The stream on which it was saved; its memory is freed and allocated in the order of this one.
     """
 
-    # Defaults of the class, so that making one sets only what differs: a training step makes many.
-    where = Residency.DEVICE
-    refused = ""  # why the host did not take it
-    pinned = False  # saved in a layer that stays, before one that leaves: a copy would free nothing
-    shared = False  # saved in a layer that stays, after one that leaves, and counted as such
-    ready: StreamPosition | None = None  # after what copies out must come; None for the moment at which they are queued
-    left: StreamPosition | None = None  # after its copies out; None as long as more may come
-    within: Wrappers = ()  # the wrappers in which it was saved; see [Note: outer tensors]
-    bytes_copied = 0
-    plain: View | None = None  # the layout of a plain storage
-    first: weakref.ref[Moved] | None = None  # what autograd holds for the tensor that made it plain
-    root: weakref.ref[torch.Tensor]  # that tensor, or the one of which it is a view
-    _typed: torch.Tensor | None = None  # its host copy, if that is in one part
-    _host: HostBuffer | None = None  # and where that lies
+    refused = ""  # why the host had no memory for it
+    pinned = False  # saved in a layer that is kept, before an offloaded one: a copy would free nothing
+    shared = False  # saved in a layer that is kept, after an offloaded one, and counted as such
+    ready: StreamPosition | None = None  # copies out come after it; None for the moment at which they are queued
+    copied_out: StreamPosition | None = None  # after its copies out; None as long as more may come
+    wrappers: Wrappers = ()  # the wrappers in which it was saved
+    # Of a plain storage: the pass, the layer and its token, an alias of the tensor, and the tensor or its base.
+    owner: Owner | None = None
+    index: int
+    token: object
+    probe: torch.Tensor
+    root: weakref.ref[torch.Tensor]
     loose: Sequence[View] = ()  # saved, and waiting for the end of the layer
-    _pieces: Sequence[Piece] = ()
-    _buffers: Sequence[tuple[int, int, torch.Tensor]] = ()
-    _clean: Sequence[int] = ()  # the versions at which the buffers came back
-    _arrived: StreamPosition | None = None
-    _awaited = True
-    _users: Sequence[Stream] = ()
 
-    def __init__(self, version: int, memory: torch.UntypedStorage, home: Home, stream: Stream) -> None:
-        self.home = home
+    def __init__(
+        self, version: int, memory: torch.UntypedStorage, nbytes: int, pass_device: PassDevice, stream: Stream
+    ) -> None:
+        self.pass_device = pass_device
         self.stream = stream
         self.version = version
-        self.nbytes = self._resident = nbytes = memory.nbytes()
-        self.layers: dict[int, bool] = {}  # who saved it -> has let go of the device memory
+        self.nbytes = self._resident = nbytes
+        self.layers: dict[int, bool] = {}  # the layers that saved it -> whether they have released it
         self._source: torch.UntypedStorage | None = memory  # [keep: source until copied]
         self.weak = storage_weakref(memory)  # [keep: address of the storage]
-        self.new: list[View] = []  # saved, and not looked at yet
-        self._probes: list[torch.Tensor] = []
-        counters = home.counters
-        counters.tensors_saved += 1
-        counters.bytes_saved += nbytes
-        counters.rise(nbytes)
+        self.new: Sequence[View] = ()  # saved, and not looked at yet
+        self._probes: Sequence[torch.Tensor] = ()
+        pass_device.counters.saved(nbytes)
+
+    def hold(self, owner: Owner, index: int, token: object) -> SavedStorage:
+        """Return what autograd holds for the tensor that makes the storage plain."""
+        self.owner = owner  # [keep: pass of a plain tensor]
+        self.index = index
+        self.token = token
+        return self
+
+    def unpack(self) -> torch.Tensor:
+        """Return the tensor that makes the storage plain, for autograd."""
+        probe = self.probe
+        assert self.plain is not None
+        assert self.owner is not None
+        if version_of(probe) != self.version:  # [guard: in-place edit of a plain tensor]
+            raise changed(probe, self.plain.size, self.version)
+        return self.owner.fetch(self.index, self, self.plain, probe)
 
     # Saving
 
+    def fill(self, root: torch.Tensor, layout: Layout, probe: torch.Tensor) -> None:
+        """Note that the first saved tensor, which is a view of `root` or `root` itself, fills the storage."""
+        self.plain, self.layout = layout.view, layout
+        self.probe = probe  # [keep: plain tensor]
+        self._probes = (probe,)
+        self.root = weakref.ref(root)
+
     def add(self, tensor: torch.Tensor, view: View, probe: torch.Tensor) -> None:
-        """Take in one more saved tensor, its layout, and a detached alias that carries its version counter."""
-        if self.where is Residency.HOST:
+        """Note one more saved tensor, its layout, and a detached alias that carries its version counter."""
+        if self.residency is Residency.HOST:
             drop_data(probe)
             return
         whole = tensor.nbytes == self.nbytes and not (view.conj or view.neg)
         if whole and not self._probes and (tensor.is_contiguous() or view.fills(self.nbytes)):
-            self.plain = view
             base = base_of(tensor)
-            self.root = weakref.ref(tensor if base is None else base)
-        self._probes.append(probe)
-        self.new.append(view)
+            self.fill(tensor if base is None else base, Layout.of(view, self.nbytes), probe)
+        else:
+            self._probes = (*self._probes, probe)
+        self.new = (*self.new, view)
 
     def add_whole(self) -> None:
-        """Move the whole storage, whatever the saved views cover."""
-        self.new.append(View(torch.uint8, torch.Size((self.nbytes,)), (1,), 0, False, False))
+        """Copy the whole storage, whatever the saved views cover."""
+        self.new = (*self.new, View(torch.uint8, torch.Size((self.nbytes,)), (1,), 0, False, False))
 
-    def holds(self, view: View) -> bool:
-        """Whether the host copy has every element of a view."""
-        if self._typed is not None:
-            return True
-        pieces = self._pieces
-        if any(piece.holds(view) for piece in pieces):
-            return True
-        return len(pieces) > 1 and not gaps(*view.extent, pieces, self.nbytes)
+    # Offloading
 
-    # Leaving
-
-    def leave(self, layer: int, captured: bool, *, ended: bool) -> bool:
+    def offload(self, layer: int, captured: bool, *, ended: bool) -> bool:
         """Queue copies of what was saved and is not copied yet; False if the host has no memory for it.
 
         Parameters
         ----------
         layer : int
-            For whom, in the timeline.
+            The layer shown in the timeline.
         captured : bool
             A graph is being captured.
         ended : bool
@@ -128,11 +139,8 @@ class SavedStorage:
         if self._source is None or self.refused or self.pinned:
             return not self.refused
         new = self.new
-        if new and new[0] is self.plain and not self.bytes_copied:
-            if not self._copy_plain(layer, captured):
-                return False
-            if len(new) == 1:  # as nearly always
-                new.clear()
+        if new and new[0] is self.plain and not self.bytes_copied and not self.copy_plain(layer, captured):
+            return False
         for view in new:
             if view is self.plain or self.holds(view):
                 continue
@@ -141,7 +149,7 @@ class SavedStorage:
                 self.loose = (*self.loose, view)
             elif not self._copy_missing(piece, layer, captured):
                 return False
-        new.clear()
+        self.new = ()
         if ended and self.loose:
             loose = [view for view in self.loose if not self.holds(view)]
             self.loose = ()
@@ -151,27 +159,27 @@ class SavedStorage:
         return True
 
     def _copy_missing(self, piece: Piece, layer: int, captured: bool) -> bool:
-        """Copy what of a piece is not copied yet: parts of a storage may have left before the whole of it."""
+        """Copy what of a piece is not copied yet: parts of the storage may have been copied before the whole of it."""
         if not self._pieces or piece.elements is not None:
             return self._copy(piece, layer, captured)
         return all(self._copy(gap, layer, captured) for gap in gaps(*piece.exact, self._pieces, self.nbytes))
 
-    def _copy_plain(self, layer: int, captured: bool) -> bool:
-        plain, pool = self.plain, self.home.transfers.pool
-        assert plain is not None
+    def copy_plain(self, layer: int, captured: bool) -> bool:
+        """Queue the copy of a plain storage; return False if the host has no memory for it."""
+        pool = self.pass_device.transfers.pool
         host = pool.take(self.nbytes, captured=captured)
         if host is None:
             return self._refuse(pool.refusal)
-        typed = host.typed(plain.dtype, plain.size, plain.stride)
+        typed = host.typed(self.layout.key)
         if typed is None:
             self._queue_piece(Piece(0, self.nbytes, None, host), host, layer, captured)
         else:
-            self._queue(((typed, self._probes[0]),), host, layer, captured)
+            self._queue(((typed, self.probe),), host, layer, captured)
             self._typed, self._host = typed, host
         return True
 
     def _copy(self, piece: Piece, layer: int, captured: bool) -> bool:
-        pool = self.home.transfers.pool
+        pool = self.pass_device.transfers.pool
         host = piece.host = pool.take(piece.nbytes, captured=captured, whole=piece.elements is not None)
         if host is None:
             return self._refuse(pool.refusal)
@@ -180,168 +188,111 @@ class SavedStorage:
 
     def _queue_piece(self, piece: Piece, host: HostBuffer, layer: int, captured: bool) -> None:
         assert self._source is not None
-        self._queue(piece.pairs(self._source, 0, self.home.device), host, layer, captured)
+        self._queue(piece.pairs(self._source, 0, self.pass_device.device), host, layer, captured)
         self._pieces = (*self._pieces, piece)
 
     def _refuse(self, refusal: str) -> bool:
         self.refused = refusal
-        self.new.clear()
+        self.new = ()
         self.loose = ()
         return False
 
     def _queue(self, pairs: Pairs, host: HostBuffer, layer: int, captured: bool) -> None:
         """Queue a copy out."""
-        home, nbytes = self.home, host.nbytes
+        device, nbytes = self.pass_device, host.nbytes
         try:
-            home.transfers.to_host(pairs, host, self.stream, self.ready, layer, captured)
+            device.transfers.to_host(pairs, host, self.stream, self.ready, layer, captured)
         except BaseException:
-            home.transfers.pool.give_back(host, host.fence)
+            device.transfers.pool.give_back(host, host.fence)
             raise
-        counters = home.counters
-        counters.tensors_offloaded += self.where is Residency.DEVICE
+        counters = device.counters
+        counters.tensors_offloaded += self.residency is Residency.DEVICE
         counters.bytes_offloaded += nbytes
         self.bytes_copied += nbytes
-        self.where = Residency.OFFLOADING
+        self.residency = Residency.OFFLOADING
         # [guard: end of an earlier copy of the storage]
-        self.left = None  # what was behind the copies so far is not behind this one
+        self.copied_out = None  # what was behind the copies so far is not behind this one
 
     def release(self, layer: int) -> int:
-        """Let a layer give up the device memory; it is freed when all layers that saved the storage have.
+        """Release the device memory for a layer; it is freed when all layers that saved the storage have released it.
 
-        Home has waited for the copies of each of these layers before.  Return how many bytes were given up now.
+        The compute stream has waited for the copies of each of these layers before.  Return how many bytes were freed.
         """
-        self.layers[layer] = True
+        layers = self.layers
+        layers[layer] = True
         if (
-            self.where is not Residency.OFFLOADING
+            self.residency is not Residency.OFFLOADING
             or self.refused
-            or (len(self.layers) > 1 and not all(self.layers.values()))  # [guard: release while shared]
+            or (len(layers) > 1 and not all(layers.values()))  # [guard: release while shared]
         ):
             return 0
-        streams = self.home.streams
-        if len(streams) > 1:
-            # [wait: release for what home still reads]
-            self.home.transfers.order_behind(self.stream, streams)
+        device = self.pass_device
+        if len(device.streams) > 1:
+            # [wait: release for what the compute stream still reads]
+            device.transfers.order_behind(self.stream, device.streams)
         for probe in self._probes:  # [guard: data of aliases]
             drop_data(probe)
-        self._probes.clear()
+        self._probes = ()
         self._source = None
-        self.left = None
+        self.copied_out = None
         self._resident = 0
-        self.where = Residency.HOST
-        self.home.counters.rise(-self.nbytes)
+        self.residency = Residency.HOST
+        device.counters.rise(-self.nbytes)
         return self.nbytes
-
-    # Coming back
-
-    def allocate(self) -> None:
-        """Take device memory for what is on the host only; the current stream is the home stream."""
-        home, plain = self.home, self.plain
-        backend, place = home.transfers.backend, home.transfers.device
-        if plain is not None and self._typed is not None:
-            nbytes = self.nbytes
-            self._buffers = ((0, nbytes, backend.empty_device(plain.size, plain.stride, plain.dtype, place)),)
-        else:
-            spans = reload_spans(self._pieces)
-            self._buffers = [(a, b, backend.empty_device((b - a,), (1,), torch.uint8, place)) for a, b in spans]
-            nbytes = sum(stop - start for start, stop in spans)
-        self._resident = nbytes
-        self.where = Residency.RELOADED
-        self._awaited = False
-        self._users = ()
-        home.counters.rise(nbytes)
-
-    def queue_reload(self, layer: int, captured: bool, *, on_demand: bool) -> None:
-        """Queue the copies into the memory taken by `allocate`."""
-        home, typed = self.home, self._typed
-        if typed is not None:
-            buffer = self._buffers[0][2]
-            self._arrived = home.transfers.to_device(((typed, buffer),), layer, captured)
-            self._clean = (version_of(buffer),)
-        else:
-            pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
-            for piece in self._pieces:
-                start, buffer = self._buffer_of(piece.start, piece.stop)
-                pairs += piece.pairs(buffer.untyped_storage(), start, home.device)
-            self._arrived = home.transfers.to_device(pairs, layer, captured)
-            self._clean = [version_of(buffer) for _, _, buffer in self._buffers]
-        counters = home.counters
-        counters.bytes_reloaded += self.bytes_copied
-        if on_demand:
-            counters.reloaded_on_demand += 1
-        else:
-            counters.reloaded_ahead += 1
-
-    def _buffer_of(self, start: int, stop: int) -> tuple[int, torch.Tensor]:
-        return next((a, buffer) for a, b, buffer in self._buffers if a <= start and stop <= b)
-
-    def fetch(self, view: View, probe: torch.Tensor, layer: int, captured: bool) -> torch.Tensor:
-        """Return a saved tensor on the device, for the calling thread's current stream; `reload` came first."""
-        if self.where is Residency.DEVICE or self.where is Residency.OFFLOADING:
-            return probe.detach()  # not the probe, which is hollowed out: somebody may hold on to what he got
-        transfers, arrived = self.home.transfers, self._arrived
-        assert arrived is not None
-        current = transfers.backend.current_stream(transfers.device)
-        if current != self.stream:
-            # [wait: another stream's use for the copy in]
-            transfers.use(current, arrived, layer, captured)
-            # [guard: users on other streams]
-            # [guard: streams that waited]
-            self._users = (*self._users, current)
-        elif not self._awaited:
-            # [wait: home's use for the copy in]
-            transfers.use(current, arrived, layer, captured)
-            self._awaited = True
-        for (_, _, buffer), version in zip(self._buffers, self._clean):  # noqa: B905 (as long as each other)
-            if version_of(buffer) != version:
-                raise changed(buffer, view.size, version)
-        if view is self.plain and self._typed is not None:
-            return buffer
-        start, buffer = self._buffer_of(*view.extent)
-        return view.on(buffer, start)
-
-    def evict(self) -> None:
-        """Free the device memory again; the host copy stays for the next backward through a retained graph."""
-        if self.where is Residency.RELOADED:
-            self._free_buffers()
-            self.home.counters.rise(-self._resident)
-            self._resident = 0
-            self.where = Residency.HOST
-
-    def _free_buffers(self) -> None:
-        transfers = self.home.transfers
-        if not self._awaited and self._arrived is not None:
-            # [wait: dropping for a copy in that nobody used]
-            transfers.join(self.stream, self.home.streams, self._arrived, min(self.layers, default=0))
-            self._awaited = True
-        for user in self._users:
-            # [wait: dropping for use on another stream]
-            transfers.join(self.stream, (), transfers.mark(user))
-        self._buffers = ()
-
-    # The end
 
     def __del__(self) -> None:
         try:
-            home = self.home
-            if self.where is Residency.OFFLOADING:
+            device = self.pass_device
+            transfers = device.transfers
+            if self.residency is Residency.OFFLOADING:
                 # [guard: end of a dropped copy]
-                left = self.left if self.left is not None else home.transfers.end_of_copies_out()
+                end = self.copied_out if self.copied_out is not None else transfers.end_of_copies_out()
                 # [wait: dropping for a copy out]
-                home.transfers.join(self.stream, home.streams, left, min(self.layers, default=0))
-            elif self.where is Residency.RELOADED and (self._users or not self._awaited):
+                transfers.join(self.stream, device.streams, end, min(self.layers, default=0))
+            elif self.residency is Residency.RELOADED and (self._users or not self._awaited):
                 self._free_buffers()
-            fence = () if self._arrived is None else (self._arrived,)  # [guard: fence of returned host memory -> True]
+            # [guard: fence of returned host memory -> True]
+            fence = () if self._copied_in is None else (self._copied_in,)
             if self._host is not None:
-                home.transfers.pool.give_back(self._host, fence)
+                transfers.pool.give_back(self._host, fence)
             for piece in self._pieces:
                 if piece.host is not None:
-                    home.transfers.pool.give_back(piece.host, fence)
-            home.counters.freed(self._resident)
+                    transfers.pool.give_back(piece.host, fence)
+            device.counters.freed(self._resident)
             free_storage_weakref(self.weak)
         except Exception:
-            # Half-built objects and an interpreter on its way out: there is nobody to tell and nothing to save.
+            # Of half-built objects, and while the interpreter ends, there is nothing to return.
             if not sys.is_finalizing() and hasattr(self, "_resident"):
                 raise
 
 
 opaque(SavedStorage.__del__)
+
+
+class Resident:
+    """A storage that is kept on the device, held by all that autograd holds for tensors on it in one pass.
+
+    While this object exists, so does the storage; the pass finds it by the address when another tensor on the storage
+    is saved.
+
+    Parameters
+    ----------
+    nbytes : int
+        Size of the storage in bytes.
+    counters : Counters
+        Where it is counted.
+    """
+
+    __slots__ = ("__weakref__", "_counters", "nbytes", "used")
+
+    def __init__(self, nbytes: int, counters: Counters) -> None:
+        self.nbytes = nbytes
+        self.used: Callable[[], None] | None = None  # called when backward uses it
+        self._counters = counters
+        counters.saved(nbytes)
+
+    def __del__(self) -> None:
+        self._counters.freed(self.nbytes)
+
+
+opaque(Resident.__del__)

@@ -1,4 +1,4 @@
-"""Saved tensors made of several plain ones: each part moves by itself, and the whole comes back as the same type.
+"""Saved tensors made of several plain ones: each part is offloaded by itself, the whole is rebuilt.
 
 Two conventions say what a tensor is made of.  PyTorch's traceable wrappers have ``__tensor_flatten__`` and
 ``__tensor_unflatten__`` (`torch.utils._python_dispatch`): DTensor, jagged nested tensors, torchao's tensors.
@@ -15,9 +15,8 @@ import torch
 from torch.nn import Parameter
 
 from .._torch import base_of, version_of
-from ..engine.versions import Wrappers
 from . import tensor_marks
-from .versions import Seen, Wrapper
+from .versions import Seen, Wrapper, Wrappers
 
 __all__ = ["Compound", "has_parts", "is_compound", "parts_to_save", "plain_parts"]
 
@@ -69,31 +68,31 @@ class Compound:
 
     @staticmethod
     def pack(
-        tensor: torch.Tensor, within: Wrappers, packer: Callable[[Wrappers], Callable[..., Any]]
+        tensor: torch.Tensor, wrappers: Wrappers, packer: Callable[[Wrappers], Callable[..., Any]]
     ) -> Compound | None:
-        """Take a tensor apart; None if it does not let us.
+        """Take a tensor apart; None if it cannot be taken apart.
 
         Parameters
         ----------
         tensor : torch.Tensor
             A tensor for which `is_compound` holds.
-        within : tuple of Seen
+        wrappers : tuple of Seen
             The wrappers of which it is a part itself.
         packer : callable
             Returns the pack hook for parts of given wrappers.
         """
         seen = Seen(Wrapper.of(tensor), version_of(tensor))
-        taken = _Flat.take(tensor) if _flattens(type(tensor)) else _Husk.take(tensor)
+        taken = _Flat.take(tensor) if _flattens(type(tensor)) else _Shell.take(tensor)
         if taken is None:
             return None
         parts, build = taken
-        pack = packer((*within, seen))
+        pack = packer((*wrappers, seen))
         return Compound(seen, tensor.size(), {name: pack(_as_part(part)) for name, part in parts.items()}, build)
 
     def unpack(self) -> torch.Tensor:
         """Return the whole, for autograd; its parts are reloaded if that has not happened yet.
 
-        A part that stayed comes back as it is now, as without offloading; the counter of the whole decides.
+        A kept part is returned as it is now, as without offloading; the counter of the whole decides.
         """
         outer, version = self._seen
         outer.check(version, self._size)
@@ -139,13 +138,13 @@ class _Flat:
         return whole
 
 
-class _Husk:
+class _Shell:
     """A tensor of Transformer Engine's convention without its data."""
 
-    __slots__ = ("_count", "_husk", "_lock")
+    __slots__ = ("_count", "_lock", "_shell")
 
-    def __init__(self, husk: Any, count: int) -> None:
-        self._husk = husk
+    def __init__(self, shell: Any, count: int) -> None:
+        self._shell = shell
         self._count = count
         self._lock = threading.Lock()
 
@@ -155,16 +154,16 @@ class _Husk:
         twin = tensor.detach()
         if twin is tensor or type(twin) is not type(tensor):
             return None
-        parts, husk = twin.prepare_for_saving()
-        return {k: part for k, part in enumerate(parts) if part is not None}, _Husk(husk, len(parts))
+        parts, shell = twin.prepare_for_saving()
+        return {k: part for k, part in enumerate(parts) if part is not None}, _Shell(shell, len(parts))
 
     def __call__(self, parts: dict[Any, torch.Tensor]) -> torch.Tensor:
         with self._lock:
-            self._husk.restore_from_saved([parts.get(k) for k in range(self._count)])
+            self._shell.restore_from_saved([parts.get(k) for k in range(self._count)])
             try:
-                whole: torch.Tensor = self._husk.detach()
+                whole: torch.Tensor = self._shell.detach()
             finally:
-                self._husk.prepare_for_saving()
+                self._shell.prepare_for_saving()
         return whole
 
 
@@ -177,7 +176,7 @@ def _flatten(tensor: Any) -> tuple[dict[str, Any], Any]:
 
 
 def _as_part(part: torch.Tensor) -> torch.Tensor:
-    """Return a part as the tensor that the questions of eligibility.py make sense for.
+    """Return a part as a tensor that is no leaf, unless it is a leaf of the program's own.
 
     `DTensor.from_local` makes its part without a graph, as a view of what it was given, and lets it require a
     gradient; that is no leaf of the program's.
@@ -189,7 +188,7 @@ def _as_part(part: torch.Tensor) -> torch.Tensor:
     return part
 
 
-# Parts for those who only look
+# Parts that are only read
 
 
 def has_parts(thing: object) -> bool:
@@ -208,19 +207,19 @@ def plain_parts(thing: Any) -> list[torch.Tensor]:
     return [part for thing in inside for part in plain_parts(thing)]
 
 
-def parts_to_save(thing: Any, within: Wrappers = ()) -> Iterator[tuple[torch.Tensor, Wrappers]]:
+def parts_to_save(thing: Any, wrappers: Wrappers = ()) -> Iterator[tuple[torch.Tensor, Wrappers]]:
     """Yield the plain tensors that are saved when a tensor or an object is, each with the wrappers around it.
 
-    An object gives its tensors away for a moment, if that is how it is saved.
+    An object with `prepare_for_saving` is taken apart and restored at once.
     """
     inside = _inside(thing, to_save=True)
     if isinstance(thing, torch.Tensor):
         if inside is None:
-            yield thing, within
+            yield thing, wrappers
             return
-        within = (*within, Seen(Wrapper.of(thing), version_of(thing)))
+        wrappers = (*wrappers, Seen(Wrapper.of(thing), version_of(thing)))
     for part in inside or ():
-        yield from parts_to_save(part, within)
+        yield from parts_to_save(part, wrappers)
 
 
 def _inside(thing: Any, *, to_save: bool) -> Iterable[Any] | None:
@@ -231,8 +230,8 @@ def _inside(thing: Any, *, to_save: bool) -> Iterable[Any] | None:
     if _flattens(kind):
         return [part for part in _flatten(thing)[0].values() if isinstance(part, torch.Tensor)]
     if to_save and _gives_parts(thing):
-        parts, husk = thing.prepare_for_saving()
-        husk.restore_from_saved(list(parts))
+        parts, shell = thing.prepare_for_saving()
+        shell.restore_from_saved(list(parts))
     elif hasattr(thing, "get_data_tensors"):
         parts = thing.get_data_tensors()
     else:

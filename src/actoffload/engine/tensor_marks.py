@@ -1,22 +1,49 @@
 """Notes on storages: keep this one; this one is final.
 
 A note is found by the address of its storage.  It holds a weak reference, which keeps the address from being
-given to another storage, so a note can never be mistaken for somebody else's.
+given to another storage, so a note never applies to another storage.
 """
 
 from __future__ import annotations
 
+import sys
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-from .._torch import address, version_of
-from ..device.base import Backend, Event
-from .residency import StorageRef
+from .._torch import address, free_storage_weakref, storage_expired, storage_weakref, version_of
+from ..device.base import Backend, StreamEvent
 from .versions import Wrappers, unchanged
 
-__all__ = ["Final", "enabled", "final", "finals", "keep", "kept", "running", "take_final"]
+__all__ = ["Final", "StorageRef", "enabled", "final", "finals", "keep", "kept", "running", "take_final"]
+
+
+class StorageRef:
+    """A weak reference to a storage; it does not keep the memory.
+
+    While it exists, the address of the storage (``_cdata``) is not given to another one, so what is found by
+    that address belongs to this storage.
+
+    Notes
+    -----
+    Uses the same primitives of PyTorch as `torch.multiprocessing` does for shared storages.
+    """
+
+    __slots__ = ("_weak",)
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self._weak = storage_weakref(storage)
+
+    @property
+    def expired(self) -> bool:
+        """Whether the memory is freed."""
+        return bool(storage_expired(self._weak))
+
+    def __del__(self, finalizing: Callable[[], bool] = sys.is_finalizing) -> None:  # bound: this module may be cleared
+        if not finalizing():  # by then torch may be gone, and the process frees everything
+            free_storage_weakref(self._weak)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,10 +52,10 @@ class Final:
 
     storage: StorageRef
     version: int
-    event: Event
+    event: StreamEvent
     captured: bool
     whole: bool
-    within: Wrappers = ()
+    wrappers: Wrappers = ()
 
 
 _lock = threading.Lock()
@@ -48,12 +75,12 @@ def keep(tensor: torch.Tensor) -> None:
             _sweep_at["kept"] = 2 * len(kept) + 64
 
 
-def final(tensor: torch.Tensor, event: Event, captured: bool, *, whole: bool, within: Wrappers = ()) -> None:
+def final(tensor: torch.Tensor, event: StreamEvent, captured: bool, *, whole: bool, wrappers: Wrappers = ()) -> None:
     """Note that a tensor's storage is final after an event, unless one of the wrappers around it is changed."""
     storage = tensor.untyped_storage()
     with _lock:
         # [keep: address of a final storage]
-        note = Final(StorageRef(storage), version_of(tensor), event, captured, whole, within)
+        note = Final(StorageRef(storage), version_of(tensor), event, captured, whole, wrappers)
         finals[address(storage)] = note
         if len(finals) >= _sweep_at["final"]:  # [guard: sweep of final marks]
             for key in [key for key, note in finals.items() if note.storage.expired]:
@@ -64,7 +91,7 @@ def final(tensor: torch.Tensor, event: Event, captured: bool, *, whole: bool, wi
 def take_final(key: int, version: int) -> Final | None:
     """Return the note on the storage at an address, unless it was changed since."""
     note = finals.get(key)
-    if note is None or not unchanged(note.within):
+    if note is None or not unchanged(note.wrappers):
         return None
     if note.version != version:  # [guard: edit after start_offload]
         return None

@@ -13,15 +13,15 @@ from .._torch import base_of, plain_tensors, version_of
 
 __all__ = ["Seen", "Wrapper", "Wrappers", "changed", "drop_data", "serves", "together", "unchanged"]
 
-_hollow: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
+_empty: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
 
 
 def drop_data(probe: torch.Tensor) -> None:
     """Take the memory out of a detached tensor; it still shares the version counter of the original."""
     key = (probe.dtype, probe.device)
-    empty = _hollow.get(key)
+    empty = _empty.get(key)
     if empty is None:
-        empty = _hollow[key] = torch.empty(0, dtype=probe.dtype, device=probe.device)
+        empty = _empty[key] = torch.empty(0, dtype=probe.dtype, device=probe.device)
     probe.data = empty
 
 
@@ -35,7 +35,7 @@ def changed(tensor: torch.Tensor, size: tuple[int, ...], version: int) -> Runtim
     size : tuple of int
         Shape of the saved tensor.
     version : int
-        The version at which it was saved, or at which it came back.
+        The version at which it was saved or reloaded.
     """
     shape = ", ".join(map(str, size))
     return RuntimeError(
@@ -47,7 +47,7 @@ def changed(tensor: torch.Tensor, size: tuple[int, ...], version: int) -> Runtim
 
 
 RETURNED = 1024
-"""How many tensors that were given back for one are watched: it takes so many backwards of a retained graph."""
+"""How many rebuilt tensors of one wrapper are watched: one for each backward of a retained graph."""
 
 
 class Wrapper:
@@ -75,10 +75,10 @@ class Wrapper:
         """Return what has the counter of a tensor."""
         base = base_of(tensor)
         root = tensor if base is None else base
-        outer = _outers.get(id(root))
-        if outer is None or outer._root() is not root:
-            outer = _outers[id(root)] = Wrapper(tensor, root)
-        return outer
+        wrapper = _wrappers.get(id(root))
+        if wrapper is None or wrapper._root() is not root:
+            wrapper = _wrappers[id(root)] = Wrapper(tensor, root)
+        return wrapper
 
     @property
     def version(self) -> int:
@@ -98,7 +98,7 @@ class Wrapper:
                 raise changed(counter, size, clean)
 
 
-_outers: weakref.WeakValueDictionary[int, Wrapper] = weakref.WeakValueDictionary()
+_wrappers: weakref.WeakValueDictionary[int, Wrapper] = weakref.WeakValueDictionary()
 
 
 class Seen(NamedTuple):
@@ -106,13 +106,13 @@ class Seen(NamedTuple):
 
     Parameters
     ----------
-    outer : Wrapper
+    wrapper : Wrapper
         Whose counter.
     version : int
         What it showed.
     """
 
-    outer: Wrapper
+    wrapper: Wrapper
     version: int
 
 
@@ -122,22 +122,22 @@ Wrappers = tuple[Seen, ...]
 
 def unchanged(seen: Iterable[Seen]) -> bool:
     """Whether none of some wrappers was changed since."""
-    return all(outer.version == version for outer, version in seen)
+    return all(wrapper.version == version for wrapper, version in seen)
 
 
-def serves(before: Sequence[Seen], within: Wrappers) -> bool:
+def serves(before: Sequence[Seen], wrappers: Wrappers) -> bool:
     """Whether a storage that was saved in some wrappers is still what a part of others has.
 
     A wrapper that was changed at all may have been changed after the storage was saved, unless it was there already.
     """
     if not unchanged(before):
         return False
-    return all(version == 0 or any(outer is known for known, _ in before) for outer, version in within)
+    return all(version == 0 or any(wrapper is known for known, _ in before) for wrapper, version in wrappers)
 
 
-def together(before: Sequence[Seen], within: Wrappers) -> Wrappers:
+def together(before: Sequence[Seen], wrappers: Wrappers) -> Wrappers:
     """Return the wrappers of a storage with those of one more tensor on it."""
-    return (*before, *(seen for seen in within if seen not in before))
+    return (*before, *(seen for seen in wrappers if seen not in before))
 
 
 def _counter(tensor: torch.Tensor) -> torch.Tensor:

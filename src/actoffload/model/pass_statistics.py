@@ -11,8 +11,10 @@ from torch.nn import Module
 from .._torch import address
 from ..engine.layer import Layer
 from ..engine.model_pass import ModelPass
-from ..engine.residency import Residency, Resident, StorageRef
+from ..engine.reload import Residency
 from ..engine.statistics import Reason
+from ..engine.storage import Resident
+from ..engine.tensor_marks import StorageRef
 from ..schedule.execution_order import GroupKey
 from ..schedule.plan import OUTSIDE, Plan
 
@@ -130,7 +132,7 @@ class PassStatistics:
                     count += 1
                     saved += storage.nbytes
                     copied += storage.bytes_copied
-                    freed += storage.nbytes if storage.where is Residency.HOST else 0
+                    freed += storage.nbytes if storage.residency is Residency.HOST else 0
                     shared = not stay.isdisjoint(storage.layers)  # [guard: storage shared with a kept group -> False]
                     expected += 0 if shared else storage.nbytes
                     wasted += storage.bytes_copied if shared else 0
@@ -138,7 +140,7 @@ class PassStatistics:
                         reason = Reason.SHARED if shared else Reason.HOST_FULL
                         before = kept.get(reason, (0, 0))
                         kept[reason] = before[0] + 1, before[1] + storage.nbytes
-                    memory = done.ledger.held_by_others(storage)
+                    memory = done.registry.held_elsewhere(storage)
                     if memory is not None:
                         held.append(Held(layer.index, storage.nbytes, StorageRef(memory), address(memory)))
                 for ref in layer.residents:

@@ -24,7 +24,7 @@ from .._torch import (
 from ..engine.engine import Engine
 from ..engine.layer import Layer, tensors_in
 from ..engine.model_pass import ModelPass
-from ..engine.ownership import ModelAddresses, ModelOwned
+from ..engine.ownership import GroupTensors, ModelTensors
 from ..engine.pack import Pack, Packer, unpack
 from ..engine.tensor_marks import running
 from ..schedule.execution_order import ExecutionOrder, GroupKey, Planner
@@ -128,7 +128,7 @@ class _Thread(threading.local):
 
     def __init__(self) -> None:
         self.current: ModelPass[GroupKey] | None = None
-        self.owned: ModelAddresses | None = None
+        self.owned: ModelTensors | None = None
         self.calls: list[_Call] = []
         self.hooks: SavedTensorHooks | None = None
         self.backends = 0  # length of `running.backends` outside of the outermost call
@@ -227,9 +227,9 @@ class Tracker:
         if not alone or current is None or not current.open:
             if current is not None and alone:
                 self._learn(current)  # a loop over the groups has no call of the root that ends its forward
-            thread.owned = ModelAddresses(self._modules[0].module)
+            thread.owned = ModelTensors(self._modules[0].module)
             order = ExecutionOrder(self._planner.expected)
-            current = ModelPass(self._engine, order, self._planner.roles, ModelOwned(None, thread.owned))
+            current = ModelPass(self._engine, order, self._planner.roles, GroupTensors(None, thread.owned))
             thread.current = current
         thread.packer = Packer()
         thread.between = current.packer_between()
@@ -244,7 +244,7 @@ class Tracker:
         assert thread.current is not None
         assert thread.owned is not None
         key = GroupKey(of.group, call.part)
-        call.layer = thread.current.group_start(key, inputs, ModelOwned(of.module, thread.owned))
+        call.layer = thread.current.group_start(key, inputs, GroupTensors(of.module, thread.owned))
 
     def _suspend_outer(self) -> None:
         """End the current part of an outer group, because an inner group begins."""
