@@ -211,5 +211,6 @@ def test_modules_are_called_by_the_functions_that_are_looked_for() -> None:
     layer.register_forward_hook(lambda *_: seen.append(_torch.current_module()))
     layer(torch.ones(1, 2))
     assert seen[0]() is layer
-    assert {code.co_qualname for code in _torch.CALLS} == {"Module._call_impl", "Module._wrapped_call_impl"}
+    of_torch = {code.co_qualname for code in _torch.CALLS if not code.co_filename.startswith(str(SOURCES))}
+    assert of_torch == {"Module._call_impl", "Module._wrapped_call_impl"}
     assert set(_torch.CALL_VARIABLES) <= {name for code in _torch.CALLS for name in code.co_varnames + code.co_cellvars}

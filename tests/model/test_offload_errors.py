@@ -139,7 +139,7 @@ def test_so_few_groups_that_none_leaves_is_told():
 
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 def test_a_script_module_is_refused():
-    with pytest.raises(TypeError, match=r"'Waves' is a torch.jit.ScriptModule.*pass the module from which it was"):
+    with pytest.raises(TypeError, match=r"is a torch\.jit\.ScriptModule.*pass the module from which it was"):
         offload(torch.jit.trace(Waves(3), data()))
     model = Waves(3)
     model.blocks[1] = torch.jit.trace(model.blocks[1], data())

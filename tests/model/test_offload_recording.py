@@ -252,7 +252,7 @@ def test_asked_for_too_early_or_twice():
     handle = offload(model)
     with handle.recording():
         step(model)
-        with pytest.raises(RuntimeError, match="leave the block"):
+        with pytest.raises(RuntimeError, match="after the block"):
             handle.timeline()
         assert handle.report().step_seconds is None
         with pytest.raises(RuntimeError, match="A step is being recorded already"), handle.recording():

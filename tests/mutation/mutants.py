@@ -94,9 +94,6 @@ INSTEAD: dict[str, str] = {
         "stream.now += self.latency * len(pairs) + sum(host.nbytes for host, _ in pairs) / bandwidth"
     ),
     "guard: time of one step": "return time.perf_counter() - begun",
-    "guard: lists of heads": (
-        "return tuple(stack for stack in self._stacks if stack.named or stack.scope not in followed)"
-    ),
     "guard: kinds of several classes": "several = set()",
     "guard: first entry that means a module": "meant[module] = kind",
     "guard: kept storage that several groups saved": "resident is not None",

@@ -30,10 +30,10 @@ from typing import Any, TypeAlias
 from torch.jit import ScriptModule
 from torch.nn import Module
 
-from .._torch import break_graph, opaque
+from .._torch import CALLS, break_graph, opaque
 from .tracker import FollowedModule, Tracker
 
-__all__ = ["Followers", "followers_of"]
+__all__ = ["Followers", "followers_of", "original_class", "refuse_scripted"]
 
 _Pair: TypeAlias = tuple["Followers", FollowedModule]
 
@@ -45,10 +45,14 @@ REASON = (
     "compile them one by one: for layer in layers: layer.compile(fullgraph=True)"
 )
 
-_SCRIPTED = (
-    "The module '{}' is a torch.jit.ScriptModule, whose calls cannot be followed: pass the module from which it was "
-    "scripted."
-)
+
+def refuse_scripted(module: Module, name: str) -> None:
+    """Raise a `TypeError` for a module whose calls cannot be followed."""
+    if isinstance(module, ScriptModule):
+        raise TypeError(
+            f"The module '{name}' is a torch.jit.ScriptModule, whose calls cannot be followed: pass the module from "
+            "which it was scripted."
+        )
 
 
 class _Entry:
@@ -61,6 +65,9 @@ class _Entry:
         return _Entry, ()
 
 
+_classes: dict[type[Module], type[Module]] = {}
+
+
 def original_class(kind: Any) -> Any:
     """Return the class that a followed module had before; anything else as it is."""
     return vars(kind).get(_ORIGINAL, kind) if isinstance(kind, type) else kind
@@ -70,9 +77,8 @@ def _followed_class(original: type[Module]) -> type[Module]:
     """Return the class for followed modules of a class; always the same one, as compiled code depends on it."""
     if hasattr(original, _ORIGINAL):  # a class that another library derived from ours
         return original
-    for known in type.__subclasses__(original):
-        if original_class(known) is original:
-            return known
+    if original in _classes:
+        return _classes[original]
 
     def __call__(self: Module, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
         pairs = _pairs(self)
@@ -85,10 +91,10 @@ def _followed_class(original: type[Module]) -> type[Module]:
                     tracker = followers.tracker
                     began.append((tracker, tracker.depth))
                     tracker.begin(of, args, kwargs)
-                output = original.__call__(self, *args, **kwargs)
+                result = original.__call__(self, *args, **kwargs)
                 for tracker, depth in reversed(began):
-                    tracker.end(depth, output)
-                return output
+                    tracker.end(depth, result)
+                return result
             finally:
                 for tracker, depth in reversed(began):
                     tracker.unwind(depth)
@@ -109,10 +115,12 @@ def _followed_class(original: type[Module]) -> type[Module]:
         return original_class(function), arguments, *rest
 
     break_graph(__call__, REASON)
+    CALLS.add(__call__.__code__)  # reports name the tensors that a call refers to
     copied = {name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")}
     methods = {"__call__": __call__, "__reduce_ex__": __reduce_ex__}
     names = {"__slots__": (), _ORIGINAL: original, **copied, **methods}
     made: type[Module] = types.new_class(original.__name__, (original,), exec_body=lambda body: body.update(names))
+    _classes[original] = made
     return made
 
 
@@ -140,8 +148,7 @@ class Followers:
         self.installed = True
         for of in modules:
             module = of.module
-            if isinstance(module, ScriptModule):
-                raise TypeError(_SCRIPTED.format(of.name))
+            refuse_scripted(module, of.name)
         try:
             for of in modules:
                 module = of.module

@@ -14,7 +14,7 @@ from ..engine.engine import Engine
 from ..schedule.execution_order import Planner, check_number, check_types
 from ..schedule.plan import Plan
 from ..schedule.schedules import GroupSchedule
-from .follow import followers_of
+from .follow import followers_of, refuse_scripted
 from .handle import OffloadHandle
 from .select import choose, find_kept
 from .tracker import GROUP, KEPT, ROOT, FollowedModule
@@ -98,6 +98,7 @@ def offload(
     """
     if not isinstance(module, Module):
         raise TypeError(f"offload got a {type(module).__name__}; expected a torch.nn.Module, such as the whole model.")
+    refuse_scripted(module, type(module).__name__)
     check_types(num_layers=num_layers, min_bytes=min_bytes, fraction=fraction)
     check_types(max_host_bytes=max_host_bytes, max_inflight=max_inflight)
     if min_bytes < 0:

@@ -150,18 +150,6 @@ class Tracker:
         Returns the plan of a pass.
     done : callable
         Called with each pass whose forward has ended, and its sequence of groups.
-
-    Notes
-    -----
-    The caller surrounds each call of a module like this; see [Note: following modules]::
-
-        depth = tracker.depth
-        try:
-            tracker.begin(of, args, kwargs)
-            output = module(*args, **kwargs)
-            tracker.end(depth, output)
-        finally:
-            tracker.unwind(depth)
     """
 
     def __init__(
