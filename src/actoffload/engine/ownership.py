@@ -184,6 +184,11 @@ class GroupTensors(ModuleTensors):
         self._model = model
         self._samples: list[list[Any]] | None = None  # a sharded module, where a parameter of it is, which was there
 
+    def forget(self) -> None:
+        """Drop the references to the modules; the group has ended."""
+        super().forget()
+        self._group = self._samples = None
+
     def reason(self, key: int) -> Reason | None:
         """Return why the storage at an address is kept, or None if neither owns it."""
         found = self._model.reason(key)
