@@ -6,7 +6,7 @@ import threading
 
 import pytest
 import torch
-from helpers import any_size, forward, make, nothing_held, plain, same_bits
+from helpers import any_size, make, nothing_held, plain, same_bits
 from torch import nn
 
 
@@ -65,7 +65,7 @@ def test_a_backward_inside_of_a_backward(layers, at):
     # The inner one reloads again only what the outer one had ended: at most layers 2 and 3.
     assert 4 <= statistics.reloaded_ahead <= 6
     assert at < 3 or statistics.reloaded_ahead == 4
-    del outputs, loss, hook
+    outputs = loss = hook = None
     nothing_held(context)
 
 
@@ -105,7 +105,7 @@ def test_a_backward_that_ends_while_another_waits(layers):
     check(layers, third)
     assert context.statistics().resident_bytes == resident
     assert context.statistics().reloaded_on_demand == 0
-    del outputs, loss, hook
+    outputs = loss = hook = None
     nothing_held(context)
 
 
@@ -132,5 +132,5 @@ def test_a_backward_that_failed_inside_of_a_backward(layers):
     outer = torch.autograd.grad(loss, parameters, retain_graph=True)
     check(layers, outer)
     check(layers, torch.autograd.grad(loss, parameters))
-    del outputs, loss, hook
+    outputs = loss = hook = None
     nothing_held(context)
