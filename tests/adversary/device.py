@@ -227,6 +227,9 @@ class AdversarialDevice:
         self._slabs[slab.untyped_storage()._cdata] = HostMemory(slab)
         return slab
 
+    def release_host(self) -> None:
+        pass
+
     def to_host(self, pairs: Pairs, stream: Stream) -> None:
         self._call()
         for host, device in pairs:

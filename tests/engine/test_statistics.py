@@ -9,6 +9,8 @@ import torch
 from helpers import any_size, forward, make, make_manual, nothing_held
 from torch import nn
 
+import actoffload
+from actoffload.device import ReferenceDevice, use
 from actoffload.report import Reason, Statistics
 
 N = 512
@@ -201,3 +203,38 @@ def test_inputs_that_are_shared_between_layers_are_counted_once():
         assert statistics.tensors_saved == 4  # the input of each
         assert statistics.bytes_saved == 4 * 64 * 64 * 4
         y.sum().backward()
+
+
+def test_host_memory_of_a_large_batch_can_be_freed():
+    context, sync = make(3, 5)
+    layers = [torch.nn.Sequential(torch.nn.Linear(512, 512), torch.nn.Tanh()) for _ in range(5)]
+    for rows in (4096, 512):
+        forward(layers, torch.randn(rows, 512), context, sync).sum().backward()
+    before = context.statistics().host_bytes
+    freed = context.trim()
+    after = context.statistics()
+    assert before >= freed >= 0.9 * before > 0
+    assert after.host_bytes == before - freed
+    forward(layers, torch.randn(512, 512), context, sync).sum().backward()
+    assert context.statistics().host_bytes_used == 0
+    assert 0 < context.statistics().host_bytes < before / 4
+
+
+def test_handles_of_one_device_share_host_memory():
+    """Two models that are trained in turns need the host memory of the larger one."""
+    with use(ReferenceDevice()):
+        models = [
+            torch.nn.Sequential(*[torch.nn.Sequential(torch.nn.Linear(512, 512), torch.nn.Tanh()) for _ in range(6)])
+            for _ in range(2)
+        ]
+        handles = [actoffload.offload(model) for model in models]
+        for _ in range(2):
+            for model in models:
+                model(torch.randn(1024, 512)).sum().backward()
+    one, two = (handle.statistics() for handle in handles)
+    assert one.bytes_offloaded == two.bytes_offloaded > 0
+    assert one.host_bytes + two.host_bytes <= 1.05 * max(one.host_bytes_high_water, two.host_bytes_high_water)
+    handles[0].remove()
+    model(torch.randn(1024, 512)).sum().backward()
+    assert handles[1].trim() > 0
+    assert handles[1].statistics().host_bytes == 0

@@ -214,8 +214,8 @@ def test_min_bytes_is_a_mebibyte_unless_told():
 
 @pytest.mark.parametrize("limit", [0, UNIT, 3 * UNIT])
 def test_max_host_bytes(limit, monkeypatch):
-    monkeypatch.setattr(actoffload.engine.hostpool, "GRANULE", UNIT)
-    monkeypatch.setattr(actoffload.engine.hostpool, "SPLIT", UNIT)
+    monkeypatch.setattr(actoffload.engine.slabs, "GRANULE", UNIT)
+    monkeypatch.setattr(actoffload.engine.segments, "SPLIT", UNIT)
     with pytest.warns(HostMemoryWarning) as told:
         _, statistics = agrees(Waves(6), max_host_bytes=limit)
     assert len([warning for warning in told if warning.category is HostMemoryWarning]) == 1

@@ -34,6 +34,8 @@ TESTS: dict[str, list[str]] = {
     "device/": ["tests/device"],
     "engine/": [*STREAMS, "tests/engine/test_limits.py"],
     "engine/hostpool.py": ["tests/engine/test_hostpool.py", *STREAMS],
+    "engine/slabs.py": ["tests/engine/test_hostpool.py", *STREAMS],
+    "engine/segments.py": ["tests/engine/test_hostpool.py", *STREAMS],
     "engine/layout.py": ["tests/engine/test_regions.py", *STREAMS],
     "engine/model_pass.py": ["tests/integration/test_compose_checkpoint.py"],
     "engine/ownership.py": ["tests/engine/test_limits.py", "tests/engine/test_weights_stay.py"],

@@ -8,7 +8,7 @@ import re
 import pytest
 from report_samples import attribute
 
-from actoffload.engine.hostpool import GRANULE
+from actoffload.engine.slabs import GRANULE
 from actoffload.report import GroupReport, HeldStorage, Holder, Reason, Report
 from actoffload.report.advice import HOST_STEP, IN_ORDER, TOLERANCE, advise, most_layers_without_stall
 from actoffload.schedule import DefaultSchedule, LayerCost, Link, simulate

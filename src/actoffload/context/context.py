@@ -212,6 +212,13 @@ class OffloadContext(ContextDecorator):
         finally:
             self._engine.record(None)
 
+    def trim(self) -> int:
+        """Free page-locked memory that no saved tensor uses now, and return the bytes freed.
+
+        Useful after a batch that was larger than those to come.  The next step allocates what it is short of.
+        """
+        return self._engine.trim()
+
     def close(self) -> None:
         """Give the host memory back, that of captured graphs included; such graphs must not be replayed again.
 

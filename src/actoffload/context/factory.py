@@ -56,6 +56,10 @@ class NoOffloadContext(ContextDecorator, AbstractContextManager["NoOffloadContex
         """Yield a recorder that sees nothing: there are no layers to time without offloading."""
         yield TimelineRecorder(ReferenceDevice(), Counters())
 
+    def trim(self) -> int:
+        """Return 0: no host memory is held."""
+        return 0
+
     def close(self) -> None:
         """Do nothing."""
 

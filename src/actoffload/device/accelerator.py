@@ -97,6 +97,11 @@ class Accelerator:
     def empty_host(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
+    def release_host(self) -> None:
+        release = getattr(torch.accelerator, "empty_host_cache", None)  # since torch 2.10
+        if release is not None and not self.capturing():
+            release()
+
     def to_host(self, pairs: Pairs, stream: Stream) -> None:
         with stream:
             for host, device in pairs:

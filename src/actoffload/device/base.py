@@ -112,6 +112,10 @@ class Backend(Protocol):
         """
         ...
 
+    def release_host(self) -> None:
+        """Return page-locked memory that was freed, and is cached, to the system; not while a graph is captured."""
+        ...
+
     def to_host(self, pairs: Pairs, stream: Stream) -> None:
         """Queue one transfer from the device to page-locked memory, made of (host, device) pairs of tensors."""
         ...

@@ -146,6 +146,9 @@ class ReferenceDevice:
     def empty_host(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8)
 
+    def release_host(self) -> None:
+        pass
+
     def to_host(self, pairs: Pairs, stream: Stream) -> None:
         for host, device in pairs:
             host.copy_(device)

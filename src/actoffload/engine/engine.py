@@ -128,6 +128,11 @@ class Engine:
                 host_bytes_high_water=sum(pool.high_water for pool in pools),
             )
 
+    def trim(self) -> int:
+        """Free the host memory that no saved tensor uses; return the bytes freed."""
+        with self.lock:
+            return sum(transfers.pool.trim() for transfers in self.all_transfers)
+
     def close(self) -> None:
         """Free the host memory; buffers of passes in flight are freed with them."""
         with self.lock:

@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 
 from .._torch import negative_view
-from .hostpool import HostBuffer
+from .segments import HostBuffer
 
 __all__ = ["Layout", "Piece", "View", "dense", "gaps", "loose_pieces", "raw", "reload_spans"]
 

@@ -7,7 +7,7 @@ graph is freed.  Nothing here counts iterations, and nothing has to be reset.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -25,6 +25,29 @@ from .statistics import Counters
 from .storage import SavedStorage
 
 __all__ = ["Pass", "latest_pass", "pass_in_backward"]
+
+
+class _Backward:
+    """State of one backward in one pass.
+
+    Only the callback that autograd calls at the end refers to `running` strongly.  Autograd drops that callback, and
+    `running` with it, when an exception ends the backward.
+    """
+
+    __slots__ = ("captured", "ended", "running", "started", "task")
+
+    def __init__(self, task: int, running: object, captured: bool) -> None:
+        self.task = task
+        self.running = weakref.ref(running)
+        self.captured = captured  # into a graph
+        self.started: set[int] = set()  # layers
+        self.ended: set[int] = set()
+
+
+class _Running:
+    """Alive as long as autograd runs a backward."""
+
+    __slots__ = ("__weakref__",)
 
 
 class Pass:
@@ -51,10 +74,8 @@ class Pass:
         self.backward_begun = False
         self.roles = engine.roles if roles is None else roles
         self.registry = StorageRegistry(engine)
-        self._task = -1
-        self._captured = False  # the backward that runs is captured into a graph
-        self._started: set[int] = set()
-        self._ended: set[int] = set()
+        self._backwards: dict[int, _Backward] = {}  # those that run, by autograd's id
+        self._reached: set[int] = set()  # layers that one of them, or one that overlapped with them, has started
         with engine.lock:
             engine.counters.passes += 1
             _latest[engine] = weakref.ref(self)
@@ -118,10 +139,12 @@ class Pass:
         task = backward_id()
         if index == OUTSIDE:
             index = min(storage.layers)  # the layer with which it is offloaded, if there is one
-        if index != OUTSIDE and (index not in self._started or self._task != task):
+        backward = self._backwards.get(task)
+        if index != OUTSIDE and (backward is None or index not in backward.started):
             self.backward_reached(index)
+            backward = self._backwards.get(task)
         # A node's saved tensors may be read outside of any backward, inside or outside of a capture.
-        captured = self._captured if task != NO_BACKWARD else self.backend.capturing()
+        captured = self.backend.capturing() if backward is None else backward.captured
         with self.lock:
             if storage.residency is Residency.HOST:
                 reload([storage], index, on_demand=True)
@@ -147,64 +170,78 @@ class Pass:
         task = backward_id()
         if task == NO_BACKWARD:  # a node's saved tensors are read outside of any backward
             return
-        if task == self._task and index in self._started:
+        backward = self._backwards.get(task)
+        if backward is not None and index in backward.started:
             return
         with self.lock:
-            if task != self._task:
-                if self._task != NO_BACKWARD:
-                    self._end_backward()  # of a backward that an exception ended
-                self._task = task
-                self._captured = self.backend.capturing()
-                # The end of a backward that raised is not seen; its entry goes with its pass.
-                key = self.engine.number, task
-                _in_backward[key] = weakref.ref(self, lambda _: _in_backward.pop(key, None))
-                # A gradient that is taken inside a layer does not end the forward.
-                # [guard: forward that continues after its backward]
-                # [guard: gradient inside a layer -> True]
-                self.backward_begun = self.layers[-1].phase is not Phase.FORWARD
-                after_backward(self._callback(task))
-            if index in self._started:
-                return
-            self._end_behind(index)
-            self._started.add(index)
+            if backward is None:
+                for other in [other for other in self._backwards.values() if other.running() is None]:
+                    self._end_backward(other)  # an exception ended it
+                backward = self._begin_backward(task)
+            self._end_behind(backward, index)
+            backward.started.add(index)
+            self._reached.add(index)
             self._event(When.BACKWARD_START, index)
 
-    def _callback(self, task: int) -> Callable[[], None]:
-        def ended() -> None:
+    def _begin_backward(self, task: int) -> _Backward:
+        running = _Running()
+        backward = self._backwards[task] = _Backward(task, running, self.backend.capturing())
+        # After an exception nothing is called; the entry is removed with its pass, see [Note: finalizers].
+        key = self.engine.number, task
+        _in_backward[key] = weakref.ref(self, partial(_in_backward.pop, key))
+        # A gradient that is taken inside a layer does not end the forward.
+        # [guard: forward that continues after its backward]
+        # [guard: gradient inside a layer -> True]
+        self.backward_begun = self.layers[-1].phase is not Phase.FORWARD
+
+        def ended(_: _Running = running) -> None:
             with self.lock:
-                if self._task == task:
-                    self._end_backward()
+                if self._backwards.get(task) is backward:
+                    self._end_backward(backward)
 
-        return ended
+        after_backward(ended)
+        return backward
 
-    def _end_backward(self) -> None:
-        """End a backward: what it reloaded and a retained graph still holds stays on the host alone."""
-        for k in sorted(self._started - self._ended, reverse=True):
+    def _end_backward(self, backward: _Backward) -> None:
+        """End a backward: what it reloaded and a retained graph still needs stays on the host alone.
+
+        The tensors of a layer stay on the device while another backward has not ended that layer.  The last of several
+        backwards that overlap frees what they have left.
+        """
+        for k in sorted(backward.started - backward.ended, reverse=True):
             self._finish(Kind.BACKWARD, k)
+        del self._backwards[backward.task]
+        _in_backward.pop((self.engine.number, backward.task), None)
+        reached = backward.started if self._backwards else self._reached
         # A freed graph does not need its layers again; what it has prefetched is for the next part of the backward.
-        retained = any(self.layers[k].living() for k in self._started)
+        retained = any(self.layers[k].living() for k in reached)
         for layer in self.layers:
+            if self._needed(layer.index, backward):  # [guard: layer of another backward]
+                continue
             # [guard: release after the backward of a retained graph -> removed]
-            if layer.index in self._started:
+            if layer.index in reached:
                 layer.backward_done()
             elif retained:  # [guard: reload ahead for the next part of a backward -> True]
                 layer.evict()
-        _in_backward.pop((self.engine.number, self._task), None)
-        self._task = -1
-        self._started.clear()
-        self._ended.clear()
+        if not self._backwards:
+            self._reached.clear()
 
-    def _end_behind(self, index: int) -> None:
+    def _needed(self, index: int, backward: _Backward) -> bool:
+        """Return whether another backward than this one runs and has not ended a layer."""
+        return any(other is not backward and index not in other.ended for other in self._backwards.values())
+
+    def _end_behind(self, backward: _Backward, index: int) -> None:
         """End the backward of every layer behind one: in a sequential model that of the next.
 
-        A backward may also come in parts, each a call of its own; then the layers behind have ended in an
-        earlier one, and hold nothing any more.
+        A backward may also come in parts, each a call of its own.  Then the layers behind have ended in an earlier
+        one, and autograd holds nothing of them any more.
         """
         for k in range(len(self.layers) - 1, index, -1):
             layer = self.layers[k]
-            if k not in self._ended and (k in self._started or layer.freed):
-                self._ended.add(k)
-                layer.backward_done()
+            if k not in backward.ended and (k in backward.started or layer.freed):
+                backward.ended.add(k)
+                if not self._needed(k, backward):
+                    layer.backward_done()
                 self._finish(Kind.BACKWARD, k)
                 self._event(When.BACKWARD_END, k)
 

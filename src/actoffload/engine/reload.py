@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
 from .._torch import version_of
 from ..device.base import Stream, StreamPosition
-from .hostpool import HostBuffer
+from .finalizers import Resources
 from .layout import Layout, Piece, View, gaps, reload_spans
+from .segments import HostBuffer
 from .transfer import PassDevice, Transfers
 from .versions import changed
 
@@ -50,7 +52,9 @@ class HostCopy:
     layers: dict[int, bool]
     pass_device: PassDevice
     stream: Stream
-    _resident: int
+    resources: Resources
+    at_rest: type[HostCopy]
+    in_flight: type[HostCopy]  # has a finalizer: see [Note: finalizers]
 
     def holds(self, view: View) -> bool:
         """Whether the host copy has every element of a view."""
@@ -73,11 +77,11 @@ class HostCopy:
             spans = reload_spans(self._pieces)
             self._buffers = [(a, b, empty((b - a,), (1,), torch.uint8, transfers.device)) for a, b in spans]
             nbytes = sum(stop - start for start, stop in spans)
-        self._resident = nbytes
         self.residency = Residency.RELOADED
         self._awaited = False
         self._users = ()
-        device.counters.rise(nbytes)
+        self.__class__ = self.in_flight
+        device.counters.rise(nbytes, self.resources)
 
     def queue_reload(self, layer: int, captured: bool, *, on_demand: bool) -> None:
         """Queue the copies into the memory of `allocate`."""
@@ -93,6 +97,9 @@ class HostCopy:
                 pairs += piece.pairs(buffer.untyped_storage(), start, device.device)
             self._copied_in = device.transfers.to_device(pairs, layer, captured)
             self._clean = [version_of(buffer) for _, _, buffer in self._buffers]
+        resources, copied_in = self.resources, self._copied_in
+        resources.fence = (copied_in,)  # [guard: fence of returned host memory]
+        resources.in_flight = self._buffers, partial(device.transfers.join, self.stream, device.streams, copied_in)
         device.counters.reloaded(self.bytes_copied, on_demand=on_demand)
 
     def _buffer_of(self, start: int, stop: int) -> tuple[int, torch.Tensor]:
@@ -111,10 +118,14 @@ class HostCopy:
             # [guard: users on other streams]
             # [guard: streams that waited]
             self._users = (*self._users, current)
+            self.__class__ = self.in_flight
         elif not self._awaited:
             # [wait: use on the compute stream for the copy in]
             transfers.use(current, copied_in, layer, captured)
             self._awaited = True
+            self.resources.in_flight = None
+            if not self._users:
+                self.__class__ = self.at_rest
         buffers = self._buffers
         for (_, _, buffer), version in zip(buffers, self._clean):  # noqa: B905 (as long as each other)
             if version_of(buffer) != version:
@@ -128,8 +139,7 @@ class HostCopy:
         """Free the reloaded memory; the host copy stays for the next backward through a retained graph."""
         if self.residency is Residency.RELOADED:
             self._free_buffers()
-            self.pass_device.counters.rise(-self._resident)
-            self._resident = 0
+            self.pass_device.counters.rise(-self.resources.nbytes, self.resources)
             self.residency = Residency.HOST
 
     def _free_buffers(self) -> None:
@@ -141,7 +151,9 @@ class HostCopy:
         for user in self._users:
             # [wait: dropping for use on another stream]
             transfers.join(self.stream, (), transfers.position(user))
-        self._buffers = ()
+        self._buffers = self._users = ()
+        self.resources.in_flight = None
+        self.__class__ = self.at_rest
 
 
 def reload(storages: Sequence[HostCopy], layer: int, *, on_demand: bool = False) -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import enum
 from collections import deque
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from tabulate import tabulate
 
 from ..schedule.units import mebibytes
+from .finalizers import Resources, settle
 
 __all__ = ["Counters", "Reason", "Statistics"]
 
@@ -113,11 +115,14 @@ class Statistics:
 class Counters:
     """The running sums behind `Statistics`, as plain attributes guarded by the lock of the engine.
 
-    Finalizers, which may run in any thread and in the middle of anything, use `freed` alone.
+    Attributes
+    ----------
+    freed : deque of int
+        Sizes of what was dropped, in bytes; appended to in any thread, without the lock.
     """
 
     def __init__(self) -> None:
-        self._freed: deque[int] = deque()
+        self.freed: deque[int] = deque()
         self._resident = 0
         self.reset()
 
@@ -140,11 +145,11 @@ class Counters:
         entry[0] += count
         entry[1] += nbytes
 
-    def saved(self, nbytes: int) -> None:
+    def saved(self, nbytes: int, resources: Resources) -> None:
         """Count a storage that was saved, and is on the device."""
         self.tensors_saved += 1
         self.bytes_saved += nbytes
-        self.rise(nbytes)
+        self.rise(nbytes, resources)
 
     def reloaded(self, nbytes: int, *, on_demand: bool) -> None:
         """Count a storage that is reloaded."""
@@ -154,25 +159,28 @@ class Counters:
         else:
             self.reloaded_ahead += 1
 
-    def rise(self, nbytes: int) -> None:
-        """Add to the bytes on the device."""
-        if self._freed:
+    def rise(self, nbytes: int, resources: Resources) -> None:
+        """Add to the bytes on the device, as those of an object."""
+        settle()
+        if self.freed:
             self._settle()
+        # No call in between: see [Note: finalizers].
+        resources.nbytes += nbytes
         self._resident += nbytes
         if self._resident > self._peak:
             self._peak = self._resident
 
-    def freed(self, nbytes: int) -> None:
-        """Subtract from the bytes on the device; may be called from a finalizer, without the lock."""
-        self._freed.append(nbytes)
-
     def _settle(self) -> None:
-        while self._freed:
-            self._resident -= self._freed.popleft()
+        freed = self.freed
+        with suppress(IndexError):  # another thread was faster
+            while freed:
+                self._resident -= freed[0]
+                del freed[0]
 
     @property
     def resident_bytes(self) -> int:
         """Bytes resident now."""
+        settle()
         self._settle()
         return self._resident
 

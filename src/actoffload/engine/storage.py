@@ -9,11 +9,12 @@ from typing import Protocol
 
 import torch
 
-from .._torch import base_of, free_storage_weakref, opaque, storage_weakref, version_of
+from .._torch import base_of, opaque, storage_weakref, version_of
 from ..device.base import Pairs, Stream, StreamPosition
-from .hostpool import HostBuffer
+from .finalizers import Resources, raise_later
 from .layout import Layout, Piece, View, dense, gaps, loose_pieces
 from .reload import HostCopy, Residency
+from .segments import HostBuffer
 from .statistics import Counters
 from .transfer import PassDevice
 from .versions import Wrappers, changed, drop_data
@@ -52,6 +53,8 @@ class SavedStorage(HostCopy):
         The stream on which it was saved; its memory is freed and allocated in the order of this one.
     """
 
+    at_rest: type[SavedStorage]
+    in_flight: type[SavedStorage]
     refused = ""  # why the host had no memory for it
     pinned = False  # saved in a layer that is kept, before an offloaded one: a copy would free nothing
     shared = False  # saved in a layer that is kept, after an offloaded one, and counted as such
@@ -72,13 +75,15 @@ class SavedStorage(HostCopy):
         self.pass_device = pass_device
         self.stream = stream
         self.version = version
-        self.nbytes = self._resident = nbytes
+        self.nbytes = nbytes
         self.layers: dict[int, bool] = {}  # the layers that saved it -> whether they have released it
         self._source: torch.UntypedStorage | None = memory  # [keep: source until copied]
         self.weak = storage_weakref(memory)  # [keep: address of the storage]
         self.new: Sequence[View] = ()  # saved, and not looked at yet
         self._probes: Sequence[torch.Tensor] = ()
-        pass_device.counters.saved(nbytes)
+        self.resources = resources = Resources.of(self, self.weak, pass_device.counters.freed)
+        resources.returned = pass_device.transfers.pool.returned
+        pass_device.counters.saved(nbytes, resources)
 
     def hold(self, owner: Owner, index: int, token: object) -> SavedStorage:
         """Return what autograd holds for the tensor that makes the storage plain."""
@@ -167,7 +172,7 @@ class SavedStorage(HostCopy):
     def copy_plain(self, layer: int, captured: bool) -> bool:
         """Queue the copy of a plain storage; return False if the host has no memory for it."""
         pool = self.pass_device.transfers.pool
-        host = pool.take(self.nbytes, captured=captured)
+        host = pool.take(self.nbytes, captured=captured, owner=self.resources)
         if host is None:
             return self._refuse(pool.refusal)
         typed = host.typed(self.layout.key)
@@ -180,7 +185,8 @@ class SavedStorage(HostCopy):
 
     def _copy(self, piece: Piece, layer: int, captured: bool) -> bool:
         pool = self.pass_device.transfers.pool
-        host = piece.host = pool.take(piece.nbytes, captured=captured, whole=piece.elements is not None)
+        whole = piece.elements is not None
+        host = piece.host = pool.take(piece.nbytes, captured=captured, whole=whole, owner=self.resources)
         if host is None:
             return self._refuse(pool.refusal)
         self._queue_piece(piece, host, layer, captured)
@@ -200,9 +206,11 @@ class SavedStorage(HostCopy):
     def _queue(self, pairs: Pairs, host: HostBuffer, layer: int, captured: bool) -> None:
         """Queue a copy out."""
         device, nbytes = self.pass_device, host.nbytes
+        self.__class__ = self.in_flight
         try:
             device.transfers.to_host(pairs, host, self.stream, self.ready, layer, captured)
         except BaseException:
+            self.resources.buffers = [buffer for buffer in self.resources.buffers if buffer is not host]
             device.transfers.pool.give_back(host, host.fence)
             raise
         counters = device.counters
@@ -235,38 +243,41 @@ class SavedStorage(HostCopy):
         self._probes = ()
         self._source = None
         self.copied_out = None
-        self._resident = 0
         self.residency = Residency.HOST
-        device.counters.rise(-self.nbytes)
+        self.__class__ = self.at_rest
+        device.counters.rise(-self.nbytes, self.resources)
         return self.nbytes
+
+
+class InFlight(SavedStorage):
+    """A storage whose device memory is used by a transfer, or by another stream than its own.
+
+    A storage changes to this class and back, because only such a one needs a finalizer; see [Note: finalizers].
+    """
 
     def __del__(self) -> None:
         try:
-            device = self.pass_device
-            transfers = device.transfers
-            if self.residency is Residency.OFFLOADING:
-                # [guard: end of a dropped copy]
-                end = self.copied_out if self.copied_out is not None else transfers.end_of_copies_out()
-                # [wait: dropping for a copy out]
-                transfers.join(self.stream, device.streams, end, min(self.layers, default=0))
-            elif self.residency is Residency.RELOADED and (self._users or not self._awaited):
-                self._free_buffers()
-            # [guard: fence of returned host memory -> True]
-            fence = () if self._copied_in is None else (self._copied_in,)
-            if self._host is not None:
-                transfers.pool.give_back(self._host, fence)
-            for piece in self._pieces:
-                if piece.host is not None:
-                    transfers.pool.give_back(piece.host, fence)
-            device.counters.freed(self._resident)
-            free_storage_weakref(self.weak)
-        except Exception:
-            # Of half-built objects, and while the interpreter ends, there is nothing to return.
-            if not sys.is_finalizing() and hasattr(self, "_resident"):
-                raise
+            self._end_transfers()
+        except BaseException as error:  # a signal handler may raise anything
+            raise_later(error)
+            self._end_transfers()
+
+    def _end_transfers(self) -> None:
+        """Let the compute stream wait before the device memory is freed."""
+        if sys.is_finalizing():  # the process frees everything
+            return
+        device = self.pass_device
+        if self.residency is Residency.RELOADED:
+            self._free_buffers()
+        else:
+            # [guard: end of a dropped copy]
+            end = self.copied_out if self.copied_out is not None else device.transfers.end_of_copies_out()
+            # [wait: dropping for a copy out]
+            device.transfers.join(self.stream, device.streams, end, min(self.layers, default=0))
 
 
-opaque(SavedStorage.__del__)
+SavedStorage.at_rest, SavedStorage.in_flight = SavedStorage, InFlight
+opaque(InFlight.__del__)
 
 
 class Resident:
@@ -283,16 +294,10 @@ class Resident:
         Where it is counted.
     """
 
-    __slots__ = ("__weakref__", "_counters", "nbytes", "used")
+    __slots__ = ("__weakref__", "_resources", "nbytes", "used")
 
     def __init__(self, nbytes: int, counters: Counters) -> None:
         self.nbytes = nbytes
         self.used: Callable[[], None] | None = None  # called when backward uses it
-        self._counters = counters
-        counters.saved(nbytes)
-
-    def __del__(self) -> None:
-        self._counters.freed(self.nbytes)
-
-
-opaque(Resident.__del__)
+        self._resources = Resources.of(self, freed=counters.freed)
+        counters.saved(nbytes, self._resources)

@@ -6,15 +6,14 @@ given to another storage, so a note never applies to another storage.
 
 from __future__ import annotations
 
-import sys
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-from .._torch import address, free_storage_weakref, storage_expired, storage_weakref, version_of
+from .._torch import address, storage_expired, storage_weakref, version_of
 from ..device.base import Backend, StreamEvent
+from .finalizers import Resources
 from .versions import Wrappers, unchanged
 
 __all__ = ["Final", "StorageRef", "enabled", "final", "finals", "keep", "kept", "running", "take_final"]
@@ -31,19 +30,15 @@ class StorageRef:
     Uses the same primitives of PyTorch as `torch.multiprocessing` does for shared storages.
     """
 
-    __slots__ = ("_weak",)
+    __slots__ = ("__weakref__", "_resources")
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
-        self._weak = storage_weakref(storage)
+        self._resources = Resources.of(self, storage_weakref(storage))
 
     @property
     def expired(self) -> bool:
         """Whether the memory is freed."""
-        return bool(storage_expired(self._weak))
-
-    def __del__(self, finalizing: Callable[[], bool] = sys.is_finalizing) -> None:  # bound: this module may be cleared
-        if not finalizing():  # by then torch may be gone, and the process frees everything
-            free_storage_weakref(self._weak)
+        return bool(storage_expired(self._resources.weak))
 
 
 @dataclass(frozen=True, slots=True)

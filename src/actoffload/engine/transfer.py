@@ -28,6 +28,8 @@ work from before the capture, which `torch.cuda.graph` has synchronized, are lef
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -37,8 +39,10 @@ import torch
 
 from ..device.base import Backend, Pairs, Stream, StreamPosition
 from ..schedule.timeline import Kind
-from .hostpool import HostBuffer, HostPool
+from .hostpool import HostPool
 from .recorder import TimelineRecorder
+from .segments import HostBuffer
+from .slabs import Slabs
 from .statistics import Counters
 
 __all__ = ["PassDevice", "Transfers"]
@@ -48,8 +52,47 @@ D2H, H2D, COMPUTE = 0, 1, 2
 _position = partial(tuple.__new__, StreamPosition)  # without the Python frame of a named tuple's constructor
 
 
+class Link:
+    """The transfer streams and the slabs of one device; what uses the same streams shares them.
+
+    Shared memory needs shared streams: the position of a fence has to mean the same to whoever writes next.
+
+    Parameters
+    ----------
+    backend : Backend
+        The kind of device.
+    device : torch.device
+        Which one.
+    stream : Stream or None
+        A program's own stream for both directions; two of our own otherwise.
+    """
+
+    def __init__(self, backend: Backend, device: torch.device, stream: Stream | None) -> None:
+        self.backend = backend  # `_links` has its id
+        self.out: Stream = backend.new_stream(device) if stream is None else backend.adopt(stream)
+        self.back: Stream = backend.new_stream(device) if stream is None else self.out
+        self.slabs = Slabs(backend)
+        self.orders = count(1)  # finalizers take numbers too, in any thread
+        self.waited = 0  # order of the last position of `back` that `out` has waited for
+
+    @staticmethod
+    def of(backend: Backend, device: torch.device, stream: Stream | None) -> Link:
+        """Return the link of a device, or a new one for a stream of the program."""
+        if stream is not None:
+            return Link(backend, device, stream)
+        with _links_lock:
+            found = _links.get((id(backend), device))
+            if found is None:
+                found = _links[id(backend), device] = Link(backend, device, None)
+            return found
+
+
+_links: weakref.WeakValueDictionary[tuple[int, torch.device], Link] = weakref.WeakValueDictionary()
+_links_lock = threading.Lock()
+
+
 class Transfers:
-    """The transfer streams and the host pool of one device.
+    """The transfers of one context or handle on one device.
 
     Parameters
     ----------
@@ -68,12 +111,12 @@ class Transfers:
     ) -> None:
         self.backend = backend
         self.device = device
-        self.pool = HostPool(backend, max_host_bytes)
-        self.out: Stream = backend.new_stream(device) if stream is None else backend.adopt(stream)
-        self.back: Stream = backend.new_stream(device) if stream is None else self.out
+        self.link = link = Link.of(backend, device, stream)
+        self.pool = HostPool(backend, max_host_bytes, link.slabs)
+        self.out: Stream = link.out
+        self.back: Stream = link.back
         self.recorder: TimelineRecorder | None = None
-        self._orders = count(1)  # finalizers take numbers too, in any thread
-        self._waited = 0  # order of the last position of `back` that `out` has waited for
+        self._orders = link.orders
 
     def position(self, stream: Stream, lane: int = COMPUTE, captured: bool | None = None) -> StreamPosition:
         """Return a position at the present end of a stream; `captured` saves asking, where the caller knows."""
@@ -128,9 +171,9 @@ class Transfers:
         else:
             self.wait(self.out, ready, captured)  # [wait: copy out for the tensor saved before]
         for position in host.fence:
-            if position.order > self._waited and position.captured == captured:
+            if position.order > self.link.waited and position.captured == captured:
                 self.wait(self.out, position, captured)  # [wait: copy out for the host buffer]
-                self._waited = position.order  # [guard: fences waited for]
+                self.link.waited = position.order  # [guard: fences waited for]
         recorder = self.recorder
         if recorder is None:
             self.backend.to_host(pairs, self.out)

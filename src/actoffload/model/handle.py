@@ -184,6 +184,13 @@ class OffloadHandle:
         with self._engine.lock:
             self._engine.counters.reset()
 
+    def trim(self) -> int:
+        """Free page-locked memory that no saved tensor uses now, and return the bytes freed.
+
+        Useful after a batch that was larger than those to come.  The next step allocates what it is short of.
+        """
+        return self._engine.trim()
+
     @contextmanager
     def recording(self, *, nvtx: bool = False) -> Iterator[None]:
         """Record one training step, run in a ``with`` block, for `timeline` and `report`.

@@ -1,0 +1,281 @@
+"""Slabs of page-locked host memory, cut into buffers that are reused without the host waiting.
+
+`[Note: slabs]`  PyTorch's pinned allocator rounds every request up to a power of two and allocates each new block
+at about 0.7 s per GiB.  So `Slabs` allocates only powers of two, and only what is missing: a shortfall of 100 MiB
+becomes slabs of 64, 32 and 4 MiB.  A buffer may consist of several segments, each at least `segments.SPLIT` bytes
+unless it ends a buffer.  So the rest of a slab is not wasted, however the sizes of buffers and slabs relate.
+
+A returned buffer is first kept whole, in a bin of its size, because a training step allocates the same sizes again and
+again.  Only when a bin is empty are the bins dissolved into free segments and joined.
+
+Free memory carries a fence: the positions after which its last readers are done, at most one for each stream.  The
+stream that writes next waits for them.  Buffers that were used while a graph was captured are addresses in that graph,
+so they are not reused before their pool is closed.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import Counter, deque
+from collections.abc import Sequence
+from itertools import count
+from typing import Any
+
+import torch
+
+from ..device.base import Backend, StreamPosition, latest_positions
+from .finalizers import Resources, settle
+from .segments import FreeSegments, HostBuffer, Segment
+
+__all__ = ["GRANULE", "Account", "Slabs"]
+
+ALIGN = 512
+GRANULE = 1 << 21
+LARGEST = 1 << 30
+
+
+class Account:
+    """Bytes of one pool.
+
+    Attributes
+    ----------
+    held : int
+        Bytes in use, and free bytes that were last used for this pool.
+    used : int
+        Bytes of `buffers`.
+    taken : int
+        The same without what captured graphs alone use.
+    buffers : set of HostBuffer
+        What is in use, buffers of captured graphs included.
+    """
+
+    __slots__ = ("buffers", "held", "taken", "used")
+
+    def __init__(self) -> None:
+        self.held = self.used = self.taken = 0
+        self.buffers: set[HostBuffer] = set()
+
+    @property
+    def free(self) -> int:
+        """Bytes held and not used."""
+        return self.held - self.used
+
+
+class Slabs:
+    """The slabs of one device, and what of them is free.  `lock` guards all methods.
+
+    Parameters
+    ----------
+    backend : Backend
+        Where page-locked memory comes from.
+    """
+
+    given_back = 0  # bytes that pools of any device have returned or freed so far
+
+    def __init__(self, backend: Backend) -> None:
+        self.lock = threading.RLock()
+        self.returned: deque[tuple[Sequence[HostBuffer], tuple[StreamPosition, ...]]] = deque()
+        self.gone: deque[weakref.ref[Any]] = deque()  # pools that were dropped without a close
+        self.accounts: dict[weakref.ref[Any], Account] = {}
+        self._backend = backend
+        self._slabs: dict[int, torch.Tensor] = {}
+        self._numbers = count()
+        self._free = FreeSegments()
+        self._bins: dict[int, list[HostBuffer]] = {}
+        self._nobody = Account()  # what closed pools still use
+        self._exhausted = ""
+        self._retry_at = 0
+
+    def settle(self) -> None:
+        """Sort in the buffers that were returned, and close the pools that were dropped."""
+        settle()
+        while self.returned:
+            first = self.returned[0]
+            buffers, fence = first
+            for buffer in buffers:
+                if buffer.taken:  # else `settle` was interrupted after this one
+                    self._sort_in(buffer, fence)
+            if self.returned and self.returned[0] is first:
+                self.returned.popleft()
+        while self.gone:
+            account = self.accounts.pop(self.gone[0], None)
+            if account is not None:
+                self.close(account)
+            self.gone.popleft()
+
+    def _sort_in(self, buffer: HostBuffer, fence: tuple[StreamPosition, ...]) -> None:
+        Slabs.given_back += buffer.size
+        account, bin_ = buffer.account, self._bins.setdefault(buffer.nbytes, [])
+        # [guard: buffer of a closed pool]
+        if buffer.closed:
+            buffer.taken = False
+            account.buffers.discard(buffer)
+            account.used -= buffer.size
+            account.taken -= buffer.size
+            self._insert_all(buffer, fence)
+            self.trim(account)
+        elif buffer.captured:
+            account.taken -= buffer.size
+            buffer.taken = False
+        else:
+            account.buffers.discard(buffer)
+            # No call but the last: see [Note: finalizers].
+            account.used -= buffer.size
+            account.taken -= buffer.size
+            buffer.taken = False
+            buffer.fence = fence  # [guard: fence of a returned buffer]
+            bin_.append(buffer)
+
+    def take(
+        self, account: Account, limit: int | None, nbytes: int, captured: bool, whole: bool, owner: Resources | None
+    ) -> HostBuffer | str:
+        """Return a buffer for an account, or why there is none."""
+        need = -(-nbytes // ALIGN) * ALIGN
+        more = max(0, need - account.free)  # bytes that other accounts hold
+        allowed = limit is None or account.held + more <= limit
+        bin_ = self._bins.get(nbytes)
+        if bin_ and allowed and not (whole and len(bin_[-1].parts) > 1):  # [guard: whole buffer from a bin]
+            buffer = bin_[-1]
+            del bin_[-1]  # no call: see [Note: finalizers]
+        else:
+            segments = self._find(need, whole) if allowed else None
+            if segments is None:
+                if captured:
+                    return (
+                        "a graph is being captured and page-locked memory cannot be taken from the system meanwhile; "
+                        "run one step of the same shape before the capture"
+                    )
+                refusal = self._grow(account, limit, need, whole)
+                if refusal:
+                    return refusal
+                segments = self._find(need, whole)
+                assert segments is not None
+            buffer = self._make(nbytes, segments, account)
+        if more:
+            self._charge(account, need - account.free)
+        buffer.account = account
+        account.used += buffer.size
+        account.taken += buffer.size
+        buffer.taken = True
+        if owner is not None:
+            owner.buffers = (*owner.buffers, buffer)
+        account.buffers.add(buffer)
+        return buffer
+
+    def _charge(self, account: Account, nbytes: int) -> None:
+        """Let an account hold free bytes that others have held."""
+        for other in (self._nobody, *self.accounts.values()):
+            if other is not account and nbytes > 0:
+                part = min(nbytes, other.free)
+                other.held -= part
+                account.held += part
+                nbytes -= part
+
+    def trim(self, account: Account) -> int:
+        """Free slabs without a used byte, as many as an account has free bytes for; return the bytes freed."""
+        self._dissolve()
+        unused = [s for s in self._free.segments if s.nbytes == self._slabs[s.slab].numel()]
+        before = account.held
+        for segment in sorted(unused, key=lambda s: -s.nbytes):
+            if segment.nbytes <= account.free:
+                self._remove(segment.slab, account)
+        return before - account.held
+
+    def close(self, account: Account) -> None:
+        """Free the slabs in which no other account uses a byte, as far as the bytes of an account allow."""
+        self._dissolve()
+        others = (self._nobody, *(other for other in self.accounts.values() if other is not account))
+        shared = {s.slab for other in others for buffer in other.buffers for s in buffer.segments}
+        mine: Counter[int] = Counter()
+        for buffer in account.buffers:
+            for segment in buffer.segments:
+                mine[segment.slab] += segment.nbytes
+        for slab in sorted(set(self._slabs) - shared, key=lambda slab: -self._slabs[slab].numel()):
+            # The free bytes of a slab may be those of other accounts.
+            if self._slabs[slab].numel() - mine[slab] <= account.free:
+                account.used -= mine[slab]
+                self._remove(slab, account)
+        self._nobody.held += account.held
+        for buffer in account.buffers:
+            buffer.segments = tuple(s for s in buffer.segments if s.slab in self._slabs)
+            buffer.size = sum(s.nbytes for s in buffer.segments)
+            if buffer.taken:
+                buffer.closed = True
+                buffer.account = self._nobody
+                self._nobody.buffers.add(buffer)
+                self._nobody.used += buffer.size
+                self._nobody.taken += buffer.size
+            else:  # of a captured graph
+                self._insert_all(buffer, ())
+        account.buffers.clear()
+        account.held = account.used = account.taken = 0
+        self._exhausted = ""
+        self.trim(self._nobody)
+
+    def _remove(self, slab: int, account: Account) -> None:
+        nbytes = self._slabs.pop(slab).numel()
+        self._free.segments = [segment for segment in self._free.segments if segment.slab != slab]
+        account.held -= nbytes
+        Slabs.given_back += nbytes
+
+    def _make(self, nbytes: int, segments: list[Segment], account: Account) -> HostBuffer:
+        parts, left = [], nbytes
+        for segment in segments:
+            size = min(left, segment.nbytes)
+            parts.append(self._slabs[segment.slab][segment.start : segment.start + size])
+            left -= size
+        fence = latest_positions(position for segment in segments for position in segment.fence)
+        return HostBuffer(nbytes, tuple(parts), tuple(segments), fence, account)
+
+    def _find(self, need: int, whole: bool) -> list[Segment] | None:
+        segments = self._free.cut(need, whole)
+        if segments is None and self._bins:
+            self._dissolve()
+            segments = self._free.cut(need, whole)
+        return segments
+
+    def _dissolve(self) -> None:
+        """Turn the buffers in the bins back into free segments."""
+        for bin_ in self._bins.values():
+            for buffer in bin_:
+                self._insert_all(buffer, buffer.fence)
+        self._bins.clear()
+
+    def _insert_all(self, buffer: HostBuffer, fence: tuple[StreamPosition, ...]) -> None:
+        for segment in buffer.segments:
+            self._free.insert(segment._replace(fence=fence))  # [guard: fence of a dissolved buffer]
+
+    def _grow(self, account: Account, limit: int | None, need: int, whole: bool) -> str:
+        """Allocate slabs for what is missing; return why that is not possible, or nothing."""
+        if self._exhausted and Slabs.given_back < self._retry_at:  # [guard: request that the system refused]
+            return self._exhausted
+        usable = 0 if whole else self._free.usable()
+        shortfall = max(0, -(-(need - usable) // GRANULE) * GRANULE)
+        sizes: list[int] = []
+        if whole:
+            sizes.append(max(GRANULE, 1 << (need - 1).bit_length()))  # [guard: size of a whole slab]
+        while not whole and shortfall:
+            size = min(LARGEST, 1 << (shortfall.bit_length() - 1))
+            sizes.append(size)
+            shortfall -= size
+        more = max(sum(sizes), need - account.free)
+        # [guard: limit on the bytes held]
+        if limit is not None and account.held + more > limit:
+            return (
+                f"the limit of {limit} bytes of host memory forbids {more} more beside the {account.held} that are held"
+            )
+        for size in sizes:
+            try:
+                slab = self._backend.empty_host(size)
+            except (RuntimeError, MemoryError) as error:
+                # Another attempt for each tensor would cost more than it could bring, and strain the system.
+                self._exhausted = f"the system has no more page-locked memory ({error})"
+                self._retry_at = Slabs.given_back + size
+                return self._exhausted
+            number = next(self._numbers)
+            self._slabs[number] = slab
+            account.held += size
+            self._free.insert(Segment(number, 0, size))
+        self._exhausted = ""
+        return ""
