@@ -210,7 +210,7 @@ class SavedStorage(HostCopy):
         try:
             device.transfers.to_host(pairs, host, self.stream, self.ready, layer, captured)
         except BaseException:
-            self.resources.buffers = [buffer for buffer in self.resources.buffers if buffer is not host]
+            self.resources.buffers = tuple(number for number in self.resources.buffers if number != host.number)
             device.transfers.pool.give_back(host, host.fence)
             raise
         counters = device.counters
