@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Sequence
 from typing import Any
 
 from .._torch import free_storage_weakref
@@ -44,8 +43,8 @@ class Resources(weakref.ref[Any]):
         A weak reference to a storage.
     returned : deque
         Where `buffers` go: the queue of the host pool.
-    buffers : sequence of HostBuffer
-        Host memory.
+    buffers : tuple of int
+        Numbers of host buffers; the numbers alone do not keep the memory of a pool that is dropped.
     fence : tuple of StreamPosition
         After which the host memory may be written again.
     in_flight : tuple or None
@@ -58,7 +57,7 @@ class Resources(weakref.ref[Any]):
     nbytes: int
     weak: Any
     returned: deque[Any] | None
-    buffers: Sequence[Any]
+    buffers: tuple[int, ...]
     fence: tuple[Any, ...]
     in_flight: tuple[Any, Any] | None
 

@@ -9,12 +9,10 @@ refused is repeated when as many bytes as were missing have been returned or fre
 
 from __future__ import annotations
 
-import weakref
-
 from ..device.base import Backend, StreamPosition
 from .finalizers import Resources
 from .segments import HostBuffer
-from .slabs import Account, Slabs
+from .slabs import Slabs
 
 __all__ = ["HostPool"]
 
@@ -36,11 +34,10 @@ class HostPool:
         self.slabs = slabs = Slabs(backend) if slabs is None else slabs
         self._backend = backend
         self._max_bytes = max_bytes
-        self._account = Account()
+        self._account = slabs.account(self)
         self.returned = slabs.returned
         self.high_water = 0
         self.refusal = ""
-        slabs.accounts[weakref.ref(self, slabs.gone.append)] = self._account
 
     @property
     def bytes_held(self) -> int:
@@ -84,7 +81,7 @@ class HostPool:
 
     def give_back(self, buffer: HostBuffer, fence: tuple[StreamPosition, ...]) -> None:
         """Return a buffer that may be written again after the positions of `fence`; from any thread, at any time."""
-        self.returned.append(((buffer,), fence))
+        self.returned.append(((buffer.number,), fence))
 
     def settle(self) -> None:
         """Sort in what was returned; `take` does that too."""

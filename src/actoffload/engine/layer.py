@@ -195,7 +195,7 @@ class Layer:
                 device = storage.pass_device
                 # [wait: incremental release for the copy out]
                 device.transfers.join(storage.stream, device.streams, storage.copied_out, self.index, captured)
-                self._to_release -= storage.release(self.index)
+                self._to_release -= storage.release(self.index, storage.copied_out)
 
     def release(self) -> None:
         """Release the device memory that is not released yet, once the copies have ended."""
@@ -209,13 +209,14 @@ class Layer:
             if offloading and self.releases_incrementally and copied_out is not None:
                 # [wait: release of the rest for its copy out]
                 device.transfers.join(storage.stream, device.streams, copied_out, self.index)
+                position = copied_out
             # [guard: wait for each device and stream]
             elif position is not None and (device.transfers, storage.stream) not in waited:
                 waited.append((device.transfers, storage.stream))
                 # [wait: release for the copies out]
                 device.transfers.join(storage.stream, device.streams, position, self.index)
             if not storage.layers[self.index]:  # not released incrementally before
-                storage.release(self.index)
+                storage.release(self.index, position)
         self._copied_out.clear()
 
     def reload(self) -> None:

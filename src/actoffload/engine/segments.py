@@ -42,8 +42,10 @@ class HostBuffer:
         Where they lie.
     fence : tuple of StreamPosition
         What the first writer has to wait for.
-    account : object
-        The account of the pool that uses it, or used it last.
+    number : int
+        By which it is returned; another one each time it is taken.
+    account : int
+        Number of the account that uses it, or used it last.
     captured : bool
         Belongs to a captured graph.
     taken : bool
@@ -52,7 +54,19 @@ class HostBuffer:
         Its pool was closed while it was in use.
     """
 
-    __slots__ = ("_typed", "account", "captured", "closed", "fence", "nbytes", "parts", "segments", "size", "taken")
+    __slots__ = (
+        "_typed",
+        "account",
+        "captured",
+        "closed",
+        "fence",
+        "nbytes",
+        "number",
+        "parts",
+        "segments",
+        "size",
+        "taken",
+    )
 
     def __init__(
         self,
@@ -60,13 +74,14 @@ class HostBuffer:
         parts: tuple[torch.Tensor, ...],
         segments: tuple[Segment, ...],
         fence: tuple[StreamPosition, ...],
-        account: Any,
+        account: int,
     ) -> None:
         self.nbytes = nbytes
         self.parts = parts  # [keep: host memory]
         self.segments = segments
         self.size = sum(segment.nbytes for segment in segments)
         self.fence = fence
+        self.number = 0
         self.account = account
         self.captured = self.taken = self.closed = False
         self._typed: tuple[Any, torch.Tensor] | None = None

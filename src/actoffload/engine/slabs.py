@@ -40,21 +40,23 @@ class Account:
 
     Attributes
     ----------
+    number : int
+        By which buffers name it.
+    pool : weakref.ref or None
+        The pool; None in the account of what closed pools still use.
     held : int
         Bytes in use, and free bytes that were last used for this pool.
     used : int
-        Bytes of `buffers`.
+        Bytes in use, by captured graphs too.
     taken : int
         The same without what captured graphs alone use.
-    buffers : set of HostBuffer
-        What is in use, buffers of captured graphs included.
     """
 
-    __slots__ = ("buffers", "held", "taken", "used")
+    __slots__ = ("held", "number", "pool", "taken", "used")
 
-    def __init__(self) -> None:
+    def __init__(self, number: int, pool: weakref.ref[Any] | None) -> None:
+        self.number, self.pool = number, pool
         self.held = self.used = self.taken = 0
-        self.buffers: set[HostBuffer] = set()
 
     @property
     def free(self) -> int:
@@ -75,42 +77,50 @@ class Slabs:
 
     def __init__(self, backend: Backend) -> None:
         self.lock = threading.RLock()
-        self.returned: deque[tuple[Sequence[HostBuffer], tuple[StreamPosition, ...]]] = deque()
+        self.returned: deque[tuple[Sequence[int], tuple[StreamPosition, ...]]] = deque()
         self.gone: deque[weakref.ref[Any]] = deque()  # pools that were dropped without a close
-        self.accounts: dict[weakref.ref[Any], Account] = {}
+        self._nobody = Account(0, None)
+        self.accounts = {0: self._nobody}
         self._backend = backend
         self._slabs: dict[int, torch.Tensor] = {}
-        self._numbers = count()
+        self._numbers = count(1)
         self._free = FreeSegments()
         self._bins: dict[int, list[HostBuffer]] = {}
-        self._nobody = Account()  # what closed pools still use
+        self._used: dict[int, HostBuffer] = {}  # by number
         self._exhausted = ""
         self._retry_at = 0
+
+    def account(self, pool: object) -> Account:
+        """Return a new account, which is closed when `pool` is dropped."""
+        with self.lock:
+            number = next(self._numbers)
+            account = self.accounts[number] = Account(number, weakref.ref(pool, self.gone.append))
+            return account
 
     def settle(self) -> None:
         """Sort in the buffers that were returned, and close the pools that were dropped."""
         settle()
         while self.returned:
             first = self.returned[0]
-            buffers, fence = first
-            for buffer in buffers:
-                if buffer.taken:  # else `settle` was interrupted after this one
+            numbers, fence = first
+            for number in numbers:
+                buffer = self._used.get(number)  # None if `settle` was interrupted after this one
+                if buffer is not None and buffer.taken:
                     self._sort_in(buffer, fence)
             if self.returned and self.returned[0] is first:
                 self.returned.popleft()
         while self.gone:
-            account = self.accounts.pop(self.gone[0], None)
-            if account is not None:
+            for account in [account for account in self.accounts.values() if account.pool is self.gone[0]]:
                 self.close(account)
+                del self.accounts[account.number]
             self.gone.popleft()
 
     def _sort_in(self, buffer: HostBuffer, fence: tuple[StreamPosition, ...]) -> None:
         Slabs.given_back += buffer.size
-        account, bin_ = buffer.account, self._bins.setdefault(buffer.nbytes, [])
+        account, bin_ = self.accounts[buffer.account], self._bins.setdefault(buffer.nbytes, [])
         # [guard: buffer of a closed pool]
         if buffer.closed:
-            buffer.taken = False
-            account.buffers.discard(buffer)
+            del self._used[buffer.number]
             account.used -= buffer.size
             account.taken -= buffer.size
             self._insert_all(buffer, fence)
@@ -119,8 +129,8 @@ class Slabs:
             account.taken -= buffer.size
             buffer.taken = False
         else:
-            account.buffers.discard(buffer)
             # No call but the last: see [Note: finalizers].
+            del self._used[buffer.number]
             account.used -= buffer.size
             account.taken -= buffer.size
             buffer.taken = False
@@ -134,10 +144,13 @@ class Slabs:
         need = -(-nbytes // ALIGN) * ALIGN
         more = max(0, need - account.free)  # bytes that other accounts hold
         allowed = limit is None or account.held + more <= limit
-        bin_ = self._bins.get(nbytes)
+        number, bin_ = next(self._numbers), self._bins.get(nbytes)
         if bin_ and allowed and not (whole and len(bin_[-1].parts) > 1):  # [guard: whole buffer from a bin]
+            if more:
+                self._charge(account, more)
+            # No call from here on: see [Note: finalizers].
             buffer = bin_[-1]
-            del bin_[-1]  # no call: see [Note: finalizers]
+            del bin_[-1]
         else:
             segments = self._find(need, whole) if allowed else None
             if segments is None:
@@ -151,21 +164,22 @@ class Slabs:
                     return refusal
                 segments = self._find(need, whole)
                 assert segments is not None
+            if more:
+                self._charge(account, need - account.free)
             buffer = self._make(nbytes, segments, account)
-        if more:
-            self._charge(account, need - account.free)
-        buffer.account = account
+        buffer.number = number
+        buffer.account = account.number
+        self._used[buffer.number] = buffer
         account.used += buffer.size
         account.taken += buffer.size
         buffer.taken = True
         if owner is not None:
-            owner.buffers = (*owner.buffers, buffer)
-        account.buffers.add(buffer)
+            owner.buffers = (*owner.buffers, buffer.number)
         return buffer
 
     def _charge(self, account: Account, nbytes: int) -> None:
         """Let an account hold free bytes that others have held."""
-        for other in (self._nobody, *self.accounts.values()):
+        for other in self.accounts.values():  # what closed pools hold comes first
             if other is not account and nbytes > 0:
                 part = min(nbytes, other.free)
                 other.held -= part
@@ -185,10 +199,11 @@ class Slabs:
     def close(self, account: Account) -> None:
         """Free the slabs in which no other account uses a byte, as far as the bytes of an account allow."""
         self._dissolve()
-        others = (self._nobody, *(other for other in self.accounts.values() if other is not account))
-        shared = {s.slab for other in others for buffer in other.buffers for s in buffer.segments}
+        used = [buffer for buffer in self._used.values() if buffer.account == account.number]
+        others = (buffer for buffer in self._used.values() if buffer.account != account.number)
+        shared = {segment.slab for buffer in others for segment in buffer.segments}
         mine: Counter[int] = Counter()
-        for buffer in account.buffers:
+        for buffer in used:
             for segment in buffer.segments:
                 mine[segment.slab] += segment.nbytes
         for slab in sorted(set(self._slabs) - shared, key=lambda slab: -self._slabs[slab].numel()):
@@ -197,18 +212,17 @@ class Slabs:
                 account.used -= mine[slab]
                 self._remove(slab, account)
         self._nobody.held += account.held
-        for buffer in account.buffers:
+        for buffer in used:
             buffer.segments = tuple(s for s in buffer.segments if s.slab in self._slabs)
             buffer.size = sum(s.nbytes for s in buffer.segments)
             if buffer.taken:
                 buffer.closed = True
-                buffer.account = self._nobody
-                self._nobody.buffers.add(buffer)
+                buffer.account = 0
                 self._nobody.used += buffer.size
                 self._nobody.taken += buffer.size
             else:  # of a captured graph
+                del self._used[buffer.number]
                 self._insert_all(buffer, ())
-        account.buffers.clear()
         account.held = account.used = account.taken = 0
         self._exhausted = ""
         self.trim(self._nobody)
@@ -226,7 +240,7 @@ class Slabs:
             parts.append(self._slabs[segment.slab][segment.start : segment.start + size])
             left -= size
         fence = latest_positions(position for segment in segments for position in segment.fence)
-        return HostBuffer(nbytes, tuple(parts), tuple(segments), fence, account)
+        return HostBuffer(nbytes, tuple(parts), tuple(segments), fence, account.number)
 
     def _find(self, need: int, whole: bool) -> list[Segment] | None:
         segments = self._free.cut(need, whole)

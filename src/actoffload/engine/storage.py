@@ -210,7 +210,7 @@ class SavedStorage(HostCopy):
         try:
             device.transfers.to_host(pairs, host, self.stream, self.ready, layer, captured)
         except BaseException:
-            self.resources.buffers = [buffer for buffer in self.resources.buffers if buffer is not host]
+            self.resources.buffers = tuple(number for number in self.resources.buffers if number != host.number)
             device.transfers.pool.give_back(host, host.fence)
             raise
         counters = device.counters
@@ -221,10 +221,11 @@ class SavedStorage(HostCopy):
         # [guard: end of an earlier copy of the storage]
         self.copied_out = None  # what was behind the copies so far is not behind this one
 
-    def release(self, layer: int) -> int:
+    def release(self, layer: int, awaited: StreamPosition | None = None) -> int:
         """Release the device memory for a layer; it is freed when all layers that saved the storage have released it.
 
-        The compute stream has waited for the copies of each of these layers before.  Return how many bytes were freed.
+        The compute stream has waited for the copies of each of these layers before, and for `awaited`.  Return how many
+        bytes were freed.
         """
         layers = self.layers
         layers[layer] = True
@@ -233,6 +234,10 @@ class SavedStorage(HostCopy):
             or self.refused
             or (len(layers) > 1 and not all(layers.values()))  # [guard: release while shared]
         ):
+            end = self.copied_out
+            waited = end is not None and awaited is not None and end.order <= awaited.order
+            if waited and self.residency is Residency.OFFLOADING:
+                self.__class__ = self.at_rest
             return 0
         device = self.pass_device
         if len(device.streams) > 1:
