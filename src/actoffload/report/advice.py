@@ -12,10 +12,9 @@ from ..schedule.costs import LayerCost, Link
 from ..schedule.plan import Plan
 from ..schedule.simulate import Simulation, simulate
 from ..schedule.units import milliseconds, percent, size
-from .folding import fold_names
-from .groups import WEIGHTS
-from .held import Holder, merge_held
+from .groups import WEIGHTS, Holder, merge_held
 from .report import Report
+from .tables import fold_names
 
 __all__ = ["advise", "most_layers_without_stall"]
 

@@ -1,14 +1,27 @@
-"""What offloading did with one group, and sums over groups."""
+"""The parts of a report: what offloading did with a group, sums over groups, and memory that was not freed."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from ..engine.statistics import Reason
+from .tables import numberless, starred
 
-__all__ = ["FOLLOWED", "WEIGHTS", "Amounts", "GroupReport", "add_amounts", "amounts_to_dict", "sum_groups"]
+__all__ = [
+    "FOLLOWED",
+    "WEIGHTS",
+    "Amounts",
+    "GroupReport",
+    "HeldStorage",
+    "Holder",
+    "add_amounts",
+    "amounts_to_dict",
+    "merge_held",
+    "sum_groups",
+]
 
 Amounts = Mapping[Reason, tuple[int, int]]
 """By reason: number of tensors, and their bytes."""
@@ -98,23 +111,17 @@ class GroupReport:
 
 
 def sum_groups(groups: Iterable[GroupReport], name: str) -> GroupReport:
-    """Return the sums over groups, as a group; a sum is None if it is None in all groups."""
+    """Return the sums over groups, as a group; seconds are None if they are None in all groups."""
     groups = tuple(groups)
     kinds = {group.kind for group in groups}
     sums: dict[str, Any] = {}
     for entry in fields(GroupReport):
-        if entry.name in ("name", "kind", "offloaded", "kept"):
-            continue
-        sums[entry.name] = _sum(getattr(group, entry.name) for group in groups)
-        if "seconds" not in entry.name:
-            sums[entry.name] = sums[entry.name] or 0
-    return GroupReport(
-        name,
-        kinds.pop() if len(kinds) == 1 else "",
-        offloaded=any(group.offloaded for group in groups),
-        kept=add_amounts(group.kept for group in groups),
-        **sums,
-    )
+        if entry.name not in ("name", "kind", "offloaded", "kept"):
+            total = _sum(getattr(group, entry.name) for group in groups)
+            sums[entry.name] = total if "seconds" in entry.name else total or 0
+    kept = add_amounts(group.kept for group in groups)
+    kind = kinds.pop() if len(kinds) == 1 else ""
+    return GroupReport(name, kind, offloaded=any(group.offloaded for group in groups), kept=kept, **sums)
 
 
 def add_amounts(amounts: Iterable[Amounts]) -> dict[Reason, tuple[int, int]]:
@@ -135,3 +142,88 @@ def _sum(values: Iterable[float | None]) -> float | None:
 def amounts_to_dict(amounts: Amounts) -> dict[str, dict[str, int]]:
     """Return amounts by the names of their reasons in lower case, for JSON."""
     return {reason.name.lower(): {"tensors": count, "bytes": nbytes} for reason, (count, nbytes) in amounts.items()}
+
+
+@dataclass(frozen=True)
+class Holder:
+    """A reference that keeps memory alive; ``str`` gives a line such as ``attribute `cache[0]` of encoder (Encoder)``.
+
+    Parameters
+    ----------
+    kind : str
+        What refers to the memory: ``"attribute"``, ``"global"``, ``"local variable"``, ``"input"``, ``"output"`` etc.
+    paths : tuple of str
+        How the memory is reached; several if storages with the same holder were merged.
+    owner : str
+        What the reference belongs to: a module, a function with its file and line, a class.
+    """
+
+    kind: str
+    paths: tuple[str, ...]
+    owner: str
+
+    @property
+    def is_call(self) -> bool:
+        """Whether it is an input or an output of a module that is being called."""
+        return self.kind in ("input", "output")
+
+    def __str__(self) -> str:
+        shown = [f"`{path}`" for path in (self.paths if len(self.paths) < 4 else self.paths[:2]) if path]
+        if not shown:
+            return f"the {self.kind} of {self.owner}"
+        shown += [f"{len(self.paths) - 2} more"] if len(self.paths) > 3 else []
+        return f"{self.kind} {' and '.join(filter(None, (', '.join(shown[:-1]), shown[-1])))} of {self.owner}"
+
+
+@dataclass(frozen=True)
+class HeldStorage:
+    """A storage that was copied to the host and not freed.
+
+    Parameters
+    ----------
+    group : str
+        Name of the group that saved it.
+    nbytes : int
+        Size in bytes.
+    holders : tuple of Holder
+        What in Python refers to it.  Empty without a recording, or if only autograd of another graph or C++ does.
+    """
+
+    group: str
+    nbytes: int
+    holders: tuple[Holder, ...] = ()
+
+
+def merge_held(held: Sequence[HeldStorage]) -> list[tuple[tuple[str, ...], int, tuple[Holder, ...]]]:
+    """Merge storages with the same holders: (groups, bytes, holders), most bytes first.
+
+    Holders are the same if they differ in numbers alone, or behind the first name of their paths: the keys and the
+    values of one cache.
+    """
+    merged: dict[tuple[tuple[str, ...], ...], list[HeldStorage]] = {}
+    for storage in held:
+        key = tuple((h.kind, numberless(_first_name(h.paths[0])), numberless(h.owner)) for h in storage.holders)
+        merged.setdefault(key, []).append(storage)
+    entries = [
+        (
+            tuple(dict.fromkeys(storage.group for storage in same)),
+            sum(storage.nbytes for storage in same),
+            tuple(map(_merge_holders, zip(*(storage.holders for storage in same), strict=True))),
+        )
+        for same in merged.values()
+    ]
+    return sorted(entries, key=lambda entry: (-entry[1], entry[0], tuple(map(str, entry[2]))))
+
+
+def _first_name(path: str) -> str:
+    found = re.match(r"\[[^]]*\]|[^.[]*", path)
+    return found[0] if found else ""
+
+
+def _merge_holders(holders: Sequence[Holder]) -> Holder:
+    """Return one holder with a path for each that differs in more than numbers."""
+    alike: dict[str, list[str]] = {}
+    for holder in holders:
+        alike.setdefault(numberless(holder.paths[0]), []).append(holder.paths[0])
+    first = holders[0]
+    return replace(first, paths=tuple(starred(same) if first.is_call else same[0] for same in alike.values()))

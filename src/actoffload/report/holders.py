@@ -21,7 +21,7 @@ import torch
 from torch.autograd.function import FunctionCtx
 
 from .._torch import CALL_VARIABLES, CALLS, gradient_of, plain_tensors, storage_address
-from .held import Holder
+from .groups import Holder
 
 __all__ = ["find_all_holders"]
 
@@ -81,9 +81,8 @@ class _Search:
     def __init__(self, modules: Mapping[torch.nn.Module, str]) -> None:
         self.modules = {id(module): name for module, name in modules.items()}
         self.namespaces = {  # names of Python modules by the address of their globals
-            id(
-                types.ModuleType.__getattribute__(module, "__dict__")
-            ): name  # a lazy one loads if asked for an attribute
+            # a lazy module loads if asked for an attribute
+            id(types.ModuleType.__getattribute__(module, "__dict__")): name
             for name, module in reversed(list(sys.modules.items()))
             if issubclass(type(module), types.ModuleType)
         }

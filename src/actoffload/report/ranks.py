@@ -13,10 +13,9 @@ from typing import Any
 import torch.distributed as dist
 
 from ..schedule.units import percent, size
-from .folding import fold_names
 from .groups import GroupReport
 from .report import Report
-from .tables import Table, as_html, as_markdown, as_text
+from .tables import Table, as_html, as_markdown, as_text, fold_names
 
 __all__ = ["RankReports", "gather_reports"]
 

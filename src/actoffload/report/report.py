@@ -8,10 +8,8 @@ from typing import Any
 
 from ..engine.statistics import Reason
 from ..schedule.units import milliseconds, percent, size
-from .folding import fold, fold_names, numberless
-from .groups import WEIGHTS, Amounts, GroupReport, add_amounts, amounts_to_dict, sum_groups
-from .held import HeldStorage, merge_held
-from .tables import Table, as_html, as_markdown, as_text
+from .groups import WEIGHTS, Amounts, GroupReport, HeldStorage, add_amounts, amounts_to_dict, merge_held, sum_groups
+from .tables import Table, as_html, as_markdown, as_text, fold, fold_names, numberless
 
 __all__ = ["Report"]
 
@@ -123,13 +121,7 @@ class Report:
         return self.to_text()
 
     def to_text(self, *, all_groups: bool = False) -> str:
-        """Return tables for a terminal.
-
-        Parameters
-        ----------
-        all_groups : bool
-            Whether equal groups have a line each.
-        """
+        """Return tables for a terminal; with `all_groups` equal groups have a line each."""
         return as_text(_tables(self, all_groups), self.advice)
 
     def to_markdown(self, *, all_groups: bool = False) -> str:
@@ -137,7 +129,7 @@ class Report:
         return as_markdown(_tables(self, all_groups), self.advice)
 
     def to_html(self, *, all_groups: bool = False) -> str:
-        """Return the tables in HTML, without any style sheet or script; see `to_text`."""
+        """Return the tables in HTML, without style sheet or script; see `to_text`."""
         return as_html(_tables(self, all_groups), self.advice)
 
     def _repr_html_(self) -> str:
@@ -145,16 +137,6 @@ class Report:
 
 
 # Tables
-
-
-@dataclass(frozen=True)
-class Column:
-    """A column of numbers: title, value of a group, how to write it, and whether it is shown if all values are 0."""
-
-    title: str
-    of: Callable[[GroupReport], float | None]
-    show: Callable[[float], str]
-    always: bool = False
 
 
 def _count(number: float) -> str:
@@ -165,64 +147,66 @@ def _bytes(number: float) -> str:
     return size(int(number)) if number else "-"
 
 
+@dataclass(frozen=True)
+class Column:
+    """A column of numbers: title, value of a group, and how to write it.
+
+    It is shown if the sum is not 0, or `always`.  Groups of one line are equal in it, unless it has `times`.
+    """
+
+    title: str
+    of: Callable[[GroupReport], float | None]
+    show: Callable[[float], str] = _bytes
+    always: bool = False
+    times: bool = False
+
+
 COLUMNS = (
-    Column("saved", lambda group: group.bytes_saved, _bytes, always=True),
-    Column("offloaded", lambda group: group.bytes_offloaded, _bytes, always=True),
-    Column("kept", lambda group: group.bytes_kept, _bytes),
+    Column("saved", lambda group: group.bytes_saved, always=True),
+    Column("offloaded", lambda group: group.bytes_offloaded, always=True),
+    Column("kept", lambda group: group.bytes_kept),
     Column("on demand", lambda group: group.reloaded_on_demand, _count),
-    Column("not freed", lambda group: group.bytes_not_freed, _bytes),
-    Column("forward", lambda group: group.forward_seconds, milliseconds),
-    Column("backward", lambda group: group.backward_seconds, milliseconds),
-    Column("stalled", lambda group: group.stall_seconds, milliseconds),
+    Column("not freed", lambda group: group.bytes_not_freed),
+    Column("forward", lambda group: group.forward_seconds, milliseconds, times=True),
+    Column("backward", lambda group: group.backward_seconds, milliseconds, times=True),
+    Column("stalled", lambda group: group.stall_seconds, milliseconds, times=True),
 )
 
 
 def _key(group: GroupReport) -> tuple[object, ...]:
-    """Return what groups of one line have in common; compute times, which are never quite equal, are left out."""
-    stalled = group.stall_seconds
-    return (
-        numberless(group.name),
-        group.kind,
-        group.calls,
-        group.offloaded,
-        group.bytes_saved,
-        group.bytes_offloaded,
-        group.bytes_kept,
-        group.reloaded_on_demand,
-        group.bytes_not_freed,
-        None if stalled is None else round(stalled * 1e4),
-    )
+    """Return what groups of one line have in common; compute times are never quite equal."""
+    stalled = None if group.stall_seconds is None else round(group.stall_seconds * 1e4)
+    numbers = (column.of(group) for column in COLUMNS if not column.times)
+    return numberless(group.name), group.kind, group.calls, group.offloaded, stalled, *numbers
 
 
 def _groups_table(report: Report, all_groups: bool) -> Table:
     """Return the table of groups, with their sums."""
-    totals = report.totals
-    folded = [(group,) for group in report.groups] if all_groups else fold(report.groups, _key)
-    columns = [column for column in COLUMNS if column.of(totals) or (column.always and report.groups)]
-    if totals.stall_seconds is not None:  # 0.00 ms is worth a column
-        columns = [column for column in COLUMNS if column in columns or column.title == "stalled"]
-    kinds = len({group.kind for group in report.groups}) > 1
-    calls = any(group.calls != 1 for group in report.groups)
-    header = ("group", *(("kind",) if kinds else ()), "offload", *(("calls",) if calls else ()))
+    groups, totals = report.groups, report.totals
+    folded = [(group,) for group in groups] if all_groups else fold(groups, _key)
+    columns = [column for column in COLUMNS if column.of(totals) or (column.always and groups)]
+    if totals.stall_seconds == 0.0:  # 0.00 ms is worth a column
+        columns.append(COLUMNS[-1])
+    kinds, calls = len({group.kind for group in groups}) > 1, any(group.calls != 1 for group in groups)
+    shown = {"group": True, "kind": kinds, "offload": True, "calls": calls}
+
+    def row(name: str, offloaded: str, line: Sequence[GroupReport]) -> tuple[str, ...]:
+        cells = {"group": name, "kind": line[0].kind, "offload": offloaded, "calls": str(line[0].calls)}
+        return (*(cells[title] for title in shown if shown[title]), *(_mean(column, line) for column in columns))
+
     rows = []
-    for groups in folded:
-        first = groups[0]
-        name = fold_names([group.name for group in groups])
-        cells = [f"{name} ({len(groups)} groups)" if len(groups) > 1 else name]
-        cells += [first.kind] if kinds else []
-        cells += ["yes" if first.offloaded else "no"]
-        cells += [str(first.calls)] if calls else []
-        rows.append((*cells, *(_mean(column, groups) for column in columns)))
-    if report.groups:
-        count = f"{len(report.offloaded_groups)} of {len(report.groups)}"
-        cells = ["total", *([""] if kinds else []), count, *([str(totals.calls)] if calls else [])]
-        rows.append((*cells, *(_mean(column, (totals,)) for column in columns)))
+    for line in folded:
+        name = fold_names([group.name for group in line])
+        name = f"{name} ({len(line)} groups)" if len(line) > 1 else name
+        rows.append(row(name, "yes" if line[0].offloaded else "no", line))
+    if groups:
+        rows.append(row("total", f"{len(report.offloaded_groups)} of {len(groups)}", (totals,)))
     return Table(
-        header=(*header, *(column.title for column in columns)),
+        header=(*(title for title in shown if shown[title]), *(column.title for column in columns)),
         rows=tuple(rows),
         left=2 + kinds,
-        sums=bool(report.groups),
-        note="\n".join(_notes(report, folded=len(folded) < len(report.groups))),
+        sums=bool(groups),
+        note="\n".join(_notes(report, folded=len(folded) < len(groups))),
     )
 
 
