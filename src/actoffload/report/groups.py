@@ -48,14 +48,12 @@ class GroupReport:
     offloaded : bool
         Whether the plan offloads the group.
     storages, bytes_saved : int
-        Storages that autograd saved in it and that can be offloaded, also if the group is kept.  Each storage counts
-        in the first group that saved it.
+        Saved storages that can be offloaded, also if the group is kept.  Each counts in the first group that saved it.
     bytes_offloaded : int
         Bytes copied to the host.
     bytes_wasted : int
-        Bytes copied to the host that stay on the device and are not reloaded.  Either a group that is kept has saved
-        the same storages later, and they count under `Reason.SHARED` too; or the plan offloaded the group, and it
-        was kept because the execution order changed.
+        Bytes copied to the host that stay on the device: a group that is kept has saved the same storages later, and
+        they count under `Reason.SHARED` too; or the group was kept because the execution order changed.
     kept : mapping of Reason to (int, int)
         Saved tensors that cannot be offloaded, by reason: their number and their bytes.
     reloaded_ahead, reloaded_on_demand, bytes_reloaded : int
@@ -146,7 +144,7 @@ def amounts_to_dict(amounts: Amounts) -> dict[str, dict[str, int]]:
 
 @dataclass(frozen=True)
 class Holder:
-    """A reference that keeps memory alive; ``str`` gives a line such as ``attribute `cache[0]` of encoder (Encoder)``.
+    """A reference that keeps memory alive; ``str`` gives ``attribute `cache[0]` of encoder (Encoder)`` or the like.
 
     Parameters
     ----------
@@ -197,8 +195,7 @@ class HeldStorage:
 def merge_held(held: Sequence[HeldStorage]) -> list[tuple[tuple[str, ...], int, tuple[Holder, ...]]]:
     """Merge storages with the same holders: (groups, bytes, holders), most bytes first.
 
-    Holders are the same if they differ in numbers alone, or behind the first name of their paths: the keys and the
-    values of one cache.
+    The same are holders that differ in numbers alone or behind the first name of their paths, as keys and values do.
     """
     merged: dict[tuple[tuple[str, ...], ...], list[HeldStorage]] = {}
     for storage in held:
