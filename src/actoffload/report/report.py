@@ -27,8 +27,7 @@ class Report:
     outside : mapping of Reason to (int, int)
         What was saved outside of the groups and kept, by reason: number of tensors, and bytes.
     outside_modules : mapping of str to int
-        Bytes of activations saved outside of the groups, by name or pattern of modules.  Empty unless a step was
-        recorded.
+        Bytes of these activations by name or pattern of modules; empty unless a step was recorded.
     passes : int
         Forward passes since the statistics began.
     num_layers : int or None
@@ -69,13 +68,13 @@ class Report:
 
     @property
     def r(self) -> float | None:
-        """Fraction of `expected_bytes` that was freed; None if it is not known or nothing should be freed.
+        """Fraction of `expected_bytes` that was freed, less than 1.0 if something still refers to offloaded memory.
 
-        Less than 1.0 says that something still refers to offloaded memory.
+        None if it is not known or nothing should be freed.
         """
-        if self.dropped_bytes is None or not self.expected_bytes:
-            return None
-        return self.dropped_bytes / self.expected_bytes
+        return (
+            None if self.dropped_bytes is None or not self.expected_bytes else self.dropped_bytes / self.expected_bytes
+        )
 
     @property
     def totals(self) -> GroupReport:
@@ -90,8 +89,7 @@ class Report:
     @property
     def activation_bytes(self) -> int:
         """Bytes of all activations that were saved, in the groups and outside."""
-        outside = GroupReport("outside", kept=self.outside)
-        return self.totals.activation_bytes + outside.activation_bytes
+        return self.totals.activation_bytes + GroupReport("outside", kept=self.outside).activation_bytes
 
     @property
     def offloaded_groups(self) -> tuple[GroupReport, ...]:
@@ -108,10 +106,7 @@ class Report:
             "outside": amounts_to_dict(self.outside),
             "outside_modules": dict(self.outside_modules),
             "kept": amounts_to_dict(self.kept),
-            "held": [
-                {"group": held.group, "nbytes": held.nbytes, "holders": list(map(str, held.holders))}
-                for held in self.held
-            ],
+            "held": [{**vars(held), "holders": list(map(str, held.holders))} for held in self.held],
             "activation_bytes": self.activation_bytes,
             "r": self.r,
             "advice": list(self.advice),
@@ -149,10 +144,7 @@ def _bytes(number: float) -> str:
 
 @dataclass(frozen=True)
 class Column:
-    """A column of numbers: title, value of a group, and how to write it.
-
-    It is shown if the sum is not 0, or `always`.  Groups of one line are equal in it, unless it has `times`.
-    """
+    """A column of numbers, shown if the sum is not 0, or `always`; equal in the groups of a line but for `times`."""
 
     title: str
     of: Callable[[GroupReport], float | None]
