@@ -225,10 +225,8 @@ class _Search:
 
     def _local_holders(self, nodes: list[Any]) -> list[tuple[int, Holder]]:
         """Return the local variables that refer to the last object of a path, with their ranks."""
-        variables = self.locals.get(id(nodes[-1]))
-        if not variables:
-            return []
-        path = self._path(nodes)
+        variables = self.locals.get(id(nodes[-1]), ())
+        path = self._path(nodes) if variables else ""
         return [(rank, Holder(kind, (f"{name}{path}".removeprefix("."),), of)) for rank, kind, name, of in variables]
 
     def _of_root(self, nodes: list[Any]) -> Holder:

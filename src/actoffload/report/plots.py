@@ -43,9 +43,8 @@ def _pyplot() -> Any:
     try:
         from matplotlib import pyplot
     except ImportError as error:
-        raise ImportError(
-            "Plots need matplotlib, which is not installed; install it with pip install 'actoffload[plots]'."
-        ) from error
+        need = "Plots need matplotlib, which is not installed"
+        raise ImportError(f"{need}; install it with pip install 'actoffload[plots]'.") from error
     return pyplot
 
 
@@ -119,23 +118,24 @@ def plot_memory(curves: Curve | Sequence[Timeline] | Mapping[str, Curve], ax: Ax
     ValueError
         If there is nothing to draw.
     """
-    named = {name: _points(curve) for name, curve in _named(curves).items()}
+    named = _points(curves)
     if not any(named.values()):
         raise ValueError("plot_memory got no points; pass at least one curve with at least one point.")
     if ax is None:
         ax = _pyplot().subplots(figsize=(7.5, 2.6), layout="constrained")[1]
     end = max(points[-1][0] for points in named.values() if points)
-    peaks = {name: max((nbytes for _, nbytes in points), default=0) for name, points in named.items()}
+    highest = max(nbytes for points in named.values() for _, nbytes in points)
     scale, unit = time_unit(end)
-    divisor, memory_unit = byte_unit(max(peaks.values()))
+    divisor, memory_unit = byte_unit(highest)
     handles = []
     for k, (name, points) in enumerate(named.items()):
         colour, dashes = LINES[k % len(LINES)]
         x = [seconds * scale for seconds, _ in points]
         y = [nbytes / divisor for _, nbytes in points]
         (line,) = ax.step(x, y, where="post", color=colour, linestyle=dashes, linewidth=1.8)
-        peak_divisor, peak_unit = byte_unit(peaks[name])
-        text = f"peak {peaks[name] / peak_divisor:.4g} {peak_unit}"
+        peak = max((nbytes for _, nbytes in points), default=0)
+        peak_divisor, peak_unit = byte_unit(peak)
+        text = f"peak {peak / peak_divisor:.4g} {peak_unit}"
         line.set_label(f"{name}, {text}" if name else text)
         if len(named) == 1:
             ax.fill_between(x, y, step="post", color=colour, alpha=0.22, linewidth=0)
@@ -145,7 +145,7 @@ def plot_memory(curves: Curve | Sequence[Timeline] | Mapping[str, Curve], ax: Ax
             ax.axhline(top, color=colour, linewidth=0.8, linestyle=(0, (1, 3)), zorder=1)
         handles.append(line)
     ax.set_xlim(0, end * scale or 1.0)
-    ax.set_ylim(0, max(peaks.values()) / divisor * 1.08 or 1.0)
+    ax.set_ylim(0, highest / divisor * 1.08 or 1.0)
     ax.set_xlabel(f"time ({unit})")
     ax.set_ylabel(f"memory ({memory_unit})")
     ax.spines[["top", "right"]].set_visible(False)
@@ -182,19 +182,12 @@ def plot_step(timeline: Timeline, names: Sequence[str] = ()) -> Figure:
     return figure  # type: ignore[no-any-return]
 
 
-def _named(curves: Curve | Sequence[Timeline] | Mapping[str, Curve]) -> dict[str, Curve]:
-    if isinstance(curves, Mapping):
-        return dict(curves)
-    if isinstance(curves, Timeline):
-        return {"": curves}
-    timelines = [curve for curve in curves if isinstance(curve, Timeline)]
-    if timelines:
-        return {timeline.source: timeline for timeline in timelines}
-    return {"": [(float(point[0]), int(point[1])) for point in curves if not isinstance(point, Timeline)]}
-
-
-def _points(curve: Curve) -> list[tuple[float, int]]:
-    return resident_points(curve) if isinstance(curve, Timeline) else list(curve)
+def _points(curves: Curve | Sequence[Timeline] | Mapping[str, Curve]) -> dict[str, list[tuple[float, int]]]:
+    """Return the points of each curve by its name."""
+    named: Mapping[str, Any] = curves if isinstance(curves, Mapping) else {"": curves}
+    if not isinstance(curves, (Mapping, Timeline)):
+        named = {curve.source: curve for curve in curves if isinstance(curve, Timeline)} or named
+    return {name: resident_points(c) if isinstance(c, Timeline) else list(c) for name, c in named.items()}
 
 
 def resident_points(timeline: Timeline) -> list[tuple[float, int]]:
@@ -235,14 +228,8 @@ def _draw_box(ax: Axes, kind: Kind, label: str, pieces: list[tuple[float, float]
         ax.broken_barh(whole, place, facecolor=_mixed(colour, "#ffffff", 0.6))
         ax.broken_barh(pieces, place, facecolor=colour, edgecolor=(*edge, 0.4), linewidth=0.4)
     ax.broken_barh(whole, place, facecolor="none" if several else colour, edgecolor=edge, linewidth=0.8)
-    style: dict[str, Any] = {
-        "color": INK,
-        "fontsize": LABEL_SIZE,
-        "ha": "center",
-        "va": "center_baseline",
-        "clip_on": True,
-    }
-    text = ax.text((start + end) / 2, lane, label, **style)
+    style: dict[str, Any] = {"ha": "center", "va": "center_baseline", "color": INK, "fontsize": LABEL_SIZE}
+    text = ax.text((start + end) / 2, lane, label, clip_on=True, **style)
     if several:  # no line between copies behind a number
         text.set_bbox({"facecolor": colour, "linewidth": 0, "pad": 1.0})
     return text
