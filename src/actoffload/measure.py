@@ -83,10 +83,9 @@ def describe_device() -> DeviceInfo:
 
 
 class MemoryMeter:
-    """Measure the device memory that is in use while a ``with`` block runs.
+    """Measure the device memory in use while a ``with`` block runs: bytes of tensors, not bytes reserved.
 
-    On an accelerator the numbers are bytes of tensors in the caching allocator, not bytes reserved.  Without one, they
-    are bytes of the storages that the block creates, until they are freed.
+    Without an accelerator these are the bytes of the storages that the block creates, until they are freed.
 
     Parameters
     ----------
@@ -224,10 +223,9 @@ def _time(function: Callable[[], object], steps: int) -> float:
 
 
 def measure_link(nbytes: int = 2**28, repeats: int = 8) -> Link:
-    """Measure the bandwidth between device and pinned host memory, one direction at a time.
+    """Measure the bandwidth between device and pinned host memory: medians over `repeats` copies of `nbytes` bytes.
 
-    Each is the median over `repeats` copies of `nbytes` bytes.  On the reference device, that of a copy within host
-    memory.
+    On the reference device it is that of a copy within host memory.
     """
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     on_device = torch.empty(nbytes, dtype=torch.uint8, device=device)

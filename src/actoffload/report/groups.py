@@ -92,9 +92,8 @@ class GroupReport:
     @property
     def activation_bytes(self) -> int:
         """Bytes of all saved activations, whether they can be offloaded or not."""
-        return self.bytes_saved + sum(
-            nbytes for reason, (_, nbytes) in self.kept.items() if reason not in WEIGHTS | FOLLOWED
-        )
+        others = WEIGHTS | FOLLOWED
+        return self.bytes_saved + sum(nbytes for reason, (_, nbytes) in self.kept.items() if reason not in others)
 
     @property
     def stall_seconds(self) -> float | None:
@@ -103,9 +102,8 @@ class GroupReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the numbers under their names, for JSON."""
-        values = {entry.name: getattr(self, entry.name) for entry in fields(self)}
         sums = {name: getattr(self, name) for name in ("bytes_kept", "activation_bytes", "stall_seconds")}
-        return {**values, "kept": amounts_to_dict(self.kept), **sums}
+        return {**vars(self), "kept": amounts_to_dict(self.kept), **sums}
 
 
 def sum_groups(groups: Iterable[GroupReport], name: str) -> GroupReport:
@@ -201,14 +199,11 @@ def merge_held(held: Sequence[HeldStorage]) -> list[tuple[tuple[str, ...], int, 
     for storage in held:
         key = tuple((h.kind, numberless(_first_name(h.paths[0])), numberless(h.owner)) for h in storage.holders)
         merged.setdefault(key, []).append(storage)
-    entries = [
-        (
-            tuple(dict.fromkeys(storage.group for storage in same)),
-            sum(storage.nbytes for storage in same),
-            tuple(map(_merge_holders, zip(*(storage.holders for storage in same), strict=True))),
-        )
-        for same in merged.values()
-    ]
+    entries = []
+    for same in merged.values():
+        holders = tuple(map(_merge_holders, zip(*(storage.holders for storage in same), strict=True)))
+        groups = tuple(dict.fromkeys(storage.group for storage in same))
+        entries.append((groups, sum(storage.nbytes for storage in same), holders))
     return sorted(entries, key=lambda entry: (-entry[1], entry[0], tuple(map(str, entry[2]))))
 
 

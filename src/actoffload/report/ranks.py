@@ -25,8 +25,8 @@ OTHERS = "other groups"
 def gather_reports(report: Report, group: dist.ProcessGroup | None = None) -> RankReports:
     """Return the reports of all ranks, in every rank; ``print`` shows them as a table.
 
-    A collective: every rank of the process group calls it, between two steps, with the report of its own handle.
-    Without an initialized process group the result has this report alone, as that of rank 0.
+    A collective: every rank of the process group calls it between two steps, with its own report.  Without an
+    initialized process group the result has this report alone, as that of rank 0.
 
     Parameters
     ----------
@@ -43,7 +43,7 @@ def gather_reports(report: Report, group: dist.ProcessGroup | None = None) -> Ra
     Raises
     ------
     TypeError
-        If any rank passed something other than a report.  All ranks raise it, so that none waits for the others.
+        If any rank passed something other than a report.  All ranks raise it.
     ValueError
         If this rank is not in `group`.
 
@@ -64,17 +64,15 @@ def gather_reports(report: Report, group: dist.ProcessGroup | None = None) -> Ra
     ranks, gathered = [0], [given]
     if dist.is_available() and dist.is_initialized():
         if dist.get_rank(group) < 0:
-            raise ValueError(
-                "This rank is not in the process group given to gather_reports: call it in the ranks of the group only."
-            )
+            wrong = "This rank is not in the process group given to gather_reports"
+            raise ValueError(f"{wrong}: call it in the ranks of the group only.")
         ranks = dist.get_process_group_ranks(group)
         gathered = [None] * len(ranks)
         dist.all_gather_object(gathered, given, group=group)
     for rank, each in zip(ranks, gathered, strict=True):
         if not isinstance(each, Report):
-            raise TypeError(
-                f"gather_reports got an object of type {each} in rank {rank}; expected a Report: pass handle.report()."
-            )
+            wrong = f"gather_reports got an object of type {each} in rank {rank}"
+            raise TypeError(f"{wrong}; expected a Report: pass handle.report().")
     return RankReports(tuple(gathered), tuple(ranks))
 
 

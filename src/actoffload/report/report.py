@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 from ..engine.statistics import Reason
@@ -98,9 +98,8 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything under its name, ready for JSON: reasons are their names in lower case."""
-        values = {entry.name: getattr(self, entry.name) for entry in fields(self)}
         return {
-            **values,
+            **vars(self),
             "groups": [group.to_dict() for group in self.groups],
             "totals": self.totals.to_dict(),
             "outside": amounts_to_dict(self.outside),
@@ -236,17 +235,15 @@ def _facts(report: Report) -> Iterator[tuple[str, str]]:
     yield "host memory", f"{size(report.host_bytes)} allocated, at most {size(report.host_bytes_high_water)} in use"
     if report.step_seconds:
         stalled = totals.stall_seconds or 0.0
-        share = percent(stalled / report.step_seconds)
-        yield "step", f"{milliseconds(report.step_seconds)}, {milliseconds(stalled)} of it stalled ({share})"
+        share = f"{milliseconds(stalled)} of it stalled ({percent(stalled / report.step_seconds)})"
+        yield "step", f"{milliseconds(report.step_seconds)}, {share}"
     if report.order:
         yield "order", report.order
 
 
 def _kept_table(report: Report) -> Table:
-    inside = report.totals.kept
-    rows = []
-    for reason in sorted(report.kept, key=lambda reason: reason in WEIGHTS):  # not activations: last
-        count, nbytes = report.kept[reason]
+    inside, rows = report.totals.kept, []
+    for reason, (count, nbytes) in sorted(report.kept.items(), key=lambda item: item[0] in WEIGHTS):  # weights last
         within = inside.get(reason, (0, 0))[1]
         words = f"{reason.value} (always kept)" if reason in WEIGHTS else reason.value
         rows.append((words, str(count), _bytes(within), _bytes(nbytes - within)))
@@ -267,7 +264,6 @@ def _held_table(report: Report, all_groups: bool) -> Table:
 
 
 def _tables(report: Report, all_groups: bool) -> list[Table]:
-    tables = [_groups_table(report, all_groups)]
-    tables.append(Table(("", ""), tuple(_facts(report)), left=2))
-    tables += [_kept_table(report), _held_table(report, all_groups)]
+    facts = Table(("", ""), tuple(_facts(report)), left=2)
+    tables = _groups_table(report, all_groups), facts, _kept_table(report), _held_table(report, all_groups)
     return [table for table in tables if table.rows]

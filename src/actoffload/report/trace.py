@@ -1,8 +1,7 @@
 """Write a timeline as a trace file for Perfetto (ui.perfetto.dev) and chrome://tracing.
 
-The format is the JSON object form of the Trace Event Format, which Google describes in the document of that name
-(https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU).  "Visualizing external trace formats
-with Perfetto" and the FAQ of perfetto.dev say which part Perfetto reads.
+The format is the JSON object form of Google's Trace Event Format
+(https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU).
 
 [Note: trace viewers]  Events of one thread must nest; Perfetto drops those that cross.  A lane whose spans overlap (two
 passes in flight, nested groups) is therefore spread over several threads.  Times are whole nanoseconds, written as
