@@ -122,10 +122,9 @@ class Bare:
         if copied is not None:
             self._compute.wait_event(copied)
             entry[1] = None
-        if uses == 1:
+        entry[2] = uses - 1
+        if not entry[2]:
             del self._reloaded[k]
-        else:
-            entry[2] = uses - 1
         return memory if isinstance(saved, int) else memory.as_strided(saved[1], saved[2])
 
     def _reload(self) -> None:
@@ -201,14 +200,9 @@ def measure_layers(settings: Settings, device: torch.device, repeats: int) -> di
     medians = {case: [median(column) for column in zip(*samples, strict=True)] for case, samples in found.items()}
     host = {case: {"forward": forward, "backward": backward} for case, (forward, backward, _) in medians.items()}
     added = {case: sum(host[case].values()) - sum(host["without"].values()) for case in cases}
-    data: dict[str, Any] = {
-        "settings": settings.to_json(),
-        "repeats": repeats,
-        "num_layers": count,
-        "tensors_offloaded": tensors,
-        "host": host,
-        "behind": {case: behind for case, (*_, behind) in medians.items()},
-    }
+    behind = {case: seconds for case, (*_, seconds) in medians.items()}
+    data: dict[str, Any] = {"settings": settings.to_json(), "repeats": repeats, "num_layers": count}
+    data |= {"tensors_offloaded": tensors, "host": host, "behind": behind}
     data |= {"added": added["with"], "added_paused": added["paused"]}
     data |= {"added_per_layer": added["with"] / count, "added_per_tensor": added["with"] / tensors}
     if bare is not None:

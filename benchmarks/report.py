@@ -252,8 +252,7 @@ def report(results: dict[str, Data], folder: Path = RESULTS) -> str:
         title = f"## Where a step goes, {data['num_layers']} of {data['settings']['layers']} GPT blocks offloaded"
         parts += [title, profile(data), origin(data)]
     if "overhead" in results:
-        data = results["overhead"]
-        parts += ["## Host time", table("overhead", data["cases"]), origin(data)]
+        parts += ["## Host time", table("overhead", results["overhead"]["cases"]), origin(results["overhead"])]
     return "\n\n".join(parts) + "\n"
 
 

@@ -50,13 +50,8 @@ class Settings:
         from transformers import LlamaConfig
         from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-        config = LlamaConfig(
-            hidden_size=hidden,
-            intermediate_size=self.intermediate,
-            num_attention_heads=self.heads,
-            num_key_value_heads=self.kv_heads,
-            attn_implementation="sdpa",
-        )
+        heads = {"num_attention_heads": self.heads, "num_key_value_heads": self.kv_heads, "attn_implementation": "sdpa"}
+        config = LlamaConfig(hidden_size=hidden, intermediate_size=self.intermediate, **heads)
         return LlamaDecoderLayer(config, layer_idx=0)
 
 
