@@ -1,7 +1,7 @@
-"""Find what in Python keeps a storage alive, for memory that was copied to the host and not freed.
+"""Find what in Python keeps a storage alive that was copied to the host and not freed.
 
-The search asks the garbage collector for the tensors on the storage and for what refers to them, level by level, until
-it meets something that has a name.  A tensor that only C++ keeps alive, a node of autograd for instance, has no holder.
+The garbage collector gives the tensors on the storage and what refers to them, level by level, up to something with a
+name.  A tensor that only C++ keeps alive, a node of autograd for instance, has no holder.
 """
 
 from __future__ import annotations

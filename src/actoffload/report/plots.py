@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import groupby
+from itertools import groupby, takewhile
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ..schedule.timeline import Kind, Span, Timeline
@@ -244,7 +244,9 @@ def _fit_labels(ax: Axes, labels: list[tuple[int, Text, float]], names: Sequence
     figure.draw_without_rendering()  # so that the layout sets the width of the axes
     left, right = ax.get_xlim()
     points_per_unit = ax.get_window_extent().width * 72 / figure.dpi / (right - left)
-    common = _common_prefix(names)
+    # The dotted prefix of all names: "model.layers.".
+    parents = zip(*(name.split(".")[:-1] for name in names), strict=False) if len(names) > 1 else ()
+    common = "".join(f"{parts[0]}." for parts in takewhile(lambda parts: len(set(parts)) == 1, parents))
     for layer, text, width in labels:
         name = names[layer] if 0 <= layer < len(names) else ""
         for words in filter(None, (name, name[len(common) :], text.get_text())):
@@ -253,16 +255,6 @@ def _fit_labels(ax: Axes, labels: list[tuple[int, Text, float]], names: Sequence
                 break
         else:
             text.remove()
-
-
-def _common_prefix(names: Sequence[str]) -> str:
-    """Return the dotted prefix of all names: "model.layers."."""
-    common = ""
-    for parts in zip(*(name.split(".")[:-1] for name in names), strict=False):
-        if len(set(parts)) > 1 or len(names) < 2:
-            break
-        common += f"{parts[0]}."
-    return common
 
 
 def _stall_style() -> dict[str, Any]:

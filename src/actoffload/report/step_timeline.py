@@ -164,10 +164,7 @@ class StepTimeline:
 
 def _direction(stall: Span, compute: Sequence[Span]) -> Kind:
     """Return whether compute stalled in forward or backward: by the span around the stall, else the next one."""
-    for span in compute:
-        if span.start <= stall.start and stall.end <= span.end:
-            return span.kind
-    behind = [span for span in compute if span.start >= stall.end]
-    if behind:
-        return min(behind, key=lambda span: span.start).kind
-    return compute[-1].kind if compute else Kind.BACKWARD
+    around = [span for span in compute if span.start <= stall.start and stall.end <= span.end]
+    behind = sorted((span for span in compute if span.start >= stall.end), key=lambda span: span.start)
+    found = [*around, *behind, *compute[-1:]]
+    return found[0].kind if found else Kind.BACKWARD
