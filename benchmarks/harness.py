@@ -1,7 +1,7 @@
-"""Measure the arms of a workload side by side: step times, peaks and copies, and what can be derived from them.
+"""Measure the arms of a workload side by side: step times, peaks and copies, and what follows from them.
 
-All arms run the same weights in one process.  Repeats are interleaved; no offload is timed as two arms, whose
-difference is the noise.  Every method runs once before anything is measured, so that its workspaces exist.
+All arms run the same weights in one process, interleaved.  No offload is timed as two arms, whose difference is the
+noise.  Every method runs once before anything is measured, so that its workspaces exist.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class Contexts:
 
 
 class WholeModel:
-    """Arms of one model under `actoffload.offload`, so that pinned memory for all of them is allocated once."""
+    """Arms of one model under `actoffload.offload`, which share pinned memory."""
 
     def __init__(self, stack: Stack) -> None:
         self._stack, self._count = stack, stack.settings.layers - 1
@@ -121,7 +121,7 @@ class WholeModel:
         self.arms = [Arm(OURS, n, partial(self.step, n), self.handle) for n in stack.settings.counts]
 
     def step(self, count: int, between: Callable[[], object] | None = None) -> None:
-        """Run one step; the schedule is changed only where it has to be, so not in what is timed."""
+        """Run one step; the schedule is changed only if it has to be, so not in what is timed."""
         if count != self._count:
             self._count = count
             self.handle.reschedule(num_layers=count)
@@ -154,10 +154,7 @@ class WholeModel:
 
 
 def record_saves(stack: Stack) -> list[tuple[torch.Tensor, str]]:
-    """Run a step without offload; return each tensor that autograd saves, and the module of the layers that runs then.
-
-    The hooks here know nothing of the library, so what is derived from them checks it.
-    """
+    """Run a step without offload; return each tensor that autograd saves, and the module of the layers that runs."""
     saves: list[tuple[torch.Tensor, str]] = []
     running, handles = [""], []
     for name, module in stack.twin.named_modules():
@@ -177,10 +174,7 @@ def record_saves(stack: Stack) -> list[tuple[torch.Tensor, str]]:
 
 
 def saved_storages(stack: Stack) -> list[dict[str, Any]]:
-    """Return the storages that autograd saves in the layers, weights apart, in order of saving.
-
-    Each has the ``module`` and the ``layers`` that saved it, and dtype and shape of the tensor that was saved first.
-    """
+    """Return the storages that autograd saves in the layers, without weights, in order: each with its first tensor."""
     storages: dict[int, dict[str, Any]] = {}
     weights = {weight.data_ptr() for weight in stack.twin.parameters()}
     for tensor, name in record_saves(stack):
@@ -196,10 +190,7 @@ def saved_storages(stack: Stack) -> list[dict[str, Any]]:
 
 
 def absent_bytes(saved: list[dict[str, Any]], num_layers: int, min_bytes: int) -> int:
-    """Return the bytes that are not on the device at the end of forward, where a step has its peak.
-
-    A storage that a resident layer has saved as well is not among them.
-    """
+    """Return the bytes absent from the device at the peak, the end of forward: storages of offloaded layers alone."""
     return sum(s["nbytes"] for s in saved if max(s["layers"]) < num_layers and s["tensor_nbytes"] >= min_bytes)
 
 
@@ -226,9 +217,9 @@ def driver_calls(device: torch.device) -> dict[str, int]:
     """Return how often memory was allocated from the driver so far, on the device and on the host."""
     if device.type != "cuda":
         return {}
-    stats, host = torch.cuda.memory_stats(), torch.cuda.host_memory_stats()
-    calls = {name: int(stats.get(name, 0)) for name in ("num_device_alloc", "num_device_free", "num_alloc_retries")}
-    return calls | {name: int(host.get(name, 0)) for name in ("num_host_alloc", "num_host_free")}
+    stats = torch.cuda.memory_stats() | torch.cuda.host_memory_stats()
+    names = ("num_device_alloc", "num_device_free", "num_alloc_retries", "num_host_alloc", "num_host_free")
+    return {name: int(stats.get(name, 0)) for name in names}
 
 
 def counted(arm: Arm, device: torch.device, link: Link) -> dict[str, Any]:
@@ -252,7 +243,7 @@ def counted(arm: Arm, device: torch.device, link: Link) -> dict[str, Any]:
 
 
 def fits(row: dict[str, Any], compute: dict[str, float]) -> bool:
-    """Whether the copies fit beside compute: D2H takes no longer than forward, and H2D no longer than backward."""
+    """Whether D2H copies take no longer than forward, and H2D copies no longer than backward."""
     return bool(row["d2h_seconds"] <= compute["forward"] and row["h2d_seconds"] <= compute["backward"])
 
 
@@ -262,10 +253,7 @@ def bound_seconds(row: dict[str, Any], compute: dict[str, float]) -> float:
 
 
 def timed(arms: list[Arm], rows: Rows, share: float, seconds: float, steps: int) -> Rows:
-    """Time arms, of which the first is no offload, side by side for some seconds; return what that adds to their rows.
-
-    `rows` have roughly the seconds of a step, and `share` is the part of a step without offload that is forward.
-    """
+    """Time arms, the first of them no offload, for some seconds; `share` is the part of its step that is forward."""
     once = sum(rows[arm.key]["rough_seconds"] for arm in arms) * (1 + steps)
     repeats = min(9, max(2, round(seconds / once)))
     functions: dict[Any, Callable[[], object]] = {arm.key: arm.step for arm in arms}
@@ -282,10 +270,10 @@ def timed(arms: list[Arm], rows: Rows, share: float, seconds: float, steps: int)
 def _rounds(arms: list[Arm], rows: Rows, compute: dict[str, float]) -> Iterable[list[Arm]]:
     """Return the arms that are timed together: copies that fit, those that do not, other methods."""
     none, again, *others = arms
-    fitting = [arm for arm in others if arm.method == OURS and fits(rows[arm.key], compute)]
-    late = [arm for arm in others if arm.method == OURS and arm not in fitting]
-    rest = [arm for arm in others if arm.method != OURS]
-    return [[none, again, *fitting], *([none, *more] for more in (late, rest) if more)]
+    rounds: dict[bool | None, list[Arm]] = {True: [again], False: [], None: []}
+    for arm in others:
+        rounds[fits(rows[arm.key], compute) if arm.method == OURS else None].append(arm)
+    return [[none, *some] for some in rounds.values() if some]
 
 
 def measure(settings: Settings, device: torch.device) -> dict[str, Any]:

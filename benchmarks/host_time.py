@@ -1,15 +1,14 @@
 """Host time: what offloading adds to a step of Llama layers and to one saved tensor.
 
-The reference is `Bare`: the same copies with hooks and CUDA calls alone.  No offloader in Python that copies each
-storage by itself can be expected to take less.  It is of no other use: it takes for granted that the model saves the
-same tensors in every step and that nobody changes them, and it counts nothing.
+The reference is `Bare`: the same copies with hooks and CUDA calls alone, for a model that saves the same tensors in
+every step and changes none of them.  No offloader in Python that copies each storage by itself takes less.
 """
 
 from __future__ import annotations
 
 import gc
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -48,10 +47,7 @@ _Again: TypeAlias = tuple[int, torch.Size, tuple[int, ...]]
 
 
 class Bare:
-    """Offload the storages that `actoffload.offload` offloads, in the first layers of a stack, with little code.
-
-    Each layer is freed when two more have run.
-    """
+    """Offload what `actoffload.offload` does in the first layers; each layer is freed when two more have run."""
 
     def __init__(self, stack: Stack, layers: int) -> None:
         self._stack, self._device = stack, stack.device
@@ -70,9 +66,9 @@ class Bare:
         """Run a step, and allocate host memory for each storage to offload."""
         saves = record_saves(self._stack)
         weights = {weight.data_ptr() for weight in self._stack.twin.parameters()}
-        in_layers: dict[int, set[str]] = {}
+        in_layers: dict[int, set[str]] = defaultdict(set)
         for tensor, name in saves:
-            in_layers.setdefault(tensor.untyped_storage().data_ptr(), set()).add(".".join(name.split(".")[:2]))
+            in_layers[tensor.untyped_storage().data_ptr()].add(".".join(name.split(".")[:2]))
         moved = {f"layers.{number}" for number in range(layers)}
         first: dict[int, int] = {}
         for k, (tensor, _) in enumerate(saves):
@@ -102,10 +98,8 @@ class Bare:
         k = self._next
         self._next += 1
         save = self._saves[k]
-        if save is None:
-            return tensor if tensor.is_leaf else tensor.detach()
-        if isinstance(save, tuple):
-            return save
+        if not isinstance(save, _Slot):
+            return save or (tensor if tensor.is_leaf else tensor.detach())
         held = [tensor.detach()]
         self._out.wait_event(self._compute.record_event())
         with self._out:
@@ -128,10 +122,9 @@ class Bare:
         if copied is not None:
             self._compute.wait_event(copied)
             entry[1] = None
-        if uses == 1:
+        entry[2] = uses - 1
+        if not entry[2]:
             del self._reloaded[k]
-        else:
-            entry[2] = uses - 1
         return memory if isinstance(saved, int) else memory.as_strided(saved[1], saved[2])
 
     def _reload(self) -> None:
@@ -147,7 +140,7 @@ class Bare:
 
 
 def host_seconds(step: Callable[[Callable[[], object]], object], device: torch.device) -> tuple[float, float, float]:
-    """Return the host time of forward and of backward of a step, and for how long the device was busy after them.
+    """Return the host time of forward and of backward of a step, and of the device after them.
 
     `step` calls its argument between the two.  The device is idle before each, so the host never waits for its queue.
     """
@@ -177,13 +170,8 @@ def _no_collection() -> Iterator[None]:
 def measure_layers(settings: Settings, device: torch.device, repeats: int) -> dict[str, Any]:
     """Measure steps without offload, with all but two layers offloaded, with paused hooks and with `Bare`, interleaved.
 
-    The settings have so few tokens that a step takes the host longer than the device.  `Bare` needs an accelerator.
-
-    Returns
-    -------
-    dict
-        ``added`` seconds of host time of a step, ``added_paused`` and ``added_bare``; ``ratio``: added / added by
-        `Bare`; ``ratio_quartiles``: of this ratio in each repeat; ``behind``: time of the device after the host.
+    A step has so few tokens that it takes the host longer than the device.  ``added`` are seconds of host time of a
+    step, ``ratio`` is added / added by `Bare`, which needs an accelerator, ``behind`` the device's time after the host.
     """
     stack = Stack(settings, device)
     source, count = WholeModel(stack), settings.layers - 2
@@ -209,23 +197,14 @@ def measure_layers(settings: Settings, device: torch.device, repeats: int) -> di
             for case in cases:
                 found[case].append(once(case))
     source.close()
-    host = {
-        case: {"forward": median(s[0] for s in samples), "backward": median(s[1] for s in samples)}
-        for case, samples in found.items()
-    }
+    medians = {case: [median(column) for column in zip(*samples, strict=True)] for case, samples in found.items()}
+    host = {case: {"forward": forward, "backward": backward} for case, (forward, backward, _) in medians.items()}
     added = {case: sum(host[case].values()) - sum(host["without"].values()) for case in cases}
-    data: dict[str, Any] = {
-        "settings": settings.to_json(),
-        "repeats": repeats,
-        "num_layers": count,
-        "tensors_offloaded": tensors,
-        "host": host,
-        "behind": {case: median(s[2] for s in samples) for case, samples in found.items()},
-        "added": added["with"],
-        "added_per_layer": added["with"] / count,
-        "added_per_tensor": added["with"] / tensors,
-        "added_paused": added["paused"],
-    }
+    behind = {case: seconds for case, (*_, seconds) in medians.items()}
+    data: dict[str, Any] = {"settings": settings.to_json(), "repeats": repeats, "num_layers": count}
+    data |= {"tensors_offloaded": tensors, "host": host, "behind": behind}
+    data |= {"added": added["with"], "added_paused": added["paused"]}
+    data |= {"added_per_layer": added["with"] / count, "added_per_tensor": added["with"] / tensors}
     if bare is not None:
         rounds = zip(found["without"], found["with"], found["bare"], strict=True)
         each = [(sum(w[:2]) - sum(none[:2])) / (sum(b[:2]) - sum(none[:2])) for none, w, b in rounds]
@@ -236,10 +215,7 @@ def measure_layers(settings: Settings, device: torch.device, repeats: int) -> di
 
 
 class Chain(nn.Module):
-    """Operations that save one tensor each, in a layer that owns some parameters.
-
-    With `constants` they save these: tensors without gradient, which might be parameters or buffers.
-    """
+    """Operations that save one tensor each, or a constant without gradient, in a layer with some parameters."""
 
     def __init__(self, parameters: int, constants: list[torch.Tensor]) -> None:
         super().__init__()
@@ -277,8 +253,7 @@ def _once(chain: Chain, elements: int, where: int, device: torch.device, pair: A
 def measure_tensors(repeats: int, device: torch.device) -> dict[str, Any]:
     """Measure the host time of one saved tensor: passed through or offloaded, in layers of 1, 20 and 200 parameters.
 
-    One of three layers saves many tensors.  The same step without a context is subtracted, and the rest divided by the
-    number of tensors.
+    One of three layers saves many tensors; what a context adds to the step is divided by their number.
     """
     nothing = actoffload.get_cpu_offload_context(enabled=False)
     offloading = actoffload.get_cpu_offload_context(enabled=True, num_layers=1, model_layers=3)
@@ -304,9 +279,8 @@ def measure_tensors(repeats: int, device: torch.device) -> dict[str, Any]:
         statistics = offloading[0].statistics()
         with _no_collection():
             found = [(once(nothing), once(pair)) for _ in range(repeats)]
-        forward, backward = (
-            (median(w[k] for _, w in found) - median(none[k] for none, _ in found)) / TENSORS for k in (0, 1)
-        )
+        without, hooked = ([median(column) for column in zip(*side, strict=True)] for side in zip(*found, strict=True))
+        forward, backward = ((hooked[k] - without[k]) / TENSORS for k in (0, 1))
         rows.append({"case": name, "parameters": parameters, "tensors": TENSORS})
         rows[-1] |= {"tensors_offloaded": statistics.tensors_offloaded, "seconds": forward + backward}
         rows[-1] |= {"forward_seconds": forward, "backward_seconds": backward}

@@ -3,7 +3,7 @@
     python benchmarks/report.py            writes report.md, compare.png and llama.png beside the results
     python benchmarks/report.py --check    fails if report.md is not what the results give
 
-Text and columns are in ``page.toml``.  `headline` is the sentence on the landing page, `notes` the text above the page.
+Text and columns are in ``page.toml``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import string
 import sys
 import tomllib
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -44,10 +43,7 @@ def text(name: str, **values: Any) -> str:
 
 
 def table(name: str, rows: Iterable[Data]) -> str:
-    """Return a table of the page; a cell without a value is empty.
-
-    Text in the first column is aligned to the left: the page's style sheet lets it wrap.
-    """
+    """Return a table of the page; a cell without a value is empty.  Text in the first column may wrap."""
     heads, texts = PAGE["tables"][name]
 
     def cell(template: str, row: Data) -> str:
@@ -60,27 +56,6 @@ def table(name: str, rows: Iterable[Data]) -> str:
     first = "---:" if cells and all(row[0].isdecimal() for row in cells) else "---"
     lines = [f"| {heads} |", f"| {first} |" + " ---: |" * heads.count("|")]
     return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in cells)])
-
-
-@dataclass(frozen=True)
-class Target:
-    """A measured figure with its description and limit in the page."""
-
-    what: str
-    measured: float
-    limit: float
-    show: str = "{:.3}"
-    at_least: bool = False
-
-    @property
-    def met(self) -> bool:
-        return self.measured >= self.limit if self.at_least else self.measured <= self.limit
-
-    def row(self) -> Data:
-        """Return the cells of its line in the table."""
-        limit = ("≥ " if self.at_least else "≤ ") + fill(self.show, self.limit)
-        verdict = "met" if self.met else "missed by " + fill(self.show, abs(self.measured - self.limit))
-        return {"what": self.what, "limit": limit, "measured": fill(self.show, self.measured), "verdict": verdict}
 
 
 def origin(data: Data) -> str:
@@ -107,14 +82,22 @@ def numbers(arms: Iterable[Data]) -> str:
     return str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
 
 
-def target(name: str, measured: float, **values: str) -> Target:
-    """Return a target of the page with its figure."""
-    return Target(measured=measured, **{**TARGETS[name], "what": fill(TARGETS[name]["what"], **values)})
+def target(name: str, measured: float, **values: str) -> Data:
+    """Return the line of a target of the page with its figure."""
+    entry = {"show": "{:.3}", "at_least": False, **TARGETS[name]}
+    show, limit = entry["show"], entry["limit"]
+    met = measured >= limit if entry["at_least"] else measured <= limit
+    return {
+        "what": fill(entry["what"], **values),
+        "limit": ("≥ " if entry["at_least"] else "≤ ") + fill(show, limit),
+        "measured": fill(show, measured),
+        "verdict": "met" if met else "missed by " + fill(show, abs(measured - limit)),
+    }
 
 
-def targets(results: dict[str, Data]) -> list[Target]:
-    """Return the targets whose figures were measured."""
-    found: list[Target] = []
+def targets(results: dict[str, Data]) -> list[Data]:
+    """Return the lines of the targets whose figures were measured."""
+    found: list[Data] = []
     four, ten = (arm(results.get("gpt", {"arms": []}), OURS, count) for count in (4, 10))
     if four is not None and ten is not None:
         found = [target("gpt4", four["ratio"]), target("gpt10", ten["bound_ratio"])]
@@ -149,7 +132,7 @@ def targets(results: dict[str, Data]) -> list[Target]:
     return found
 
 
-def _memory_targets(name: str, arms: list[Data], pools: list[Data]) -> list[Target]:
+def _memory_targets(name: str, arms: list[Data], pools: list[Data]) -> list[Data]:
     if not arms:
         return []
     held = max(a["host_bytes"] / a["bytes_offloaded"] for a in pools)
@@ -257,7 +240,7 @@ def report(results: dict[str, Data], folder: Path = RESULTS) -> str:
     parts = ["<!-- Written by benchmarks/report.py from the results beside it; do not edit. -->"]
     if not results:
         return parts[0] + "\n\nNo results are recorded yet.\n"
-    parts += ["## Targets", table("targets", (target.row() for target in targets(results)))]
+    parts += ["## Targets", table("targets", targets(results))]
     for name in TITLES:
         parts += layers_sections(name, results[name]) if name in results else []
     parts += llama_sections(results["llama"]) if "llama" in results else []
@@ -269,8 +252,7 @@ def report(results: dict[str, Data], folder: Path = RESULTS) -> str:
         title = f"## Where a step goes, {data['num_layers']} of {data['settings']['layers']} GPT blocks offloaded"
         parts += [title, profile(data), origin(data)]
     if "overhead" in results:
-        data = results["overhead"]
-        parts += ["## Host time", table("overhead", data["cases"]), origin(data)]
+        parts += ["## Host time", table("overhead", results["overhead"]["cases"]), origin(results["overhead"])]
     return "\n\n".join(parts) + "\n"
 
 
@@ -290,8 +272,7 @@ def headline(folder: Path = RESULTS) -> str:
 
 def notes(folder: Path = RESULTS) -> str:
     """Return a warning if the sources have changed since the results were measured."""
-    current = digest()
-    return text("changed") if any(data["source_digest"] != current for data in load(folder).values()) else ""
+    return text("changed") if {data["source_digest"] for data in load(folder).values()} - {digest()} else ""
 
 
 def load(folder: Path) -> dict[str, Data]:

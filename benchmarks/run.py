@@ -3,8 +3,8 @@
     PYTHONPATH=src python benchmarks/run.py gpt --out benchmarks/results
 
 `linear` and `gpt` compare offload with checkpointing and `save_on_cpu`; `llama` measures every number of layers at 8k
-and 32k tokens, and host time (``--only host`` for that alone); `overhead` measures the host time of one saved tensor;
-`profile` shows where the time of a GPT step goes.  ``--rehearse`` takes small sizes, for machines without accelerator.
+and 32k tokens, and host time; `overhead` measures the host time of one saved tensor; `profile` shows where the time of
+a GPT step goes.  ``--rehearse`` takes small sizes, for machines without accelerator.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import gc
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +33,7 @@ ROWS = 25
 
 
 def profile_step(step: Callable[[], object], device: torch.device) -> dict[str, Any]:
-    """Return what torch.profiler saw of one step.
-
-    ``host_calls`` are (name, calls, seconds), longest first; ``busy`` has the seconds of kernels, D2H and H2D copies,
-    each of which run on one stream; ``seconds`` is from the first to the last work on the device.
-    """
+    """Return (name, calls, seconds) of the longest host calls of a step, and the seconds of kernels and copies."""
     for _ in range(4):
         step()
     synchronize(device)
@@ -73,10 +70,8 @@ def run(options: argparse.Namespace, device: torch.device) -> None:
         data = {"parts": {}}
         for part in options.only.split(",") if options.only else LLAMA:
             print(f"{part}:", flush=True)
-            if part == "host":
-                data["parts"][part] = measure_layers(sizes[part], device, 3 if options.rehearse else 60)
-            else:
-                data["parts"][part] = measure(sizes[part], device)
+            host = partial(measure_layers, repeats=3 if options.rehearse else 60)
+            data["parts"][part] = (host if part == "host" else measure)(sizes[part], device)
             write(options.out, name, data, command)
             gc.collect()
             if device.type != "cpu":

@@ -1,7 +1,4 @@
-"""The workloads as data: twelve linear layers, twelve GPT blocks, and Llama decoder layers at 8k and 32k tokens.
-
-The Llama layers are those of Hugging Face, unmodified, in a plain module list, with flash attention.
-"""
+"""The workloads as data: linear layers, GPT blocks, and unmodified Llama decoder layers of Hugging Face."""
 
 from __future__ import annotations
 
@@ -24,11 +21,10 @@ Run: TypeAlias = Callable[[int, nn.Module, torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class Settings:
-    """A stack of layers, and how it is measured.
+    """A stack of layers: Llama's with `kv_heads`, GPT blocks with `heads` alone, else linear; and how it is measured.
 
-    Layers with `kv_heads` are Llama's, with `heads` alone GPT blocks, and others linear.  The `shape` of the input is
-    (batch, tokens, hidden size); `counts` are the numbers of offloaded layers to measure; tensors below `min_bytes`
-    stay on the device.  A measurement has so many `steps`; a round of measurements takes about so many `seconds`.
+    The `shape` of the input is (batch, tokens, hidden size); `counts` are the numbers of offloaded layers.  A
+    measurement has `steps` steps; a round of measurements takes about `seconds`.
     """
 
     layers: int
@@ -54,13 +50,8 @@ class Settings:
         from transformers import LlamaConfig
         from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-        config = LlamaConfig(
-            hidden_size=hidden,
-            intermediate_size=self.intermediate,
-            num_attention_heads=self.heads,
-            num_key_value_heads=self.kv_heads,
-            attn_implementation="sdpa",
-        )
+        heads = {"num_attention_heads": self.heads, "num_key_value_heads": self.kv_heads, "attn_implementation": "sdpa"}
+        config = LlamaConfig(hidden_size=hidden, intermediate_size=self.intermediate, **heads)
         return LlamaDecoderLayer(config, layer_idx=0)
 
 
@@ -155,11 +146,7 @@ class Stack:
     def step(
         self, model: Model | None = None, between: Callable[[], object] | None = None, run: Run | None = None
     ) -> None:
-        """Run forward and backward; gradients accumulate in the same tensors, step after step.
-
-        `model` is the twin by default; `between` is called when the forward of all layers has been queued; `run` runs
-        one linear layer or GPT block.
-        """
+        """Run forward, `between`, and backward of the twin or `model`; `run` runs one linear layer or GPT block."""
         model = self.twin if model is None else model
         x = self.input()
         if self.whole:

@@ -83,10 +83,9 @@ def describe_device() -> DeviceInfo:
 
 
 class MemoryMeter:
-    """Measure the device memory that is in use while a ``with`` block runs.
+    """Measure the device memory in use while a ``with`` block runs: bytes of tensors, not bytes reserved.
 
-    On an accelerator the numbers are bytes of tensors in the caching allocator, not bytes reserved.  Without one, they
-    are bytes of the storages that the block creates, until they are freed.
+    Without an accelerator these are the bytes of the storages that the block creates, until they are freed.
 
     Parameters
     ----------
@@ -161,8 +160,7 @@ def measure_peak(function: Callable[[], object], warmup: int = 2) -> int:
     warmup : int
         Calls before the measured one; the first calls allocate gradients and workspaces.
     """
-    for _ in range(warmup):
-        function()
+    _repeat(function, warmup)
     with MemoryMeter() as meter:
         function()
     return meter.peak_bytes
@@ -173,8 +171,8 @@ def measure_step_times(
 ) -> dict[str, list[float]]:
     """Time several functions side by side.
 
-    The repeats are interleaved in random order, so that drifting clocks and other programs affect all functions alike.
-    Each measurement follows an untimed call of the same function.
+    Repeats are interleaved in random order, so that drifting clocks affect all functions alike.  Each measurement
+    follows an untimed call of the same function.
 
     Parameters
     ----------
@@ -194,8 +192,7 @@ def measure_step_times(
     """
     seconds: dict[str, list[float]] = {name: [] for name in arms}
     for function in arms.values():
-        for _ in range(warmup):
-            function()
+        _repeat(function, warmup)
     order, names = random.Random(0), list(arms)
     for _ in range(repeats):
         order.shuffle(names)
@@ -205,28 +202,30 @@ def measure_step_times(
     return seconds
 
 
+def _repeat(function: Callable[[], object], times: int) -> None:
+    for _ in range(times):
+        function()
+
+
 def _time(function: Callable[[], object], steps: int) -> float:
     device = torch.accelerator.current_accelerator(check_available=True)
     if device is None:
         begun = time.perf_counter()
-        for _ in range(steps):
-            function()
+        _repeat(function, steps)
         return (time.perf_counter() - begun) / steps  # [guard: time of one step]
     start, end = torch.Event(device, enable_timing=True), torch.Event(device, enable_timing=True)
     torch.accelerator.synchronize()
     start.record()
-    for _ in range(steps):
-        function()
+    _repeat(function, steps)
     end.record()
     torch.accelerator.synchronize()
     return float(start.elapsed_time(end)) * 1e-3 / steps
 
 
 def measure_link(nbytes: int = 2**28, repeats: int = 8) -> Link:
-    """Measure the bandwidth between device and pinned host memory, one direction at a time.
+    """Measure the bandwidth between device and pinned host memory: medians over `repeats` copies of `nbytes` bytes.
 
-    Each is the median over `repeats` copies of `nbytes` bytes.  On the reference device, that of a copy within host
-    memory.
+    On the reference device it is that of a copy within host memory.
     """
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     on_device = torch.empty(nbytes, dtype=torch.uint8, device=device)
@@ -276,7 +275,7 @@ class Comparison:
         return self.drop / self.bytes_absent if self.bytes_absent else 1.0
 
     def __str__(self) -> str:
-        peaks = (mebibytes(self.peak_without), mebibytes(self.peak_with), mebibytes(-self.drop))
+        peaks = map(mebibytes, (self.peak_without, self.peak_with, -self.drop))
         slower = percent(self.seconds_with / self.seconds_without - 1, sign="+")
         rows = (
             ("peak memory", *peaks),
@@ -333,8 +332,7 @@ def compare_steps(
         function()
     peaks = {}
     for name, function in arms.items():
-        for _ in range(2):
-            function()
+        _repeat(function, 2)
         offloading.reset_statistics()
         peaks[name] = measure_peak(function, warmup=0)
     copied = offloading.statistics().bytes_offloaded

@@ -33,7 +33,7 @@ def store(folder: Path, results: Results) -> None:
 
 
 def verdicts(results: Results) -> dict[str, tuple[str, ...]]:
-    return {target.what: tuple(target.row().values())[1:] for target in report.targets(results)}
+    return {line["what"]: tuple(line.values())[1:] for line in report.targets(results)}
 
 
 def test_targets_say_by_how_much_they_are_missed(results: Results) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from actoffload.report.folding import fold, fold_names, numberless, starred
+from actoffload.report.tables import fold, fold_names, numberless, starred
 
 
 @pytest.mark.parametrize(

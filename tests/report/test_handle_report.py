@@ -10,8 +10,7 @@ import pytest
 from report_samples import MIB, attribute, block, report, table
 
 from actoffload.report import GroupReport, Holder, Reason, Report
-from actoffload.report.groups import sum_groups
-from actoffload.report.held import HeldStorage, merge_held
+from actoffload.report.groups import HeldStorage, merge_held, sum_groups
 from actoffload.schedule.units import size
 
 # Data

@@ -14,7 +14,7 @@ from whole_model import Waves, data, offload
 
 from actoffload.report import GroupReport, HeldStorage, Holder, Report
 from actoffload.report.advice import advise
-from actoffload.report.held import merge_held
+from actoffload.report.groups import merge_held
 from actoffload.report.holders import find_all_holders
 
 MIB = 2**20

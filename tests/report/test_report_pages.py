@@ -8,7 +8,7 @@ from html.parser import HTMLParser
 from report_samples import MIB, attribute, report, table
 
 from actoffload.report import GroupReport, Report
-from actoffload.report.held import HeldStorage
+from actoffload.report.groups import HeldStorage
 
 NASTY = "layers|0<b>`&*_"
 

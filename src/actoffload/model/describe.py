@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from ..report.folding import fold_names
+from ..report.tables import fold_names
 from ..schedule.execution_order import Planner
 from ..schedule.plan import Do
 from .tracker import KEPT, FollowedModule

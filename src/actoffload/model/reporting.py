@@ -14,8 +14,7 @@ from ..engine.model_pass import ModelPass
 from ..engine.recorder import TimelineRecorder
 from ..engine.statistics import Statistics
 from ..report.advice import advise
-from ..report.groups import GroupReport, sum_groups
-from ..report.held import HeldStorage, Holder
+from ..report.groups import GroupReport, HeldStorage, Holder, sum_groups
 from ..report.holders import find_all_holders
 from ..report.report import Report
 from ..report.step_timeline import LayerTimes, StepTimeline

@@ -15,7 +15,7 @@ __all__ = ["Activation", "check", "dense", "in_one_dtype", "named"]
 
 
 def check(x: torch.Tensor, fc1_weight: torch.Tensor, fc2_weight: torch.Tensor, activation: Activation) -> None:
-    """Check types, shapes and devices; dtypes are compared when the operands are `in_one_dtype`."""
+    """Check types, shapes and devices; `in_one_dtype` compares dtypes."""
     operands = {"x": (x, 2), "fc1_weight": (fc1_weight, 3), "fc2_weight": (fc2_weight, 3)}
     for name, (tensor, dimensions) in operands.items():
         if not isinstance(tensor, torch.Tensor):
@@ -41,8 +41,7 @@ def check(x: torch.Tensor, fc1_weight: torch.Tensor, fc2_weight: torch.Tensor, a
 
 
 def dense(weight: torch.Tensor) -> torch.Tensor:
-    """Return a weight in an order of memory that the products can read."""
-    # Stored the other way round is as good for the products; a copy would be one more weight in memory.
+    """Return a weight with strides that the products take; transposed ones are not copied."""
     return weight if weight.transpose(1, 2).is_contiguous() else weight.contiguous()
 
 
@@ -65,16 +64,9 @@ Gradient = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Activation:
-    """An activation, applied to the output of FC1.
+    """An activation of the output of FC1, and its gradient ``(grad_y, x) -> grad_x``, both pointwise.
 
-    Parameters
-    ----------
-    function : callable
-        Pointwise, ``x -> y``.
-    gradient : callable
-        Pointwise, ``(grad_y, x) -> grad_x``.
-    gated : bool
-        The output of FC1 is [tokens, 2 * ffn]: the function of the first half, times the second half.
+    If `gated`, the output of FC1 is [tokens, 2 * ffn]: the function of the first half, times the second half.
     """
 
     function: Pointwise

@@ -1,9 +1,8 @@
-"""Rows that lie sorted by group, and matrix products of each group with a matrix of its own.
+"""Matrix products of rows, sorted by group, with a matrix for each group.
 
-Two ways lead to the same products.  ``torch.nn.functional.grouped_mm`` takes the ends of the groups as a tensor on the
-device, so the host never learns how large they are.  A loop over the groups works for every dtype, size and device, but
-has to know the counts on the host.  What is known on the host takes the loop, what is on the device takes the kernel;
-nothing here fetches counts from an accelerator, because that would make the host wait without a word.
+``torch.nn.functional.grouped_mm`` takes the ends of the groups as a tensor on the device.  A loop over the groups takes
+every dtype, size and device, but needs the counts on the host.  Counts are never fetched from an accelerator, because
+that makes the host wait.
 """
 
 from __future__ import annotations
@@ -15,12 +14,9 @@ from typing import Any
 
 import torch
 
-from .._torch import grouped_mm
+from .._torch import grouped_mm as _grouped_mm
 
 __all__ = ["Groups"]
-
-# Public since torch 2.10, and private before.
-_grouped_mm = grouped_mm
 
 _ALIGNMENT = 16  # bytes, of each row of an operand of grouped_mm
 _CPU_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -29,27 +25,13 @@ _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """Which rows belong to which group.
-
-    Parameters
-    ----------
-    rows : int
-        Rows in all.
-    number : int
-        Groups.
-    counts : tuple of int or None
-        Rows of each group, for the loop.
-    offsets : torch.Tensor or None
-        Where each group ends, [number], int32 on the device, for grouped_mm.
-    padded : bool
-        Rows may follow that belong to no group.
-    """
+    """Which rows belong to which group."""
 
     rows: int
-    number: int
-    counts: tuple[int, ...] | None
-    offsets: torch.Tensor | None
-    padded: bool
+    number: int  # of groups
+    counts: tuple[int, ...] | None  # rows of each group, for the loop
+    offsets: torch.Tensor | None  # where each group ends, [number], int32 on the device, for grouped_mm
+    padded: bool  # rows may follow that belong to no group
 
     @staticmethod
     def of(
@@ -61,19 +43,7 @@ class Groups:
         number: int,
         padded: bool,
     ) -> Groups:
-        """Check what a caller says about the groups of `x`, and choose the way of the products.
-
-        Parameters
-        ----------
-        tokens_per_expert, offsets
-            Counts, or ends; one of them.
-        x : torch.Tensor
-            The rows.
-        widths : sequence of int
-            Lengths of the rows of all operands.
-        number, padded
-            As above.
-        """
+        """Check the counts or ends of the groups of `x`, and choose the products; `widths` are of all operands."""
         if (tokens_per_expert is None) == (offsets is None):
             raise ValueError("Give either tokens_per_expert or offsets, not both and not neither.")
         rows, name = x.shape[0], "offsets" if tokens_per_expert is None else "tokens_per_expert"
@@ -87,7 +57,7 @@ class Groups:
         if given.dim() != 1 or given.shape[0] != number:
             raise ValueError(f"{name} has shape {list(given.shape)}; expected one number for each expert, [{number}].")
         counts = None
-        if given.device.type == "cpu":  # to look at values costs nothing here
+        if given.device.type == "cpu":  # reading values costs nothing here
             values = given.tolist()
             if tokens_per_expert is None:
                 values = [end - start for start, end in zip([0, *values[:-1]], values, strict=True)]
@@ -109,26 +79,10 @@ class Groups:
             given = given.cumsum(0)
         return Groups(rows, number, None, given.to(torch.int32), padded)
 
-    def with_offsets(self, offsets: torch.Tensor | None) -> Groups:
-        """Return the same with the offsets that autograd gave back."""
-        return Groups(self.rows, self.number, self.counts, offsets, self.padded)
-
     def times(self, x: torch.Tensor, weight: torch.Tensor, *, clean: bool = False) -> torch.Tensor:
-        """Return each group of rows times its matrix.
+        """Return each group of rows [rows, k] times its matrix [number, k, n]: [rows, n], contiguous.
 
-        Parameters
-        ----------
-        x : torch.Tensor
-            [rows, k].
-        weight : torch.Tensor
-            [number, k, n], of any strides in which one of the last two is 1.
-        clean : bool
-            Rows of no group are zero in the result; else they are undefined.
-
-        Returns
-        -------
-        torch.Tensor
-            [rows, n], contiguous.
+        One of the last two strides of `weight` is 1.  Rows of no group are undefined, or zero if `clean`.
         """
         if not self.rows:
             return x.new_zeros(0, weight.shape[2])
@@ -151,19 +105,9 @@ class Groups:
         return result
 
     def outer(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        """Return the sum of the outer products of the rows of each group: what a weight's gradient is.
+        """Return the sums of the outer products of rows [rows, n] and [rows, k] by group, as a weight's gradient is.
 
-        Parameters
-        ----------
-        a : torch.Tensor
-            [rows, n], contiguous.
-        b : torch.Tensor
-            [rows, k], contiguous.
-
-        Returns
-        -------
-        torch.Tensor
-            [number, n, k]; zero for a group without rows.
+        The result, [number, n, k], is zero for a group without rows.
         """
         shape = (self.number, a.shape[1], b.shape[1])
         if not self.rows:
@@ -171,18 +115,17 @@ class Groups:
         if self.counts is None:
             assert _grouped_mm is not None
             result = _grouped_mm(a.t(), b, offs=self.offsets)
-            return self._without_empty(result) if _leaves_garbage(a.device) else result
+            if _leaves_garbage(a.device):
+                assert self.offsets is not None
+                empty = self.offsets.diff(prepend=self.offsets.new_zeros(1)) == 0
+                result.masked_fill_(empty.view(-1, 1, 1), 0.0)
+            return result
         result = a.new_empty(shape)
         start = 0
         for count, matrix in zip(self.counts, result.unbind(), strict=True):
             torch.mm(a[start : start + count].t(), b[start : start + count], out=matrix)
             start += count
         return result
-
-    def _without_empty(self, result: torch.Tensor) -> torch.Tensor:
-        assert self.offsets is not None
-        empty = self.offsets.diff(prepend=self.offsets.new_zeros(1)) == 0
-        return result.masked_fill_(empty.view(-1, 1, 1), 0.0)
 
 
 def _no_grouped_mm(x: torch.Tensor, widths: Sequence[int]) -> str:

@@ -1,14 +1,14 @@
-"""The experts of a mixture-of-experts layer as one operation, and what of it leaves the device.
+"""The experts of a mixture-of-experts layer as one operation.
 
-One autograd function instead of three keeps three tensors for backward besides the weights: the input of FC1, the input
-of the activation, and the input of FC2.  It says where each of them is final, so that its copy to the host starts
-there and not where the function ends.
+One autograd function instead of three saves three tensors besides the weights: the inputs of FC1, of the activation and
+of FC2, as Transformer Engine's does.  `start_offload` starts the copy of each where it is final, not at the end.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -20,13 +20,7 @@ from .grouped_linear import Groups
 
 __all__ = ["GroupedMLP", "grouped_mlp"]
 
-
-class _Keep(NamedTuple):
-    """What stays on the device."""
-
-    fc1_input: bool
-    activation_input: bool
-    fc2_input: bool
+_KEEP = ("keep_fc1_input", "keep_activation_input", "keep_fc2_input")
 
 
 def grouped_mlp(
@@ -44,21 +38,18 @@ def grouped_mlp(
 ) -> torch.Tensor:
     """Apply to each group of tokens the two-layer network of its expert, without biases.
 
-    For the rows of expert ``e``: ``activation(rows @ fc1_weight[e].T) @ fc2_weight[e].T``.  The first rows belong to
-    the first expert, those behind them to the second, and so on.
+    For the rows of expert ``e``: ``activation(rows @ fc1_weight[e].T) @ fc2_weight[e].T``.  Rows are sorted by expert.
 
-    In an offloading context everything that is saved for backward leaves the device, except the weights.  Keeping
-    something is the explicit act.  Saved is only what the gradients that are asked for need: no FC2 input, for
-    instance, where `fc2_weight` is frozen.
+    In an offloading context all saved tensors are offloaded, except the weights.  Only what the wanted gradients need
+    is saved: no FC2 input, for instance, if `fc2_weight` is frozen.
 
     Parameters
     ----------
     x : torch.Tensor
         Tokens, sorted by expert, [tokens, hidden].
     tokens_per_expert : sequence of int, torch.Tensor or None
-        How many tokens each expert has, zero allowed.  An integer tensor [experts] on the device of `x` stays there:
-        the host does not wait for it.  A list, or a tensor in host memory where `x` is on an accelerator, makes a
-        loop over the experts.
+        Number of tokens of each expert.  For an integer tensor [experts] on the device of `x` the host does not wait.
+        A list, or a tensor in host memory if `x` is on an accelerator, makes a loop over the experts.
     fc1_weight : torch.Tensor
         [experts, ffn, hidden]; with a gated activation [experts, 2 * ffn, hidden], the gate first.
     fc2_weight : torch.Tensor
@@ -68,10 +59,10 @@ def grouped_mlp(
     activation : str
         ``"swiglu"`` or ``"geglu"``, which are gated, ``"silu"``, ``"gelu"`` or ``"srelu"`` (the square of ReLU).
     padded : bool
-        Rows may follow behind those of the last expert.  Their output and gradient are zero.
+        Rows without an expert may follow.  Their output and gradient are zero.
     keep_fc1_input, keep_activation_input, keep_fc2_input : bool
-        Keep `x`, the output of FC1, or the input of FC2 on the device (see `mark_not_offload`).  A mark belongs to the
-        storage: what else saves `x` after this call keeps it as well.
+        Keep `x`, the output of FC1, or the input of FC2 on the device (see `mark_not_offload`).  The storage is
+        marked: other operations that save `x` after this call keep it as well.
 
     Returns
     -------
@@ -81,22 +72,19 @@ def grouped_mlp(
     Raises
     ------
     TypeError
-        If something is no tensor, or dtypes differ.
+        If an operand is not a tensor, or dtypes differ.
     ValueError
-        If shapes, devices or counts do not fit, or if counts on an accelerator meet operands for which there is no
-        kernel.  Counts on an accelerator are not looked at; where their sum is not the number of tokens, and `padded`
+        If shapes, devices or counts do not fit, or counts are on an accelerator without a kernel for the operands.
+        The values of counts on an accelerator are not checked; if their sum is not the number of tokens, and `padded`
         is False, rows without an expert are undefined.
 
     Notes
     -----
     With counts on the device the products are ``torch.nn.functional.grouped_mm``: on CUDA for bfloat16 on devices of
-    compute capability 9.x and 10.x, where the operands' rows are multiples of 16 bytes.  The loop takes every floating
+    compute capability 9.x and 10.x, if the operands' rows are multiples of 16 bytes.  The loop takes every floating
     point dtype, device and size.  Under autocast the operands are cast as for a matrix product.
 
     Backward cannot be differentiated again.  ``torch.compile`` calls the function as it is, between compiled parts.
-
-    Which tensors a fused grouped MLP saves, and that all but the weights leave by default, follows the grouped MLP of
-    Transformer Engine.
 
     Examples
     --------
@@ -110,7 +98,7 @@ def grouped_mlp(
     experts, fc1_out, hidden = fc1_weight.shape
     widths = (hidden, fc1_out, *fc2_weight.shape[1:])
     groups = Groups.of(tokens_per_expert, offsets, x, widths, number=experts, padded=padded)
-    keep = _Keep(keep_fc1_input, keep_activation_input, keep_fc2_input)
+    keep = keep_fc1_input, keep_activation_input, keep_fc2_input
     result: torch.Tensor = _GroupedMLP.apply(  # type: ignore[no-untyped-call]
         x.contiguous(), dense(fc1_weight), dense(fc2_weight), groups.offsets, groups, chosen, keep
     )
@@ -132,29 +120,29 @@ class _GroupedMLP(torch.autograd.Function):
         offsets: torch.Tensor | None,
         groups: Groups,
         activation: Activation,
-        keep: _Keep,
+        keep: tuple[bool, bool, bool],
     ) -> torch.Tensor:
         x_grad, fc1_grad, fc2_grad, *_ = ctx.needs_input_grad
         inner = x_grad or fc1_grad  # backward goes through the activation
-
-        fc1_input = _saved(x, keep.fc1_input) if fc1_grad else None
+        keep_fc1_input, keep_activation_input, keep_fc2_input = keep
+        fc1_input = _saved(x, keep_fc1_input) if fc1_grad else None
         hidden = groups.times(x, fc1_weight.transpose(1, 2))
-        activation_input = _saved(hidden, keep.activation_input) if inner else None
+        activation_input = _saved(hidden, keep_activation_input) if inner else None
         active = activation.forward(hidden)
-        fc2_input = _saved(active, keep.fc2_input) if fc2_grad else None
+        fc2_input = _saved(active, keep_fc2_input) if fc2_grad else None
         result = groups.times(active, fc2_weight.transpose(1, 2), clean=True)
 
         weights = fc1_weight if x_grad else None, fc2_weight if inner else None
         mark_not_offload(*weights)
         ctx.save_for_backward(fc1_input, activation_input, fc2_input, *weights, offsets)
-        ctx.groups, ctx.activation = groups.with_offsets(None), activation
+        ctx.groups, ctx.activation = replace(groups, offsets=None), activation
         return result
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         fc1_input, activation_input, fc2_input, fc1_weight, fc2_weight, offsets = ctx.saved_tensors
-        groups: Groups = ctx.groups.with_offsets(offsets)
+        groups: Groups = replace(ctx.groups, offsets=offsets)
         grad = grad.contiguous()
         grad_x = grad_fc1 = grad_fc2 = None
         if fc2_input is not None:
@@ -174,7 +162,7 @@ class GroupedMLP(torch.nn.Module):
     Parameters
     ----------
     num_experts : int
-        Experts that this module holds.
+        Number of experts.
     hidden_size : int
         Width of a token, in and out.
     ffn_size : int
@@ -229,12 +217,11 @@ class GroupedMLP(torch.nn.Module):
         self.keep_fc2_input = keep_fc2_input
         fc1 = torch.empty(num_experts, width * ffn_size, hidden_size, device=device, dtype=dtype)
         fc2 = torch.empty(num_experts, hidden_size, ffn_size, device=device, dtype=dtype)
-        self.fc1_weight = torch.nn.Parameter(fc1)
-        self.fc2_weight = torch.nn.Parameter(fc2)
+        self.fc1_weight, self.fc2_weight = torch.nn.Parameter(fc1), torch.nn.Parameter(fc2)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw new weights, each expert's as `torch.nn.Linear` draws its own."""
+        """Draw new weights, for each expert as `torch.nn.Linear` does."""
         for weight in (self.fc1_weight, self.fc2_weight):
             bound = weight.shape[2] ** -0.5
             torch.nn.init.uniform_(weight, -bound, bound)
@@ -247,48 +234,19 @@ class GroupedMLP(torch.nn.Module):
         offsets: torch.Tensor | None = None,
         padded: bool = False,
     ) -> torch.Tensor:
-        """Apply the experts to their tokens; the arguments are those of `grouped_mlp`.
-
-        Parameters
-        ----------
-        x : torch.Tensor
-            [tokens, hidden_size], sorted by expert.
-        tokens_per_expert : sequence of int or torch.Tensor, optional
-            [num_experts].
-        offsets : torch.Tensor, optional
-            [num_experts], instead of counts.
-        padded : bool
-            Rows may follow behind those of the last expert.
-
-        Returns
-        -------
-        torch.Tensor
-            [tokens, hidden_size].
-        """
-        return grouped_mlp(
-            x,
-            tokens_per_expert,
-            self.fc1_weight,
-            self.fc2_weight,
-            offsets=offsets,
-            activation=self.activation,
-            padded=padded,
-            keep_fc1_input=self.keep_fc1_input,
-            keep_activation_input=self.keep_activation_input,
-            keep_fc2_input=self.keep_fc2_input,
-        )
+        """Apply the experts to tokens [tokens, hidden_size]; the arguments are those of `grouped_mlp`."""
+        more: dict[str, Any] = {name: getattr(self, name) for name in ("activation", *_KEEP)}
+        weights = self.fc1_weight, self.fc2_weight
+        return grouped_mlp(x, tokens_per_expert, *weights, offsets=offsets, padded=padded, **more)
 
     def extra_repr(self) -> str:
-        """Return what `print` shows of the module."""
+        """Return the sizes, the activation and what is kept."""
         experts, hidden, ffn = self.fc2_weight.shape
-        kept = [name for name in ("keep_fc1_input", "keep_activation_input", "keep_fc2_input") if getattr(self, name)]
-        return ", ".join([f"{experts}, {hidden}, {ffn}, activation={self.activation!r}", *(f"{k}=True" for k in kept)])
+        kept = [f"{name}=True" for name in _KEEP if getattr(self, name)]
+        return ", ".join([f"{experts}, {hidden}, {ffn}, activation={self.activation!r}", *kept])
 
 
 def _saved(tensor: torch.Tensor, keep: bool) -> torch.Tensor:
-    """Say of a tensor that will be saved that it stays, or that it is final here."""
-    if keep:
-        mark_not_offload(tensor)
-    else:
-        start_offload(tensor)
+    """Keep a tensor that will be saved, or start its copy."""
+    (mark_not_offload if keep else start_offload)(tensor)
     return tensor

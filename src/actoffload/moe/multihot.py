@@ -1,8 +1,8 @@
-"""From a token's list of experts to a map of all experts, without the host asking for a single value.
+"""From a token's list of experts to a table of all experts, without reading values on the host.
 
-`[Note: no masks]`  Indexing with a mask has a result whose size depends on values, so the host waits for the device.
-Here every index is moved up by one and written into a table with one more column: what is -1 lands in column 0,
-which is cut off.  All sizes are known beforehand, and an index out of range still meets the bounds check of `scatter`.
+`[Note: no masks]`  The size of a result indexed with a mask depends on values, so the host waits for the device.
+Here every index is increased by one and written into a table with one more column: -1 goes to column 0, which is cut
+off.  An index out of range still fails the bounds check of `scatter`.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ def indices_to_multihot(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return which experts each token goes to, and with which probability, as tables of tokens by experts.
 
-    Neither forward nor backward makes the host wait for the device.  Values and gradients have the bits of the
-    version that indexes with a mask, ``table[rows[here], indices[here]] = probs[here]`` with ``here = indices != -1``.
+    Neither forward nor backward makes the host wait for the device.  Values and gradients have the bits of indexing
+    with a mask, ``table[rows[here], indices[here]] = probs[here]`` with ``here = indices != -1``.
 
     Parameters
     ----------
     indices : torch.Tensor
         The experts of each token, [tokens, topk], a signed integer dtype; -1 means "not here".
     probs : torch.Tensor
-        Their probabilities, [tokens, topk], float16, bfloat16, float32 or float64.  Gradients flow through them, also
-        second ones; not tangents of forward mode.  What stands beside -1 is not used, and its gradient is zero.
+        Their probabilities, [tokens, topk], float16, bfloat16, float32 or float64, differentiable twice, not in forward
+        mode.  Those beside -1 are not used, and their gradient is zero.
     num_experts : int
         Columns of the tables, at least 1.
 
@@ -45,22 +45,18 @@ def indices_to_multihot(
     Raises
     ------
     TypeError
-        If `indices` or `probs` is no tensor or has another dtype, or `num_experts` is not an int.
+        If `indices` or `probs` is not a tensor or has another dtype, or `num_experts` is not an int.
     ValueError
         If the shapes or devices do not match, or `num_experts` is less than 1.
     IndexError
-        If there is no expert of an index, on the CPU.
+        If an index is out of range, on the CPU.  On an accelerator an assertion of the kernel fails.
 
     Notes
     -----
-    On an accelerator only shapes and dtypes are checked, because a look at values is what makes a host wait.  There an
-    index below -1 or above ``num_experts - 1`` is a failed assertion of the kernel.
+    If an expert is in a row more than once, one of its probabilities is kept: the last one on the CPU, any of them on
+    an accelerator.  The gradient of the table goes to each of them.  Indexing with a mask does the same.
 
-    Where an expert stands in a row more than once, one of its probabilities is kept: the last one on the CPU, any of
-    them on an accelerator.  The gradient of the table goes to each of them.  Indexing with a mask does the same.
-
-    The conversion is the one that the token dispatcher of Megatron-LM (``_indices_to_multihot``) needs; its tables are
-    always float32, these have the dtype of `probs`.
+    Megatron-LM's token dispatcher (``_indices_to_multihot``) does the same conversion, to tables in float32.
 
     Examples
     --------
@@ -82,15 +78,18 @@ def indices_to_multihot(
     except RuntimeError as error:
         if "out of bounds" not in str(error):
             raise
-        raise IndexError(_beyond(indices, num_experts)) from None
+        least, most = (int(value) for value in indices.aminmax())
+        raise IndexError(
+            f"indices has {least if least < -1 else most}, and num_experts is {num_experts}; expected -1 for 'not "
+            f"here', or an expert from 0 to {num_experts - 1}."
+        ) from None
     return routing_map, _table(probs, columns, num_experts)
 
 
 class _Table(torch.autograd.Function):
     """The table of probabilities.
 
-    `scatter` knows its own gradient, but hands a negative zero on as one; with a mask the gradient is added to zero,
-    which makes it positive.
+    The gradient of `scatter` keeps a negative zero; with a mask it is added to zero, which makes it positive.
     """
 
     @staticmethod
@@ -112,7 +111,7 @@ class _Table(torch.autograd.Function):
     def vmap(
         info: Any, in_dims: tuple[int | None, ...], probs: torch.Tensor, columns: torch.Tensor, num_experts: int
     ) -> tuple[torch.Tensor, int]:
-        # Rows know nothing of each other: those of all samples make one table.
+        # Rows are independent: those of all samples make one table.
         probs, columns = (
             operand.expand(info.batch_size, *operand.shape) if at is None else operand.movedim(at, 0)
             for operand, at in ((probs, in_dims[0]), (columns, in_dims[1]))
@@ -127,17 +126,8 @@ def _table(probs: torch.Tensor, columns: torch.Tensor, num_experts: int) -> torc
 
 
 def _without_first(table: torch.Tensor) -> torch.Tensor:
-    # A copy even of a single row, so that a result is never a view of something unseen.
+    # A copy even of a single row, so that a result is never a view.
     return table[:, 1:].clone(memory_format=torch.contiguous_format)
-
-
-def _beyond(indices: torch.Tensor, num_experts: int) -> str:
-    """Say which index has no expert."""
-    least, most = (int(value) for value in indices.aminmax())
-    return (
-        f"indices has {least if least < -1 else most}, and num_experts is {num_experts}; expected -1 for 'not here', "
-        f"or an expert from 0 to {num_experts - 1}."
-    )
 
 
 def _check(indices: torch.Tensor, probs: torch.Tensor, num_experts: int) -> None:
@@ -145,18 +135,14 @@ def _check(indices: torch.Tensor, probs: torch.Tensor, num_experts: int) -> None
         if not isinstance(value, torch.Tensor):
             raise TypeError(f"{name} is a {type(value).__name__}; expected a tensor [tokens, topk].")
     if indices.dtype not in _INDICES:
-        raise TypeError(
-            f"indices has dtype {indices.dtype}; expected signed integers such as torch.int64, with -1 for 'not here'."
-        )
+        raise TypeError(f"indices has dtype {indices.dtype}; expected signed integers, with -1 for 'not here'.")
     if probs.dtype not in _PROBS:
         raise TypeError(f"probs has dtype {probs.dtype}; expected float16, bfloat16, float32 or float64.")
     if indices.dim() != 2:
         raise ValueError(f"indices has shape {list(indices.shape)}; expected two dimensions, [tokens, topk].")
     if probs.shape != indices.shape:
-        raise ValueError(
-            f"probs has shape {list(probs.shape)} and indices {list(indices.shape)}; expected one probability for "
-            "each index, [tokens, topk] both."
-        )
+        shapes = f"probs has shape {list(probs.shape)} and indices {list(indices.shape)}"
+        raise ValueError(f"{shapes}; expected one probability for each index, [tokens, topk] both.")
     if probs.device != indices.device:
         raise ValueError(f"indices is on {indices.device} and probs on {probs.device}; move them to one device.")
     if isinstance(num_experts, bool) or not isinstance(num_experts, int):

@@ -2,8 +2,7 @@
 
 from ..engine.recorder import TimelineRecorder
 from ..engine.statistics import Reason, Statistics
-from .groups import GroupReport
-from .held import HeldStorage, Holder
+from .groups import GroupReport, HeldStorage, Holder
 from .ranks import RankReports, gather_reports
 from .report import Report
 from .step_timeline import LayerTimes, StepTimeline

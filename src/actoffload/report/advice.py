@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeAlias
 
 from ..engine.statistics import Reason
@@ -12,10 +12,9 @@ from ..schedule.costs import LayerCost, Link
 from ..schedule.plan import Plan
 from ..schedule.simulate import Simulation, simulate
 from ..schedule.units import milliseconds, percent, size
-from .folding import fold_names
-from .groups import WEIGHTS
-from .held import Holder, merge_held
+from .groups import WEIGHTS, Holder, merge_held
 from .report import Report
+from .tables import fold_names
 
 __all__ = ["advise", "most_layers_without_stall"]
 
@@ -65,25 +64,9 @@ def advise(
 ) -> tuple[str, ...]:
     """Return what to change, one sentence each, about the most bytes first.
 
-    Parameters
-    ----------
-    report : Report
-        Its own `Report.advice` is ignored.
-    costs : sequence of LayerCost, optional
-        Measured cost of each group, in execution order.  With `link` and `plan_for`, other values of `num_layers` are
-        simulated.
-    link : Link, optional
-        Measured bandwidths.
-    plan_for : callable, optional
-        Returns the plan for a number of layers; raises `ValueError` if there is none.
+    With the measured `costs` of the groups in execution order, the measured `link`, and `plan_for`, which returns the
+    plan for a number of layers or raises `ValueError`, other values of `num_layers` are simulated.
 
-    Returns
-    -------
-    tuple of str
-        If nothing needs to change, one sentence that says so.
-
-    Examples
-    --------
     >>> from actoffload.report import GroupReport, Report
     >>> from actoffload.report.advice import advise
     >>> block = GroupReport("blocks.0", offloaded=True, bytes_saved=2**30, bytes_offloaded=2**30)
@@ -97,7 +80,8 @@ def advise(
     more: list[Weighted] = []
     if costs and link is not None and plan_for is not None and report.num_layers is not None:
         predicted, more = _other_numbers(report.num_layers, costs, link, plan_for)
-        if _stall_share(report) is None or _stalls(report):  # what was measured counts more than a simulation
+        share = _stall_share(report)
+        if share is None or share > TOLERANCE:  # what was measured counts more than a simulation
             found += predicted
     sentences = [sentence for _, sentence in sorted(found, key=lambda entry: (-entry[0], entry[1]))]
     return (*(sentences or [_fine(report)]), *(sentence for _, sentence in more))
@@ -106,24 +90,7 @@ def advise(
 def most_layers_without_stall(
     costs: Sequence[LayerCost], link: Link, plan_for: Callable[[int], Plan], tolerance: float = TOLERANCE
 ) -> int:
-    """Return the largest number of layers to offload without a longer simulated step.
-
-    Parameters
-    ----------
-    costs : sequence of LayerCost
-        Cost of each group, in execution order.
-    link : Link
-        Bandwidths.
-    plan_for : callable
-        Returns the plan for a number of layers; raises `ValueError` if there is none.
-    tolerance : float
-        Fraction by which the step may be longer.
-
-    Returns
-    -------
-    int
-        Number of layers.
-    """
+    """Return the largest number of layers to offload with a simulated step at most `tolerance` longer; see `advise`."""
     for num_layers in range(len(costs), 0, -1):
         predicted = _simulate(num_layers, costs, link, plan_for)
         if predicted is not None and predicted.slowdown <= 1 + tolerance:
@@ -149,17 +116,15 @@ def _other_numbers(
     if here is None or there is None or now == best:
         return [], []
     speed = f"simulated with {link.d2h / 1e9:.1f} GB/s to the host and {link.h2d / 1e9:.1f} GB/s to the device"
-    if here.slowdown > 1 + TOLERANCE:
-        takes = f"With num_layers={now} a step takes {here.slowdown:.3f} times as long as without offload"
-        other = f"with num_layers={best} it would take {there.slowdown:.3f} times as long"
-        return [
-            (
-                max(here.bytes_offloaded - there.bytes_offloaded, 0),
-                f"{takes}, with {milliseconds(here.stall_seconds)} of stalls; "
-                f"{other if best else 'every other number stalls as well'} ({speed}).",
-            )
-        ], []
     drop = here.peak_bytes - there.peak_bytes
+    if here.slowdown > 1 + TOLERANCE:
+        other = f"with num_layers={best} it would take {there.slowdown:.3f} times as long"
+        sentence = (
+            f"With num_layers={now} a step takes {here.slowdown:.3f} times as long as without offload, with "
+            f"{milliseconds(here.stall_seconds)} of stalls; "
+            f"{other if best else 'every other number stalls as well'} ({speed})."
+        )
+        return [(max(here.bytes_offloaded - there.bytes_offloaded, 0), sentence)], []
     if drop <= 0:
         return [], []
     words = f"num_layers={best} would not stall either, and would lower the peak by {size(drop)} against"
@@ -168,12 +133,17 @@ def _other_numbers(
 
 def _offloaded(report: Report) -> Iterator[Weighted]:
     totals, groups = report.totals, len(report.groups)
-    saved = totals.bytes_saved
     if not report.offloaded_groups:
-        yield saved, f"None of {groups} groups is offloaded: {_offload_more(report)}."
+        runs = Counter[str]()
+        for group in report.groups:
+            runs[group.kind] += group.calls
+        do = "raise fraction" if report.num_layers else "raise num_layers above 0"
+        if max(runs.values()) < 2:
+            do = "only one group of each kind ran, and the last of a kind is always kept; choose several with layers"
+        yield totals.bytes_saved, f"None of {groups} groups is offloaded: {do}."
     elif not totals.bytes_offloaded:
-        theirs = [(group.bytes_saved, group.activation_bytes) for group in report.offloaded_groups]
-        could, everything = (size(sum(column)) for column in zip(*theirs, strict=True))
+        could = size(sum(group.bytes_saved for group in report.offloaded_groups))
+        everything = size(sum(group.activation_bytes for group in report.offloaded_groups))
         yield (
             report.activation_bytes,
             f"Nothing was offloaded, although the plan offloads {len(report.offloaded_groups)} of {groups} groups: "
@@ -181,20 +151,10 @@ def _offloaded(report: Report) -> Iterator[Weighted]:
         )
     if groups < 3 and totals.calls < 3:
         yield (
-            saved,
+            totals.bytes_saved,
             f"Only {'one group was' if groups == 1 else f'{groups} groups were'} chosen, so there is little compute to "
             "overlap copies with: choose at least 3 smaller modules with the argument layers.",
         )
-
-
-def _offload_more(report: Report) -> str:
-    """Return the argument to change if no group is offloaded."""
-    runs = Counter[str]()
-    for group in report.groups:
-        runs[group.kind] += group.calls
-    if max(runs.values()) < 2:
-        return "only one group of each kind ran, and the last of a kind is always kept; choose several with layers"
-    return "raise fraction" if report.num_layers else "raise num_layers above 0"
 
 
 def _kept(report: Report) -> Iterator[Weighted]:
@@ -222,49 +182,35 @@ def _to_do(report: Report, reason: Reason, count: int, nbytes: int) -> str:
             f"raise max_host_bytes to at least {enough} ({size(enough)}); if no limit is set, the host has no more "
             "pinned memory"
         )
-    if reason is Reason.OUTSIDE:
-        return _choose(report)
-    return DOING[reason]
-
-
-def _choose(report: Report) -> str:
+    if reason is not Reason.OUTSIDE:
+        return DOING[reason]
     modules, everything = report.outside_modules, report.activation_bytes
     if not modules:
         return "record a step with handle.recording() to find the modules that save them, and add these to layers"
     # A pattern means several modules; a single one would be kept, as the last of its kind.
-    several = {name: nbytes for name, nbytes in modules.items() if "*" in name and nbytes >= LARGE * everything}
-    name, nbytes = max((several or modules).items(), key=lambda item: (item[1], item[0]))
+    several = {name: saved for name, saved in modules.items() if "*" in name and saved >= LARGE * everything}
+    name, saved = max((several or modules).items(), key=lambda item: (item[1], item[0]))
     if "*" in name:
-        return f"add `{name}`, which saves {size(nbytes)} of them, to layers"
-    return f"`{name}` saves {size(nbytes)} of them, but would be kept as a group too, as the only one of its kind"
+        return f"add `{name}`, which saves {size(saved)} of them, to layers"
+    return f"`{name}` saves {size(saved)} of them, but would be kept as a group too, as the only one of its kind"
 
 
 def _not_freed(report: Report) -> Iterator[Weighted]:
-    offloaded: dict[str, int] = {}
-    unnamed: dict[str, int] = {}
+    offloaded, unnamed = Counter[str](), Counter[str]()
     for group in report.groups:
-        offloaded[group.name] = offloaded.get(group.name, 0) + group.bytes_offloaded
-        unnamed[group.name] = unnamed.get(group.name, 0) + group.bytes_not_freed
+        offloaded[group.name] += group.bytes_offloaded
+        unnamed[group.name] += group.bytes_not_freed
     for held in report.held:
-        unnamed[held.group] = unnamed.get(held.group, 0) - held.nbytes
-    entries = merge_held(report.held)
-    rest = {name: nbytes for name, nbytes in unnamed.items() if nbytes > 0}
-    for names, nbytes, holders in entries:
-        yield from _not_freed_because(names, nbytes, offloaded, _because(holders, len(names)))
-    if rest:
-        because = "something refers to them; record a step with handle.recording() to find it"
-        yield from _not_freed_because(tuple(rest), sum(rest.values()), offloaded, because)
-
-
-def _not_freed_because(
-    names: Sequence[str], nbytes: int, offloaded: Mapping[str, int], because: str
-) -> Iterator[Weighted]:
-    of = sum(offloaded.get(name, 0) for name in names)
-    if nbytes <= TOLERANCE * sum(offloaded.values()):
-        return
-    groups = fold_names(names) if len(names) == 1 else f"{len(names)} groups ({fold_names(names)})"
-    share = f"{percent(nbytes / of)} of the bytes of {groups} ({size(nbytes)} of {size(of)})" if of else size(nbytes)
-    yield nbytes, f"{share} were offloaded but not freed, because {because}."
+        unnamed[held.group] -= held.nbytes
+    found = [(names, nbytes, _because(holders, len(names))) for names, nbytes, holders in merge_held(report.held)]
+    rest = +unnamed  # those that are positive
+    unknown = "something refers to them; record a step with handle.recording() to find it"
+    for names, nbytes, because in [*found, (tuple(rest), rest.total(), unknown)]:
+        if nbytes > TOLERANCE * offloaded.total():
+            of = sum(offloaded[name] for name in names)
+            groups = fold_names(names) if len(names) == 1 else f"{len(names)} groups ({fold_names(names)})"
+            share = f"{percent(nbytes / of)} of the bytes of {groups} ({size(nbytes)} of {size(of)})" if of else ""
+            yield nbytes, f"{share or size(nbytes)} were offloaded but not freed, because {because}."
 
 
 def _because(holders: Sequence[Holder], groups: int) -> str:
@@ -274,17 +220,15 @@ def _because(holders: Sequence[Holder], groups: int) -> str:
     words = " and ".join(filter(None, (", ".join(lines[:-1]), lines[-1])))
     several = len(holders) > 1 or len(holders[0].paths) > 1
     if all(holder.is_call for holder in holders):  # their paths are for all groups already
-        several = several or "*" in holders[0].paths[0]
-        return f"{words} {'refer' if several else 'refers'} to them: {_return_less(holders)}"
+        refer = "refer" if several or "*" in holders[0].paths[0] else "refers"
+        output = next((holder.paths[0] for holder in holders if holder.kind == "output"), None)
+        to_do = KEEP_ARGUMENTS if output is None else _return_less(output)
+        return f"{words} {refer} to them: {to_do}"
     words += ", and the same in the other groups," if groups > 1 else ""
     return f"{words} {'refer' if several or groups > 1 else 'refers'} to them"
 
 
-def _return_less(holders: Sequence[Holder]) -> str:
-    """Return what to do about inputs and outputs: about the outputs, if there are any."""
-    output = next((holder.paths[0] for holder in holders if holder.kind == "output"), None)
-    if output is None:
-        return KEEP_ARGUMENTS
+def _return_less(output: str) -> str:
     return next(advice for name, advice in RETURN_LESS if not name or re.search(rf"\b{name}\b", output))
 
 
@@ -295,10 +239,9 @@ def _on_demand(report: Report) -> Iterator[Weighted]:
     totals, names = report.totals, list(dict.fromkeys(group.name for group in late))
     count, of = totals.reloaded_on_demand, totals.reloaded_on_demand + totals.reloaded_ahead
     behind = report.groups[report.groups.index(late[-1]) + 1 :]
+    why = "the execution order changed since the pass before, or backward did not run in the reverse order"
     if any(not group.calls for group in behind):
         why = "later groups, whose backward reloads them, did not run"
-    else:
-        why = "the execution order changed since the pass before, or backward did not run in the reverse order"
     yield (
         sum(group.bytes_offloaded for group in late),
         f"{count} of {of} reloads ({percent(count / of)}) were on demand, when backward needed them, for "
@@ -311,33 +254,26 @@ def _stall_share(report: Report) -> float | None:
     return None if not report.step_seconds or waited is None else waited / report.step_seconds
 
 
-def _stalls(report: Report) -> bool:
-    return (_stall_share(report) or 0.0) > TOLERANCE
-
-
 def _stalled(report: Report) -> Iterator[Weighted]:
-    if not _stalls(report):
+    share = _stall_share(report) or 0.0
+    if share <= TOLERANCE:
         return
-    totals, share = report.totals, percent(_stall_share(report) or 0.0)
+    totals = report.totals
     worst = max(report.groups, key=lambda group: group.stall_seconds or 0.0)
     forward, backward = (milliseconds(s or 0.0) for s in (totals.forward_stall_seconds, totals.backward_stall_seconds))
     yield (
         totals.bytes_offloaded,
-        f"Compute stalled for {share} of the step ({forward} in forward, {backward} in backward), longest for copies "
-        f"of {worst.name} ({milliseconds(worst.stall_seconds or 0.0)}): offload fewer groups.",
+        f"Compute stalled for {percent(share)} of the step ({forward} in forward, {backward} in backward), longest for "
+        f"copies of {worst.name} ({milliseconds(worst.stall_seconds or 0.0)}): offload fewer groups.",
     )
 
 
 def _fine(report: Report) -> str:
-    totals, everything = report.totals, report.activation_bytes
+    totals, everything, stalled = report.totals, report.activation_bytes, _stall_share(report)
     left = totals.bytes_offloaded - totals.bytes_wasted
-    share = percent(left / everything) if everything else percent(0)
-    words = (
+    share = percent(left / everything if everything else 0)
+    return (
         f"Nothing to do: {size(left)} of {size(everything)} of activations ({share}) were offloaded from "
         f"{len(report.offloaded_groups)} of {len(report.groups)} groups, and {totals.reloaded_on_demand} storages were "
-        "reloaded on demand"
+        f"reloaded on demand{'' if stalled is None else f'; compute stalled for {percent(stalled)} of the step'}."
     )
-    stalled = _stall_share(report)
-    if stalled is not None:
-        words += f"; compute stalled for {percent(stalled)} of the step"
-    return f"{words}."

@@ -1,14 +1,27 @@
-"""What offloading did with one group, and sums over groups."""
+"""The parts of a report: what offloading did with a group, sums over groups, and memory that was not freed."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from ..engine.statistics import Reason
+from .tables import numberless, starred
 
-__all__ = ["FOLLOWED", "WEIGHTS", "Amounts", "GroupReport", "add_amounts", "amounts_to_dict", "sum_groups"]
+__all__ = [
+    "FOLLOWED",
+    "WEIGHTS",
+    "Amounts",
+    "GroupReport",
+    "HeldStorage",
+    "Holder",
+    "add_amounts",
+    "amounts_to_dict",
+    "merge_held",
+    "sum_groups",
+]
 
 Amounts = Mapping[Reason, tuple[int, int]]
 """By reason: number of tensors, and their bytes."""
@@ -35,14 +48,12 @@ class GroupReport:
     offloaded : bool
         Whether the plan offloads the group.
     storages, bytes_saved : int
-        Storages that autograd saved in it and that can be offloaded, also if the group is kept.  Each storage counts
-        in the first group that saved it.
+        Saved storages that can be offloaded, also if the group is kept.  Each counts in the first group that saved it.
     bytes_offloaded : int
         Bytes copied to the host.
     bytes_wasted : int
-        Bytes copied to the host that stay on the device and are not reloaded.  Either a group that is kept has saved
-        the same storages later, and they count under `Reason.SHARED` too; or the plan offloaded the group, and it
-        was kept because the execution order changed.
+        Bytes copied to the host that stay on the device: a group that is kept has saved the same storages later, and
+        they count under `Reason.SHARED` too; or the group was kept because the execution order changed.
     kept : mapping of Reason to (int, int)
         Saved tensors that cannot be offloaded, by reason: their number and their bytes.
     reloaded_ahead, reloaded_on_demand, bytes_reloaded : int
@@ -81,9 +92,8 @@ class GroupReport:
     @property
     def activation_bytes(self) -> int:
         """Bytes of all saved activations, whether they can be offloaded or not."""
-        return self.bytes_saved + sum(
-            nbytes for reason, (_, nbytes) in self.kept.items() if reason not in WEIGHTS | FOLLOWED
-        )
+        others = WEIGHTS | FOLLOWED
+        return self.bytes_saved + sum(nbytes for reason, (_, nbytes) in self.kept.items() if reason not in others)
 
     @property
     def stall_seconds(self) -> float | None:
@@ -92,29 +102,22 @@ class GroupReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the numbers under their names, for JSON."""
-        values = {entry.name: getattr(self, entry.name) for entry in fields(self)}
         sums = {name: getattr(self, name) for name in ("bytes_kept", "activation_bytes", "stall_seconds")}
-        return {**values, "kept": amounts_to_dict(self.kept), **sums}
+        return {**vars(self), "kept": amounts_to_dict(self.kept), **sums}
 
 
 def sum_groups(groups: Iterable[GroupReport], name: str) -> GroupReport:
-    """Return the sums over groups, as a group; a sum is None if it is None in all groups."""
+    """Return the sums over groups, as a group; seconds are None if they are None in all groups."""
     groups = tuple(groups)
     kinds = {group.kind for group in groups}
     sums: dict[str, Any] = {}
     for entry in fields(GroupReport):
-        if entry.name in ("name", "kind", "offloaded", "kept"):
-            continue
-        sums[entry.name] = _sum(getattr(group, entry.name) for group in groups)
-        if "seconds" not in entry.name:
-            sums[entry.name] = sums[entry.name] or 0
-    return GroupReport(
-        name,
-        kinds.pop() if len(kinds) == 1 else "",
-        offloaded=any(group.offloaded for group in groups),
-        kept=add_amounts(group.kept for group in groups),
-        **sums,
-    )
+        if entry.name not in ("name", "kind", "offloaded", "kept"):
+            total = _sum(getattr(group, entry.name) for group in groups)
+            sums[entry.name] = total if "seconds" in entry.name else total or 0
+    kept = add_amounts(group.kept for group in groups)
+    kind = kinds.pop() if len(kinds) == 1 else ""
+    return GroupReport(name, kind, offloaded=any(group.offloaded for group in groups), kept=kept, **sums)
 
 
 def add_amounts(amounts: Iterable[Amounts]) -> dict[Reason, tuple[int, int]]:
@@ -135,3 +138,84 @@ def _sum(values: Iterable[float | None]) -> float | None:
 def amounts_to_dict(amounts: Amounts) -> dict[str, dict[str, int]]:
     """Return amounts by the names of their reasons in lower case, for JSON."""
     return {reason.name.lower(): {"tensors": count, "bytes": nbytes} for reason, (count, nbytes) in amounts.items()}
+
+
+@dataclass(frozen=True)
+class Holder:
+    """A reference that keeps memory alive; ``str`` gives ``attribute `cache[0]` of encoder (Encoder)`` or the like.
+
+    Parameters
+    ----------
+    kind : str
+        What refers to the memory: ``"attribute"``, ``"global"``, ``"local variable"``, ``"input"``, ``"output"`` etc.
+    paths : tuple of str
+        How the memory is reached; several if storages with the same holder were merged.
+    owner : str
+        What the reference belongs to: a module, a function with its file and line, a class.
+    """
+
+    kind: str
+    paths: tuple[str, ...]
+    owner: str
+
+    @property
+    def is_call(self) -> bool:
+        """Whether it is an input or an output of a module that is being called."""
+        return self.kind in ("input", "output")
+
+    def __str__(self) -> str:
+        shown = [f"`{path}`" for path in (self.paths if len(self.paths) < 4 else self.paths[:2]) if path]
+        if not shown:
+            return f"the {self.kind} of {self.owner}"
+        shown += [f"{len(self.paths) - 2} more"] if len(self.paths) > 3 else []
+        return f"{self.kind} {' and '.join(filter(None, (', '.join(shown[:-1]), shown[-1])))} of {self.owner}"
+
+
+@dataclass(frozen=True)
+class HeldStorage:
+    """A storage that was copied to the host and not freed.
+
+    Parameters
+    ----------
+    group : str
+        Name of the group that saved it.
+    nbytes : int
+        Size in bytes.
+    holders : tuple of Holder
+        What in Python refers to it.  Empty without a recording, or if only autograd of another graph or C++ does.
+    """
+
+    group: str
+    nbytes: int
+    holders: tuple[Holder, ...] = ()
+
+
+def merge_held(held: Sequence[HeldStorage]) -> list[tuple[tuple[str, ...], int, tuple[Holder, ...]]]:
+    """Merge storages with the same holders: (groups, bytes, holders), most bytes first.
+
+    The same are holders that differ in numbers alone or behind the first name of their paths, as keys and values do.
+    """
+    merged: dict[tuple[tuple[str, ...], ...], list[HeldStorage]] = {}
+    for storage in held:
+        key = tuple((h.kind, numberless(_first_name(h.paths[0])), numberless(h.owner)) for h in storage.holders)
+        merged.setdefault(key, []).append(storage)
+    entries = []
+    for same in merged.values():
+        holders = tuple(map(_merge_holders, zip(*(storage.holders for storage in same), strict=True)))
+        groups = tuple(dict.fromkeys(storage.group for storage in same))
+        entries.append((groups, sum(storage.nbytes for storage in same), holders))
+    return sorted(entries, key=lambda entry: (-entry[1], entry[0], tuple(map(str, entry[2]))))
+
+
+def _first_name(path: str) -> str:
+    found = re.match(r"\[[^]]*\]|[^.[]*", path)
+    return found[0] if found else ""
+
+
+def _merge_holders(holders: Sequence[Holder]) -> Holder:
+    """Return one holder with a path for each that differs in more than numbers."""
+    alike: dict[str, list[str]] = {}
+    for holder in holders:
+        alike.setdefault(numberless(holder.paths[0]), []).append(holder.paths[0])
+    first = holders[0]
+    return replace(first, paths=tuple(starred(same) if first.is_call else same[0] for same in alike.values()))

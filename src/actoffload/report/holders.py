@@ -1,7 +1,7 @@
-"""Find what in Python keeps a storage alive, for memory that was copied to the host and not freed.
+"""Find what in Python keeps a storage alive that was copied to the host and not freed.
 
-The search asks the garbage collector for the tensors on the storage and for what refers to them, level by level, until
-it meets something that has a name.  A tensor that only C++ keeps alive, a node of autograd for instance, has no holder.
+The garbage collector gives the tensors on the storage and what refers to them, level by level, up to something with a
+name.  A tensor that only C++ keeps alive, a node of autograd for instance, has no holder.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 from torch.autograd.function import FunctionCtx
 
 from .._torch import CALL_VARIABLES, CALLS, gradient_of, plain_tensors, storage_address
-from .held import Holder
+from .groups import Holder
 
 __all__ = ["find_all_holders"]
 
@@ -42,24 +42,12 @@ MODULE, LASTING, FUNCTION, LOCAL, CALL, NAMELESS, PASSING = range(7)
 def find_all_holders(
     addresses: Iterable[int], modules: Mapping[torch.nn.Module, str] | None = None
 ) -> dict[int, tuple[Holder, ...]]:
-    """Return what in Python refers to tensors on storages; takes up to a second in a large program.
+    """Return what in Python refers to tensors on storages, by address: ``tensor.untyped_storage()._cdata``.
 
-    Parameters
-    ----------
-    addresses : iterable of int
-        For each storage ``tensor.untyped_storage()._cdata`` of a tensor on it.
-    modules : mapping of torch.nn.Module to str, optional
-        Names of modules: ``{module: name for name, module in model.named_modules()}``.
+    What lasts longest comes first: attributes of modules, globals and classes, closures, local variables.  If there is
+    none of these, inputs and outputs of modules that are being called.  Objects of this package are no holders.  Takes
+    up to a second in a large program.
 
-    Returns
-    -------
-    dict of int to tuple of Holder
-        What lasts longest comes first: attributes of modules, globals and classes, closures, local variables.
-        If there is none of these, inputs and outputs of modules that are being called.  Empty if nothing in Python
-        refers to the storage.  Objects of this package are no holders.
-
-    Examples
-    --------
     >>> from actoffload.report.holders import find_all_holders
     >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4))
     >>> model[0].cache = [torch.ones(1024)]
@@ -81,9 +69,8 @@ class _Search:
     def __init__(self, modules: Mapping[torch.nn.Module, str]) -> None:
         self.modules = {id(module): name for module, name in modules.items()}
         self.namespaces = {  # names of Python modules by the address of their globals
-            id(
-                types.ModuleType.__getattribute__(module, "__dict__")
-            ): name  # a lazy one loads if asked for an attribute
+            # a lazy module loads if asked for an attribute
+            id(types.ModuleType.__getattribute__(module, "__dict__")): name
             for name, module in reversed(list(sys.modules.items()))
             if issubclass(type(module), types.ModuleType)
         }
@@ -116,9 +103,8 @@ class _Search:
         code, is_call = frame.f_code, frame.f_code in CALLS
         if not code.co_flags & inspect.CO_OPTIMIZED:  # the body of a module or of a class
             name = frame.f_globals.get("__name__")
-            self.namespaces.setdefault(
-                id(frame.f_globals), name if isinstance(name, str) else Path(code.co_filename).name
-            )
+            name = name if isinstance(name, str) else Path(code.co_filename).name
+            self.namespaces.setdefault(id(frame.f_globals), name)
             return
         if _is_part_of(PACKAGE, frame) and not is_call:
             return
@@ -134,12 +120,9 @@ class _Search:
             self.locals.setdefault(id(value), []).append(entry)
 
     def _variables(self, frame: types.FrameType) -> list[tuple[str, object]]:
-        """Return the local variables of a frame without keeping them alive.
-
-        Before Python 3.13, reading ``f_locals`` leaves a dict in the frame that refers to every variable until the
-        function returns.  It is emptied unless a debugger or a call of ``locals()`` refers to it as well.  While a
-        function is traced its content is written back, so it is not emptied then.
-        """
+        """Return the local variables of a frame without keeping them alive."""
+        # Before 3.13 a dict with every variable stays in the frame.  It is emptied unless a debugger or a call of
+        # locals() refers to it as well, or the function is traced: then its content is written back.
         values = frame.f_locals
         found = list(values.items())
         if type(values) is dict and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
@@ -242,10 +225,8 @@ class _Search:
 
     def _local_holders(self, nodes: list[Any]) -> list[tuple[int, Holder]]:
         """Return the local variables that refer to the last object of a path, with their ranks."""
-        variables = self.locals.get(id(nodes[-1]))
-        if not variables:
-            return []
-        path = self._path(nodes)
+        variables = self.locals.get(id(nodes[-1]), ())
+        path = self._path(nodes) if variables else ""
         return [(rank, Holder(kind, (f"{name}{path}".removeprefix("."),), of)) for rank, kind, name, of in variables]
 
     def _of_root(self, nodes: list[Any]) -> Holder:
@@ -280,6 +261,7 @@ class _Search:
         return re.sub(r"\._(?:buffers|parameters|modules)\['([^']*)'\]", r".\1", path)
 
     def _step(self, parent: Any, child: Any) -> str:
+        """Return how an object is reached from one that refers to it."""
         kind = type(parent)
         if kind is types.CellType:
             return ""

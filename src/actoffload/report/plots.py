@@ -6,9 +6,9 @@ rcParams.  Matplotlib is imported on the first call.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import groupby
+from itertools import groupby, takewhile
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ..schedule.timeline import Kind, Span, Timeline
@@ -17,6 +17,7 @@ from ..schedule.units import byte_unit, time_unit
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from matplotlib.text import Text
 
 __all__ = ["plot_memory", "plot_step", "plot_timeline"]
 
@@ -24,12 +25,7 @@ Curve: TypeAlias = Timeline | Sequence[tuple[float, int]]
 """Resident bytes over time: a timeline, or (seconds, bytes) as they were measured."""
 
 # Okabe and Ito's palette, told apart with any colour vision; all light enough for dark labels.
-COLOURS = {
-    Kind.FORWARD: "#56b4e9",
-    Kind.BACKWARD: "#e69f00",
-    Kind.D2H: "#cc79a7",
-    Kind.H2D: "#2fb28a",
-}
+COLOURS = {Kind.FORWARD: "#56b4e9", Kind.BACKWARD: "#e69f00", Kind.D2H: "#cc79a7", Kind.H2D: "#2fb28a"}
 INK = "#101418"
 # The same hues for lines, dark enough for a white page; told apart without colour by their dashes.
 LINES = (("#2b8cc4", "-"), ("#d55e00", "--"), ("#009e73", "-."), ("#b8659a", ":"))
@@ -47,17 +43,16 @@ def _pyplot() -> Any:
     try:
         from matplotlib import pyplot
     except ImportError as error:
-        raise ImportError(
-            "Plots need matplotlib, which is not installed; install it with pip install 'actoffload[plots]'."
-        ) from error
+        need = "Plots need matplotlib, which is not installed"
+        raise ImportError(f"{need}; install it with pip install 'actoffload[plots]'.") from error
     return pyplot
 
 
-def plot_timeline(timeline: Timeline, ax: Axes | None = None) -> Axes:
+def plot_timeline(timeline: Timeline, ax: Axes | None = None, names: Sequence[str] = ()) -> Axes:
     """Draw compute and copies over time, one lane each.
 
-    Boxes are labelled with the number of their layer where it fits.  The copies of one layer share a box, which is
-    paler where the link is idle between them.  Stalls, in which compute waits for a copy, are hatched.
+    Boxes are labelled with their layer where it fits.  The copies of one layer share a box, which is paler where the
+    link is idle between them.  Stalls, in which compute waits for a copy, are hatched.
 
     Parameters
     ----------
@@ -65,6 +60,8 @@ def plot_timeline(timeline: Timeline, ax: Axes | None = None) -> Axes:
         Simulated or measured.
     ax : matplotlib Axes, optional
         Where to draw; a new figure by default.
+    names : sequence of str
+        Names of the layers by index, written instead of their numbers where they fit.
 
     Returns
     -------
@@ -83,15 +80,18 @@ def plot_timeline(timeline: Timeline, ax: Axes | None = None) -> Axes:
     ax.set_ylim(len(LANES) - 0.5, -0.5)
     ax.set_yticks(range(len(LANES)), [name for name, _ in LANES])
     ax.set_xlabel(f"time ({unit})")
-    _bare(ax)
+    ax.spines[["top", "right"]].set_visible(False)
     ax.tick_params(axis="y", length=0)
     labels = []
     for lane, (_, kinds) in enumerate(LANES):
         ax.axhspan(lane - HEIGHT / 2, lane + HEIGHT / 2, color="#808080", alpha=0.12, linewidth=0)
-        for box in boxes_of(without_stalls(timeline.of(*kinds))):
-            labels += _draw_boxes(ax, box, lane, scale)
+        # Neighbours that belong to one layer, the copies of its tensors, are one box.
+        for (kind, layer), spans in groupby(without_stalls(timeline.of(*kinds)), lambda span: (span.kind, span.layer)):
+            pieces = [(span.start * scale, span.seconds * scale) for span in spans]
+            label = _draw_box(ax, kind, str(layer), pieces, lane)
+            labels += [(layer, label, sum(pieces[-1]) - pieces[0][0])] if label else []
     _legend(ax, _kind_handles(timeline), columns=len(Kind))
-    _drop_labels_that_do_not_fit(ax, labels)
+    _fit_labels(ax, labels, names)
     return ax
 
 
@@ -118,23 +118,24 @@ def plot_memory(curves: Curve | Sequence[Timeline] | Mapping[str, Curve], ax: Ax
     ValueError
         If there is nothing to draw.
     """
-    named = {name: _points(curve) for name, curve in _named(curves).items()}
+    named = _points(curves)
     if not any(named.values()):
         raise ValueError("plot_memory got no points; pass at least one curve with at least one point.")
     if ax is None:
         ax = _pyplot().subplots(figsize=(7.5, 2.6), layout="constrained")[1]
     end = max(points[-1][0] for points in named.values() if points)
-    peaks = {name: max((nbytes for _, nbytes in points), default=0) for name, points in named.items()}
+    highest = max(nbytes for points in named.values() for _, nbytes in points)
     scale, unit = time_unit(end)
-    divisor, memory_unit = byte_unit(max(peaks.values()))
+    divisor, memory_unit = byte_unit(highest)
     handles = []
     for k, (name, points) in enumerate(named.items()):
         colour, dashes = LINES[k % len(LINES)]
         x = [seconds * scale for seconds, _ in points]
         y = [nbytes / divisor for _, nbytes in points]
         (line,) = ax.step(x, y, where="post", color=colour, linestyle=dashes, linewidth=1.8)
-        peak_divisor, peak_unit = byte_unit(peaks[name])
-        text = f"peak {peaks[name] / peak_divisor:.4g} {peak_unit}"
+        peak = max((nbytes for _, nbytes in points), default=0)
+        peak_divisor, peak_unit = byte_unit(peak)
+        text = f"peak {peak / peak_divisor:.4g} {peak_unit}"
         line.set_label(f"{name}, {text}" if name else text)
         if len(named) == 1:
             ax.fill_between(x, y, step="post", color=colour, alpha=0.22, linewidth=0)
@@ -144,21 +145,23 @@ def plot_memory(curves: Curve | Sequence[Timeline] | Mapping[str, Curve], ax: Ax
             ax.axhline(top, color=colour, linewidth=0.8, linestyle=(0, (1, 3)), zorder=1)
         handles.append(line)
     ax.set_xlim(0, end * scale or 1.0)
-    ax.set_ylim(0, max(peaks.values()) / divisor * 1.08 or 1.0)
+    ax.set_ylim(0, highest / divisor * 1.08 or 1.0)
     ax.set_xlabel(f"time ({unit})")
     ax.set_ylabel(f"memory ({memory_unit})")
-    _bare(ax)
+    ax.spines[["top", "right"]].set_visible(False)
     _legend(ax, handles, columns=2 if len(named) > 1 else 1)
     return ax
 
 
-def plot_step(timeline: Timeline) -> Figure:
+def plot_step(timeline: Timeline, names: Sequence[str] = ()) -> Figure:
     """Draw compute, copies and resident bytes of one step, over the same time axis.
 
     Parameters
     ----------
     timeline : Timeline
         Simulated or measured, with its resident bytes.
+    names : sequence of str
+        Names of the layers by index; see `plot_timeline`.
 
     Returns
     -------
@@ -173,32 +176,27 @@ def plot_step(timeline: Timeline) -> Figure:
         2, sharex=True, figsize=(7.5, 4.0), height_ratios=(3, 2.4), layout="constrained"
     )
     plot_memory(timeline, memory)
-    plot_timeline(timeline, lanes)
+    plot_timeline(timeline, lanes, names)
     lanes.set_xlabel("")
     figure.align_ylabels()
     return figure  # type: ignore[no-any-return]
 
 
-def _named(curves: Curve | Sequence[Timeline] | Mapping[str, Curve]) -> dict[str, Curve]:
-    if isinstance(curves, Mapping):
-        return dict(curves)
-    if isinstance(curves, Timeline):
-        return {"": curves}
-    timelines = [curve for curve in curves if isinstance(curve, Timeline)]
-    if timelines:
-        return {timeline.source: timeline for timeline in timelines}
-    return {"": [(float(point[0]), int(point[1])) for point in curves if not isinstance(point, Timeline)]}
+def _points(curves: Curve | Sequence[Timeline] | Mapping[str, Curve]) -> dict[str, list[tuple[float, int]]]:
+    """Return the points of each curve by its name."""
+    named: Mapping[str, Any] = curves if isinstance(curves, Mapping) else {"": curves}
+    if not isinstance(curves, (Mapping, Timeline)):
+        named = {curve.source: curve for curve in curves if isinstance(curve, Timeline)} or named
+    return {name: resident_points(c) if isinstance(c, Timeline) else list(c) for name, c in named.items()}
 
 
-def _points(curve: Curve) -> list[tuple[float, int]]:
-    """Return the points of a curve; that of a timeline spans the whole step."""
-    if not isinstance(curve, Timeline):
-        return list(curve)
-    points = list(curve.resident)
+def resident_points(timeline: Timeline) -> list[tuple[float, int]]:
+    """Return the resident bytes from the start of a timeline to its end."""
+    points = list(timeline.resident)
     if points and points[0][0] > 0:
         points.insert(0, (0.0, 0))
-    if points and points[-1][0] < curve.end:
-        points.append((curve.end, points[-1][1]))
+    if points and points[-1][0] < timeline.end:
+        points.append((timeline.end, points[-1][1]))
     return points
 
 
@@ -218,45 +216,27 @@ def without_stalls(spans: Sequence[Span]) -> list[Span]:
     return sorted((span for span in cut if span.seconds > 0), key=lambda span: span.start)
 
 
-def boxes_of(spans: Iterable[Span]) -> Iterable[list[Span]]:
-    """Group neighbours in a lane that belong to one layer: the copies of its tensors are one box."""
-    for _, group in groupby(spans, key=lambda span: (span.kind, span.layer)):
-        yield list(group)
+def _draw_box(ax: Axes, kind: Kind, label: str, pieces: list[tuple[float, float]], lane: int) -> Text | None:
+    """Draw a box of pieces, (start, length) in units of the x axis, and return its label."""
+    start, end, place = pieces[0][0], sum(pieces[-1]), (lane - HEIGHT / 2, HEIGHT)
+    whole = [(start, end - start)]
+    if kind is Kind.STALL:
+        ax.broken_barh(whole, place, **_stall_style())
+        return None
+    colour, edge, several = COLOURS[kind], _mixed(COLOURS[kind], INK, 0.45), len(pieces) > 1
+    if several:
+        ax.broken_barh(whole, place, facecolor=_mixed(colour, "#ffffff", 0.6))
+        ax.broken_barh(pieces, place, facecolor=colour, edgecolor=(*edge, 0.4), linewidth=0.4)
+    ax.broken_barh(whole, place, facecolor="none" if several else colour, edgecolor=edge, linewidth=0.8)
+    style: dict[str, Any] = {"ha": "center", "va": "center_baseline", "color": INK, "fontsize": LABEL_SIZE}
+    text = ax.text((start + end) / 2, lane, label, clip_on=True, **style)
+    if several:  # no line between copies behind a number
+        text.set_bbox({"facecolor": colour, "linewidth": 0, "pad": 1.0})
+    return text
 
 
-def _draw_boxes(ax: Axes, spans: list[Span], lane: int, scale: float) -> list[tuple[Any, float]]:
-    """Draw one box; return its label and the width for the label, in units of the x axis."""
-    start, end = spans[0].start * scale, spans[-1].end * scale
-    bottom = lane - HEIGHT / 2
-    if spans[0].kind is Kind.STALL:
-        ax.broken_barh([(start, end - start)], (bottom, HEIGHT), **_stall_style())
-        return []
-    colour = COLOURS[spans[0].kind]
-    edge = _mixed(colour, INK, 0.45)
-    if len(spans) > 1:
-        ax.broken_barh([(start, end - start)], (bottom, HEIGHT), facecolor=_mixed(colour, "#ffffff", 0.6))
-        pieces = [(span.start * scale, span.seconds * scale) for span in spans]
-        seam = (*edge, 0.4)
-        ax.broken_barh(pieces, (bottom, HEIGHT), facecolor=colour, edgecolor=seam, linewidth=0.4)
-    face = colour if len(spans) == 1 else "none"
-    ax.broken_barh([(start, end - start)], (bottom, HEIGHT), facecolor=face, edgecolor=edge, linewidth=0.8)
-    label = ax.text(
-        (start + end) / 2,
-        lane,
-        str(spans[0].layer),
-        color=INK,
-        fontsize=LABEL_SIZE,
-        ha="center",
-        va="center_baseline",
-        clip_on=True,
-    )
-    if len(spans) > 1:  # no line between copies behind a number
-        label.set_bbox({"facecolor": colour, "linewidth": 0, "pad": 1.0})
-    return [(label, end - start)]
-
-
-def _drop_labels_that_do_not_fit(ax: Axes, labels: list[tuple[Any, float]]) -> None:
-    """Remove the labels that are wider than their boxes at the present size of the figure."""
+def _fit_labels(ax: Axes, labels: list[tuple[int, Text, float]], names: Sequence[str]) -> None:
+    """Write names where they fit, whole or without their common prefix; remove labels wider than their boxes."""
     from matplotlib.textpath import TextPath
 
     figure = ax.get_figure(root=True)
@@ -264,49 +244,38 @@ def _drop_labels_that_do_not_fit(ax: Axes, labels: list[tuple[Any, float]]) -> N
     figure.draw_without_rendering()  # so that the layout sets the width of the axes
     left, right = ax.get_xlim()
     points_per_unit = ax.get_window_extent().width * 72 / figure.dpi / (right - left)
-    for label, width in labels:
-        needed = TextPath((0, 0), label.get_text(), size=LABEL_SIZE).get_extents().width
-        if needed + 2 > width * points_per_unit:
-            label.remove()
+    # The dotted prefix of all names: "model.layers.".
+    parents = zip(*(name.split(".")[:-1] for name in names), strict=False) if len(names) > 1 else ()
+    common = "".join(f"{parts[0]}." for parts in takewhile(lambda parts: len(set(parts)) == 1, parents))
+    for layer, text, width in labels:
+        name = names[layer] if 0 <= layer < len(names) else ""
+        for words in filter(None, (name, name[len(common) :], text.get_text())):
+            if TextPath((0, 0), words, size=LABEL_SIZE).get_extents().width + 2 <= width * points_per_unit:
+                text.set_text(words)
+                break
+        else:
+            text.remove()
 
 
 def _stall_style() -> dict[str, Any]:
     from matplotlib import rcParams
 
-    colour = rcParams["axes.edgecolor"]
-    return {"facecolor": "none", "edgecolor": colour, "hatch": "//////", "linewidth": 0.5}
+    return {"facecolor": "none", "edgecolor": rcParams["axes.edgecolor"], "hatch": "//////", "linewidth": 0.5}
 
 
 def _kind_handles(timeline: Timeline) -> list[Any]:
     from matplotlib.patches import Patch
 
     present = {span.kind for span in timeline.spans}
-    return [
-        Patch(label=kind.value, **(_stall_style() if kind is Kind.STALL else {"facecolor": COLOURS[kind]}))
-        for kind in Kind
-        if kind in present
-    ]
+    styles = {kind: _stall_style() if kind is Kind.STALL else {"facecolor": COLOURS[kind]} for kind in Kind}
+    return [Patch(label=kind.value, **style) for kind, style in styles.items() if kind in present]
 
 
 def _legend(ax: Axes, handles: list[Any], columns: int) -> None:
     """Add a legend above the axes."""
-    ax.legend(
-        handles=handles,
-        loc="lower left",
-        bbox_to_anchor=(0.0, 1.0),
-        ncols=columns,
-        frameon=False,
-        fontsize=LABEL_SIZE + 0.5,
-        borderaxespad=0.2,
-        borderpad=0.2,
-        handlelength=1.6,
-        columnspacing=1.4,
-    )
-
-
-def _bare(ax: Axes) -> None:
-    for side in ("top", "right"):
-        ax.spines[side].set_visible(False)
+    space: dict[str, Any] = {"borderaxespad": 0.2, "borderpad": 0.2, "handlelength": 1.6, "columnspacing": 1.4}
+    space |= {"bbox_to_anchor": (0.0, 1.0), "ncols": columns, "fontsize": LABEL_SIZE + 0.5}
+    ax.legend(handles=handles, loc="lower left", frameon=False, **space)
 
 
 def _mixed(colour: str, other: str, share: float) -> tuple[float, ...]:

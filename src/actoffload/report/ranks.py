@@ -1,22 +1,19 @@
-"""Gather the reports of all ranks into a table of offloaded bytes by rank and kind of group.
-
-Megatron Core prints such a table of offloaded MiB by rank and group.
-"""
+"""Gather the reports of all ranks into a table of offloaded bytes by rank and kind of group."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
 
 from ..schedule.units import percent, size
-from .folding import fold_names
 from .groups import GroupReport
 from .report import Report
-from .tables import Table, as_html, as_markdown, as_text
+from .tables import Table, as_html, as_markdown, as_text, fold_names
 
 __all__ = ["RankReports", "gather_reports"]
 
@@ -28,8 +25,8 @@ OTHERS = "other groups"
 def gather_reports(report: Report, group: dist.ProcessGroup | None = None) -> RankReports:
     """Return the reports of all ranks, in every rank; ``print`` shows them as a table.
 
-    A collective: every rank of the process group calls it, between two steps, with the report of its own handle.
-    Without an initialized process group the result has this report alone, as that of rank 0.
+    A collective: every rank of the process group calls it between two steps, with its own report.  Without an
+    initialized process group the result has this report alone, as that of rank 0.
 
     Parameters
     ----------
@@ -46,7 +43,7 @@ def gather_reports(report: Report, group: dist.ProcessGroup | None = None) -> Ra
     Raises
     ------
     TypeError
-        If any rank passed something other than a report.  All ranks raise it, so that none waits for the others.
+        If any rank passed something other than a report.  All ranks raise it.
     ValueError
         If this rank is not in `group`.
 
@@ -67,17 +64,15 @@ def gather_reports(report: Report, group: dist.ProcessGroup | None = None) -> Ra
     ranks, gathered = [0], [given]
     if dist.is_available() and dist.is_initialized():
         if dist.get_rank(group) < 0:
-            raise ValueError(
-                "This rank is not in the process group given to gather_reports: call it in the ranks of the group only."
-            )
+            wrong = "This rank is not in the process group given to gather_reports"
+            raise ValueError(f"{wrong}: call it in the ranks of the group only.")
         ranks = dist.get_process_group_ranks(group)
         gathered = [None] * len(ranks)
         dist.all_gather_object(gathered, given, group=group)
     for rank, each in zip(ranks, gathered, strict=True):
         if not isinstance(each, Report):
-            raise TypeError(
-                f"gather_reports got an object of type {each} in rank {rank}; expected a Report: pass handle.report()."
-            )
+            wrong = f"gather_reports got an object of type {each} in rank {rank}"
+            raise TypeError(f"{wrong}; expected a Report: pass handle.report().")
     return RankReports(tuple(gathered), tuple(ranks))
 
 
@@ -85,9 +80,8 @@ def gather_reports(report: Report, group: dist.ProcessGroup | None = None) -> Ra
 class RankReports:
     """The reports of several ranks; ``print`` gives a table, and a notebook shows it.
 
-    The table has a line for each rank; ranks with the same numbers share one.  A column stands for all groups of one
-    kind whose names differ in numbers only.  It has the bytes that were offloaded in the latest pass, and is empty if
-    the rank has no such groups.
+    Ranks with the same numbers share a line.  A column has the bytes that were offloaded in the latest pass from all
+    groups of one kind whose names differ in numbers only; it is empty if the rank has no such groups.
 
     Parameters
     ----------
@@ -121,14 +115,9 @@ class RankReports:
     def offloaded(self) -> tuple[dict[str, int], ...]:
         """Offloaded bytes of each rank, by column of groups."""
         titles = _titles([group for report in self.reports for group in report.groups])
-        found = []
-        for report in self.reports:
-            sums: dict[str, int] = {}
-            for group in report.groups:
-                title = titles[_key(group)]
-                sums[title] = sums.get(title, 0) + group.bytes_offloaded
-            found.append(sums)
-        return tuple(found)
+        return tuple(
+            _sum({titles[_key(group)]: group.bytes_offloaded} for group in report.groups) for report in self.reports
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything under its name, ready for JSON: all reports, and the bytes by rank and column."""
@@ -143,7 +132,7 @@ class RankReports:
             for rank, offloaded, report in zip(self.ranks, self.offloaded, self.reports, strict=True)
         ]
         totals = {
-            "offloaded": _sum_by_title(self.offloaded),
+            "offloaded": _sum(self.offloaded),
             "bytes_offloaded": sum(report.totals.bytes_offloaded for report in self.reports),
             "bytes_not_offloaded": sum(map(_not_offloaded, self.reports)),
             "host_bytes": sum(report.host_bytes for report in self.reports),
@@ -154,13 +143,7 @@ class RankReports:
         return self.to_text()
 
     def to_text(self, *, all_ranks: bool = False) -> str:
-        """Return the table for a terminal.
-
-        Parameters
-        ----------
-        all_ranks : bool
-            Whether ranks with the same numbers have a line each.
-        """
+        """Return the table for a terminal; with `all_ranks` ranks with the same numbers have a line each."""
         return as_text([self._table(all_ranks)])
 
     def to_markdown(self, *, all_ranks: bool = False) -> str:
@@ -168,49 +151,42 @@ class RankReports:
         return as_markdown([self._table(all_ranks)])
 
     def to_html(self, *, all_ranks: bool = False) -> str:
-        """Return the table in HTML, without any style sheet or script; see `to_text`."""
+        """Return the table in HTML, without style sheet or script; see `to_text`."""
         return as_html([self._table(all_ranks)])
 
     def _repr_html_(self) -> str:
         return self.to_html()
 
     def _table(self, all_ranks: bool) -> Table:
-        offloaded = _fewer_columns(self.offloaded)
-        sums = _sum_by_title(offloaded)
-        ratio = any(report.r is not None for report in self.reports)
-        lines: dict[tuple[str, ...], list[int]] = {}
-        for rank, report, mine in zip(self.ranks, self.reports, offloaded, strict=True):
-            cells = (
-                f"{len(report.offloaded_groups)} of {len(report.groups)}",
-                *(_bytes(mine[title]) if title in mine else "" for title in sums),
-                _bytes(report.totals.bytes_offloaded),
-                _bytes(_not_offloaded(report)),
-                *(("-" if report.r is None else percent(report.r, 2),) if ratio else ()),
-                _bytes(report.peak_resident_bytes),
-                _bytes(report.host_bytes),
+        reports, offloaded = self.reports, _fewer_columns(self.offloaded)
+        counts = [(len(report.offloaded_groups), len(report.groups)) for report in reports]
+        total = f"{sum(part for part, _ in counts)} of {sum(whole for _, whole in counts)}"
+        # Title, a cell for each rank, and the sum.
+        columns = [("offload", [f"{part} of {whole}" for part, whole in counts], total)]
+        for title, nbytes in _sum(offloaded).items():
+            columns.append(
+                (title, [_bytes(mine[title]) if title in mine else "" for mine in offloaded], _bytes(nbytes))
             )
-            lines.setdefault((*cells, str(len(lines))) if all_ranks else cells, []).append(rank)
+        columns.append(_with_sum("offloaded", [report.totals.bytes_offloaded for report in reports]))
+        columns.append(_with_sum("not offloaded", list(map(_not_offloaded, reports))))
+        if any(report.r is not None for report in reports):
+            columns.append(("R", ["-" if report.r is None else percent(report.r, 2) for report in reports], ""))
         # No sum of peaks: each device has its own, at another time.
-        totals = (
-            "total",
-            f"{sum(len(r.offloaded_groups) for r in self.reports)} of {sum(len(r.groups) for r in self.reports)}",
-            *map(_bytes, sums.values()),
-            _bytes(sum(report.totals.bytes_offloaded for report in self.reports)),
-            _bytes(sum(map(_not_offloaded, self.reports))),
-            *(("",) if ratio else ()),
-            "",
-            _bytes(sum(report.host_bytes for report in self.reports)),
-        )
-        header = ("rank", "offload", *sums, "offloaded", "not offloaded", *(("R",) if ratio else ()))
-        header = (*header, "at the peak", "host memory")
-        rows = [(_ranks(ranks), *cells[: len(header) - 1]) for cells, ranks in lines.items()]
-        several = len(self.reports) > 1
-        notes = ["A line for several ranks has the values of each of them."] if len(lines) < len(self.reports) else []
-        notes += ["Empty cell: the rank has no such groups."] if any(len(o) < len(sums) for o in offloaded) else []
-        return Table(header, (*rows, totals) if several else tuple(rows), left=2, sums=several, note=" ".join(notes))
-
-
-# Columns
+        columns.append(("at the peak", [_bytes(report.peak_resident_bytes) for report in reports], ""))
+        columns.append(_with_sum("host memory", [report.host_bytes for report in reports]))
+        lines: dict[object, list[int]] = {}  # places of the ranks with the same cells
+        for k in range(len(reports)):
+            lines.setdefault(k if all_ranks else tuple(cells[k] for _, cells, _ in columns), []).append(k)
+        rows = [
+            (_ranks([self.ranks[k] for k in same]), *(cells[same[0]] for _, cells, _ in columns))
+            for same in lines.values()
+        ]
+        several = len(reports) > 1
+        rows += [("total", *(total for *_, total in columns))] if several else []
+        notes = ["A line for several ranks has the values of each of them."] if len(lines) < len(reports) else []
+        notes += ["Empty cell: the rank has no such groups."] if len(set(map(frozenset, offloaded))) > 1 else []
+        header = ("rank", *(title for title, *_ in columns))
+        return Table(header, tuple(rows), left=2, sums=several, note=" ".join(notes))
 
 
 def _key(group: GroupReport) -> tuple[str, str]:
@@ -224,38 +200,26 @@ def _titles(groups: Sequence[GroupReport]) -> dict[tuple[str, str], str]:
     """Return the titles of the columns: patterns of names, with the kind where one pattern has several."""
     patterns: dict[tuple[str, str], set[str]] = {}
     for group in groups:
-        # Numbers between dots count modules.  Others may be a part of the name, as in fc1, and are replaced only if
-        # they differ.
+        # Numbers between dots count modules.  Others, as in fc1, are replaced only if they differ.
         patterns.setdefault(_key(group), set()).add(re.sub(r"(?<![^.])\d+(?![^. ])", "*", group.name))
     titles = {key: next(iter(found)) if len(found) == 1 else key[0] for key, found in patterns.items()}
-    shown = list(titles.values())
-    return {key: f"{title} ({key[1]})" if shown.count(title) > 1 else title for key, title in titles.items()}
+    shown = Counter(titles.values())
+    return {key: f"{title} ({key[1]})" if shown[title] > 1 else title for key, title in titles.items()}
+
+
+def _sum(amounts: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    """Return the sums by title; the other groups are last."""
+    sums = Counter[str]()
+    for amount in amounts:
+        sums.update(amount)
+    return {title: sums[title] for title in sorted(sums, key=lambda title: title == OTHERS)}
 
 
 def _fewer_columns(offloaded: Sequence[dict[str, int]]) -> list[dict[str, int]]:
     """Sum the columns with the fewest bytes, if there are too many."""
-    sums = _sum_by_title(offloaded)
-    if len(sums) <= MOST_COLUMNS:
-        return list(offloaded)
-    shown = sorted(sums, key=lambda title: -sums[title])[: MOST_COLUMNS - 1]
-    fewer = []
-    for mine in offloaded:
-        most = {title: mine[title] for title in sums if title in shown and title in mine}
-        others = [nbytes for title, nbytes in mine.items() if title not in shown]
-        fewer.append({**most, OTHERS: sum(others)} if others else most)
-    return fewer
-
-
-def _sum_by_title(offloaded: Sequence[dict[str, int]]) -> dict[str, int]:
-    """Return the sums over the ranks; the other groups are last."""
-    sums: dict[str, int] = {}
-    for mine in offloaded:
-        for title, nbytes in mine.items():
-            sums[title] = sums.get(title, 0) + nbytes
-    return {title: sums[title] for title in sorted(sums, key=lambda title: title == OTHERS)}
-
-
-# Cells
+    sums = _sum(offloaded)
+    shown = sorted(sums, key=lambda title: -sums[title])[: MOST_COLUMNS - (len(sums) > MOST_COLUMNS)]
+    return [_sum({title if title in shown else OTHERS: mine[title]} for title in mine) for mine in offloaded]
 
 
 def _not_offloaded(report: Report) -> int:
@@ -265,6 +229,10 @@ def _not_offloaded(report: Report) -> int:
 
 def _bytes(nbytes: int) -> str:
     return size(nbytes) if nbytes else "-"
+
+
+def _with_sum(title: str, values: Sequence[int]) -> tuple[str, list[str], str]:
+    return title, list(map(_bytes, values)), _bytes(sum(values))
 
 
 def _ranks(ranks: Sequence[int]) -> str:

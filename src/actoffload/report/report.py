@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 from ..engine.statistics import Reason
 from ..schedule.units import milliseconds, percent, size
-from .folding import fold, fold_names, numberless
-from .groups import WEIGHTS, Amounts, GroupReport, add_amounts, amounts_to_dict, sum_groups
-from .held import HeldStorage, merge_held
-from .tables import Table, as_html, as_markdown, as_text
+from .groups import WEIGHTS, Amounts, GroupReport, HeldStorage, add_amounts, amounts_to_dict, merge_held, sum_groups
+from .tables import Table, as_html, as_markdown, as_text, fold, fold_names, numberless
 
 __all__ = ["Report"]
 
@@ -29,8 +27,7 @@ class Report:
     outside : mapping of Reason to (int, int)
         What was saved outside of the groups and kept, by reason: number of tensors, and bytes.
     outside_modules : mapping of str to int
-        Bytes of activations saved outside of the groups, by name or pattern of modules.  Empty unless a step was
-        recorded.
+        Bytes of these activations by name or pattern of modules; empty unless a step was recorded.
     passes : int
         Forward passes since the statistics began.
     num_layers : int or None
@@ -71,13 +68,13 @@ class Report:
 
     @property
     def r(self) -> float | None:
-        """Fraction of `expected_bytes` that was freed; None if it is not known or nothing should be freed.
+        """Fraction of `expected_bytes` that was freed, less than 1.0 if something still refers to offloaded memory.
 
-        Less than 1.0 says that something still refers to offloaded memory.
+        None if it is not known or nothing should be freed.
         """
-        if self.dropped_bytes is None or not self.expected_bytes:
-            return None
-        return self.dropped_bytes / self.expected_bytes
+        return (
+            None if self.dropped_bytes is None or not self.expected_bytes else self.dropped_bytes / self.expected_bytes
+        )
 
     @property
     def totals(self) -> GroupReport:
@@ -92,8 +89,7 @@ class Report:
     @property
     def activation_bytes(self) -> int:
         """Bytes of all activations that were saved, in the groups and outside."""
-        outside = GroupReport("outside", kept=self.outside)
-        return self.totals.activation_bytes + outside.activation_bytes
+        return self.totals.activation_bytes + GroupReport("outside", kept=self.outside).activation_bytes
 
     @property
     def offloaded_groups(self) -> tuple[GroupReport, ...]:
@@ -102,18 +98,14 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything under its name, ready for JSON: reasons are their names in lower case."""
-        values = {entry.name: getattr(self, entry.name) for entry in fields(self)}
         return {
-            **values,
+            **vars(self),
             "groups": [group.to_dict() for group in self.groups],
             "totals": self.totals.to_dict(),
             "outside": amounts_to_dict(self.outside),
             "outside_modules": dict(self.outside_modules),
             "kept": amounts_to_dict(self.kept),
-            "held": [
-                {"group": held.group, "nbytes": held.nbytes, "holders": list(map(str, held.holders))}
-                for held in self.held
-            ],
+            "held": [{**vars(held), "holders": list(map(str, held.holders))} for held in self.held],
             "activation_bytes": self.activation_bytes,
             "r": self.r,
             "advice": list(self.advice),
@@ -123,13 +115,7 @@ class Report:
         return self.to_text()
 
     def to_text(self, *, all_groups: bool = False) -> str:
-        """Return tables for a terminal.
-
-        Parameters
-        ----------
-        all_groups : bool
-            Whether equal groups have a line each.
-        """
+        """Return tables for a terminal; with `all_groups` equal groups have a line each."""
         return as_text(_tables(self, all_groups), self.advice)
 
     def to_markdown(self, *, all_groups: bool = False) -> str:
@@ -137,7 +123,7 @@ class Report:
         return as_markdown(_tables(self, all_groups), self.advice)
 
     def to_html(self, *, all_groups: bool = False) -> str:
-        """Return the tables in HTML, without any style sheet or script; see `to_text`."""
+        """Return the tables in HTML, without style sheet or script; see `to_text`."""
         return as_html(_tables(self, all_groups), self.advice)
 
     def _repr_html_(self) -> str:
@@ -145,16 +131,6 @@ class Report:
 
 
 # Tables
-
-
-@dataclass(frozen=True)
-class Column:
-    """A column of numbers: title, value of a group, how to write it, and whether it is shown if all values are 0."""
-
-    title: str
-    of: Callable[[GroupReport], float | None]
-    show: Callable[[float], str]
-    always: bool = False
 
 
 def _count(number: float) -> str:
@@ -165,64 +141,63 @@ def _bytes(number: float) -> str:
     return size(int(number)) if number else "-"
 
 
+@dataclass(frozen=True)
+class Column:
+    """A column of numbers, shown if the sum is not 0, or `always`; equal in the groups of a line but for `times`."""
+
+    title: str
+    of: Callable[[GroupReport], float | None]
+    show: Callable[[float], str] = _bytes
+    always: bool = False
+    times: bool = False
+
+
 COLUMNS = (
-    Column("saved", lambda group: group.bytes_saved, _bytes, always=True),
-    Column("offloaded", lambda group: group.bytes_offloaded, _bytes, always=True),
-    Column("kept", lambda group: group.bytes_kept, _bytes),
+    Column("saved", lambda group: group.bytes_saved, always=True),
+    Column("offloaded", lambda group: group.bytes_offloaded, always=True),
+    Column("kept", lambda group: group.bytes_kept),
     Column("on demand", lambda group: group.reloaded_on_demand, _count),
-    Column("not freed", lambda group: group.bytes_not_freed, _bytes),
-    Column("forward", lambda group: group.forward_seconds, milliseconds),
-    Column("backward", lambda group: group.backward_seconds, milliseconds),
-    Column("stalled", lambda group: group.stall_seconds, milliseconds),
+    Column("not freed", lambda group: group.bytes_not_freed),
+    Column("forward", lambda group: group.forward_seconds, milliseconds, times=True),
+    Column("backward", lambda group: group.backward_seconds, milliseconds, times=True),
+    Column("stalled", lambda group: group.stall_seconds, milliseconds, times=True),
 )
 
 
 def _key(group: GroupReport) -> tuple[object, ...]:
-    """Return what groups of one line have in common; compute times, which are never quite equal, are left out."""
-    stalled = group.stall_seconds
-    return (
-        numberless(group.name),
-        group.kind,
-        group.calls,
-        group.offloaded,
-        group.bytes_saved,
-        group.bytes_offloaded,
-        group.bytes_kept,
-        group.reloaded_on_demand,
-        group.bytes_not_freed,
-        None if stalled is None else round(stalled * 1e4),
-    )
+    """Return what groups of one line have in common; compute times are never quite equal."""
+    stalled = None if group.stall_seconds is None else round(group.stall_seconds * 1e4)
+    numbers = (column.of(group) for column in COLUMNS if not column.times)
+    return numberless(group.name), group.kind, group.calls, group.offloaded, stalled, *numbers
 
 
 def _groups_table(report: Report, all_groups: bool) -> Table:
     """Return the table of groups, with their sums."""
-    totals = report.totals
-    folded = [(group,) for group in report.groups] if all_groups else fold(report.groups, _key)
-    columns = [column for column in COLUMNS if column.of(totals) or (column.always and report.groups)]
-    if totals.stall_seconds is not None:  # 0.00 ms is worth a column
-        columns = [column for column in COLUMNS if column in columns or column.title == "stalled"]
-    kinds = len({group.kind for group in report.groups}) > 1
-    calls = any(group.calls != 1 for group in report.groups)
-    header = ("group", *(("kind",) if kinds else ()), "offload", *(("calls",) if calls else ()))
+    groups, totals = report.groups, report.totals
+    folded = [(group,) for group in groups] if all_groups else fold(groups, _key)
+    columns = [column for column in COLUMNS if column.of(totals) or (column.always and groups)]
+    if totals.stall_seconds == 0.0:  # 0.00 ms is worth a column
+        columns.append(COLUMNS[-1])
+    kinds, calls = len({group.kind for group in groups}) > 1, any(group.calls != 1 for group in groups)
+    shown = {"group": True, "kind": kinds, "offload": True, "calls": calls}
+
+    def row(name: str, offloaded: str, line: Sequence[GroupReport]) -> tuple[str, ...]:
+        cells = {"group": name, "kind": line[0].kind, "offload": offloaded, "calls": str(line[0].calls)}
+        return (*(cells[title] for title in shown if shown[title]), *(_mean(column, line) for column in columns))
+
     rows = []
-    for groups in folded:
-        first = groups[0]
-        name = fold_names([group.name for group in groups])
-        cells = [f"{name} ({len(groups)} groups)" if len(groups) > 1 else name]
-        cells += [first.kind] if kinds else []
-        cells += ["yes" if first.offloaded else "no"]
-        cells += [str(first.calls)] if calls else []
-        rows.append((*cells, *(_mean(column, groups) for column in columns)))
-    if report.groups:
-        count = f"{len(report.offloaded_groups)} of {len(report.groups)}"
-        cells = ["total", *([""] if kinds else []), count, *([str(totals.calls)] if calls else [])]
-        rows.append((*cells, *(_mean(column, (totals,)) for column in columns)))
+    for line in folded:
+        name = fold_names([group.name for group in line])
+        name = f"{name} ({len(line)} groups)" if len(line) > 1 else name
+        rows.append(row(name, "yes" if line[0].offloaded else "no", line))
+    if groups:
+        rows.append(row("total", f"{len(report.offloaded_groups)} of {len(groups)}", (totals,)))
     return Table(
-        header=(*header, *(column.title for column in columns)),
+        header=(*(title for title in shown if shown[title]), *(column.title for column in columns)),
         rows=tuple(rows),
         left=2 + kinds,
-        sums=bool(report.groups),
-        note="\n".join(_notes(report, folded=len(folded) < len(report.groups))),
+        sums=bool(groups),
+        note="\n".join(_notes(report, folded=len(folded) < len(groups))),
     )
 
 
@@ -260,17 +235,15 @@ def _facts(report: Report) -> Iterator[tuple[str, str]]:
     yield "host memory", f"{size(report.host_bytes)} allocated, at most {size(report.host_bytes_high_water)} in use"
     if report.step_seconds:
         stalled = totals.stall_seconds or 0.0
-        share = percent(stalled / report.step_seconds)
-        yield "step", f"{milliseconds(report.step_seconds)}, {milliseconds(stalled)} of it stalled ({share})"
+        share = f"{milliseconds(stalled)} of it stalled ({percent(stalled / report.step_seconds)})"
+        yield "step", f"{milliseconds(report.step_seconds)}, {share}"
     if report.order:
         yield "order", report.order
 
 
 def _kept_table(report: Report) -> Table:
-    inside = report.totals.kept
-    rows = []
-    for reason in sorted(report.kept, key=lambda reason: reason in WEIGHTS):  # not activations: last
-        count, nbytes = report.kept[reason]
+    inside, rows = report.totals.kept, []
+    for reason, (count, nbytes) in sorted(report.kept.items(), key=lambda item: item[0] in WEIGHTS):  # weights last
         within = inside.get(reason, (0, 0))[1]
         words = f"{reason.value} (always kept)" if reason in WEIGHTS else reason.value
         rows.append((words, str(count), _bytes(within), _bytes(nbytes - within)))
@@ -291,7 +264,6 @@ def _held_table(report: Report, all_groups: bool) -> Table:
 
 
 def _tables(report: Report, all_groups: bool) -> list[Table]:
-    tables = [_groups_table(report, all_groups)]
-    tables.append(Table(("", ""), tuple(_facts(report)), left=2))
-    tables += [_kept_table(report), _held_table(report, all_groups)]
+    facts = Table(("", ""), tuple(_facts(report)), left=2)
+    tables = _groups_table(report, all_groups), facts, _kept_table(report), _held_table(report, all_groups)
     return [table for table in tables if table.rows]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..schedule.timeline import Kind, Span, Timeline
-from ..schedule.units import milliseconds, percent, size, time_unit
+from ..schedule.units import milliseconds, percent, size
 from . import plots
 from .tables import Table, as_text
 from .trace import write_chrome_trace
@@ -79,53 +80,44 @@ class StepTimeline:
     @property
     def seconds(self) -> dict[Kind, float]:
         """Seconds of each kind; compute without stalls.  Kinds overlap, so their sum may exceed the step."""
+        copies = {kind: self.timeline.seconds(kind) for kind in (Kind.D2H, Kind.H2D)}
         spans = plots.without_stalls(self.timeline.spans)
-        return {kind: sum(span.seconds for span in spans if span.kind is kind) for kind in Kind} | {
-            kind: self.timeline.seconds(kind) for kind in (Kind.D2H, Kind.H2D)
-        }
+        return {kind: sum(span.seconds for span in spans if span.kind is kind) for kind in Kind} | copies
 
     @property
     def bandwidth(self) -> dict[Kind, float]:
         """Bytes per second while copies ran, for each direction with copies."""
-        return {
-            kind: self.timeline.nbytes(kind) / self.timeline.seconds(kind)
-            for kind in (Kind.D2H, Kind.H2D)
-            if self.timeline.seconds(kind)
-        }
+        seconds = {kind: self.timeline.seconds(kind) for kind in (Kind.D2H, Kind.H2D)}
+        return {kind: self.timeline.nbytes(kind) / busy for kind, busy in seconds.items() if busy}
 
     def by_layer(self) -> tuple[LayerTimes, ...]:
         """Return compute and stalls of each layer, by index."""
         spans = self.timeline.of(Kind.FORWARD, Kind.BACKWARD, Kind.STALL)
-        count = max([len(self.names), *(span.layer + 1 for span in spans)])
-        sums = [dict.fromkeys(("forward", "backward", "forward_stall", "backward_stall"), 0.0) for _ in range(count)]
+        sums = [
+            defaultdict[str, float](float) for _ in range(max([len(self.names), *(span.layer + 1 for span in spans)]))
+        ]
+        compute = [span for span in spans if span.kind is not Kind.STALL]
         for span in plots.without_stalls(spans):
-            if span.kind is not Kind.STALL:
+            if span.kind is Kind.STALL:
+                sums[span.layer][f"{_direction(span, compute).value}_stall"] += span.seconds
+            else:
                 sums[span.layer][span.kind.value] += span.seconds
-        compute = self.timeline.of(Kind.FORWARD, Kind.BACKWARD)
-        for stall in self.timeline.of(Kind.STALL):
-            sums[stall.layer][f"{_direction(stall, compute).value}_stall"] += stall.seconds
         return tuple(LayerTimes(**entry) for entry in sums)
 
     def plot(self, ax: Axes | None = None) -> Axes:
-        """Draw compute and copies over time; boxes are labelled with their layers where the names fit.
+        """Draw compute and copies over time, with the names of layers where they fit.
 
         Parameters
         ----------
         ax : matplotlib Axes, optional
             Where to draw; a new figure by default.
 
-        Returns
-        -------
-        matplotlib Axes
-
         Raises
         ------
         ImportError
             If matplotlib is not installed.
         """
-        ax = plots.plot_timeline(self.timeline, ax)
-        self._write_names(ax)
-        return ax
+        return plots.plot_timeline(self.timeline, ax, self.names)
 
     def figure(self) -> Figure:
         """Return a figure of the step: compute and copies, and the resident bytes under them if they are known.
@@ -135,42 +127,15 @@ class StepTimeline:
         ImportError
             If matplotlib is not installed.
         """
-        if not self.timeline.resident:
-            figure = self.plot().get_figure(root=True)
-            assert figure is not None
-            return figure
-        figure = plots.plot_step(self.timeline)
-        self._write_names(figure.axes[0])
+        if self.timeline.resident:
+            return plots.plot_step(self.timeline, self.names)
+        figure = self.plot().get_figure(root=True)
+        assert figure is not None
         return figure
 
     def save_trace(self, path: str | os.PathLike[str]) -> Path:
         """Write a trace file for Perfetto (ui.perfetto.dev) and chrome://tracing, and return its path."""
         return write_chrome_trace(self.timeline, path, self.names)
-
-    def _write_names(self, ax: Axes) -> None:
-        """Replace numbers by names where they fit: whole, else without their common prefix."""
-        from matplotlib.textpath import TextPath
-
-        scale, _ = time_unit(self.timeline.end)
-        left, right = ax.get_xlim()
-        figure = ax.get_figure(root=True)
-        assert figure is not None
-        per_unit = ax.get_window_extent().width * 72 / figure.dpi / (right - left)
-        widths: dict[tuple[float, int], float] = {}
-        for lane, (_, kinds) in enumerate(plots.LANES):
-            for box in plots.boxes_of(plots.without_stalls(self.timeline.of(*kinds))):
-                start, end = box[0].start * scale, box[-1].end * scale
-                widths[(start + end) / 2, lane] = (end - start) * per_unit
-        common = _common(self.names)
-        for text in ax.texts:
-            room, label = widths.get(_place(text), 0.0), text.get_text()
-            if not label.isdigit() or int(label) >= len(self.names):
-                continue
-            name = self.names[int(label)]
-            for words in (name, name[len(common) :]):
-                if words and TextPath((0, 0), words, size=plots.LABEL_SIZE).get_extents().width + 2 <= room:
-                    text.set_text(words)
-                    break
 
     def __repr__(self) -> str:
         return f"<StepTimeline of {len(self.names)} layers, {milliseconds(self.timeline.end)} {self.timeline.source}>"
@@ -199,25 +164,7 @@ class StepTimeline:
 
 def _direction(stall: Span, compute: Sequence[Span]) -> Kind:
     """Return whether compute stalled in forward or backward: by the span around the stall, else the next one."""
-    for span in compute:
-        if span.start <= stall.start and stall.end <= span.end:
-            return span.kind
-    behind = [span for span in compute if span.start >= stall.end]
-    if behind:
-        return min(behind, key=lambda span: span.start).kind
-    return compute[-1].kind if compute else Kind.BACKWARD
-
-
-def _place(text: Any) -> tuple[float, int]:
-    x, lane = text.get_position()
-    return float(x), int(lane)
-
-
-def _common(names: Sequence[str]) -> str:
-    """Return the dotted prefix of all names: "model.layers."."""
-    common = ""
-    for parts in zip(*(name.split(".")[:-1] for name in names), strict=False):
-        if len(set(parts)) > 1 or len(names) < 2:
-            break
-        common += f"{parts[0]}."
-    return common
+    around = [span for span in compute if span.start <= stall.start and stall.end <= span.end]
+    behind = sorted((span for span in compute if span.start >= stall.end), key=lambda span: span.start)
+    found = [*around, *behind, *compute[-1:]]
+    return found[0].kind if found else Kind.BACKWARD

@@ -10,7 +10,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from os import sep
 from pathlib import Path
 from types import FrameType
@@ -43,7 +43,7 @@ class Synchronization:
     Attributes
     ----------
     file : str
-        File of the line: the innermost one outside of torch and installed packages.  Empty if the call stack has none.
+        File of the innermost line outside of torch and installed packages; empty if the call stack has none.
     line : int
         Line number, from 1; 0 if the file is not known.
     function : str
@@ -51,8 +51,7 @@ class Synchronization:
     code : str
         Source text of the line; empty if it cannot be read.
     in_backward : bool
-        True if the wait happened in backward.  Built-in operations run no Python in backward: the line is then that of
-        the call of backward.
+        Whether the wait happened in backward.  For built-in operations the line is that of the call of backward.
     count : int
         Number of waits.
     """
@@ -80,8 +79,7 @@ class Synchronizations:
         self._seen: list[Synchronization] = []  # one entry for each wait; threads of autograd append as well
 
     def __iter__(self) -> Iterator[Synchronization]:
-        for found, count in Counter(self._seen).items():
-            yield Synchronization(**{**asdict(found), "count": count})
+        return (replace(found, count=count) for found, count in Counter(self._seen).items())
 
     def __len__(self) -> int:
         return len(set(self._seen))
@@ -104,10 +102,10 @@ class Synchronizations:
 
 @contextmanager
 def find_synchronizations() -> Iterator[Synchronizations]:
-    """Find the lines that make the host wait for the GPU.
+    """Find the lines that make the host wait for the GPU in a ``with`` block.
 
-    Collects the warnings of `torch.cuda.set_sync_debug_mode` in a ``with`` block, and names the lines of the program
-    behind them.  The debug mode and the warning filters are restored at the end of the block, also after an exception.
+    They are those of the warnings of `torch.cuda.set_sync_debug_mode`.  The debug mode and the warning filters are
+    restored at the end of the block.  They belong to the process, so only one block may run at a time.
 
     Yields
     ------
@@ -118,10 +116,6 @@ def find_synchronizations() -> Iterator[Synchronizations]:
     ------
     RuntimeError
         If CUDA is not available.
-
-    Notes
-    -----
-    The debug mode and the warning filters are those of the process, so only one block may run at a time.
 
     Examples
     --------
@@ -159,14 +153,9 @@ def find_synchronizations() -> Iterator[Synchronizations]:
 
 def _locate(frame: FrameType | None, caller: int) -> Synchronization:
     """Return the innermost line of the program at or above a frame, else that at which the caller's thread is."""
-    in_backward, at = backward_id() != NO_BACKWARD, frame
-    while at is not None and not _is_program(at):
-        in_backward = in_backward or at.f_code in _BACKWARD
-        at = at.f_back
-    if at is None:  # a thread of autograd in which only library code runs
-        at = sys._current_frames().get(caller)
-        while at is not None and not _is_program(at):
-            at = at.f_back
+    at, in_backward = _program(frame)
+    in_backward = in_backward or backward_id() != NO_BACKWARD
+    at = at or _program(sys._current_frames().get(caller))[0]  # autograd may have a thread with library code only
     if at is None:
         return Synchronization("", 0, "<unknown>", "", in_backward)
     file, line = at.f_code.co_filename, at.f_lineno
@@ -174,9 +163,16 @@ def _locate(frame: FrameType | None, caller: int) -> Synchronization:
     return Synchronization(file, line, at.f_code.co_qualname, linecache.getline(file, line).strip(), in_backward)
 
 
-def _is_program(frame: FrameType) -> bool:
-    file = frame.f_code.co_filename
-    return not (file.startswith(_FOLDERS) or any(part in file for part in _PARTS))
+def _program(frame: FrameType | None) -> tuple[FrameType | None, bool]:
+    """Return the innermost frame of the program, and whether a call of backward is below it."""
+    in_backward = False
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not (file.startswith(_FOLDERS) or any(part in file for part in _PARTS)):
+            break
+        in_backward = in_backward or frame.f_code in _BACKWARD
+        frame = frame.f_back
+    return frame, in_backward
 
 
 def _times(count: int) -> str:

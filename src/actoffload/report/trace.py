@@ -1,8 +1,7 @@
 """Write a timeline as a trace file for Perfetto (ui.perfetto.dev) and chrome://tracing.
 
-The format is the JSON object form of the Trace Event Format, which Google describes in the document of that name
-(https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU).  "Visualizing external trace formats
-with Perfetto" and the FAQ of perfetto.dev say which part Perfetto reads.
+The format is the JSON object form of Google's Trace Event Format
+(https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU).
 
 [Note: trace viewers]  Events of one thread must nest; Perfetto drops those that cross.  A lane whose spans overlap (two
 passes in flight, nested groups) is therefore spread over several threads.  Times are whole nanoseconds, written as
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ..schedule.timeline import Kind, Span, Timeline
-from .plots import without_stalls
+from .plots import resident_points, without_stalls
 
 __all__ = ["chrome_trace", "write_chrome_trace"]
 
@@ -29,76 +28,48 @@ LANES: tuple[tuple[str, tuple[Kind, ...]], ...] = (
     (Kind.H2D.value, (Kind.H2D,)),
     ("stalls", (Kind.STALL,)),
 )
-TITLES = {
-    Kind.FORWARD: "forward",
-    Kind.BACKWARD: "backward",
-    Kind.D2H: "offload",
-    Kind.H2D: "reload",
-    Kind.STALL: "stall",
-}
+TITLES = {kind: kind.name.lower() for kind in Kind} | {Kind.D2H: "offload", Kind.H2D: "reload"}
 PROCESS = 1  # also its first thread; for Perfetto 0 is the idle process of a kernel
 
 
 def chrome_trace(timeline: Timeline, names: Sequence[str] = ()) -> dict[str, Any]:
-    """Return a timeline in the Trace Event Format.
+    """Return a timeline with the names of its layers in the Trace Event Format, ready for JSON; times are microseconds.
 
-    Parameters
-    ----------
-    timeline : Timeline
-        Simulated or measured.
-    names : sequence of str
-        Names of the layers by index; others are named "layer 3".
+    Compute, offloads, reloads and stalls are threads of one process, resident bytes are a counter.  The ``args`` of an
+    event have its layer, and the bytes and the bandwidth of a copy.
 
-    Returns
-    -------
-    dict
-        Ready for JSON.  Compute, offloads, reloads and stalls are threads of one process, resident bytes are a
-        counter.  Times are in microseconds.  The ``args`` of an event have its layer, and the bytes and the bandwidth
-        of a copy.
-
-    Examples
-    --------
     >>> from actoffload.report.trace import chrome_trace
     >>> timeline = Timeline.build([Span(Kind.D2H, 0, start=0.001, end=0.003, nbytes=2**20)])
     >>> chrome_trace(timeline, ["encoder"])["traceEvents"][-1]  # doctest: +NORMALIZE_WHITESPACE
-    {'ph': 'X', 'name': 'offload encoder', 'cat': 'offload', 'pid': 1, 'tid': 2, 'ts': 1000.0, 'dur': 2000.0,
-     'args': {'layer': 'encoder', 'index': 0, 'bytes': 1048576, 'GB/s': 0.524}}
+    {'ph': 'X', 'name': 'offload encoder', 'pid': 1, 'tid': 2,
+     'args': {'layer': 'encoder', 'index': 0, 'bytes': 1048576, 'GB/s': 0.524},
+     'cat': 'offload', 'ts': 1000.0, 'dur': 2000.0}
     """
-    events: list[dict[str, Any]] = [_metadata("process_name", PROCESS, name=f"training step, {timeline.source}")]
+    events = [_event("M", "process_name", PROCESS, {"name": f"training step, {timeline.source}"})]
     spans: list[dict[str, Any]] = []
     thread = 0
     for title, kinds in LANES:
-        rows = _rows(_cut(timeline, kinds)) or [[]]
-        for k, row in enumerate(rows):
+        lane = timeline.of(*kinds)
+        if Kind.FORWARD in kinds:
+            lane = tuple(span for span in without_stalls(timeline.of(*kinds, Kind.STALL)) if span.kind in kinds)
+        for k, row in enumerate(_rows(lane) or [[]]):
             thread += 1
-            events.append(_metadata("thread_name", thread, name=f"{title} ({k + 1})" if k else title))
-            events.append(_metadata("thread_sort_index", thread, sort_index=thread))
+            events.append(_event("M", "thread_name", thread, {"name": f"{title} ({k + 1})" if k else title}))
+            events.append(_event("M", "thread_sort_index", thread, {"sort_index": thread}))
             spans += [_complete(span, thread, names) for span in row]
     spans.sort(key=lambda event: event["ts"])  # stable: events that begin together are in order of their lanes
+    for seconds, nbytes in resident_points(timeline):
+        resident = {"cat": "memory", "ts": _nanoseconds(seconds) / 1000}
+        events.append(_event("C", "resident", PROCESS, {"bytes": nbytes}, **resident))
     return {
         "displayTimeUnit": "ms",
         "otherData": {"source": timeline.source},
-        "traceEvents": [*events, *_counter(timeline), *spans],
+        "traceEvents": [*events, *spans],
     }
 
 
 def write_chrome_trace(timeline: Timeline, path: str | os.PathLike[str], names: Sequence[str] = ()) -> Path:
-    """Write a timeline to a trace file for Perfetto and chrome://tracing; see `chrome_trace`.
-
-    Parameters
-    ----------
-    timeline : Timeline
-        Simulated or measured.
-    path : str or path
-        The file, usually with the ending ``.json``; it is replaced if it exists.
-    names : sequence of str
-        Names of the layers by index.
-
-    Returns
-    -------
-    pathlib.Path
-        The file.
-    """
+    """Write a timeline to a trace file for Perfetto and chrome://tracing and return its path; see `chrome_trace`."""
     file = Path(path)
     trace = chrome_trace(timeline, names)
     # One event in a line.  Names keep their letters: Perfetto does not read \u escapes everywhere.
@@ -106,14 +77,6 @@ def write_chrome_trace(timeline: Timeline, path: str | os.PathLike[str], names: 
     head = json.dumps(trace, ensure_ascii=False)[:-1]
     file.write_text(f'{head}, "traceEvents": [\n{events}\n]}}\n', encoding="utf-8")
     return file
-
-
-def _cut(timeline: Timeline, kinds: Iterable[Kind]) -> list[Span]:
-    """Return the spans of a lane; stalls are removed from compute."""
-    spans = timeline.of(*kinds)
-    if Kind.FORWARD not in kinds:
-        return list(spans)
-    return [span for span in without_stalls(timeline.of(*kinds, Kind.STALL)) if span.kind is not Kind.STALL]
 
 
 def _rows(spans: Iterable[Span]) -> list[list[Span]]:
@@ -132,55 +95,18 @@ def _nanoseconds(seconds: float) -> int:
     return round(seconds * 1e9)
 
 
-def _microseconds(nanoseconds: int) -> float:
-    return nanoseconds / 1000
-
-
-def _metadata(what: str, thread: int, **args: object) -> dict[str, Any]:
-    return {"ph": "M", "name": what, "pid": PROCESS, "tid": thread, "args": args}
+def _event(phase: str, name: str, thread: int, args: dict[str, Any], **more: object) -> dict[str, Any]:
+    return {"ph": phase, "name": name, "pid": PROCESS, "tid": thread, "args": args, **more}
 
 
 def _complete(span: Span, thread: int, names: Sequence[str]) -> dict[str, Any]:
     start, end = _nanoseconds(span.start), _nanoseconds(span.end)
-    name = _printable(names[span.layer]) if 0 <= span.layer < len(names) else f"layer {span.layer}"
+    name = names[span.layer] if 0 <= span.layer < len(names) else f"layer {span.layer}"
+    name = "".join(letter if letter.isprintable() else " " for letter in name)  # Perfetto stops at control characters
     args: dict[str, Any] = {"layer": name, "index": span.layer}
     if span.nbytes:
         args["bytes"] = span.nbytes
         if end > start:
             args["GB/s"] = round(span.nbytes / (end - start), 3)
-    return {
-        "ph": "X",
-        "name": f"{TITLES[span.kind]} {name}",
-        "cat": span.kind.name.lower() if span.kind not in (Kind.D2H, Kind.H2D) else TITLES[span.kind],
-        "pid": PROCESS,
-        "tid": thread,
-        "ts": _microseconds(start),
-        "dur": _microseconds(end - start),
-        "args": args,
-    }
-
-
-def _counter(timeline: Timeline) -> list[dict[str, Any]]:
-    """Return the resident bytes as a counter; the last value is repeated at the end."""
-    points = list(timeline.resident)
-    if points and points[0][0] > 0:
-        points.insert(0, (0.0, 0))
-    if points and points[-1][0] < timeline.end:
-        points.append((timeline.end, points[-1][1]))
-    return [
-        {
-            "ph": "C",
-            "name": "resident",
-            "cat": "memory",
-            "pid": PROCESS,
-            "tid": PROCESS,
-            "ts": _microseconds(_nanoseconds(seconds)),
-            "args": {"bytes": nbytes},
-        }
-        for seconds, nbytes in points
-    ]
-
-
-def _printable(name: str) -> str:
-    """Return a name without control characters, at which Perfetto stops reading."""
-    return "".join(letter if letter.isprintable() else " " for letter in name)
+    kind, times = TITLES[span.kind], {"ts": start / 1000, "dur": (end - start) / 1000}
+    return _event("X", f"{kind} {name}", thread, args, cat=kind, **times)
