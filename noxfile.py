@@ -68,7 +68,7 @@ def lint(session: nox.Session) -> None:
 @nox.session(venv_backend="none")
 def mutation(session: nox.Session) -> None:
     """Break each tagged statement of the source in turn; a test must fail. Prints the table."""
-    _run(session, "tests/mutation/run.py", *session.posargs)
+    _run(session, "tests/mutation/mutate.py", *session.posargs)
 
 
 @nox.session(venv_backend="none")

@@ -1,6 +1,6 @@
 """Break the tagged statements of the source one after another, and expect a test to fail each time.
 
-Run it with ``nox -s mutation``, or ``python tests/mutation/run.py [--only TEXT] [--jobs N]``. Exits with 1 if the tests
+Run it with ``nox -s mutation``, or ``python tests/mutation/mutate.py [--only TEXT] [--jobs N]``. Exits with 1 if the tests
 pass on a broken source.
 """
 
