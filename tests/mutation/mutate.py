@@ -1,7 +1,7 @@
 """Break the tagged statements of the source one after another, and expect a test to fail each time.
 
-Run it with ``nox -s mutation``, or ``python tests/mutation/mutate.py [--only TEXT] [--jobs N]``. Exits with 1 if the tests
-pass on a broken source.
+Run it with ``nox -s mutation``, or ``python tests/mutation/mutate.py [--only TEXT] [--jobs N]``. Exits with 1 if the
+tests pass on a broken source.
 """
 
 from __future__ import annotations
