@@ -7,6 +7,9 @@ import torch
 from helpers import any_size, forward, make, make_manual, nothing_held
 from torch import nn
 
+import actoffload
+from actoffload.device import ReferenceDevice, use
+
 
 @pytest.fixture(autouse=True)
 def _small_tensors_leave():
@@ -211,3 +214,32 @@ def test_manual_inside_the_layer(layers):
         layers[0](start())
         with pytest.raises(RuntimeError, match="layer 0 is still in its forward; call it once, after"):
             controller.start_offload_layer(0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"num_layers": "4"}, "num_layers is '4'; expected a whole number."),
+        ({"num_layers": None}, "num_layers is None; expected a whole number."),
+        ({"num_layers": True}, "num_layers is True; expected a whole number."),
+        ({"model_layers": "8"}, "model_layers is '8'; expected a whole number."),
+        ({"model_layers": 2.5}, "model_layers is 2.5; expected a whole number."),
+        (
+            {"max_host_bytes": "1GB"},
+            "max_host_bytes is '1GB'; expected a whole number of bytes, or None for no limit.",
+        ),
+        (
+            {"offload_stream": "x", "manual_synchronization": True},
+            "offload_stream is 'x'; expected a stream of this reference device.",
+        ),
+    ],
+)
+def test_an_argument_of_a_wrong_type_is_named(arguments, message):
+    with use(ReferenceDevice()), pytest.raises(TypeError) as error:
+        actoffload.get_cpu_offload_context(**{"enabled": True, "num_layers": 1, "model_layers": 4} | arguments)
+    assert str(error.value) == message
+
+
+def test_a_negative_limit_of_host_memory():
+    with use(ReferenceDevice()), pytest.raises(ValueError, match="max_host_bytes is -1; expected a number of bytes"):
+        actoffload.get_cpu_offload_context(True, 1, 4, max_host_bytes=-1)

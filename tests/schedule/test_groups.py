@@ -64,13 +64,13 @@ schedules = st.builds(
     ],
 )
 def test_who_leaves(kinds: str, options: dict[str, Any], leaving: tuple[int, ...]) -> None:
-    assert GroupSchedule(**options).leaving(kinds) == leaving
+    assert GroupSchedule(**options).offloaded(kinds) == leaving
 
 
 @given(sequences, schedules)
 def test_who_leaves_by_counting(kinds: list[str], schedule: GroupSchedule) -> None:
     """A group leaves if fewer than so many of its kind come before it, and some of its kind comes behind it."""
-    leaving = schedule.leaving(kinds)
+    leaving = schedule.offloaded(kinds)
     for k, kind in enumerate(kinds):
         earlier, later = kinds[:k].count(kind), kinds[k + 1 :].count(kind)
         if schedule.num_layers is None:
@@ -83,7 +83,7 @@ def test_who_leaves_by_counting(kinds: list[str], schedule: GroupSchedule) -> No
 
 @given(sequences, schedules)
 def test_the_last_of_each_kind_stays(kinds: list[str], schedule: GroupSchedule) -> None:
-    leaving = schedule.leaving(kinds)
+    leaving = schedule.offloaded(kinds)
     assert list(leaving) == sorted(set(leaving))
     for kind in set(kinds):
         assert len(kinds) - 1 - kinds[::-1].index(kind) not in leaving
@@ -99,7 +99,7 @@ def test_a_smaller_fraction_lets_fewer_leave_and_the_same_first(
 ) -> None:
     other = GroupSchedule(schedule.num_layers, fraction)
     few, many = sorted((schedule, other), key=lambda s: s.fraction)
-    assert set(few.leaving(kinds)) <= set(many.leaving(kinds))
+    assert set(few.offloaded(kinds)) <= set(many.offloaded(kinds))
 
 
 # When
@@ -125,7 +125,7 @@ def test_distance(kinds: str, options: dict[str, Any], distance: int) -> None:
 
 
 def check_plan(schedule: GroupSchedule, kinds: Sequence[str]) -> None:
-    plan, leaving = schedule.plan(kinds), schedule.leaving(kinds)  # making it checks that it can be carried out
+    plan, leaving = schedule.plan(kinds), schedule.offloaded(kinds)  # making it checks that it can be carried out
     assert plan.model_layers == len(kinds)
     assert plan.offloaded == leaving
     if not leaving:
@@ -201,7 +201,7 @@ def test_memory_is_that_of_the_groups_that_stay_and_of_a_few_more(
     size, pieces = 1024, 4
     layers = [LayerCost.even(size, forward=1.0, backward=1.0, pieces=pieces)] * len(kinds)
     result = simulate(schedule.plan(kinds), layers, Link(size * speed, size * speed))
-    leaving = schedule.leaving(kinds)
+    leaving = schedule.offloaded(kinds)
     staying = [k for k in range(len(kinds)) if k not in leaving]
     d = schedule.distance(kinds)
     most = max(sum(k <= at for k in staying) + sum(at - d < k <= at for k in leaving) for at in range(len(kinds)))
@@ -228,7 +228,7 @@ def test_giving_way_is_never_slower_than_leaving_at_once(
 @pytest.mark.parametrize(("num", "of"), [(n, m) for m in range(2, 8) for n in range(m)])
 def test_one_kind_leaves_by_the_default_schedule_but_gives_way(num: int, of: int) -> None:
     default, groups = DefaultSchedule(num, of), GroupSchedule(num)
-    assert groups.leaving("a" * of) == default.plan().offloaded
+    assert groups.offloaded("a" * of) == default.plan().offloaded
     assert num == 0 or groups.distance("a" * of) == default.window
 
 

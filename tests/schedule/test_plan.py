@@ -127,7 +127,7 @@ def test_a_layer_may_leave_and_return_at_one_event() -> None:
         (
             2,
             [(FORWARD_START, 1, Do.INCREMENTAL_RELEASE, 2)],
-            "The plan would let layer 2 give way, but its layers are 0 to 1.",
+            "The plan would release layer 2 incrementally, but its layers are 0 to 1.",
         ),
         (
             3,
@@ -137,12 +137,13 @@ def test_a_layer_may_leave_and_return_at_one_event() -> None:
                 (FORWARD_START, 2, Do.INCREMENTAL_RELEASE, 0),
                 (FORWARD_END, 2, Do.RELEASE, 0),
             ],
-            "The plan would let layer 0 give way twice in one pass; once is enough.",
+            "The plan would release layer 0 incrementally twice in one pass; once is enough.",
         ),
         (
             2,
             [(FORWARD_START, 1, Do.INCREMENTAL_RELEASE, 0), (FORWARD_END, 1, Do.RELEASE, 0)],
-            "The plan would let layer 0 give way without, or before, the action 'offload layer 0'; add it earlier.",
+            "The plan would release layer 0 incrementally without, or before, the action 'offload layer 0'; "
+            "add it earlier.",
         ),
         (
             2,
@@ -151,7 +152,8 @@ def test_a_layer_may_leave_and_return_at_one_event() -> None:
                 (FORWARD_START, 1, Do.OFFLOAD, 0),
                 (FORWARD_END, 1, Do.RELEASE, 0),
             ],
-            "The plan would let layer 0 give way without, or before, the action 'offload layer 0'; add it earlier.",
+            "The plan would release layer 0 incrementally without, or before, the action 'offload layer 0'; "
+            "add it earlier.",
         ),
         (
             2,
@@ -160,7 +162,7 @@ def test_a_layer_may_leave_and_return_at_one_event() -> None:
                 (FORWARD_START, 1, Do.INCREMENTAL_RELEASE, 1),
                 (FORWARD_END, 1, Do.RELEASE, 1),
             ],
-            "The plan would let layer 1 give way before its forward ends; move it there or later.",
+            "The plan would release layer 1 incrementally before its forward ends; move it there or later.",
         ),
         *(
             (
@@ -170,15 +172,15 @@ def test_a_layer_may_leave_and_return_at_one_event() -> None:
                     (when, 1, Do.INCREMENTAL_RELEASE, 0),
                     (BACKWARD_START, 0, Do.RELEASE, 0),
                 ],
-                f"In the plan layer 0 gives way at the {when.value} of layer 1; "
-                "it can only at the forward start of a layer.",
+                f"The plan would release layer 0 incrementally at the {when.value} of layer 1; "
+                "that can only be at the forward start of a layer.",
             )
             for when in (FORWARD_END, BACKWARD_START, BACKWARD_END)
         ),
         (
             2,
             [(FORWARD_START, 0, Do.OFFLOAD, 0), (FORWARD_START, 1, Do.INCREMENTAL_RELEASE, 0)],
-            "In the plan layer 0 gives way without the action 'release layer 0' behind it; add that.",
+            "The plan would release layer 0 incrementally without the action 'release layer 0' after it; add that.",
         ),
         *(
             (
@@ -188,19 +190,19 @@ def test_a_layer_may_leave_and_return_at_one_event() -> None:
                     (when, at, Do.RELEASE, 0),
                     (FORWARD_START, 2, Do.INCREMENTAL_RELEASE, 0),
                 ],
-                "In the plan layer 0 gives way without the action 'release layer 0' behind it; add that.",
+                "The plan would release layer 0 incrementally without the action 'release layer 0' after it; add that.",
             )
             for when, at in ((FORWARD_START, 1), (FORWARD_END, 1), (FORWARD_START, 2))
         ),
         (
             2,
             [(BACKWARD_START, 1, Do.INCREMENTAL_PREFETCH, 2)],
-            "The plan would let layer 2 come back, but its layers are 0 to 1.",
+            "The plan would prefetch layer 2 incrementally, but its layers are 0 to 1.",
         ),
         (
             2,
             [*GONE, (BACKWARD_START, 1, Do.INCREMENTAL_PREFETCH, 0), (BACKWARD_START, 0, Do.INCREMENTAL_PREFETCH, 0)],
-            "The plan would let layer 0 come back twice in one pass; once is enough.",
+            "The plan would prefetch layer 0 incrementally twice in one pass; once is enough.",
         ),
         (
             2,
@@ -209,26 +211,27 @@ def test_a_layer_may_leave_and_return_at_one_event() -> None:
                 (BACKWARD_START, 1, Do.INCREMENTAL_PREFETCH, 0),
                 (BACKWARD_END, 1, Do.RELOAD, 0),
             ],
-            "The plan would let layer 0 come back without, or before, the action 'release layer 0'; add it earlier.",
+            "The plan would prefetch layer 0 incrementally without, or before, the action 'release layer 0'; "
+            "add it earlier.",
         ),
         *(
             (
                 2,
                 [*GONE, (when, 1, Do.INCREMENTAL_PREFETCH, 0), (BACKWARD_START, 0, Do.RELOAD, 0)],
-                f"In the plan layer 0 comes back at the {when.value} of layer 1; "
-                "it can only at the backward start of a layer.",
+                f"The plan would prefetch layer 0 incrementally at the {when.value} of layer 1; "
+                "that can only be at the backward start of a layer.",
             )
             for when in (FORWARD_END, BACKWARD_END)
         ),
         (
             2,
             [*GONE, (BACKWARD_START, 1, Do.INCREMENTAL_PREFETCH, 0)],
-            "In the plan layer 0 comes back without the action 'reload layer 0' behind it; add that.",
+            "The plan would prefetch layer 0 incrementally without the action 'reload layer 0' after it; add that.",
         ),
         (
             2,
             [*GONE, (BACKWARD_START, 1, Do.RELOAD, 0), (BACKWARD_START, 1, Do.INCREMENTAL_PREFETCH, 0)],
-            "In the plan layer 0 comes back without the action 'reload layer 0' behind it; add that.",
+            "The plan would prefetch layer 0 incrementally without the action 'reload layer 0' after it; add that.",
         ),
     ],
 )
@@ -315,9 +318,9 @@ def test_a_plan_reads_in_the_order_of_the_pass() -> None:
     }
     assert str(Plan(2, steps)) == (
         "forward start of layer 0: offload layer 0\n"
-        "forward start of layer 1: layer 0 gives way\n"
+        "forward start of layer 1: release layer 0 incrementally\n"
         "forward end of layer 1: release layer 0\n"
-        "backward start of layer 1: layer 0 comes back\n"
+        "backward start of layer 1: prefetch layer 0 incrementally\n"
         "backward end of layer 1: reload layer 0"
     )
     assert str(Plan(3)) == "nothing is offloaded in 3 layers"

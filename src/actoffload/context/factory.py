@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 
 from .. import device as devices
+from .._arguments import check_bytes, check_whole
 from .._torch import unsupported
 from ..device import ReferenceDevice
 from ..engine.engine import Engine
@@ -138,6 +139,8 @@ def get_cpu_offload_context(
     ValueError
         If `num_layers` is not smaller than `model_layers`, or `offload_stream` is given without manual
         synchronization.
+    TypeError
+        If a number is not a whole number, or `offload_stream` is not a stream.
 
     Warns
     -----
@@ -172,8 +175,7 @@ def get_cpu_offload_context(
             "offload_stream was given without manual_synchronization=True; the default schedule has streams of "
             "its own. Leave it out, or set manual_synchronization=True."
         )
-    if max_host_bytes is not None and max_host_bytes < 0:
-        raise ValueError(f"max_host_bytes is {max_host_bytes}; expected a number of bytes, or None for no limit.")
+    check_bytes(max_host_bytes=max_host_bytes, optional=True)
     problem = unsupported() if enabled and offload_activations else None
     if problem is not None:
         warnings.warn(problem, UserWarning, stacklevel=2)
@@ -182,6 +184,10 @@ def get_cpu_offload_context(
         if manual_synchronization:
             return nothing, nothing.synchronize, NoController()
         return nothing, nothing.synchronize
+    check_whole(num_layers=num_layers, model_layers=model_layers)
+    backend = devices.backend()
+    if offload_stream is not None:
+        backend.adopt(offload_stream)
     if manual_synchronization:
         if model_layers < 1:
             raise ValueError(f"model_layers is {model_layers}; expected the number of layers, at least 1.")
@@ -196,7 +202,7 @@ def get_cpu_offload_context(
                 stacklevel=2,
             )
         plan = schedule.plan()
-    context = OffloadContext(Engine(plan, devices.backend(), max_host_bytes, offload_stream))
+    context = OffloadContext(Engine(plan, backend, max_host_bytes, offload_stream))
     if manual_synchronization:
         return context, context.synchronize, ManualController(context)
     return context, context.synchronize

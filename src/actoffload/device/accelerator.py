@@ -62,6 +62,8 @@ class Accelerator:
     def adopt(self, stream: Stream) -> Stream:
         # A torch.cuda.Stream records events of CUDA's own class, and torch.Stream.wait_event passes over such an
         # event without waiting and without an error (seen with torch 2.11).  So every stream here is a torch.Stream.
+        if not isinstance(stream, torch.Stream):
+            raise TypeError(f"offload_stream is {stream!r}; expected a torch.Stream, such as torch.cuda.Stream().")
         return torch.Stream(
             stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type
         )

@@ -57,7 +57,13 @@ class Backend(Protocol):
         ...
 
     def adopt(self, stream: Stream) -> Stream:
-        """Return a program's own stream as the methods here want it."""
+        """Return a program's own stream as the methods here want it.
+
+        Raises
+        ------
+        TypeError
+            If it is not a stream.
+        """
         ...
 
     def on(self, stream: Stream) -> AbstractContextManager[Any]:

@@ -99,6 +99,8 @@ class ReferenceDevice:
         return ReferenceStream("transfer")
 
     def adopt(self, stream: Stream) -> Stream:
+        if not isinstance(stream, ReferenceStream):
+            raise TypeError(f"offload_stream is {stream!r}; expected a stream of this reference device.")
         return stream
 
     def on(self, stream: Stream) -> AbstractContextManager[Any]:

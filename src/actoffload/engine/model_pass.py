@@ -43,7 +43,7 @@ class ModelPass(Pass, Generic[Key]):
     ----------
     engine : Engine
         What it shares with other passes.
-    course : ExecutionOrder
+    order : ExecutionOrder
         The groups in the order in which they are expected.
     roles_of : callable
         From a sequence of groups to what the plan for them means.
@@ -54,25 +54,25 @@ class ModelPass(Pass, Generic[Key]):
     def __init__(
         self,
         engine: Engine,
-        course: ExecutionOrder[Key],
+        order: ExecutionOrder[Key],
         roles_of: Callable[[tuple[Key, ...]], Roles],
         owned: ModuleTensors,
     ) -> None:
         self._roles_of = roles_of
         self._owned = owned
-        self.course = course
+        self.order = order
         # What was saved between the groups, and by which module; filled while a recorder is installed.
         self.savers: list[tuple[weakref.ref[SavedStorage], weakref.ref[Module] | None]] = []
         self._between = Layer(OUTSIDE, engine.backend.capturing())
         self._withheld = Layer(OUTSIDE, engine.backend.capturing())
         self._inputs: dict[int, StorageRef] = {}  # of the groups that built no graph, since the last that did
         self._region_saved = False  # what checkpointed them has saved them
-        super().__init__(engine, roles_of(course.sequence))
+        super().__init__(engine, roles_of(order.sequence))
 
     @property
     def open(self) -> bool:
         """Whether the next group that starts belongs to this pass, if only groups run."""
-        if self.aborted or self.backward_begun or self.course.complete:
+        if self.aborted or self.backward_begun or self.order.complete:
             return False
         return not self.layers or self.layers[-1].continues
 
@@ -88,9 +88,9 @@ class ModelPass(Pass, Generic[Key]):
         owned : ModuleTensors
             What its module owns.
         """
-        if not self.course.arrive(key):
+        if not self.order.start(key):
             self.settled = False
-            self.follow(self._roles_of(self.course.sequence))
+            self.follow(self._roles_of(self.order.sequence))
         layer = self.forward_start()
         layer.owned = owned
         layer.layouts = self.engine.layouts.setdefault(key, {})
@@ -144,8 +144,8 @@ class ModelPass(Pass, Generic[Key]):
         with self.lock:
             self._count_between()
             self._inputs = {}
-            if not self.course.complete and self.course.arrived:
-                self.follow(self._roles_of(tuple(self.course.arrived)))
+            if not self.order.complete and self.order.started:
+                self.follow(self._roles_of(tuple(self.order.started)))
 
     def kept_outside(self) -> dict[Reason, tuple[int, int]]:
         """Return count and bytes of what was saved outside of the groups or was to be kept, by reason."""

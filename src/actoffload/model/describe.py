@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from ..report.tables import fold_names
-from ..schedule.execution_order import Planner
+from ..schedule.execution_order import GroupPlans
 from ..schedule.plan import Do
 from .tracker import KEPT, FollowedModule
 
@@ -21,21 +21,21 @@ def group_names(groups: Sequence[FollowedModule], sequence: Iterable[tuple[int, 
     return tuple(names)
 
 
-def describe(modules: Sequence[FollowedModule], planner: Planner, state: str = "") -> str:
+def describe(modules: Sequence[FollowedModule], plans: GroupPlans, state: str = "") -> str:
     """Return the description of a handle.
 
     Parameters
     ----------
     modules : sequence of FollowedModule
         The model, its groups and the kept modules.
-    planner : Planner
+    plans : GroupPlans
         The expected execution order, and the plan for it.
     state : str
         "paused", "removed", or empty.
     """
     groups = [of for of in modules if of.group >= 0]
-    sequence = planner.expected
-    names, kinds, plan = group_names(groups, sequence), planner.kinds(sequence), planner.plan(sequence)
+    sequence = plans.order
+    names, kinds, plan = group_names(groups, sequence), plans.kinds(sequence), plans.plan(sequence)
     leaving = plan.offloaded
     shown = f" ({state})" if state else ""
     lines = [f"offload of {modules[0].name}{shown}: {len(leaving)} of {len(sequence)} groups are offloaded"]

@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 from torch.nn import Module
 
 from .. import device as devices
+from .._arguments import check_fraction, check_num_layers, check_whole
 from .._torch import warn
 from ..engine.engine import Engine
 from ..engine.recorder import TimelineRecorder
 from ..engine.statistics import Statistics
 from ..report.step_timeline import StepTimeline
-from ..schedule.execution_order import GroupKey, Planner, check_number, check_types
+from ..schedule.execution_order import GroupKey, GroupPlans
 from ..schedule.plan import Plan
 from ..schedule.schedules import GroupSchedule
 from .describe import describe, group_names
@@ -36,14 +37,14 @@ class OffloadHandle:
     ``print(handle)`` shows which groups were chosen, and which of them are offloaded.
     """
 
-    def __init__(self, modules: Sequence[FollowedModule], planner: Planner, engine: Engine) -> None:
+    def __init__(self, modules: Sequence[FollowedModule], plans: GroupPlans, engine: Engine) -> None:
         self._modules = tuple(modules)
         self._groups = tuple(of for of in modules if of.group >= 0)
-        self._planner = planner
+        self._plans = plans
         self._engine = engine
         self._log = PassLog(self._groups)
-        self._tracker = Tracker(self._modules, engine, planner, self._log.forward_done)
-        self._followers: Followers | None = Followers(self._tracker, self._modules, (planner, engine, self._log))
+        self._tracker = Tracker(self._modules, engine, plans, self._log.forward_done)
+        self._followers: Followers | None = Followers(self._tracker, self._modules, (plans, engine, self._log))
 
     @classmethod
     def of(cls, model: Module) -> OffloadHandle | None:
@@ -75,13 +76,13 @@ class OffloadHandle:
         found = cls.__new__(cls)
         found._modules, found._tracker, found._followers = followers.modules, followers.tracker, followers
         found._groups = tuple(of for of in followers.modules if of.group >= 0)
-        found._planner, found._engine, found._log = followers.parts
+        found._plans, found._engine, found._log = followers.parts
         return found
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy and pickle as a removed handle: copies of a model are not offloaded."""
         modules = [(of.role, of.name, of.group, of.kind) for of in self._modules]
-        return _removed, (modules, self._planner.schedule, self._planner.expected, *self._engine.limits)
+        return _removed, (modules, self._plans.schedule, self._plans.order, *self._engine.limits)
 
     # On and off
 
@@ -135,10 +136,11 @@ class OffloadHandle:
             If a numeric argument is not a number.
         """
         self._check_installed("be rescheduled")
-        check_types(num_layers=num_layers, fraction=fraction, max_inflight=max_inflight)
+        check_whole(num_layers=num_layers, max_inflight=max_inflight, optional=True)
+        check_fraction(fraction)
         schedule = GroupSchedule(num_layers, fraction, max_inflight)
-        check_number(num_layers, [of.kind for of in self._groups], self._planner.kinds(self._planner.expected))
-        self._planner.reschedule(schedule)
+        check_num_layers(num_layers, [of.kind for of in self._groups], self._plans.kinds(self._plans.order))
+        self._plans.reschedule(schedule)
 
     def _check_installed(self, what: str) -> None:
         if not self.installed:
@@ -159,16 +161,16 @@ class OffloadHandle:
     @property
     def groups(self) -> tuple[str, ...]:
         """Names of the groups in their expected execution order."""
-        return group_names(self._groups, self._planner.expected)
+        return group_names(self._groups, self._plans.order)
 
     @property
     def plan(self) -> Plan:
         """What is done at which event, for the groups in `groups`."""
-        return self._planner.roles(self._planner.expected).plan
+        return self._plans.roles(self._plans.order).plan
 
     def __str__(self) -> str:
         state = "" if self.active else "paused" if self.installed else "removed"
-        return describe(self._modules, self._planner, state)
+        return describe(self._modules, self._plans, state)
 
     def __repr__(self) -> str:
         return f"<OffloadHandle of {self._modules[0].name}: {len(self.plan.offloaded)} of {len(self.groups)} groups>"
@@ -267,7 +269,7 @@ class OffloadHandle:
             raise RuntimeError(
                 "There is nothing to report yet: no forward of the model has ended. Run a training step first."
             )
-        return build_report(self._planner, self._groups, self._log.latest, self._log.recording, self.statistics())
+        return build_report(self._plans, self._groups, self._log.latest, self._log.recording, self.statistics())
 
 
 def _removed(
@@ -283,10 +285,10 @@ def _removed(
     handle = OffloadHandle.__new__(OffloadHandle)
     handle._modules = tuple(copied)
     handle._groups = tuple(of for of in copied if of.group >= 0)
-    handle._planner = Planner(schedule, [of.kind for of in handle._groups])
-    handle._planner.learn(expected)
+    handle._plans = GroupPlans(schedule, [of.kind for of in handle._groups])
+    handle._plans.learn(expected)
     handle._engine = Engine(Plan(1), devices.backend(), max_host_bytes, min_bytes=min_bytes)
     handle._log = PassLog(handle._groups)
-    handle._tracker = Tracker(copied, handle._engine, handle._planner, handle._log.forward_done)
+    handle._tracker = Tracker(copied, handle._engine, handle._plans, handle._log.forward_done)
     handle._followers = None
     return handle

@@ -9,9 +9,10 @@ from typing import Any
 from torch.nn import Module
 
 from .. import device as devices
+from .._arguments import check_bytes, check_fraction, check_num_layers, check_whole
 from .._torch import unsupported, warn
 from ..engine.engine import Engine
-from ..schedule.execution_order import Planner, check_number, check_types
+from ..schedule.execution_order import GroupPlans
 from ..schedule.plan import Plan
 from ..schedule.schedules import GroupSchedule
 from .follow import followers_of, refuse_scripted
@@ -99,12 +100,10 @@ def offload(
     if not isinstance(module, Module):
         raise TypeError(f"offload got a {type(module).__name__}; expected a torch.nn.Module, such as the whole model.")
     refuse_scripted(module, type(module).__name__)
-    check_types(num_layers=num_layers, min_bytes=min_bytes, fraction=fraction)
-    check_types(max_host_bytes=max_host_bytes, max_inflight=max_inflight)
-    if min_bytes < 0:
-        raise ValueError(f"min_bytes is {min_bytes}; expected a number of bytes, 0 or more.")
-    if max_host_bytes is not None and max_host_bytes < 0:
-        raise ValueError(f"max_host_bytes is {max_host_bytes}; expected a number of bytes, or None for no limit.")
+    check_whole(num_layers=num_layers, max_inflight=max_inflight, optional=True)
+    check_fraction(fraction)
+    check_bytes(min_bytes=min_bytes)
+    check_bytes(max_host_bytes=max_host_bytes, optional=True)
     if followers_of(module) is not None:
         raise ValueError(
             "This model is offloaded already: call remove() of its handle first; OffloadHandle.of(model) returns it."
@@ -121,15 +120,15 @@ def offload(
                 "out of keep, or name the modules to offload with layers."
             )
         raise ValueError(f"The module '{name}' is chosen by layers and by keep: take it out of one of them.")
-    planner = Planner(schedule, [group.kind for group in chosen])
-    check_number(num_layers, [group.kind for group in chosen])
+    plans = GroupPlans(schedule, [group.kind for group in chosen])
+    check_num_layers(num_layers, [group.kind for group in chosen])
     modules = [
         FollowedModule(ROOT, type(module).__name__, weakref.ref(module)),
         *(FollowedModule(GROUP, of.name, weakref.ref(of.module), k, of.kind) for k, of in enumerate(chosen)),
         *(FollowedModule(KEPT, name, weakref.ref(of)) for name, of in kept),
     ]
     engine = Engine(Plan(1), devices.backend(), max_host_bytes, min_bytes=min_bytes)
-    handle = OffloadHandle(modules, planner, engine)
+    handle = OffloadHandle(modules, plans, engine)
     problem = unsupported()
     if problem is not None:
         warn(problem)

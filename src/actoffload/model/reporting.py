@@ -19,7 +19,7 @@ from ..report.holders import find_all_holders
 from ..report.report import Report
 from ..report.step_timeline import LayerTimes, StepTimeline
 from ..schedule.costs import LayerCost, Link
-from ..schedule.execution_order import GroupKey, Planner
+from ..schedule.execution_order import GroupKey, GroupPlans
 from ..schedule.plan import Plan
 from ..schedule.schedules import GroupSchedule
 from ..schedule.timeline import Kind, Timeline
@@ -115,7 +115,7 @@ def _pattern(names: Names, name: str, may: Set[Module | None]) -> str:
 
 
 def build_report(
-    planner: Planner,
+    plans: GroupPlans,
     groups: Sequence[FollowedModule],
     latest: PassStatistics,
     recording: Recording | None,
@@ -125,7 +125,7 @@ def build_report(
 
     Parameters
     ----------
-    planner : Planner
+    plans : GroupPlans
         Plans of the groups.
     groups : sequence of FollowedModule
         The chosen modules.
@@ -137,7 +137,7 @@ def build_report(
         Sums since the last reset.
     """
     names = group_names(groups, latest.sequence)
-    kinds = planner.kinds(latest.sequence)
+    kinds = plans.kinds(latest.sequence)
     recorded = None if recording is None or recording.open or recording.names != names else recording.timeline()
     timeline = None if recorded is None else recorded.timeline
     seconds = () if recorded is None else recorded.by_layer()
@@ -152,7 +152,7 @@ def build_report(
     absent = [(k, name) for k, name in enumerate(chosen) if k not in ran]
     expected = sum(group.bytes_expected for group in latest.groups if group.offloaded)
     gone = sum(group.bytes_freed for group in latest.groups if group.offloaded)
-    schedule = planner.schedule
+    schedule = plans.schedule
     report = Report(
         groups=(
             *_by_name(rows),
@@ -186,7 +186,7 @@ def _number(schedule: GroupSchedule, kinds: Sequence[str]) -> int:
     """Return the num_layers that offloads as many groups of a kind as this schedule."""
     if schedule.num_layers is not None:
         return schedule.num_layers
-    leaving = [kinds[k] for k in GroupSchedule().leaving(kinds)]  # of which a fraction leaves
+    leaving = [kinds[k] for k in GroupSchedule().offloaded(kinds)]  # of which a fraction leaves
     return max((leaving.count(kind) for kind in set(leaving)), default=0)
 
 

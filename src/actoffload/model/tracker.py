@@ -27,7 +27,7 @@ from ..engine.model_pass import ModelPass
 from ..engine.ownership import GroupTensors, ModelTensors
 from ..engine.pack import Pack, Packer, unpack
 from ..engine.tensor_marks import running
-from ..schedule.execution_order import ExecutionOrder, GroupKey, Planner
+from ..schedule.execution_order import ExecutionOrder, GroupKey, GroupPlans
 
 __all__ = ["GROUP", "KEPT", "ROOT", "FollowedModule", "Tracker"]
 
@@ -146,7 +146,7 @@ class Tracker:
         The model and its followed modules, the model first.
     engine : Engine
         Shared by all passes.
-    planner : Planner
+    plans : GroupPlans
         Returns the plan of a pass.
     done : callable
         Called with each pass whose forward has ended, and its sequence of groups.
@@ -156,13 +156,13 @@ class Tracker:
         self,
         modules: Sequence[FollowedModule],
         engine: Engine,
-        planner: Planner,
+        plans: GroupPlans,
         done: Callable[[ModelPass[GroupKey], Sequence[GroupKey]], None],
     ) -> None:
         self._modules = modules
         self._checks_modules = True
         self._engine = engine
-        self._planner = planner
+        self._plans = plans
         self._done = done
         self._thread = _Thread()
         self._obstacles = _Obstacles()
@@ -216,8 +216,8 @@ class Tracker:
             if current is not None and alone:
                 self._learn(current)  # a loop over the groups has no call of the root that ends its forward
             thread.owned = ModelTensors(self._modules[0].module)
-            order = ExecutionOrder(self._planner.expected)
-            current = ModelPass(self._engine, order, self._planner.roles, GroupTensors(None, thread.owned))
+            order = ExecutionOrder(self._plans.order)
+            current = ModelPass(self._engine, order, self._plans.roles, GroupTensors(None, thread.owned))
             thread.current = current
         thread.packer = Packer()
         thread.between = current.packer_between()
@@ -321,7 +321,7 @@ class Tracker:
         thread.between = None
         self._running.discard(threading.get_ident())
         thread.hooks = None
-        if finished or (current.course.complete and not current.aborted):
+        if finished or (current.order.complete and not current.aborted):
             current.forward_done()
             self._learn(current)
             thread.current = None
@@ -329,8 +329,8 @@ class Tracker:
 
     def _learn(self, current: ModelPass[GroupKey]) -> None:
         if not current.aborted:
-            sequence = tuple(current.course.arrived)
-            self._planner.learn(sequence)
+            sequence = tuple(current.order.started)
+            self._plans.learn(sequence)
             self._done(current, sequence)
 
     # Removal

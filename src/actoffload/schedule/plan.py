@@ -43,9 +43,9 @@ class Do(enum.Enum):
     """
 
     OFFLOAD = "offload"
-    INCREMENTAL_RELEASE = "give way"
+    INCREMENTAL_RELEASE = "incremental release"
     RELEASE = "release"
-    INCREMENTAL_PREFETCH = "come back"
+    INCREMENTAL_PREFETCH = "incremental prefetch"
     RELOAD = "reload"
 
 
@@ -84,16 +84,9 @@ class Action:
 
     def __str__(self) -> str:
         if self.do is Do.INCREMENTAL_RELEASE:
-            return f"layer {self.layer} gives way"
+            return f"release layer {self.layer} incrementally"
         if self.do is Do.INCREMENTAL_PREFETCH:
-            return f"layer {self.layer} comes back"
-        return self.wish
-
-    @property
-    def wish(self) -> str:
-        """What a plan wants to be done, in words that follow "would"."""
-        if self.do in (Do.INCREMENTAL_RELEASE, Do.INCREMENTAL_PREFETCH):
-            return f"let layer {self.layer} {self.do.value}"
+            return f"prefetch layer {self.layer} incrementally"
         return f"{self.do.value} layer {self.layer}"
 
 
@@ -179,14 +172,16 @@ class Plan:
                 raise ValueError(f"The plan names the {event}, but its layers are 0 to {self.model_layers - 1}.")
             for k, act in enumerate(acts):
                 if not 0 <= act.layer < self.model_layers:
-                    raise ValueError(f"The plan would {act.wish}, but its layers are 0 to {self.model_layers - 1}.")
+                    raise ValueError(f"The plan would {act}, but its layers are 0 to {self.model_layers - 1}.")
                 if act in seen:
-                    raise ValueError(f"The plan would {act.wish} twice in one pass; once is enough.")
+                    raise ValueError(f"The plan would {act} twice in one pass; once is enough.")
                 only = {Do.INCREMENTAL_RELEASE: When.FORWARD_START, Do.INCREMENTAL_PREFETCH: When.BACKWARD_START}.get(
                     act.do, event.when
                 )
                 if event.when is not only:
-                    raise ValueError(f"In the plan {act} at the {event}; it can only at the {only.value} of a layer.")
+                    raise ValueError(
+                        f"The plan would {act} at the {event}; that can only be at the {only.value} of a layer."
+                    )
                 seen[act] = (order[event], k)
         for act, place in seen.items():
             self._check_order(act, place, order, seen)
@@ -201,23 +196,19 @@ class Plan:
         layer = act.layer
         if act.do is Do.OFFLOAD:
             if place[0] < order[Event(When.FORWARD_START, layer)]:
-                raise ValueError(f"The plan would {act.wish} before its forward starts; move it there or later.")
+                raise ValueError(f"The plan would {act} before its forward starts; move it there or later.")
         else:
             before = Action(Do.RELEASE if act.do in (Do.RELOAD, Do.INCREMENTAL_PREFETCH) else Do.OFFLOAD, layer)
             if before not in seen or seen[before] > place:
-                raise ValueError(
-                    f"The plan would {act.wish} without, or before, the action '{before}'; add it earlier."
-                )
+                raise ValueError(f"The plan would {act} without, or before, the action '{before}'; add it earlier.")
         behind = {Do.INCREMENTAL_RELEASE: Do.RELEASE, Do.INCREMENTAL_PREFETCH: Do.RELOAD}.get(act.do)
         if behind is not None and seen.get(Action(behind, layer), (-1, -1)) < place:
-            raise ValueError(f"In the plan {act} without the action '{Action(behind, layer)}' behind it; add that.")
+            raise ValueError(f"The plan would {act} without the action '{Action(behind, layer)}' after it; add that.")
         if act.do in (Do.RELEASE, Do.INCREMENTAL_RELEASE) and place[0] < order[Event(When.FORWARD_END, layer)]:
-            raise ValueError(f"The plan would {act.wish} before its forward ends; move it there or later.")
+            raise ValueError(f"The plan would {act} before its forward ends; move it there or later.")
         begins = order[Event(When.BACKWARD_START, layer)]
         if place[0] > begins or (act.do is Do.INCREMENTAL_PREFETCH and place[0] == begins):
-            raise ValueError(
-                f"The plan would {act.wish} after its backward starts, when it is of no use; move it earlier."
-            )
+            raise ValueError(f"The plan would {act} after its backward starts, when it is of no use; move it earlier.")
 
 
 OUTSIDE = 1 << 30

@@ -15,9 +15,9 @@ __all__ = ["DefaultSchedule", "GroupSchedule", "ManualSchedule"]
 class DefaultSchedule:
     """Offload the first `num_layers` of `model_layers`; at most the difference is resident at any time.
 
-    With ``window = model_layers - num_layers``, layer ``i`` is copied out while it and the layers behind it
-    compute, has left before layer ``i + window`` starts, and comes back once the backward of layer
-    ``i + window`` has freed the room.  The rule is that of Transformer Engine's CPU offloading.
+    With ``window = model_layers - num_layers``, layer ``i`` is copied while it and the next layers compute.  It is
+    released before layer ``i + window`` starts, and reloaded after the backward of layer ``i + window``.  The rule is
+    that of Transformer Engine's CPU offloading.
 
     Parameters
     ----------
@@ -58,7 +58,7 @@ class DefaultSchedule:
 
     @property
     def overlaps(self) -> bool:
-        """Whether a copy can run beside compute; with one resident layer each waits for the other."""
+        """Whether copies can overlap with compute; with one resident layer each waits for the other."""
         return self.num_layers == 0 or self.window > 1
 
     def plan(self) -> Plan:
@@ -138,35 +138,35 @@ class ManualSchedule:
 
 
 RESIDENT = 2
-"""So many groups at the end stay if nothing is said: copies then run beside the compute of another group."""
+"""Groups at the end that are kept by default: copies then overlap with the compute of another group."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupSchedule:
-    """Which groups of a sequence leave, and when they leave and come back.
+    """Which groups of a sequence are offloaded, and when they are released and reloaded.
 
-    A group is a stretch of the forward whose saved tensors move together.  Groups are of one *kind* if they play the
-    same part in their blocks: all blocks, or all attention modules.  The last group of each kind stays, because
-    backward begins there; so do the last two of the sequence.
+    A group is a stretch of the forward whose saved tensors are offloaded together.  Groups are of one *kind* if they
+    play the same part in their blocks: all blocks, or all attention modules.  The last group of each kind is kept,
+    because backward begins there; so are the last two of the sequence.
 
-    Let ``d`` be the number of groups at the end of the sequence that stay, or `max_inflight` if that is smaller.
-    Group ``i`` is copied while it computes and leaves while group ``i + d`` computes: for each tensor that the later
-    one saves, as many bytes of the earlier one give way.  So the device holds the bytes of ``d`` groups and one tensor,
-    and the copies have until the end of the forward.  In backward group ``i`` comes back when that of the group has
-    ended that lies as many places behind it as groups stay at the end, or `max_inflight` and one if that is less; with
-    several kinds one group ahead of its own, because groups of different sizes make no room for each other.  If only
-    one group stays, the next one comes back into the room of what it has used beyond its first quarter: no copy could
-    run beside compute otherwise.
+    Let ``d`` be the number of groups at the end of the sequence that are kept, or `max_inflight` if that is smaller.
+    Group ``i`` is copied while it computes.  While group ``i + d`` computes, each tensor that it saves frees as many
+    already copied bytes of group ``i``.  So the device holds the bytes of ``d`` groups and one tensor, and the copies
+    have until the end of the forward.  In backward, group ``i`` is reloaded after the backward of group ``i + r``,
+    where ``r`` is the number of kept groups at the end, or ``max_inflight + 1`` if that is less.  With several kinds
+    ``r`` is at most 2, because groups of different sizes do not fit into each other's memory.  If only one group is
+    kept, no copy could overlap with compute; then the next group is prefetched into the bytes that backward has freed
+    beyond the first quarter.
 
     Parameters
     ----------
     num_layers : int, optional
-        The first so many groups of each kind leave.  None for all that may.
+        Number of groups of each kind to offload, from the first.  None for all that can be.
     fraction : float
-        Of the groups that would leave, the first so many, rounded: those that would lie longest on the device.
+        Fraction of the eligible groups to offload, from the first, rounded.
     max_inflight : int, optional
-        At most so many groups are on their way whenever a group has ended, in either direction: compute waits for the
-        first one where there would be more.  None for no limit but that of the groups which stay.
+        Largest number of groups that are being copied when a group ends, in either direction; compute waits where
+        there would be more.  None for no limit but that of the kept groups.
 
     Raises
     ------
@@ -176,9 +176,9 @@ class GroupSchedule:
     Examples
     --------
     >>> from actoffload.schedule.schedules import GroupSchedule
-    >>> GroupSchedule().leaving(["layer"] * 5)
+    >>> GroupSchedule().offloaded(["layer"] * 5)
     (0, 1, 2)
-    >>> GroupSchedule().leaving(["attention", "mlp"] * 3)
+    >>> GroupSchedule().offloaded(["attention", "mlp"] * 3)
     (0, 1, 2, 3)
     """
 
@@ -194,8 +194,8 @@ class GroupSchedule:
         if self.max_inflight is not None and self.max_inflight < 1:
             raise ValueError(f"max_inflight is {self.max_inflight}; expected at least 1 group, or None for no limit.")
 
-    def leaving(self, kinds: Sequence[str]) -> tuple[int, ...]:
-        """Return the positions that leave in a sequence of groups, given by their kinds."""
+    def offloaded(self, kinds: Sequence[str]) -> tuple[int, ...]:
+        """Return the positions of the groups to offload in a sequence, given by kinds."""
         last = len(kinds) if self.num_layers is not None else len(kinds) - RESIDENT  # [guard: resident groups -> True]
         found: list[int] = []
         for kind in dict.fromkeys(kinds):
@@ -206,24 +206,24 @@ class GroupSchedule:
             found += may[: math.floor(self.fraction * len(may) + 0.5)]
         return tuple(sorted(found))
 
-    def staying(self, kinds: Sequence[str]) -> int:
-        """Return how many groups at the end of a sequence stay."""
-        leaving = self.leaving(kinds)
-        return len(kinds) - 1 - leaving[-1] if leaving else len(kinds)
+    def resident(self, kinds: Sequence[str]) -> int:
+        """Return how many groups at the end of a sequence are kept."""
+        offloaded = self.offloaded(kinds)
+        return len(kinds) - 1 - offloaded[-1] if offloaded else len(kinds)
 
     def distance(self, kinds: Sequence[str]) -> int:
-        """Return after how many more groups one that leaves is gone."""
-        at_the_end = self.staying(kinds)
-        return min(at_the_end, self.max_inflight or at_the_end)  # [guard: groups in flight]
+        """Return after how many more groups an offloaded one is released."""
+        resident = self.resident(kinds)
+        return min(resident, self.max_inflight or resident)  # [guard: groups in flight]
 
     def plan(self, kinds: Sequence[str]) -> Plan:
         """Return the plan for a sequence of groups, given by their kinds; at least one."""
         steps: dict[Event, tuple[Action, ...]] = {}
-        leaving, at_the_end, d = self.leaving(kinds), self.staying(kinds), self.distance(kinds)
-        # While one is used the next must be on its way already, or every copy would be waited for.
-        back = min(at_the_end, d + 1) if len(set(kinds)) == 1 else min(at_the_end, d + 1, RESIDENT)
-        alone = bool(leaving) and at_the_end == 1  # [guard: incremental prefetch of a single group -> False]
-        for i in leaving:
+        offloaded, resident, d = self.offloaded(kinds), self.resident(kinds), self.distance(kinds)
+        # While one is used the next is copied already; otherwise compute would wait for every copy.
+        back = min(resident, d + 1) if len(set(kinds)) == 1 else min(resident, d + 1, RESIDENT)
+        alone = bool(offloaded) and resident == 1  # [guard: incremental prefetch of a single group -> False]
+        for i in offloaded:
             pairs = [
                 (Event(When.FORWARD_START, i), Action(Do.OFFLOAD, i)),
                 (Event(When.FORWARD_START, i + d), Action(Do.INCREMENTAL_RELEASE, i)),

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actoffload.schedule.execution_order import ExecutionOrder, GroupKey, Planner
+from actoffload.schedule.execution_order import ExecutionOrder, GroupKey, GroupPlans
 from actoffload.schedule.schedules import GroupSchedule
 
 orders = st.lists(st.sampled_from("abcd"), max_size=8)
@@ -19,11 +19,11 @@ class Slow:
     """What is expected as a list that is cut down as groups come."""
 
     def __init__(self, expected: Sequence[str]) -> None:
-        self.arrived: list[str] = []
+        self.started: list[str] = []
         self.ahead = list(expected)
 
-    def arrive(self, key: str) -> bool:
-        self.arrived.append(key)
+    def start(self, key: str) -> bool:
+        self.started.append(key)
         if key not in self.ahead:
             return False
         skipped = 0
@@ -33,9 +33,9 @@ class Slow:
 
 
 def follow(expected: Sequence[str], comes: str) -> tuple[list[bool], str]:
-    course = ExecutionOrder(expected)
-    as_expected = [course.arrive(key) for key in comes]
-    return as_expected, "".join(course.sequence)
+    order = ExecutionOrder(expected)
+    as_expected = [order.start(key) for key in comes]
+    return as_expected, "".join(order.sequence)
 
 
 @pytest.mark.parametrize(
@@ -66,27 +66,27 @@ def test_what_is_expected_follows_what_comes(expected: str, comes: str, right: l
 
 @given(orders, orders)
 def test_against_a_list_that_is_cut_down(expected: list[str], comes: list[str]) -> None:
-    course, slow = ExecutionOrder(expected), Slow(expected)
+    order, slow = ExecutionOrder(expected), Slow(expected)
     for key in comes:
-        assert course.arrive(key) == slow.arrive(key)
-        assert course.arrived == slow.arrived
-        assert course.sequence == (*slow.arrived, *slow.ahead)
-        assert course.complete == (not slow.ahead)
+        assert order.start(key) == slow.start(key)
+        assert order.started == slow.started
+        assert order.sequence == (*slow.started, *slow.ahead)
+        assert order.complete == (not slow.ahead)
 
 
 @given(orders, orders)
 def test_what_has_come_is_never_rewritten(expected: list[str], comes: list[str]) -> None:
     """The sequence begins with what has come and ends with a part of what was expected, in its order."""
-    course = ExecutionOrder(expected)
+    order = ExecutionOrder(expected)
     ahead = len(expected)
     for k, key in enumerate(comes):
-        before = course.sequence
-        right = course.arrive(key)
-        assert course.sequence[: k + 1] == tuple(comes[: k + 1])
-        rest = course.sequence[k + 1 :]
+        before = order.sequence
+        right = order.start(key)
+        assert order.sequence[: k + 1] == tuple(comes[: k + 1])
+        rest = order.sequence[k + 1 :]
         assert len(rest) <= ahead
         assert rest == tuple(expected[len(expected) - len(rest) :])
-        assert right == (course.sequence == before)
+        assert right == (order.sequence == before)
         ahead = len(rest)
 
 
@@ -94,9 +94,9 @@ def test_what_has_come_is_never_rewritten(expected: list[str], comes: list[str])
 def test_the_next_pass_is_expected_as_this_one_was(expected: list[str], comes: list[str]) -> None:
     first = ExecutionOrder(expected)
     for key in comes:
-        first.arrive(key)
-    second = ExecutionOrder(tuple(first.arrived))
-    assert all(second.arrive(key) for key in comes)
+        first.start(key)
+    second = ExecutionOrder(tuple(first.started))
+    assert all(second.start(key) for key in comes)
     assert second.complete
     assert second.sequence == tuple(comes)
 
@@ -104,34 +104,34 @@ def test_the_next_pass_is_expected_as_this_one_was(expected: list[str], comes: l
 @given(orders, orders)
 def test_the_expected_order_is_not_changed(expected: list[str], comes: list[str]) -> None:
     given = list(expected)
-    course = ExecutionOrder(given)
+    order = ExecutionOrder(given)
     for key in comes:
-        course.arrive(key)
+        order.start(key)
     assert given == expected
 
 
 def test_a_model_whose_order_always_changes_has_a_limited_number_of_plans():
-    planner = Planner(GroupSchedule(), "a" * 6)
+    plans = GroupPlans(GroupSchedule(), "a" * 6)
     sequences = [tuple(GroupKey(k) for k in order) for order in itertools.permutations(range(6), 4)]
     for sequence in sequences:
-        roles = planner.roles(sequence)
-        assert planner.roles(sequence) is roles
+        roles = plans.roles(sequence)
+        assert plans.roles(sequence) is roles
     assert len(sequences) == 360
-    assert len(planner._known) <= 64
+    assert len(plans._known) <= 64
 
 
 def test_plans_of_an_earlier_schedule_are_not_used():
-    planner = Planner(GroupSchedule(), "a" * 6)
-    before = planner.roles(planner.expected)
-    planner.reschedule(GroupSchedule(num_layers=1))
-    after = planner.roles(planner.expected)
+    plans = GroupPlans(GroupSchedule(), "a" * 6)
+    before = plans.roles(plans.order)
+    plans.reschedule(GroupSchedule(num_layers=1))
+    after = plans.roles(plans.order)
     assert after.plan == GroupSchedule(num_layers=1).plan("a" * 6) != before.plan
 
 
 def test_the_order_of_the_last_pass_is_expected():
-    planner = Planner(GroupSchedule(), "aaa")
-    assert planner.expected == (GroupKey(0), GroupKey(1), GroupKey(2))
-    planner.learn([GroupKey(2), GroupKey(0)])
-    assert planner.expected == (GroupKey(2), GroupKey(0))
-    planner.learn([])  # nothing ran
-    assert planner.expected == (GroupKey(2), GroupKey(0))
+    plans = GroupPlans(GroupSchedule(), "aaa")
+    assert plans.order == (GroupKey(0), GroupKey(1), GroupKey(2))
+    plans.learn([GroupKey(2), GroupKey(0)])
+    assert plans.order == (GroupKey(2), GroupKey(0))
+    plans.learn([])  # nothing ran
+    assert plans.order == (GroupKey(2), GroupKey(0))
