@@ -1,4 +1,4 @@
-"""What an author of a module can say about single tensors, and how to ask whether offloading is on."""
+"""Annotations of single tensors by a module's author, and whether offloading is enabled."""
 
 from __future__ import annotations
 
@@ -16,16 +16,14 @@ __all__ = ["is_cpu_offload_enabled", "mark_not_offload", "start_offload"]
 def mark_not_offload(*tensors: Any) -> None:
     """Keep tensors on the device when autograd saves them.
 
-    The mark belongs to the storage: it reaches every view of it, also views made before, and ends when the
-    storage is freed.  Nothing is written on the tensors.  Of something that is made of several tensors it reaches
-    every part.
+    The mark belongs to the storage: it applies to every view, also to earlier ones, and ends when the storage is freed.
+    Of an object with several tensors it applies to each.
 
     Parameters
     ----------
     *tensors : torch.Tensor, object or None
-        Tensors of any shape, tensor subclasses that are made of plain ones among them (``__tensor_flatten__``);
-        objects that give their tensors away by ``prepare_for_saving`` and take them back by
-        ``restore_from_saved``, or show them by ``get_data_tensors``.  None is passed over.
+        Tensors of any shape, also subclasses with ``__tensor_flatten__``; objects with ``prepare_for_saving`` and
+        ``restore_from_saved``, or with ``get_data_tensors``.  None is skipped.
 
     Raises
     ------
@@ -43,26 +41,24 @@ def mark_not_offload(*tensors: Any) -> None:
     """
     for value in _checked(tensors, "mark_not_offload"):
         for tensor, _ in parts_to_save(value):
-            if tensor.layout is torch.strided:  # others stay anyway, and have no storage to note it on
+            if tensor.layout is torch.strided:  # others are kept anyway, and have no storage
                 tensor_marks.keep(tensor)
 
 
 def start_offload(*tensors: Any, offload_base_tensor: bool = False) -> None:
-    """Say that tensors are final from here on, before autograd saves them.
+    """Let the copies of tensors start here, before autograd saves them; the tensors are final.
 
-    A copy normally waits for everything that was queued on the current stream when the tensor was saved.  A
-    fused function saves its tensors when it ends; calling this where each was computed lets the copies start
-    there.  A tensor that is changed in place afterwards loses the note.  Outside of an enabled context, and for
-    tensors that are never saved, nothing happens.
+    A copy normally waits for all work that is on the current stream when the tensor is saved.  A fused function saves
+    its tensors at its end; with this call after each was computed, the copies start earlier.  An in-place change
+    afterwards cancels the call.  Outside of an enabled context, and for tensors that are never saved, it does nothing.
 
     Parameters
     ----------
     *tensors : torch.Tensor, object or None
-        Tensors of any shape on the offloading device, and objects made of them, as for `mark_not_offload`; None
-        is passed over.
+        Tensors of any shape on the offloading device, and objects, as for `mark_not_offload`.  None is skipped.
     offload_base_tensor : bool
-        Move the whole storage of each tensor even if the saved view covers little of it; for instance the
-        interleaved query, key and value of one projection.
+        Offload the whole storage of each tensor even if the saved view covers little of it, such as the interleaved
+        query, key and value of one projection.
 
     Raises
     ------

@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 class _Cursor(threading.local):
-    """Where one thread is in a context: its current pass, and the layer that it is in or has just left."""
+    """The current pass of one thread, and the layer that it is in or has just left."""
 
     def __init__(self) -> None:
         self.current: Pass | None = None
@@ -38,9 +38,9 @@ class _Cursor(threading.local):
 class OffloadContext(ContextDecorator):
     """The context of `get_cpu_offload_context`: entered once for each layer, in the order of the forward.
 
-    ``model_layers`` entries make a pass.  A pass that is not finished is given up when an exception leaves the
-    context, when its backward has begun, or when its graph and its last output are gone; the next entry is then
-    layer 0 again.  Each thread has passes of its own.
+    ``model_layers`` entries make a pass.  An unfinished pass ends when an exception leaves the context, when its
+    backward has begun, or when its graph and its last output are freed; the next entry is then layer 0.  Each thread
+    has its own passes.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -48,7 +48,7 @@ class OffloadContext(ContextDecorator):
         self._cursor = _Cursor()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OffloadContext:
-        # A model that is copied with its context gets one of its own: passes and host memory are not shared.
+        # A copied model gets its own context, with its own passes and limit.
         return OffloadContext(self._engine.fresh())
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -122,7 +122,7 @@ class OffloadContext(ContextDecorator):
             cursor.inside = None
 
     def synchronize(self, output: T) -> T:
-        """Tell that a layer's output is complete, and return it; the context's ``sync_function``.
+        """Mark a layer's output as complete, and return it; the context's ``sync_function``.
 
         Parameters
         ----------
@@ -162,10 +162,10 @@ class OffloadContext(ContextDecorator):
     # Passes
 
     def new_pass(self) -> None:
-        """Let the next entry be layer 0 of a new pass, whatever came before.
+        """Start a new pass: the next entry is layer 0.
 
-        Only needed where a forward was given up between two layers and its tensors are still held, for instance
-        by the traceback of an exception that was kept.
+        Only needed where a forward was abandoned between two layers and its tensors are still referenced, for instance
+        by a stored traceback.
         """
         if self._cursor.inside is not None:
             raise RuntimeError("new_pass() was called inside the offloading context; leave the context first.")
@@ -175,23 +175,23 @@ class OffloadContext(ContextDecorator):
     def current_pass(self) -> Pass | None:
         """The pass whose backward runs in the calling thread, else that of its last entry, else the latest of any.
 
-        Backward runs on threads of autograd's own, so a hook sees the pass that it belongs to.
+        Backward runs on autograd's threads, so a hook gets the pass that it belongs to.
         """
         return pass_in_backward(self._engine) or self._cursor.current or latest_pass(self._engine)
 
     @property
     def plan(self) -> Plan:
-        """What is done at which event."""
+        """The actions at each event."""
         return self._engine.plan
 
     # What happened
 
     def statistics(self) -> Statistics:
-        """Return counts and bytes since the context was made or `reset_statistics` was called."""
+        """Return counts and bytes since the context was created or `reset_statistics` was called."""
         return self._engine.statistics()
 
     def reset_statistics(self) -> None:
-        """Start all counts and sums anew, and the peaks from what is held now."""
+        """Reset all counts and sums; the peaks start from what is held now."""
         with self._engine.lock:
             self._engine.counters.reset()
 
@@ -220,10 +220,10 @@ class OffloadContext(ContextDecorator):
         return self._engine.trim()
 
     def close(self) -> None:
-        """Give the host memory back, that of captured graphs included; such graphs must not be replayed again.
+        """Free the pinned memory, that of captured graphs included; such graphs must not be replayed again.
 
-        Buffers of passes that are still in flight are freed when their graphs are.  The context can be used on;
-        it takes new memory then.
+        Buffers of passes in flight are freed with their graphs.  The context may be used again and allocates new memory
+        then.
         """
         self._engine.close()
 

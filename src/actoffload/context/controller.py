@@ -1,4 +1,4 @@
-"""Manual synchronization: the program says when a layer leaves, is freed and comes back."""
+"""Manual offload schedule: the program calls offload, release and reload of each layer."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ __all__ = ["ManualController"]
 
 
 class ManualController:
-    """Moves the activations of one layer at a time.
+    """Offloads, releases and reloads the activations of one layer at a time.
 
-    A layer for which nothing is called stays on the device.  For the others the order is
-    `start_offload_layer`, `release_activation_forward_gpu_memory`, `start_reload_layer`; a released layer that
-    nobody reloads comes back when backward needs it, at the price of a stall.
+    A layer without calls stays on the device.  For the others the order is `start_offload_layer`,
+    `release_activation_forward_gpu_memory`, `start_reload_layer`.  A released layer without a reload is reloaded when
+    backward needs it, with a stall.
 
-    Layer ids count the entries of the context in one forward, from 0.  They refer to
-    `OffloadContext.current_pass`: in a hook that runs in backward, the pass of that backward; else the calling
-    thread's latest.  `in_pass` names another one that is still in flight.
+    Layer ids count the entries of the context in one forward, from 0.  They refer to `OffloadContext.current_pass`: in
+    a hook that runs in backward, the pass of that backward; else the calling thread's latest.  `in_pass` is another
+    pass in flight.
 
     Notes
     -----
@@ -36,8 +36,7 @@ class ManualController:
     def start_offload_layer(self, layer_id: int, *, in_pass: Pass | None = None) -> None:
         """Queue the copies of a layer's activations to the host.
 
-        Each copy starts on the offload stream once its own tensor is ready, not at this point of the current
-        stream.  The host does not wait.
+        Each copy starts on the offload stream as soon as its tensor is ready.  The host does not wait.
 
         Parameters
         ----------
@@ -68,9 +67,9 @@ class ManualController:
         self._do(Do.RELEASE, Phase.OFFLOADING, layer_id, in_pass)
 
     def start_reload_layer(self, layer_id: int, *, in_pass: Pass | None = None) -> None:
-        """Take device memory for a layer and queue the copies back to it.
+        """Allocate device memory for a layer and queue the copies to it.
 
-        Backward waits for each tensor by itself, when it uses it.
+        Backward waits for each tensor when it uses it.
 
         Raises
         ------

@@ -1,4 +1,4 @@
-"""Front door 1: a context around each layer and a function over its output."""
+"""`get_cpu_offload_context`, and what it returns when offloading is disabled."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class NoOffloadContext(ContextDecorator, AbstractContextManager["NoOffloadContex
 
     @contextmanager
     def record_timeline(self) -> Iterator[TimelineRecorder]:
-        """Yield a recorder that sees nothing: there are no layers to time without offloading."""
+        """Yield a recorder that records nothing."""
         yield TimelineRecorder(ReferenceDevice(), Counters())
 
     def trim(self) -> int:
@@ -105,25 +105,25 @@ def get_cpu_offload_context(
     enabled : bool
         False returns objects of the same kind that do nothing.
     num_layers : int
-        Offload the first so many layers.  Not used with manual synchronization.
+        Number of layers to offload, from the first.  Not used with manual synchronization.
     model_layers : int
         How many times the context is entered in one forward of the model.
     offload_activations : bool
-        Deprecated.  False asks for nothing to be offloaded, and gives the same as ``enabled=False``.
+        Deprecated.  False is the same as ``enabled=False``.
     offload_weights : bool
         Deprecated and without effect: weights stay on the device.
     double_buffering : bool
-        Deprecated and without effect: buffers are reused by themselves.
+        Deprecated and without effect: buffers are always reused.
     manual_synchronization : bool
-        Nothing moves by itself; a `ManualController` is returned as well, and the program says when.
+        Nothing is offloaded by itself; the program calls the `ManualController` that is returned as well.
     retain_pinned_cpu_buffers : bool
-        Accepted for compatibility.  Page-locked memory is always kept between steps, and always stays in
-        place for captured graphs, until the context is closed or dropped.
+        Accepted for compatibility.  Pinned memory is always kept between steps, and stays in place for captured
+        graphs, until the context is closed or dropped.
     offload_stream : torch.Stream, optional
         The stream for all transfers, with manual synchronization only.
     max_host_bytes : int, optional
-        Largest amount of page-locked host memory to hold for each device, in bytes.  What does not fit stays
-        on the device, with one warning.  A keyword of this library's own.
+        Largest amount of pinned host memory to hold for each device, in bytes.  What does not fit stays on the
+        device, with one warning.  Not in Transformer Engine.
 
     Returns
     -------
@@ -145,9 +145,9 @@ def get_cpu_offload_context(
     Warns
     -----
     UserWarning
-        If ``num_layers == model_layers - 1``, which leaves no compute beside which to copy.
+        If ``num_layers == model_layers - 1``: then copies do not overlap with compute.
     DeprecationWarning
-        If a deprecated argument asks for something.
+        If a deprecated argument is not at its default.
 
     Notes
     -----

@@ -1,4 +1,4 @@
-"""WHEN: plans as data, schedules that make them, and `simulate`, which predicts their cost.  Needs no torch."""
+"""When to offload: plans as data, schedules that make them, and `simulate`, which predicts their cost."""
 
 from .costs import LayerCost, Link, Saved
 from .plan import Action, Do, Event, Plan, When

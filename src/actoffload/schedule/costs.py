@@ -1,4 +1,4 @@
-"""What `simulate` needs to know of a model and of a machine: bytes and times of each layer, and the link."""
+"""Input of `simulate`: bytes and times of each layer, and the bandwidth of the link."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _fraction(name: str, value: float, of: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """One tensor that autograd saves in a layer and that may travel.
+    """One tensor that autograd saves in a layer and that may be offloaded.
 
     Parameters
     ----------
@@ -105,8 +105,8 @@ class LayerCost:
     def even(cls, nbytes: int, forward: float, backward: float, pieces: int = 8) -> LayerCost:
         """Return a layer that saves its bytes in equal pieces at equal distances.
 
-        Forward saves piece ``k`` after ``(k + 1) / pieces`` of its time; backward needs them the other way
-        round, the last one at once.
+        Forward saves piece ``k`` after ``(k + 1) / pieces`` of its time; backward needs them in reverse order, the
+        last one at once.
 
         Parameters
         ----------
@@ -144,16 +144,15 @@ class LayerCost:
 class Link:
     """The connection between device and host.
 
-    The two directions are independent: a copy is not slower while one runs the other way.  That holds for
-    links with lanes of their own for each direction as long as host memory keeps up; where it does not, give
-    the bandwidths measured with both directions busy, and the prediction is an upper bound of the time.
+    The two directions are independent: a copy is not slower while one runs the other way.  Where host memory cannot
+    keep up with both, give the bandwidths measured with both directions busy; the prediction is then an upper bound.
 
     Parameters
     ----------
     d2h, h2d : float
         Bytes per second from device to host and from host to device; infinity is allowed.
     latency : float
-        Seconds that each copy takes beside its bytes.
+        Seconds that each copy takes in addition.
 
     Raises
     ------

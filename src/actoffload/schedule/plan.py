@@ -1,7 +1,6 @@
-"""The vocabulary of a schedule: events of a step, actions on layers, and the plan that joins them.
+"""Events of a step, actions on layers, and the plan that maps events to actions.
 
-Nothing here knows of tensors, streams or torch.  A plan is data: the engine carries it out, ``simulate``
-predicts what it costs, and the documentation draws it.
+A plan is data: the engine executes it, `simulate` predicts its cost, and the documentation draws it.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ __all__ = ["OUTSIDE", "Action", "Do", "Event", "Plan", "Roles", "When", "reserve
 
 
 class When(enum.Enum):
-    """The four moments of a layer in one pass, in the order in which they come."""
+    """The four events of a layer in one pass, in order."""
 
     FORWARD_START = "forward start"
     FORWARD_END = "forward end"
@@ -24,7 +23,7 @@ class When(enum.Enum):
 
 
 class Do(enum.Enum):
-    """What can be done to a layer's activations, in the only order that makes sense.
+    """Actions on a layer's activations, in their order.
 
     ``OFFLOAD`` at the layer's own ``FORWARD_START`` copies each tensor as soon as it is saved.  At any later event it
     queues the copies of everything that the layer has saved.
@@ -50,11 +49,11 @@ class Do(enum.Enum):
 
 
 def reserve(nbytes: int) -> int:
-    """Return how much of the room of a layer stays free in its backward while another one comes back into it.
+    """Return how many bytes that the backward of a layer frees are not used for an incremental prefetch.
 
-    Gradients and buffers of kernels take memory of their own in backward, at another point in each layer.  Where all
-    that is freed is taken at once, the peak rises by the difference.  That was an eighth of a Llama layer on an H100,
-    so a quarter is kept free; the copies have the time of the rest.
+    Gradients and kernels allocate memory in backward, at different points in each layer.  If the prefetch used all
+    freed bytes at once, the peak would rise by the difference: an eighth of a Llama layer on an H100.  So a quarter is
+    reserved.
 
     Parameters
     ----------
@@ -66,7 +65,7 @@ def reserve(nbytes: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """A moment of a pass: ``Event(When.FORWARD_START, 3)`` is the start of layer 3's forward."""
+    """An event of a pass: ``Event(When.FORWARD_START, 3)`` is the start of layer 3's forward."""
 
     when: When
     layer: int
@@ -77,7 +76,7 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """Something done to one layer: ``Action(Do.RELOAD, 0)``."""
+    """An action on one layer: ``Action(Do.RELOAD, 0)``."""
 
     do: Do
     layer: int
@@ -143,11 +142,11 @@ class Plan:
 
     @property
     def offloaded(self) -> tuple[int, ...]:
-        """The layers whose activations leave the device, ascending."""
+        """The layers to offload, ascending."""
         return tuple(sorted(a.layer for acts in self.steps.values() for a in acts if a.do is Do.OFFLOAD))
 
     def events(self) -> Iterator[Event]:
-        """All events of a sequential pass in the order in which they arrive."""
+        """All events of a sequential pass, in order."""
         for layer in range(self.model_layers):
             yield Event(When.FORWARD_START, layer)
             yield Event(When.FORWARD_END, layer)
@@ -212,27 +211,27 @@ class Plan:
 
 
 OUTSIDE = 1 << 30
-"""Stands, as the index of a layer, for whatever is saved in no layer; behind every real one."""
+"""Index of the layer of what is saved in no layer; larger than every other."""
 
 
 @dataclass(frozen=True, slots=True)
 class Roles:
-    """A plan, and what the engine asks of it for every saved tensor.
+    """A plan, and what the engine reads from it for every saved tensor.
 
     Parameters
     ----------
     plan : Plan
         What to do at which event.
     stay : frozenset of int
-        Layers that do not leave.
+        Layers that are not offloaded.
     last_leaving : int
-        The last layer that leaves; the number of layers if none does.
+        The last offloaded layer; the number of layers if there is none.
     released_incrementally : frozenset of int
-        Layers that leave tensor by tensor.
+        Layers that are released tensor by tensor.
     planned : bool
-        Whether the plan says anything; otherwise the program calls for each transfer itself.
+        Whether transfers follow the plan; otherwise the program calls for each.
     actions : mapping
-        What `Plan.at` says, by the name of the event and the layer.
+        Actions by the name of the event and the layer.
     """
 
     plan: Plan
@@ -244,7 +243,7 @@ class Roles:
 
     @staticmethod
     def of(plan: Plan, *, planned: bool | None = None) -> Roles:
-        """Read the roles off a plan; one without steps is taken for that of a program which calls by itself."""
+        """Return the roles in a plan; without steps and `planned`, the program calls for each transfer."""
         leaving = plan.offloaded
         said = bool(plan.steps) if planned is None else planned
         stay = frozenset((*range(plan.model_layers), OUTSIDE)) - set(leaving)

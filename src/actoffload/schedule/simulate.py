@@ -1,8 +1,8 @@
-"""What a plan costs: bytes, times and a link in; timeline, peak and stalls out.
+"""Simulation of a plan: from bytes, times and a link to a timeline, the peak and the stalls.
 
-Three clocks move forward, as three queues of a device do: compute, copies out (D2H) and copies back (H2D).
-An operation begins when its queue is free and what it waits for is done, so every time is made of ``max``
-and ``+`` alone.  The engine on the reference device makes the same operations in the same order.
+There are three clocks, one for each queue of a device: compute, offload (D2H) and reload (H2D).  An operation begins
+when its queue is free and what it waits for is done.  The engine on the reference device performs the same operations
+in the same order.
 """
 
 from __future__ import annotations
@@ -41,14 +41,13 @@ def simulate(plan: Plan, layers: Sequence[LayerCost], link: Link) -> Simulation:
 
     Notes
     -----
-    The host is taken to run ahead of the device: a copy that is queued late but whose tensor was ready
-    early starts as soon as its queue is free.  A copy out starts when its tensor is saved, a copy back when
-    the plan lets it in, and copies in one direction run one after the other.  Backward uses the tensors of a
-    layer in order of their `Saved.needed_at`, and a tensor is freed when the next one is needed.
+    The host runs ahead of the device: a copy starts as soon as its tensor is ready and its queue is free, however late
+    it is queued.  Copies in one direction run one after the other.  Backward uses the tensors of a layer in order of
+    their `Saved.needed_at`, and a tensor is freed when the next one is needed.
 
     Examples
     --------
-    Two of five layers leave, their copies are as fast as forward, and compute never waits:
+    Two of five layers are offloaded, their copies are as fast as forward, and compute never waits:
 
     >>> from actoffload.schedule import DefaultSchedule, LayerCost, Link, simulate
     >>> layers = [LayerCost.even(256 * 2**20, forward=0.010, backward=0.020)] * 5
@@ -107,7 +106,7 @@ class _Held:
 
 @dataclass(slots=True)
 class _Run:
-    """The three clocks, the tensors alive, and what was noted down on the way."""
+    """The three clocks, the live tensors, and the recorded spans."""
 
     plan: Plan
     layers: tuple[LayerCost, ...]
@@ -118,11 +117,11 @@ class _Run:
     stalled: float = 0.0
     on_demand: int = 0
     nbytes: int = 0
-    donor: int | None = None  # which layer gives way to the one whose forward runs
-    owed: dict[int, int] = field(default_factory=dict)
-    successor: int | None = None  # which layer comes back into the room of the one whose backward runs
-    room: int = 0
-    leaving: set[int] = field(default_factory=set)
+    releasing: int | None = None  # the layer that is released incrementally by the forward
+    to_release: dict[int, int] = field(default_factory=dict)  # bytes
+    prefetching: int | None = None  # the layer that is prefetched into what the backward frees
+    room: int = 0  # bytes that backward has freed and nothing uses
+    offloading: set[int] = field(default_factory=set)
     released: set[int] = field(default_factory=set)
     held: dict[int, list[_Held]] = field(default_factory=dict)
     spans: list[Span] = field(default_factory=list)
@@ -139,28 +138,28 @@ class _Run:
             self._reach(start + saved.saved_at * cost.forward + self.stalled - before)
             tensors.append(_Held(saved, ready=self.compute))
             self._occupy(saved.nbytes)
-            since = self._make_room(saved.nbytes, Kind.FORWARD, layer, since)
-            if layer in self.leaving:
+            since = self._release_incrementally(saved.nbytes, Kind.FORWARD, layer, since)
+            if layer in self.offloading:
                 self._copy_out(layer, tensors[-1])
         self._reach(start + cost.forward + self.stalled - before)
-        self.donor = None
+        self.releasing = None
         self._note(Kind.FORWARD, layer, since)
         self._act(When.FORWARD_END, layer)
 
-    def _make_room(self, nbytes: int, kind: Kind, layer: int, since: float) -> float:
-        """Let the layer that gives way free as many bytes; return since when compute has worked."""
-        donor = self.donor
-        if donor is None or donor in self.released:
+    def _release_incrementally(self, nbytes: int, kind: Kind, layer: int, since: float) -> float:
+        """Free as many bytes of the layer that is released; return since when compute has worked."""
+        earlier = self.releasing
+        if earlier is None or earlier in self.released:
             return since
-        self.owed[donor] = self.owed.get(donor, 0) + nbytes
-        for tensor in self.held[donor]:
-            if self.owed[donor] <= 0:
+        self.to_release[earlier] = self.to_release.get(earlier, 0) + nbytes
+        for tensor in self.held[earlier]:
+            if self.to_release[earlier] <= 0:
                 break
             if tensor.on_device:
-                since = self._pause(tensor.copied, donor, since, kind, layer)
+                since = self._pause(tensor.copied, earlier, since, kind, layer)
                 tensor.on_device = False
                 self._occupy(-tensor.cost.nbytes)
-                self.owed[donor] -= tensor.cost.nbytes
+                self.to_release[earlier] -= tensor.cost.nbytes
         return since
 
     def backward(self, layer: int) -> None:
@@ -170,8 +169,8 @@ class _Run:
         start = since = self.compute
         before = self.stalled
         tensors = self.held.pop(layer)
-        # A layer that was never released may still be on its way out: its memory is read until then.
-        still_read = layer in self.leaving and layer not in self.released
+        # The copies of a layer that was never released may still read its memory.
+        still_read = layer in self.offloading and layer not in self.released
         left = max((tensor.copied for tensor in tensors), default=0.0) if still_read else 0.0
         in_use = 0
         for tensor in [tensors[k] for k in cost.order_of_use]:
@@ -179,11 +178,11 @@ class _Run:
             since = self._free(in_use, left, layer, since)
             in_use = tensor.cost.nbytes
             arrival = self._arrival(layer, tensor)
-            self._pass_on()
+            self._prefetch()
             since = self._pause(arrival, layer, since, Kind.BACKWARD, layer)
         self._reach(start + cost.backward + self.stalled - before)
         since = self._free(in_use, left, layer, since)
-        self.successor, self.room = None, 0
+        self.prefetching, self.room = None, 0
         self._note(Kind.BACKWARD, layer, since)
         self._act(When.BACKWARD_END, layer)
 
@@ -209,16 +208,16 @@ class _Run:
             if action.do is Do.OFFLOAD:
                 self._offload(action.layer)
             elif action.do is Do.INCREMENTAL_RELEASE:
-                self.donor = action.layer
+                self.releasing = action.layer
             elif action.do is Do.RELEASE:
                 self._release(action.layer)
             elif action.do is Do.INCREMENTAL_PREFETCH:
-                self.successor, self.room = action.layer, -reserve(self.layers[layer].nbytes)
+                self.prefetching, self.room = action.layer, -reserve(self.layers[layer].nbytes)
             else:
                 self._reload(action.layer)
 
     def _offload(self, layer: int) -> None:
-        self.leaving.add(layer)
+        self.offloading.add(layer)
         for tensor in self.held.get(layer, ()):
             self._copy_out(layer, tensor)
 
@@ -236,21 +235,21 @@ class _Run:
         for tensor in reversed(tensors):
             self._copy_back(layer, tensor)
 
-    def _pass_on(self) -> None:
-        """Let the successor have the room of what backward has used, as far as its next tensors fit."""
-        if self.successor is None:
+    def _prefetch(self) -> None:
+        """Prefetch the next tensors of a layer that fit into what backward has freed."""
+        if self.prefetching is None:
             return
-        for tensor in reversed(self.held[self.successor]):
+        for tensor in reversed(self.held[self.prefetching]):
             if tensor.on_device:
                 continue
             if tensor.cost.nbytes > self.room:
                 break
             self.room -= tensor.cost.nbytes
             self._occupy(tensor.cost.nbytes)
-            self._copy_back(self.successor, tensor)
+            self._copy_back(self.prefetching, tensor)
 
     def _arrival(self, layer: int, tensor: _Held) -> float:
-        """Return when a tensor can be used, asking for it now if nobody did."""
+        """Return when a tensor can be used; reload it now if that has not begun."""
         if not tensor.on_device:
             self.on_demand += 1
             self._occupy(tensor.cost.nbytes)
@@ -270,7 +269,7 @@ class _Run:
         self.spans.append(Span(Kind.H2D, layer, start, self.h2d, tensor.cost.nbytes))
 
     def _reach(self, time: float) -> None:
-        """Let compute work until a time; rounding must not take it back."""
+        """Let compute run until a time, and never back."""
         self.compute = max(self.compute, time)
 
     def _wait(self, time: float, layer: int) -> bool:
@@ -284,13 +283,13 @@ class _Run:
         return True
 
     def _note(self, kind: Kind, layer: int, start: float, end: float | None = None) -> None:
-        """Note down what compute did until `end`, or until now."""
+        """Record what compute did until `end`, or until now."""
         end = self.compute if end is None else end
         if end > start:
             self.spans.append(Span(kind, layer, start, end))
 
     def _occupy(self, nbytes: int) -> None:
-        """Take device memory, or give it back, at the present time of compute."""
+        """Allocate or free device memory at the present time of compute."""
         if nbytes:
             self.nbytes += nbytes
             self.resident.append((self.compute, self.nbytes))

@@ -1,4 +1,4 @@
-"""The outcome of a simulation, and how it reads."""
+"""Timelines of a step, and the result of a simulation."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Kind", "Simulation", "Span", "Timeline"]
 
 
 class Kind(enum.Enum):
-    """What a span of time was spent on."""
+    """Kind of work in a span of time."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -58,7 +58,7 @@ class Timeline:
     spans : tuple of Span
         In order of their start.
     resident : tuple of (float, int)
-        Steps of a staircase: at these seconds the bytes of saved activations on the device become this.
+        Seconds, and the bytes of saved activations that are on the device from then on.
     source : str
         Where the times come from: ``"simulated"``, ``"measured"`` or ``"reference device"``.
     """
@@ -113,7 +113,7 @@ class Simulation:
     forward_stall, backward_stall : float
         Seconds for which compute waited for copies, in forward and in backward.
     reloaded_on_demand : int
-        Saved tensors that came back only when backward asked for them.
+        Saved tensors that were reloaded only when backward used them.
     """
 
     timeline: Timeline
@@ -136,7 +136,7 @@ class Simulation:
 
     @property
     def slowdown(self) -> float:
-        """Step time over step time without offload; 1.0 says that offloading costs nothing."""
+        """Step time divided by that without offload; 1.0 means that offloading costs no time."""
         return self.step_time / self.baseline if self.baseline else 1.0
 
     @property
