@@ -111,7 +111,7 @@ counts = range(len(handle.plan.offloaded) + 1)
 
 
 def step_with(count):
-    """Run a step with so many layers offloaded."""
+    """Run a step with a number of layers offloaded."""
     handle.reschedule(num_layers=count)
     step()
 

@@ -58,7 +58,6 @@ class Mutant:
 INSTEAD: dict[str, str] = {
     "keep: kept tensor": "alias = tensor.detach(); alias.data = torch.empty(0, dtype=tensor.dtype)",
     "keep: host copy": f"self.storage = {WEAK.format('storage')}",
-    "keep: pass of the graph": f"self.owner = {WEAK.format('owner')}",
     "keep: resident tensor": "self.probe = probe.detach(); self.probe.data = torch.empty(0, dtype=probe.dtype)",
     "keep: pass of a plain tensor": f"self.owner = {WEAK.format('owner')}",
     "keep: plain tensor": "self.probe = probe.detach(); self.probe.data = torch.empty(0, dtype=probe.dtype)",

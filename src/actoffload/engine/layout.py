@@ -278,7 +278,7 @@ def gaps(start: int, stop: int, pieces: Iterable[Piece], nbytes: int) -> list[Pi
 
 
 def reload_spans(pieces: Iterable[Piece]) -> list[tuple[int, int]]:
-    """Return the stretches of device memory into which pieces come back: one, unless most of it were empty."""
+    """Return the stretches of device memory into which pieces are reloaded: one, unless most of it would be empty."""
     stretches = sorted((piece.start // GRAIN * GRAIN, piece.stop) for piece in pieces)
     spans: list[tuple[int, int]] = []
     for start, stop in stretches:

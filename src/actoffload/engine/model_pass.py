@@ -62,7 +62,7 @@ class ModelPass(Pass, Generic[Key]):
         self._owned = owned
         self.order = order
         # What was saved between the groups, and by which module; filled while a recorder is installed.
-        self.savers: list[tuple[weakref.ref[SavedStorage], weakref.ref[Module] | None]] = []
+        self.saved_outside: list[tuple[weakref.ref[SavedStorage], weakref.ref[Module] | None]] = []
         self._between = Layer(OUTSIDE, engine.backend.capturing())
         self._withheld = Layer(OUTSIDE, engine.backend.capturing())
         self._inputs: dict[int, StorageRef] = {}  # of the groups that built no graph, since the last that did
@@ -197,7 +197,7 @@ class ModelPass(Pass, Generic[Key]):
                 if because is not None:
                     self._note(layer, because, storage.nbytes)
                 elif late is None and self.engine.recorder is not None:
-                    self.savers.append((layer.storages[-1], current_module()))
+                    self.saved_outside.append((layer.storages[-1], current_module()))
             mine = token if late is None else late.revive()
             return Moved(self, saver.index, storage, view, probe, mine)
 

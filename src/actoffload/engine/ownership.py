@@ -242,7 +242,7 @@ class Limit(NamedTuple):
         return max(self.elements, -(-self.nbytes // LARGEST_ELEMENT))
 
     def refuses(self, elements: int, element: int) -> bool:
-        """Whether so many elements of so many bytes each are too few."""
+        """Return whether this number of elements, of this size in bytes each, is too small to offload."""
         return elements < self.elements or elements * element < self.nbytes
 
 

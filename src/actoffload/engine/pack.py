@@ -51,7 +51,7 @@ class Moved:
     def __init__(
         self, owner: Owner, index: int, storage: SavedStorage, view: View, probe: torch.Tensor, token: LivenessToken
     ) -> None:
-        self.owner = owner  # [keep: pass of the graph]
+        self.owner = owner  # the packer of a model drops its own reference
         self.index = index
         self.storage = storage  # [keep: host copy]
         self.view = view

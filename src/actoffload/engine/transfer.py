@@ -55,7 +55,7 @@ _position = partial(tuple.__new__, StreamPosition)  # without the Python frame o
 class Link:
     """The transfer streams and the slabs of one device; what uses the same streams shares them.
 
-    Shared memory needs shared streams: the position of a fence has to mean the same to whoever writes next.
+    Shared memory needs shared streams: the position of a fence has to mean the same to the stream that writes next.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""The repeated blocks of a model: what `offload` chooses when it is not told what to choose.
+"""The repeated blocks of a model: what `offload` chooses by default.
 
 [Note: blocks, stages and parts]
 A *list* is a ``ModuleList``, ``ModuleDict`` or ``Sequential`` with at least two composite children of one type.  Lists

@@ -98,7 +98,7 @@ class PassStatistics:
         Count and bytes of what was kept outside of the groups, by reason.
     held : tuple of Held
         Offloaded memory that was not freed.
-    savers : tuple of (int, weakref of torch.nn.Module)
+    saved_outside : tuple of (int, weakref of torch.nn.Module)
         Bytes of each storage kept outside of the groups, and the module that saved it; only while recording.
     plan : Plan
         The plan at the end of the forward.
@@ -111,7 +111,7 @@ class PassStatistics:
     groups: tuple[GroupStatistics, ...]
     outside: dict[Reason, tuple[int, int]]
     held: tuple[Held, ...]
-    savers: tuple[tuple[int, weakref.ref[Module]], ...]
+    saved_outside: tuple[tuple[int, weakref.ref[Module]], ...]
     plan: Plan
     sequence: tuple[GroupKey, ...]
     as_before: bool
@@ -154,9 +154,11 @@ class PassStatistics:
                 groups.append(
                     GroupStatistics(key, layer, offloaded, count, saved, copied, expected, freed, wasted, kept)
                 )
-            outside = ((ref(), module) for ref, module in done.savers)
-            savers = tuple((of.nbytes, module) for of, module in outside if of and module and OUTSIDE in of.layers)
+            outside = ((ref(), module) for ref, module in done.saved_outside)
+            saved_outside = tuple(
+                (of.nbytes, module) for of, module in outside if of and module and OUTSIDE in of.layers
+            )
         as_before = last is None or tuple(last) == tuple(sequence)
         return PassStatistics(
-            tuple(groups), done.kept_outside(), tuple(held), savers, done.roles.plan, tuple(sequence), as_before
+            tuple(groups), done.kept_outside(), tuple(held), saved_outside, done.roles.plan, tuple(sequence), as_before
         )

@@ -93,7 +93,7 @@ def _note_pass(recording: Recording, latest: PassStatistics) -> None:
     root = recording.root()
     modules = {} if root is None else {module: name or "the model" for name, module in root.named_modules()}
     saved = Counter[Module]()
-    for nbytes, saver in latest.savers:
+    for nbytes, saver in latest.saved_outside:
         module = saver()
         if module is not None and module is not root and module in modules:
             saved[module] += nbytes

@@ -24,10 +24,10 @@ __all__ = ["plot_memory", "plot_step", "plot_timeline"]
 Curve: TypeAlias = Timeline | Sequence[tuple[float, int]]
 """Resident bytes over time: a timeline, or (seconds, bytes) as they were measured."""
 
-# Okabe and Ito's palette, told apart with any colour vision; all light enough for dark labels.
+# Okabe and Ito's palette, distinct with any colour vision; all light enough for dark labels.
 COLOURS = {Kind.FORWARD: "#56b4e9", Kind.BACKWARD: "#e69f00", Kind.D2H: "#cc79a7", Kind.H2D: "#2fb28a"}
 INK = "#101418"
-# The same hues for lines, dark enough for a white page; told apart without colour by their dashes.
+# The same hues for lines, dark enough for a white page; distinct without colour by their dashes.
 LINES = (("#2b8cc4", "-"), ("#d55e00", "--"), ("#009e73", "-."), ("#b8659a", ":"))
 
 LANES: tuple[tuple[str, tuple[Kind, ...]], ...] = (
