@@ -76,7 +76,8 @@ class HostPool:
             buffer.captured = captured
             if captured:
                 buffer.fence = ()
-            self.high_water = max(self.high_water, self._account.taken)
+            if self._account.taken > self.high_water:
+                self.high_water = self._account.taken
             return buffer
 
     def give_back(self, buffer: HostBuffer, fence: tuple[StreamPosition, ...]) -> None:

@@ -35,6 +35,9 @@ GRANULE = 1 << 21
 LARGEST = 1 << 30
 
 
+_given_back = [0]  # bytes that pools of any device have returned or freed so far
+
+
 class Account:
     """Bytes of one pool.
 
@@ -72,8 +75,6 @@ class Slabs:
     backend : Backend
         Where page-locked memory comes from.
     """
-
-    given_back = 0  # bytes that pools of any device have returned or freed so far
 
     def __init__(self, backend: Backend) -> None:
         self.lock = threading.RLock()
@@ -116,8 +117,10 @@ class Slabs:
             self.gone.popleft()
 
     def _sort_in(self, buffer: HostBuffer, fence: tuple[StreamPosition, ...]) -> None:
-        Slabs.given_back += buffer.size
-        account, bin_ = self.accounts[buffer.account], self._bins.setdefault(buffer.nbytes, [])
+        _given_back[0] += buffer.size
+        account, bin_ = self.accounts[buffer.account], self._bins.get(buffer.nbytes)
+        if bin_ is None:
+            bin_ = self._bins[buffer.nbytes] = []
         # [guard: buffer of a closed pool]
         if buffer.closed:
             del self._used[buffer.number]
@@ -142,11 +145,11 @@ class Slabs:
     ) -> HostBuffer | str:
         """Return a buffer for an account, or why there is none."""
         need = -(-nbytes // ALIGN) * ALIGN
-        more = max(0, need - account.free)  # bytes that other accounts hold
-        allowed = limit is None or account.held + more <= limit
+        more = need - account.held + account.used  # bytes that other accounts hold, if positive
+        allowed = limit is None or more <= 0 or account.held + more <= limit
         number, bin_ = next(self._numbers), self._bins.get(nbytes)
         if bin_ and allowed and not (whole and len(bin_[-1].parts) > 1):  # [guard: whole buffer from a bin]
-            if more:
+            if more > 0:
                 self._charge(account, more)
             # No call from here on: see [Note: finalizers].
             buffer = bin_[-1]
@@ -164,7 +167,7 @@ class Slabs:
                     return refusal
                 segments = self._find(need, whole)
                 assert segments is not None
-            if more:
+            if more > 0:
                 self._charge(account, need - account.free)
             buffer = self._make(nbytes, segments, account)
         buffer.number = number
@@ -231,7 +234,7 @@ class Slabs:
         nbytes = self._slabs.pop(slab).numel()
         self._free.segments = [segment for segment in self._free.segments if segment.slab != slab]
         account.held -= nbytes
-        Slabs.given_back += nbytes
+        _given_back[0] += nbytes
 
     def _make(self, nbytes: int, segments: list[Segment], account: Account) -> HostBuffer:
         parts, left = [], nbytes
@@ -262,7 +265,7 @@ class Slabs:
 
     def _grow(self, account: Account, limit: int | None, need: int, whole: bool) -> str:
         """Allocate slabs for what is missing; return why that is not possible, or nothing."""
-        if self._exhausted and Slabs.given_back < self._retry_at:  # [guard: request that the system refused]
+        if self._exhausted and _given_back[0] < self._retry_at:  # [guard: request that the system refused]
             return self._exhausted
         usable = 0 if whole else self._free.usable()
         shortfall = max(0, -(-(need - usable) // GRANULE) * GRANULE)
@@ -285,7 +288,7 @@ class Slabs:
             except (RuntimeError, MemoryError) as error:
                 # Another attempt for each tensor would cost more than it could bring, and strain the system.
                 self._exhausted = f"the system has no more page-locked memory ({error})"
-                self._retry_at = Slabs.given_back + size
+                self._retry_at = _given_back[0] + size
                 return self._exhausted
             number = next(self._numbers)
             self._slabs[number] = slab
