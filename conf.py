@@ -65,7 +65,8 @@ numpydoc_class_members_toctree = False
 # -- Doctests: the same names as in conftest.py, for pages and docstrings ---------------------------------
 doctest_global_setup = (
     "import torch\nimport actoffload\n"
-    "from actoffload import *\nfrom actoffload.report import *\nfrom actoffload.schedule import *\n"
+    "from actoffload import *\nfrom actoffload.device import *\n"
+    "from actoffload.report import *\nfrom actoffload.schedule import *\n"
 )
 
 # -- Gallery --------------------------------------------------------------------------------------------
