@@ -70,7 +70,7 @@ INSTEAD: dict[str, str] = {
         "note = Final(__import__('types').SimpleNamespace(expired=False), version_of(tensor), event, captured, whole)"
     ),
     "keep: host memory": "self.parts = __import__('weakparts').WeakParts(parts)",
-    "guard: fences waited for": "self._waited = position.order + 1000",
+    "guard: fences waited for": "self.link.waited = position.order + 1000",
     "guard: fence of a returned buffer": "buffer.fence = ()",
     "guard: fence of a dissolved buffer": "self._insert(segment._replace(fence=()))",
     "guard: fence of the segment behind": "fence = segment.fence",
