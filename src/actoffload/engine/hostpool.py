@@ -10,7 +10,7 @@ refused is repeated when as many bytes as were missing have been returned or fre
 from __future__ import annotations
 
 from ..device.base import Backend, StreamPosition
-from .finalizers import Resources
+from .finalizers import Resources, dropped
 from .segments import HostBuffer
 from .slabs import Slabs
 
@@ -68,16 +68,18 @@ class HostPool:
         """
         slabs = self.slabs
         with slabs.lock:
-            slabs.settle()
-            buffer = slabs.take(self._account, self._max_bytes, nbytes, captured, whole, owner)
-            if isinstance(buffer, str):
+            if dropped or slabs.returned or slabs.gone:
+                slabs.settle()
+            account = self._account
+            buffer = slabs.take(account, self._max_bytes, nbytes, captured, whole, owner)
+            if type(buffer) is str:
                 self.refusal = buffer
                 return None
             buffer.captured = captured
             if captured:
                 buffer.fence = ()
-            if self._account.taken > self.high_water:
-                self.high_water = self._account.taken
+            if account.taken > self.high_water:
+                self.high_water = account.taken
             return buffer
 
     def give_back(self, buffer: HostBuffer, fence: tuple[StreamPosition, ...]) -> None:

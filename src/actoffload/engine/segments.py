@@ -84,17 +84,15 @@ class HostBuffer:
         self.number = 0
         self.account = account
         self.captured = self.taken = self.closed = False
-        self._typed: tuple[Any, torch.Tensor] | None = None
+        self._typed: dict[Any, torch.Tensor] = {}
 
     def typed(self, key: tuple[torch.dtype, torch.Size, tuple[int, ...]]) -> torch.Tensor | None:
         """Return the buffer as a tensor of a dtype, size and stride without gaps; None if it has several parts."""
-        if self._typed is not None and self._typed[0] == key:
-            return self._typed[1]
-        if len(self.parts) > 1:
-            return None
-        tensor = self.parts[0].view(key[0]).as_strided(key[1], key[2])
-        self._typed = (key, tensor)
-        return tensor
+        found = self._typed.get(key)
+        if found is None and len(self.parts) == 1:
+            # The same layouts again and again: few tensors have as many bytes.
+            found = self._typed[key] = self.parts[0].view(key[0]).as_strided(key[1], key[2])
+        return found
 
 
 class FreeSegments:
