@@ -50,7 +50,13 @@ class HostPool:
         return self._account.taken
 
     def take(
-        self, nbytes: int, *, captured: bool = False, whole: bool = False, owner: Resources | None = None
+        self,
+        nbytes: int,
+        *,
+        captured: bool = False,
+        whole: bool = False,
+        owner: Resources | None = None,
+        before: HostBuffer | None = None,
     ) -> HostBuffer | None:
         """Return a buffer of `nbytes` bytes, or None, with `refusal` set, if the limit or the system forbids it.
 
@@ -65,14 +71,16 @@ class HostPool:
             The buffer must be one segment.
         owner : Resources or None
             What returns the buffer when its object is dropped.
+        before : HostBuffer or None
+            The buffer to take if it is free.
         """
         slabs = self.slabs
         with slabs.lock:
             if dropped or slabs.returned or slabs.gone:
                 slabs.settle()
             account = self._account
-            buffer = slabs.take(account, self._max_bytes, nbytes, captured, whole, owner)
-            if type(buffer) is str:
+            buffer = slabs.take(account, self._max_bytes, nbytes, captured, whole, owner, before)
+            if isinstance(buffer, str):
                 self.refusal = buffer
                 return None
             buffer.captured = captured

@@ -26,6 +26,8 @@ from .storage import Moved, Owner, Resident, SavedStorage
 from .subclasses import Compound, is_compound
 from .versions import Wrappers, changed
 
+STRIDED = torch.strided
+
 __all__ = ["Kept", "Pack", "Packer", "Saved", "keep", "unpack"]
 
 Kept: TypeAlias = tuple[torch.Tensor, int, LivenessToken, "Resident | None"]
@@ -90,6 +92,7 @@ class Packer:
         "_owner",
         "_registry",
         "_roles",
+        "_small",
         "_smallest",
         "_stays_whole",
         "_token",
@@ -107,6 +110,7 @@ class Packer:
         self._owner, self._layer, self._index, self._wrappers = owner, layer, index, wrappers
         self._engine, self._registry, self._roles, self._limit = engine, owner.registry, roles, limit
         self._token, self._kept, self._owned = layer.token, layer.kept, layer.owned
+        self._small = layer.small
         self._smallest = limit.surely
         # After the last offloaded layer storages need not be followed, unless every step is recorded.
         self._stays_whole = index > roles.last_leaving and owner.settled and engine.recorder is None
@@ -142,7 +146,11 @@ class Packer:
                 if compound is not None:
                     return compound
         elif tensor.numel() < self._smallest:
-            reason = Reason.SMALL
+            small = self._small
+            small[0] += 1
+            if tensor.layout is STRIDED:
+                small[1] += tensor.nbytes
+            return (tensor if tensor.is_leaf else tensor.detach()), version_of(tensor), self._token, None
         elif type(base_of(tensor)) is Parameter:  # a transposed weight
             reason = Reason.PARAMETER
         elif self._stays_whole or self._wrappers:
@@ -166,7 +174,7 @@ class Packer:
         if count is None:
             count = self._kept[reason] = [0, 0]
         count[0] += 1
-        if tensor.layout is torch.strided:
+        if tensor.layout is STRIDED:
             count[1] += tensor.nbytes
         return keep(tensor, self._token)
 

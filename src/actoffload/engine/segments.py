@@ -46,6 +46,8 @@ class HostBuffer:
         By which it is returned; another one each time it is taken.
     account : int
         Number of the account that uses it, or used it last.
+    key, tensor : tuple and torch.Tensor
+        A dtype, size and stride, and the buffer as such a tensor, as `typed` returned it last.
     captured : bool
         Belongs to a captured graph.
     taken : bool
@@ -55,17 +57,19 @@ class HostBuffer:
     """
 
     __slots__ = (
-        "_typed",
+        "__weakref__",
         "account",
         "captured",
         "closed",
         "fence",
+        "key",
         "nbytes",
         "number",
         "parts",
         "segments",
         "size",
         "taken",
+        "tensor",
     )
 
     def __init__(
@@ -84,15 +88,15 @@ class HostBuffer:
         self.number = 0
         self.account = account
         self.captured = self.taken = self.closed = False
-        self._typed: dict[Any, torch.Tensor] = {}
+        self.key: Any = None
+        self.tensor: torch.Tensor | None = None
 
     def typed(self, key: tuple[torch.dtype, torch.Size, tuple[int, ...]]) -> torch.Tensor | None:
         """Return the buffer as a tensor of a dtype, size and stride without gaps; None if it has several parts."""
-        found = self._typed.get(key)
-        if found is None and len(self.parts) == 1:
-            # The same layouts again and again: few tensors have as many bytes.
-            found = self._typed[key] = self.parts[0].view(key[0]).as_strided(key[1], key[2])
-        return found
+        if self.key != key and len(self.parts) == 1:
+            self.tensor = self.parts[0].view(key[0]).as_strided(key[1], key[2])
+            self.key = key
+        return self.tensor
 
 
 class FreeSegments:

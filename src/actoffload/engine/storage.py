@@ -194,11 +194,14 @@ class SavedStorage(HostCopy):
 
     def copy_plain(self, layer: int, captured: bool) -> bool:
         """Queue the copy of a plain storage; return False if the host has no memory for it."""
-        pool, key = self.pass_device.transfers.pool, self.layout.key
-        host = pool.take(self.nbytes, captured=captured, owner=self.resources)
+        pool, layout = self.pass_device.transfers.pool, self.layout
+        before = layout.host()
+        host = pool.take(self.nbytes, captured=captured, owner=self.resources, before=before)
         if host is None:
             return self._refuse(pool.refusal)
-        typed = host.typed(key)
+        if host is not before:
+            layout.host = weakref.ref(host)
+        typed = host.tensor if host.key is layout.key else host.typed(layout.key)
         if typed is None:
             self._queue_piece(Piece(0, self.nbytes, None, host), host, layer, captured)
         else:
