@@ -61,7 +61,7 @@ INSTEAD: dict[str, str] = {
     "keep: resident tensor": "self.probe = probe.detach(); self.probe.data = torch.empty(0, dtype=probe.dtype)",
     "keep: pass of a plain tensor": f"self.owner = {WEAK.format('owner')}",
     "keep: plain tensor": "self.probe = probe.detach(); self.probe.data = torch.empty(0, dtype=probe.dtype)",
-    "keep: source until copied": "self._source: torch.UntypedStorage | None = None",
+    "keep: source until copied": "pass",
     "keep: address of the storage": "weak = None",
     "keep: address of a marked storage": (
         "kept[address(storage)] = __import__('types').SimpleNamespace(expired=False)"
@@ -69,7 +69,9 @@ INSTEAD: dict[str, str] = {
     "keep: address of a final storage": (
         "note = Final(__import__('types').SimpleNamespace(expired=False), version_of(tensor), event, captured, whole)"
     ),
-    "keep: host memory": "self.parts = __import__('weakparts').WeakParts(parts)",
+    "keep: host memory": (
+        "return HostBuffer(nbytes, __import__('weakparts').WeakParts(parts), tuple(segments), fence, account.number)"
+    ),
     "guard: fences waited for": "self.link.waited = position.order + 1000",
     "guard: fence of a returned buffer": "buffer.fence = ()",
     "guard: fence of a dissolved buffer": "self._insert(segment._replace(fence=()))",

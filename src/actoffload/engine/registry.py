@@ -121,7 +121,7 @@ class StorageRegistry:
             stream = self._backend.current_stream(transfers.device)
             if stream not in device.streams:
                 device.streams.append(stream)
-            storage = SavedStorage(version_of(tensor), memory, known.nbytes, device, stream)
+            storage = SavedStorage(device, stream, known.nbytes, version=version_of(tensor), memory=memory)
             storage.fill(root, known, tensor.detach())
             storage.layers[index] = False
             self.storages[key] = ref = storage.resources
@@ -203,7 +203,7 @@ class StorageRegistry:
             ref = self.storages.get(key)
             storage = None if ref is None else ref()
             if ref is None or storage is None or not _usable(storage, version, layer, view, wrappers):
-                storage = SavedStorage(version, memory, memory.nbytes(), pass_device, stream)
+                storage = SavedStorage(pass_device, stream, memory.nbytes(), version=version, memory=memory)
                 self.storages[key] = ref = storage.resources
                 if layer.releasing is not None:
                     self.release_earlier(layer, storage.nbytes)
