@@ -57,8 +57,11 @@ class Mutant:
 # What replaces a tagged statement, or the condition of a tagged ``if``.
 INSTEAD: dict[str, str] = {
     "keep: kept tensor": "alias = tensor.detach(); alias.data = torch.empty(0, dtype=tensor.dtype)",
-    "keep: host copy": f"self.storage = {WEAK.format('storage')}",
-    "keep: resident tensor": "self.probe = probe.detach(); self.probe.data = torch.empty(0, dtype=probe.dtype)",
+    "keep: host copy": f"self.version = version_of(self.probe); self.storage = {WEAK.format('self.storage')}",
+    "keep: resident tensor": (
+        "self.version = version_of(self.probe); self.probe = self.probe.detach(); "
+        "self.probe.data = torch.empty(0, dtype=self.probe.dtype)"
+    ),
     "keep: pass of a plain tensor": f"self.owner = {WEAK.format('owner')}",
     "keep: plain tensor": "self.probe = probe.detach(); self.probe.data = torch.empty(0, dtype=probe.dtype)",
     "keep: source until copied": "pass",

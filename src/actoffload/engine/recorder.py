@@ -94,15 +94,7 @@ class _Open:
 
 
 class TimelineRecorder:
-    """Collects the spans of one step; made by `OffloadContext.record_timeline`.
-
-    Parameters
-    ----------
-    backend : Backend
-        The kind of device.
-    counters : Counters
-        Where the resident bytes are read.
-    """
+    """Collects the spans of one step; made by `OffloadContext.record_timeline`."""
 
     def __init__(self, backend: Backend, counters: Counters) -> None:
         self._backend = backend

@@ -56,13 +56,7 @@ class Account:
 
 
 class Slabs:
-    """The slabs of one device, and what of them is free.  `lock` guards all methods.
-
-    Parameters
-    ----------
-    backend : Backend
-        Where page-locked memory comes from.
-    """
+    """The slabs of one device, and what of them is free.  `lock` guards all methods."""
 
     def __init__(self, backend: Backend) -> None:
         self.lock = threading.RLock()

@@ -291,21 +291,22 @@ SavedStorage.at_rest, SavedStorage.in_flight = SavedStorage, InFlight
 opaque(InFlight.__del__)
 
 
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Moved:
     """A saved tensor on a storage that may be offloaded, but does not simply fill it."""
 
-    __slots__ = ("__weakref__", "index", "owner", "probe", "storage", "token", "version", "view")
+    owner: Owner  # the packer of a model drops its own reference
+    index: int
+    storage: SavedStorage
+    view: View
+    probe: torch.Tensor
+    token: object
+    version: int = field(init=False)
 
-    def __init__(
-        self, owner: Owner, index: int, storage: SavedStorage, view: View, probe: torch.Tensor, token: object
-    ) -> None:
-        self.owner = owner  # the packer of a model drops its own reference
-        self.index = index
-        self.storage = storage  # [keep: host copy]
-        self.view = view
-        self.probe = probe  # [keep: resident tensor]
-        self.version = version_of(probe)
-        self.token = token
+    def __post_init__(self) -> None:
+        # [keep: host copy]
+        # [keep: resident tensor]
+        self.version = version_of(self.probe)
 
     def unpack(self) -> torch.Tensor:
         """Return the tensor, for autograd; reload it if that has not happened yet."""
@@ -319,13 +320,6 @@ class Resident:
 
     While this object exists, so does the storage; the pass finds it by the address when another tensor on the storage
     is saved.
-
-    Parameters
-    ----------
-    nbytes : int
-        Size of the storage in bytes.
-    counters : Counters
-        Where it is counted.
     """
 
     __slots__ = ("__weakref__", "_resources", "nbytes", "used")
