@@ -321,20 +321,3 @@ def test_parts_of_a_module_have_lines_of_their_own():
     names = [group.name for group in report.groups]
     assert names[:3] == ["blocks.0", "blocks.0.mlp", "blocks.0 (part 2)"]
     assert handle.timeline().names == tuple(names)
-
-
-def test_ranges_for_profilers_are_asked_for(monkeypatch):
-    from actoffload.engine import recorder
-
-    shown: list[str] = []
-    monkeypatch.setattr(recorder, "start", lambda name: shown.append(name) or name)
-    monkeypatch.setattr(recorder, "stop", lambda range_: None)
-    model = Inside(4)
-    handle = offload(model)
-    step(model)
-    with handle.recording():
-        step(model)
-    assert not shown
-    with handle.recording(nvtx=True):
-        step(model)
-    assert {"forward of blocks.0", "backward of blocks.3", "offload (D2H) of blocks.0"} <= set(shown)
