@@ -12,15 +12,16 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from statistics import median
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
+from .context import OffloadContext
 from .device.reference import CreatedStorages
-from .engine.statistics import Statistics
-from .report.tables import Table, as_text
+from .model import OffloadHandle
+from .report.tables import Printable, Table
 from .schedule.costs import Link, measured_costs
-from .schedule.units import mebibytes, milliseconds, percent
+from .schedule.timeline import mebibytes, milliseconds, percent
 
 __all__ = [
     "Comparison",
@@ -33,14 +34,6 @@ __all__ = [
     "measure_step_times",
     "measured_costs",
 ]
-
-
-class _Offloading(Protocol):
-    """An `OffloadContext` or an `OffloadHandle`."""
-
-    def reset_statistics(self) -> None: ...
-
-    def statistics(self) -> Statistics: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +53,8 @@ class DeviceInfo:
     name: str
     reference: bool
     driver: str
-    torch: str
-    python: str
+    torch: str = torch.__version__
+    python: str = platform.python_version()
 
     def __str__(self) -> str:
         driver = f", driver {self.driver}" if self.driver else ""
@@ -71,15 +64,14 @@ class DeviceInfo:
 def describe_device() -> DeviceInfo:
     """Return the current accelerator and the versions of driver, torch and Python."""
     if not torch.accelerator.is_available():
-        return DeviceInfo("reference device (CPU)", True, "", torch.__version__, platform.python_version())
-    name = str(torch.get_device_module().get_device_name())
+        return DeviceInfo("reference device (CPU)", True, "")
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
         driver = done.stdout.split("\n", 1)[0].strip()
     except (OSError, subprocess.SubprocessError):
         driver = ""
-    return DeviceInfo(name, False, driver or "unknown", torch.__version__, platform.python_version())
+    return DeviceInfo(str(torch.get_device_module().get_device_name()), False, driver or "unknown")
 
 
 class MemoryMeter:
@@ -153,12 +145,7 @@ class MemoryMeter:
 def measure_peak(function: Callable[[], object], warmup: int = 2) -> int:
     """Return the peak of device memory in bytes while a function runs, usually one training step.
 
-    Parameters
-    ----------
-    function : callable
-        Called without arguments.
-    warmup : int
-        Calls before the measured one; the first calls allocate gradients and workspaces.
+    It is called `warmup` times before, because the first calls allocate gradients and workspaces.
     """
     _repeat(function, warmup)
     with MemoryMeter() as meter:
@@ -177,11 +164,9 @@ def measure_step_times(
     Parameters
     ----------
     arms : mapping of str to callable
-        Functions by name.
-    repeats : int
-        Measurements of each function.
-    steps : int
-        Calls in one measurement, without a pause between them.
+        Functions by name, called without arguments.
+    repeats, steps : int
+        Measurements of each function, and calls in one of them, without a pause between.
     warmup : int
         Calls of each function before the first measurement.
 
@@ -239,7 +224,7 @@ def measure_link(nbytes: int = 2**28, repeats: int = 8) -> Link:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class Comparison(Printable):
     """A step without and with offloading; ``print`` gives a table.
 
     Parameters
@@ -274,7 +259,7 @@ class Comparison:
         """R: drop of the peak over `bytes_absent`; 1.0 if all of them were freed."""
         return self.drop / self.bytes_absent if self.bytes_absent else 1.0
 
-    def __str__(self) -> str:
+    def _content(self) -> tuple[list[Table], tuple[str, ...]]:
         peaks = map(mebibytes, (self.peak_without, self.peak_with, -self.drop))
         slower = percent(self.seconds_with / self.seconds_without - 1, sign="+")
         rows = (
@@ -285,13 +270,13 @@ class Comparison:
             ("R = drop / absent", "", percent(self.ratio, 2), ""),
         )
         note = f"measured on {self.device}"
-        return as_text([Table(("", "without", "with offload", "difference"), rows, left=1, note=note)])
+        return [Table(("", "without", "with offload", "difference"), rows, left=1, note=note)], ()
 
 
 def compare_steps(
     without: Callable[[], object],
     offloaded: Callable[[], object],
-    offloading: _Offloading,
+    offloading: OffloadContext | OffloadHandle,
     *,
     bytes_absent: int | None = None,
     repeats: int = 7,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 
 import pytest
@@ -10,8 +9,7 @@ from report_samples import attribute
 
 from actoffload.engine.slabs import GRANULE
 from actoffload.report import GroupReport, HeldStorage, Holder, Reason, Report
-from actoffload.report.advice import HOST_STEP, IN_ORDER, TOLERANCE, advise, most_layers_without_stall
-from actoffload.schedule import DefaultSchedule, LayerCost, Link, simulate
+from actoffload.report.advice import HOST_STEP, IN_ORDER, advise
 
 MIB = 2**20
 
@@ -220,88 +218,6 @@ def test_the_most_bytes_come_first_and_the_order_is_always_the_same():
     assert '"saved outside' in advise(report(*groups, outside=outside))[0]
 
 
-# What other numbers of layers would cost
-
-COSTS = [LayerCost.even(256 * MIB, forward=0.010, backward=0.020)] * 12
-LINK = Link(d2h=256 * MIB / 0.0125, h2d=256 * MIB / 0.0125)  # a copy takes a quarter longer than a forward
-
-
-def plan(num_layers: int):
-    return DefaultSchedule(num_layers, 12).plan()
-
-
-def slowdown(num_layers: int, link: Link = LINK) -> float:
-    return simulate(plan(num_layers), COSTS, link).slowdown
-
-
-def test_the_largest_number_without_a_stall_is_found_by_simulation():
-    most = most_layers_without_stall(COSTS, LINK, plan)
-    assert 0 < most < 11
-    assert slowdown(most) <= 1 + TOLERANCE
-    assert all(slowdown(more) > 1 + TOLERANCE for more in range(most + 1, 12))
-
-
-def test_a_step_may_be_longer_by_the_tolerance_and_no_more():
-    links = [Link(speed, speed) for speed in range(15 * 10**9, 30 * 10**9, 10**8)]
-    near = [(n, link) for link in links for n in range(1, 12) if 1.005 < slowdown(n, link) < 1.009]
-    assert near
-    for n, link in near:
-        assert most_layers_without_stall(COSTS, link, plan) < n <= most_layers_without_stall(COSTS, link, plan, 0.01)
-
-
-@pytest.mark.parametrize(("speed", "most"), [(1e15, 11), (1.0, 0)])
-def test_a_link_without_limits_and_one_without_use(speed, most):
-    # With all but one layer gone each copy is waited for, which a link without limits makes free of cost.
-    assert most_layers_without_stall(COSTS, Link(speed, speed), plan) == most
-
-
-def test_a_number_that_stalls_is_named_with_one_that_does_not():
-    most = most_layers_without_stall(COSTS, LINK, plan)
-    stalls = most + 1
-    predicted = simulate(plan(stalls), COSTS, LINK)
-    sentence = only(advise(report(num_layers=stalls), costs=COSTS, link=LINK, plan_for=plan))
-    stall = f"{predicted.stall_seconds * 1e3:.2f} ms"
-    assert_has(sentence, f"num_layers={stalls} ", f"{predicted.slowdown:.3f} times", stall, f"num_layers={most} ")
-    assert_has(sentence, f"{slowdown(most):.3f} times", "21.5 GB/s to the host", "21.5 GB/s to the device")
-
-
-def test_if_every_number_stalls_that_is_said():
-    link = Link(1e6, 1e6)
-    sentence = only(advise(report(num_layers=1), costs=COSTS, link=link, plan_for=plan))
-    assert sentence.startswith("With num_layers=1 a step takes ")
-    assert "every other number stalls" in sentence
-
-
-def test_a_larger_number_that_would_not_stall_is_offered_after_the_rest():
-    most = most_layers_without_stall(COSTS, LINK, plan)
-    less = simulate(plan(2), COSTS, LINK).peak_bytes - simulate(plan(most), COSTS, LINK).peak_bytes
-    fine, more = advise(report(num_layers=2), costs=COSTS, link=LINK, plan_for=plan)
-    assert fine.startswith("Nothing to do")
-    assert_has(more, f"num_layers={most} ", f"{less / MIB:.1f} MiB", "num_layers=2 ")
-
-
-def test_a_larger_number_that_saves_nothing_is_not_offered():
-    sentences = advise(report(num_layers=2), costs=COSTS, link=LINK, plan_for=lambda n: plan(min(n, 2)))
-    assert only(sentences).startswith("Nothing to do")
-
-
-def test_the_best_number_needs_no_advice():
-    most = most_layers_without_stall(COSTS, LINK, plan)
-    assert only(advise(report(num_layers=most), costs=COSTS, link=LINK, plan_for=plan)).startswith("Nothing to do")
-
-
-def test_what_was_measured_counts_more_than_what_is_predicted():
-    groups = [block(k, offloaded=k < 3, forward_stall_seconds=0.0, backward_stall_seconds=0.0) for k in range(4)]
-    calm = report(*groups, num_layers=11, step_seconds=0.4)
-    assert only(advise(calm, costs=COSTS, link=LINK, plan_for=plan)).startswith("Nothing to do")
-    unknown = dataclasses.replace(calm, step_seconds=None)
-    assert only(advise(unknown, costs=COSTS, link=LINK, plan_for=plan)).startswith("With num_layers=11 a step takes")
-
-
-def test_costs_that_fit_no_plan_give_no_sentence():
-    assert only(advise(report(), costs=COSTS[:5], link=LINK, plan_for=plan)).startswith("Nothing to do")
-
-
 def test_no_sentence_is_without_a_number():
     late = [
         block(0, bytes_not_freed=90 * MIB, reloaded_on_demand=2),
@@ -309,8 +225,8 @@ def test_no_sentence_is_without_a_number():
     ]
     reports = [kept_for(reason, 300 * MIB) for reason in Reason]
     reports += [Report(), report(), report(*late, step_seconds=0.1, num_layers=11), report(num_layers=2)]
-    sentences = {s for one in reports for s in advise(one, costs=COSTS, link=LINK, plan_for=plan)}
-    assert len(sentences) == len(Reason) - len(IN_ORDER) + 3 + 5 + 2  # all is well, what is wrong, what could be
+    sentences = {s for one in reports for s in advise(one)}
+    assert len(sentences) == len(Reason) - len(IN_ORDER) + 3 + 4  # all is well, what is wrong
     for sentence in sentences:
         assert re.search(r"\d", sentence)
         assert sentence.endswith(".")

@@ -78,8 +78,8 @@ def test_an_attribute_of_a_module_is_named_with_the_module():
 @pytest.mark.parametrize(
     ("tensor", "line"),
     [
-        (lambda model: model.encoder.table, "buffer `table` of encoder (Encoder)"),
-        (lambda model: model.encoder.proj.weight, "parameter `weight` of encoder.proj (Linear)"),
+        (lambda model: model.encoder.table, "attribute `table` of encoder (Encoder)"),
+        (lambda model: model.encoder.proj.weight, "attribute `weight` of encoder.proj (Linear)"),
         (lambda model: model.encoder.proj.weight.grad, "attribute `weight.grad` of encoder.proj (Linear)"),
         (lambda model: model.history[1]["k"][0], "attribute `history[1]['k'][0]` of the root module (Model)"),
         (lambda model: model.recent[0], "attribute `recent[0]` of the root module (Model)"),

@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..schedule.timeline import Kind, Span, Timeline
-from ..schedule.units import milliseconds, percent, size
-from . import plots
-from .tables import Table, as_text
-from .trace import write_chrome_trace
+from ..schedule.timeline import Kind, Span, Timeline, milliseconds, percent, size
+from .plots import plot_step, plot_timeline, without_stalls
+from .tables import Printable, Table
+from .trace import layer_name, write_chrome_trace
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -40,7 +39,7 @@ class LayerTimes:
     backward_stall: float = 0.0
 
 
-class StepTimeline:
+class StepTimeline(Printable):
     """Compute, copies and stalls of a step over time; ``print`` gives a table.
 
     Parameters
@@ -73,16 +72,11 @@ class StepTimeline:
         self.timeline = timeline
         self.names = tuple(names)
 
-    def name(self, layer: int) -> str:
-        """Return the name of a layer."""
-        return self.names[layer] if 0 <= layer < len(self.names) else f"layer {layer}"
-
     @property
     def seconds(self) -> dict[Kind, float]:
         """Seconds of each kind; compute without stalls.  Kinds overlap, so their sum may exceed the step."""
-        copies = {kind: self.timeline.seconds(kind) for kind in (Kind.D2H, Kind.H2D)}
-        spans = plots.without_stalls(self.timeline.spans)
-        return {kind: sum(span.seconds for span in spans if span.kind is kind) for kind in Kind} | copies
+        spans = without_stalls(self.timeline)
+        return {kind: sum(span.seconds for span in spans if span.kind is kind) for kind in Kind}
 
     @property
     def bandwidth(self) -> dict[Kind, float]:
@@ -92,46 +86,23 @@ class StepTimeline:
 
     def by_layer(self) -> tuple[LayerTimes, ...]:
         """Return compute and stalls of each layer, by index."""
-        spans = self.timeline.of(Kind.FORWARD, Kind.BACKWARD, Kind.STALL)
-        sums = [
-            defaultdict[str, float](float) for _ in range(max([len(self.names), *(span.layer + 1 for span in spans)]))
-        ]
-        compute = [span for span in spans if span.kind is not Kind.STALL]
-        for span in plots.without_stalls(spans):
+        compute = self.timeline.of(Kind.FORWARD, Kind.BACKWARD)
+        known = [span.layer + 1 for span in (*compute, *self.timeline.of(Kind.STALL))]
+        sums = [defaultdict[str, float](float) for _ in range(max([len(self.names), *known]))]
+        for span in without_stalls(self.timeline):
             if span.kind is Kind.STALL:
                 sums[span.layer][f"{_direction(span, compute).value}_stall"] += span.seconds
-            else:
+            elif span.kind in (Kind.FORWARD, Kind.BACKWARD):
                 sums[span.layer][span.kind.value] += span.seconds
         return tuple(LayerTimes(**entry) for entry in sums)
 
     def plot(self, ax: Axes | None = None) -> Axes:
-        """Draw compute and copies over time, with the names of layers where they fit.
-
-        Parameters
-        ----------
-        ax : matplotlib Axes, optional
-            Where to draw; a new figure by default.
-
-        Raises
-        ------
-        ImportError
-            If matplotlib is not installed.
-        """
-        return plots.plot_timeline(self.timeline, ax, self.names)
+        """Draw compute and copies over time, with the names of layers where they fit; see `plot_timeline`."""
+        return plot_timeline(self.timeline, ax, self.names)
 
     def figure(self) -> Figure:
-        """Return a figure of the step: compute and copies, and the resident bytes under them if they are known.
-
-        Raises
-        ------
-        ImportError
-            If matplotlib is not installed.
-        """
-        if self.timeline.resident:
-            return plots.plot_step(self.timeline, self.names)
-        figure = self.plot().get_figure(root=True)
-        assert figure is not None
-        return figure
+        """Draw compute and copies, and the resident bytes under them; see `plot_step`."""
+        return plot_step(self.timeline, self.names)
 
     def save_trace(self, path: str | os.PathLike[str]) -> Path:
         """Write a trace file for Perfetto (ui.perfetto.dev) and chrome://tracing, and return its path."""
@@ -140,7 +111,7 @@ class StepTimeline:
     def __repr__(self) -> str:
         return f"<StepTimeline of {len(self.names)} layers, {milliseconds(self.timeline.end)} {self.timeline.source}>"
 
-    def __str__(self) -> str:
+    def _content(self) -> tuple[list[Table], tuple[str, ...]]:
         seconds, bandwidth, end = self.seconds, self.bandwidth, self.timeline.end
         rows = []
         for kind in (Kind.FORWARD, Kind.BACKWARD, Kind.STALL, Kind.D2H, Kind.H2D):
@@ -150,16 +121,14 @@ class StepTimeline:
             rows.append((kind.value, milliseconds(seconds[kind]), share, moved, speed))
         rows.append(("whole step", milliseconds(end), "", "", ""))
         header = (f"{self.timeline.source} step", "time", "share", "moved", "speed")
-        table = Table(header, tuple(rows), left=1, sums=True, note=self._waited_for())
-        return as_text([table])
+        return [Table(header, tuple(rows), left=1, sums=True, note=self._longest_stalls())], ()
 
-    def _waited_for(self, most: int = 4) -> str:
-        waited = {k: times.forward_stall + times.backward_stall for k, times in enumerate(self.by_layer())}
-        longest = sorted((k for k in waited if waited[k]), key=lambda k: (-round(waited[k], 9), k))
-        if not longest:
-            return ""
-        named = ", ".join(f"{self.name(k)} {milliseconds(waited[k])}" for k in longest[:most])
-        return f"longest stalls: {named}" + (f", and {len(longest) - most} more" if len(longest) > most else "")
+    def _longest_stalls(self, most: int = 4) -> str:
+        stalls = {k: times.forward_stall + times.backward_stall for k, times in enumerate(self.by_layer())}
+        longest = sorted((k for k in stalls if stalls[k]), key=lambda k: (-round(stalls[k], 9), k))
+        named = [f"{layer_name(self.names, k)} {milliseconds(stalls[k])}" for k in longest[:most]]
+        more = [f"and {len(longest) - most} more"] if len(longest) > most else []
+        return f"longest stalls: {', '.join(named + more)}" if named else ""
 
 
 def _direction(stall: Span, compute: Sequence[Span]) -> Kind:

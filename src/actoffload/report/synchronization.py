@@ -10,7 +10,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from os import sep
 from pathlib import Path
 from types import FrameType
@@ -42,10 +42,8 @@ class Synchronization:
 
     Attributes
     ----------
-    file : str
-        File of the innermost line outside of torch and installed packages; empty if the call stack has none.
-    line : int
-        Line number, from 1; 0 if the file is not known.
+    file, line : str, int
+        Innermost line outside of torch and installed packages; ``""`` and 0 if the call stack has none.
     function : str
         Qualified name of the function.
     code : str
@@ -94,10 +92,6 @@ class Synchronizations:
             return "No synchronization was found."
         title = f"The host waits for the GPU {_times(self.count)}, at {len(self)} line{'s' * (len(self) > 1)}."
         return "\n".join([title, *map(str, self)])
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return ``"count"`` and ``"synchronizations"``, a list with the attributes of each `Synchronization`."""
-        return {"count": self.count, "synchronizations": [asdict(found) for found in self]}
 
 
 @contextmanager
