@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from ..engine.layer import Phase
 from ..engine.passes import Pass
 from ..schedule.plan import Do
-
-if TYPE_CHECKING:
-    from .context import OffloadContext
+from .context import OffloadContext
 
 __all__ = ["ManualController"]
 
@@ -23,7 +19,8 @@ class ManualController:
 
     Layer ids count the entries of the context in one forward, from 0.  They refer to `OffloadContext.current_pass`: in
     a hook that runs in backward, the pass of that backward; else the calling thread's latest.  `in_pass` is another
-    pass in flight.
+    pass in flight.  Each method raises `ValueError` if there is no such layer, and `RuntimeError` if the layer has not
+    run, is still in its forward, or the call is out of order.
 
     Notes
     -----
@@ -34,50 +31,15 @@ class ManualController:
         self._context = context
 
     def start_offload_layer(self, layer_id: int, *, in_pass: Pass | None = None) -> None:
-        """Queue the copies of a layer's activations to the host.
-
-        Each copy starts on the offload stream as soon as its tensor is ready.  The host does not wait.
-
-        Parameters
-        ----------
-        layer_id : int
-            A layer whose forward has ended.
-        in_pass : Pass, optional
-            An earlier pass.
-
-        Raises
-        ------
-        ValueError
-            If there is no such layer.
-        RuntimeError
-            If the layer has not run, is still in its forward, or is not on the device.
-        """
+        """Queue the copies of a layer's activations to the host; each starts as soon as its tensor is ready."""
         self._do(Do.OFFLOAD, Phase.SAVED, layer_id, in_pass)
 
     def release_activation_forward_gpu_memory(self, layer_id: int, *, in_pass: Pass | None = None) -> None:
-        """Let the current stream wait for the copies of a layer, and free its device memory.
-
-        Raises
-        ------
-        ValueError
-            If there is no such layer.
-        RuntimeError
-            If `start_offload_layer` was not called for it, or it is released already.
-        """
+        """Let the current stream wait for the copies of a layer, and free its device memory."""
         self._do(Do.RELEASE, Phase.OFFLOADING, layer_id, in_pass)
 
     def start_reload_layer(self, layer_id: int, *, in_pass: Pass | None = None) -> None:
-        """Allocate device memory for a layer and queue the copies to it.
-
-        Backward waits for each tensor when it uses it.
-
-        Raises
-        ------
-        ValueError
-            If there is no such layer.
-        RuntimeError
-            If the layer was not released, or is being reloaded already.
-        """
+        """Allocate device memory for a layer and queue the copies to it; backward waits for each tensor it uses."""
         self._do(Do.RELOAD, Phase.RELEASED, layer_id, in_pass)
 
     def _do(self, action: Do, expected: Phase, layer_id: int, in_pass: Pass | None) -> None:
