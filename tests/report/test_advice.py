@@ -7,9 +7,8 @@ import re
 import pytest
 from report_samples import attribute
 
-from actoffload.engine.slabs import GRANULE
 from actoffload.report import GroupReport, HeldStorage, Holder, Reason, Report
-from actoffload.report.advice import HOST_STEP, IN_ORDER, advise
+from actoffload.report.advice import IN_ORDER, advise
 
 MIB = 2**20
 
@@ -115,7 +114,6 @@ def test_a_full_host_is_always_told_with_the_missing_bytes():
     assert f"raise max_host_bytes to at least {104 * MIB} (104.0 MiB);" in sentence
     held = only(advise(kept_for(Reason.HOST_FULL, MIB, host_bytes=106 * MIB, host_bytes_high_water=100 * MIB)))
     assert f"raise max_host_bytes to at least {108 * MIB} (108.0 MiB);" in held  # more than any limit with 106 held
-    assert HOST_STEP == GRANULE
 
 
 def test_what_is_saved_outside_names_the_module_to_choose():

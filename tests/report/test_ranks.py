@@ -138,20 +138,6 @@ def test_titles_of_columns(groups, titles):
     assert columns(groups[:1], groups) == titles  # whatever the first rank has of them
 
 
-def test_too_many_columns_are_put_together_in_the_table_and_not_in_the_data():
-    names = [f"layers.0.{letter}" for letter in "abcdefghij"]
-    many = tuple(group for k, name in enumerate(names) for group in groups(name, nbytes=(k + 1) * MIB))
-    reports = RankReports((Report(many), Report(many[3:])))
-    header, first, second, total, _ = lines(str(reports))
-    assert header[2:10] == [*(f"layers.0.{letter}".replace("0", "*") for letter in "defghij"), "other groups"]
-    assert first[2:10] == [*(f"{k}.0 MiB" for k in range(4, 11)), "6.0 MiB"]
-    assert second[2:10] == [*(f"{k}.0 MiB" for k in range(4, 11)), "49.0 MiB"]  # the cell of the rest is empty
-    assert total[9] == "6.0 MiB"
-    assert list(reports.offloaded[0]) == [name.replace("0", "*") for name in names]
-    assert lines(str(RankReports((Report(many[:1]), Report(many)))))[0][9] == "other groups"  # the last in any case
-    assert "other groups" not in str(RankReports((Report(many[:8]),)))
-
-
 def test_a_single_rank_needs_no_sums():
     shown = lines(str(RankReports((report(),))))
     assert [row[0] for row in shown] == ["rank", "0"]

@@ -109,6 +109,7 @@ class _Table(torch.autograd.Function):
         taken = grads[0].gather(1, (columns - 1).clamp(min=0))
         return taken.masked_fill(columns == 0, 0.0) + 0.0, None, None
 
+
 def _table(probs: torch.Tensor, columns: torch.Tensor, num_experts: int) -> torch.Tensor:
     table: torch.Tensor = _Table.apply(probs, columns, num_experts)  # type: ignore[no-untyped-call]
     return table

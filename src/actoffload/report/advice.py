@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import TypeAlias
 
+from ..engine.slabs import GRANULE
 from ..engine.statistics import Reason
 from ..schedule.timeline import milliseconds, percent, size
 from .groups import WEIGHTS, Holder, merge_held
@@ -42,9 +43,6 @@ LARGE = 0.1
 TOLERANCE = 0.005
 """Fraction of the step time; a longer stall is reported."""
 
-HOST_STEP = 2**21
-"""Pinned memory is allocated in multiples of this, in bytes."""
-
 Weighted: TypeAlias = tuple[int, str]
 """The bytes that a sentence is about, and the sentence."""
 
@@ -72,11 +70,11 @@ def advise(report: Report) -> tuple[str, ...]:
 def _offloaded(report: Report) -> Iterator[Weighted]:
     totals, groups = report.totals, len(report.groups)
     if not report.offloaded_groups:
-        runs = Counter[str]()
+        calls = Counter[str]()
         for group in report.groups:
-            runs[group.kind] += group.calls
+            calls[group.kind] += group.calls
         do = "raise fraction" if report.num_layers else "raise num_layers above 0"
-        if max(runs.values()) < 2:
+        if max(calls.values()) < 2:
             do = "only one group of each kind ran, and the last of a kind is always kept; choose several with layers"
         yield totals.bytes_saved, f"None of {groups} groups is offloaded: {do}."
     elif not totals.bytes_offloaded:
@@ -115,7 +113,7 @@ def _to_do(report: Report, reason: Reason, count: int, nbytes: int) -> str:
         return f"they have {size(mean)} on average; with min_bytes={lower} most of these bytes can be offloaded"
     if reason is Reason.HOST_FULL:
         # More than the limit in any case, which did not allow these steps beside what is allocated.
-        enough = max(report.host_bytes, report.host_bytes_high_water) + -(-nbytes // HOST_STEP) * HOST_STEP
+        enough = max(report.host_bytes, report.host_bytes_high_water) + -(-nbytes // GRANULE) * GRANULE
         return (
             f"raise max_host_bytes to at least {enough} ({size(enough)}); if no limit is set, the host has no more "
             "pinned memory"

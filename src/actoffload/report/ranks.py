@@ -17,10 +17,6 @@ from .tables import Printable, Table, fold, fold_names
 
 __all__ = ["RankReports", "gather_reports"]
 
-MOST_COLUMNS = 8
-"""Columns of groups in a table; of more columns, those with the fewest bytes are summed."""
-OTHERS = "other groups"
-
 
 def gather_reports(report: Report, group: dist.ProcessGroup | None = None) -> RankReports:
     """Return the reports of all ranks, in every rank; ``print`` shows them as a table.
@@ -114,7 +110,7 @@ class RankReports(Printable):
         return {"ranks": [{"rank": rank, "offloaded": mine, "report": report.to_dict()} for rank, mine, report in rows]}
 
     def _content(self) -> tuple[list[Table], tuple[str, ...]]:
-        reports, offloaded = self.reports, _fewer_columns(self.offloaded)
+        reports, offloaded = self.reports, self.offloaded
         counts = [(len(report.offloaded_groups), len(report.groups)) for report in reports]
         total = f"{sum(part for part, _ in counts)} of {sum(whole for _, whole in counts)}"
         # Title, a cell for each rank, and the sum.
@@ -158,18 +154,11 @@ def _titles(groups: Sequence[GroupReport]) -> dict[tuple[str, str], str]:
 
 
 def _sum(amounts: Iterable[Mapping[str, int]]) -> dict[str, int]:
-    """Return the sums by title; the other groups are last."""
+    """Return the sums by title."""
     sums = Counter[str]()
     for amount in amounts:
         sums.update(amount)
-    return {title: sums[title] for title in sorted(sums, key=lambda title: title == OTHERS)}
-
-
-def _fewer_columns(offloaded: Sequence[dict[str, int]]) -> list[dict[str, int]]:
-    """Sum the columns with the fewest bytes, if there are too many."""
-    sums = _sum(offloaded)
-    shown = sorted(sums, key=lambda title: -sums[title])[: MOST_COLUMNS - (len(sums) > MOST_COLUMNS)]
-    return [_sum({title if title in shown else OTHERS: mine[title]} for title in mine) for mine in offloaded]
+    return dict(sums)
 
 
 def _not_offloaded(report: Report) -> int:
