@@ -25,7 +25,7 @@ def block(index: int, *, offloaded: bool = True, **more: object) -> GroupReport:
 
 
 def report(*groups: GroupReport, **more: object) -> Report:
-    """Return a report of these groups, or of four of which three leave."""
+    """Return a report of these groups, or of four of which three are offloaded."""
     groups = groups or tuple(block(k, offloaded=k < 3) for k in range(4))
     return Report(groups, **{"passes": 3, "num_layers": 3, **more})
 
@@ -51,7 +51,7 @@ def test_if_all_is_well_one_sentence_says_so_with_the_numbers():
     assert_has(fine, "Nothing to do", "900.0 MiB of 1200.0 MiB", "75.0 %", "3 of 4 groups", "0 storages", "on demand")
 
 
-def test_with_a_recorded_step_the_share_of_stalls_is_told():
+def test_with_a_recorded_step_the_share_of_stalls_is_given():
     groups = [block(k, offloaded=k < 3, forward_stall_seconds=0.0, backward_stall_seconds=0.0001) for k in range(4)]
     assert_has(only(advise(report(*groups, step_seconds=0.4))), "Nothing to do", "stalled for 0.1 %")
 
@@ -69,7 +69,7 @@ def test_weights_are_not_mentioned():
     assert only(advise(report(*heavy))).startswith("Nothing to do: 900.0 MiB of 1200.0 MiB")
 
 
-# What stays
+# Kept on the device
 
 
 def kept_for(reason: Reason, nbytes: int, count: int = 4, **more: object) -> Report:
@@ -87,9 +87,9 @@ def test_a_large_share_for_a_reason_is_named_with_what_to_do(reason):
     assert len(sentence) > len(beginning) + 20
 
 
-def test_every_reason_has_its_own_remedy():
-    remedies = {only(advise(kept_for(r, 300 * MIB))).partition('": ')[2] for r in Reason if r not in IN_ORDER}
-    assert len(remedies) == len(Reason) - len(IN_ORDER)
+def test_every_reason_has_its_own_advice():
+    found = {only(advise(kept_for(r, 300 * MIB))).partition('": ')[2] for r in Reason if r not in IN_ORDER}
+    assert len(found) == len(Reason) - len(IN_ORDER)
 
 
 def test_tensors_of_another_device_are_in_order():
@@ -101,7 +101,7 @@ def test_only_a_tenth_and_more_is_worth_a_sentence(nbytes, said):
     assert ('"smaller than the limit"' in " ".join(advise(kept_for(Reason.SMALL, nbytes)))) is said
 
 
-def test_small_tensors_are_told_a_limit_with_which_most_of_their_bytes_could_leave():
+def test_small_tensors_get_a_limit_with_which_most_of_their_bytes_are_offloaded():
     sentence = only(advise(kept_for(Reason.SMALL, 300 * MIB, count=400)))  # 768 KiB each
     assert "they have 768.0 KiB on average" in sentence
     assert f"min_bytes={256 * 1024} " in sentence  # at most half of the mean
@@ -109,7 +109,7 @@ def test_small_tensors_are_told_a_limit_with_which_most_of_their_bytes_could_lea
     assert "min_bytes=1 " in tiny
 
 
-def test_a_full_host_is_always_told_with_the_missing_bytes():
+def test_a_full_host_is_always_named_with_the_missing_bytes():
     sentence = only(advise(kept_for(Reason.HOST_FULL, 3 * MIB + 1, host_bytes_high_water=100 * MIB)))
     assert f"raise max_host_bytes to at least {104 * MIB} (104.0 MiB);" in sentence
     held = only(advise(kept_for(Reason.HOST_FULL, MIB, host_bytes=106 * MIB, host_bytes_high_water=100 * MIB)))
@@ -120,7 +120,7 @@ def test_what_is_saved_outside_names_the_module_to_choose():
     outside = {Reason.OUTSIDE: (3, 400 * MIB)}
     named = report(outside=outside, outside_modules={"head": 190 * MIB, "layers.*.norm": 170 * MIB, "*.b": 40 * MIB})
     assert "add `layers.*.norm`, which saves 170.0 MiB of them, to layers" in only(advise(named))
-    # One module alone is the last of its kind, and would not leave.
+    # One module alone is the last of its kind, and would be kept.
     alone = report(outside=outside, outside_modules={"head": 350 * MIB, "layers.*.norm": 50 * MIB})
     assert_has(only(advise(alone)), "`head` saves 350.0 MiB", "only one of its kind")
     assert_has(only(advise(report(outside=outside))), "handle.recording()", "layers")
@@ -175,7 +175,7 @@ def test_reloads_on_demand_because_the_last_groups_did_not_run():
     assert_has(only(advise(report(*groups))), "layers.2", "later groups", "did not run")
 
 
-def test_measured_stalls_are_told_from_half_a_percent_on():
+def test_measured_stalls_are_named_from_half_a_percent_on():
     def stalled(seconds: float) -> tuple[str, ...]:
         stalls = [(0.0, 0.0), (seconds, 0.0), (0.0, seconds / 2), (0.0, 0.0)]
         groups = [

@@ -1,4 +1,4 @@
-"""What a call of the model holds is named by the path in what it was given or returns, with what to do about it."""
+"""Inputs and outputs that a call refers to are named by their path, with what to do about it."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_a_call_without_hooks_names_its_arguments_as_well_and_a_model_without_a_
 
 
 def test_a_recorded_call_leaves_no_frame_to_the_collector():
-    """Each holds the frame that called it, and so what the model was called with."""
+    """Each refers to the frame that called it, and so to the arguments of the model."""
     model = Waves(6)
     seen = []
     for block in model.blocks:
@@ -137,7 +137,7 @@ def test_the_cache_that_a_hugging_face_model_returns_by_default_is_one_line():
 # Lines that belong together
 
 
-def test_what_one_cache_holds_is_one_line():
+def test_the_tensors_of_one_cache_are_one_line():
     def held(*holders: Holder) -> list[list[str]]:
         storages = [HeldStorage(f"a.{k}", 1, (holder,)) for k, holder in enumerate(holders)]
         return [list(map(str, merged)) for _, _, merged in merge_held(storages)]
@@ -198,5 +198,5 @@ def test_keys_and_values_that_the_model_returns_are_one_sentence_with_what_to_do
         ("", "output", "return only what the loss needs"),
     ],
 )
-def test_what_to_do_about_what_a_call_holds(path, kind, words):
+def test_what_to_do_about_inputs_and_outputs(path, kind, words):
     assert words in advised(returned(1, path, kind))

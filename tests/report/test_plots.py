@@ -139,7 +139,7 @@ def test_several_curves_keep_their_names_and_lengths() -> None:
     assert ax.get_ylabel() == "memory (GiB)"
     assert ax.get_xlim() == (0.0, pytest.approx(200.0))
     dashes = [line.get_linestyle() for line in ax.lines if line.get_drawstyle() == "steps-post"]
-    assert len(set(dashes)) == 2  # told apart without colour
+    assert len(set(dashes)) == 2  # distinct without colour
 
 
 def test_a_measured_curve_alone_begins_where_it_was_measured() -> None:

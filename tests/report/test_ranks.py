@@ -211,7 +211,7 @@ SAVED = 2 * 1024 * 512 * 4
 
 
 def of_step(names: range, **options: Any) -> Report:
-    """Return the report of a recorded step, in which somebody holds a tensor that was offloaded."""
+    """Return the report of a recorded step, in which a list refers to an offloaded tensor."""
     stage, held = Stage(names), []
     next(iter(stage.layers.values()))[1].register_forward_pre_hook(lambda _, args: held.append(args))
     with use(ReferenceDevice()), actoffload.offload(stage, **options) as handle, handle.recording():
@@ -313,7 +313,7 @@ def test_two_processes_see_the_same_table(pair):
 
 
 def test_what_one_rank_gets_wrong_is_said_in_all(pair):
-    """Also if it cannot be pickled; and nobody waits."""
+    """Also if it cannot be pickled; no rank waits for another."""
     for seen in pair:
         assert seen["not a report"].startswith("TypeError: gather_reports got an object of type function in rank 1;")
 
