@@ -82,14 +82,15 @@ class MemoryMeter:
     Parameters
     ----------
     host_clock : bool
-        Take the times of samples from the clock of the host.  Needed while a CUDA graph is captured.
+        Take the times of samples from the clock of the host, as while a CUDA graph is captured.
 
     Attributes
     ----------
     peak_bytes : int
-        Largest number of bytes in use.  This and the next are set at the end of the block.
+        Largest number of bytes in use.
     samples : list of (float, int)
-        For each call of `sample`, seconds since the first one on the current stream, and bytes in use.
+        For each call of `sample`, seconds since the first one on the current stream, and bytes in use.  Both are set
+        at the end of the block.
 
     Examples
     --------
@@ -233,10 +234,8 @@ class Comparison(Printable):
         Device of the measurement.
     peak_without, peak_with : int
         Peaks of device memory in bytes.
-    bytes_offloaded : int
-        Bytes that one step offloads.
-    bytes_absent : int
-        The part of them that the plan frees before the peak: the expected drop of the peak.
+    bytes_offloaded, bytes_absent : int
+        Bytes that one step offloads, and the part of them that the plan frees before the peak.
     seconds_without, seconds_with : float
         Median step times.
     """

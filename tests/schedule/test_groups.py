@@ -121,7 +121,17 @@ def test_a_smaller_fraction_offloads_fewer_groups_and_the_same_first(
     ],
 )
 def test_distance(kinds: str, options: dict[str, Any], distance: int) -> None:
-    assert GroupSchedule(**options).distance(kinds) == distance
+    plan = GroupSchedule(**options).plan(kinds)
+    found = [plan.find(Do.RELEASE, i) for i in plan.offloaded]
+    assert [event.layer - i for event, i in zip(found, plan.offloaded, strict=True) if event] == [distance] * len(found)
+    assert release_distance(GroupSchedule(**options), kinds) == distance
+
+
+def release_distance(schedule: GroupSchedule, kinds: Sequence[str]) -> int:
+    """Return after how many more groups an offloaded one is released."""
+    offloaded = schedule.offloaded(kinds)
+    resident = len(kinds) - 1 - offloaded[-1] if offloaded else len(kinds)
+    return min(resident, schedule.max_inflight or resident)
 
 
 def check_plan(schedule: GroupSchedule, kinds: Sequence[str]) -> None:
@@ -131,7 +141,7 @@ def check_plan(schedule: GroupSchedule, kinds: Sequence[str]) -> None:
     if not offloaded:
         assert not plan.steps
         return
-    d = schedule.distance(kinds)
+    d = release_distance(schedule, kinds)
     behind = len(kinds) - 1 - offloaded[-1]
     assert d == (behind if schedule.max_inflight is None else min(behind, schedule.max_inflight)) >= 1
     ahead = behind if schedule.max_inflight is None else min(behind, schedule.max_inflight + 1)
@@ -197,13 +207,13 @@ def test_a_plan_in_which_one_group_stays_written_out() -> None:
 def test_memory_is_that_of_the_groups_that_stay_and_of_a_few_more(
     kinds: list[str], schedule: GroupSchedule, speed: float
 ) -> None:
-    """At most `distance` of the offloaded groups are resident at once, and for a moment the tensor that is saved."""
+    """At most `d` of the offloaded groups are resident at once, and for a moment the tensor that is saved."""
     size, pieces = 1024, 4
     layers = [LayerCost.even(size, forward=1.0, backward=1.0, pieces=pieces)] * len(kinds)
     result = simulate(schedule.plan(kinds), layers, Link(size * speed, size * speed))
     offloaded = schedule.offloaded(kinds)
     staying = [k for k in range(len(kinds)) if k not in offloaded]
-    d = schedule.distance(kinds)
+    d = release_distance(schedule, kinds)
     most = max(sum(k <= at for k in staying) + sum(at - d < k <= at for k in offloaded) for at in range(len(kinds)))
     assert result.peak_bytes <= most * size + (size // pieces if offloaded else 0)
     assert result.bytes_offloaded == result.bytes_reloaded == len(offloaded) * size
@@ -229,7 +239,7 @@ def test_incremental_release_is_never_slower_than_release_at_once(
 def test_one_kind_follows_the_default_schedule_with_incremental_release(num: int, of: int) -> None:
     default, groups = DefaultSchedule(num, of), GroupSchedule(num)
     assert groups.offloaded("a" * of) == default.plan().offloaded
-    assert num == 0 or groups.distance("a" * of) == default.window
+    assert num == 0 or release_distance(groups, "a" * of) == default.window
 
 
 # What is refused

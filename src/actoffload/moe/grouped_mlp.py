@@ -161,12 +161,8 @@ class GroupedMLP(torch.nn.Module):
 
     Parameters
     ----------
-    num_experts : int
-        Number of experts.
-    hidden_size : int
-        Width of a token, in and out.
-    ffn_size : int
-        Width between activation and FC2; FC1's output is twice as wide with a gated activation.
+    num_experts, hidden_size, ffn_size : int
+        Number of experts; width of a token, in and out; width between activation and FC2.
     activation : str
         As in `grouped_mlp`.
     keep_fc1_input, keep_activation_input, keep_fc2_input : bool

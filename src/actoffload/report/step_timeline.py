@@ -23,14 +23,9 @@ __all__ = ["LayerTimes", "StepTimeline"]
 
 @dataclass(frozen=True)
 class LayerTimes:
-    """Times of one layer in a step, in seconds.
+    """Seconds of one layer in a step: compute without stalls, and stalls for copies of this layer.
 
-    Parameters
-    ----------
-    forward, backward : float
-        Compute without stalls.
-    forward_stall, backward_stall : float
-        Time for which compute waited for copies of this layer: to the host in forward, to the device in backward.
+    Compute stalls for copies to the host in forward, and for copies to the device in backward.
     """
 
     forward: float = 0.0

@@ -96,8 +96,7 @@ class Plan:
     model_layers : int
         Number of layers in one pass; at least 1.
     steps : mapping of Event to tuple of Action
-        What is done when an event arrives, in order.  Every action belongs to a layer of the pass, and each
-        layer is offloaded, released and reloaded at most once, in this order.
+        What is done at an event, in order.  Each layer is offloaded, released and reloaded at most once, in this order.
 
     Raises
     ------

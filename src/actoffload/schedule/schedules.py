@@ -203,20 +203,12 @@ class GroupSchedule:
             found += may[: math.floor(self.fraction * len(may) + 0.5)]
         return tuple(sorted(found))
 
-    def resident(self, kinds: Sequence[str]) -> int:
-        """Return how many groups at the end of a sequence are kept."""
-        offloaded = self.offloaded(kinds)
-        return len(kinds) - 1 - offloaded[-1] if offloaded else len(kinds)
-
-    def distance(self, kinds: Sequence[str]) -> int:
-        """Return after how many more groups an offloaded one is released."""
-        resident = self.resident(kinds)
-        return min(resident, self.max_inflight or resident)  # [guard: groups in flight]
-
     def plan(self, kinds: Sequence[str]) -> Plan:
         """Return the plan for a sequence of groups, given by their kinds; at least one."""
         calls = []
-        offloaded, resident, d = self.offloaded(kinds), self.resident(kinds), self.distance(kinds)
+        offloaded = self.offloaded(kinds)
+        resident = len(kinds) - 1 - offloaded[-1] if offloaded else len(kinds)  # groups at the end that are kept
+        d = min(resident, self.max_inflight or resident)  # [guard: groups in flight]
         # While one is used the next is copied already; otherwise compute would wait for every copy.
         back = min(resident, d + 1) if len(set(kinds)) == 1 else min(resident, d + 1, RESIDENT)
         alone = bool(offloaded) and resident == 1  # [guard: incremental prefetch of a single group -> False]
