@@ -79,18 +79,13 @@ class MemoryMeter:
 
     Without an accelerator these are the bytes of the storages that the block creates, until they are freed.
 
-    Parameters
-    ----------
-    host_clock : bool
-        Take the times of samples from the clock of the host, as while a CUDA graph is captured.
-
     Attributes
     ----------
     peak_bytes : int
         Largest number of bytes in use.
     samples : list of (float, int)
-        For each call of `sample`, seconds since the first one on the current stream, and bytes in use.  Both are set
-        at the end of the block.
+        For each call of `sample`, seconds since the first one, and bytes in use.  Seconds are those of the current
+        stream, but of the host in the capture of a CUDA graph.  Both are set at the end of the block.
 
     Examples
     --------
@@ -103,11 +98,10 @@ class MemoryMeter:
     True
     """
 
-    def __init__(self, *, host_clock: bool = False) -> None:
+    def __init__(self) -> None:
         self._device = torch.accelerator.current_accelerator(check_available=True)
         self._storages = CreatedStorages()
-        self._host_clock = host_clock or self._device is None
-        self._marks: list[tuple[Any, int]] = []
+        self._marks: list[tuple[Any, int]] = []  # an event, or seconds of the host
         self.peak_bytes = 0
         self.samples: list[tuple[float, int]] = []
 
@@ -128,14 +122,14 @@ class MemoryMeter:
             self.peak_bytes = torch.accelerator.max_memory_allocated()
         for mark, nbytes in self._marks:
             first = self._marks[0][0]
-            seconds = mark - first if self._host_clock else first.elapsed_time(mark) * 1e-3
+            seconds = mark - first if isinstance(first, float) else first.elapsed_time(mark) * 1e-3
             self.samples.append((float(seconds), nbytes))
         self._marks.clear()
 
     def sample(self, *_: Any) -> None:
         """Note the bytes in use now; arguments are ignored, so that it can be a hook."""
         nbytes = self._storages.now if self._device is None else torch.accelerator.memory_allocated()
-        if self._host_clock:
+        if self._device is None or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
             self._marks.append((time.perf_counter(), nbytes))
         else:
             event = torch.Event(self._device, enable_timing=True)
@@ -234,8 +228,8 @@ class Comparison(Printable):
         Device of the measurement.
     peak_without, peak_with : int
         Peaks of device memory in bytes.
-    bytes_offloaded, bytes_absent : int
-        Bytes that one step offloads, and the part of them that the plan frees before the peak.
+    bytes_offloaded : int
+        Bytes that one step offloads.
     seconds_without, seconds_with : float
         Median step times.
     """
@@ -244,7 +238,6 @@ class Comparison(Printable):
     peak_without: int
     peak_with: int
     bytes_offloaded: int
-    bytes_absent: int
     seconds_without: float
     seconds_with: float
 
@@ -255,8 +248,8 @@ class Comparison(Printable):
 
     @property
     def ratio(self) -> float:
-        """R: drop of the peak over `bytes_absent`; 1.0 if all of them were freed."""
-        return self.drop / self.bytes_absent if self.bytes_absent else 1.0
+        """R: drop of the peak over `bytes_offloaded`; 1.0 if all of them are freed at the peak."""
+        return self.drop / self.bytes_offloaded if self.bytes_offloaded else 1.0
 
     def _content(self) -> tuple[list[Table], tuple[str, ...]]:
         peaks = map(mebibytes, (self.peak_without, self.peak_with, -self.drop))
@@ -265,8 +258,7 @@ class Comparison(Printable):
             ("peak memory", *peaks),
             ("step time", milliseconds(self.seconds_without), milliseconds(self.seconds_with), slower),
             ("bytes offloaded", "", mebibytes(self.bytes_offloaded), ""),
-            ("absent at the peak", "", mebibytes(self.bytes_absent), ""),
-            ("R = drop / absent", "", percent(self.ratio, 2), ""),
+            ("R = drop / offloaded", "", percent(self.ratio, 2), ""),
         )
         note = f"measured on {self.device}"
         return [Table(("", "without", "with offload", "difference"), rows, left=1, note=note)], ()
@@ -277,7 +269,6 @@ def compare_steps(
     offloaded: Callable[[], object],
     offloading: OffloadContext | OffloadHandle,
     *,
-    bytes_absent: int | None = None,
     repeats: int = 7,
     steps: int = 3,
 ) -> Comparison:
@@ -289,9 +280,6 @@ def compare_steps(
         The step without offloading and the step with it, called without arguments.
     offloading : OffloadContext or OffloadHandle
         What offloads in `offloaded`; its statistics are reset.
-    bytes_absent : int, optional
-        Offloaded bytes that are freed before the peak.  All of them by default, as with `offload` and in the default
-        schedule.
     repeats, steps : int
         See `measure_step_times`.
 
@@ -326,7 +314,6 @@ def compare_steps(
         peak_without=peaks["without"],
         peak_with=peaks["offloaded"],
         bytes_offloaded=copied,
-        bytes_absent=copied if bytes_absent is None else bytes_absent,
         seconds_without=median(times["without"]),
         seconds_with=median(times["offloaded"]),
     )
