@@ -129,11 +129,6 @@ class OffloadContext(ContextDecorator):
         output : torch.Tensor or nested tuple, list, mapping or dataclass of them
             What the layer returned.  Outputs that need no gradient are fine.
 
-        Returns
-        -------
-        output
-            The same object.
-
         Raises
         ------
         RuntimeError
@@ -197,13 +192,7 @@ class OffloadContext(ContextDecorator):
 
     @contextmanager
     def record_timeline(self) -> Iterator[TimelineRecorder]:
-        """Record what happens in a ``with`` block, usually one step, as a timeline.
-
-        Yields
-        ------
-        TimelineRecorder
-            Its ``timeline()`` gives a `Timeline` once the block is left.
-        """
+        """Record a ``with`` block, usually one step; ``timeline()`` of what it yields then returns a `Timeline`."""
         recorder = TimelineRecorder(self._engine.backend, self._engine.counters)
         self._engine.record(recorder)
         try:
@@ -213,17 +202,13 @@ class OffloadContext(ContextDecorator):
             self._engine.record(None)
 
     def trim(self) -> int:
-        """Free page-locked memory that no saved tensor uses now, and return the bytes freed.
-
-        Useful after a batch that was larger than those to come.  The next step allocates what it is short of.
-        """
+        """Free pinned memory that no saved tensor uses now, as after a huge batch, and return the bytes freed."""
         return self._engine.trim()
 
     def close(self) -> None:
         """Free the pinned memory, that of captured graphs included; such graphs must not be replayed again.
 
-        Buffers of passes in flight are freed with their graphs.  The context may be used again and allocates new memory
-        then.
+        Buffers of passes in flight are freed with their graphs.  The context may be used again.
         """
         self._engine.close()
 

@@ -55,13 +55,9 @@ def plot_timeline(timeline: Timeline, ax: Axes | None = None, names: Sequence[st
     timeline : Timeline
         Simulated or measured.
     ax : matplotlib Axes, optional
-        Where to draw; a new figure by default.
+        Where to draw; a new figure by default.  It is returned.
     names : sequence of str
         Names of the layers by index, written instead of their numbers where they fit.
-
-    Returns
-    -------
-    matplotlib Axes
 
     Raises
     ------
@@ -70,6 +66,8 @@ def plot_timeline(timeline: Timeline, ax: Axes | None = None, names: Sequence[st
     """
     if ax is None:
         ax = _pyplot().subplots(figsize=(7.5, 2.4), layout="constrained")[1]
+    from matplotlib.patches import Patch
+
     scale, unit = _time_unit(timeline.end)
     ax.set_xlim(0, timeline.end * scale or 1.0)
     ax.set_ylim(len(LANES) - 0.5, -0.5)
@@ -86,7 +84,9 @@ def plot_timeline(timeline: Timeline, ax: Axes | None = None, names: Sequence[st
             pieces = [(span.start * scale, span.seconds * scale) for span in spans]
             label = _draw_box(ax, kind, str(layer), pieces, lane)
             labels += [(layer, label, sum(pieces[-1]) - pieces[0][0])] if label else []
-    _legend(ax, _kind_handles(timeline), columns=len(Kind))
+    present = {span.kind for span in timeline.spans}
+    patches = [Patch(label=kind.value, **_style(kind)) for kind in Kind if kind in present]
+    _legend(ax, patches, columns=len(Kind))
     _fit_labels(ax, labels, names)
     return ax
 
@@ -99,11 +99,7 @@ def plot_memory(curves: Mapping[str, Sequence[tuple[float, int]]], ax: Axes | No
     curves : mapping of str to sequence of (float, int)
         Curves by name: seconds, and the bytes in use from then on.
     ax : matplotlib Axes, optional
-        Where to draw; a new figure by default.
-
-    Returns
-    -------
-    matplotlib Axes
+        Where to draw; a new figure by default.  It is returned.
 
     Raises
     ------
@@ -143,19 +139,7 @@ def plot_memory(curves: Mapping[str, Sequence[tuple[float, int]]], ax: Axes | No
 
 
 def plot_step(timeline: Timeline, names: Sequence[str] = ()) -> Figure:
-    """Draw compute, copies and resident bytes of one step, over the same time axis.
-
-    Parameters
-    ----------
-    timeline : Timeline
-        Simulated or measured, with its resident bytes.
-    names : sequence of str
-        Names of the layers by index; see `plot_timeline`.
-
-    Returns
-    -------
-    matplotlib Figure
-    """
+    """Return a figure with compute, copies and resident bytes of one step; see `plot_timeline` and `plot_memory`."""
     figure, (lanes, memory) = _pyplot().subplots(
         2, sharex=True, figsize=(7.5, 4.0), height_ratios=(3, 2.4), layout="constrained"
     )
@@ -196,7 +180,7 @@ def _draw_box(ax: Axes, kind: Kind, label: str, pieces: list[tuple[float, float]
     start, end, place = pieces[0][0], sum(pieces[-1]), (lane - HEIGHT / 2, HEIGHT)
     whole = [(start, end - start)]
     if kind is Kind.STALL:
-        ax.broken_barh(whole, place, **_stall_style())
+        ax.broken_barh(whole, place, **_style(kind))
         return None
     colour, edge, several = COLOURS[kind], _mixed(COLOURS[kind], INK, 0.45), len(pieces) > 1
     if several:
@@ -232,18 +216,12 @@ def _fit_labels(ax: Axes, labels: list[tuple[int, Text, float]], names: Sequence
             text.remove()
 
 
-def _stall_style() -> dict[str, Any]:
+def _style(kind: Kind) -> dict[str, Any]:
     from matplotlib import rcParams
 
+    if kind is not Kind.STALL:
+        return {"facecolor": COLOURS[kind]}
     return {"facecolor": "none", "edgecolor": rcParams["axes.edgecolor"], "hatch": "//////", "linewidth": 0.5}
-
-
-def _kind_handles(timeline: Timeline) -> list[Any]:
-    from matplotlib.patches import Patch
-
-    present = {span.kind for span in timeline.spans}
-    styles = {kind: _stall_style() if kind is Kind.STALL else {"facecolor": COLOURS[kind]} for kind in Kind}
-    return [Patch(label=kind.value, **style) for kind, style in styles.items() if kind in present]
 
 
 def _legend(ax: Axes, handles: list[Any], columns: int) -> None:

@@ -25,20 +25,15 @@ class When(enum.Enum):
 class Do(enum.Enum):
     """Actions on a layer's activations, in their order.
 
-    ``OFFLOAD`` at the layer's own ``FORWARD_START`` copies each tensor as soon as it is saved.  At any later event it
-    queues the copies of everything that the layer has saved.
-
-    ``INCREMENTAL_RELEASE``, at the ``FORWARD_START`` of a later layer, frees the layer tensor by tensor: each tensor
-    that the later layer saves frees as many bytes, once their own copies are done.  Optional; ``RELEASE`` must follow.
-
-    ``RELEASE`` makes compute wait for the copies and frees the device memory, or what is left of it.
-
-    ``INCREMENTAL_PREFETCH``, at the ``BACKWARD_START`` of a later layer, reloads the layer tensor by tensor into the
-    bytes that the backward of the later layer frees beyond its first quarter (see `reserve`).  Optional; ``RELOAD``
-    must follow.
-
-    ``RELOAD`` allocates device memory and queues the copies to the device, or what is left of them, in the order in
-    which backward needs them.
+    - ``OFFLOAD`` at the layer's own ``FORWARD_START`` copies each tensor as soon as it is saved.  At any later event it
+      queues the copies of everything that the layer has saved.
+    - ``INCREMENTAL_RELEASE``, at the ``FORWARD_START`` of a later layer, frees the layer tensor by tensor: each tensor
+      that the later layer saves frees as many bytes, once their own copies are done.  ``RELEASE`` must follow.
+    - ``RELEASE`` makes compute wait for the copies and frees the device memory, or what is left of it.
+    - ``INCREMENTAL_PREFETCH``, at the ``BACKWARD_START`` of a later layer, reloads the layer tensor by tensor into the
+      bytes that the backward of the later layer frees beyond its first quarter.  ``RELOAD`` must follow.
+    - ``RELOAD`` allocates device memory and queues the copies to the device, or what is left of them, in the order in
+      which backward needs them.
     """
 
     OFFLOAD = "offload"
