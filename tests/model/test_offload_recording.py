@@ -117,7 +117,7 @@ def test_what_only_passes_through_the_call_of_the_model_is_named_as_that():
     given = Holder("input", ("args[0]",), "the model")
     assert [set(held.holders) for held in handle.report().held] == [{given, outputs[0]}, *({of} for of in outputs[1:])]
     advice = said(handle.report())
-    assert "output `[1]['hidden'][*]` of the model" in advice
+    assert "output `[1]['hidden'][1]` and 2 more of the model" in advice
     assert "return only what the loss needs" in advice
     model = Waves(6)
     handle = offload(model)
@@ -287,7 +287,7 @@ def test_the_timeline_has_names_and_everything_that_was_copied(tmp_path):
         assert len([span for span in spans.of(Kind.FORWARD) if span.layer == k]) == 1
         assert len([span for span in spans.of(Kind.BACKWARD) if span.layer == k]) == 1
     assert spans.peak_bytes == handle.statistics().peak_resident_bytes
-    assert "blocks.0.attention" in [timeline.name(k) for k in range(8)]
+    assert "blocks.0.attention" in timeline.names
     assert "whole step" in str(timeline)
     file = timeline.save_trace(tmp_path / "step.json")
     trace = json.loads(file.read_text())

@@ -161,7 +161,7 @@ def test_what_hardly_counts_is_passed_over():
     assert only(advise(report(*groups))).startswith("Nothing to do")  # 4 of 900 MiB
 
 
-# Reloads on demand, stalls, few groups
+# Reloads on demand, stalls, nothing offloaded
 
 
 def test_reloads_on_demand_name_their_groups_and_the_likely_reason():
@@ -189,7 +189,7 @@ def test_measured_stalls_are_named_from_half_a_percent_on():
     assert only(stalled(0.0004)).startswith("Compute stalled")  # 0.6 %
 
 
-def test_nothing_is_offloaded_and_few_groups():
+def test_nothing_is_offloaded():
     none = tuple(block(k, offloaded=False) for k in range(3))
     assert_has(only(advise(report(*none, num_layers=0))), "None of 3 groups", "num_layers")
     copied_none = tuple(block(k, bytes_offloaded=0) for k in range(3))
@@ -197,11 +197,6 @@ def test_nothing_is_offloaded_and_few_groups():
     some = [block(0, bytes_offloaded=0, kept={Reason.SMALL: (1, 8 * MIB)}), block(1, bytes_offloaded=0)]
     some += [block(2, offloaded=False, kept={Reason.SMALL: (1, 16 * MIB)})]  # not a group that is offloaded
     assert "600.0 MiB of 608.0 MiB" in only(advise(report(*some)))
-    two = advise(report(block(0), block(1, offloaded=False)))
-    assert only(two).startswith("Only 2 groups were chosen")
-    one = advise(report(block(0, calls=2)))
-    assert only(one).startswith("Only one group was chosen")
-    assert only(advise(report(block(0, calls=6)))).startswith("Nothing to do")
 
 
 def test_the_most_bytes_come_first_and_the_order_is_always_the_same():
@@ -224,7 +219,7 @@ def test_no_sentence_is_without_a_number():
     reports = [kept_for(reason, 300 * MIB) for reason in Reason]
     reports += [Report(), report(), report(*late, step_seconds=0.1, num_layers=11), report(num_layers=2)]
     sentences = {s for one in reports for s in advise(one)}
-    assert len(sentences) == len(Reason) - len(IN_ORDER) + 3 + 4  # all is well, what is wrong
+    assert len(sentences) == len(Reason) - len(IN_ORDER) + 3 + 3  # all is well, what is wrong
     for sentence in sentences:
         assert re.search(r"\d", sentence)
         assert sentence.endswith(".")

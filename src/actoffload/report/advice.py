@@ -85,12 +85,6 @@ def _offloaded(report: Report) -> Iterator[Weighted]:
             f"Nothing was offloaded, although the plan offloads {len(report.offloaded_groups)} of {groups} groups: "
             f"{could} of {everything} of activations in these groups can be offloaded.",
         )
-    if groups < 3 and totals.calls < 3:
-        yield (
-            totals.bytes_saved,
-            f"Only {'one group was' if groups == 1 else f'{groups} groups were'} chosen, so there is little compute to "
-            "overlap copies with: choose at least 3 smaller modules with the argument layers.",
-        )
 
 
 def _kept(report: Report) -> Iterator[Weighted]:
