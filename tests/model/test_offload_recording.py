@@ -288,7 +288,6 @@ def test_the_timeline_has_names_and_everything_that_was_copied(tmp_path):
         assert len([span for span in spans.of(Kind.BACKWARD) if span.layer == k]) == 1
     assert spans.peak_bytes == handle.statistics().peak_resident_bytes
     assert "blocks.0.attention" in timeline.names
-    assert "whole step" in str(timeline)
     file = timeline.save_trace(tmp_path / "step.json")
     trace = json.loads(file.read_text())
     names = {event["name"] for event in trace["traceEvents"]}

@@ -37,17 +37,13 @@ RETURN_LESS = (
 
 KEEP_ARGUMENTS = "inputs are freed after the call if the caller drops them; use mark_not_offload to avoid their copies"
 
-LARGE = 0.1
-"""Fraction of the activations that is worth a sentence."""
+LARGE = 0.1  # of the activations: what is worth a sentence
+TOLERANCE = 0.005  # of the step time, or of the offloaded bytes: what is reported at all
 
-TOLERANCE = 0.005
-"""Fraction of the step time; a longer stall is reported."""
-
-Weighted: TypeAlias = tuple[int, str]
-"""The bytes that a sentence is about, and the sentence."""
-
-IN_ORDER = WEIGHTS | {Reason.DEVICE}
-"""Weights are always kept, and tensors on another device take no memory of this one."""
+Weighted: TypeAlias = tuple[int, str]  # the bytes that a sentence is about, and the sentence
+IN_ORDER = WEIGHTS | {
+    Reason.DEVICE
+}  # weights are always kept, and tensors on another device take no memory of this one
 
 
 def advise(report: Report) -> tuple[str, ...]:

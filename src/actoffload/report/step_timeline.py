@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..schedule.timeline import Kind, Span, Timeline, milliseconds, percent, size
+from ..schedule.timeline import Kind, Span, Timeline, milliseconds
 from .plots import plot_step, plot_timeline, without_stalls
-from .tables import Printable, Table
-from .trace import layer_name, write_chrome_trace
+from .trace import write_chrome_trace
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -34,8 +33,8 @@ class LayerTimes:
     backward_stall: float = 0.0
 
 
-class StepTimeline(Printable):
-    """Compute, copies and stalls of a step over time; ``print`` gives a table.
+class StepTimeline:
+    """Compute, copies and stalls of a step over time.
 
     Parameters
     ----------
@@ -50,17 +49,9 @@ class StepTimeline(Printable):
     >>> layers = [LayerCost.even(2**28, forward=0.010, backward=0.020)] * 3
     >>> link = Link(d2h=2**28 / 0.012, h2d=2**28 / 0.012)
     >>> predicted = simulate(DefaultSchedule(num_layers=2, model_layers=3).plan(), layers, link)
-    >>> print(StepTimeline(predicted.timeline, ["stem", "body", "head"]))
-    simulated step        time    share      moved      speed
-    ----------------  --------  -------  ---------  ---------
-    forward           30.00 ms   30.2 %
-    backward          60.00 ms   60.3 %
-    stall              9.50 ms    9.5 %
-    offload (D2H)     24.00 ms   24.1 %  512.0 MiB  22.4 GB/s
-    reload (H2D)      24.00 ms   24.1 %  512.0 MiB  22.4 GB/s
-    ----------------  --------  -------  ---------  ---------
-    whole step        99.50 ms
-    longest stalls: stem 4.75 ms, body 4.75 ms
+    >>> step = StepTimeline(predicted.timeline, ["stem", "body", "head"])
+    >>> [round(times.backward_stall, 5) for times in step.by_layer()]
+    [0.0015, 0.0015, 0.0]
     """
 
     def __init__(self, timeline: Timeline, names: Sequence[str]) -> None:
@@ -105,25 +96,6 @@ class StepTimeline(Printable):
 
     def __repr__(self) -> str:
         return f"<StepTimeline of {len(self.names)} layers, {milliseconds(self.timeline.end)} {self.timeline.source}>"
-
-    def _content(self) -> tuple[list[Table], tuple[str, ...]]:
-        seconds, bandwidth, end = self.seconds, self.bandwidth, self.timeline.end
-        rows = []
-        for kind in (Kind.FORWARD, Kind.BACKWARD, Kind.STALL, Kind.D2H, Kind.H2D):
-            share = percent(seconds[kind] / end) if end else "-"
-            moved = size(self.timeline.nbytes(kind)) if kind in bandwidth else ""
-            speed = f"{bandwidth[kind] / 1e9:.1f} GB/s" if kind in bandwidth else ""
-            rows.append((kind.value, milliseconds(seconds[kind]), share, moved, speed))
-        rows.append(("whole step", milliseconds(end), "", "", ""))
-        header = (f"{self.timeline.source} step", "time", "share", "moved", "speed")
-        return [Table(header, tuple(rows), left=1, sums=True, note=self._longest_stalls())], ()
-
-    def _longest_stalls(self, most: int = 4) -> str:
-        stalls = {k: times.forward_stall + times.backward_stall for k, times in enumerate(self.by_layer())}
-        longest = sorted((k for k in stalls if stalls[k]), key=lambda k: (-round(stalls[k], 9), k))
-        named = [f"{layer_name(self.names, k)} {milliseconds(stalls[k])}" for k in longest[:most]]
-        more = [f"and {len(longest) - most} more"] if len(longest) > most else []
-        return f"longest stalls: {', '.join(named + more)}" if named else ""
 
 
 def _direction(stall: Span, compute: Sequence[Span]) -> Kind:

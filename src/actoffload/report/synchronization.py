@@ -67,30 +67,17 @@ class Synchronization:
         return f"{text}\n    {self.code}" if self.code else text
 
 
-class Synchronizations:
-    """The lines that `find_synchronizations` found, in the order of their first wait; iterate over it or print it.
+class Synchronizations(list[Synchronization]):
+    """The lines that `find_synchronizations` found, in the order of their first wait; print it for a text.
 
-    ``len`` is the number of lines.  A line that waits in forward and in backward counts twice.
+    A line that waits in forward and in backward counts twice.
     """
-
-    def __init__(self) -> None:
-        self._seen: list[Synchronization] = []  # one entry for each wait; threads of autograd append as well
-
-    def __iter__(self) -> Iterator[Synchronization]:
-        return (replace(found, count=count) for found, count in Counter(self._seen).items())
-
-    def __len__(self) -> int:
-        return len(set(self._seen))
-
-    @property
-    def count(self) -> int:
-        """Number of waits of all lines."""
-        return len(self._seen)
 
     def __str__(self) -> str:
         if not self:
             return "No synchronization was found."
-        title = f"The host waits for the GPU {_times(self.count)}, at {len(self)} line{'s' * (len(self) > 1)}."
+        times = _times(sum(found.count for found in self))
+        title = f"The host waits for the GPU {times}, at {len(self)} line{'s' * (len(self) > 1)}."
         return "\n".join([title, *map(str, self)])
 
 
@@ -104,7 +91,7 @@ def find_synchronizations() -> Iterator[Synchronizations]:
     Yields
     ------
     Synchronizations
-        Filled while the block runs.
+        Filled at the end of the block.
 
     Raises
     ------
@@ -116,14 +103,14 @@ def find_synchronizations() -> Iterator[Synchronizations]:
             "find_synchronizations needs CUDA, because it reads the warnings of torch.cuda.set_sync_debug_mode; "
             "run it on a machine with a GPU."
         )
-    found = Synchronizations()
+    found, seen = Synchronizations(), list[Synchronization]()  # one entry for each wait, of any thread
     caller = threading.get_ident()
     with warnings.catch_warnings():
         show_others = warnings.showwarning
 
         def show(message: Warning | str, *args: Any, **kwargs: Any) -> None:
             if _SYNCHRONIZES in str(message):
-                found._seen.append(_locate(sys._getframe(1), caller))
+                seen.append(_locate(sys._getframe(1), caller))
             else:
                 show_others(message, *args, **kwargs)
 
@@ -136,6 +123,7 @@ def find_synchronizations() -> Iterator[Synchronizations]:
             yield found
         finally:
             torch.cuda.set_sync_debug_mode(former)
+            found += (replace(one, count=count) for one, count in Counter(seen).items())
 
 
 def _locate(frame: FrameType | None, caller: int) -> Synchronization:

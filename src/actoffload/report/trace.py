@@ -20,7 +20,7 @@ from typing import Any
 from ..schedule.timeline import Kind, Span, Timeline
 from .plots import resident_points, without_stalls
 
-__all__ = ["chrome_trace", "layer_name", "write_chrome_trace"]
+__all__ = ["chrome_trace", "write_chrome_trace"]
 
 LANES = {
     "compute": (Kind.FORWARD, Kind.BACKWARD),
@@ -80,11 +80,6 @@ def _rows(spans: Iterable[Span]) -> list[list[Span]]:
     return rows or [[]]
 
 
-def layer_name(names: Sequence[str], layer: int) -> str:
-    """Return the name of a layer, or its number if it has none."""
-    return names[layer] if 0 <= layer < len(names) else f"layer {layer}"
-
-
 def _nanoseconds(seconds: float) -> int:
     return round(seconds * 1e9)
 
@@ -95,8 +90,8 @@ def _event(phase: str, name: str, thread: int, args: dict[str, Any], **more: obj
 
 def _complete(span: Span, thread: int, names: Sequence[str]) -> dict[str, Any]:
     start, end = _nanoseconds(span.start), _nanoseconds(span.end)
-    # Perfetto stops at control characters.
-    name = "".join(letter if letter.isprintable() else " " for letter in layer_name(names, span.layer))
+    name = names[span.layer] if 0 <= span.layer < len(names) else f"layer {span.layer}"
+    name = "".join(letter if letter.isprintable() else " " for letter in name)  # Perfetto stops at control characters
     args: dict[str, Any] = {"layer": name, "index": span.layer}
     if span.nbytes:
         args |= {"bytes": span.nbytes, "GB/s": round(span.nbytes / max(end - start, 1), 3)}
