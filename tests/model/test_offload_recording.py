@@ -63,7 +63,7 @@ class Caching(Wave):
         return torch.sin(h)
 
 
-def test_memory_that_somebody_holds_is_found_and_its_holder_named():
+def test_what_refers_to_memory_that_is_not_freed_is_named():
     model = Inside(6, Caching)
     handle, report = reported(model)
     assert (report.expected_bytes, report.dropped_bytes, report.r) == (8 * UNIT, 4 * UNIT, 0.5)
@@ -77,7 +77,7 @@ def test_memory_that_somebody_holds_is_found_and_its_holder_named():
     assert [(held.group, held.nbytes) for held in report.held] == [(f"blocks.{k}", UNIT) for k in range(4)]
     for k, held in enumerate(report.held):
         assert held.holders == (Holder("attribute", ("cache[0]",), f"blocks.{k} (Caching)"),)
-    assert "because attribute `cache[0]` of blocks.0 (Caching)" in said(report)
+    assert "because of attribute `cache[0]` of blocks.0 (Caching)" in said(report)
     step(model)  # the names stay right as long as the same is held
     assert [held.holders for held in handle.report().held] == [held.holders for held in report.held]
     for block in model.blocks:

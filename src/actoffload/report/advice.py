@@ -41,9 +41,7 @@ LARGE = 0.1  # of the activations: what is worth a sentence
 TOLERANCE = 0.005  # of the step time, or of the offloaded bytes: what is reported at all
 
 Weighted: TypeAlias = tuple[int, str]  # the bytes that a sentence is about, and the sentence
-IN_ORDER = WEIGHTS | {
-    Reason.DEVICE
-}  # weights are always kept, and tensors on another device take no memory of this one
+IN_ORDER = WEIGHTS | {Reason.DEVICE}  # always kept; and on another device, where they take no memory of this one
 
 
 def advise(report: Report) -> tuple[str, ...]:
@@ -130,26 +128,23 @@ def _not_freed(report: Report) -> Iterator[Weighted]:
         unnamed[held.group] -= held.nbytes
     found = [(names, nbytes, _because(holders, len(names))) for names, nbytes, holders in merge_held(report.held)]
     rest = +unnamed  # those that are positive
-    unknown = "something refers to them; record a step with handle.recording() to find it"
+    unknown = "something that refers to them; record a step with handle.recording() to find it"
     for names, nbytes, because in [*found, (tuple(rest), rest.total(), unknown)]:
         if nbytes > TOLERANCE * offloaded.total():
             of = sum(offloaded[name] for name in names)
             groups = fold_names(names) if len(names) == 1 else f"{len(names)} groups ({fold_names(names)})"
             share = f"{percent(nbytes / of)} of the bytes of {groups} ({size(nbytes)} of {size(of)})" if of else ""
-            yield nbytes, f"{share or size(nbytes)} were offloaded but not freed, because {because}."
+            yield nbytes, f"{share or size(nbytes)} were offloaded but not freed, because of {because}."
 
 
 def _because(holders: Sequence[Holder], groups: int) -> str:
     if not holders:
-        return "something that Python does not see refers to them: autograd of another graph, or C++"
+        return "something that Python does not see: autograd of another graph, or C++"
     words = " and ".join(map(str, holders))
-    several = len(holders) > 1 or len(holders[0].paths) > 1
-    if all(holder.is_call for holder in holders):  # their paths are for all groups already
-        output = next((holder.paths[0] for holder in holders if holder.kind == "output"), None)
-        to_do = KEEP_ARGUMENTS if output is None else _return_less(output)
-        return f"{words} {'refer' if several else 'refers'} to them: {to_do}"
-    words += ", and the same in the other groups," if groups > 1 else ""
-    return f"{words} {'refer' if several or groups > 1 else 'refers'} to them"
+    if not all(holder.is_call for holder in holders):
+        return words + (", and the same in the other groups" if groups > 1 else "")
+    output = next((holder.paths[0] for holder in holders if holder.kind == "output"), None)
+    return f"{words}: {KEEP_ARGUMENTS if output is None else _return_less(output)}"
 
 
 def _return_less(output: str) -> str:
