@@ -15,8 +15,7 @@ from ..engine.engine import Engine
 from ..engine.layer import Phase
 from ..schedule.plan import Do, Plan
 from ..schedule.schedules import DefaultSchedule
-from .context import OffloadContext
-from .controller import ManualController
+from .context import ManualController, OffloadContext
 
 __all__ = ["NoController", "NoOffloadContext", "get_cpu_offload_context"]
 

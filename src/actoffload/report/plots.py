@@ -196,20 +196,21 @@ def _draw_box(ax: Axes, kind: Kind, label: str, pieces: list[tuple[float, float]
 
 def _fit_labels(ax: Axes, labels: list[tuple[int, Text, float]], names: Sequence[str]) -> None:
     """Write names where they fit, whole or without their common prefix; remove labels wider than their boxes."""
+    from matplotlib.textpath import TextPath
+
     figure = ax.get_figure(root=True)
     assert figure is not None
     figure.draw_without_rendering()  # so that the layout sets the width of the axes
     left, right = ax.get_xlim()
-    pixels_per_unit = ax.get_window_extent().width / (right - left)
-    margin = 2 * figure.dpi / 72
+    points_per_unit = ax.get_window_extent().width * 72 / figure.dpi / (right - left)
     # The dotted prefix of all names: "model.layers.".
     parents = zip(*(name.split(".")[:-1] for name in names), strict=False) if len(names) > 1 else ()
     common = "".join(f"{parts[0]}." for parts in takewhile(lambda parts: len(set(parts)) == 1, parents))
     for layer, text, width in labels:
         name = names[layer] if 0 <= layer < len(names) else ""
         for words in filter(None, (name, name[len(common) :], text.get_text())):
-            text.set_text(words)
-            if text.get_window_extent().width + margin <= width * pixels_per_unit:
+            if TextPath((0, 0), words, size=LABEL_SIZE).get_extents().width + 2 <= width * points_per_unit:
+                text.set_text(words)
                 break
         else:
             text.remove()
