@@ -1,4 +1,4 @@
-"""Show the timeline of a recorded step, with the names of its layers: figure, trace file and table."""
+"""Show the timeline of a recorded step, with the names of its layers: times by layer, figure and trace file."""
 
 from __future__ import annotations
 
