@@ -10,7 +10,7 @@ import pytest
 import torch
 from composing import (
     BLOCKS,
-    LEAVING,
+    OFFLOADED,
     STEPS,
     STREAM,
     WIDTH,
@@ -69,7 +69,7 @@ class Regions(Checkpointed):
         return x
 
 
-def only_inputs(handle: actoffload.OffloadHandle, leaving: int = LEAVING, regions: int = BLOCKS) -> None:
+def only_inputs(handle: actoffload.OffloadHandle, leaving: int = OFFLOADED, regions: int = BLOCKS) -> None:
     """Check that so many inputs of regions left in each step, and came back in time, and that nothing else was seen."""
     statistics = handle.statistics()
     assert statistics.passes == STEPS
@@ -104,7 +104,7 @@ def test_regions_of_several_blocks(reentrant, each):
     """A region's input travels with its first group, or with its last one where the region is reentrant."""
     handle = both(training(lambda: Regions(each, use_reentrant=reentrant)))
     travels_with = [first + each - 1 if reentrant else first for first in range(0, BLOCKS, each)]
-    only_inputs(handle, leaving=sum(group < LEAVING for group in travels_with), regions=BLOCKS // each)
+    only_inputs(handle, leaving=sum(group < OFFLOADED for group in travels_with), regions=BLOCKS // each)
 
 
 @variants
@@ -151,8 +151,8 @@ def test_an_output_that_a_block_saves_and_a_checkpointed_one_takes(reentrant):
 
     statistics = both(training(lambda: AllButTheFirst(Squashed))).statistics()
     # Three of the first block, the last of which is the input of the second one, and the inputs of two more blocks.
-    assert statistics.tensors_offloaded == STEPS * (3 + LEAVING - 2)
-    assert statistics.bytes_offloaded == STEPS * (3 + LEAVING - 2) * STREAM
+    assert statistics.tensors_offloaded == STEPS * (3 + OFFLOADED - 2)
+    assert statistics.bytes_offloaded == STEPS * (3 + OFFLOADED - 2) * STREAM
 
 
 def test_a_skip_connection_is_an_input_of_the_first_region_only():
@@ -222,8 +222,8 @@ def test_gradients_taken_twice(reentrant):
         return gradients(model)
 
     statistics = both(program).statistics()
-    assert statistics.bytes_offloaded == LEAVING * STREAM
-    assert statistics.bytes_reloaded == 2 * LEAVING * STREAM
+    assert statistics.bytes_offloaded == OFFLOADED * STREAM
+    assert statistics.bytes_reloaded == 2 * OFFLOADED * STREAM
 
 
 @pytest.mark.parametrize(
@@ -240,7 +240,7 @@ def test_a_region_around_the_whole_model(reentrant, words):
         return results
 
     with pytest.warns(UserWarning, match=f"(?s)Nothing is offloaded.*{words}.*parts of the model") as said:
-        both(program, leaves=False)
+        both(program, offloads=False)
     assert len(said) == 1
 
 
@@ -263,7 +263,7 @@ def test_saving_on_the_host_by_somebody_else():
         return gradients(model)
 
     with pytest.warns(UserWarning, match="torch.autograd.graph.save_on_cpu. Use them around parts"):
-        both(around, leaves=False)
+        both(around, offloads=False)
     inside, whole = both(training(Half)).statistics(), both(training(Net)).statistics()
     assert inside.bytes_offloaded == whole.bytes_offloaded * 3 // 4
 
@@ -286,7 +286,7 @@ def test_a_checkpointed_block_that_is_given_a_jagged_tensor():
         def forward(self, x: Tensor) -> Tensor:
             return x + torch.nn.functional.gelu(self.linear(self.norm(x)))
 
-    assert both(training(lambda: Ragged(Rowwise))).statistics().bytes_offloaded == STEPS * LEAVING * STREAM
+    assert both(training(lambda: Ragged(Rowwise))).statistics().bytes_offloaded == STEPS * OFFLOADED * STREAM
 
 
 @variants
@@ -319,8 +319,8 @@ def test_hugging_face(reentrant):
         return results
 
     statistics = both(program).statistics()
-    assert statistics.bytes_offloaded == statistics.bytes_reloaded == STEPS * LEAVING * tokens.numel() * hidden * 4
-    assert statistics.tensors_offloaded == STEPS * LEAVING
+    assert statistics.bytes_offloaded == statistics.bytes_reloaded == STEPS * OFFLOADED * tokens.numel() * hidden * 4
+    assert statistics.tensors_offloaded == STEPS * OFFLOADED
     assert statistics.reloaded_on_demand == 0
 
 

@@ -7,7 +7,21 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from composing import BLOCKS, LEAVING, STEPS, STREAM, WIDTH, Mlp, Net, Offload, batch, both, gradients, train, training
+from composing import (
+    BLOCKS,
+    OFFLOADED,
+    STEPS,
+    STREAM,
+    WIDTH,
+    Mlp,
+    Net,
+    Offload,
+    batch,
+    both,
+    gradients,
+    train,
+    training,
+)
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.func import functional_call
@@ -57,7 +71,7 @@ def test_lora_on_frozen_weights(around):
     if around is contextlib.nullcontext:
         # Nothing before the first block's attention needs a gradient; from there on each linear saves its weight.
         assert statistics.bytes_kept[Reason.PARAMETER] > STEPS * (BLOCKS - 1) * 8 * WIDTH * WIDTH * 4
-    assert statistics.bytes_offloaded > STEPS * LEAVING * STREAM
+    assert statistics.bytes_offloaded > STEPS * OFFLOADED * STREAM
 
 
 def test_what_a_frozen_layer_does_not_save_does_not_leave():
@@ -80,8 +94,8 @@ def test_what_a_frozen_layer_does_not_save_does_not_leave():
 
         return run
 
-    assert both(program(frozen=False)).statistics().bytes_offloaded == STEPS * LEAVING * STREAM
-    assert both(program(frozen=True), leaves=False).statistics().bytes_offloaded == 0
+    assert both(program(frozen=False)).statistics().bytes_offloaded == STEPS * OFFLOADED * STREAM
+    assert both(program(frozen=True), offloads=False).statistics().bytes_offloaded == 0
 
 
 @pytest.mark.parametrize("how", ["frozen weights", "no_grad"])
@@ -144,7 +158,7 @@ def test_parametrizations(how):
         return [*train(model), *(buffer.clone() for buffer in model.buffers())]
 
     plain, statistics = both(training(Net)).statistics(), both(program).statistics()
-    computed = STEPS * LEAVING * (3 + 2) * WIDTH * WIDTH * 4
+    computed = STEPS * OFFLOADED * (3 + 2) * WIDTH * WIDTH * 4
     assert statistics.bytes_offloaded >= plain.bytes_offloaded + computed
     assert statistics.reloaded_on_demand == 0
 
@@ -247,7 +261,7 @@ def test_vmap_over_the_model():
 
     statistics = both(program).statistics()
     assert statistics.bytes_offloaded == statistics.bytes_reloaded
-    assert statistics.bytes_offloaded >= STEPS * LEAVING * 2 * 2 * STREAM
+    assert statistics.bytes_offloaded >= STEPS * OFFLOADED * 2 * 2 * STREAM
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # PyTorch's own use

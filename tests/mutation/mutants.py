@@ -100,7 +100,7 @@ INSTEAD: dict[str, str] = {
     "guard: first entry that means a module": "meant[module] = kind",
     "guard: kept storage that several groups saved": "resident is not None",
     "guard: last group of a kind": "may = [k for k in places if k < last]",
-    "guard: groups in flight": "return at_the_end",
+    "guard: groups in flight": "d = resident",
 }
 
 

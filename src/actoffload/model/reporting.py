@@ -18,11 +18,8 @@ from ..report.groups import GroupReport, HeldStorage, Holder, sum_groups
 from ..report.holders import find_all_holders
 from ..report.report import Report
 from ..report.step_timeline import LayerTimes, StepTimeline
-from ..schedule.costs import LayerCost, Link
 from ..schedule.execution_order import GroupKey, GroupPlans
-from ..schedule.plan import Plan
 from ..schedule.schedules import GroupSchedule
-from ..schedule.timeline import Kind, Timeline
 from .describe import group_names
 from .module_names import Names
 from .pass_statistics import GroupStatistics, Held, PassStatistics
@@ -172,14 +169,7 @@ def build_report(
         step_passes=passes,
         order="" if latest.as_before else "The groups ran in another order than in the previous pass.",
     )
-    costs, link = (None, None) if timeline is None else _costs(timeline, rows, passes)
-
-    def plan_for(num_layers: int) -> Plan:
-        if num_layers >= max(kinds.count(kind) for kind in set(kinds)):
-            raise ValueError("The last group is always kept.")
-        return GroupSchedule(num_layers, schedule.fraction, schedule.max_inflight).plan(kinds)
-
-    return replace(report, advice=advise(report, costs=costs, link=link, plan_for=plan_for))
+    return replace(report, advice=advise(report))
 
 
 def _number(schedule: GroupSchedule, kinds: Sequence[str]) -> int:
@@ -230,25 +220,3 @@ def _by_name(rows: Sequence[GroupReport]) -> list[GroupReport]:
     for row in rows:
         of.setdefault(row.name, []).append(row)
     return [mine[0] if len(mine) == 1 else sum_groups(mine, name) for name, mine in of.items()]
-
-
-def _costs(timeline: Timeline, rows: Sequence[GroupReport], passes: int) -> tuple[list[LayerCost] | None, Link | None]:
-    """Return the costs of the groups in one pass, and the speed of copies; None if there were too few copies."""
-    speeds = []
-    for kind in (Kind.D2H, Kind.H2D):
-        busy = timeline.seconds(kind)
-        if not busy:
-            return None, None
-        speeds.append(timeline.nbytes(kind) / busy)
-    costs = [
-        LayerCost.even(
-            row.bytes_saved,
-            forward=(row.forward_seconds or 0.0) / passes,
-            backward=(row.backward_seconds or 0.0) / passes,
-            pieces=max(1, min(row.storages, row.bytes_saved)),
-        )
-        if row.bytes_saved
-        else LayerCost((row.forward_seconds or 0.0) / passes, (row.backward_seconds or 0.0) / passes, ())
-        for row in rows
-    ]
-    return costs, Link(*speeds)
