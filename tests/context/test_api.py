@@ -144,6 +144,14 @@ def test_one_resident_layer_warns_and_others_do_not():
         get_cpu_offload_context(False, 2, 3)
 
 
+def test_a_lack_of_host_memory_is_reported_at_the_line_of_the_program():
+    context, _ = get_cpu_offload_context(True, 1, 3, max_host_bytes=0)
+    x = torch.ones(512, 512, requires_grad=True)
+    with pytest.warns(actoffload.HostMemoryWarning, match="stays on the device") as caught, context:
+        x.sin().sin()
+    assert [w.filename for w in caught] == [__file__]
+
+
 @pytest.mark.parametrize(
     "asked", [{"offload_weights": True}, {"double_buffering": True}, {"offload_activations": False}]
 )
