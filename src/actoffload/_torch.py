@@ -340,8 +340,10 @@ def break_graph(function: F, reason: str) -> F:
 current_stream: Callable[[int], Any] = _find("_C._accelerator_getStream", torch.accelerator.current_stream)
 """Return the current stream of the accelerator with an index; without the checks of the public function."""
 
-is_capturing: Callable[[], bool] = _find("_C._cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing)
+is_capturing: Callable[[], bool] = lambda: False  # noqa: E731
 """Return whether the current CUDA stream is captured into a graph.  Asks the driver; does not synchronize."""
+if torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
+    is_capturing = _find("_C._cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing)
 
 has_nvtx: bool = _find("_C._nvtx") is not None
 """Whether PyTorch was built with NVTX; the functions of `torch.cuda.nvtx` raise without it."""

@@ -21,12 +21,7 @@ Pairs: TypeAlias = Sequence[tuple[torch.Tensor, torch.Tensor]]
 
 
 class Backend(Protocol):
-    """A kind of device.
-
-    Everything that the engine does to streams and memory goes through these methods, so a second
-    implementation sees all of it: the reference device keeps virtual clocks, and the tests' adversarial
-    device checks every access against these waits.
-    """
+    """A kind of device: all that the engine does to streams and memory goes through these methods."""
 
     name: str
     """Shown to users: ``"cuda"``, ``"xpu"``, ``"reference"``."""
@@ -34,7 +29,7 @@ class Backend(Protocol):
     type: str
     """Tensors on devices of this type can be offloaded: ``"cuda"``, ``"cpu"``."""
 
-    checks: bool
+    checks: bool = False
     """Whether the engine calls `saved` for every tensor; only devices that check the engine need it."""
 
     resolution: float
@@ -42,7 +37,7 @@ class Backend(Protocol):
 
     def place(self, tensor: torch.Tensor) -> torch.device:
         """Return the device whose streams and host pool serve this tensor."""
-        ...
+        return tensor.device
 
     def current_device(self) -> torch.device:
         """Return the device that is current in the calling thread."""
@@ -57,13 +52,7 @@ class Backend(Protocol):
         ...
 
     def adopt(self, stream: Stream) -> Stream:
-        """Return a program's own stream as the methods here want it.
-
-        Raises
-        ------
-        TypeError
-            If it is not a stream.
-        """
+        """Return a program's own stream as the methods here want it; raise a `TypeError` if it is not a stream."""
         ...
 
     def on(self, stream: Stream) -> AbstractContextManager[Any]:
@@ -100,27 +89,21 @@ class Backend(Protocol):
 
     def saved(self, tensor: torch.Tensor, stream: Stream) -> None:
         """Note that the work queued so far on `stream` wrote `tensor`."""
-        ...
+        return
 
     def empty_device(
         self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
         """Return an uninitialized tensor on the device, ordered after the current stream's work."""
-        ...
+        return torch.empty_strided(size, stride, dtype=dtype, device=device)
 
     def empty_host(self, nbytes: int) -> torch.Tensor:
-        """Return uninitialized page-locked bytes.
-
-        Raises
-        ------
-        RuntimeError
-            If the system has no more such memory.
-        """
+        """Return uninitialized page-locked bytes; raise a `RuntimeError` if the system has no more."""
         ...
 
     def release_host(self) -> None:
         """Return page-locked memory that was freed, and is cached, to the system; not while a graph is captured."""
-        ...
+        return
 
     def to_host(self, pairs: Pairs, stream: Stream) -> None:
         """Queue one transfer from the device to page-locked memory, made of (host, device) pairs of tensors."""
