@@ -41,51 +41,39 @@ class Backend(Protocol):
 
     def current_device(self) -> torch.device:
         """Return the device that is current in the calling thread."""
-        ...
 
     def current_stream(self, device: torch.device) -> Stream:
         """Return the stream on which the calling thread queues work for the device."""
-        ...
 
     def new_stream(self, device: torch.device) -> Stream:
         """Return a stream of its own for transfers."""
-        ...
 
     def adopt(self, stream: Stream) -> Stream:
         """Return a program's own stream as the methods here want it; raise a `TypeError` if it is not a stream."""
-        ...
 
     def on(self, stream: Stream) -> AbstractContextManager[Any]:
         """Make a stream the current one of this thread for a ``with`` block."""
-        ...
 
     def record(self, stream: Stream) -> StreamEvent:
         """Return an event at the present end of a stream."""
-        ...
 
     def record_timed(self, stream: Stream) -> StreamEvent:
         """Return an event that `elapsed` can read."""
-        ...
 
     def wait(self, stream: Stream, event: StreamEvent) -> None:
         """Make later work of a stream wait for an event; the host does not wait."""
-        ...
 
     def wait_stream(self, stream: Stream, other: Stream) -> None:
         """Make later work of a stream wait for all work queued so far on another; the host does not wait."""
-        ...
 
     def elapsed(self, start: StreamEvent, end: StreamEvent) -> float:
         """Return seconds between two events of `record_timed` that have passed."""
-        ...
 
     def synchronize(self, device: torch.device) -> None:
         """Wait on the host for all work of a device.  Never called in a step."""
-        ...
 
     def capturing(self) -> bool:
         """Return whether work queued now on the current stream is captured into a graph."""
-        ...
 
     def saved(self, tensor: torch.Tensor, stream: Stream) -> None:
         """Note that the work queued so far on `stream` wrote `tensor`."""
@@ -99,7 +87,6 @@ class Backend(Protocol):
 
     def empty_host(self, nbytes: int) -> torch.Tensor:
         """Return uninitialized page-locked bytes; raise a `RuntimeError` if the system has no more."""
-        ...
 
     def release_host(self) -> None:
         """Return page-locked memory that was freed, and is cached, to the system; not while a graph is captured."""
@@ -107,11 +94,9 @@ class Backend(Protocol):
 
     def to_host(self, pairs: Pairs, stream: Stream) -> None:
         """Queue one transfer from the device to page-locked memory, made of (host, device) pairs of tensors."""
-        ...
 
     def to_device(self, pairs: Pairs, stream: Stream) -> None:
         """Queue one transfer from page-locked memory to the device, made of (host, device) pairs of tensors."""
-        ...
 
 
 class StreamPosition(NamedTuple):
