@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.nn import Module
 
@@ -16,17 +16,14 @@ from .._torch import warn
 from ..engine.engine import Engine
 from ..engine.recorder import TimelineRecorder
 from ..engine.statistics import Statistics
+from ..report.report import Report
 from ..report.step_timeline import StepTimeline
 from ..schedule.execution_order import GroupKey, GroupPlans
 from ..schedule.plan import Plan
 from ..schedule.schedules import GroupSchedule
-from .describe import describe, group_names
 from .follow import Followers, followers_of
-from .reporting import PassLog, Recording, build_report
+from .reporting import PassLog, Recording, build_report, describe, group_names
 from .tracker import FollowedModule, Tracker
-
-if TYPE_CHECKING:
-    from ..report.report import Report
 
 __all__ = ["OffloadHandle"]
 
