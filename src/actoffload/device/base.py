@@ -100,24 +100,12 @@ class Backend(Protocol):
 
 
 class StreamPosition(NamedTuple):
-    """An event, and its place in the order of its stream.
-
-    Parameters
-    ----------
-    event : StreamEvent
-        What to wait for.
-    lane : int
-        Which transfer stream it was recorded on.
-    order : int
-        Grows along a lane: waiting for a position includes all before it.
-    captured : bool
-        It was recorded while a graph was captured, and means something only within that capture.
-    """
+    """An event, and its place in the order of its stream."""
 
     event: StreamEvent
-    lane: int
-    order: int
-    captured: bool
+    lane: int  # which transfer stream it was recorded on
+    order: int  # grows along a lane: waiting for a position includes all before it
+    captured: bool  # while a graph was captured: it means something only within that capture
 
 
 def latest_positions(positions: Iterable[StreamPosition]) -> tuple[StreamPosition, ...]:

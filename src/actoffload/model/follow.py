@@ -134,18 +134,17 @@ class Followers:
         Follows their calls.
     modules : sequence of FollowedModule
         The root first.
-    parts : object
-        The other parts of the handle, for `OffloadHandle.of`.
+    parts : dict
+        The attributes of the handle, for `OffloadHandle.of`.
     """
 
-    def __init__(self, tracker: Tracker, modules: Sequence[FollowedModule], parts: Any = None) -> None:
+    def __init__(self, tracker: Tracker, modules: Sequence[FollowedModule], parts: dict[str, Any]) -> None:
         self.tracker = tracker
         self.modules = tuple(modules)
         self.parts = parts
         self.installed = True
         for of in modules:
-            module = of.module
-            refuse_scripted(module, of.name)
+            refuse_scripted(of.module, of.name)
         try:
             for of in modules:
                 module = of.module

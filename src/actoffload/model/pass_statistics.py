@@ -25,23 +25,11 @@ __all__ = ["Held", "PassStatistics"]
 
 
 class Held(NamedTuple):
-    """Memory that was offloaded but not freed, because something else references it.
+    """Memory that was offloaded but not freed, because something else references it."""
 
-    Parameters
-    ----------
-    place : int
-        Position of its group in the sequence of groups.
-    nbytes : int
-        Size in bytes.
-    storage : StorageRef
-        Keeps the address from being given to another storage.
-    address : int
-        Address of the storage.
-    """
-
-    place: int
+    place: int  # position of its group in the sequence of groups
     nbytes: int
-    storage: StorageRef
+    storage: StorageRef  # keeps the address from being given to another storage
     address: int
 
 

@@ -79,24 +79,12 @@ class PassLog:
 
 @dataclass(eq=False)
 class Recording:
-    """A step that is, or was, recorded.
-
-    Parameters
-    ----------
-    recorder : TimelineRecorder
-        Its events.
-    root : weakref of torch.nn.Module
-        The model.
-    groups : sequence of FollowedModule
-        The chosen modules.
-    names : tuple of str
-        Names of the groups as they run.
-    """
+    """A step that is, or was, recorded."""
 
     recorder: TimelineRecorder
     root: weakref.ref[Module]
-    groups: Sequence[FollowedModule]
-    names: tuple[str, ...]
+    groups: Sequence[FollowedModule]  # the chosen modules
+    names: tuple[str, ...]  # of the groups as they run
     open: bool = True
     passes: int = 0
     outside: dict[str, int] = field(default_factory=dict)
@@ -146,21 +134,7 @@ def build_report(
     recording: Recording | None,
     statistics: Statistics,
 ) -> Report:
-    """Return the report of the latest pass.
-
-    Parameters
-    ----------
-    plans : GroupPlans
-        Plans of the groups.
-    groups : sequence of FollowedModule
-        The chosen modules.
-    latest : PassStatistics
-        The latest pass.
-    recording : Recording or None
-        The recorded step, for times and holders.
-    statistics : Statistics
-        Sums since the last reset.
-    """
+    """Return the report of the latest pass, with the times and holders of a recorded step of the same groups."""
     names, kinds = group_names(groups, latest.sequence), plans.kinds(latest.sequence)
     same = recording if recording is not None and recording.names == names else None
     recorded = None if same is None or same.open else same.timeline()

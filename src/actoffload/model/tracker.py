@@ -84,27 +84,13 @@ class _Obstacles:
 
 @dataclass(frozen=True, eq=False)
 class FollowedModule:
-    """A module whose calls are followed.  It is referenced weakly, because the module itself refers to this object.
+    """A module whose calls are followed.  It is referenced weakly, because the module itself refers to this object."""
 
-    Parameters
-    ----------
-    role : str
-        ``ROOT``, ``GROUP`` or ``KEPT``.
-    name : str
-        Dotted name in the model.
-    ref : weakref of torch.nn.Module
-        The module.
-    group : int
-        Its index among the chosen modules; -1 for the root and kept modules.
-    kind : str
-        Groups of one kind are scheduled alike.
-    """
-
-    role: str
+    role: str  # ROOT, GROUP or KEPT
     name: str
     ref: weakref.ref[Module]
-    group: int = -1
-    kind: str = ""
+    group: int = -1  # its index among the chosen modules
+    kind: str = ""  # groups of one kind are scheduled alike
 
     @property
     def module(self) -> Module:
@@ -143,11 +129,11 @@ class Tracker:
     Parameters
     ----------
     modules : sequence of FollowedModule
-        The model and its followed modules, the model first.
+        The model first.
     engine : Engine
         Shared by all passes.
     plans : GroupPlans
-        Returns the plan of a pass.
+        The plans for sequences of groups.
     done : callable
         Called with each pass whose forward has ended, and its sequence of groups.
     """
