@@ -132,7 +132,7 @@ def nothing_held(context: OffloadContext | actoffload.OffloadHandle) -> None:
 def no_gc() -> Iterator[None]:
     """Run without the collector: what is freed here is freed by reference counts.
 
-    What other tests left is collected before, as often as that frees something: finalizers leave garbage too.
+    Garbage of other tests is collected before, as often as that frees something: finalizers make garbage too.
     """
     while gc.collect():
         pass

@@ -1,4 +1,4 @@
-"""The front door: signature, return values, errors and warnings, and what a disabled context does."""
+"""The function: signature, return values, errors and warnings, and what a disabled context does."""
 
 from __future__ import annotations
 
@@ -218,7 +218,7 @@ def test_marks_take_tensors_only(mark):
 
 
 @NO_ACCELERATOR
-def test_the_reference_device_says_so_once_in_a_process():
+def test_the_reference_device_warns_once_in_a_process():
     code = (
         "import warnings, actoffload\n"
         "with warnings.catch_warnings(record=True) as caught:\n"
@@ -232,7 +232,7 @@ def test_the_reference_device_says_so_once_in_a_process():
 
 
 @NO_ACCELERATOR
-def test_a_disabled_context_says_nothing_about_devices():
+def test_a_disabled_context_does_not_warn_about_devices():
     code = "import actoffload\nactoffload.get_cpu_offload_context(False, 1, 3)\n"
     run = subprocess.run(
         [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=False, env=SOURCES

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("offload_small_tensors")
 
 
 class Sine(nn.Module):
-    """Saves one tensor of its own, which nobody else saves."""
+    """Saves one tensor that no other layer saves."""
 
     def forward(self, x):
         return torch.sin(x * 1.0) * 2.0

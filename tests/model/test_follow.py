@@ -68,7 +68,7 @@ def test_a_pickled_model_does_not_need_actoffload():
     equal(train(copied, steps=1), want)
 
 
-# What a forward leaves behind
+# Forwards
 
 
 def test_a_recomputed_block_begins_no_pass():

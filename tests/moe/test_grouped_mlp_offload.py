@@ -1,4 +1,4 @@
-"""Exactly what of the grouped MLP leaves the device, when, and what stays."""
+"""Exactly what the grouped MLP offloads, when, and what it keeps."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def module(**more) -> GroupedMLP:
     return GroupedMLP(4, HIDDEN, FFN, **more)
 
 
-def step(mlp, pair, counts, x=None, behind=2):
+def step(mlp, pair, counts, x=None, after=2):
     """Run the module as the first layer of three, and return the bits that it gives."""
     context, sync = pair
     leaf = torch.randn(TOKENS, HIDDEN, generator=torch.Generator().manual_seed(2)) if x is None else x.detach().clone()
@@ -38,7 +38,7 @@ def step(mlp, pair, counts, x=None, behind=2):
     with context:
         y = mlp(y, counts)
     y = sync(y)
-    for _ in range(behind):
+    for _ in range(after):
         with context:
             y = y * 1.0
         y = sync(y)
@@ -51,7 +51,7 @@ PER_EXPERT = [30, 0, 33, 1]
 
 @pytest.mark.parametrize("counts", [PER_EXPERT, torch.tensor(PER_EXPERT)], ids=["list", "tensor"])
 @pytest.mark.parametrize("kept", [c for n in range(4) for c in itertools.combinations(SAVED, n)], ids="+".join)
-def test_exactly_what_leaves_and_what_stays(kept, counts):
+def test_exactly_what_is_offloaded_and_what_is_kept(kept, counts):
     mlp = module(**{f"keep_{name}": True for name in kept})
     with min_elements(64):
         want = step(mlp, actoffload.get_cpu_offload_context(), counts)
@@ -60,10 +60,10 @@ def test_exactly_what_leaves_and_what_stays(kept, counts):
             context.reset_statistics()
             assert all(map(same_bits, step(mlp, (context, sync), counts), want))
             statistics = context.statistics()
-            leaving = [TOKENS * width * 4 for name, width in SAVED.items() if name not in kept]
+            offloaded = [TOKENS * width * 4 for name, width in SAVED.items() if name not in kept]
             staying = [TOKENS * width * 4 for name, width in SAVED.items() if name in kept]
-            assert statistics.tensors_offloaded == len(leaving)
-            assert statistics.bytes_offloaded == statistics.bytes_reloaded == sum(leaving)
+            assert statistics.tensors_offloaded == len(offloaded)
+            assert statistics.bytes_offloaded == statistics.bytes_reloaded == sum(offloaded)
             assert statistics.reloaded_on_demand == 0
             offsets = [4 * 4] if isinstance(counts, Tensor) else []
             expected = {
@@ -208,7 +208,7 @@ def test_weights_stay_whatever_they_are(kind):
 
 
 @pytest.mark.parametrize("frozen", [False, True])
-def test_weights_that_autocast_casts_stay(frozen):
+def test_weights_that_autocast_casts_are_kept(frozen):
     mlp = module().requires_grad_(not frozen)
     with min_elements(64):
         context, sync = make(1, 3)

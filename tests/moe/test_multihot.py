@@ -124,7 +124,7 @@ def test_what_stands_beside_minus_one_is_not_used():
     assert probs.grad.tolist() == [[float("inf"), 0.0], [0.0, float("inf")]]
 
 
-def test_results_are_nobodys_views_and_arguments_stay_as_they_are():
+def test_results_are_no_views_and_arguments_are_not_changed():
     for rows in (CASES["one token"], CASES["some"]):
         indices, probs, _ = drawn(rows, torch.float32)
         before = indices.clone(), probs.clone()
@@ -284,7 +284,7 @@ def test_autocast_changes_nothing(dtype):
         check(*drawn(CASES["some"], dtype))
 
 
-def test_what_it_saves_may_leave():
+def test_what_it_saves_is_offloaded():
     indices, probs, grad = drawn(CASES["some"] * 16, torch.float32)
     leaf = probs.clone().requires_grad_()
     (want,) = torch.autograd.grad(masked(indices, leaf, 5)[1], leaf, grad)
