@@ -8,12 +8,13 @@ import weakref
 
 import pytest
 import torch
-from helpers import no_gc
+from helpers import alive, no_gc
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from whole_model import UNIT, Transformer, Wave, Waves, data, equal, nothing_installed, offload, train
 
 import actoffload
+from actoffload.engine.model_pass import ModelPass
 from actoffload.report import Reason
 
 
@@ -129,3 +130,37 @@ def test_offloading_is_enabled_in_a_forward_only():
         model(data())
     assert seen == [True, False]
     assert not actoffload.is_cpu_offload_enabled()
+
+
+def test_a_pass_is_freed_with_its_graph():
+    model = Waves(6)
+    offload(model)
+    with no_gc():
+        before = alive(ModelPass)
+        y = model(data())
+        assert alive(ModelPass) == before + 1
+        y.sum().backward()
+        del y
+        assert alive(ModelPass) == before
+
+
+def test_a_pass_whose_end_of_a_group_failed_is_not_continued(monkeypatch):
+    """The next block of a loop begins a pass of its own."""
+    model = Waves(6)
+    handle = offload(model)
+    ends = iter([KeyError])
+
+    def forward_end(self, layer, end=ModelPass.forward_end):
+        end(self, layer)
+        for error in ends:
+            raise error
+
+    monkeypatch.setattr(ModelPass, "forward_end", forward_end)
+    x = data()
+    for block in model.blocks:
+        try:
+            x = block(x)
+        except KeyError:
+            x = x * 1.0
+    x.sum().backward()
+    assert handle.statistics().passes == 2

@@ -290,12 +290,9 @@ class Tracker:
         assert current is not None
         assert layer is not None
         call.layer = None
-        # [guard: pass of a group whose end failed]
-        failed, current.aborted = current.aborted, True  # if what follows fails
         current.forward_end(layer)
         layer.owned.forget()  # [guard: weights that a group refers to]
         layer.watch(outputs, current.backward_reached)
-        current.aborted = failed
 
     def _end_forward(self, *, finished: bool) -> None:
         """Uninstall everything; each step may be repeated after an interrupt, and `hooks` is cleared last."""
