@@ -72,21 +72,6 @@ def test_a_pickled_model_does_not_need_actoffload():
 # Forwards
 
 
-def test_a_recomputed_block_begins_no_pass():
-    class Checkpointed(Waves):
-        def forward(self, x):
-            for block in self.blocks:
-                x = checkpoint(block, x, use_reentrant=False)
-            return x
-
-    model = Checkpointed(6)
-    handle = offload(model)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        model(data().requires_grad_()).sum().backward()
-    assert handle.statistics().passes == 1
-
-
 def test_what_a_model_saves_while_it_handles_an_exception_is_kept():
     class Fails(Wave):
         def forward(self, x):
@@ -164,3 +149,18 @@ def test_a_pass_whose_end_of_a_group_failed_is_not_continued(monkeypatch):
             x = x * 1.0
     x.sum().backward()
     assert handle.statistics().passes == 2
+
+
+def test_a_recomputed_block_begins_no_pass():
+    class Checkpointed(Waves):
+        def forward(self, x):
+            for block in self.blocks:
+                x = checkpoint(block, x, use_reentrant=False)
+            return x
+
+    model = Checkpointed(6)
+    handle = offload(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(data().requires_grad_()).sum().backward()
+    assert handle.statistics().passes == 1
