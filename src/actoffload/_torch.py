@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Module
+from torch.nn.modules import module
 
 MISSING: list[str] = []
 """Private names without a substitute that this PyTorch lacks; empty in every release that is tested."""
@@ -160,7 +161,7 @@ after_backward: Callable[[Callable[[], None]], None] = _need(
 CASTS = frozenset({"ToCopyBackward0", "TBackward0", "TransposeBackward0"})
 """Names of the autograd nodes that cast or transpose: a weight behind one is a weight still."""
 
-_top_hooks = _find("_C._autograd._top_saved_tensors_default_hooks")
+_top_hooks = _need("_C._autograd._top_saved_tensors_default_hooks", lambda ignore_tracing: None)
 _transforms = _find("_C._functorch.get_interpreter_stack", lambda: None)
 _vmap = _find("_C._functorch.TransformType.Vmap")
 
@@ -177,7 +178,7 @@ stands_for_another: Callable[[torch.Tensor], bool] = _find(
 
 def saved_tensor_hooks() -> tuple[Any, Any] | None:
     """Return the pack and unpack hook that are installed in the calling thread, or None."""
-    found: tuple[Any, Any] | None = None if _top_hooks is None else _top_hooks(True)
+    found: tuple[Any, Any] | None = _top_hooks(True)
     return found
 
 
@@ -200,11 +201,6 @@ class SavedTensorHooks:
 
     def remove(self) -> None:
         """Remove the hooks, and those above them whose own removal an interrupt prevented."""
-        if _top_hooks is None:  # then an interrupt at the wrong place leaves them
-            installed, self._installed = self._installed, False
-            if installed:
-                self._hooks.__exit__()
-            return
         if self._installed:
             while not self._on_top() and saved_tensor_hooks() is not None:
                 self._hooks.__exit__()  # removes whatever is on top
@@ -220,7 +216,6 @@ class SavedTensorHooks:
 # Modules
 
 _REGISTERED = ("_parameters", "_buffers", "_modules")
-_NAMED = ("named_parameters", "named_buffers", "named_children")
 
 
 def registered(module: Module) -> tuple[Mapping[str, Any], Mapping[str, Any], Mapping[str, Any]]:
@@ -267,19 +262,13 @@ def current_module() -> weakref.ref[Module] | None:
 class ModuleCalls:
     """Calls a function with each module whose forward begins, or that gets a parameter or buffer, while it has users.
 
-    The key of the hooks stays the same for the life of the process: a compiled module is compiled again when the key of
-    a global hook changes.
+    The hooks keep their keys: a compiled module is compiled again when the key of a global hook changes.
     """
-
-    _KINDS = ("forward_pre", "parameter_registration", "buffer_registration")
 
     def __init__(self, call: Callable[..., None]) -> None:
         self._call = call
         self._users = 0
         self._lock = threading.Lock()
-        found = [getattr(torch.nn.modules.module, f"_global_{kind}_hooks", None) for kind in self._KINDS]
-        self._tables: list[Any] = [] if None in found else found
-        self._key = -id(self)  # hooks of programs have positive keys
         self._handles: list[Any] = []
 
     def add_user(self) -> None:
@@ -288,23 +277,21 @@ class ModuleCalls:
             self._users += 1
             if self._users > 1:
                 return
-            for table in self._tables:
-                table[self._key] = self._call
-            if not self._tables:
-                register = (getattr(torch.nn.modules.module, f"register_module_{kind}_hook") for kind in self._KINDS)
-                self._handles = [each(self._call) for each in register]
+            for handle in self._handles:
+                handle.hooks_dict_ref()[handle.id] = self._call
+            self._handles = self._handles or [
+                module.register_module_forward_pre_hook(self._call),
+                module.register_module_parameter_registration_hook(self._call),
+                module.register_module_buffer_registration_hook(self._call),
+            ]
 
     def remove_user(self) -> None:
         """Call it no more if this was the last user."""
         with self._lock:
             self._users -= 1
-            if self._users:
-                return
-            for table in self._tables:
-                table.pop(self._key, None)
-            for handle in self._handles:
-                handle.remove()
-            self._handles.clear()
+            if not self._users:
+                for handle in self._handles:
+                    handle.remove()
 
 
 # torch.compile
