@@ -147,7 +147,7 @@ def training(make: Callable[[], nn.Module], **options: Any) -> Program:
 
 
 class Spy:
-    """A device that also checks what is copied.
+    """A device that also checks what is offloaded.
 
     Parameters
     ----------
@@ -156,15 +156,15 @@ class Spy:
 
     Attributes
     ----------
-    left : list of int
+    offloaded : list of int
         Bytes of each storage, or part of one, that was copied to the host.
     watched : module or None
-        No memory of its parameters may be copied.
+        No memory of its parameters may be offloaded.
     """
 
     def __init__(self, inner: Any) -> None:
         self.inner = inner
-        self.left: list[int] = []
+        self.offloaded: list[int] = []
         self.watched: nn.Module | None = None
 
     def __getattr__(self, name: str) -> Any:
@@ -173,9 +173,9 @@ class Spy:
     def to_host(self, pairs: Any, stream: Any) -> None:
         owned = memories(self.watched) if self.watched is not None else set()
         for _, source in pairs:
-            self.left.append(source.nbytes)
+            self.offloaded.append(source.nbytes)
             if not source._is_zerotensor():  # a derivative of zero in forward mode has no memory
-                assert source.untyped_storage().data_ptr() not in owned, "a parameter is copied"
+                assert source.untyped_storage().data_ptr() not in owned, "a parameter is offloaded"
         self.inner.to_host(pairs, stream)
 
 
@@ -195,9 +195,9 @@ def both(
     program : callable
         Called with a function to call instead of `actoffload.offload`.
     offloads : bool
-        Whether something must be offloaded.
+        Whether something has to be offloaded.
     watch : bool
-        Whether to check that parameters, as the model has them while it runs, are not copied.
+        Check that no parameter of the model is offloaded while it runs.
     device : Backend, optional
         Which device; one of reference if not given.
 
@@ -232,14 +232,14 @@ def both(
     assert not hooked()
     statistics = handle.statistics()
     assert (statistics.tensors_offloaded > 0) == offloads
-    assert sum(spy.left) == statistics.bytes_offloaded
+    assert sum(spy.offloaded) == statistics.bytes_offloaded
     return handle
 
 
 def copied(handle: actoffload.OffloadHandle) -> set[int]:
-    """Return the sizes of the copies that `both` saw, in bytes."""
+    """Return the sizes of what `both` offloaded, in bytes."""
     spy: Any = handle._engine.backend
-    return set(spy.left)
+    return set(spy.offloaded)
 
 
 def hooked() -> bool:

@@ -47,7 +47,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 def test_back_ends(backend, options):
     make = functools.partial(Net, functools.partial(Attending, backend, 0.1, **OPTIONS[options]))
     statistics = both(training(make)).statistics()
-    # A bias is saved in every block, also in those that stay, so what was copied of it has nothing to come back for.
+    # A bias is saved in every block, also in kept ones, so what was copied of it is not reloaded.
     shared = STEPS * ROWS * ROWS * 4 if options == "bias" and backend is SDPBackend.FLASH_ATTENTION else 0
     assert statistics.bytes_reloaded == statistics.bytes_offloaded - shared > STEPS * OFFLOADED * 4 * STREAM
     assert statistics.reloaded_on_demand == 0
@@ -55,7 +55,7 @@ def test_back_ends(backend, options):
         assert statistics.bytes_offloaded > STEPS * OFFLOADED * (4 * STREAM + SCORES)
 
 
-def test_what_a_fused_back_end_does_not_save_does_not_leave():
+def test_what_a_fused_back_end_does_not_save_is_not_offloaded():
     bytes_offloaded = {
         backend: both(training(lambda: Net(lambda: Attending(backend)))).statistics().bytes_offloaded  # noqa: B023
         for backend in (SDPBackend.MATH, SDPBackend.FLASH_ATTENTION)
@@ -65,7 +65,7 @@ def test_what_a_fused_back_end_does_not_save_does_not_leave():
 
 
 def test_dropout_in_attention():
-    """The mask of dropout is saved and leaves like any other; random numbers are drawn as without offload."""
+    """The mask of dropout is saved and offloaded like any other; random numbers are drawn as without offload."""
     make = functools.partial(Net, lambda: Attending(SDPBackend.MATH, 0.1, dropout_p=0.2))
     without = both(training(lambda: Net(lambda: Attending(SDPBackend.MATH)))).statistics()
     assert both(training(make)).statistics().bytes_offloaded > without.bytes_offloaded
@@ -118,7 +118,7 @@ def test_transformer_layers_of_pytorch():
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")  # of attention on the CPU
 def test_sequences_of_different_lengths():
-    """Jagged tensors from block to block: their values leave, their offsets stay as they are small."""
+    """Jagged tensors from block to block: their values are offloaded, their offsets are kept because they are small."""
 
     class Ragged(nn.Module):
         def __init__(self) -> None:

@@ -102,7 +102,7 @@ def test_ways_to_compile(way, first):
         return results
 
     handle = both(program)
-    assert len(handle.groups) == BLOCKS  # each block was told of once, not by its hooks and around its compiled call
+    assert len(handle.groups) == BLOCKS  # each block is followed once, not by its hooks and around its compiled call
     statistics = handle.statistics()
     assert statistics.passes == 12
     assert statistics.bytes_offloaded == statistics.bytes_reloaded > 12 * OFFLOADED * STREAM
@@ -199,7 +199,7 @@ def test_a_kept_module_inside_of_one_graph_is_refused_too():
 
 @pytest.mark.parametrize(("way", "first"), [(each, "offloaded"), (replaced, "compiled"), (whole, "offloaded")])
 def test_changing_shapes(way, first):
-    """Dynamic shapes are compiled once, and their symbolic sizes are nothing that leaves."""
+    """Dynamic shapes are compiled once, and their symbolic sizes are not offloaded."""
     rows = (ROWS, 64, 80, 33, ROWS, 70)
 
     def program(offload: Offload) -> list[Tensor]:

@@ -34,7 +34,7 @@ WEIGHTS = 8 * WIDTH * WIDTH * 4
 
 @pytest.mark.parametrize("name", CASES)
 def test_two_ranks(ranks, name):
-    """In each rank the bits are the same, no parameter left, whole or in parts, and nothing is held."""
+    """In each rank the bits are the same, no parameter was offloaded, whole or in parts, and nothing is held."""
     for seen in ranks[name]:
         assert "error" not in seen, seen["error"]
         assert seen["bytes_reloaded"] == seen["bytes_offloaded"] > 0

@@ -75,7 +75,7 @@ def losses(run: Callable[[Tensor], Tensor], half: bool = False, steps: int = STE
 @variants
 @pytest.mark.parametrize("lora", [False, True])
 def test_checkpointing_and_steps_inside_of_backward(reentrant, lora):
-    """A region is recomputed with the weights of its forward: those behind it have changed, its own have not."""
+    """A region is recomputed with the weights of its forward: those after it have changed, its own have not."""
 
     def program(offload: Offload) -> list[Tensor]:
         model = adapted() if lora else Net(dropping)
@@ -185,7 +185,7 @@ class Mixture(nn.Module):
 
 @pytest.mark.parametrize("how", ["plain", "steps inside of backward", "autocast"])
 def test_experts_in_a_whole_model(how):
-    """What the experts save leaves, and of their weights nothing, whoever else is there."""
+    """What the experts save is offloaded, and nothing of their weights."""
 
     def program(offload: Offload) -> list[Tensor]:
         model = Net(Mixture)
@@ -210,7 +210,7 @@ def test_checkpointed_experts(reentrant):
 
 
 @pytest.mark.parametrize("how", ["by keyword", "in a list"])
-def test_a_tensor_that_checkpointing_itself_holds_stays(how):
+def test_a_tensor_that_checkpointing_itself_refers_to_is_kept(how):
     """Only tensors among the positional arguments of a region are saved by autograd; the guide says so."""
 
     class Held(Net):

@@ -53,7 +53,7 @@ def adapted() -> Net:
 
 @pytest.mark.parametrize("around", [contextlib.nullcontext, lambda: torch.autocast("cpu", torch.bfloat16)])
 def test_lora_on_frozen_weights(around):
-    """No frozen weight leaves; `both` looks at each copy."""
+    """No frozen weight is offloaded; `both` checks each copy."""
 
     def program(offload: Offload) -> list[Tensor]:
         model = adapted()
@@ -74,7 +74,7 @@ def test_lora_on_frozen_weights(around):
     assert statistics.bytes_offloaded > STEPS * OFFLOADED * STREAM
 
 
-def test_what_a_frozen_layer_does_not_save_does_not_leave():
+def test_what_a_frozen_layer_does_not_save_is_not_offloaded():
     """A frozen linear needs its weight for backward and not its input: there is less to offload, and no more copied."""
 
     class Plain(nn.Module):
@@ -147,7 +147,7 @@ COMPUTED: dict[str, Callable[..., nn.Module]] = {
 
 @pytest.mark.parametrize("how", COMPUTED)
 def test_parametrizations(how):
-    """The originals stay; the weight that is computed in a block belongs to its activations. Buffers are the same."""
+    """The originals are kept; the weight that is computed in a block belongs to its activations."""
 
     def program(offload: Offload) -> list[Tensor]:
         model = Net()
@@ -186,7 +186,7 @@ def test_parametrizations_computed_once_for_a_whole_step():
 
 @pytest.mark.parametrize("kind", ["leaves", "frozen", "computed"])
 def test_functional_call(kind):
-    """Weights that are put in for one call stay, as those of the module do; those made by other operations need not."""
+    """Weights that are passed for one call are kept like those of the module, unless other operations made them."""
 
     def program(offload: Offload) -> list[Tensor]:
         model = Net()
@@ -216,7 +216,7 @@ def test_functional_call(kind):
     assert statistics.passes == STEPS
 
 
-def test_transforms_of_functions_offload_nothing_and_say_so():
+def test_transforms_of_functions_offload_nothing_and_warn():
     def program(offload: Offload) -> list[Tensor]:
         model = Net(Mlp)
         handle = offload(model)
@@ -230,7 +230,7 @@ def test_transforms_of_functions_offload_nothing_and_say_so():
 
 
 def test_a_transform_inside_of_the_model_raises_what_pytorch_raises():
-    """PyTorch itself has no saved-tensor hooks around a transform; nothing of ours is left behind."""
+    """PyTorch itself has no saved-tensor hooks around a transform; nothing of ours stays installed."""
 
     class Inside(Mlp):
         def forward(self, x: Tensor) -> Tensor:
@@ -246,7 +246,7 @@ def test_a_transform_inside_of_the_model_raises_what_pytorch_raises():
         with contextlib.nullcontext() if handle is None else handle.paused():
             return train(model)
 
-    both(program)  # what left is what the blocks before saved in the forward that failed
+    both(program)  # what the first blocks saved in the failed forward is offloaded
 
 
 def test_vmap_over_the_model():

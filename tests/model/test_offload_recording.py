@@ -94,7 +94,7 @@ def test_local_variables_of_the_program_are_named():
     for block in model.blocks:
         block.register_forward_hook(lambda module, args, y: hidden.append(y))
     _, report = reported(model, steps=1, record=True)
-    # The input of block 0 is nobody's; those of blocks 1 to 3 are the outputs of the blocks before.
+    # The inputs of blocks 1 to 3 are the outputs of the blocks before.
     assert [held.group for held in report.held] == ["blocks.1", "blocks.2", "blocks.3"]
     assert all("hidden" in holder.paths[0] for held in report.held for holder in held.holders)
 
@@ -231,7 +231,7 @@ def test_the_search_for_holders_is_no_part_of_the_step(monkeypatch):
     assert 0 < report.step_seconds < 1.0
 
 
-def test_a_recording_is_of_one_step_and_stays():
+def test_a_recording_is_of_one_step_and_lasts():
     model = Inside(6)
     handle, report = reported(model, record=True)
     assert report.step_seconds is not None
@@ -240,7 +240,7 @@ def test_a_recording_is_of_one_step_and_stays():
     assert handle.timeline().timeline is first
     assert handle.report().step_seconds == report.step_seconds
     with pytest.warns(UserWarning, match="Nothing was recorded"), handle.recording():
-        pass  # what was recorded before stays
+        pass  # the earlier recording is kept
     assert handle.timeline().timeline is first
     with handle.recording():
         step(model)

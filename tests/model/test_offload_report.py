@@ -128,10 +128,10 @@ def test_a_storage_that_two_groups_save_counts_in_the_first():
     assert report.totals.bytes_saved == handle.statistics().bytes_saved == 7 * UNIT
     assert report.totals.bytes_offloaded == handle.statistics().bytes_offloaded == 5 * UNIT
     assert report.totals.bytes_reloaded == handle.statistics().bytes_reloaded == 4 * UNIT
-    # What block 3 hands on is saved by block 4 as well, which stays.
+    # The output of block 3 is saved by block 4 as well, which is kept.
     assert [group.kept.get(Reason.SHARED) for group in report.groups] == [None, None, None, (1, UNIT), None, None]
     assert (report.expected_bytes, report.r) == (4 * UNIT, 1.0)
-    # Its copy was in vain, and the numbers add up with that.
+    # Its copy was wasted, and the sums include it.
     assert [group.bytes_wasted for group in report.groups] == [0, 0, 0, UNIT, 0, 0]
     totals = report.totals
     assert totals.bytes_offloaded - totals.bytes_wasted == totals.bytes_reloaded == report.expected_bytes

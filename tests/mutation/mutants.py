@@ -98,7 +98,6 @@ INSTEAD: dict[str, str] = {
     "guard: time of one step": "return time.perf_counter() - begun",
     "guard: kinds of several classes": "several = set()",
     "guard: first entry that means a module": "meant[module] = kind",
-    "guard: kept storage that several groups saved": "resident is not None",
     "guard: last group of a kind": "may = [k for k in places if k < last]",
     "guard: groups in flight": "d = resident",
 }
