@@ -349,6 +349,16 @@ _set_strategy: Any = getattr(_frames, "set_code_exec_strategy", None)
 _MARKS_CODE = None not in (_SKIP, _DEFAULT, _Strategy, _set_strategy)
 
 
+def inlined(function: F) -> F:
+    """Let Dynamo inline a function into compiled code, and run it as plain Python everywhere else.
+
+    The function asks `torch.compiler.is_dynamo_compiling` where it is.
+    """
+    if _MARKS_CODE:
+        _set_strategy(function.__code__, _Strategy(_SKIP, _SKIP))
+    return function
+
+
 def opaque(function: F, reason: str = "") -> F:
     """Let a function, and all that it calls, run as plain Python, also where compiled code calls it.
 
@@ -363,11 +373,31 @@ def opaque(function: F, reason: str = "") -> F:
     -----
     Does what `torch.compiler.disable` does, without a wrapper around each call.
     """
-    if _MARKS_CODE:
-        _set_strategy(function.__code__, _Strategy(_SKIP, _SKIP))
+    inlined(function)
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     function._torchdynamo_disable_msg = reason  # type: ignore[attr-defined]
     return function
+
+
+COMPILED_AUTOGRAD = "torch._dynamo.compiled_autograd"
+"""The module that runs compiled backwards; a program that uses it has imported it, which takes a second."""
+
+
+def in_compiled_backward() -> bool:
+    """Return whether compiled autograd runs a backward, in any thread."""
+    module = sys.modules.get(COMPILED_AUTOGRAD)
+    return module is not None and getattr(module, "in_compiled_autograd_region", False)
+
+
+def compiled_backward() -> list[Any] | None:
+    """Return the arguments of all unpack hooks of the compiled backward that runs in this thread; None without one."""
+    frame: FrameType | None = sys._getframe() if in_compiled_backward() else None
+    while frame is not None:
+        if frame.f_code.co_name == "runtime_wrapper" and frame.f_globals["__name__"] == COMPILED_AUTOGRAD:
+            packed: list[Any] | None = frame.f_locals.get("packed_inputs")
+            return packed
+        frame = frame.f_back
+    return None
 
 
 def break_graph(function: F, reason: str) -> F:

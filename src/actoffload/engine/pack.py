@@ -23,11 +23,11 @@ from .layout import View
 from .ownership import stays
 from .registry import StorageRegistry
 from .statistics import Reason
-from .storage import Owner, Resident, SavedStorage
+from .storage import Owner, Resident, SavedStorage, Unpacked
 from .subclasses import Compound, is_compound
 from .versions import Wrappers, changed
 
-__all__ = ["Kept", "Moved", "Pack", "Packer", "Saved", "keep", "unpack"]
+__all__ = ["Kept", "Moved", "Pack", "Packer", "Saved", "keep"]
 
 Kept: TypeAlias = tuple[torch.Tensor, int, LivenessToken, "Resident | None"]
 """A saved tensor that is kept on the device: an alias, its version, the token of its layer, and what counts it.
@@ -46,7 +46,7 @@ def keep(tensor: torch.Tensor, token: LivenessToken, resident: Resident | None =
 class Moved:
     """A saved tensor on a storage that may be offloaded, but does not simply fill it."""
 
-    __slots__ = ("__weakref__", "index", "owner", "probe", "storage", "token", "version", "view")
+    __slots__ = ("__weakref__", "index", "owner", "probe", "storage", "token", "unpacked", "version", "view")
 
     def __init__(
         self, owner: Owner, index: int, storage: SavedStorage, view: View, probe: torch.Tensor, token: LivenessToken
@@ -58,27 +58,13 @@ class Moved:
         self.probe = probe  # [keep: resident tensor]
         self.version = version_of(probe)
         self.token = token
+        self.unpacked: Unpacked | None = None  # see [Note: compiled autograd]
 
     def unpack(self) -> torch.Tensor:
         """Return the tensor, for autograd; reload it if that has not happened yet."""
         if version_of(self.probe) != self.version:  # [guard: in-place edit of an offloaded tensor]
             raise changed(self.probe, self.view.size, self.version)
         return self.owner.fetch(self.index, self.storage, self.view, self.probe)
-
-
-def unpack(saved: Saved) -> torch.Tensor:
-    """Turn what autograd holds into the tensor; the unpack hook."""
-    if not isinstance(saved, tuple):
-        return saved.unpack()
-    alias, version, _, resident = saved
-    if resident is not None and resident.used is not None:
-        resident.used()
-    if version_of(alias) != version:  # [guard: in-place edit of a kept tensor]
-        raise changed(alias, alias.size(), version)
-    return alias
-
-
-opaque(unpack)
 
 
 Saved: TypeAlias = Kept | SavedStorage | Moved | Compound

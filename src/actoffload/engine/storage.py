@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 
@@ -19,7 +19,13 @@ from .statistics import Counters
 from .transfer import PassDevice
 from .versions import Wrappers, changed, drop_data
 
-__all__ = ["Owner", "Resident", "SavedStorage"]
+__all__ = ["CompiledState", "Owner", "Resident", "SavedStorage", "Unpacked"]
+
+CompiledState: TypeAlias = tuple[list[Any], "weakref.ref[Any]"]
+"""A list that is empty until a backward of compiled autograd has ended, and the reference whose callback fills it."""
+
+Unpacked: TypeAlias = tuple[list[Any], "weakref.ref[Any]", torch.Tensor]
+"""The same, and a tensor that was unpacked for this backward."""
 
 
 class Owner(Protocol):
@@ -67,6 +73,7 @@ class SavedStorage(HostCopy):
     token: object
     probe: torch.Tensor
     root: weakref.ref[torch.Tensor]
+    unpacked: Unpacked | None = None  # see [Note: compiled autograd]
     loose: Sequence[View] = ()  # saved, and waiting for the end of the layer
 
     def __init__(

@@ -16,6 +16,7 @@ from torch.nn import Parameter
 
 from .._torch import base_of, version_of
 from . import tensor_marks
+from .storage import Unpacked
 from .versions import Seen, Wrapper, Wrappers
 
 __all__ = ["Compound", "has_parts", "is_compound", "parts_to_save", "plain_parts"]
@@ -52,7 +53,7 @@ class Compound:
         Makes the whole from the parts as tensors.
     """
 
-    __slots__ = ("_build", "_parts", "_seen", "_size")
+    __slots__ = ("__weakref__", "_build", "_seen", "_size", "parts", "unpacked")
 
     def __init__(
         self,
@@ -63,8 +64,9 @@ class Compound:
     ) -> None:
         self._seen = seen
         self._size = size
-        self._parts = parts
+        self.parts = parts
         self._build = build
+        self.unpacked: Unpacked | None = None  # see [Note: compiled autograd]
 
     @staticmethod
     def pack(
@@ -96,7 +98,7 @@ class Compound:
         """
         outer, version = self._seen
         outer.check(version, self._size)
-        parts = {name: part[0] if isinstance(part, tuple) else part.unpack() for name, part in self._parts.items()}
+        parts = {name: part[0] if isinstance(part, tuple) else part.unpack() for name, part in self.parts.items()}
         with torch.no_grad():
             whole = self._build(parts)
         outer.returned(whole)
