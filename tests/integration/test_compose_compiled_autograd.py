@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
-from composing import STREAM, Mlp, Offload, batch, both, gradients
+from composing import STREAM, WIDTH, Mlp, Offload, batch, both, gradients
 from helpers import any_size, make, nothing_held
 from torch import Tensor, nn
 from torch._dynamo import compiled_autograd
@@ -32,13 +33,13 @@ def _nothing_compiled() -> Iterator[None]:
 
 def backward(loss: Tensor, **options: bool) -> None:
     """Run a compiled backward."""
-    with compiled_autograd._enable(torch.compile(backend="aot_eager")):
+    with compiled_autograd._enable(torch.compile(backend="eager")):
         loss.backward(**options)
 
 
 def blocks(count: int) -> nn.Sequential:
-    """Return a model of small blocks, of which all but the last two are offloaded."""
-    return nn.Sequential(*[Mlp() for _ in range(count)])
+    """Return a model of small blocks, of which all but the last two are offloaded, and a head."""
+    return nn.Sequential(*[Mlp() for _ in range(count)], nn.Tanh())
 
 
 def train(model: nn.Module) -> list[Tensor]:
@@ -50,32 +51,31 @@ def train(model: nn.Module) -> list[Tensor]:
 
 @pytest.mark.parametrize("eager", [True, False])
 def test_graphs_break_at_the_groups_only_and_are_compiled_once(eager):
-    graphs, breaks, at_unpack = [], [], []
+    graphs, breaks = [], []
 
     def program(offload: Offload) -> list[Tensor]:
         torch._dynamo.reset()
-        model, results = blocks(4), []
+        model, results = blocks(3), []
         if not eager:
-            for block in model:
+            for block in model[:3]:
                 block.compile(backend="aot_eager", fullgraph=True)
-        offload(model, layers="?")
+        offload(model, layers=Mlp)
         for _ in range(3):
             counters.clear()
             results += train(model)
             graphs.append(counters["stats"]["unique_graphs"])
             breaks.append(sum(counters["graph_break"].values()))
-            at_unpack.append(sum(n for text, n in counters["graph_break"].items() if "_graph_break" in text))
         return results
 
     statistics = both(program).statistics()
     of_forward = 0 if eager else 2  # one where the input needs a gradient
-    assert graphs == [of_forward + 1, 0, 0, of_forward + 1 + 4, 0, 0]
+    assert graphs == [of_forward + 1, 0, 0, of_forward + 1 + 1 + 3, 0, 0]  # of the head and of each block
+    # At the head and at each block; in a compiled one at its first tensor and at the hook that notes its backward.
+    # Dynamo counts some twice, as it also compiles the function that calls hooks.
     assert breaks[:3] == [0, 0, 0]
-    # A compiled block unpacks before the hook that notes that its backward has begun.
-    assert at_unpack[3:] == [0 if eager else 4, 0, 0]
-    assert 4 <= breaks[3] <= 4 + at_unpack[3] + 2
+    assert 1 + 3 <= breaks[3] <= 2 * (1 + 3) + 3
     assert breaks[4:] == [0, 0]
-    assert statistics.bytes_offloaded == statistics.bytes_reloaded == 3 * 2 * (2 * STREAM)
+    assert statistics.bytes_offloaded == statistics.bytes_reloaded == 3 * 2 * STREAM
     assert statistics.reloaded_on_demand == 0
 
 
@@ -96,7 +96,7 @@ def test_reloaded_memory_is_freed_group_by_group_also_of_a_retained_graph(monkey
     y.square().sum().backward()
     wanted = gradients(model)
     with actoffload.device.use(actoffload.device.ReferenceDevice()):
-        handle = actoffload.offload(model, layers="?", min_bytes=64)
+        handle = actoffload.offload(model, layers=Mlp, min_bytes=64)
         y = model(batch())
         for last in (False, True):
             backward(y.square().sum(), retain_graph=not last)
@@ -106,26 +106,37 @@ def test_reloaded_memory_is_freed_group_by_group_also_of_a_retained_graph(monkey
     nothing_held(handle)
 
 
-@pytest.mark.parametrize("edited", ["kept", "offloaded"])
-def test_an_edit_in_place_is_caught_also_after_a_backward_that_raised(edited):
+def test_an_edit_in_place_of_an_offloaded_tensor_is_caught():
     with actoffload.device.use(actoffload.device.ReferenceDevice()):
         model = blocks(3)
-        handle = actoffload.offload(model, layers="?", min_bytes=64)
-        saved: list[Tensor] = []
-        model[2 if edited == "kept" else 0].up.register_forward_hook(lambda module, args, y: saved.append(args[0]))
-        y = model(batch() * torch.ones(1, requires_grad=True))
-
-        def interrupt(gradient: Tensor) -> None:
-            raise KeyboardInterrupt
-
-        hook = model[0].up.weight.register_hook(torch.compiler.disable(interrupt))
-        with pytest.raises(KeyboardInterrupt):
-            backward(y.square().sum(), retain_graph=True)
-        hook.remove()
+        handle = actoffload.offload(model, layers=Mlp, min_bytes=64)
+        y = model(x := batch() * torch.ones(1, requires_grad=True))
         with torch.no_grad():
-            saved.pop().add_(1)
+            x.add_(1)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             backward(y.square().sum())
+        assert handle.statistics().tensors_offloaded > 0
+        del x, y
+        nothing_held(handle)
+
+
+def test_an_edit_in_place_of_a_kept_tensor_is_caught_also_between_two_backwards():
+    with actoffload.device.use(actoffload.device.ReferenceDevice()):
+        model = nn.Sequential(blocks(3), nn.Linear(WIDTH, 1), nn.Tanh())
+        handle = actoffload.offload(model, layers=Mlp, min_bytes=STREAM)  # what the last one saves is smaller
+        inside: list[Tensor] = []
+        model[-1].register_forward_hook(lambda module, args, y: inside.append(args[0]))
+        y = model(batch())
+        for edited in (False, True):
+            if edited:
+                with torch.no_grad():
+                    y.add_(1)
+            with (
+                compiled_autograd._enable(torch.compile(backend="eager")),
+                pytest.raises(RuntimeError, match="modified by an inplace operation") if edited else nullcontext(),
+            ):
+                torch.autograd.grad(y.sum(), inside, retain_graph=True)  # reaches no block
+        inside.clear()
         del y
         nothing_held(handle)
 
@@ -158,7 +169,7 @@ def test_without_the_names_of_torch_the_graph_breaks_at_each_tensor(monkeypatch)
     def program(offload: Offload) -> list[Tensor]:
         torch._dynamo.reset()
         model = blocks(3)
-        offload(model, layers="?")
+        offload(model, layers=Mlp)
         return train(model)
 
     assert both(program).statistics().tensors_offloaded == 2
