@@ -122,20 +122,20 @@ def test_an_edit_in_place_of_an_offloaded_tensor_is_caught():
 
 def test_an_edit_in_place_of_a_kept_tensor_is_caught_also_between_two_backwards():
     with actoffload.device.use(actoffload.device.ReferenceDevice()):
-        model = nn.Sequential(blocks(3), nn.Linear(WIDTH, 1), nn.Tanh())
-        handle = actoffload.offload(model, layers=Mlp, min_bytes=STREAM)  # what the last one saves is smaller
+        model = nn.Sequential(blocks(3), nn.Linear(WIDTH, 1), nn.Tanh(), nn.Tanh())
+        handle = actoffload.offload(model, layers=Mlp, min_bytes=STREAM)  # what the last two save is smaller
         inside: list[Tensor] = []
-        model[-1].register_forward_hook(lambda module, args, y: inside.append(args[0]))
+        model[-2].register_forward_hook(lambda module, args, y: inside.extend((args[0], y)))
         y = model(batch())
-        for edited in (False, True):
+        for loss, edited in ((torch.sum, False), (torch.mean, True)):  # compiled apart from each other
             if edited:
                 with torch.no_grad():
-                    y.add_(1)
+                    inside[1].add_(1)  # backward comes to another one first
             with (
                 compiled_autograd._enable(torch.compile(backend="eager")),
                 pytest.raises(RuntimeError, match="modified by an inplace operation") if edited else nullcontext(),
             ):
-                torch.autograd.grad(y.sum(), inside, retain_graph=True)  # reaches no block
+                torch.autograd.grad(loss(y), inside[0], retain_graph=True)  # reaches no block
         inside.clear()
         del y
         nothing_held(handle)
