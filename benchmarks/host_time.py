@@ -9,8 +9,8 @@ from __future__ import annotations
 import gc
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from statistics import median, quantiles
@@ -23,13 +23,19 @@ from torch.autograd.graph import saved_tensors_hooks
 from workloads import Settings, Stack
 
 import actoffload
+from actoffload.engine.pack import Packer
+from actoffload.engine.passes import Pass
+from actoffload.model import tracker
+from actoffload.model.tracker import Tracker
 
 WARMUP = 5
 HOOKS_ALONE = "autograd's hooks alone, doing nothing"
 OFFLOADED = "offloaded and reloaded"
-TENSORS = 64  # few enough that neither kernels nor copies fill the device's queue
+TENSORS = (16, 80)  # few enough that neither kernels nor copies fill the device's queue
 SMALL, ELIGIBLE = 256, 256 * 1024  # elements
 PARAMETERS = (1, 20, 200)
+CALLS = ((Packer, "pack"), (tracker, "unpack"), (Pass, "backward_reached"), (Tracker, "begin"), (Tracker, "end"))
+"""What runs in a step of an offloaded model, called by autograd and by modules; `backward_reached` also by `unpack`."""
 
 
 @dataclass(slots=True)
@@ -158,6 +164,38 @@ def host_seconds(step: Callable[[Callable[[], object]], object], device: torch.d
 
 
 @contextmanager
+def _timed(owner: Any, name: str, found: dict[tuple[str, str], list[float]]) -> Iterator[None]:
+    """Time the calls of a function, by the kind of what a pack hook returns or an unpack hook is given."""
+    function = getattr(owner, name)
+
+    def timed(*args: Any) -> Any:
+        begun = time.perf_counter()
+        result = function(*args)
+        seconds = time.perf_counter() - begun
+        hook = args[-1] if name.endswith("unpack") else result if name.endswith("pack") else None
+        found.setdefault((name, "" if hook is None else type(hook).__name__), []).append(seconds)
+        return result
+
+    setattr(owner, name, timed)
+    try:
+        yield
+    finally:
+        setattr(owner, name, function)
+
+
+def profile_calls(step: Callable[[], object], calls: Sequence[tuple[Any, str]], repeats: int) -> list[dict[str, Any]]:
+    """Return how often each call comes in a step, and the median of the seconds that it takes."""
+    found: dict[tuple[str, str], list[float]] = {}
+    with ExitStack() as stack:
+        for owner, name in calls:
+            stack.enter_context(_timed(owner, name, found))
+        for _ in range(repeats):
+            step()
+    rows = [{"call": c, "of": of, "count": len(s) / repeats, "seconds": median(s)} for (c, of), s in found.items()]
+    return sorted(rows, key=lambda row: -row["count"] * row["seconds"])
+
+
+@contextmanager
 def _no_collection() -> Iterator[None]:
     gc.collect()
     gc.disable()
@@ -196,6 +234,10 @@ def measure_layers(settings: Settings, device: torch.device, repeats: int) -> di
         for _ in range(repeats):
             for case in cases:
                 found[case].append(once(case))
+        calls = {"with": profile_calls(partial(once, "with"), CALLS, repeats)}
+        if bare is not None:
+            hooks = (Bare, "_pack"), (Bare, "_unpack")
+            calls["bare"] = profile_calls(partial(once, "bare"), hooks, repeats)
     source.close()
     medians = {case: [median(column) for column in zip(*samples, strict=True)] for case, samples in found.items()}
     host = {case: {"forward": forward, "backward": backward} for case, (forward, backward, _) in medians.items()}
@@ -203,7 +245,7 @@ def measure_layers(settings: Settings, device: torch.device, repeats: int) -> di
     behind = {case: seconds for case, (*_, seconds) in medians.items()}
     data: dict[str, Any] = {"settings": settings.to_json(), "repeats": repeats, "num_layers": count}
     data |= {"tensors_offloaded": tensors, "host": host, "behind": behind}
-    data |= {"added": added["with"], "added_paused": added["paused"]}
+    data |= {"added": added["with"], "added_paused": added["paused"], "calls": calls}
     data |= {"added_per_layer": added["with"] / count, "added_per_tensor": added["with"] / tensors}
     if bare is not None:
         rounds = zip(found["without"], found["with"], found["bare"], strict=True)
@@ -233,15 +275,17 @@ def _same(value: torch.Tensor) -> torch.Tensor:
     return value
 
 
-def _once(chain: Chain, elements: int, where: int, device: torch.device, pair: Any) -> tuple[float, float, float]:
-    """Return the host seconds of a step of three layers, of which layer `where` saves many tensors."""
+def _once(
+    chain: Chain, elements: int, where: int, device: torch.device, pair: Any, count: int
+) -> tuple[float, float, float]:
+    """Return the host seconds of a step of three layers, of which layer `where` saves `count` tensors."""
     context, sync_function = pair
 
     def step(turn: Callable[[], object]) -> None:
         x = torch.ones(elements, device=device, dtype=torch.float16, requires_grad=True) * 0.5
         for k in range(3):
             with context:
-                x = chain(x, TENSORS if k == where else 1)
+                x = chain(x, count if k == where else 1)
             x = sync_function(x)
         loss = x.sum()
         turn()
@@ -253,11 +297,11 @@ def _once(chain: Chain, elements: int, where: int, device: torch.device, pair: A
 def measure_tensors(repeats: int, device: torch.device) -> dict[str, Any]:
     """Measure the host time of one saved tensor: passed through or offloaded, in layers of 1, 20 and 200 parameters.
 
-    One of three layers saves many tensors; what a context adds to the step is divided by their number.
+    It is what a context adds for each tensor more in one of three layers; what is left is the time of the layers.
     """
     nothing = actoffload.get_cpu_offload_context(enabled=False)
     offloading = actoffload.get_cpu_offload_context(enabled=True, num_layers=1, model_layers=3)
-    constants = [torch.ones(ELIGIBLE, device=device, dtype=torch.float16) for _ in range(TENSORS)]
+    constants = [torch.ones(ELIGIBLE, device=device, dtype=torch.float16) for _ in range(max(TENSORS))]
     kinds = {
         "passed through, too small": (SMALL, 0, []),
         "passed through, layer stays": (ELIGIBLE, 2, []),
@@ -271,18 +315,20 @@ def measure_tensors(repeats: int, device: torch.device) -> dict[str, Any]:
         pair = (saved_tensors_hooks(_same, _same), _same) if name == HOOKS_ALONE else offloading
         chain = Chain(parameters, saved)
         once = partial(_once, chain, elements, where, device)
+        arms = [(which, count) for count in TENSORS for which in (nothing, pair)]
         for _ in range(min(10, repeats)):
-            once(pair)
-            once(nothing)
+            for arm in arms:
+                once(*arm)
         offloading[0].reset_statistics()
-        once(pair)
+        once(pair, TENSORS[1])
         statistics = offloading[0].statistics()
         with _no_collection():
-            found = [(once(nothing), once(pair)) for _ in range(repeats)]
-        without, hooked = ([median(column) for column in zip(*side, strict=True)] for side in zip(*found, strict=True))
-        forward, backward = ((hooked[k] - without[k]) / TENSORS for k in (0, 1))
-        rows.append({"case": name, "parameters": parameters, "tensors": TENSORS})
-        rows[-1] |= {"tensors_offloaded": statistics.tensors_offloaded, "seconds": forward + backward}
-        rows[-1] |= {"forward_seconds": forward, "backward_seconds": backward}
+            found = [[once(*arm) for arm in arms] for _ in range(repeats)]
+        sides = [[median(column) for column in zip(*side, strict=True)] for side in zip(*found, strict=True)]
+        few, many = ([hooked[k] - without[k] for k in (0, 1)] for without, hooked in (sides[:2], sides[2:]))
+        each = [(m - f) / (TENSORS[1] - TENSORS[0]) for f, m in zip(few, many, strict=True)]
+        rows.append({"case": name, "parameters": parameters, "tensors_offloaded": statistics.tensors_offloaded})
+        rows[-1] |= {"seconds": sum(each), "forward_seconds": each[0], "backward_seconds": each[1]}
+        rows[-1] |= {"layer_seconds": (sum(few) - TENSORS[0] * sum(each)) / 3}
     offloading[0].close()
     return {"repeats": repeats, "cases": rows}

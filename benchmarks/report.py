@@ -209,17 +209,9 @@ def _host(part: Data) -> list[str]:
         words += text("bare", **part, bare=added, times=times)
         words += (text("quartiles", quartiles=part["ratio_quartiles"]) if "ratio" in part else "") + "."
     rows = ({**t, "name": PAGE["names"]["host"][case], "both": sum(t.values())} for case, t in part["host"].items())
-    return [words, table("host", rows)]
-
-
-def profile(data: Data) -> str:
-    """Return the table of what the device did in a profiled step."""
-    busy, total = data["busy"], data["seconds"]
-    names = {"kernels": "kernels", "d2h": "copies to the host", "h2d": "copies to the device"}
-    found = {words: busy.get(lane, 0.0) for lane, words in names.items()}
-    found |= {"no kernel runs": total - found["kernels"], "the step": total}
-    share = {what: seconds / total if total else 0.0 for what, seconds in found.items()}
-    return table("profile", ({"what": what, "seconds": found[what], "share": share[what]} for what in found))
+    calls = [(PAGE["names"]["host"][arm], row) for arm, found in part["calls"].items() for row in found]
+    timed = ({**row, "arm": arm, "step": row["count"] * row["seconds"]} for arm, row in calls)
+    return [words, table("host", rows), text("calls"), table("calls", timed)]
 
 
 def runs(folder: Path) -> str:
@@ -247,10 +239,6 @@ def report(results: dict[str, Data], folder: Path = RESULTS) -> str:
     every_run = runs(folder)
     if every_run:
         parts += ["## All runs", text("runs"), every_run]
-    if "profile-gpt" in results:
-        data = results["profile-gpt"]
-        title = f"## Where a step goes, {data['num_layers']} of {data['settings']['layers']} GPT blocks offloaded"
-        parts += [title, profile(data), origin(data)]
     if "overhead" in results:
         parts += ["## Host time", table("overhead", results["overhead"]["cases"]), origin(results["overhead"])]
     return "\n\n".join(parts) + "\n"
@@ -277,7 +265,7 @@ def notes(folder: Path = RESULTS) -> str:
 
 def load(folder: Path) -> dict[str, Data]:
     """Read all results of a folder."""
-    found = {name: read(folder, name) for name in ("gpt", "linear", "llama", "profile-gpt", "overhead")}
+    found = {name: read(folder, name) for name in ("gpt", "linear", "llama", "overhead")}
     return {name: data for name, data in found.items() if data is not None}
 
 

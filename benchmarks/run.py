@@ -3,55 +3,26 @@
     PYTHONPATH=src python benchmarks/run.py gpt --out benchmarks/results
 
 `linear` and `gpt` compare offload with checkpointing and `save_on_cpu`; `llama` measures every number of layers at 8k
-and 32k tokens, and host time; `overhead` measures the host time of one saved tensor; `profile` shows where the time of
-a GPT step goes.  ``--rehearse`` takes small sizes, for machines without accelerator.
+and 32k tokens, and host time; `overhead` measures the host time of one saved tensor.  ``--rehearse`` takes small sizes,
+for machines without accelerator.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
-from collections import defaultdict
-from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
-from harness import context_step, measure, synchronize
+from harness import measure
 from host_time import measure_layers, measure_tensors
 from results_file import RESULTS, write
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.profiler import ProfilerActivity, profile, record_function
-from workloads import FULL, REHEARSAL, Stack
-
-import actoffload
+from workloads import FULL, REHEARSAL
 
 LLAMA = ("host", "8k", "32k")
-ROWS = 25
-
-
-def profile_step(step: Callable[[], object], device: torch.device) -> dict[str, Any]:
-    """Return (name, calls, seconds) of the longest host calls of a step, and the seconds of kernels and copies."""
-    for _ in range(4):
-        step()
-    synchronize(device)
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type != "cpu" else [])]
-    with profile(activities=activities) as profiler:
-        with record_function("step"):
-            step()
-        synchronize(device)
-    busy: dict[str, float] = defaultdict(float)
-    turns: list[float] = []
-    for event in profiler.events():
-        if event.device_type != torch.autograd.DeviceType.CPU and event.name != "step":  # repeated on the device
-            lane = "d2h" if "Memcpy DtoH" in event.name else "h2d" if "Memcpy HtoD" in event.name else "kernels"
-            busy[lane] += (event.time_range.end - event.time_range.start) * 1e-6
-            turns += (event.time_range.start * 1e-6, event.time_range.end * 1e-6)
-    calls = profiler.key_averages()
-    host = sorted(([e.key[:120], e.count, e.self_cpu_time_total * 1e-6] for e in calls), key=lambda row: -row[2])
-    return {"host_calls": host[:ROWS], "busy": busy, "seconds": max(turns, default=0.0) - min(turns, default=0.0)}
 
 
 def run(options: argparse.Namespace, device: torch.device) -> None:
@@ -60,11 +31,6 @@ def run(options: argparse.Namespace, device: torch.device) -> None:
     name, command = options.benchmark, f"PYTHONPATH=src python benchmarks/run.py {options.benchmark}"
     if name == "overhead":
         data = measure_tensors(5 if options.rehearse else 100, device)
-    elif name == "profile":
-        name, stack, count = "profile-gpt", Stack(sizes["gpt"], device), 2 if options.rehearse else 4
-        pair = actoffload.get_cpu_offload_context(enabled=True, num_layers=count, model_layers=stack.settings.layers)
-        data = profile_step(context_step(stack, pair), device)
-        data |= {"settings": stack.settings.to_json(), "num_layers": count}
     elif name == "llama":
         command += f" --only {options.only}" if options.only else ""
         data = {"parts": {}}

@@ -12,8 +12,8 @@ gallery-recording.tar.gz     for ``python docs/tools/record_gallery.py unpack``
 gpu-tests.json, gpt.json, linear.json, overhead.json, llama.json     for benchmarks/results
 
 ``--only tests,gallery,benchmarks`` chooses steps; ``benchmarks`` stands for overhead, linear and gpt.  Run only when
-they are named: ``llama``, ``host`` (the host time of Llama layers alone, under a minute) and ``profile``, whose file
-takes the place of one of the others.  ``--rehearse`` takes small sizes, for a machine without a GPU.
+they are named: ``llama`` and ``host`` (the host time of Llama layers alone, under a minute), whose file takes the place
+of the other's.  ``--rehearse`` takes small sizes, for a machine without a GPU.
 """
 
 # ruff: noqa: T201 - a script that prints
@@ -78,7 +78,6 @@ def steps(out: Path, *, rehearse: bool, select: str) -> dict[str, Step]:
         Step("gpt", (benchmark, "gpt", *target, *small), 300),
         Step("host", (benchmark, "llama", "--only", "host", *target, *small), 60),
         Step("llama", (benchmark, "llama", *target, *small), 330),
-        Step("profile", (benchmark, "profile", *target, *small), 80),
     ]
     # The machine of a rehearsal has slow cores, which others may use too.
     return {step.name: replace(step, limit=step.limit * (3 if rehearse else 1)) for step in every}

@@ -148,9 +148,13 @@ def test_host_time_counts_layers_and_tensors() -> None:
     assert host["added_per_layer"] == pytest.approx(added)
     assert host["added_per_tensor"] == pytest.approx(added / 17)
     assert all(seconds >= 0 for seconds in host["behind"].values())
+    hooks = {(row["call"], row["of"]): row["count"] for row in host["calls"]["with"]}
+    assert hooks["pack", "InFlight"] >= 17
+    assert hooks["unpack", "SavedStorage"] == hooks["pack", "InFlight"]
+    assert hooks["backward_reached", ""] == 3
     cases = host_time.measure_tensors(1, CPU)["cases"]
     assert [c["parameters"] for c in cases] == [1, *(1, 20, 200) * 3, 1]
-    assert [c["tensors_offloaded"] for c in cases] == [0, 0, 0, 0, *[1] * 6, 64]
+    assert [c["tensors_offloaded"] for c in cases] == [0, 0, 0, 0, *[1] * 6, 80]
 
 
 def test_bare_copies_give_the_gradients(tiny: Stack, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -105,9 +105,9 @@ def test_page_of_one_part(results: Results) -> None:
 
 
 def test_columns_of_numbers_are_aligned_to_the_right() -> None:
-    for name, line in (("1", "| ---: | ---: | ---: |"), ("GPT", "| --- | ---: | ---: |")):
-        row = {"what": name, "seconds": 0.002, "share": 0.5}
-        assert report.table("profile", [row]).splitlines()[1:] == [line, f"| {name} | 2.00 | 50.0 % |"]
+    for name, line in (("1", "| ---: | ---: | ---: | ---: |"), ("GPT", "| --- | ---: | ---: | ---: |")):
+        row = {"name": name, "forward": 0.002, "backward": 0.001, "both": 0.003}
+        assert report.table("host", [row]).splitlines()[1:] == [line, f"| {name} | 2.00 | 1.00 | 3.00 |"]
 
 
 def test_headline_takes_the_most_layers_that_are_nearly_free(tmp_path: Path, results: Results) -> None:

@@ -129,8 +129,9 @@ def test_a_finalizer_that_never_began(handler, swallowed):
     waits = []
     storage = layer.living()[0]
     memory = weakref.ref(storage._buffers[0][2])
-    waiting, resources = storage.resources.in_flight[1], storage.resources
-    resources.in_flight = resources.in_flight[0], lambda: (waits.append(memory() is not None), waiting())
+    (held, join, *arguments), resources = storage.resources.in_flight, storage.resources
+    resources.in_flight = held, lambda *also: (waits.append(memory() is not None), join(*also)), *arguments
+    del held
     wanted = id(storage)
     del storage, resources
 

@@ -13,9 +13,8 @@ from helpers import alive, any_size, forward, make, make_manual, no_gc, nothing_
 from torch import nn
 
 from actoffload.engine.layer import Layer, LivenessToken
-from actoffload.engine.pack import Moved
 from actoffload.engine.passes import Pass
-from actoffload.engine.storage import SavedStorage
+from actoffload.engine.storage import Moved, SavedStorage
 
 OURS = (SavedStorage, Pass, Layer, Moved, LivenessToken)
 

@@ -15,8 +15,7 @@ from actoffload.engine.engine import Engine
 from actoffload.engine.hostpool import HostPool
 from actoffload.engine.layer import Layer, LivenessToken
 from actoffload.engine.model_pass import ModelPass
-from actoffload.engine.pack import Moved
-from actoffload.engine.storage import SavedStorage
+from actoffload.engine.storage import Moved, SavedStorage
 from actoffload.model.tracker import Tracker
 
 OURS = (SavedStorage, ModelPass, Layer, Moved, LivenessToken)

@@ -62,7 +62,7 @@ INSTEAD: dict[str, str] = {
     "keep: pass of a plain tensor": f"self.owner = {WEAK.format('owner')}",
     "keep: plain tensor": "self.probe = probe.detach(); self.probe.data = torch.empty(0, dtype=probe.dtype)",
     "keep: source until copied": "self._source: torch.UntypedStorage | None = None",
-    "keep: address of the storage": "self.weak = None",
+    "keep: address of the storage": "weak = None",
     "keep: address of a marked storage": (
         "kept[address(storage)] = __import__('types').SimpleNamespace(expired=False)"
     ),
@@ -83,7 +83,7 @@ INSTEAD: dict[str, str] = {
     "guard: end of a plain copy released incrementally": "storage.copied_out = transfers.position(transfers.back)",
     "guard: view that the host copy lacks": "return layer.eager",
     "guard: wait for each device and stream": "position is not None and not waited",
-    "guard: whole buffer from a bin": "bin_",
+    "guard: whole buffer from a bin": "bin_ and before is not None",
     "guard: size of a whole slab": "sizes.append(max(GRANULE, 2 << (need - 1).bit_length()))",
     "guard: limit on the bytes held": ("limit is not None and account.used + sum(sizes) > limit"),
     "guard: largest element": "LARGEST_ELEMENT = 4",

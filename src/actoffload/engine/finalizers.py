@@ -23,9 +23,9 @@ from typing import Any
 
 from .._torch import free_storage_weakref
 
-__all__ = ["Resources", "raise_later", "settle"]
+__all__ = ["Resources", "dropped", "raise_later", "settle"]
 
-_dropped: deque[Resources] = deque()
+dropped: deque[Resources] = deque()
 _alive: set[Resources] = set()  # a weak reference calls back only if something keeps it
 _errors: deque[BaseException] = deque()
 
@@ -35,20 +35,21 @@ class Resources(weakref.ref[Any]):
 
     Attributes
     ----------
-    freed : deque of int
-        Where `nbytes` goes: the queue of the counters.
-    nbytes : int
-        Device memory of the object that is counted, in bytes.
     weak : int or None
         A weak reference to a storage.
-    returned : deque
-        Where `buffers` go: the queue of the host pool.
+    nbytes : int
+        Device memory of the object that is counted, in bytes.
+    freed : deque of int
+        Where `nbytes` goes: the queue of the counters.
     buffers : tuple of int
         Numbers of host buffers; the numbers alone do not keep the memory of a pool that is dropped.
+    returned : deque
+        Where `buffers` go: the queue of the host pool.
     fence : tuple of StreamPosition
         After which the host memory may be written again.
     in_flight : tuple or None
-        Device memory that a copy writes, and a function that makes the compute stream wait for that copy.
+        Device memory that a copy writes, and the arguments with which `Transfers.join` lets the compute stream wait
+        for that copy.
     """
 
     __slots__ = ("buffers", "fence", "freed", "in_flight", "nbytes", "returned", "weak")
@@ -59,21 +60,24 @@ class Resources(weakref.ref[Any]):
     returned: deque[Any] | None
     buffers: tuple[int, ...]
     fence: tuple[Any, ...]
-    in_flight: tuple[Any, Any] | None
+    in_flight: tuple[Any, ...] | None
 
     @staticmethod
-    def of(owner: object, weak: Any = None, freed: deque[int] | None = None) -> Resources:
+    def of(
+        owner: object, weak: Any = None, freed: deque[int] | None = None, returned: deque[Any] | None = None
+    ) -> Resources:
         """Return the resources of an object, without any but a weak reference to a storage."""
-        made = Resources(owner, _dropped.append)
-        made.freed, made.nbytes, made.weak = freed, 0, weak
-        made.returned, made.buffers, made.fence, made.in_flight = None, (), (), None
+        made = Resources(owner, dropped.append)
+        made.weak, made.nbytes, made.freed = weak, 0, freed
+        made.buffers, made.returned, made.fence, made.in_flight = (), returned, (), None
         _alive.add(made)
         return made
 
     def give_back(self) -> None:
         """Give everything back; what was given back already is left out."""
         if self.in_flight is not None:  # the finalizer of the storage was interrupted
-            self.in_flight[1]()
+            _, join, *arguments = self.in_flight
+            join(*arguments)
             self.in_flight = None
         nbytes, self.nbytes = self.nbytes, 0
         if nbytes and self.freed is not None:
@@ -89,14 +93,14 @@ class Resources(weakref.ref[Any]):
 
 def settle() -> None:
     """Give back what dropped objects had, and raise an exception that came while a finalizer ran."""
-    while _dropped:
+    while dropped:
         try:
-            first = _dropped[0]
+            first = dropped[0]
         except IndexError:  # another thread was faster
             break
         first.give_back()
-        if _dropped and _dropped[0] is first:
-            _dropped.popleft()
+        if dropped and dropped[0] is first:
+            dropped.popleft()
     if _errors:
         raise _errors.popleft()
 

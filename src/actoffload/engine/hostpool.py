@@ -10,7 +10,7 @@ refused is repeated when as many bytes as were missing have been returned or fre
 from __future__ import annotations
 
 from ..device.base import Backend, StreamPosition
-from .finalizers import Resources
+from .finalizers import Resources, dropped
 from .segments import HostBuffer
 from .slabs import Slabs
 
@@ -50,7 +50,13 @@ class HostPool:
         return self._account.taken
 
     def take(
-        self, nbytes: int, *, captured: bool = False, whole: bool = False, owner: Resources | None = None
+        self,
+        nbytes: int,
+        *,
+        captured: bool = False,
+        whole: bool = False,
+        owner: Resources | None = None,
+        before: HostBuffer | None = None,
     ) -> HostBuffer | None:
         """Return a buffer of `nbytes` bytes, or None, with `refusal` set, if the limit or the system forbids it.
 
@@ -65,19 +71,23 @@ class HostPool:
             The buffer must be one segment.
         owner : Resources or None
             What returns the buffer when its object is dropped.
+        before : HostBuffer or None
+            The buffer to take if it is free.
         """
         slabs = self.slabs
         with slabs.lock:
-            slabs.settle()
-            buffer = slabs.take(self._account, self._max_bytes, nbytes, captured, whole, owner)
+            if dropped or slabs.returned or slabs.gone:
+                slabs.settle()
+            account = self._account
+            buffer = slabs.take(account, self._max_bytes, nbytes, captured, whole, owner, before)
             if isinstance(buffer, str):
                 self.refusal = buffer
                 return None
             buffer.captured = captured
             if captured:
                 buffer.fence = ()
-            if self._account.taken > self.high_water:
-                self.high_water = self._account.taken
+            if account.taken > self.high_water:
+                self.high_water = account.taken
             return buffer
 
     def give_back(self, buffer: HostBuffer, fence: tuple[StreamPosition, ...]) -> None:

@@ -101,7 +101,8 @@ class Layer:
         self.owned = ModuleTensors()
         self.layouts: dict[int, Layout] = {}  # of what was saved in an earlier pass, by its place in the order
         self.next_place = count().__next__
-        self.kept: dict[Reason, list[int]] = {}  # count and bytes, until the layer ends
+        self.kept: dict[Reason, list[int]] = {}  # count and bytes
+        self.small = [0, 0]  # the same for `Reason.SMALL`, put there at the end
         self._copied_out: dict[Transfers, StreamPosition] = {}
         self.storages: list[weakref.ref[SavedStorage]] = []
         self.residents: list[weakref.ref[Resident]] = []
@@ -153,6 +154,8 @@ class Layer:
         self.token = None  # from here on the graph alone keeps this layer alive
         if self.phase is Phase.FORWARD:
             self.phase = Phase.SAVED
+        if self.small[0]:
+            self.kept[Reason.SMALL] = self.small
         return self.offload() if self.eager else []
 
     def offload(self) -> list[SavedStorage]:

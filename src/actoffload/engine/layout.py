@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import NamedTuple, TypeAlias
@@ -115,6 +115,10 @@ class View(NamedTuple):
         return tensor.set_(memory, (self.offset - base) // self.dtype.itemsize, size, stride)
 
 
+def _nothing() -> None:
+    """Return None, for a layout that no buffer was used for."""
+
+
 @dataclass(slots=True)
 class Layout:
     """How the tensor lies that makes a storage plain, and what is expected of the tensor saved there in a later pass.
@@ -131,6 +135,8 @@ class Layout:
         The class of the autograd node that made the tensor, or the tensor of which it is a view.
     is_cast : bool
         That node casts or transposes.
+    host : callable
+        A weak reference to the host buffer that was used last: it is such a tensor already.
     """
 
     view: View
@@ -138,6 +144,7 @@ class Layout:
     nbytes: int
     node: type | None = None
     is_cast: bool = False
+    host: Callable[[], HostBuffer | None] = _nothing
 
     @staticmethod
     def of(view: View, nbytes: int) -> Layout:

@@ -24,11 +24,11 @@ from ..schedule.plan import OUTSIDE, Roles
 from .engine import Engine
 from .layer import Layer
 from .ownership import ModuleTensors, stays
-from .pack import Moved, Pack, Saved, keep
+from .pack import Pack, Saved, keep
 from .passes import Pass
 from .reload import Residency
 from .statistics import Reason
-from .storage import SavedStorage
+from .storage import Moved, SavedStorage
 from .subclasses import Compound, is_compound, plain_parts
 from .tensor_marks import StorageRef
 from .versions import Wrappers

@@ -19,15 +19,16 @@ from .._torch import CASTS, base_of, opaque, version_of
 from ..schedule.plan import Roles
 from .engine import Engine
 from .layer import Layer, LivenessToken
-from .layout import View
 from .ownership import stays
 from .registry import StorageRegistry
 from .statistics import Reason
-from .storage import Owner, Resident, SavedStorage, Unpacked
+from .storage import Moved, Owner, Resident, SavedStorage
 from .subclasses import Compound, is_compound
-from .versions import Wrappers, changed
+from .versions import Wrappers
 
-__all__ = ["Kept", "Moved", "Pack", "Packer", "Saved", "keep"]
+STRIDED = torch.strided
+
+__all__ = ["Kept", "Pack", "Packer", "Saved", "keep"]
 
 Kept: TypeAlias = tuple[torch.Tensor, int, LivenessToken, "Resident | None"]
 """A saved tensor that is kept on the device: an alias, its version, the token of its layer, and what counts it.
@@ -41,30 +42,6 @@ def keep(tensor: torch.Tensor, token: LivenessToken, resident: Resident | None =
     # A leaf has no node, so it can be held itself; backward then gets the parameter, not an alias.
     alias = tensor if tensor.is_leaf else tensor.detach()  # [keep: kept tensor]
     return alias, version_of(tensor), token, resident
-
-
-class Moved:
-    """A saved tensor on a storage that may be offloaded, but does not simply fill it."""
-
-    __slots__ = ("__weakref__", "index", "owner", "probe", "storage", "token", "unpacked", "version", "view")
-
-    def __init__(
-        self, owner: Owner, index: int, storage: SavedStorage, view: View, probe: torch.Tensor, token: LivenessToken
-    ) -> None:
-        self.owner = owner  # the packer of a model drops its own reference
-        self.index = index
-        self.storage = storage  # [keep: host copy]
-        self.view = view
-        self.probe = probe  # [keep: resident tensor]
-        self.version = version_of(probe)
-        self.token = token
-        self.unpacked: Unpacked | None = None  # see [Note: compiled autograd]
-
-    def unpack(self) -> torch.Tensor:
-        """Return the tensor, for autograd; reload it if that has not happened yet."""
-        if version_of(self.probe) != self.version:  # [guard: in-place edit of an offloaded tensor]
-            raise changed(self.probe, self.view.size, self.version)
-        return self.owner.fetch(self.index, self.storage, self.view, self.probe)
 
 
 Saved: TypeAlias = Kept | SavedStorage | Moved | Compound
@@ -100,6 +77,7 @@ class Packer:
         "_owner",
         "_registry",
         "_roles",
+        "_small",
         "_smallest",
         "_stays_whole",
         "_token",
@@ -117,6 +95,7 @@ class Packer:
         self._owner, self._layer, self._index, self._wrappers = owner, layer, index, wrappers
         self._engine, self._registry, self._roles, self._limit = engine, owner.registry, roles, limit
         self._token, self._kept, self._owned = layer.token, layer.kept, layer.owned
+        self._small = layer.small
         self._smallest = limit.surely
         # After the last offloaded layer storages need not be followed, unless every step is recorded.
         self._stays_whole = index > roles.last_leaving and owner.settled and engine.recorder is None
@@ -152,7 +131,11 @@ class Packer:
                 if compound is not None:
                     return compound
         elif tensor.numel() < self._smallest:
-            reason = Reason.SMALL
+            small = self._small
+            small[0] += 1
+            if tensor.layout is STRIDED:
+                small[1] += tensor.nbytes
+            return (tensor if tensor.is_leaf else tensor.detach()), version_of(tensor), self._token, None
         elif type(base_of(tensor)) is Parameter:  # a transposed weight
             reason = Reason.PARAMETER
         elif self._stays_whole or self._wrappers:
@@ -160,9 +143,9 @@ class Packer:
         else:
             place = self._layer.next_place()
             known = self._layer.layouts.get(place) if self._as_saved and self._engine.recorder is None else None
-            storage = self._registry.save_as_before(self._layer, tensor, known, self._owner)
-            if storage is not None:
-                return storage
+            saved = self._registry.save_as_before(self._layer, tensor, known, self._owner, self._as_saved)
+            if saved is not None:
+                return saved
             reason = stays(tensor, self._engine.backend, self._owned, self._limit)
             if reason is None:
                 return self._save(tensor, place)
@@ -176,7 +159,7 @@ class Packer:
         if count is None:
             count = self._kept[reason] = [0, 0]
         count[0] += 1
-        if tensor.layout is torch.strided:
+        if tensor.layout is STRIDED:
             count[1] += tensor.nbytes
         return keep(tensor, self._token)
 

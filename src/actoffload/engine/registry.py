@@ -17,7 +17,7 @@ from .layout import Layout, View
 from .ownership import is_cast_of_parameter
 from .reload import Residency
 from .statistics import Reason
-from .storage import Owner, Resident, SavedStorage
+from .storage import Moved, Owner, Resident, SavedStorage
 from .transfer import COMPUTE, PassDevice
 from .versions import Wrappers, serves, together
 
@@ -69,23 +69,25 @@ class StorageRegistry:
         return resident
 
     def save_as_before(
-        self, layer: Layer, tensor: torch.Tensor, known: Layout | None, owner: Owner
-    ) -> SavedStorage | None:
+        self, layer: Layer, tensor: torch.Tensor, known: Layout | None, owner: Owner, as_saved: bool
+    ) -> SavedStorage | Moved | None:
         """Save a tensor without looking at what cannot have changed; None if it has to be looked at.
 
-        That is a tensor that the layer has saved already, or one that is as the tensor that was saved at its place in
-        an earlier pass: a new storage, which it fills.  Either is not marked, not a leaf and no part of another tensor.
+        That is a tensor that was saved already, or one that is as the tensor that was saved at its place in an earlier
+        pass: a new storage, which it fills.  Either is not marked, not a leaf and no part of another tensor.
 
         Parameters
         ----------
         layer : Layer
-            The layer that saves it; it is offloaded as its tensors are saved.
+            The layer that saves it.
         tensor : torch.Tensor
             A plain tensor.
         known : Layout or None
             What was saved at its place.
         owner : Owner
             The pass.
+        as_saved : bool
+            The layer is offloaded as its tensors are saved.
         """
         if tensor.layout is not STRIDED or tensor.is_nested:
             return None
@@ -96,7 +98,7 @@ class StorageRegistry:
         ref = self.storages.get(key)
         storage = None if ref is None else ref()
         if storage is not None:
-            return self._save_again(layer, tensor, storage)
+            return self._save_again(layer, tensor, storage, owner, as_saved=as_saved)
         base = base_of(tensor)
         root = tensor if base is None else base
         if (
@@ -122,7 +124,7 @@ class StorageRegistry:
             storage = SavedStorage(version_of(tensor), memory, known.nbytes, device, stream)
             storage.fill(root, known, tensor.detach())
             storage.layers[index] = False
-            self.storages[key] = ref = weakref.ref(storage)
+            self.storages[key] = ref = storage.resources
             layer.storages.append(ref)
             if layer.releasing is not None:
                 layer.releasing.release_incrementally(known.nbytes, captured)
@@ -135,13 +137,15 @@ class StorageRegistry:
                 storage.copied_out = transfers.end_of_copies_out(captured)
             return storage.hold(owner, index, layer.token)
 
-    def _save_again(self, layer: Layer, tensor: torch.Tensor, storage: SavedStorage) -> SavedStorage | None:
-        base, plain = base_of(tensor), storage.plain
+    def _save_again(
+        self, layer: Layer, tensor: torch.Tensor, storage: SavedStorage, owner: Owner, *, as_saved: bool
+    ) -> SavedStorage | Moved | None:
+        base, plain, index = base_of(tensor), storage.plain, layer.index
         with self._lock:
             if (
                 plain is None
                 or storage.owner is None
-                or storage.index != layer.index
+                or (storage.index != index and (not as_saved or storage.refused))
                 or storage.version != version_of(tensor)  # [guard: tensor edited since it was saved]
                 # Views share the counter of their base.
                 or storage.root() is not (tensor if base is None else base)  # [guard: other version counter]
@@ -156,7 +160,14 @@ class StorageRegistry:
                 device.streams.append(stream)
             if backend.checks:
                 backend.saved(tensor, stream)
-            return storage
+            if storage.index == index:
+                return storage
+            if index not in storage.layers:
+                storage.layers[index] = False
+                layer.storages.append(storage.resources)
+                if layer.releases_incrementally and storage.copied_out is None:
+                    storage.copied_out = device.transfers.end_of_copies_out(layer.captured)
+            return Moved(owner, index, storage, plain, storage.probe, layer.token)
 
     def save(
         self, layer: Layer, tensor: torch.Tensor, roles: Roles, wrappers: Wrappers = ()
@@ -193,7 +204,7 @@ class StorageRegistry:
             storage = None if ref is None else ref()
             if ref is None or storage is None or not _usable(storage, version, layer, view, wrappers):
                 storage = SavedStorage(version, memory, memory.nbytes(), pass_device, stream)
-                self.storages[key] = ref = weakref.ref(storage)
+                self.storages[key] = ref = storage.resources
                 if layer.releasing is not None:
                     self.release_earlier(layer, storage.nbytes)
             if index not in storage.layers:
@@ -263,9 +274,9 @@ class StorageRegistry:
 
         The caller must not keep it.
         """
-        if storage.residency is not Residency.HOST or storage_expired(storage.weak):
+        if storage.residency is not Residency.HOST or storage_expired(storage.resources.weak):
             return None
-        found = storage_behind(storage.weak)
+        found = storage_behind(storage.resources.weak)
         if found is None or self.at(address(found)) is not storage or self.resident_at(address(found)) is not None:
             return None
         return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from functools import partial
+from typing import ClassVar
 
 import torch
 
@@ -34,27 +34,46 @@ class HostCopy:
     The lock of the engine guards all methods.
     """
 
-    # Defaults of the class, so that making one sets only what differs: a training step makes many.
-    residency = Residency.DEVICE
-    plain: View | None = None  # the layout of a storage that one saved tensor fills
-    bytes_copied = 0
+    __slots__ = (
+        "_awaited",
+        "_buffers",
+        "_clean",
+        "_copied_in",
+        "_host",
+        "_pieces",
+        "_typed",
+        "_users",
+        "bytes_copied",
+        "layers",
+        "layout",
+        "nbytes",
+        "pass_device",
+        "plain",
+        "residency",
+        "resources",
+        "stream",
+    )
+
+    residency: Residency
+    plain: View | None  # the layout of a storage that one saved tensor fills
     layout: Layout
-    _typed: torch.Tensor | None = None  # the copy of a plain storage, if it is in one part
-    _host: HostBuffer | None = None  # and the memory of that
-    _pieces: Sequence[Piece] = ()  # all other copies
-    _buffers: Sequence[tuple[int, int, torch.Tensor]] = ()  # first byte, end, memory
-    _clean: Sequence[int] = ()  # the versions of the buffers when they were reloaded
-    _copied_in: StreamPosition | None = None
-    _awaited = True  # the compute stream has waited for `_copied_in`
-    _users: Sequence[Stream] = ()  # other streams that have
+    bytes_copied: int
+    _typed: torch.Tensor | None  # the copy of a plain storage, if it is in one part
+    _host: HostBuffer | None  # and the memory of that
+    _pieces: Sequence[Piece]  # all other copies
+    _buffers: Sequence[tuple[int, int, torch.Tensor]]  # first byte, end, memory
+    _clean: Sequence[int]  # the versions of the buffers when they were reloaded
+    _copied_in: StreamPosition | None
+    _awaited: bool  # the compute stream has waited for `_copied_in`
+    _users: Sequence[Stream]  # other streams that have
 
     nbytes: int
     layers: dict[int, bool]
     pass_device: PassDevice
     stream: Stream
     resources: Resources
-    at_rest: type[HostCopy]
-    in_flight: type[HostCopy]  # has a finalizer: see [Note: finalizers]
+    at_rest: ClassVar[type[HostCopy]]
+    in_flight: ClassVar[type[HostCopy]]  # has a finalizer: see [Note: finalizers]
 
     def holds(self, view: View) -> bool:
         """Whether the host copy has every element of a view."""
@@ -83,24 +102,23 @@ class HostCopy:
         self.__class__ = self.in_flight
         device.counters.rise(nbytes, self.resources)
 
-    def queue_reload(self, layer: int, captured: bool, *, on_demand: bool) -> None:
+    def queue_reload(self, layer: int, captured: bool) -> None:
         """Queue the copies into the memory of `allocate`."""
-        device, typed = self.pass_device, self._typed
+        device, typed, buffers, resources = self.pass_device, self._typed, self._buffers, self.resources
+        transfers = device.transfers
         if typed is not None:
-            buffer = self._buffers[0][2]
-            self._copied_in = device.transfers.to_device(((typed, buffer),), layer, captured)
+            buffer = buffers[0][2]
+            copied_in = self._copied_in = transfers.to_device(((typed, buffer),), layer, captured)
             self._clean = (version_of(buffer),)
         else:
             pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
             for piece in self._pieces:
                 start, buffer = self._buffer_of(piece.start, piece.stop)
                 pairs += piece.pairs(buffer.untyped_storage(), start, device.device)
-            self._copied_in = device.transfers.to_device(pairs, layer, captured)
-            self._clean = [version_of(buffer) for _, _, buffer in self._buffers]
-        resources, copied_in = self.resources, self._copied_in
+            copied_in = self._copied_in = transfers.to_device(pairs, layer, captured)
+            self._clean = [version_of(buffer) for _, _, buffer in buffers]
         resources.fence = (copied_in,)  # [guard: fence of returned host memory]
-        resources.in_flight = self._buffers, partial(device.transfers.join, self.stream, device.streams, copied_in)
-        device.counters.reloaded(self.bytes_copied, on_demand=on_demand)
+        resources.in_flight = buffers, transfers.join, self.stream, device.streams, copied_in
 
     def _buffer_of(self, start: int, stop: int) -> tuple[int, torch.Tensor]:
         return next((a, buffer) for a, b, buffer in self._buffers if a <= start and stop <= b)
@@ -126,12 +144,11 @@ class HostCopy:
             self.resources.in_flight = None
             if not self._users:
                 self.__class__ = self.at_rest
-        buffers = self._buffers
-        for (_, _, buffer), version in zip(buffers, self._clean):  # noqa: B905 (as long as each other)
+        for (_, _, buffer), version in zip(self._buffers, self._clean):  # noqa: B905 (as long as each other)
             if version_of(buffer) != version:
                 raise changed(buffer, view.size, version)
         if view is self.plain and self._typed is not None:
-            return buffers[0][2]
+            return buffer
         start, buffer = self._buffer_of(*view.extent)
         return view.on(buffer, start)
 
@@ -192,8 +209,10 @@ def _reload_group(transfers: Transfers, stream: Stream, group: list[HostCopy], l
             done = 0
             try:
                 for storage in group[:taken]:
-                    storage.queue_reload(layer, captured, on_demand=on_demand)
+                    storage.queue_reload(layer, captured)
                     done += 1
             finally:
+                counters = group[0].pass_device.counters
+                counters.reloaded(done, sum(storage.bytes_copied for storage in group[:done]), on_demand=on_demand)
                 for storage in group[done:taken]:  # their copies could not be queued, so this memory has no content
                     storage.evict()

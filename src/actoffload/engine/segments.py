@@ -46,6 +46,8 @@ class HostBuffer:
         By which it is returned; another one each time it is taken.
     account : int
         Number of the account that uses it, or used it last.
+    key, tensor : tuple and torch.Tensor
+        A dtype, size and stride, and the buffer as such a tensor, as `typed` returned it last.
     captured : bool
         Belongs to a captured graph.
     taken : bool
@@ -55,17 +57,19 @@ class HostBuffer:
     """
 
     __slots__ = (
-        "_typed",
+        "__weakref__",
         "account",
         "captured",
         "closed",
         "fence",
+        "key",
         "nbytes",
         "number",
         "parts",
         "segments",
         "size",
         "taken",
+        "tensor",
     )
 
     def __init__(
@@ -84,17 +88,15 @@ class HostBuffer:
         self.number = 0
         self.account = account
         self.captured = self.taken = self.closed = False
-        self._typed: tuple[Any, torch.Tensor] | None = None
+        self.key: Any = None
+        self.tensor: torch.Tensor | None = None
 
     def typed(self, key: tuple[torch.dtype, torch.Size, tuple[int, ...]]) -> torch.Tensor | None:
         """Return the buffer as a tensor of a dtype, size and stride without gaps; None if it has several parts."""
-        if self._typed is not None and self._typed[0] == key:
-            return self._typed[1]
-        if len(self.parts) > 1:
-            return None
-        tensor = self.parts[0].view(key[0]).as_strided(key[1], key[2])
-        self._typed = (key, tensor)
-        return tensor
+        if self.key != key and len(self.parts) == 1:
+            self.tensor = self.parts[0].view(key[0]).as_strided(key[1], key[2])
+            self.key = key
+        return self.tensor
 
 
 class FreeSegments:

@@ -86,7 +86,7 @@ class Slabs:
         self._slabs: dict[int, torch.Tensor] = {}
         self._numbers = count(1)
         self._free = FreeSegments()
-        self._bins: dict[int, list[HostBuffer]] = {}
+        self._bins: dict[int, dict[HostBuffer, None]] = {}  # by size; the last one returned last
         self._used: dict[int, HostBuffer] = {}  # by number
         self._exhausted = ""
         self._retry_at = 0
@@ -120,7 +120,7 @@ class Slabs:
         _given_back[0] += buffer.size
         account, bin_ = self.accounts[buffer.account], self._bins.get(buffer.nbytes)
         if bin_ is None:
-            bin_ = self._bins[buffer.nbytes] = []
+            bin_ = self._bins[buffer.nbytes] = {}
         # [guard: buffer of a closed pool]
         if buffer.closed:
             del self._used[buffer.number]
@@ -138,22 +138,32 @@ class Slabs:
             account.taken -= buffer.size
             buffer.taken = False
             buffer.fence = fence  # [guard: fence of a returned buffer]
-            bin_.append(buffer)
+            bin_[buffer] = None
 
     def take(
-        self, account: Account, limit: int | None, nbytes: int, captured: bool, whole: bool, owner: Resources | None
+        self,
+        account: Account,
+        limit: int | None,
+        nbytes: int,
+        captured: bool,
+        whole: bool,
+        owner: Resources | None,
+        before: HostBuffer | None,
     ) -> HostBuffer | str:
         """Return a buffer for an account, or why there is none."""
         need = -(-nbytes // ALIGN) * ALIGN
         more = need - account.held + account.used  # bytes that other accounts hold, if positive
         allowed = limit is None or more <= 0 or account.held + more <= limit
         number, bin_ = next(self._numbers), self._bins.get(nbytes)
-        if bin_ and allowed and not (whole and len(bin_[-1].parts) > 1):  # [guard: whole buffer from a bin]
+        if bin_ and (before is None or before not in bin_):
+            before = next(reversed(bin_))
+        # [guard: whole buffer from a bin]
+        if bin_ and before is not None and allowed and not (whole and len(before.parts) > 1):
             if more > 0:
                 self._charge(account, more)
             # No call from here on: see [Note: finalizers].
-            buffer = bin_[-1]
-            del bin_[-1]
+            buffer = before
+            del bin_[buffer]
         else:
             segments = self._find(need, whole) if allowed else None
             if segments is None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from tabulate import tabulate
 
 from ..schedule.units import mebibytes
-from .finalizers import Resources, settle
+from .finalizers import Resources, dropped, settle
 
 __all__ = ["Counters", "Reason", "Statistics"]
 
@@ -119,11 +119,13 @@ class Counters:
     ----------
     freed : deque of int
         Sizes of what was dropped, in bytes; appended to in any thread, without the lock.
+    resident : int
+        Bytes resident, of which those in `freed` are not yet subtracted.
     """
 
     def __init__(self) -> None:
         self.freed: deque[int] = deque()
-        self._resident = 0
+        self.resident = 0
         self.reset()
 
     def reset(self) -> None:
@@ -149,40 +151,46 @@ class Counters:
         """Count a storage that was saved, and is on the device."""
         self.tensors_saved += 1
         self.bytes_saved += nbytes
-        self.rise(nbytes, resources)
+        if dropped or self.freed:
+            self._settle()
+        # No call in between: see [Note: finalizers].
+        resources.nbytes = nbytes
+        self.resident += nbytes
+        if self.resident > self._peak:
+            self._peak = self.resident
 
-    def reloaded(self, nbytes: int, *, on_demand: bool) -> None:
-        """Count a storage that is reloaded."""
+    def reloaded(self, count: int, nbytes: int, *, on_demand: bool) -> None:
+        """Count storages that are reloaded."""
         self.bytes_reloaded += nbytes
         if on_demand:
-            self.reloaded_on_demand += 1
+            self.reloaded_on_demand += count
         else:
-            self.reloaded_ahead += 1
+            self.reloaded_ahead += count
 
     def rise(self, nbytes: int, resources: Resources) -> None:
         """Add to the bytes on the device, as those of an object."""
-        settle()
-        if self.freed:
+        if dropped or self.freed:
             self._settle()
         # No call in between: see [Note: finalizers].
         resources.nbytes += nbytes
-        self._resident += nbytes
-        if self._resident > self._peak:
-            self._peak = self._resident
+        self.resident += nbytes
+        if self.resident > self._peak:
+            self._peak = self.resident
 
     def _settle(self) -> None:
+        """Subtract what was dropped."""
+        settle()
         freed = self.freed
         with suppress(IndexError):  # another thread was faster
             while freed:
-                self._resident -= freed[0]
+                self.resident -= freed[0]
                 del freed[0]
 
     @property
     def resident_bytes(self) -> int:
         """Bytes resident now."""
-        settle()
         self._settle()
-        return self._resident
+        return self.resident
 
     def snapshot(self, *, host_bytes: int, host_bytes_used: int, host_bytes_high_water: int) -> Statistics:
         """Return the sums as statistics."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import Any, ClassVar, Protocol, TypeAlias
 
 import torch
 
@@ -19,7 +19,7 @@ from .statistics import Counters
 from .transfer import PassDevice
 from .versions import Wrappers, changed, drop_data
 
-__all__ = ["CompiledState", "Owner", "Resident", "SavedStorage", "Unpacked"]
+__all__ = ["CompiledState", "Moved", "Owner", "Resident", "SavedStorage", "Unpacked"]
 
 CompiledState: TypeAlias = tuple[list[Any], "weakref.ref[Any]"]
 """A list that is empty until a backward of compiled autograd has ended, and the reference whose callback fills it."""
@@ -45,7 +45,7 @@ class SavedStorage(HostCopy):
 
     Nearly every storage of a model is saved as one tensor that fills it.  Such a *plain* storage is copied from and to
     tensors of its own type and layout, and autograd holds it directly in place of that tensor.  Everything else is
-    copied as bytes, and autograd holds one `pack.Moved` for each tensor.
+    copied as bytes, and autograd holds one `Moved` for each tensor.
 
     Parameters
     ----------
@@ -59,22 +59,35 @@ class SavedStorage(HostCopy):
         The stream on which it was saved; its memory is freed and allocated in the order of this one.
     """
 
-    at_rest: type[SavedStorage]
-    in_flight: type[SavedStorage]
-    refused = ""  # why the host had no memory for it
-    pinned = False  # saved in a layer that is kept, before an offloaded one: a copy would free nothing
-    shared = False  # saved in a layer that is kept, after an offloaded one, and counted as such
-    ready: StreamPosition | None = None  # copies out come after it; None for the moment at which they are queued
-    copied_out: StreamPosition | None = None  # after its copies out; None as long as more may come
-    wrappers: Wrappers = ()  # the wrappers in which it was saved
+    __slots__ = (
+        "__weakref__",
+        "_probes",
+        "_source",
+        "copied_out",
+        "index",
+        "loose",
+        "new",
+        "owner",
+        "pinned",
+        "probe",
+        "ready",
+        "refused",
+        "root",
+        "shared",
+        "token",
+        "unpacked",
+        "version",
+        "wrappers",
+    )
+
+    at_rest: ClassVar[type[SavedStorage]]
+    in_flight: ClassVar[type[SavedStorage]]
     # Of a plain storage: the pass, the layer and its token, an alias of the tensor, and the tensor or its base.
-    owner: Owner | None = None
+    owner: Owner | None
     index: int
     token: object
     probe: torch.Tensor
     root: weakref.ref[torch.Tensor]
-    unpacked: Unpacked | None = None  # see [Note: compiled autograd]
-    loose: Sequence[View] = ()  # saved, and waiting for the end of the layer
 
     def __init__(
         self, version: int, memory: torch.UntypedStorage, nbytes: int, pass_device: PassDevice, stream: Stream
@@ -85,18 +98,29 @@ class SavedStorage(HostCopy):
         self.nbytes = nbytes
         self.layers: dict[int, bool] = {}  # the layers that saved it -> whether they have released it
         self._source: torch.UntypedStorage | None = memory  # [keep: source until copied]
-        self.weak = storage_weakref(memory)  # [keep: address of the storage]
+        self.residency = Residency.DEVICE
+        self.refused = ""  # why the host had no memory for it
+        self.pinned = False  # saved in a layer that is kept, before an offloaded one: a copy would free nothing
+        self.shared = False  # saved in a layer that is kept, after an offloaded one, and counted as such
+        self.ready: StreamPosition | None = None  # copies out come after it; None for when they are queued
+        self.copied_out: StreamPosition | None = None  # after its copies out; None as long as more may come
+        self.wrappers: Wrappers = ()  # the wrappers in which it was saved
         self.new: Sequence[View] = ()  # saved, and not looked at yet
+        self.loose: Sequence[View] = ()  # saved, and waiting for the end of the layer
         self._probes: Sequence[torch.Tensor] = ()
-        self.resources = resources = Resources.of(self, self.weak, pass_device.counters.freed)
-        resources.returned = pass_device.transfers.pool.returned
-        pass_device.counters.saved(nbytes, resources)
+        self.unpacked: Unpacked | None = None  # see [Note: compiled autograd]
+        self.plain = self.owner = self._typed = self._host = self._copied_in = None
+        self.bytes_copied = 0
+        self._pieces, self._buffers, self._clean, self._users, self._awaited = (), (), (), (), True
+        counters = pass_device.counters
+        weak = storage_weakref(memory)  # [keep: address of the storage]
+        self.resources = Resources.of(self, weak, counters.freed, pass_device.transfers.pool.returned)
+        counters.saved(nbytes, self.resources)
 
     def hold(self, owner: Owner, index: int, token: object) -> SavedStorage:
         """Return what autograd holds for the tensor that makes the storage plain."""
         self.owner = owner  # [keep: pass of a plain tensor]
-        self.index = index
-        self.token = token
+        self.index, self.token = index, token
         return self
 
     def unpack(self) -> torch.Tensor:
@@ -178,11 +202,14 @@ class SavedStorage(HostCopy):
 
     def copy_plain(self, layer: int, captured: bool) -> bool:
         """Queue the copy of a plain storage; return False if the host has no memory for it."""
-        pool = self.pass_device.transfers.pool
-        host = pool.take(self.nbytes, captured=captured, owner=self.resources)
+        pool, layout = self.pass_device.transfers.pool, self.layout
+        before = layout.host()
+        host = pool.take(self.nbytes, captured=captured, owner=self.resources, before=before)
         if host is None:
             return self._refuse(pool.refusal)
-        typed = host.typed(self.layout.key)
+        if host is not before:
+            layout.host = weakref.ref(host)
+        typed = host.tensor if host.key is layout.key else host.typed(layout.key)
         if typed is None:
             self._queue_piece(Piece(0, self.nbytes, None, host), host, layer, captured)
         else:
@@ -246,7 +273,7 @@ class SavedStorage(HostCopy):
             if waited and self.residency is Residency.OFFLOADING:
                 self.__class__ = self.at_rest
             return 0
-        device = self.pass_device
+        device, nbytes, resources = self.pass_device, self.nbytes, self.resources
         if len(device.streams) > 1:
             # [wait: release for what the compute stream still reads]
             device.transfers.order_behind(self.stream, device.streams)
@@ -257,8 +284,10 @@ class SavedStorage(HostCopy):
         self.copied_out = None
         self.residency = Residency.HOST
         self.__class__ = self.at_rest
-        device.counters.rise(-self.nbytes, self.resources)
-        return self.nbytes
+        # No call in between: see [Note: finalizers].
+        resources.nbytes -= nbytes
+        device.counters.resident -= nbytes
+        return nbytes
 
 
 class InFlight(SavedStorage):
@@ -266,6 +295,8 @@ class InFlight(SavedStorage):
 
     A storage changes to this class and back, because only such a one needs a finalizer; see [Note: finalizers].
     """
+
+    __slots__ = ()
 
     def __del__(self) -> None:
         try:
@@ -290,6 +321,30 @@ class InFlight(SavedStorage):
 
 SavedStorage.at_rest, SavedStorage.in_flight = SavedStorage, InFlight
 opaque(InFlight.__del__)
+
+
+class Moved:
+    """A saved tensor on a storage that may be offloaded, but does not simply fill it."""
+
+    __slots__ = ("__weakref__", "index", "owner", "probe", "storage", "token", "unpacked", "version", "view")
+
+    def __init__(
+        self, owner: Owner, index: int, storage: SavedStorage, view: View, probe: torch.Tensor, token: object
+    ) -> None:
+        self.owner = owner  # the packer of a model drops its own reference
+        self.index = index
+        self.storage = storage  # [keep: host copy]
+        self.view = view
+        self.probe = probe  # [keep: resident tensor]
+        self.version = version_of(probe)
+        self.token = token
+        self.unpacked: Unpacked | None = None  # see [Note: compiled autograd]
+
+    def unpack(self) -> torch.Tensor:
+        """Return the tensor, for autograd; reload it if that has not happened yet."""
+        if version_of(self.probe) != self.version:  # [guard: in-place edit of an offloaded tensor]
+            raise changed(self.probe, self.view.size, self.version)
+        return self.owner.fetch(self.index, self.storage, self.view, self.probe)
 
 
 class Resident:

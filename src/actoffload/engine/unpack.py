@@ -22,8 +22,8 @@ from torch.compiler import is_dynamo_compiling
 from .._torch import after_backward, backward_id, compiled_backward, in_compiled_backward, inlined, opaque, version_of
 from ..schedule.plan import OUTSIDE
 from .layer import GRAPH_BREAK, Layer, LivenessToken
-from .pack import Moved, Saved
-from .storage import CompiledState, SavedStorage
+from .pack import Saved
+from .storage import CompiledState, Moved, SavedStorage
 from .subclasses import Compound
 from .versions import changed
 
