@@ -73,7 +73,7 @@ def capture(static_input, pair):
     torch.cuda.current_stream().wait_stream(side)
 
     graph = torch.cuda.CUDAGraph()
-    with MemoryMeter(host_clock=True) as meter, torch.cuda.graph(graph):
+    with MemoryMeter() as meter, torch.cuda.graph(graph):
         train_step(static_input, pair, meter.sample)
     return graph, meter
 
@@ -115,7 +115,6 @@ if graphs:
         peak_without=plain_memory.peak_bytes,
         peak_with=memory.peak_bytes,
         bytes_offloaded=offloaded,
-        bytes_absent=offloaded,
         seconds_without=median(times["without"]),
         seconds_with=median(times["with"]),
     )

@@ -45,7 +45,7 @@ def steps(model: nn.Module, count: int = composing.STEPS) -> list[Tensor]:
 
 
 class Skipping(Net):
-    """Leaves out another block in each forward, in all ranks the same."""
+    """Skips another block in each forward, the same in all ranks."""
 
     forwards = 0
 

@@ -15,7 +15,7 @@ import actoffload
 from actoffload.device import use
 
 ROWS, WIDTH, BLOCKS, STEPS = 40, 32, 6, 3
-LEAVING = BLOCKS - 2
+OFFLOADED = BLOCKS - 2
 STREAM = ROWS * WIDTH * 4
 """Bytes of what one block hands to the next."""
 
@@ -147,7 +147,7 @@ def training(make: Callable[[], nn.Module], **options: Any) -> Program:
 
 
 class Spy:
-    """A device that also looks at what leaves it.
+    """A device that also checks what is offloaded.
 
     Parameters
     ----------
@@ -156,15 +156,15 @@ class Spy:
 
     Attributes
     ----------
-    left : list of int
+    offloaded : list of int
         Bytes of each storage, or part of one, that was copied to the host.
     watched : module or None
-        No memory of its parameters may leave.
+        No memory of its parameters may be offloaded.
     """
 
     def __init__(self, inner: Any) -> None:
         self.inner = inner
-        self.left: list[int] = []
+        self.offloaded: list[int] = []
         self.watched: nn.Module | None = None
 
     def __getattr__(self, name: str) -> Any:
@@ -173,9 +173,9 @@ class Spy:
     def to_host(self, pairs: Any, stream: Any) -> None:
         owned = memories(self.watched) if self.watched is not None else set()
         for _, source in pairs:
-            self.left.append(source.nbytes)
+            self.offloaded.append(source.nbytes)
             if not source._is_zerotensor():  # a derivative of zero in forward mode has no memory
-                assert source.untyped_storage().data_ptr() not in owned, "a parameter leaves"
+                assert source.untyped_storage().data_ptr() not in owned, "a parameter is offloaded"
         self.inner.to_host(pairs, stream)
 
 
@@ -185,17 +185,19 @@ def memories(module: nn.Module) -> set[int]:
     return found - {0}
 
 
-def both(program: Program, *, leaves: bool = True, watch: bool = True, device: Any = None) -> actoffload.OffloadHandle:
+def both(
+    program: Program, *, offloads: bool = True, watch: bool = True, device: Any = None
+) -> actoffload.OffloadHandle:
     """Run a program without offload and with; what it returns must have equal bits, and nothing may be held.
 
     Parameters
     ----------
     program : callable
         Called with a function to call instead of `actoffload.offload`.
-    leaves : bool
-        Whether something has to leave.
+    offloads : bool
+        Whether something has to be offloaded.
     watch : bool
-        Whether what the model has as parameters while it runs may not leave.
+        Check that no parameter of the model is offloaded while it runs.
     device : Backend, optional
         Which device; one of reference if not given.
 
@@ -229,15 +231,15 @@ def both(program: Program, *, leaves: bool = True, watch: bool = True, device: A
         gc.enable()
     assert not hooked()
     statistics = handle.statistics()
-    assert (statistics.tensors_offloaded > 0) == leaves
-    assert sum(spy.left) == statistics.bytes_offloaded
+    assert (statistics.tensors_offloaded > 0) == offloads
+    assert sum(spy.offloaded) == statistics.bytes_offloaded
     return handle
 
 
 def copied(handle: actoffload.OffloadHandle) -> set[int]:
-    """Return the sizes of what `both` saw leave, in bytes."""
+    """Return the sizes of what `both` offloaded, in bytes."""
     spy: Any = handle._engine.backend
-    return set(spy.left)
+    return set(spy.offloaded)
 
 
 def hooked() -> bool:

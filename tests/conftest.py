@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported; the tests compute on small tensors
 
@@ -13,6 +14,8 @@ from hypothesis import HealthCheck, Phase, settings
 torch.set_num_threads(1)
 pytest.register_assert_rewrite("adversary.harness")
 
+from helpers import min_elements  # noqa: E402
+
 # Tests must not fail because of a loaded machine or a random seed.
 settings.register_profile(
     "same", derandomize=True, database=None, deadline=None, suppress_health_check=[HealthCheck.too_slow]
@@ -20,3 +23,10 @@ settings.register_profile(
 # For the mutation check, which only needs to know whether a test fails: do not shrink examples.
 settings.register_profile("mutation", settings.get_profile("same"), phases=[Phase.explicit, Phase.generate])
 settings.load_profile("same")
+
+
+@pytest.fixture
+def offload_small_tensors() -> Iterator[None]:
+    """Offload tensors of 64 elements or more."""
+    with min_elements(64):
+        yield

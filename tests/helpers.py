@@ -15,21 +15,21 @@ from torch import Tensor
 import actoffload
 from actoffload.context.context import OffloadContext
 from actoffload.device import use
-from actoffload.engine import ownership as eligibility
+from actoffload.engine import ownership
 
 LIMIT = 256 * 1024
-"""Elements below which a tensor stays."""
+"""Smallest number of elements of an offloaded tensor."""
 
 
 @contextmanager
-def any_size(elements: int = 64) -> Iterator[None]:
-    """Let tensors of so many elements leave already: for tests in which the size does not matter."""
-    before = eligibility.MIN_ELEMENTS
-    eligibility.MIN_ELEMENTS = elements
+def min_elements(elements: int = 64) -> Iterator[None]:
+    """Offload tensors of this many elements or more, for tests in which the size does not matter."""
+    before = ownership.MIN_ELEMENTS
+    ownership.MIN_ELEMENTS = elements
     try:
         yield
     finally:
-        eligibility.MIN_ELEMENTS = before
+        ownership.MIN_ELEMENTS = before
 
 
 def make(num_layers: int, model_layers: int, **more: Any) -> tuple[OffloadContext, Callable[[Any], Any]]:
@@ -132,7 +132,7 @@ def nothing_held(context: OffloadContext | actoffload.OffloadHandle) -> None:
 def no_gc() -> Iterator[None]:
     """Run without the collector: what is freed here is freed by reference counts.
 
-    What other tests left is collected before, as often as that frees something: finalizers leave garbage too.
+    Garbage of other tests is collected before, as often as that frees something: finalizers make garbage too.
     """
     while gc.collect():
         pass

@@ -44,9 +44,6 @@ NAMES = [
     "_C._accelerator_getStream",
     "_C._cuda_isCurrentStreamCapturing",
     "_C._nvtx",
-    "nn.modules.module._global_forward_pre_hooks",
-    "nn.modules.module._global_parameter_registration_hooks",
-    "nn.modules.module._global_buffer_registration_hooks",
     "nn.Module._call_impl",
 ]
 
@@ -144,6 +141,7 @@ ESSENTIAL = {
     "UntypedStorage._expired",
     "UntypedStorage._free_weak_ref",
     "_C._current_graph_task_id",
+    "_C._autograd._top_saved_tensors_default_hooks",
     "autograd.Variable._execution_engine",
 }
 

@@ -193,7 +193,7 @@ def hooks(model: nn.Module) -> list[int]:
 
 
 def nothing_installed(model: nn.Module | None = None) -> None:
-    """Check that what is saved now goes to nobody, and that a model, if given, carries no hook."""
+    """Check that no saved-tensor hooks are installed, and that a model, if given, has no hook."""
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
     assert not actoffload.is_cpu_offload_enabled()
     if model is not None:

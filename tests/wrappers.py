@@ -186,7 +186,7 @@ class Uses(torch.autograd.Function):
 
 
 class Saves(torch.autograd.Function):
-    """Saves a tensor, and shows what comes back."""
+    """Saves a tensor, and records what is unpacked."""
 
     @staticmethod
     def forward(ctx, x, thing, seen):
@@ -225,7 +225,7 @@ class Join(torch.autograd.Function):
 
 
 def one_layer(layer: Callable[[Tensor], Tensor], *, steps: int = 1, **more: Any) -> tuple[Tensor, Statistics]:
-    """Run a layer that leaves and two that stay; return the gradient and the statistics."""
+    """Run an offloaded layer and two kept ones; return the gradient and the statistics."""
     context, sync = make(1, 3, **more)
     leaf = torch.ones(N, N, requires_grad=True)
     for _ in range(steps):
@@ -235,5 +235,5 @@ def one_layer(layer: Callable[[Tensor], Tensor], *, steps: int = 1, **more: Any)
 
 
 def two_more(x: Tensor, context: Any, sync: Any) -> Tensor:
-    """Run the two layers that stay behind one that leaves."""
+    """Run the two kept layers after an offloaded one."""
     return forward([torch.sin, torch.cos], x, context, sync)

@@ -1,9 +1,8 @@
 """Every private PyTorch API that the package uses, each behind a feature check.
 
-A name that a release of PyTorch lacks has one of two consequences.  Where there is a substitute, the substitute is
-used.  Where there is none, the name is listed in `MISSING`; then nothing is offloaded, and `offload` and
-`get_cpu_offload_context` say so in one sentence.  Strings that identify autograd nodes, classes of wrappers and
-functions of PyTorch are here too.
+Where PyTorch lacks a name, its substitute is used.  A name without one is listed in `MISSING`; then nothing is
+offloaded, and `offload` and `get_cpu_offload_context` say so.  Strings that identify autograd nodes, classes of
+wrappers and functions of PyTorch are here too.
 """
 
 from __future__ import annotations
@@ -14,8 +13,8 @@ import sys
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from operator import attrgetter
 from types import FrameType
 from typing import Any, TypeVar
@@ -23,12 +22,12 @@ from typing import Any, TypeVar
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Module
+from torch.nn.modules import module
 
 MISSING: list[str] = []
 """Private names without a substitute that this PyTorch lacks; empty in every release that is tested."""
 
 F = TypeVar("F", bound=Callable[..., Any])
-T = TypeVar("T")
 
 
 def unsupported() -> str | None:
@@ -54,8 +53,15 @@ def _need(path: str, stub: Callable[..., Any]) -> Any:
     found = _find(path)
     if found is None:
         MISSING.append(f"torch.{path}")
-        return stub
-    return found
+    return stub if found is None else found
+
+
+def _getter(kind: type, name: str, stub: Callable[[Any], Any]) -> Any:
+    """Return a function that reads an attribute; where the class lacks it, note that and return a stub."""
+    if name in dir(kind):
+        return attrgetter(name)
+    MISSING.append(f"torch.{kind.__name__}.{name}")
+    return stub
 
 
 _SKIPPED = tuple(
@@ -73,24 +79,14 @@ def warn(message: str, category: type[Warning] = UserWarning) -> None:
 
 # Tensors and storages
 
-address: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
+address: Callable[[torch.UntypedStorage], int] = _getter(torch.UntypedStorage, "_cdata", id)
 """Return the address of a storage, which no other storage has while this one, or a weak reference to it, exists."""
 
-version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
+version_of: Callable[[torch.Tensor], int] = _getter(torch.Tensor, "_version", lambda tensor: 0)
 """Return the version counter of a tensor: the number of in-place edits of it and of its views."""
 
-base_of: Callable[[torch.Tensor], torch.Tensor | None] = attrgetter("_base")
+base_of: Callable[[torch.Tensor], torch.Tensor | None] = _getter(torch.Tensor, "_base", lambda tensor: None)
 """Return the tensor of which a tensor is a view, or None."""
-
-if "_cdata" not in dir(torch.UntypedStorage):
-    MISSING.append("torch.UntypedStorage._cdata")
-    address = id
-if "_version" not in dir(torch.Tensor):
-    MISSING.append("torch.Tensor._version")
-    version_of = lambda tensor: 0  # noqa: E731
-if "_base" not in dir(torch.Tensor):
-    MISSING.append("torch.Tensor._base")
-    base_of = lambda tensor: None  # noqa: E731
 
 storage_weakref: Callable[[torch.UntypedStorage], Any] = _need("UntypedStorage._weak_ref", lambda storage: 0)
 """Return a weak reference to a storage: it keeps the address, and not the memory."""
@@ -115,18 +111,14 @@ grouped_mm: Callable[..., torch.Tensor] | None = _find("nn.functional.grouped_mm
 tensor_base: Any = _find("_C.TensorBase", torch.Tensor)
 """The class whose descriptors read a tensor without running the code of its subclass."""
 
-_NO_TORCH_FUNCTION: Any = _find("_C.DisableTorchFunctionSubclass")
-_NO_TORCH_DISPATCH: Any = _find("_C._DisableTorchDispatch")
+_no_torch_function: Any = _find("_C.DisableTorchFunctionSubclass", nullcontext)
+_no_torch_dispatch: Any = _find("_C._DisableTorchDispatch", nullcontext)
 
 
 @contextmanager
 def plain_tensors(*, dispatch: bool = False) -> Iterator[None]:
     """Treat tensor subclasses as plain tensors in this block; with `dispatch`, skip ``__torch_dispatch__`` too."""
-    with ExitStack() as stack:
-        if _NO_TORCH_FUNCTION is not None:
-            stack.enter_context(_NO_TORCH_FUNCTION())
-        if dispatch and _NO_TORCH_DISPATCH is not None:
-            stack.enter_context(_NO_TORCH_DISPATCH())
+    with _no_torch_function(), _no_torch_dispatch() if dispatch else nullcontext():
         yield
 
 
@@ -169,10 +161,14 @@ after_backward: Callable[[Callable[[], None]], None] = _need(
 CASTS = frozenset({"ToCopyBackward0", "TBackward0", "TransposeBackward0"})
 """Names of the autograd nodes that cast or transpose: a weight behind one is a weight still."""
 
-_top_hooks = _find("_C._autograd._top_saved_tensors_default_hooks")
-_disabled = _find("_C._autograd._saved_tensors_hooks_get_disabled_error_message")
-_transforms = _find("_C._functorch.get_interpreter_stack")
+_top_hooks = _need("_C._autograd._top_saved_tensors_default_hooks", lambda ignore_tracing: None)
+_transforms = _find("_C._functorch.get_interpreter_stack", lambda: None)
 _vmap = _find("_C._functorch.TransformType.Vmap")
+
+saved_tensor_hooks_disabled: Callable[[], str | None] = _find(
+    "_C._autograd._saved_tensors_hooks_get_disabled_error_message", lambda: None
+)
+"""Return why saved-tensor hooks are forbidden in the calling thread, or None."""
 
 stands_for_another: Callable[[torch.Tensor], bool] = _find(
     "_C._functorch.is_functorch_wrapped_tensor", lambda tensor: False
@@ -182,20 +178,13 @@ stands_for_another: Callable[[torch.Tensor], bool] = _find(
 
 def saved_tensor_hooks() -> tuple[Any, Any] | None:
     """Return the pack and unpack hook that are installed in the calling thread, or None."""
-    found: tuple[Any, Any] | None = None if _top_hooks is None else _top_hooks(True)
-    return found
-
-
-def saved_tensor_hooks_disabled() -> str | None:
-    """Return why saved-tensor hooks are forbidden in the calling thread, or None."""
-    found: str | None = None if _disabled is None else _disabled()
+    found: tuple[Any, Any] | None = _top_hooks(True)
     return found
 
 
 def in_transform() -> bool:
     """Return whether the calling thread is inside of a `torch.func` transform other than `torch.vmap`."""
-    levels: Sequence[Any] = () if _transforms is None else _transforms() or ()
-    return any(level.key() != _vmap for level in levels)
+    return any(level.key() != _vmap for level in _transforms() or ())
 
 
 class SavedTensorHooks:
@@ -212,11 +201,6 @@ class SavedTensorHooks:
 
     def remove(self) -> None:
         """Remove the hooks, and those above them whose own removal an interrupt prevented."""
-        if _top_hooks is None:  # then an interrupt at the wrong place leaves them
-            installed, self._installed = self._installed, False
-            if installed:
-                self._hooks.__exit__()
-            return
         if self._installed:
             while not self._on_top() and saved_tensor_hooks() is not None:
                 self._hooks.__exit__()  # removes whatever is on top
@@ -232,7 +216,6 @@ class SavedTensorHooks:
 # Modules
 
 _REGISTERED = ("_parameters", "_buffers", "_modules")
-_NAMED = ("named_parameters", "named_buffers", "named_children")
 
 
 def registered(module: Module) -> tuple[Mapping[str, Any], Mapping[str, Any], Mapping[str, Any]]:
@@ -266,18 +249,7 @@ _call = getattr(getattr(Module, "_call_impl", None), "__code__", None)
 
 
 def current_module() -> weakref.ref[Module] | None:
-    """Return the innermost module whose forward runs in this thread, if any.
-
-    Examples
-    --------
-    >>> from actoffload._torch import current_module
-    >>> seen = []
-    >>> layer = torch.nn.Linear(2, 2)
-    >>> hook = layer.register_forward_hook(lambda *_: seen.append(current_module()))
-    >>> y = torch.nn.Sequential(layer)(torch.ones(1, 2))
-    >>> seen[0]() is layer
-    True
-    """
+    """Return the innermost module whose forward runs in this thread, if any."""
     frame: FrameType | None = sys._getframe()
     while frame is not None and _call is not None:
         if frame.f_code is _call:
@@ -290,28 +262,13 @@ def current_module() -> weakref.ref[Module] | None:
 class ModuleCalls:
     """Calls a function with each module whose forward begins, or that gets a parameter or buffer, while it has users.
 
-    The key of the hooks stays the same for the life of the process: a compiled module is compiled again when the key of
-    a global hook changes.
+    The hooks keep their keys: a compiled module is compiled again when the key of a global hook changes.
     """
-
-    _TABLES = (
-        "_global_forward_pre_hooks",
-        "_global_parameter_registration_hooks",
-        "_global_buffer_registration_hooks",
-    )
-    _REGISTER = (
-        "register_module_forward_pre_hook",
-        "register_module_parameter_registration_hook",
-        "register_module_buffer_registration_hook",
-    )
 
     def __init__(self, call: Callable[..., None]) -> None:
         self._call = call
         self._users = 0
         self._lock = threading.Lock()
-        found = [getattr(torch.nn.modules.module, name, None) for name in self._TABLES]
-        self._tables: list[Any] = [] if None in found else found
-        self._key = -id(self)  # hooks of programs have positive keys
         self._handles: list[Any] = []
 
     def add_user(self) -> None:
@@ -320,23 +277,21 @@ class ModuleCalls:
             self._users += 1
             if self._users > 1:
                 return
-            for table in self._tables:
-                table[self._key] = self._call
-            if not self._tables:
-                modules = torch.nn.modules.module
-                self._handles = [getattr(modules, name)(self._call) for name in self._REGISTER]
+            for handle in self._handles:
+                handle.hooks_dict_ref()[handle.id] = self._call
+            self._handles = self._handles or [
+                module.register_module_forward_pre_hook(self._call),
+                module.register_module_parameter_registration_hook(self._call),
+                module.register_module_buffer_registration_hook(self._call),
+            ]
 
     def remove_user(self) -> None:
         """Call it no more if this was the last user."""
         with self._lock:
             self._users -= 1
-            if self._users:
-                return
-            for table in self._tables:
-                table.pop(self._key, None)
-            for handle in self._handles:
-                handle.remove()
-            self._handles.clear()
+            if not self._users:
+                for handle in self._handles:
+                    handle.remove()
 
 
 # torch.compile
@@ -349,31 +304,23 @@ _set_strategy: Any = getattr(_frames, "set_code_exec_strategy", None)
 _MARKS_CODE = None not in (_SKIP, _DEFAULT, _Strategy, _set_strategy)
 
 
-def inlined(function: F) -> F:
-    """Let Dynamo inline a function into compiled code, and run it as plain Python everywhere else.
+def inlined(function: F, callees: Any = _SKIP) -> F:
+    """Let Dynamo inline a function into compiled code, and run it and all that it calls as plain Python elsewhere.
 
     The function asks `torch.compiler.is_dynamo_compiling` where it is.
     """
     if _MARKS_CODE:
-        _set_strategy(function.__code__, _Strategy(_SKIP, _SKIP))
+        _set_strategy(function.__code__, _Strategy(_SKIP, callees))
     return function
 
 
-def opaque(function: F, reason: str = "") -> F:
-    """Let a function, and all that it calls, run as plain Python, also where compiled code calls it.
+def opaque(function: F, reason: str = "", callees: Any = _SKIP) -> F:
+    """Let a function run as plain Python where compiled code calls it; by default all that it calls, too.
 
-    Parameters
-    ----------
-    function : callable
-        A Python function; closures of the same code are all meant.
-    reason : str
-        What Dynamo says about the graph break, to a program that asked for a single graph.
-
-    Notes
-    -----
-    Does what `torch.compiler.disable` does, without a wrapper around each call.
+    Does what `torch.compiler.disable` does, for all closures of the same code and without a wrapper around each call.
+    `reason` is the error for a program that asked for a single graph.
     """
-    inlined(function)
+    inlined(function, callees)
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     function._torchdynamo_disable_msg = reason  # type: ignore[attr-defined]
     return function
@@ -401,19 +348,8 @@ def compiled_backward() -> list[Any] | None:
 
 
 def break_graph(function: F, reason: str) -> F:
-    """Let Dynamo neither compile a function nor inline it; what the function calls may be compiled.
-
-    Parameters
-    ----------
-    function : callable
-        A Python function; all closures of the same code are meant.
-    reason : str
-        The reason for the graph break, which Dynamo reports to a program that asked for a single graph.
-    """
-    opaque(function, reason)
-    if _MARKS_CODE:
-        _set_strategy(function.__code__, _Strategy(_SKIP, _DEFAULT))
-    return function
+    """Do as `opaque`, but let Dynamo compile what the function calls."""
+    return opaque(function, reason, _DEFAULT)
 
 
 # Devices
@@ -421,8 +357,10 @@ def break_graph(function: F, reason: str) -> F:
 current_stream: Callable[[int], Any] = _find("_C._accelerator_getStream", torch.accelerator.current_stream)
 """Return the current stream of the accelerator with an index; without the checks of the public function."""
 
-is_capturing: Callable[[], bool] = _find("_C._cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing)
+is_capturing: Callable[[], bool] = lambda: False  # noqa: E731
 """Return whether the current CUDA stream is captured into a graph.  Asks the driver; does not synchronize."""
+if torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
+    is_capturing = _find("_C._cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing)
 
 has_nvtx: bool = _find("_C._nvtx") is not None
 """Whether PyTorch was built with NVTX; the functions of `torch.cuda.nvtx` raise without it."""

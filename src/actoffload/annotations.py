@@ -55,15 +55,10 @@ def start_offload(*tensors: Any, offload_base_tensor: bool = False) -> None:
     Parameters
     ----------
     *tensors : torch.Tensor, object or None
-        Tensors of any shape on the offloading device, and objects, as for `mark_not_offload`.  None is skipped.
+        As for `mark_not_offload`, on the offloading device.
     offload_base_tensor : bool
         Offload the whole storage of each tensor even if the saved view covers little of it, such as the interleaved
         query, key and value of one projection.
-
-    Raises
-    ------
-    TypeError
-        If an argument is none of these.
 
     Notes
     -----

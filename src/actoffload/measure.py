@@ -12,15 +12,16 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from statistics import median
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
+from .context import OffloadContext
 from .device.reference import CreatedStorages
-from .engine.statistics import Statistics
-from .report.tables import Table, as_text
+from .model import OffloadHandle
+from .report.tables import Printable, Table
 from .schedule.costs import Link, measured_costs
-from .schedule.units import mebibytes, milliseconds, percent
+from .schedule.timeline import mebibytes, milliseconds, percent
 
 __all__ = [
     "Comparison",
@@ -33,14 +34,6 @@ __all__ = [
     "measure_step_times",
     "measured_costs",
 ]
-
-
-class _Offloading(Protocol):
-    """An `OffloadContext` or an `OffloadHandle`."""
-
-    def reset_statistics(self) -> None: ...
-
-    def statistics(self) -> Statistics: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +53,8 @@ class DeviceInfo:
     name: str
     reference: bool
     driver: str
-    torch: str
-    python: str
+    torch: str = torch.__version__
+    python: str = platform.python_version()
 
     def __str__(self) -> str:
         driver = f", driver {self.driver}" if self.driver else ""
@@ -71,15 +64,14 @@ class DeviceInfo:
 def describe_device() -> DeviceInfo:
     """Return the current accelerator and the versions of driver, torch and Python."""
     if not torch.accelerator.is_available():
-        return DeviceInfo("reference device (CPU)", True, "", torch.__version__, platform.python_version())
-    name = str(torch.get_device_module().get_device_name())
+        return DeviceInfo("reference device (CPU)", True, "")
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
         driver = done.stdout.split("\n", 1)[0].strip()
     except (OSError, subprocess.SubprocessError):
         driver = ""
-    return DeviceInfo(name, False, driver or "unknown", torch.__version__, platform.python_version())
+    return DeviceInfo(str(torch.get_device_module().get_device_name()), False, driver or "unknown")
 
 
 class MemoryMeter:
@@ -87,17 +79,13 @@ class MemoryMeter:
 
     Without an accelerator these are the bytes of the storages that the block creates, until they are freed.
 
-    Parameters
-    ----------
-    host_clock : bool
-        Take the times of samples from the clock of the host.  Needed while a CUDA graph is captured.
-
     Attributes
     ----------
     peak_bytes : int
-        Largest number of bytes in use.  This and the next are set at the end of the block.
+        Largest number of bytes in use.
     samples : list of (float, int)
-        For each call of `sample`, seconds since the first one on the current stream, and bytes in use.
+        For each call of `sample`, seconds since the first one, and bytes in use.  Seconds are those of the current
+        stream, but of the host in the capture of a CUDA graph.  Both are set at the end of the block.
 
     Examples
     --------
@@ -110,11 +98,10 @@ class MemoryMeter:
     True
     """
 
-    def __init__(self, *, host_clock: bool = False) -> None:
+    def __init__(self) -> None:
         self._device = torch.accelerator.current_accelerator(check_available=True)
         self._storages = CreatedStorages()
-        self._host_clock = host_clock or self._device is None
-        self._marks: list[tuple[Any, int]] = []
+        self._marks: list[tuple[Any, int]] = []  # an event, or seconds of the host
         self.peak_bytes = 0
         self.samples: list[tuple[float, int]] = []
 
@@ -135,14 +122,14 @@ class MemoryMeter:
             self.peak_bytes = torch.accelerator.max_memory_allocated()
         for mark, nbytes in self._marks:
             first = self._marks[0][0]
-            seconds = mark - first if self._host_clock else first.elapsed_time(mark) * 1e-3
+            seconds = mark - first if isinstance(first, float) else first.elapsed_time(mark) * 1e-3
             self.samples.append((float(seconds), nbytes))
         self._marks.clear()
 
     def sample(self, *_: Any) -> None:
         """Note the bytes in use now; arguments are ignored, so that it can be a hook."""
         nbytes = self._storages.now if self._device is None else torch.accelerator.memory_allocated()
-        if self._host_clock:
+        if self._device is None or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
             self._marks.append((time.perf_counter(), nbytes))
         else:
             event = torch.Event(self._device, enable_timing=True)
@@ -153,12 +140,7 @@ class MemoryMeter:
 def measure_peak(function: Callable[[], object], warmup: int = 2) -> int:
     """Return the peak of device memory in bytes while a function runs, usually one training step.
 
-    Parameters
-    ----------
-    function : callable
-        Called without arguments.
-    warmup : int
-        Calls before the measured one; the first calls allocate gradients and workspaces.
+    It is called `warmup` times before, because the first calls allocate gradients and workspaces.
     """
     _repeat(function, warmup)
     with MemoryMeter() as meter:
@@ -177,11 +159,9 @@ def measure_step_times(
     Parameters
     ----------
     arms : mapping of str to callable
-        Functions by name.
-    repeats : int
-        Measurements of each function.
-    steps : int
-        Calls in one measurement, without a pause between them.
+        Functions by name, called without arguments.
+    repeats, steps : int
+        Measurements of each function, and calls in one of them, without a pause between.
     warmup : int
         Calls of each function before the first measurement.
 
@@ -239,7 +219,7 @@ def measure_link(nbytes: int = 2**28, repeats: int = 8) -> Link:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class Comparison(Printable):
     """A step without and with offloading; ``print`` gives a table.
 
     Parameters
@@ -250,8 +230,6 @@ class Comparison:
         Peaks of device memory in bytes.
     bytes_offloaded : int
         Bytes that one step offloads.
-    bytes_absent : int
-        The part of them that the plan frees before the peak: the expected drop of the peak.
     seconds_without, seconds_with : float
         Median step times.
     """
@@ -260,7 +238,6 @@ class Comparison:
     peak_without: int
     peak_with: int
     bytes_offloaded: int
-    bytes_absent: int
     seconds_without: float
     seconds_with: float
 
@@ -271,29 +248,27 @@ class Comparison:
 
     @property
     def ratio(self) -> float:
-        """R: drop of the peak over `bytes_absent`; 1.0 if all of them were freed."""
-        return self.drop / self.bytes_absent if self.bytes_absent else 1.0
+        """R: drop of the peak over `bytes_offloaded`; 1.0 if all of them are freed at the peak."""
+        return self.drop / self.bytes_offloaded if self.bytes_offloaded else 1.0
 
-    def __str__(self) -> str:
+    def _content(self) -> tuple[list[Table], tuple[str, ...]]:
         peaks = map(mebibytes, (self.peak_without, self.peak_with, -self.drop))
         slower = percent(self.seconds_with / self.seconds_without - 1, sign="+")
         rows = (
             ("peak memory", *peaks),
             ("step time", milliseconds(self.seconds_without), milliseconds(self.seconds_with), slower),
             ("bytes offloaded", "", mebibytes(self.bytes_offloaded), ""),
-            ("absent at the peak", "", mebibytes(self.bytes_absent), ""),
-            ("R = drop / absent", "", percent(self.ratio, 2), ""),
+            ("R = drop / offloaded", "", percent(self.ratio, 2), ""),
         )
         note = f"measured on {self.device}"
-        return as_text([Table(("", "without", "with offload", "difference"), rows, left=1, note=note)])
+        return [Table(("", "without", "with offload", "difference"), rows, left=1, note=note)], ()
 
 
 def compare_steps(
     without: Callable[[], object],
     offloaded: Callable[[], object],
-    offloading: _Offloading,
+    offloading: OffloadContext | OffloadHandle,
     *,
-    bytes_absent: int | None = None,
     repeats: int = 7,
     steps: int = 3,
 ) -> Comparison:
@@ -305,9 +280,6 @@ def compare_steps(
         The step without offloading and the step with it, called without arguments.
     offloading : OffloadContext or OffloadHandle
         What offloads in `offloaded`; its statistics are reset.
-    bytes_absent : int, optional
-        Offloaded bytes that are freed before the peak.  All of them by default, as with `offload` and in the default
-        schedule.
     repeats, steps : int
         See `measure_step_times`.
 
@@ -342,7 +314,6 @@ def compare_steps(
         peak_without=peaks["without"],
         peak_with=peaks["offloaded"],
         bytes_offloaded=copied,
-        bytes_absent=copied if bytes_absent is None else bytes_absent,
         seconds_without=median(times["without"]),
         seconds_with=median(times["offloaded"]),
     )

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import any_size, plain, same_bits
+from helpers import min_elements, plain, same_bits
 from torch import Tensor, nn
 from wrappers import ONE, N, Quantized, QuantizedTensor, Two, Uses, one_layer, values
 
@@ -17,7 +17,7 @@ from actoffload.report import Reason
 
 @pytest.fixture(autouse=True)
 def _small_tensors_are_offloaded():
-    with any_size(64):
+    with min_elements(64):
         yield
 
 

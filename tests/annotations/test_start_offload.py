@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import any_size, make, nothing_held, same_bits
+from helpers import make, min_elements, nothing_held, same_bits
 
 import actoffload
 from actoffload.device import ReferenceDevice
@@ -15,7 +15,7 @@ ONE = 64 * 64 * 4
 
 @pytest.fixture(autouse=True)
 def _small_tensors_are_offloaded():
-    with any_size(64):
+    with min_elements(64):
         yield
 
 
@@ -84,7 +84,7 @@ def test_a_view_may_be_offloaded_with_its_base(whole):
 def test_outside_of_a_context_it_has_no_effect():
     tensor = torch.ones(64, 64)
     actoffload.start_offload(tensor, offload_base_tensor=True)
-    with any_size(64):
+    with min_elements(64):
         (copy,), _, _ = run(tensor[:, :8], between=lambda t: t.add_(0.0))
     assert copy.nbytes == ONE // 8
 

@@ -46,8 +46,8 @@ def test_saved_bytes_per_token_and_limits() -> None:
     # Heads of the same size and an eighth of everything else: an eighth of the bytes.
     sizes = [s.shape[-1] for s in (full, small)], [s.intermediate for s in (full, small)], [full.heads, small.heads]
     assert [a / b for a, b in sizes] == [8.0] * 3
-    leaving = absent_bytes(saved_storages(Stack(replace(small, layers=2), CPU)), 1, small.min_bytes)
-    assert leaving / small.shape[1] * 8 / 1024 == pytest.approx(196, abs=0.5)
+    absent = absent_bytes(saved_storages(Stack(replace(small, layers=2), CPU)), 1, small.min_bytes)
+    assert absent / small.shape[1] * 8 / 1024 == pytest.approx(196, abs=0.5)
     # The log-sum-exp of attention is offloaded at every length, the root mean squares are not.
     for settings in (small, full, FULL["host"], REHEARSAL["host"]):
         assert settings.shape[1] * 4 < settings.min_bytes <= settings.shape[1] * settings.heads * 4

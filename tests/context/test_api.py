@@ -1,4 +1,4 @@
-"""The front door: signature, return values, errors and warnings, and what a disabled context does."""
+"""The function: signature, return values, errors and warnings, and what a disabled context does."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import any_size, forward, make, make_manual
+from helpers import forward, make, make_manual, min_elements
 
 import actoffload
 from actoffload import get_cpu_offload_context
@@ -144,6 +144,14 @@ def test_one_resident_layer_warns_and_others_do_not():
         get_cpu_offload_context(False, 2, 3)
 
 
+def test_a_lack_of_host_memory_is_reported_at_the_line_of_the_program():
+    context, _ = get_cpu_offload_context(True, 1, 3, max_host_bytes=0)
+    x = torch.ones(512, 512, requires_grad=True)
+    with pytest.warns(actoffload.HostMemoryWarning, match="stays on the device") as caught, context:
+        x.sin().sin()
+    assert [w.filename for w in caught] == [__file__]
+
+
 @pytest.mark.parametrize(
     "asked", [{"offload_weights": True}, {"double_buffering": True}, {"offload_activations": False}]
 )
@@ -168,7 +176,7 @@ def test_offload_activations_false_moves_nothing_but_keeps_the_arity():
         context, sync, controller = get_cpu_offload_context(
             True, 1, 3, offload_activations=False, manual_synchronization=True
         )
-    with any_size():
+    with min_elements():
         forward([torch.nn.Linear(64, 64)] * 3, torch.randn(64, 64), context, sync)
     controller.start_offload_layer(0)
     assert context.statistics().tensors_saved == 0
@@ -210,7 +218,7 @@ def test_marks_take_tensors_only(mark):
 
 
 @NO_ACCELERATOR
-def test_the_reference_device_says_so_once_in_a_process():
+def test_the_reference_device_warns_once_in_a_process():
     code = (
         "import warnings, actoffload\n"
         "with warnings.catch_warnings(record=True) as caught:\n"
@@ -224,7 +232,7 @@ def test_the_reference_device_says_so_once_in_a_process():
 
 
 @NO_ACCELERATOR
-def test_a_disabled_context_says_nothing_about_devices():
+def test_a_disabled_context_does_not_warn_about_devices():
     code = "import actoffload\nactoffload.get_cpu_offload_context(False, 1, 3)\n"
     run = subprocess.run(
         [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=False, env=SOURCES

@@ -7,17 +7,13 @@ import pickle
 
 import pytest
 import torch
-from helpers import any_size, forward, make, make_manual, nothing_held, plain, same_bits
+from helpers import forward, make, make_manual, nothing_held, plain, same_bits
 from torch import nn
 
 from actoffload.device import ReferenceDevice, use
 from actoffload.device.reference import ReferenceStream
 
-
-@pytest.fixture(autouse=True)
-def _small_tensors_leave():
-    with any_size(64):
-        yield
+pytestmark = pytest.mark.usefixtures("offload_small_tensors")
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from helpers import any_size, forward, make_manual, nothing_held, plain, same_bits
+from helpers import forward, make_manual, nothing_held, plain, same_bits
 from torch import nn
 
 from actoffload.device import ReferenceDevice
@@ -14,14 +14,11 @@ from actoffload.device import ReferenceDevice
 ONE = 64 * 64 * 4
 
 
-@pytest.fixture(autouse=True)
-def _small_tensors_leave():
-    with any_size(64):
-        yield
+pytestmark = pytest.mark.usefixtures("offload_small_tensors")
 
 
 class Sine(nn.Module):
-    """Saves one tensor of its own, which nobody else saves."""
+    """Saves one tensor that no other layer saves."""
 
     def forward(self, x):
         return torch.sin(x * 1.0) * 2.0

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import any_size, forward, make, make_manual, nothing_held
+from helpers import forward, make, make_manual, nothing_held
 from torch import nn
 
 import actoffload
 from actoffload.device import ReferenceDevice, use
 
-
-@pytest.fixture(autouse=True)
-def _small_tensors_leave():
-    with any_size(64):
-        yield
+pytestmark = pytest.mark.usefixtures("offload_small_tensors")
 
 
 @pytest.fixture

@@ -7,16 +7,12 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from helpers import any_size, forward, make, nothing_held, same_bits
+from helpers import forward, make, nothing_held, same_bits
 from torch import Tensor
 
 from actoffload.engine.layer import tensors_in
 
-
-@pytest.fixture(autouse=True)
-def _small_tensors_leave():
-    with any_size(64):
-        yield
+pytestmark = pytest.mark.usefixtures("offload_small_tensors")
 
 
 @dataclass

@@ -6,14 +6,10 @@ import threading
 
 import pytest
 import torch
-from helpers import any_size, make, nothing_held, plain, same_bits
+from helpers import make, nothing_held, plain, same_bits
 from torch import nn
 
-
-@pytest.fixture(autouse=True)
-def _small_tensors_leave():
-    with any_size(64):
-        yield
+pytestmark = pytest.mark.usefixtures("offload_small_tensors")
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from helpers import any_size, forward, make, no_gc, nothing_held, plain, same_bits
+from helpers import forward, make, no_gc, nothing_held, plain, same_bits
 from torch import Tensor, nn
 from wrappers import Saves, one_layer, two_more
 
@@ -19,10 +19,7 @@ from actoffload.report import Reason
 MODIFIED = "modified by an inplace operation"
 
 
-@pytest.fixture(autouse=True)
-def _small_tensors_leave():
-    with any_size(64):
-        yield
+pytestmark = pytest.mark.usefixtures("offload_small_tensors")
 
 
 @pytest.fixture

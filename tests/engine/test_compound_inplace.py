@@ -9,23 +9,20 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import any_size, make, no_gc, nothing_held, same_bits
+from helpers import make, no_gc, nothing_held, same_bits
 from torch import Tensor
 from wrappers import ONE, Join, N, Scaled, Split, Two, Uses, read, two_more, values
 
 import actoffload
 from actoffload.device import ReferenceDevice
-from actoffload.engine import versions as outer
+from actoffload.engine import versions
 from actoffload.engine.versions import Wrapper
 from actoffload.schedule import Kind
 
 MODIFIED = "modified by an inplace operation"
 
 
-@pytest.fixture(autouse=True)
-def _small_tensors_leave():
-    with any_size(64):
-        yield
+pytestmark = pytest.mark.usefixtures("offload_small_tensors")
 
 
 def test_operations_on_a_wrapper_do_not_count_on_its_parts():
@@ -238,7 +235,7 @@ def test_counters_are_found_by_identity_and_not_by_address():
     """A tensor may lie where one lay whose counter is still held."""
     first, second = Two(values(), values()), Two(values(), values())
     held = Wrapper.of(first)
-    outer._wrappers[id(second)] = held
+    versions._wrappers[id(second)] = held
     assert Wrapper.of(second) is not held
     assert Wrapper.of(first) is held
     second.add_(1)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import any_size, make, no_gc, nothing_held, same_bits
+from helpers import make, no_gc, nothing_held, same_bits
 from torch import Tensor, nn
 from wrappers import Saves, one_layer, two_more
 
@@ -17,10 +17,7 @@ from actoffload.report import Reason
 MODIFIED = "modified by an inplace operation"
 
 
-@pytest.fixture(autouse=True)
-def _small_tensors_leave():
-    with any_size(64):
-        yield
+pytestmark = pytest.mark.usefixtures("offload_small_tensors")
 
 
 class Attention(nn.Module):

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import Failing, any_size, forward, make, no_gc, nothing_held, plain, right, same_bits
+from helpers import Failing, forward, make, no_gc, nothing_held, plain, right, same_bits
 from torch import nn
 
 from actoffload import HostMemoryWarning
 from actoffload.report import Reason
 
-
-@pytest.fixture(autouse=True)
-def _small_tensors_leave():
-    with any_size(64):
-        yield
+pytestmark = pytest.mark.usefixtures("offload_small_tensors")
 
 
 def start():

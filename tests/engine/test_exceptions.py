@@ -6,16 +6,12 @@ import contextlib
 
 import pytest
 import torch
-from helpers import any_size, forward, make, no_gc, nothing_held, right
+from helpers import forward, make, no_gc, nothing_held, right
 from torch import nn
 
 from actoffload.engine import passes
 
-
-@pytest.fixture(autouse=True)
-def _small_tensors_leave():
-    with any_size(64):
-        yield
+pytestmark = pytest.mark.usefixtures("offload_small_tensors")
 
 
 def start():

@@ -9,17 +9,13 @@ import weakref
 
 import pytest
 import torch
-from helpers import any_size, forward, make, make_manual, no_gc, nothing_held
+from helpers import forward, make, make_manual, no_gc, nothing_held
 from torch import nn
 
 from actoffload.engine.storage import InFlight, Resident, SavedStorage
 from actoffload.engine.tensor_marks import StorageRef
 
-
-@pytest.fixture(autouse=True)
-def _small_tensors_leave():
-    with any_size(64):
-        yield
+pytestmark = pytest.mark.usefixtures("offload_small_tensors")
 
 
 class RaisedError(Exception):

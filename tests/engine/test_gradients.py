@@ -6,16 +6,12 @@ import math
 
 import pytest
 import torch
-from helpers import any_size, check_same, make, nothing_held, same_bits
+from helpers import check_same, make, min_elements, nothing_held, same_bits
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-
-@pytest.fixture(autouse=True)
-def _small_tensors_leave():
-    with any_size(64):
-        yield
+pytestmark = pytest.mark.usefixtures("offload_small_tensors")
 
 
 class Attention(nn.Module):
@@ -55,7 +51,7 @@ def mlp(width: int = 32, dropout: float = 0.1) -> nn.Module:
 
 
 def test_the_limit_itself_with_large_tensors():
-    with any_size(256 * 1024):
+    with min_elements(256 * 1024):
         layers = [nn.Sequential(nn.Linear(512, 512), nn.GELU()) for _ in range(4)]
         context = check_same(layers, torch.randn(512, 512), 2)
         one = 512 * 512 * 4

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import any_size, forward, make, make_manual, plain, same_bits
+from helpers import forward, make, make_manual, min_elements, plain, same_bits
 from torch import Tensor, nn
 
 MODIFIED = "modified by an inplace operation"
 
 
-@pytest.fixture(autouse=True)
-def _small_tensors_leave():
-    with any_size(64):
-        yield
+pytestmark = pytest.mark.usefixtures("offload_small_tensors")
 
 
 class Held(nn.Module):
@@ -63,7 +60,7 @@ def test_changed_before_backward(view, where, change):
 
     nothing = [torch.relu] * 3
     layers = [*nothing, layer] if where == "resident" else [layer, *nothing]
-    with any_size(64 * 64 + 1 if where == "kept" else 64):
+    with min_elements(64 * 64 + 1 if where == "kept" else 64):
         context, sync = make(2, 4)
         y = forward(layers, start(), context, sync)
     assert (context.statistics().bytes_offloaded > 0) == (where != "kept")

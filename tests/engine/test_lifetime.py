@@ -9,7 +9,7 @@ import weakref
 
 import pytest
 import torch
-from helpers import alive, any_size, forward, make, make_manual, no_gc, nothing_held
+from helpers import alive, forward, make, make_manual, no_gc, nothing_held
 from torch import nn
 
 from actoffload.engine.layer import Layer, LivenessToken
@@ -19,10 +19,7 @@ from actoffload.engine.storage import Moved, SavedStorage
 OURS = (SavedStorage, Pass, Layer, Moved, LivenessToken)
 
 
-@pytest.fixture(autouse=True)
-def _small_tensors_leave():
-    with any_size(64):
-        yield
+pytestmark = pytest.mark.usefixtures("offload_small_tensors")
 
 
 def start():

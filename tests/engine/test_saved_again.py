@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import any_size, forward, make, nothing_held
+from helpers import forward, make, nothing_held
 from torch import Tensor
 from wrappers import Two, values
 
@@ -17,10 +17,7 @@ MODIFIED = "modified by an inplace operation"
 SHAPE = (16, 32)
 
 
-@pytest.fixture(autouse=True)
-def _small_tensors_leave():
-    with any_size(64):
-        yield
+pytestmark = pytest.mark.usefixtures("offload_small_tensors")
 
 
 class Noting(ReferenceDevice):

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 import torch
-from helpers import any_size, forward, make, make_manual, nothing_held
+from helpers import forward, make, make_manual, min_elements, nothing_held
 from torch import nn
 
 import actoffload
@@ -196,7 +196,7 @@ def test_a_table_for_people():
 
 
 def test_inputs_that_are_shared_between_layers_are_counted_once():
-    with any_size(64):
+    with min_elements(64):
         context, sync = make(2, 4)
         y = forward([nn.Linear(64, 64) for _ in range(4)], torch.randn(64, 64) * 1.0, context, sync)
         statistics = context.statistics()

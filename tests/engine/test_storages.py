@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import any_size, forward, make, nothing_held, plain, same_bits
+from helpers import forward, make, nothing_held, plain, same_bits
 from torch import Tensor
 
 from actoffload.report import Reason
@@ -26,10 +26,7 @@ class Save(torch.autograd.Function):
         return grad, None, *[None] * len(ctx.saved_tensors)
 
 
-@pytest.fixture(autouse=True)
-def _small_tensors_leave():
-    with any_size(64):
-        yield
+pytestmark = pytest.mark.usefixtures("offload_small_tensors")
 
 
 def through(*build, num: int = 1, of: int = 3):

@@ -7,7 +7,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from adversary.plans import plans
-from helpers import any_size
+from helpers import min_elements
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from virtual_time import agree, costs, eighths, execute, layer_of, links
@@ -19,8 +19,8 @@ from actoffload.schedule import DefaultSchedule, Do, GroupSchedule, LayerCost, L
 
 
 @pytest.fixture(autouse=True)
-def _every_tensor_leaves():
-    with any_size(1):
+def _offload_every_tensor():
+    with min_elements(1):
         yield
 
 

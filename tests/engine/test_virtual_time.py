@@ -9,7 +9,7 @@ import warnings
 
 import pytest
 import torch
-from helpers import any_size, make_manual
+from helpers import make_manual, min_elements
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from virtual_time import agree, costs, execute, links, run
@@ -34,8 +34,8 @@ from actoffload.schedule import (
 
 
 @pytest.fixture(autouse=True)
-def _every_tensor_leaves():
-    with any_size(1):
+def _offload_every_tensor():
+    with min_elements(1):
         yield
 
 

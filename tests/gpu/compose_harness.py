@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from composing import LEAVING, Offload, both, gradients
+from composing import OFFLOADED, Offload, both, gradients
 from gpu_harness import DEVICE, KINDS, WIDTH, make_input
 from torch import Tensor, nn
 
@@ -22,7 +22,7 @@ class Stack(nn.Module):
     def __init__(self, kind: str | Callable[[], nn.Module], dtype: torch.dtype | None = None) -> None:
         super().__init__()
         make = (lambda: KINDS[kind](WIDTH)) if isinstance(kind, str) else kind
-        self.blocks = nn.ModuleList([make() for _ in range(LEAVING + 2)])
+        self.blocks = nn.ModuleList([make() for _ in range(OFFLOADED + 2)])
         self.to(DEVICE, dtype or (torch.float32 if kind in ("linear", "mlp") else torch.bfloat16))
 
     def call(self, block: nn.Module, x: Tensor) -> Tensor:

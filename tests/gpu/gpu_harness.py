@@ -250,3 +250,16 @@ class Slow(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         before, after = (self.source.randrange(self.longest) for _ in range(2))
         return self.layer(_Pause.apply(x, before, after))
+
+
+def driver_calls() -> dict[str, int]:
+    """Return how often memory was taken from the driver so far, on the device and page-locked on the host.
+
+    A steady-state training step leaves every count where it was.
+    """
+    device = torch.cuda.memory_stats()
+    host = torch.cuda.host_memory_stats()
+    counts = {name: int(device.get(name, 0)) for name in ("num_device_alloc", "num_device_free", "num_alloc_retries")}
+    counts["num_host_alloc"] = int(host.get("num_host_alloc", 0))
+    counts["num_host_free"] = int(host.get("num_host_free", 0))
+    return counts

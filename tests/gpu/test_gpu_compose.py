@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from compose_harness import STEPS, Stack, offloaded, train, training
 from compose_ranks import run_ranks
-from composing import LEAVING, Offload, gradients
+from composing import OFFLOADED, Offload, gradients
 from gpu_harness import CUDA, DEVICE, ROWS, WIDTH, flash, lenient, make_input, needs_cuda
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -30,7 +30,7 @@ def test_checkpointed_blocks(reentrant: bool) -> None:
 
     with flash():
         statistics = offloaded(training(lambda: Checkpointed("attention")))
-    assert statistics.bytes_offloaded == STEPS * LEAVING * ROWS * WIDTH * 2
+    assert statistics.bytes_offloaded == STEPS * OFFLOADED * ROWS * WIDTH * 2
 
 
 @pytest.mark.parametrize("dtype", [pytest.param(torch.float16, marks=needs_cuda), torch.bfloat16])
@@ -180,7 +180,7 @@ def test_fully_shard_on_one_device(half: bool, reshard: bool) -> None:
         return train(model)
 
     weights = 4 * WIDTH * WIDTH * (2 if half else 4)
-    assert offloaded(program).bytes_kept[Reason.PARAMETER] >= STEPS * LEAVING * weights
+    assert offloaded(program).bytes_kept[Reason.PARAMETER] >= STEPS * OFFLOADED * weights
 
 
 RANKS = [

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from compose_harness import STEPS, Stack, offloaded, training
-from composing import LEAVING, Offload, gradients
+from composing import OFFLOADED, Offload, gradients
 from gpu_harness import CUDA, DEVICE, ROWS, WIDTH, Block, flash, lenient, make_input, needs_cuda
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -56,7 +56,7 @@ def test_attention_backends(backend: SDPBackend) -> None:
         pytest.skip("no kernel of this backend for this device")
     statistics = offloaded(training(lambda: Stack(lambda: Attending(with_backend(backend)))))
     if backend is SDPBackend.MATH:
-        assert statistics.bytes_offloaded > STEPS * LEAVING * HEADS * ROWS * ROWS * 2
+        assert statistics.bytes_offloaded > STEPS * OFFLOADED * HEADS * ROWS * ROWS * 2
 
 
 @needs_cuda

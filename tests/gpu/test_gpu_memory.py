@@ -12,6 +12,7 @@ import torch
 from gpu_harness import (
     CUDA,
     collect,
+    driver_calls,
     flash,
     forward,
     lenient,
@@ -87,8 +88,6 @@ def test_allocated_peak_drops_by_the_offloaded_bytes() -> None:
 @pytest.mark.parametrize("kind", ["linear", "attention"])
 @pytest.mark.parametrize("num_layers", [3, 10])
 def test_steady_steps_neither_synchronize_nor_allocate(kind: str, num_layers: int) -> None:
-    from actoffload.device.accelerator import driver_calls
-
     layers = make_layers(kind, LAYERS)
     pair = offload(num_layers, LAYERS)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_harness import CUDA, DEVICE, WIDTH, flash, lenient, make_input, needs_cuda, patched
+from gpu_harness import CUDA, DEVICE, WIDTH, driver_calls, flash, lenient, make_input, needs_cuda, patched
 from offload_harness import LAYERS, NBYTES, Net, expected, make, offload, peak, run_step, settled_peak, step
 from torch import Tensor, nn
 
@@ -138,8 +138,6 @@ def test_held_tensors_do_not_lower_the_peak_and_are_reported() -> None:
 @needs_cuda
 @pytest.mark.parametrize("how", OPTIONS)
 def test_steps_from_the_third_on_neither_synchronize_nor_allocate(how: str) -> None:
-    from actoffload.device.accelerator import driver_calls
-
     model = make("attention", 8)
     handle = offload(model, **OPTIONS[how])
 

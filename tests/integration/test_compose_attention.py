@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from composing import LEAVING, ROWS, STEPS, STREAM, WIDTH, Block, Net, both, training
+from composing import OFFLOADED, ROWS, STEPS, STREAM, WIDTH, Block, Net, both, training
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -47,25 +47,25 @@ OPTIONS: dict[str, dict[str, Any]] = {
 def test_back_ends(backend, options):
     make = functools.partial(Net, functools.partial(Attending, backend, 0.1, **OPTIONS[options]))
     statistics = both(training(make)).statistics()
-    # A bias is saved in every block, also in those that stay, so what was copied of it has nothing to come back for.
+    # A bias is saved in every block, also in kept ones, so what was copied of it is not reloaded.
     shared = STEPS * ROWS * ROWS * 4 if options == "bias" and backend is SDPBackend.FLASH_ATTENTION else 0
-    assert statistics.bytes_reloaded == statistics.bytes_offloaded - shared > STEPS * LEAVING * 4 * STREAM
+    assert statistics.bytes_reloaded == statistics.bytes_offloaded - shared > STEPS * OFFLOADED * 4 * STREAM
     assert statistics.reloaded_on_demand == 0
     if backend is SDPBackend.MATH:
-        assert statistics.bytes_offloaded > STEPS * LEAVING * (4 * STREAM + SCORES)
+        assert statistics.bytes_offloaded > STEPS * OFFLOADED * (4 * STREAM + SCORES)
 
 
-def test_what_a_fused_back_end_does_not_save_does_not_leave():
+def test_what_a_fused_back_end_does_not_save_is_not_offloaded():
     bytes_offloaded = {
         backend: both(training(lambda: Net(lambda: Attending(backend)))).statistics().bytes_offloaded  # noqa: B023
         for backend in (SDPBackend.MATH, SDPBackend.FLASH_ATTENTION)
     }
     saved = bytes_offloaded[SDPBackend.MATH] - bytes_offloaded[SDPBackend.FLASH_ATTENTION]
-    assert saved > STEPS * LEAVING * SCORES * 0.9
+    assert saved > STEPS * OFFLOADED * SCORES * 0.9
 
 
 def test_dropout_in_attention():
-    """The mask of dropout is saved and leaves like any other; random numbers are drawn as without offload."""
+    """The mask of dropout is saved and offloaded like any other; random numbers are drawn as without offload."""
     make = functools.partial(Net, lambda: Attending(SDPBackend.MATH, 0.1, dropout_p=0.2))
     without = both(training(lambda: Net(lambda: Attending(SDPBackend.MATH)))).statistics()
     assert both(training(make)).statistics().bytes_offloaded > without.bytes_offloaded
@@ -88,7 +88,7 @@ def test_attention_written_out():
             return F.dropout(scores.softmax(-1), 0.1) @ v
 
     statistics = both(training(lambda: Net(Written))).statistics()
-    assert statistics.bytes_offloaded > STEPS * LEAVING * SCORES
+    assert statistics.bytes_offloaded > STEPS * OFFLOADED * SCORES
 
 
 def test_multi_head_attention_module():
@@ -118,7 +118,7 @@ def test_transformer_layers_of_pytorch():
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")  # of attention on the CPU
 def test_sequences_of_different_lengths():
-    """Jagged tensors from block to block: their values leave, their offsets stay as they are small."""
+    """Jagged tensors from block to block: their values are offloaded, their offsets are kept because they are small."""
 
     class Ragged(nn.Module):
         def __init__(self) -> None:
@@ -140,5 +140,5 @@ def test_sequences_of_different_lengths():
 
     statistics = both(training(lambda: Packed(Ragged))).statistics()
     # In each block: its input, what the norm, the three linears and attention return.
-    assert statistics.bytes_offloaded >= STEPS * LEAVING * 6 * STREAM
+    assert statistics.bytes_offloaded >= STEPS * OFFLOADED * 6 * STREAM
     assert statistics.reloaded_on_demand == 0

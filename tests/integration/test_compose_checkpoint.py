@@ -1,4 +1,4 @@
-"""Offload beside checkpointing: the inputs of checkpointed regions leave, and recomputation is left alone."""
+"""Offload beside checkpointing: the inputs of checkpointed regions are offloaded, and recomputation is not followed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 from composing import (
     BLOCKS,
-    LEAVING,
+    OFFLOADED,
     STEPS,
     STREAM,
     WIDTH,
@@ -69,14 +69,14 @@ class Regions(Checkpointed):
         return x
 
 
-def only_inputs(handle: actoffload.OffloadHandle, leaving: int = LEAVING, regions: int = BLOCKS) -> None:
-    """Check that so many inputs of regions left in each step, and came back in time, and that nothing else was seen."""
+def only_inputs(handle: actoffload.OffloadHandle, offloaded: int = OFFLOADED, regions: int = BLOCKS) -> None:
+    """Check that this many inputs of regions are offloaded in each step and reloaded in time, and nothing else."""
     statistics = handle.statistics()
     assert statistics.passes == STEPS
     # Apart from the regions, the two linears around them save their inputs. Of recomputation there is nothing.
     assert statistics.tensors_saved == STEPS * (regions + 2)
-    assert statistics.tensors_offloaded == statistics.reloaded_ahead == STEPS * leaving
-    assert statistics.bytes_offloaded == statistics.bytes_reloaded == STEPS * leaving * STREAM
+    assert statistics.tensors_offloaded == statistics.reloaded_ahead == STEPS * offloaded
+    assert statistics.bytes_offloaded == statistics.bytes_reloaded == STEPS * offloaded * STREAM
     assert statistics.reloaded_on_demand == 0
 
 
@@ -101,10 +101,10 @@ def test_a_region_inside_of_each_block(reentrant):
 @variants
 @pytest.mark.parametrize("each", [2, 3])
 def test_regions_of_several_blocks(reentrant, each):
-    """A region's input travels with its first group, or with its last one where the region is reentrant."""
+    """A region's input is offloaded with its first group, or with its last one where the region is reentrant."""
     handle = both(training(lambda: Regions(each, use_reentrant=reentrant)))
-    travels_with = [first + each - 1 if reentrant else first for first in range(0, BLOCKS, each)]
-    only_inputs(handle, leaving=sum(group < LEAVING for group in travels_with), regions=BLOCKS // each)
+    saved_by = [first + each - 1 if reentrant else first for first in range(0, BLOCKS, each)]
+    only_inputs(handle, offloaded=sum(group < OFFLOADED for group in saved_by), regions=BLOCKS // each)
 
 
 @variants
@@ -113,7 +113,7 @@ def test_a_sequence_in_segments(reentrant):
         def forward(self, x: Tensor) -> Tensor:
             return self.head(checkpoint_sequential(list(self.blocks), 3, self.inp(x), use_reentrant=reentrant))
 
-    # The last segment is not checkpointed; its two blocks stay.
+    # The last segment is not checkpointed; its two blocks are kept.
     assert both(training(lambda: Segments(dropping))).statistics().bytes_offloaded == STEPS * 2 * STREAM
 
 
@@ -126,7 +126,7 @@ def test_some_blocks_checkpointed_and_others_not(reentrant):
     without = both(training(lambda: Net(dropping))).statistics()
     statistics = both(training(lambda: Every(dropping))).statistics()
     assert statistics.reloaded_on_demand == 0
-    # Three of the four blocks leave as a whole; of the checkpointed one its input.
+    # Three of the four blocks are offloaded whole; of the checkpointed one its input.
     assert statistics.bytes_offloaded == without.bytes_offloaded * 3 // 4 + STEPS * STREAM
 
 
@@ -151,8 +151,8 @@ def test_an_output_that_a_block_saves_and_a_checkpointed_one_takes(reentrant):
 
     statistics = both(training(lambda: AllButTheFirst(Squashed))).statistics()
     # Three of the first block, the last of which is the input of the second one, and the inputs of two more blocks.
-    assert statistics.tensors_offloaded == STEPS * (3 + LEAVING - 2)
-    assert statistics.bytes_offloaded == STEPS * (3 + LEAVING - 2) * STREAM
+    assert statistics.tensors_offloaded == STEPS * (3 + OFFLOADED - 2)
+    assert statistics.bytes_offloaded == STEPS * (3 + OFFLOADED - 2) * STREAM
 
 
 def test_a_skip_connection_is_an_input_of_the_first_region_only():
@@ -195,7 +195,7 @@ def test_checkpoint_wrapper(reentrant, order):
 
 
 def test_selective_checkpointing():
-    """What the policy saves is held by checkpointing itself and stays; the inputs leave."""
+    """What the policy saves is kept by checkpointing itself; the inputs are offloaded."""
     saved = []
 
     def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -211,7 +211,7 @@ def test_selective_checkpointing():
 
 @variants
 def test_gradients_taken_twice(reentrant):
-    """A retained graph is recomputed twice, and its inputs come back twice."""
+    """A retained graph is recomputed twice, and its inputs are reloaded twice."""
 
     def program(offload: Offload) -> list[Tensor]:
         model = Checkpointed(use_reentrant=reentrant)
@@ -222,8 +222,8 @@ def test_gradients_taken_twice(reentrant):
         return gradients(model)
 
     statistics = both(program).statistics()
-    assert statistics.bytes_offloaded == LEAVING * STREAM
-    assert statistics.bytes_reloaded == 2 * LEAVING * STREAM
+    assert statistics.bytes_offloaded == OFFLOADED * STREAM
+    assert statistics.bytes_reloaded == 2 * OFFLOADED * STREAM
 
 
 @pytest.mark.parametrize(
@@ -240,11 +240,11 @@ def test_a_region_around_the_whole_model(reentrant, words):
         return results
 
     with pytest.warns(UserWarning, match=f"(?s)Nothing is offloaded.*{words}.*parts of the model") as said:
-        both(program, leaves=False)
+        both(program, offloads=False)
     assert len(said) == 1
 
 
-def test_saving_on_the_host_by_somebody_else():
+def test_saving_on_the_host_by_save_on_cpu():
     """The hooks of save_on_cpu around the model take its tensors, those around a block only that block's."""
 
     class Half(Net):
@@ -263,13 +263,13 @@ def test_saving_on_the_host_by_somebody_else():
         return gradients(model)
 
     with pytest.warns(UserWarning, match="torch.autograd.graph.save_on_cpu. Use them around parts"):
-        both(around, leaves=False)
+        both(around, offloads=False)
     inside, whole = both(training(Half)).statistics(), both(training(Net)).statistics()
     assert inside.bytes_offloaded == whole.bytes_offloaded * 3 // 4
 
 
 def test_a_checkpointed_block_that_is_given_a_jagged_tensor():
-    """The input is made of plain tensors, which leave as any other."""
+    """The input is made of plain tensors, which are offloaded as any other."""
 
     class Ragged(Net):
         def forward(self, x: Tensor) -> Tensor:
@@ -286,7 +286,7 @@ def test_a_checkpointed_block_that_is_given_a_jagged_tensor():
         def forward(self, x: Tensor) -> Tensor:
             return x + torch.nn.functional.gelu(self.linear(self.norm(x)))
 
-    assert both(training(lambda: Ragged(Rowwise))).statistics().bytes_offloaded == STEPS * LEAVING * STREAM
+    assert both(training(lambda: Ragged(Rowwise))).statistics().bytes_offloaded == STEPS * OFFLOADED * STREAM
 
 
 @variants
@@ -319,8 +319,8 @@ def test_hugging_face(reentrant):
         return results
 
     statistics = both(program).statistics()
-    assert statistics.bytes_offloaded == statistics.bytes_reloaded == STEPS * LEAVING * tokens.numel() * hidden * 4
-    assert statistics.tensors_offloaded == STEPS * LEAVING
+    assert statistics.bytes_offloaded == statistics.bytes_reloaded == STEPS * OFFLOADED * tokens.numel() * hidden * 4
+    assert statistics.tensors_offloaded == STEPS * OFFLOADED
     assert statistics.reloaded_on_demand == 0
 
 

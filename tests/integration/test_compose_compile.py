@@ -10,7 +10,7 @@ import pytest
 import torch
 from composing import (
     BLOCKS,
-    LEAVING,
+    OFFLOADED,
     ROWS,
     STEPS,
     STREAM,
@@ -102,10 +102,10 @@ def test_ways_to_compile(way, first):
         return results
 
     handle = both(program)
-    assert len(handle.groups) == BLOCKS  # each block was told of once, not by its hooks and around its compiled call
+    assert len(handle.groups) == BLOCKS  # each block is followed once, not by its hooks and around its compiled call
     statistics = handle.statistics()
     assert statistics.passes == 12
-    assert statistics.bytes_offloaded == statistics.bytes_reloaded > 12 * LEAVING * STREAM
+    assert statistics.bytes_offloaded == statistics.bytes_reloaded > 12 * OFFLOADED * STREAM
     assert statistics.reloaded_on_demand == 0
 
 
@@ -199,7 +199,7 @@ def test_a_kept_module_inside_of_one_graph_is_refused_too():
 
 @pytest.mark.parametrize(("way", "first"), [(each, "offloaded"), (replaced, "compiled"), (whole, "offloaded")])
 def test_changing_shapes(way, first):
-    """Dynamic shapes are compiled once, and their symbolic sizes are nothing that leaves."""
+    """Dynamic shapes are compiled once, and their symbolic sizes are not offloaded."""
     rows = (ROWS, 64, 80, 33, ROWS, 70)
 
     def program(offload: Offload) -> list[Tensor]:
@@ -221,7 +221,7 @@ def test_changing_shapes(way, first):
         return results
 
     statistics = both(program).statistics()
-    assert statistics.bytes_offloaded == statistics.bytes_reloaded > LEAVING * STREAM * sum(rows) // ROWS
+    assert statistics.bytes_offloaded == statistics.bytes_reloaded > OFFLOADED * STREAM * sum(rows) // ROWS
     assert statistics.reloaded_on_demand == 0
 
 
@@ -238,7 +238,7 @@ def test_compiled_blocks_in_checkpointed_regions(reentrant):
         offload(model)
         return train(model)
 
-    assert both(program).statistics().bytes_offloaded == STEPS * LEAVING * STREAM
+    assert both(program).statistics().bytes_offloaded == STEPS * OFFLOADED * STREAM
 
 
 def test_validation_and_training_modes():

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from compose_ranks import CASES, Checkpointed, Skipping, run_ranks
-from composing import BLOCKS, LEAVING, STEPS, STREAM, WIDTH, Net, Offload, both, copied, dropping, train, training
+from composing import BLOCKS, OFFLOADED, STEPS, STREAM, WIDTH, Net, Offload, both, copied, dropping, train, training
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -34,7 +34,7 @@ WEIGHTS = 8 * WIDTH * WIDTH * 4
 
 @pytest.mark.parametrize("name", CASES)
 def test_two_ranks(ranks, name):
-    """In each rank the bits are the same, no parameter left, whole or in parts, and nothing is held."""
+    """In each rank the bits are the same, no parameter was offloaded, whole or in parts, and nothing is held."""
     for seen in ranks[name]:
         assert "error" not in seen, seen["error"]
         assert seen["bytes_reloaded"] == seen["bytes_offloaded"] > 0
@@ -44,9 +44,9 @@ def test_two_ranks(ranks, name):
         assert 0 < seen["by_rank"][ranks[name].index(seen)] <= seen["bytes_offloaded"]
         half = "bfloat16" in name
         if "checkpointed" in name:
-            assert seen["bytes_offloaded"] == STEPS * LEAVING * STREAM
+            assert seen["bytes_offloaded"] == STEPS * OFFLOADED * STREAM
         else:
-            assert seen["kept"]["PARAMETER"] >= STEPS * (LEAVING + 1) * WEIGHTS // (2 if half else 1) * 2 // 3
+            assert seen["kept"]["PARAMETER"] >= STEPS * (OFFLOADED + 1) * WEIGHTS // (2 if half else 1) * 2 // 3
         if name in (
             "ddp around an offloaded model",
             "ddp, static graph",
@@ -62,7 +62,7 @@ def test_two_ranks(ranks, name):
 
 def test_checkpointed_here_and_there():
     """What the ranks compare with is what a single process sees."""
-    assert offloaded(lambda: Checkpointed(dropping)) == STEPS * LEAVING * STREAM
+    assert offloaded(lambda: Checkpointed(dropping)) == STEPS * OFFLOADED * STREAM
 
 
 @pytest.fixture

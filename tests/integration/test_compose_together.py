@@ -10,7 +10,7 @@ import pytest
 import torch
 from composing import (
     BLOCKS,
-    LEAVING,
+    OFFLOADED,
     ROWS,
     STEPS,
     STREAM,
@@ -75,7 +75,7 @@ def losses(run: Callable[[Tensor], Tensor], half: bool = False, steps: int = STE
 @variants
 @pytest.mark.parametrize("lora", [False, True])
 def test_checkpointing_and_steps_inside_of_backward(reentrant, lora):
-    """A region is recomputed with the weights of its forward: those behind it have changed, its own have not."""
+    """A region is recomputed with the weights of its forward: those after it have changed, its own have not."""
 
     def program(offload: Offload) -> list[Tensor]:
         model = adapted() if lora else Net(dropping)
@@ -88,7 +88,7 @@ def test_checkpointing_and_steps_inside_of_backward(reentrant, lora):
         return found + copies(model)
 
     statistics = both(program).statistics()
-    assert statistics.bytes_offloaded == statistics.bytes_reloaded == STEPS * LEAVING * STREAM
+    assert statistics.bytes_offloaded == statistics.bytes_reloaded == STEPS * OFFLOADED * STREAM
     assert statistics.reloaded_on_demand == 0
 
 
@@ -107,7 +107,7 @@ def test_checkpointing_and_compiled_blocks_under_autocast_with_accumulation(reen
         return results
 
     statistics = both(program).statistics()
-    assert statistics.bytes_offloaded == statistics.bytes_reloaded == 4 * LEAVING * STREAM // 2
+    assert statistics.bytes_offloaded == statistics.bytes_reloaded == 4 * OFFLOADED * STREAM // 2
     assert statistics.reloaded_on_demand == 0
 
 
@@ -124,7 +124,7 @@ def test_accumulation_over_living_graphs_and_steps_inside_of_backward():
 
     statistics = both(program).statistics()
     assert statistics.passes == 2 * STEPS
-    assert statistics.bytes_offloaded == statistics.bytes_reloaded > 2 * STEPS * LEAVING * STREAM
+    assert statistics.bytes_offloaded == statistics.bytes_reloaded > 2 * STEPS * OFFLOADED * STREAM
     assert statistics.reloaded_on_demand == 0
 
 
@@ -150,7 +150,7 @@ def test_compiled_under_autocast_with_a_gradient_scaler(whole):
 
     statistics = both(program).statistics()
     assert statistics.passes == 4
-    assert statistics.bytes_offloaded == statistics.bytes_reloaded >= 4 * LEAVING * STREAM // 2
+    assert statistics.bytes_offloaded == statistics.bytes_reloaded >= 4 * OFFLOADED * STREAM // 2
     assert statistics.reloaded_on_demand == 0
 
 
@@ -164,7 +164,7 @@ def test_low_rank_weights_in_compiled_blocks():
 
     statistics = both(program).statistics()
     assert statistics.bytes_kept[Reason.PARAMETER] > STEPS * (BLOCKS - 1) * 8 * WIDTH * WIDTH * 4
-    assert statistics.bytes_offloaded == statistics.bytes_reloaded > STEPS * LEAVING * STREAM
+    assert statistics.bytes_offloaded == statistics.bytes_reloaded > STEPS * OFFLOADED * STREAM
 
 
 class Mixture(nn.Module):
@@ -185,7 +185,7 @@ class Mixture(nn.Module):
 
 @pytest.mark.parametrize("how", ["plain", "steps inside of backward", "autocast"])
 def test_experts_in_a_whole_model(how):
-    """What the experts save leaves, and of their weights nothing, whoever else is there."""
+    """What the experts save is offloaded, and nothing of their weights."""
 
     def program(offload: Offload) -> list[Tensor]:
         model = Net(Mixture)
@@ -198,7 +198,7 @@ def test_experts_in_a_whole_model(how):
     statistics = both(program).statistics()
     # Each token twice: the input of FC1, that of the gated activation, that of FC2.
     saved = 2 * ROWS * (WIDTH + 2 * WIDTH + WIDTH) * (2 if how == "autocast" else 4)
-    assert statistics.bytes_offloaded == statistics.bytes_reloaded > STEPS * LEAVING * saved
+    assert statistics.bytes_offloaded == statistics.bytes_reloaded > STEPS * OFFLOADED * saved
     assert statistics.bytes_kept[Reason.PARAMETER] > 0
     assert statistics.reloaded_on_demand == 0
 
@@ -206,11 +206,11 @@ def test_experts_in_a_whole_model(how):
 @variants
 def test_checkpointed_experts(reentrant):
     make = training(lambda: checkpointing(Net(Mixture), reentrant))
-    assert both(make).statistics().bytes_offloaded == STEPS * LEAVING * STREAM
+    assert both(make).statistics().bytes_offloaded == STEPS * OFFLOADED * STREAM
 
 
 @pytest.mark.parametrize("how", ["by keyword", "in a list"])
-def test_a_tensor_that_checkpointing_itself_holds_stays(how):
+def test_a_tensor_that_checkpointing_itself_refers_to_is_kept(how):
     """Only tensors among the positional arguments of a region are saved by autograd; the guide says so."""
 
     class Held(Net):
@@ -219,7 +219,7 @@ def test_a_tensor_that_checkpointing_itself_holds_stays(how):
                 return checkpoint(lambda several: block(several[0]), [x], use_reentrant=False)
             return checkpoint(lambda hidden: block(hidden), hidden=x, use_reentrant=False)
 
-    assert both(training(lambda: Held(dropping)), leaves=False).statistics().bytes_offloaded == 0
+    assert both(training(lambda: Held(dropping)), offloads=False).statistics().bytes_offloaded == 0
 
 
 def test_gradient_penalty_through_checkpointed_regions():
@@ -233,7 +233,7 @@ def test_gradient_penalty_through_checkpointed_regions():
         return [x.grad, *gradients(model)]
 
     statistics = both(program).statistics()
-    assert statistics.bytes_reloaded == 2 * statistics.bytes_offloaded == 2 * LEAVING * STREAM
+    assert statistics.bytes_reloaded == 2 * statistics.bytes_offloaded == 2 * OFFLOADED * STREAM
 
 
 @variants
@@ -244,4 +244,4 @@ def test_regions_inside_of_regions(reentrant):
 
     make = training(lambda: checkpointing(Net(lambda: Inner(0.1)), reentrant))
     statistics: Any = both(make).statistics()
-    assert statistics.bytes_offloaded == statistics.bytes_reloaded == STEPS * LEAVING * STREAM
+    assert statistics.bytes_offloaded == statistics.bytes_reloaded == STEPS * OFFLOADED * STREAM

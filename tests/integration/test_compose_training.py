@@ -41,14 +41,14 @@ def half(offload: Offload) -> list[Tensor]:
 
 
 def test_autocast():
-    """Activations leave in the type in which they are saved."""
+    """Activations are offloaded in the type in which they are saved."""
     statistics, exact = both(half).statistics(), both(training(lambda: Net(dropping))).statistics()
     assert 0.5 * exact.bytes_offloaded < statistics.bytes_offloaded < exact.bytes_offloaded
     assert statistics.bytes_reloaded == statistics.bytes_offloaded
     assert statistics.reloaded_on_demand == 0
 
 
-def test_casts_of_weights_stay():
+def test_casts_of_weights_are_kept():
     """Autocast holds them until its region ends: a copy would free nothing."""
     weights = sum(linear.weight.numel() * 2 for linear in Net().modules() if isinstance(linear, nn.Linear))
     # The first linear of all needs no weight for its backward: the data needs no gradient.
@@ -219,7 +219,7 @@ def test_a_gradient_inside_of_the_forward():
     assert statistics.bytes_reloaded == statistics.bytes_offloaded
 
 
-def test_weights_that_a_backward_saves_again_stay():
+def test_weights_that_a_backward_saves_again_are_kept():
     """The backward of a linear saves the transposed weight for a backward of its own."""
     both(training(lambda: Net(Forces)))
 

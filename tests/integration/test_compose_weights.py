@@ -7,7 +7,21 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from composing import BLOCKS, LEAVING, STEPS, STREAM, WIDTH, Mlp, Net, Offload, batch, both, gradients, train, training
+from composing import (
+    BLOCKS,
+    OFFLOADED,
+    STEPS,
+    STREAM,
+    WIDTH,
+    Mlp,
+    Net,
+    Offload,
+    batch,
+    both,
+    gradients,
+    train,
+    training,
+)
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.func import functional_call
@@ -39,7 +53,7 @@ def adapted() -> Net:
 
 @pytest.mark.parametrize("around", [contextlib.nullcontext, lambda: torch.autocast("cpu", torch.bfloat16)])
 def test_lora_on_frozen_weights(around):
-    """No frozen weight leaves; `both` looks at each copy."""
+    """No frozen weight is offloaded; `both` checks each copy."""
 
     def program(offload: Offload) -> list[Tensor]:
         model = adapted()
@@ -57,10 +71,10 @@ def test_lora_on_frozen_weights(around):
     if around is contextlib.nullcontext:
         # Nothing before the first block's attention needs a gradient; from there on each linear saves its weight.
         assert statistics.bytes_kept[Reason.PARAMETER] > STEPS * (BLOCKS - 1) * 8 * WIDTH * WIDTH * 4
-    assert statistics.bytes_offloaded > STEPS * LEAVING * STREAM
+    assert statistics.bytes_offloaded > STEPS * OFFLOADED * STREAM
 
 
-def test_what_a_frozen_layer_does_not_save_does_not_leave():
+def test_what_a_frozen_layer_does_not_save_is_not_offloaded():
     """A frozen linear needs its weight for backward and not its input: there is less to offload, and no more copied."""
 
     class Plain(nn.Module):
@@ -80,8 +94,8 @@ def test_what_a_frozen_layer_does_not_save_does_not_leave():
 
         return run
 
-    assert both(program(frozen=False)).statistics().bytes_offloaded == STEPS * LEAVING * STREAM
-    assert both(program(frozen=True), leaves=False).statistics().bytes_offloaded == 0
+    assert both(program(frozen=False)).statistics().bytes_offloaded == STEPS * OFFLOADED * STREAM
+    assert both(program(frozen=True), offloads=False).statistics().bytes_offloaded == 0
 
 
 @pytest.mark.parametrize("how", ["frozen weights", "no_grad"])
@@ -133,7 +147,7 @@ COMPUTED: dict[str, Callable[..., nn.Module]] = {
 
 @pytest.mark.parametrize("how", COMPUTED)
 def test_parametrizations(how):
-    """The originals stay; the weight that is computed in a block belongs to its activations. Buffers are the same."""
+    """The originals are kept; the weight that is computed in a block belongs to its activations."""
 
     def program(offload: Offload) -> list[Tensor]:
         model = Net()
@@ -144,7 +158,7 @@ def test_parametrizations(how):
         return [*train(model), *(buffer.clone() for buffer in model.buffers())]
 
     plain, statistics = both(training(Net)).statistics(), both(program).statistics()
-    computed = STEPS * LEAVING * (3 + 2) * WIDTH * WIDTH * 4
+    computed = STEPS * OFFLOADED * (3 + 2) * WIDTH * WIDTH * 4
     assert statistics.bytes_offloaded >= plain.bytes_offloaded + computed
     assert statistics.reloaded_on_demand == 0
 
@@ -172,7 +186,7 @@ def test_parametrizations_computed_once_for_a_whole_step():
 
 @pytest.mark.parametrize("kind", ["leaves", "frozen", "computed"])
 def test_functional_call(kind):
-    """Weights that are put in for one call stay, as those of the module do; those made by other operations need not."""
+    """Weights that are passed for one call are kept like those of the module, unless other operations made them."""
 
     def program(offload: Offload) -> list[Tensor]:
         model = Net()
@@ -202,7 +216,7 @@ def test_functional_call(kind):
     assert statistics.passes == STEPS
 
 
-def test_transforms_of_functions_offload_nothing_and_say_so():
+def test_transforms_of_functions_offload_nothing_and_warn():
     def program(offload: Offload) -> list[Tensor]:
         model = Net(Mlp)
         handle = offload(model)
@@ -216,7 +230,7 @@ def test_transforms_of_functions_offload_nothing_and_say_so():
 
 
 def test_a_transform_inside_of_the_model_raises_what_pytorch_raises():
-    """PyTorch itself has no saved-tensor hooks around a transform; nothing of ours is left behind."""
+    """PyTorch itself has no saved-tensor hooks around a transform; nothing of ours stays installed."""
 
     class Inside(Mlp):
         def forward(self, x: Tensor) -> Tensor:
@@ -232,7 +246,7 @@ def test_a_transform_inside_of_the_model_raises_what_pytorch_raises():
         with contextlib.nullcontext() if handle is None else handle.paused():
             return train(model)
 
-    both(program)  # what left is what the blocks before saved in the forward that failed
+    both(program)  # what the first blocks saved in the failed forward is offloaded
 
 
 def test_vmap_over_the_model():
@@ -247,7 +261,7 @@ def test_vmap_over_the_model():
 
     statistics = both(program).statistics()
     assert statistics.bytes_offloaded == statistics.bytes_reloaded
-    assert statistics.bytes_offloaded >= STEPS * LEAVING * 2 * 2 * STREAM
+    assert statistics.bytes_offloaded >= STEPS * OFFLOADED * 2 * 2 * STREAM
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # PyTorch's own use

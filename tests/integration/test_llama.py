@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import any_size, make, nothing_held, same_bits
+from helpers import make, nothing_held, same_bits
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
 
-@pytest.fixture(autouse=True)
-def _small_tensors_leave():
-    with any_size(64):
-        yield
+pytestmark = pytest.mark.usefixtures("offload_small_tensors")
 
 
 def config(attention: str):

@@ -75,7 +75,7 @@ class ChaosError(Exception):
 
 
 class Chaos(Wave):
-    """A block that fails on demand: before, in or behind its work, or in its backward."""
+    """A block that fails on demand: before, in or after its work, or in its backward."""
 
     fails = ""
 
@@ -84,7 +84,7 @@ class Chaos(Wave):
         if how == "before":
             raise ChaosError
         y = super().forward(x)
-        if how == "behind":
+        if how == "after":
             raise ChaosError
         if how == "interrupt":
             raise KeyboardInterrupt
@@ -100,7 +100,7 @@ def test_a_thousand_steps_with_random_aborts():
     kinds = [
         "fine",
         "before",
-        "behind",
+        "after",
         "backward",
         "interrupt",
         "thrown away",
@@ -112,7 +112,7 @@ def test_a_thousand_steps_with_random_aborts():
     held_back, seen = [], []
 
     def run(kind):
-        if kind in ("before", "behind", "backward", "interrupt"):
+        if kind in ("before", "after", "backward", "interrupt"):
             model.blocks[rng.randrange(6)].fails = kind
         if kind == "no grad":
             with torch.no_grad():
@@ -157,8 +157,8 @@ def test_a_thousand_steps_with_random_aborts():
         held_back.clear()
         torch.ones(1, requires_grad=True).sum().backward()
         nothing_held(handle)
-    assert {kind: seen.count(kind) > 20 for kind in ("before", "behind", "backward", "interrupt")} == dict.fromkeys(
-        ("before", "behind", "backward", "interrupt"), True
+    assert {kind: seen.count(kind) > 20 for kind in ("before", "after", "backward", "interrupt")} == dict.fromkeys(
+        ("before", "after", "backward", "interrupt"), True
     )
     assert handle.statistics().host_bytes <= 2 * host
     model.zero_grad(set_to_none=True)

@@ -1,4 +1,4 @@
-"""Random models under `actoffload.offload` on a device that runs its copies as late, early or oddly as it may."""
+"""Random models under `actoffload.offload` on a device that runs its copies late, early or in random order."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _scaled_down() -> Iterator[None]:
 
 
 class World:
-    """What the operations of a run see; without a device, that of a run without offloading."""
+    """State of the operations of a run; without a device, of a run without offloading."""
 
     def __init__(self, device: AdversarialDevice | None) -> None:
         self.device = device
@@ -69,7 +69,7 @@ class World:
         return tensor
 
     def read(self, tensor: Tensor) -> None:
-        # What nobody saves for backward, or nobody but autograd, is for the program itself to keep in order.
+        # The program itself orders accesses to what is not saved for backward, or only by autograd.
         if self.device is not None and torch.is_grad_enabled() and actoffload.is_cpu_offload_enabled():
             self.device.saved(tensor, self.device.current_stream(self.device.place(tensor)))
 
@@ -145,7 +145,7 @@ def execute(program: TreeProgram, device: AdversarialDevice | None, seed: int = 
     with use(device), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # too few groups, or host memory that runs out on purpose
         run = Run(program, device)
-        with run.handle.recording() if seed % 4 == 3 else nullcontext():  # its waits are lines of their own
+        with run.handle.recording() if seed % 4 == 3 else nullcontext():  # recording has waits of its own
             return run.go(), run.handle
 
 
@@ -184,7 +184,7 @@ def test_random_models_in_random_orders(streams, examples):
             trial(program, expected, 0, mode)
 
     orders_of()
-    # What was drawn has everything that the tests are about.
+    # The drawn programs cover every reason.
     for what in ("offloaded", "ahead", "KEPT", "OUTSIDE", "SHARED", "HOST_FULL", "MARKED", "SMALL"):
         assert seen[what] > 0, what
 
@@ -219,19 +219,19 @@ def test_known_models(program, mode):
         assert statistics.tensors_offloaded > 0
 
 
-# That the tests can fail
+# Each removed wait fails
 
 BREAKS = {
-    "copies out do not wait for what is copied": (Transfers, "to_host"),
-    "compute gives memory up before it is copied": (Transfers, "join"),
-    "copies back do not wait for their memory": (Transfers, "begin_reload"),
-    "compute does not wait for what it uses": (Transfers, "use"),
+    "offloads do not wait for the tensor": (Transfers, "to_host"),
+    "memory is freed before it is copied": (Transfers, "join"),
+    "reloads do not wait for their memory": (Transfers, "begin_reload"),
+    "compute does not wait for the reload": (Transfers, "use"),
 }
 
 
 @pytest.mark.parametrize("what", BREAKS)
 def test_each_kind_of_missing_wait_is_noticed(what, monkeypatch):
-    """With one edge between streams taken out, a run has to fail: by a wrong gradient, or by what was unordered."""
+    """With one edge between streams taken out, a run has to fail: by a wrong gradient, or by an unordered access."""
     owner, name = BREAKS[what]
     whole, wait = getattr(owner, name), AdversarialDevice.wait
     inside = [0]
@@ -266,12 +266,12 @@ def _failures(source: random.Random) -> int:
     return failed
 
 
-@pytest.mark.parametrize("what", ["a late copy", "room is made too early"])
-def test_breaks_of_what_is_special_here_are_noticed(what, monkeypatch):
-    if what == "a late copy":  # a group that was to stay, and is now to leave, is taken for copied
+@pytest.mark.parametrize("what", ["missing copy", "early release"])
+def test_missing_copies_and_early_releases_are_noticed(what, monkeypatch):
+    if what == "missing copy":  # a kept group that is to be offloaded now counts as copied
         monkeypatch.setattr(Layer, "offload", _taken_for_offloading)
     else:
-        monkeypatch.setattr(Layer, "release_incrementally", _give_way_without_wait)
+        monkeypatch.setattr(Layer, "release_incrementally", _release_without_wait)
     assert _failures(random.Random(0)) > 0
 
 
@@ -282,7 +282,7 @@ def _taken_for_offloading(self):
     return []
 
 
-def _give_way_without_wait(self, nbytes):
+def _release_without_wait(self, nbytes):
     for ref in self.storages:
         storage = ref()
         if storage is not None and storage.copied_out is not None:

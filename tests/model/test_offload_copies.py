@@ -158,7 +158,7 @@ def test_a_thread_that_ends_leaves_nothing():
 
         def work():
             y = start()
-            for block in model.blocks[:3]:  # left in the middle
+            for block in model.blocks[:3]:  # ended in the middle
                 y = block(y)
 
         thread = threading.Thread(target=work)

@@ -125,12 +125,12 @@ def test_offloaded_twice_though_the_first_handle_was_thrown_away():
         offload(model)
 
 
-def test_so_few_groups_that_none_leaves_is_told():
-    with pytest.warns(UserWarning, match=r"None of the groups that were found \(\d\) is offloaded") as told:
+def test_so_few_groups_that_none_is_offloaded_warns():
+    with pytest.warns(UserWarning, match=r"None of the groups that were found \(\d\) is offloaded") as caught:
         handle = offload(Waves(2))
     assert handle.plan.offloaded == ()
     assert "0 of 2 groups are offloaded" in str(handle)
-    assert told[0].filename == str(Path(__file__).parents[1] / "whole_model.py")  # where offload was called
+    assert caught[0].filename == str(Path(__file__).parents[1] / "whole_model.py")  # where offload was called
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         offload(Waves(6), num_layers=0)  # asked for
@@ -163,11 +163,11 @@ def test_disabled_saved_tensor_hooks_have_a_sentence_of_their_own():
     model = Waves(6)
     handle = offload(model)
     with (
-        pytest.warns(UserWarning, match=r"inside torch\.autograd\.graph\.disable_saved_tensors_hooks") as told,
+        pytest.warns(UserWarning, match=r"inside torch\.autograd\.graph\.disable_saved_tensors_hooks") as caught,
         torch.autograd.graph.disable_saved_tensors_hooks("not here"),
     ):
         step(model)
-    assert told[0].filename == __file__  # where the model was called
+    assert caught[0].filename == __file__  # where the model was called
     assert handle.statistics().passes == 0
     step(model)
     assert handle.statistics().passes == 1

@@ -28,10 +28,10 @@ def loop(model, x):
 
 
 class Fails(Wave):
-    """A block that raises, once, what it is told to: before, in or behind its work."""
+    """A block that raises `error` once: before, in or after its work."""
 
     error: type[BaseException] | None = None  # an instance would be held by its own traceback
-    where = "behind"
+    where = "after"
 
     def forward(self, x):
         error, self.error = self.error, None
@@ -41,7 +41,7 @@ class Fails(Wave):
         if error is not None and self.where == "in":
             raise error("boom")
         y = torch.sin(y)
-        if error is not None and self.where == "behind":
+        if error is not None and self.where == "after":
             raise error("boom")
         return y
 
@@ -61,7 +61,7 @@ def right(model: nn.Module, handle: actoffload.OffloadHandle, run=call) -> None:
     nothing_installed()
 
 
-@pytest.mark.parametrize("where", ["before", "in", "behind"])
+@pytest.mark.parametrize("where", ["before", "in", "after"])
 @pytest.mark.parametrize("at", [0, 3, 5])
 @pytest.mark.parametrize("run", [call, loop], ids=["the model", "a loop"])
 def test_an_exception_in_forward(run, at, where):
@@ -80,7 +80,7 @@ def test_an_exception_in_forward(run, at, where):
 
 @pytest.mark.parametrize("at", [0, 3])
 def test_an_exception_in_forward_whose_graph_is_held(at):
-    """The traceback, or the program, keeps the tensors: they are held, and belong to nothing that goes on."""
+    """The traceback, or the program, refers to the tensors: they are kept, and belong to no later pass."""
     model = Waves(6, Fails)
     handle = offload(model)
     kept = []
@@ -104,7 +104,7 @@ def test_an_exception_in_forward_whose_graph_is_held(at):
 
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing:UserWarning")
 @pytest.mark.parametrize("hook", ["forward_pre", "forward", "backward", "full backward"])
-@pytest.mark.parametrize("first", [True, False], ids=["before ours", "behind ours"])
+@pytest.mark.parametrize("first", [True, False], ids=["before ours", "after ours"])
 @pytest.mark.parametrize("of", ["model", "block"])
 def test_an_exception_in_a_hook(hook, first, of):
     model = Waves(6)
@@ -237,7 +237,7 @@ def test_an_interrupt_in_one_model_is_not_in_the_way_of_another(run):
     right(third, third_handle, run)
     right(second, handles[1], run)
     right(first, handles[0], run)
-    # A forward that is under way is left alone: the inner model of two that are offloaded says that it is not.
+    # A forward in progress goes on: the inner one of two offloaded models warns.
     outer = nn.Sequential(first)
     with offload(outer, layers="0.blocks") as handle:
         with pytest.warns(UserWarning, match="inside the forward of another offloaded model"):

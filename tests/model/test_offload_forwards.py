@@ -177,7 +177,7 @@ def test_frozen_blocks_with_a_graph():
 
 
 def test_a_graph_inside_of_no_grad():
-    """The model is not told: only its blocks run with gradients, each by itself."""
+    """Only the blocks run with gradients, each by itself."""
     model = Waves(6)
     handle = offload(model)
     with torch.no_grad():

@@ -9,6 +9,7 @@ import pytest
 from helpers import nothing_held
 from whole_model import (
     UNIT,
+    Repeated,
     Transformer,
     Waves,
     call,
@@ -55,7 +56,7 @@ def test_print_of_several_kinds_with_kept_modules():
     )
 
 
-def test_print_says_when_it_is_removed_or_paused():
+def test_print_of_a_removed_or_paused_handle():
     handle = offload(Waves(6))
     with handle.paused():
         assert str(handle).startswith("offload of Waves (paused): 4 of 6")
@@ -64,10 +65,30 @@ def test_print_says_when_it_is_removed_or_paused():
     assert str(handle).startswith("offload of Waves (removed): 4 of 6")
 
 
-def test_print_when_nothing_leaves():
+def test_print_without_offloaded_groups():
     assert str(offload(Waves(6), num_layers=0)) == (
         "offload of Waves: 0 of 6 groups are offloaded\n  layer: 0 of 6 offloaded\n    kept       blocks.0 ... 5"
     )
+
+
+def test_a_long_list_has_the_number_of_missing_names():
+    model = Transformer(7)
+    handle = offload(model, keep=[norm for block in model.blocks for norm in (block.norm1, block.norm2)])
+    (kept,) = [line for line in str(handle).splitlines() if "keep:" in line]
+    assert kept.startswith("  keep: blocks.0.norm1 ... 2, blocks.1.norm1 ... 2, ")
+    assert kept.endswith("blocks.5.norm1 ... 2 and 2 more")
+
+
+def test_a_module_that_runs_several_times_is_named_once():
+    model = Repeated()
+    with pytest.warns(UserWarning, match="its earlier calls are offloaded"):
+        handle = offload(model, layers="layer")
+    model(data()).sum().backward()
+    assert str(handle).splitlines()[1:4] == [
+        "  layer: 5 of 7 offloaded",
+        "    offloaded  layer (5 times)",
+        "    kept       layer (2 times)",
+    ]
 
 
 def test_repr():
@@ -89,7 +110,7 @@ def test_reschedule():
     step(model)
     host = handle.statistics().host_bytes
     model.zero_grad(set_to_none=True)
-    for options, leaving in [
+    for options, number in [
         ({"num_layers": 2}, 2),
         ({"num_layers": 5, "max_inflight": 1}, 5),
         ({"num_layers": 0}, 0),
@@ -100,10 +121,10 @@ def test_reschedule():
         handle.reset_statistics()
         equal(train(model, steps=2), train(reference, steps=2))
         statistics = handle.statistics()
-        assert statistics.bytes_offloaded == 2 * leaving * 2 * UNIT
+        assert statistics.bytes_offloaded == 2 * number * 2 * UNIT
         assert statistics.reloaded_on_demand == 0
         assert statistics.host_bytes >= host > 0
-        assert str(handle).startswith(f"offload of Waves: {leaving} of 6")
+        assert str(handle).startswith(f"offload of Waves: {number} of 6")
         nothing_held(handle)
 
 
@@ -242,7 +263,7 @@ def test_as_a_context_manager():
 
 
 def test_removed_from_inside_of_a_forward():
-    """By a hook of the program's own: what began goes on, and nothing stays installed."""
+    """By a hook of the program: the forward ends as it began, and no hook stays installed."""
     model = Waves(6)
     reference = copy.deepcopy(model)
     handle = offload(model)

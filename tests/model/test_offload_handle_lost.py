@@ -17,7 +17,7 @@ def step(model, seed: int = 0) -> None:
     model(data(seed)).sum().backward()
 
 
-def test_a_handle_that_nobody_kept_is_found_again():
+def test_a_dropped_handle_is_found_again():
     model = Waves(6)
     offload(model, num_layers=3)
     found = actoffload.OffloadHandle.of(model)
@@ -68,7 +68,7 @@ def test_a_model_that_has_its_handle_is_copied_as_a_plain_one(way):
 
 
 @pytest.mark.parametrize("change", ["replace", "delete", "kept"])
-def test_a_module_that_is_gone_is_told_of_once_and_the_others_leave(change):
+def test_a_deleted_module_is_reported_once_and_the_others_are_offloaded(change):
     model = Transformer(6)
     handle = offload(model, layers="blocks", keep="blocks.4.mlp")
     step(model)
@@ -80,9 +80,9 @@ def test_a_module_that_is_gone_is_told_of_once_and_the_others_leave(change):
         model.blocks[4].mlp = copy.deepcopy(model.blocks[0].mlp)
     reference = copy.deepcopy(model)
     name = "blocks.4.mlp" if change == "kept" else "blocks.1"
-    with pytest.warns(UserWarning, match=f"module '{name}' has been replaced or deleted since offload") as told:
+    with pytest.warns(UserWarning, match=f"module '{name}' has been replaced or deleted since offload") as caught:
         step(model)
-    assert told[0].filename == __file__  # where the model was called
+    assert caught[0].filename == __file__  # where the model was called
     step(model)
     for each in (model, reference):
         each.zero_grad()
@@ -95,7 +95,7 @@ def test_a_module_that_is_gone_is_told_of_once_and_the_others_leave(change):
 
 
 @pytest.mark.parametrize("does", ["reschedule", "recording"])
-def test_a_removed_handle_says_what_it_cannot_do(does):
+def test_a_removed_handle_raises(does):
     handle = offload(Waves(6))
     handle.remove()
     with pytest.raises(RuntimeError, match=r"This handle was removed, so it cannot .*: call offload again"):
@@ -118,7 +118,7 @@ def test_groups_each_of_their_own_kind_are_told_apart_from_too_few():
         offload(Transformer(3), layers=["inp", "head"])
 
 
-def test_two_handles_around_each_other_say_so():
+def test_two_handles_around_each_other_warn():
     model = Transformer(5)
     offload(model)
     whole = nn.Sequential(model)

@@ -45,7 +45,7 @@ def test_the_model_and_the_handle_are_freed_by_reference_counts():
 
 
 def test_the_handle_is_freed_and_the_model_goes_on():
-    """Nobody has to keep it: ``actoffload.offload(model)`` alone is a program too."""
+    """The handle may be dropped; offloading lasts as long as the model."""
     with no_gc():
         model = Waves(6)
         want = train(copy.deepcopy(model))
@@ -144,7 +144,7 @@ def test_retain_graph_and_a_second_backward():
     for k in range(3):
         y.sum().backward(retain_graph=True)
         now = handle.statistics()
-        assert now.resident_bytes == after_forward.resident_bytes, "reloaded tensors stayed"
+        assert now.resident_bytes == after_forward.resident_bytes, "reloaded tensors were not freed"
         assert now.bytes_reloaded == (k + 1) * after_forward.bytes_offloaded == (k + 1) * 8 * UNIT
         assert now.reloaded_on_demand == 0
         got.append([p.grad for p in model.parameters()])

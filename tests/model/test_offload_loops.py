@@ -64,7 +64,7 @@ def test_a_loop_with_work_of_its_own_between_the_blocks():
 
     _, statistics = agrees(Waves(6), run)
     assert statistics.passes == 3
-    # What the loop itself saves, it saves where nothing is installed; what a block saves of it leaves all the same.
+    # What the loop itself saves is saved without hooks; what a block saves of it is offloaded all the same.
     assert statistics.bytes_offloaded == 3 * 4 * SAVES
 
 

@@ -133,18 +133,18 @@ def test_the_memory_is_gone(number):
     notes: list[StorageWeakRef] = []
     model = Inside(6, lambda: Watched(notes))
     handle = offload(model, num_layers=number)
-    leaving = 4 if number is None else number
+    offloaded = 4 if number is None else number
     for _ in range(3):
         notes.clear()
         y = model(data().requires_grad_() * 1.0)
         gone = [weak.expired() for weak in notes]
-        assert gone == [True] * (2 * leaving) + [False] * (12 - 2 * leaving)
-        assert handle.statistics().resident_bytes == (12 - 2 * leaving) * UNIT
+        assert gone == [True] * (2 * offloaded) + [False] * (12 - 2 * offloaded)
+        assert handle.statistics().resident_bytes == (12 - 2 * offloaded) * UNIT
         y.sum().backward()
         del y
         assert all(weak.expired() for weak in notes)
     report = handle.report()
-    assert (report.r, report.expected_bytes, report.dropped_bytes) == (1.0, 2 * leaving * UNIT, 2 * leaving * UNIT)
+    assert (report.r, report.expected_bytes, report.dropped_bytes) == (1.0, 2 * offloaded * UNIT, 2 * offloaded * UNIT)
 
 
 def test_the_peak_is_the_same_in_every_step():
@@ -179,13 +179,13 @@ class Shares(nn.Module):
 
 
 @pytest.mark.parametrize("at", range(6))
-def test_an_input_that_was_saved_outside_travels_with_its_group(at):
+def test_an_input_that_was_saved_outside_is_offloaded_with_its_group(at):
     """As checkpointing saves it, or whatever the model does with it beside the block."""
     handle, statistics = agrees(Shares(at), lambda model, x: model(x.requires_grad_()), steps=1)
     assert statistics.bytes_offloaded == 8 * UNIT
     assert statistics.reloaded_on_demand == 0
     assert statistics.peak_resident_bytes == 5 * UNIT
-    # Of a group that stays it stays as well, as something that was saved outside.
+    # With a kept group it is kept as well, as something that was saved outside.
     assert statistics.bytes_kept.get(Reason.OUTSIDE, 0) == (0 if at < 4 else UNIT)
     assert Reason.SHARED not in statistics.bytes_kept
     assert handle.report().r == 1.0
@@ -209,14 +209,14 @@ def test_what_a_kept_module_saved_before_is_not_copied_in_vain():
             return x + total
 
     _, statistics = agrees(Model(), lambda m, x: m(x.requires_grad_() * 1.0), steps=1, layers="blocks", keep="sines.*")
-    # The input of each block stays with the sine that saved it before; the other storage of the block leaves.
+    # The input of each block is kept by the sine that saved it before; the other storage of the block is offloaded.
     assert statistics.bytes_offloaded == 4 * UNIT
     assert statistics.bytes_kept[Reason.KEPT] == 6 * UNIT
     assert statistics.bytes_kept[Reason.SHARED] == 4 * UNIT
 
 
-def test_what_is_saved_outside_while_a_group_has_it_stays_and_is_counted():
-    """The group came first, so it is copied; the memory stays, because something outside has saved it too."""
+def test_what_is_saved_outside_while_a_group_has_it_is_kept_and_counted():
+    """The group came first, so it is copied, but not freed, because something outside has saved it too."""
 
     class Model(Waves):
         def forward(self, x):
@@ -233,7 +233,7 @@ def test_what_is_saved_outside_while_a_group_has_it_stays_and_is_counted():
     assert statistics.bytes_reloaded == 4 * UNIT
     assert statistics.bytes_kept[Reason.SHARED] == 4 * UNIT
     report = handle.report()
-    # Nothing of it should have been gone: R speaks of what only groups that leave have saved.
+    # Nothing of it should be freed: R counts what only offloaded groups have saved.
     assert (report.expected_bytes, report.r) == (4 * UNIT, 1.0)
     assert sum(group.kept.get(Reason.SHARED, (0, 0))[1] for group in report.groups) == 4 * UNIT
 
@@ -248,7 +248,7 @@ def test_a_storage_that_two_groups_that_leave_have_saved_moves_once():
             return torch.tanh(x * self.scale)  # saves its output, the input of the next
 
     _, statistics = agrees(Waves(6, Square), lambda m, x: m(x.requires_grad_() * 1.0), steps=1)
-    # Inputs and outputs of four blocks: five storages. The last is saved by a block that stays as well.
+    # Inputs and outputs of four blocks: five storages. The last is saved by a kept block as well.
     assert statistics.tensors_offloaded == 5
     assert statistics.bytes_reloaded == 4 * UNIT
     assert statistics.bytes_kept[Reason.SHARED] == UNIT
@@ -296,20 +296,20 @@ def test_views_of_one_storage_move_once():
     assert handle.report().groups[0].bytes_saved == attention
 
 
-def test_what_stays_outside_counts_each_storage_once():
-    """Query, key and value are three views of one storage; outside of every group they stay."""
+def test_what_is_kept_outside_counts_each_storage_once():
+    """Query, key and value are three views of one storage; outside of every group they are kept."""
 
     class Model(nn.Module):
         def __init__(self):
             super().__init__()
-            self.before, self.behind = Attention(), Attention()
+            self.before, self.after = Attention(), Attention()
             self.mlps = nn.ModuleList([Mlp() for _ in range(4)])
 
         def forward(self, x):
             x = self.before(x)
             for mlp in self.mlps:
                 x = x + mlp(x)
-            return self.behind(x)
+            return self.after(x)
 
     handle, statistics = agrees(Model(), lambda m, x: m(x.requires_grad_() * 1.0), steps=1, layers="mlps")
     attention = UNIT + 3 * UNIT + ROWS * ROWS * 4 + UNIT

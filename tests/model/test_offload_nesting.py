@@ -25,7 +25,7 @@ def offloaded(model: nn.Module, **options) -> tuple[int, int]:
 
 
 class Nested(nn.Module):
-    """A wave, an inner wave in a box, and a wave: what saves something lies before, in and behind the inner one."""
+    """A wave, an inner wave in a box, and a wave: tensors are saved before, in and after the inner one."""
 
     class Box(nn.Module):
         def __init__(self):
@@ -66,7 +66,7 @@ class Nested(nn.Module):
     ],
 )
 def test_the_innermost_rule(layers, keep, units):
-    """Of four blocks, three of each kind leave."""
+    """Of four blocks, three of each kind are offloaded."""
     nbytes, late = offloaded(Waves(4, Nested), layers=layers, keep=keep, num_layers=3)
     assert nbytes == 3 * units * UNIT
     assert late == 0
@@ -88,7 +88,7 @@ def test_parts_of_a_group_have_names_and_kinds_of_their_own():
 
 
 def test_two_kinds_inside_of_each_block_and_the_block():
-    """With everything chosen, everything leaves, whichever group it is counted in."""
+    """With everything chosen, everything is offloaded, whichever group it is counted in."""
     whole, late = offloaded(Transformer(5), layers="blocks", num_layers=4)
     assert late == 0
     parts, late = offloaded(Transformer(5), layers=["blocks.*", "*.mlp", "*.attention"], num_layers=4)
@@ -104,7 +104,7 @@ def test_chosen_inside_of_a_module_that_is_called_twice():
             return self.box(x) + self.box(x * 0.5)
 
     nbytes, late = offloaded(Waves(4, Twice), layers="*.inner")
-    # Eight calls: all but the last two leave.
+    # Eight calls: all but the last two are offloaded.
     assert nbytes == 6 * Wave.SAVES * UNIT
     assert late == 0
 

@@ -16,7 +16,7 @@ SAVES = Wave.SAVES * UNIT
 
 
 class Ordered(Waves):
-    """Runs its blocks in the order in which `order` names them, which may leave some out or repeat them."""
+    """Runs its blocks in the order in which `order` names them, which may skip or repeat some."""
 
     def __init__(self, order: list[int] | Callable[[], list[int]], count: int = 6) -> None:
         super().__init__(count)
@@ -76,8 +76,8 @@ def test_any_order_with_a_number_of_layers(order, num_layers):
     statistics = measured(handle, backward(model))
     assert statistics.bytes_offloaded == num_layers * SAVES
     assert statistics.reloaded_on_demand == 0
-    stay = len(order) - num_layers
-    assert statistics.peak_resident_bytes == min(stay * 2 + 1, len(order) * 2) * UNIT
+    kept = len(order) - num_layers
+    assert statistics.peak_resident_bytes == min(kept * 2 + 1, len(order) * 2) * UNIT
 
 
 @pytest.mark.parametrize(("order", "late"), list(zip(ORDERS, [0, 0, 0, 0, 0, 2], strict=True)))
@@ -86,7 +86,7 @@ def test_the_first_step_is_right_and_offloads_already(order, late):
     model = Ordered(order)
     handle = offload(model)
     y = model(data() * 1.0)
-    # Where more follows what was expected to be all, the last two of that had been taken for those that stay.
+    # Where more groups run than expected, the last two expected ones were kept.
     assert handle.statistics().resident_bytes == (2 + late) * SAVES
     assert handle.statistics().bytes_offloaded >= (len(order) - 2 - late) * SAVES
     y.sum().backward()
@@ -96,18 +96,18 @@ def test_the_first_step_is_right_and_offloads_already(order, late):
 
 
 def test_what_is_expected_is_put_right_in_the_same_step():
-    """A pass that goes on where the one before ended, and one that leaves out the blocks that would have stayed."""
+    """A pass that continues where the one before ended, and one without the blocks that would be kept."""
     model = Ordered(list(range(6)), count=8)
     handle = offload(model, num_layers=5)
     backward(model)()
     for order in ([0, 1, 2, 3, 4, 5, 6, 7], [0, 1, 2, 3, 4, 5], [7, 0, 1, 2, 3, 4, 5, 6], [4, 5, 6, 7]):
         model.order = order
         y = model(data() * 1.0)
-        leaving = handle.plan.offloaded
+        offloaded = handle.plan.offloaded
         assert handle.groups == names(order)
-        # Two that stay in the pass before were taken for such; all others follow the plan of what really ran.
-        stay = (len(order) - len(leaving)) * SAVES
-        assert stay <= handle.statistics().resident_bytes <= stay + SAVES
+        # Two that were kept in the pass before were kept again; all others follow the plan of what really ran.
+        kept = (len(order) - len(offloaded)) * SAVES
+        assert kept <= handle.statistics().resident_bytes <= kept + SAVES
         y.sum().backward()
         del y
         nothing_held(handle)
@@ -142,7 +142,7 @@ def test_an_order_that_changes_in_every_step():
 
 
 def test_layer_drop():
-    """As in LayerDrop and stochastic depth: each step leaves out blocks by chance."""
+    """As in LayerDrop and stochastic depth: each step skips blocks by chance."""
     generator = random.Random(1)
     orders = [[k for k in range(8) if generator.random() < 0.75] for _ in range(10)]
     model = Ordered(Orders(orders), count=8)
@@ -152,7 +152,7 @@ def test_layer_drop():
     equal(train(model, steps=10), want)
     statistics = handle.statistics()
     assert statistics.passes == 10
-    # As many stay as in any step; not always the same, so now and then a block that stayed should have left.
+    # As many are kept as in any step, but not always the same; sometimes a kept block should have been offloaded.
     assert statistics.bytes_offloaded >= 0.7 * sum(max(0, len(order) - 2) for order in orders) * SAVES
     nothing_held(handle)
 
@@ -188,7 +188,7 @@ def test_a_skipped_block_that_hands_its_input_on():
 
 
 def test_early_exit():
-    """Inference exits early, training sometimes does: what was expected behind it did not come."""
+    """Inference exits early, training sometimes does: the expected groups after it do not run."""
     model = Ordered(Orders([[0, 1, 2, 3, 4, 5], [0, 1, 2], [0, 1, 2, 3, 4, 5], [0], [0, 1, 2, 3, 4, 5]]))
     handle, statistics = agrees(model, steps=5)
     assert statistics.passes == 5

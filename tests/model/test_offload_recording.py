@@ -63,7 +63,7 @@ class Caching(Wave):
         return torch.sin(h)
 
 
-def test_memory_that_somebody_holds_is_found_and_its_holder_named():
+def test_what_refers_to_memory_that_is_not_freed_is_named():
     model = Inside(6, Caching)
     handle, report = reported(model)
     assert (report.expected_bytes, report.dropped_bytes, report.r) == (8 * UNIT, 4 * UNIT, 0.5)
@@ -77,7 +77,7 @@ def test_memory_that_somebody_holds_is_found_and_its_holder_named():
     assert [(held.group, held.nbytes) for held in report.held] == [(f"blocks.{k}", UNIT) for k in range(4)]
     for k, held in enumerate(report.held):
         assert held.holders == (Holder("attribute", ("cache[0]",), f"blocks.{k} (Caching)"),)
-    assert "because attribute `cache[0]` of blocks.0 (Caching)" in said(report)
+    assert "because of attribute `cache[0]` of blocks.0 (Caching)" in said(report)
     step(model)  # the names stay right as long as the same is held
     assert [held.holders for held in handle.report().held] == [held.holders for held in report.held]
     for block in model.blocks:
@@ -94,7 +94,7 @@ def test_local_variables_of_the_program_are_named():
     for block in model.blocks:
         block.register_forward_hook(lambda module, args, y: hidden.append(y))
     _, report = reported(model, steps=1, record=True)
-    # The input of block 0 is nobody's; those of blocks 1 to 3 are the outputs of the blocks before.
+    # The inputs of blocks 1 to 3 are the outputs of the blocks before.
     assert [held.group for held in report.held] == ["blocks.1", "blocks.2", "blocks.3"]
     assert all("hidden" in holder.paths[0] for held in report.held for holder in held.holders)
 
@@ -117,7 +117,7 @@ def test_what_only_passes_through_the_call_of_the_model_is_named_as_that():
     given = Holder("input", ("args[0]",), "the model")
     assert [set(held.holders) for held in handle.report().held] == [{given, outputs[0]}, *({of} for of in outputs[1:])]
     advice = said(handle.report())
-    assert "output `[1]['hidden'][*]` of the model" in advice
+    assert "output `[1]['hidden'][1]` and 2 more of the model" in advice
     assert "return only what the loss needs" in advice
     model = Waves(6)
     handle = offload(model)
@@ -231,7 +231,7 @@ def test_the_search_for_holders_is_no_part_of_the_step(monkeypatch):
     assert 0 < report.step_seconds < 1.0
 
 
-def test_a_recording_is_of_one_step_and_stays():
+def test_a_recording_is_of_one_step_and_lasts():
     model = Inside(6)
     handle, report = reported(model, record=True)
     assert report.step_seconds is not None
@@ -240,7 +240,7 @@ def test_a_recording_is_of_one_step_and_stays():
     assert handle.timeline().timeline is first
     assert handle.report().step_seconds == report.step_seconds
     with pytest.warns(UserWarning, match="Nothing was recorded"), handle.recording():
-        pass  # what was recorded before stays
+        pass  # the earlier recording is kept
     assert handle.timeline().timeline is first
     with handle.recording():
         step(model)
@@ -287,8 +287,7 @@ def test_the_timeline_has_names_and_everything_that_was_copied(tmp_path):
         assert len([span for span in spans.of(Kind.FORWARD) if span.layer == k]) == 1
         assert len([span for span in spans.of(Kind.BACKWARD) if span.layer == k]) == 1
     assert spans.peak_bytes == handle.statistics().peak_resident_bytes
-    assert "blocks.0.attention" in [timeline.name(k) for k in range(8)]
-    assert "whole step" in str(timeline)
+    assert "blocks.0.attention" in timeline.names
     file = timeline.save_trace(tmp_path / "step.json")
     trace = json.loads(file.read_text())
     names = {event["name"] for event in trace["traceEvents"]}
@@ -321,20 +320,3 @@ def test_parts_of_a_module_have_lines_of_their_own():
     names = [group.name for group in report.groups]
     assert names[:3] == ["blocks.0", "blocks.0.mlp", "blocks.0 (part 2)"]
     assert handle.timeline().names == tuple(names)
-
-
-def test_ranges_for_profilers_are_asked_for(monkeypatch):
-    from actoffload.engine import recorder
-
-    shown: list[str] = []
-    monkeypatch.setattr(recorder, "start", lambda name: shown.append(name) or name)
-    monkeypatch.setattr(recorder, "stop", lambda range_: None)
-    model = Inside(4)
-    handle = offload(model)
-    step(model)
-    with handle.recording():
-        step(model)
-    assert not shown
-    with handle.recording(nvtx=True):
-        step(model)
-    assert {"forward of blocks.0", "backward of blocks.3", "offload (D2H) of blocks.0"} <= set(shown)

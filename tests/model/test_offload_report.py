@@ -128,10 +128,10 @@ def test_a_storage_that_two_groups_save_counts_in_the_first():
     assert report.totals.bytes_saved == handle.statistics().bytes_saved == 7 * UNIT
     assert report.totals.bytes_offloaded == handle.statistics().bytes_offloaded == 5 * UNIT
     assert report.totals.bytes_reloaded == handle.statistics().bytes_reloaded == 4 * UNIT
-    # What block 3 hands on is saved by block 4 as well, which stays.
+    # The output of block 3 is saved by block 4 as well, which is kept.
     assert [group.kept.get(Reason.SHARED) for group in report.groups] == [None, None, None, (1, UNIT), None, None]
     assert (report.expected_bytes, report.r) == (4 * UNIT, 1.0)
-    # Its copy was in vain, and the numbers add up with that.
+    # Its copy was wasted, and the sums include it.
     assert [group.bytes_wasted for group in report.groups] == [0, 0, 0, UNIT, 0, 0]
     totals = report.totals
     assert totals.bytes_offloaded - totals.bytes_wasted == totals.bytes_reloaded == report.expected_bytes
@@ -288,12 +288,12 @@ def test_advice_when_much_is_kept():
     assert "remove their module from keep" in said(report)
 
 
-def test_advice_when_nothing_leaves_or_too_few_groups_were_chosen():
+def test_advice_when_nothing_is_offloaded():
     _, report = reported(Inside(6), num_layers=0)
     assert "None of 6 groups is offloaded: raise num_layers above 0." in said(report)
     with pytest.warns(UserWarning, match="None of the groups"):
         _, report = reported(Inside(2))
-    assert "Only 2 groups were chosen" in said(report)
+    assert "None of 2 groups is offloaded" in said(report)
 
 
 def test_of_a_storage_that_is_saved_in_part_that_part_is_copied_and_all_is_freed():

@@ -68,7 +68,7 @@ def test_a_decoder_that_looks_at_the_encoders_output_in_every_block():
     assert handle.groups == (*(f"encoder.{k}" for k in range(4)), *(f"decoder.{k}" for k in range(4)))
     assert statistics.reloaded_on_demand == 0
     statistics = measured(handle, backward(model))
-    # Two kinds or one: the last two groups stay. The input and the encoder's output are saved in them as well.
+    # Two kinds or one: the last two groups are kept. The input and the encoder's output are saved in them as well.
     assert handle.plan.offloaded == tuple(range(6))
     assert statistics.bytes_kept[Reason.SHARED] >= UNIT
     both = measured(handle, lambda: (model(data(1)) + model(data(2))).sum().backward())

@@ -1,4 +1,4 @@
-"""Exactly what of the grouped MLP leaves the device, when, and what stays."""
+"""Exactly what the grouped MLP offloads, when, and what it keeps."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from helpers import any_size, make, nothing_held, same_bits
+from helpers import make, min_elements, nothing_held, same_bits
 from moe_reference import COUNTS, FFN, HIDDEN, gradients, operands, reference
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -28,7 +28,7 @@ def module(**more) -> GroupedMLP:
     return GroupedMLP(4, HIDDEN, FFN, **more)
 
 
-def step(mlp, pair, counts, x=None, behind=2):
+def step(mlp, pair, counts, x=None, after=2):
     """Run the module as the first layer of three, and return the bits that it gives."""
     context, sync = pair
     leaf = torch.randn(TOKENS, HIDDEN, generator=torch.Generator().manual_seed(2)) if x is None else x.detach().clone()
@@ -38,7 +38,7 @@ def step(mlp, pair, counts, x=None, behind=2):
     with context:
         y = mlp(y, counts)
     y = sync(y)
-    for _ in range(behind):
+    for _ in range(after):
         with context:
             y = y * 1.0
         y = sync(y)
@@ -51,19 +51,19 @@ PER_EXPERT = [30, 0, 33, 1]
 
 @pytest.mark.parametrize("counts", [PER_EXPERT, torch.tensor(PER_EXPERT)], ids=["list", "tensor"])
 @pytest.mark.parametrize("kept", [c for n in range(4) for c in itertools.combinations(SAVED, n)], ids="+".join)
-def test_exactly_what_leaves_and_what_stays(kept, counts):
+def test_exactly_what_is_offloaded_and_what_is_kept(kept, counts):
     mlp = module(**{f"keep_{name}": True for name in kept})
-    with any_size(64):
+    with min_elements(64):
         want = step(mlp, actoffload.get_cpu_offload_context(), counts)
         context, sync = make(1, 3)
         for _ in range(2):
             context.reset_statistics()
             assert all(map(same_bits, step(mlp, (context, sync), counts), want))
             statistics = context.statistics()
-            leaving = [TOKENS * width * 4 for name, width in SAVED.items() if name not in kept]
+            offloaded = [TOKENS * width * 4 for name, width in SAVED.items() if name not in kept]
             staying = [TOKENS * width * 4 for name, width in SAVED.items() if name in kept]
-            assert statistics.tensors_offloaded == len(leaving)
-            assert statistics.bytes_offloaded == statistics.bytes_reloaded == sum(leaving)
+            assert statistics.tensors_offloaded == len(offloaded)
+            assert statistics.bytes_offloaded == statistics.bytes_reloaded == sum(offloaded)
             assert statistics.reloaded_on_demand == 0
             offsets = [4 * 4] if isinstance(counts, Tensor) else []
             expected = {
@@ -89,7 +89,7 @@ def test_copies_start_where_each_tensor_is_final(monkeypatch):
     monkeypatch.setattr(groups.Groups, "times", slow)
     for keep, starts in (({}, [0.0, 1.0, 1.1]), ({"keep_activation_input": True}, [0.0, 1.0])):
         context, sync = make(1, 3, device=device)
-        with any_size(64), context.record_timeline() as recorder:
+        with min_elements(64), context.record_timeline() as recorder:
             step(module(**keep), (context, sync), PER_EXPERT)
         timeline = recorder.timeline()
         began = timeline.of(Kind.FORWARD)[0].start
@@ -101,7 +101,7 @@ def test_copies_start_where_each_tensor_is_final(monkeypatch):
 def test_nothing_is_left_on_modules_or_tensors():
     mlp = module(keep_fc1_input=True)
     before = set(vars(mlp)), [set(vars(p)) for p in mlp.parameters()]
-    with any_size(64):
+    with min_elements(64):
         context, sync = make(1, 3)
         x = torch.randn(TOKENS, HIDDEN, requires_grad=True) * 1.0
         with context:
@@ -166,7 +166,7 @@ def test_weights_stored_the_other_way_round_are_not_copied():
 
 def test_a_keep_argument_for_something_that_is_not_saved():
     mlp = module(keep_fc1_input=True, keep_fc2_input=True).requires_grad_(False)
-    with any_size(64):
+    with min_elements(64):
         context, sync = make(1, 3)
         leaf = torch.randn(TOKENS, HIDDEN, requires_grad=True)
         y = leaf * 1.0
@@ -192,7 +192,7 @@ WEIGHTS = {
 def test_weights_stay_whatever_they_are(kind):
     form, reason = WEIGHTS[kind]
     mlp = module()
-    with any_size(64):
+    with min_elements(64):
         context, sync = make(1, 3)
         y = torch.randn(TOKENS, HIDDEN, requires_grad=True) * 1.0
         weights = form(mlp.fc1_weight), form(mlp.fc2_weight)
@@ -208,9 +208,9 @@ def test_weights_stay_whatever_they_are(kind):
 
 
 @pytest.mark.parametrize("frozen", [False, True])
-def test_weights_that_autocast_casts_stay(frozen):
+def test_weights_that_autocast_casts_are_kept(frozen):
     mlp = module().requires_grad_(not frozen)
-    with any_size(64):
+    with min_elements(64):
         context, sync = make(1, 3)
         with torch.autocast("cpu", torch.bfloat16):
             step(mlp, (context, sync), PER_EXPERT)
@@ -222,7 +222,7 @@ def test_weights_that_autocast_casts_stay(frozen):
 
 def test_changes_in_place_are_caught():
     mlp = module()
-    with any_size(64):
+    with min_elements(64):
         context, sync = make(1, 3)
         x = torch.randn(TOKENS, HIDDEN, requires_grad=True) * 1.0
         with context:
@@ -254,7 +254,7 @@ def test_a_retained_graph_and_a_checkpoint():
             y.square().sum().backward(retain_graph=retain)
         return [p.grad for p in mlp.parameters()]
 
-    with any_size(64):
+    with min_elements(64):
         want = [g.clone() for g in run(actoffload.get_cpu_offload_context())]
         for recompute in (False, True):
             context, sync = make(1, 3)
@@ -272,7 +272,7 @@ def test_between_compiled_parts_it_runs_as_it_is():
     plain = lambda t, counts: mlp(t.sin(), counts).cos()  # noqa: E731
     plain.zero_grad = compiled.zero_grad = mlp.zero_grad
     plain.parameters = compiled.parameters = mlp.parameters
-    with any_size(64):
+    with min_elements(64):
         want = step(plain, actoffload.get_cpu_offload_context(), PER_EXPERT)
         context, sync = make(1, 3)
         for _ in range(2):

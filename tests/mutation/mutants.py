@@ -57,11 +57,14 @@ class Mutant:
 # What replaces a tagged statement, or the condition of a tagged ``if``.
 INSTEAD: dict[str, str] = {
     "keep: kept tensor": "alias = tensor.detach(); alias.data = torch.empty(0, dtype=tensor.dtype)",
-    "keep: host copy": f"self.storage = {WEAK.format('storage')}",
-    "keep: resident tensor": "self.probe = probe.detach(); self.probe.data = torch.empty(0, dtype=probe.dtype)",
+    "keep: host copy": f"self.version = version_of(self.probe); self.storage = {WEAK.format('self.storage')}",
+    "keep: resident tensor": (
+        "self.version = version_of(self.probe); self.probe = self.probe.detach(); "
+        "self.probe.data = torch.empty(0, dtype=self.probe.dtype)"
+    ),
     "keep: pass of a plain tensor": f"self.owner = {WEAK.format('owner')}",
     "keep: plain tensor": "self.probe = probe.detach(); self.probe.data = torch.empty(0, dtype=probe.dtype)",
-    "keep: source until copied": "self._source: torch.UntypedStorage | None = None",
+    "keep: source until copied": "pass",
     "keep: address of the storage": "weak = None",
     "keep: address of a marked storage": (
         "kept[address(storage)] = __import__('types').SimpleNamespace(expired=False)"
@@ -69,7 +72,9 @@ INSTEAD: dict[str, str] = {
     "keep: address of a final storage": (
         "note = Final(__import__('types').SimpleNamespace(expired=False), version_of(tensor), event, captured, whole)"
     ),
-    "keep: host memory": "self.parts = __import__('weakparts').WeakParts(parts)",
+    "keep: host memory": (
+        "return HostBuffer(nbytes, __import__('weakparts').WeakParts(parts), tuple(segments), fence, account.number)"
+    ),
     "guard: fences waited for": "self.link.waited = position.order + 1000",
     "guard: fence of a returned buffer": "buffer.fence = ()",
     "guard: fence of a dissolved buffer": "self._insert(segment._replace(fence=()))",
@@ -93,9 +98,8 @@ INSTEAD: dict[str, str] = {
     "guard: time of one step": "return time.perf_counter() - begun",
     "guard: kinds of several classes": "several = set()",
     "guard: first entry that means a module": "meant[module] = kind",
-    "guard: kept storage that several groups saved": "resident is not None",
     "guard: last group of a kind": "may = [k for k in places if k < last]",
-    "guard: groups in flight": "return at_the_end",
+    "guard: groups in flight": "d = resident",
 }
 
 

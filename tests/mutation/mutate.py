@@ -27,6 +27,7 @@ COPIED = ["src", "tests", "conftest.py", "pyproject.toml"]
 LIMIT = 120.0
 """Seconds after which the tests of a mutant are ended; that counts as a failure."""
 
+INTERRUPTED_END = "test_an_interrupt_at_every_bytecode_of_the_end_of_a_failed_forward"
 STREAMS = ["tests/engine/edges", "tests/engine/test_adversary.py"]
 
 TESTS: dict[str, list[str]] = {
@@ -46,10 +47,11 @@ TESTS: dict[str, list[str]] = {
     "engine/tensor_marks.py": ["tests/engine/test_limits.py", *STREAMS],
     "measure.py": ["tests/test_measure.py"],
     "model/": [
-        "tests/model/test_offload_exceptions.py",
-        "tests/model/test_offload_aborts.py",
-        "tests/model/test_offload_forwards.py",
+        "tests/model/test_follow.py",
+        f"tests/model/test_offload_interrupts.py::{INTERRUPTED_END}",
         "tests/model/test_offload_nesting.py",
+        "tests/model/test_offload_loops.py",
+        "tests/model/test_offload_exceptions.py",
     ],
     "model/blocks.py": ["tests/model/test_stacks.py", "tests/model/test_select.py"],
     "model/pass_statistics.py": ["tests/model/test_offload_memory.py", "tests/model/test_offload_report.py"],

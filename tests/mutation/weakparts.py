@@ -12,7 +12,7 @@ __all__ = ["WeakParts"]
 
 
 class WeakParts(Sequence[torch.Tensor]):
-    """Like a tuple of tensors, but holds none of their memory; what was freed comes back as garbage."""
+    """Like a tuple of tensors, but holds none of their memory; what was freed is read as garbage."""
 
     def __init__(self, parts: Sequence[torch.Tensor]) -> None:
         self._parts = [(StorageWeakRef(p.untyped_storage()), p.storage_offset(), p.numel()) for p in parts]

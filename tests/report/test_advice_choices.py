@@ -1,4 +1,4 @@
-"""What a report advises where nothing leaves: the argument that keeps everything on the device, and no other."""
+"""What a report advises where nothing is offloaded: the argument that keeps everything, and no other."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from report_samples import MIB, attribute, block, report, table
 
 from actoffload.report import GroupReport, Holder, Reason, Report
 from actoffload.report.groups import HeldStorage, merge_held, sum_groups
-from actoffload.schedule.units import size
+from actoffload.schedule.timeline import size
 
 # Data
 
@@ -100,11 +100,6 @@ def test_the_table_of_groups_by_hand():
         ["total", "4 of 6", "3072.0 MiB", "2048.0 MiB", "12.0 MiB"],
         ["A line for several groups has the values of each of them."],
     ]
-
-
-def test_all_groups_are_shown_when_asked_for():
-    rows = table(report().to_text(all_groups=True), "group")
-    assert [row[0] for row in rows] == ["group", *(f"model.layers.{k}" for k in range(6)), "total"]
 
 
 def test_columns_of_numbers_end_below_each_other():
@@ -215,10 +210,9 @@ def test_wasted_copies_are_explained():
 
 def test_a_long_list_of_holders_is_cut_and_says_so():
     held = tuple(HeldStorage("a", (40 - k) * MIB, (attribute(chr(97 + k % 26) * (k + 1), "m"),)) for k in range(20))
-    short, full = report(held=held).to_text(), report(held=held).to_text(all_groups=True)
-    assert "and 8 more" in short
-    assert "and 8 more" not in full
-    assert len(table(full, "not freed")) - len(table(short, "not freed")) == 8 - 1  # without that note
+    lines = table(report(held=held).to_text(), "not freed")
+    assert len(lines) == 1 + 12 + 1  # header, the largest, and the note
+    assert lines[-1] == ["and 8 more"]
 
 
 def test_advice_comes_last_and_an_empty_report_prints():
@@ -265,4 +259,5 @@ def test_groups_that_differ_in_anything_shown_have_their_own_lines(other):
     times = {"forward_stall_seconds": 0.0, "backward_stall_seconds": 0.0}
     groups = tuple(dataclasses.replace(block(k, **times), **(other if k == 2 else {})) for k in range(4))
     rows = table(str(Report(groups)), "group")
-    assert [row[0] for row in rows[1:4]] == ["model.layers.0 ... 1 (2 groups)", groups[2].name, "model.layers.3"]
+    folded = "model.layers.0 ... 1, model.layers.3 (3 groups)"
+    assert [row[0] for row in rows[1:3]] == [folded, groups[2].name]

@@ -1,4 +1,4 @@
-"""Who holds a storage: found in every place in which Python can keep a tensor, and named in one line."""
+"""Holders of a storage: every place from which Python can refer to a tensor, named in one line."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def find_holders(where: int, modules: dict[nn.Module, str] | None = None) -> tup
 
 
 def holders(tensor: Callable[[], torch.Tensor], modules: dict[nn.Module, str] | None = None) -> tuple[str, ...]:
-    """Return who holds a tensor, without a variable or a value on the way that holds it as well."""
+    """Return the holders of a tensor, without a variable or a value of the test that refers to it as well."""
     return find_holders(address(tensor()), modules)
 
 
@@ -78,15 +78,15 @@ def test_an_attribute_of_a_module_is_named_with_the_module():
 @pytest.mark.parametrize(
     ("tensor", "line"),
     [
-        (lambda model: model.encoder.table, "buffer `table` of encoder (Encoder)"),
-        (lambda model: model.encoder.proj.weight, "parameter `weight` of encoder.proj (Linear)"),
+        (lambda model: model.encoder.table, "attribute `table` of encoder (Encoder)"),
+        (lambda model: model.encoder.proj.weight, "attribute `weight` of encoder.proj (Linear)"),
         (lambda model: model.encoder.proj.weight.grad, "attribute `weight.grad` of encoder.proj (Linear)"),
         (lambda model: model.history[1]["k"][0], "attribute `history[1]['k'][0]` of the root module (Model)"),
         (lambda model: model.recent[0], "attribute `recent[0]` of the root module (Model)"),
         (lambda model: model.holder.x, "attribute `holder.x` of the root module (Model)"),
     ],
 )
-def test_what_modules_hold_in_other_ways(tensor, line):
+def test_other_attributes_of_modules(tensor, line):
     model = Model()
     model.encoder.proj.weight.grad = torch.ones(4, 4)
     model.history = [None, {"k": (make(),)}]
@@ -125,7 +125,7 @@ def test_the_way_to_a_module_is_the_shortest_that_can_be_written():
     assert find_holders(where) == (f"global `kept['model'].encoder.cache` of module {__name__}",)
 
 
-# Everything else that holds
+# Other holders
 
 
 def test_local_variables_are_named_with_their_function_and_line():

@@ -1,4 +1,4 @@
-"""What a call of the model holds is named by the path in what it was given or returns, with what to do about it."""
+"""Inputs and outputs that a call refers to are named by their path, with what to do about it."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_a_call_without_hooks_names_its_arguments_as_well_and_a_model_without_a_
 
 
 def test_a_recorded_call_leaves_no_frame_to_the_collector():
-    """Each holds the frame that called it, and so what the model was called with."""
+    """Each refers to the frame that called it, and so to the arguments of the model."""
     model = Waves(6)
     seen = []
     for block in model.blocks:
@@ -126,8 +126,8 @@ def test_the_cache_that_a_hugging_face_model_returns_by_default_is_one_line():
         model(input_ids=tokens, labels=tokens).loss.backward()
     ((groups, _, (holder,)),) = merge_held(handle.report().held)
     assert groups == ("model.layers.0", "model.layers.1")
-    cache = "past_key_values.layers[*]"
-    assert (holder.kind, holder.paths) == ("output", (f"{cache}.keys", f"{cache}.values"))
+    paths = {f"past_key_values.layers[{k}].{name}" for k in range(2) for name in ("keys", "values")}
+    assert (holder.kind, set(holder.paths)) == ("output", paths)
     assert any(str(holder) in words and "use_cache=False" in words for words in handle.report().advice)
     with handle.recording():
         model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
@@ -137,20 +137,21 @@ def test_the_cache_that_a_hugging_face_model_returns_by_default_is_one_line():
 # Lines that belong together
 
 
-def test_what_one_cache_holds_is_one_line():
+def test_the_tensors_of_one_cache_are_one_line():
     def held(*holders: Holder) -> list[list[str]]:
         storages = [HeldStorage(f"a.{k}", 1, (holder,)) for k, holder in enumerate(holders)]
         return [list(map(str, merged)) for _, _, merged in merge_held(storages)]
 
     assert held(*(output(f"a.b[{k}].{name}") for k in range(2) for name in "kv")) == [
-        ["output `a.b[*].k` and `a.b[*].v` of the model"]
+        ["output `a.b[0].k` and 3 more of the model"]
     ]
     assert held(output("a.b[3].k")) == [["output `a.b[3].k` of the model"]]
-    assert held(*(output(f"a.{name}") for name in "klmn")) == [["output `a.k`, `a.l` and 2 more of the model"]]
+    assert held(*(output(f"a.{name}") for name in "klmn")) == [["output `a.k` and 3 more of the model"]]
     assert held(output("a.k"), output("b.k")) == [["output `a.k` of the model"], ["output `b.k` of the model"]]
     assert held(output(""), input_("")) == [["the output of the model"], ["the input of the model"]]
     cache = [Holder("global", (path,), "module m") for path in ("c['k'][0]", "c['v'][0]", "c['k'][1]")]
-    assert held(*cache) == [["global `c['k'][0]` and `c['v'][0]` of module m"]]
+    assert held(*cache) == [["global `c['k'][0]` and 2 more of module m"]]
+    assert held(attribute("a[0]", "m.0"), attribute("a[1]", "m.1")) == [["attribute `a[0]` of m.0"]]
     assert len(held(attribute("a", "m"), attribute("b", "m"))) == 2
 
 
@@ -175,7 +176,13 @@ def advised(*held: HeldStorage) -> str:
 def test_keys_and_values_that_the_model_returns_are_one_sentence_with_what_to_do():
     cache = [(k, f"past_key_values.layers[{k}].{name}") for k in range(3) for name in ("keys", "values")]
     sentence = advised(*(returned(k, path) for k, path in cache))
-    for part in ("20.0 %", "layers.0 ... 2", "180.0 MiB of 900.0 MiB", "`past_key_values.layers[*].keys`", "use_cache"):
+    for part in (
+        "20.0 %",
+        "layers.0 ... 2",
+        "180.0 MiB of 900.0 MiB",
+        "`past_key_values.layers[0].keys` and 5 more",
+        "use_cache",
+    ):
         assert part in sentence
 
 
@@ -191,5 +198,5 @@ def test_keys_and_values_that_the_model_returns_are_one_sentence_with_what_to_do
         ("", "output", "return only what the loss needs"),
     ],
 )
-def test_what_to_do_about_what_a_call_holds(path, kind, words):
+def test_what_to_do_about_inputs_and_outputs(path, kind, words):
     assert words in advised(returned(1, path, kind))

@@ -1,4 +1,4 @@
-"""Who holds a storage: nobody, where nobody does, and the search leaves no trace in what it looks at."""
+"""Storages without a holder, and a search that changes nothing in what it looks at."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Box:
     pass
 
 
-# Nobody
+# No holder
 
 
 def test_a_storage_that_is_gone_or_never_was_has_no_holder():
@@ -51,7 +51,7 @@ def test_a_storage_that_is_gone_or_never_was_has_no_holder():
     assert find_holders(12345) == ()
 
 
-def test_what_autograd_alone_holds_has_no_holder():
+def test_what_autograd_alone_refers_to_has_no_holder():
     x = torch.ones(1000, requires_grad=True)
     y = torch.exp(x)
     loss = y.sum()
@@ -62,7 +62,7 @@ def test_what_autograd_alone_holds_has_no_holder():
 
 
 @pytest.mark.parametrize("num_layers", [0, 1])
-def test_what_this_library_holds_is_no_holder(num_layers):
+def test_this_library_is_no_holder(num_layers):
     context, sync = actoffload.get_cpu_offload_context(enabled=True, num_layers=num_layers, model_layers=3)
     x = torch.randn(512, 1024, requires_grad=True)
     y, addresses = x, []
@@ -99,7 +99,7 @@ def test_variables_are_not_kept_alive():
 
 
 def test_no_frame_of_the_search_is_left_to_the_collector():
-    """Each holds the frame that called it, and so the variables of the program."""
+    """Each refers to the frame that called it, and so to the variables of the program."""
     gc.collect()
     gc.disable()
     try:
@@ -123,7 +123,7 @@ def test_the_dict_that_a_program_got_from_locals_is_left_alone():
     assert "hidden" in settings
 
 
-def test_a_search_from_a_trace_function_leaves_variables_as_they_are():
+def test_a_search_from_a_trace_function_does_not_change_variables():
     def step():
         hidden = make()
         total = 1.0

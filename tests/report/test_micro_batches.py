@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 
-import pytest
 import torch
 from torch import nn
 from whole_model import Wave, Waves, data, offload
@@ -59,19 +58,3 @@ def test_gaps_that_overlap_are_taken_out_once():
         now[0] = float(k)
         moment()
     assert [time for time, _ in recorder.timeline().resident] == [0.0, 2.0, 3.0]  # without 1 to 4
-
-
-def test_predictions_are_of_one_pass_however_many_were_recorded(monkeypatch):
-    asked = []
-    monkeypatch.setattr(reporting, "advise", lambda report, *, costs, **more: asked.append((report, costs)) or ())
-    model = Waves(6)
-    handle = offload(model, device=actoffload.device.ReferenceDevice(wall_clock=True))
-    for passes in (1, 3):
-        with handle.recording():
-            for k in range(passes):
-                step(model, k)
-        handle.report()
-        report, costs = asked[-1]
-        assert report.step_passes == passes
-        assert [cost.forward * passes for cost in costs] == pytest.approx([g.forward_seconds for g in report.groups])
-        assert [cost.backward * passes for cost in costs] == pytest.approx([g.backward_seconds for g in report.groups])

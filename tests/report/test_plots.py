@@ -118,7 +118,7 @@ def test_numbers_that_do_not_fit_into_their_boxes_are_left_out() -> None:
 
 def test_memory_is_a_staircase_with_its_peak() -> None:
     shown = timeline(2)
-    ax = plot_memory(shown)
+    ax = plot_step(shown).axes[1]
     curve = ax.lines[0]
     assert curve.get_drawstyle() == "steps-post"
     assert curve.get_xdata()[0] == 0.0
@@ -133,36 +133,25 @@ def test_memory_is_a_staircase_with_its_peak() -> None:
 
 def test_several_curves_keep_their_names_and_lengths() -> None:
     measured = [(0.0, 3 * 2**30), (0.1, 4 * 2**30), (0.2, 2**30)]
-    ax = plot_memory({"without": measured, "with": timeline(2)})
+    ax = plot_memory({"without": measured, "with": timeline(2).resident})
     labels = [text.get_text() for text in ax.get_legend().get_texts()]  # type: ignore[union-attr]
     assert labels == ["without, peak 4 GiB", "with, peak 768 MiB"]
     assert ax.get_ylabel() == "memory (GiB)"
     assert ax.get_xlim() == (0.0, pytest.approx(200.0))
     dashes = [line.get_linestyle() for line in ax.lines if line.get_drawstyle() == "steps-post"]
-    assert len(set(dashes)) == 2  # told apart without colour
-
-
-def test_timelines_are_named_by_their_source() -> None:
-    simulated = timeline(2)
-    measured = Timeline(simulated.spans, simulated.resident, source="measured")
-    legend = plot_memory([simulated, measured]).get_legend()
-    assert legend is not None
-    assert [text.get_text() for text in legend.get_texts()] == [
-        "simulated, peak 768 MiB",
-        "measured, peak 768 MiB",
-    ]
+    assert len(set(dashes)) == 2  # distinct without colour
 
 
 def test_a_measured_curve_alone_begins_where_it_was_measured() -> None:
-    ax = plot_memory([(0.25, 100), (0.5, 300)])
+    ax = plot_memory({"": [(0.25, 100), (0.5, 300)]})
     assert list(ax.lines[0].get_xdata()) == [250.0, 500.0]
     assert ax.get_ylabel() == "memory (bytes)"
 
 
-@pytest.mark.parametrize("nothing", [[], {}, {"a": []}, Timeline(())])
-def test_nothing_to_draw_is_said(nothing: object) -> None:
+@pytest.mark.parametrize("nothing", [{}, {"a": []}, {"a": [(0.0, 1)], "b": []}])
+def test_nothing_to_draw_is_said(nothing: dict[str, list[tuple[float, int]]]) -> None:
     with pytest.raises(ValueError, match="plot_memory got no points; pass at least one curve"):
-        plot_memory(nothing)  # type: ignore[arg-type]
+        plot_memory(nothing)
 
 
 @pytest.mark.parametrize(("seconds", "unit"), [(2.0, "s"), (2e-3, "ms"), (2e-6, "µs")])
@@ -175,7 +164,7 @@ def test_time_is_shown_in_a_fitting_unit(seconds: float, unit: str) -> None:
 def test_axes_that_are_given_are_used() -> None:
     figure, axes = pyplot.subplots(2)
     assert plot_timeline(timeline(1), axes[0]) is axes[0]
-    assert plot_memory(timeline(1), axes[1]) is axes[1]
+    assert plot_memory({"a": timeline(1).resident}, axes[1]) is axes[1]
     assert pyplot.get_fignums() == [figure.number]
 
 

@@ -62,7 +62,6 @@ def test_layers_that_did_nothing_and_layers_without_a_name():
     assert StepTimeline(MEASURED, "abc").by_layer()[2] == LayerTimes()
     unnamed = StepTimeline(MEASURED, [])
     assert len(unnamed.by_layer()) == 2
-    assert unnamed.name(1) == "layer 1"
     assert StepTimeline(Timeline(()), []).by_layer() == ()
 
 
@@ -77,34 +76,9 @@ def test_layers_add_up_to_what_is_simulated(num_layers):
     assert sum(t.backward_stall for t in times) == pytest.approx(predicted.backward_stall)
 
 
-def test_the_table_by_hand():
-    assert str(step()).split("\n") == [
-        "measured step        time    share      moved      speed",
-        "---------------  --------  -------  ---------  ---------",
-        "forward          20.00 ms   29.9 %",
-        "backward         40.00 ms   59.7 %",
-        "stall             7.00 ms   10.4 %",
-        "offload (D2H)    11.00 ms   16.4 %  104.9 MiB  10.0 GB/s",
-        "reload (H2D)      5.00 ms    7.5 %   95.4 MiB  20.0 GB/s",
-        "---------------  --------  -------  ---------  ---------",
-        "whole step       67.00 ms",
-        "longest stalls: encoder 7.00 ms",
-    ]
-
-
-def test_a_step_without_copies_has_neither_speed_nor_waiting():
-    text = str(StepTimeline(Timeline.build([Span(Kind.FORWARD, 0, 0.0, 0.001)]), ["a"]))
-    assert "GB/s" not in text
-    assert "longest stalls" not in text
-    assert str(StepTimeline(Timeline(()), []))  # no division by the length of nothing
+def test_an_empty_step_and_the_repr():
+    assert set(StepTimeline(Timeline(()), []).seconds.values()) == {0.0}
     assert repr(step()) == "<StepTimeline of 2 layers, 67.00 ms measured>"
-
-
-def test_the_longest_waits_are_named_first_and_the_rest_counted():
-    spans = [Span(Kind.STALL, k, k * 1.0, k + 0.001 * (k + 1)) for k in range(6)]
-    names = [f"m.{k}" for k in range(6)]
-    last = str(StepTimeline(Timeline.build(spans), names)).split("\n")[-1]
-    assert last == "longest stalls: m.5 6.00 ms, m.4 5.00 ms, m.3 4.00 ms, m.2 3.00 ms, and 2 more"
 
 
 def test_the_trace_has_the_names(tmp_path):
@@ -164,9 +138,8 @@ def test_numbers_stay_where_there_is_no_name(pyplot):
     assert labels(ax, 0) == ["a", "1", "2", "3", "3", "2", "1", "a"]
 
 
-def test_the_figure_shows_resident_bytes_where_they_are_known(pyplot):
+def test_the_figure_has_the_step_and_the_resident_bytes(pyplot):
     assert len(step().figure().axes) == 2
-    assert len(StepTimeline(Timeline(MEASURED.spans), ["encoder", "head"]).figure().axes) == 1
 
 
 def test_axes_that_are_given_are_used(pyplot):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 import warnings
 from collections.abc import Callable
@@ -47,12 +46,11 @@ def test_the_line_is_named_and_counted() -> None:
     (one,) = found
     assert (one.file, one.line, one.function) == (__file__, line_of(item), "item")
     assert (one.code, one.count, one.in_backward) == ("warnings.warn(TEXT, UserWarning, stacklevel=1)", 3, False)
-    assert (len(found), found.count) == (1, 3)
+    assert len(found) == 1
     first, second, third = str(found).split("\n")
     assert first == "The host waits for the GPU 3 times, at 1 line."
     assert second.endswith(f"test_synchronization.py:{one.line} in item, 3 times")
     assert third.strip() == one.code
-    assert json.loads(json.dumps(found.to_dict()))["synchronizations"][0]["line"] == one.line
 
 
 @pytest.mark.usefixtures("mode")

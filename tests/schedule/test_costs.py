@@ -1,4 +1,4 @@
-"""What `simulate` is told of a model and a machine."""
+"""Costs of layers and links, and costs measured from a timeline."""
 
 from __future__ import annotations
 

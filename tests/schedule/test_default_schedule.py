@@ -55,7 +55,7 @@ def test_three_of_five_written_out_release_makes_room_first() -> None:
 
 
 @pytest.mark.parametrize(("num_layers", "model_layers"), SIZES)
-def test_the_first_layers_leave_and_return_by_the_rule(num_layers: int, model_layers: int) -> None:
+def test_the_first_layers_are_offloaded_and_reloaded_by_the_rule(num_layers: int, model_layers: int) -> None:
     schedule = DefaultSchedule(num_layers, model_layers)
     plan, window = schedule.plan(), model_layers - num_layers
     assert schedule.window == window

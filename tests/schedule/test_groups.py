@@ -1,4 +1,4 @@
-"""Which groups of a sequence leave, and the plan for them."""
+"""Which groups of a sequence are offloaded, and the plan for them."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ schedules = st.builds(
 )
 
 
-# Who leaves
+# Which groups are offloaded
 
 
 @pytest.mark.parametrize(
-    ("kinds", "options", "leaving"),
+    ("kinds", "options", "offloaded"),
     [
         ("aaaaa", {}, (0, 1, 2)),
         ("aaaaa", {"num_layers": 0}, ()),
@@ -53,7 +53,7 @@ schedules = st.builds(
         ("abcabc", {}, (0, 1, 2)),
         ("abcde", {}, ()),
         ("abcde", {"num_layers": 3}, ()),
-        # A part of what would leave, of each kind; halves count up.
+        # A fraction of the eligible groups of each kind; halves count up.
         ("a" * 10, {"fraction": 0.0}, ()),
         ("a" * 10, {"fraction": 0.5}, (0, 1, 2, 3)),
         ("a" * 10, {"fraction": 0.05}, ()),
@@ -63,14 +63,14 @@ schedules = st.builds(
         ("aaaaabb", {"fraction": 0.5}, (0, 1)),
     ],
 )
-def test_who_leaves(kinds: str, options: dict[str, Any], leaving: tuple[int, ...]) -> None:
-    assert GroupSchedule(**options).offloaded(kinds) == leaving
+def test_offloaded_groups(kinds: str, options: dict[str, Any], offloaded: tuple[int, ...]) -> None:
+    assert GroupSchedule(**options).offloaded(kinds) == offloaded
 
 
 @given(sequences, schedules)
-def test_who_leaves_by_counting(kinds: list[str], schedule: GroupSchedule) -> None:
-    """A group leaves if fewer than so many of its kind come before it, and some of its kind comes behind it."""
-    leaving = schedule.offloaded(kinds)
+def test_offloaded_groups_by_counting(kinds: list[str], schedule: GroupSchedule) -> None:
+    """A group is offloaded if fewer than so many of its kind come before it, and some of its kind comes behind it."""
+    offloaded = schedule.offloaded(kinds)
     for k, kind in enumerate(kinds):
         earlier, later = kinds[:k].count(kind), kinds[k + 1 :].count(kind)
         if schedule.num_layers is None:
@@ -78,23 +78,23 @@ def test_who_leaves_by_counting(kinds: list[str], schedule: GroupSchedule) -> No
         else:
             many = min(kinds.count(kind) - 1, schedule.num_layers)
         quota = int(Fraction(schedule.fraction) * many + Fraction(1, 2))
-        assert (k in leaving) == (earlier < quota and later > 0)
+        assert (k in offloaded) == (earlier < quota and later > 0)
 
 
 @given(sequences, schedules)
 def test_the_last_of_each_kind_stays(kinds: list[str], schedule: GroupSchedule) -> None:
-    leaving = schedule.offloaded(kinds)
-    assert list(leaving) == sorted(set(leaving))
+    offloaded = schedule.offloaded(kinds)
+    assert list(offloaded) == sorted(set(offloaded))
     for kind in set(kinds):
-        assert len(kinds) - 1 - kinds[::-1].index(kind) not in leaving
+        assert len(kinds) - 1 - kinds[::-1].index(kind) not in offloaded
     if schedule.num_layers is None:
-        assert {len(kinds) - 2, len(kinds) - 1}.isdisjoint(leaving)
+        assert {len(kinds) - 2, len(kinds) - 1}.isdisjoint(offloaded)
     else:
-        assert all(sum(kinds[k] == kind for k in leaving) <= schedule.num_layers for kind in set(kinds))
+        assert all(sum(kinds[k] == kind for k in offloaded) <= schedule.num_layers for kind in set(kinds))
 
 
 @given(sequences, schedules, st.integers(0, 16).map(lambda k: k / 16))
-def test_a_smaller_fraction_lets_fewer_leave_and_the_same_first(
+def test_a_smaller_fraction_offloads_fewer_groups_and_the_same_first(
     kinds: list[str], schedule: GroupSchedule, fraction: float
 ) -> None:
     other = GroupSchedule(schedule.num_layers, fraction)
@@ -121,29 +121,39 @@ def test_a_smaller_fraction_lets_fewer_leave_and_the_same_first(
     ],
 )
 def test_distance(kinds: str, options: dict[str, Any], distance: int) -> None:
-    assert GroupSchedule(**options).distance(kinds) == distance
+    plan = GroupSchedule(**options).plan(kinds)
+    found = [plan.find(Do.RELEASE, i) for i in plan.offloaded]
+    assert [event.layer - i for event, i in zip(found, plan.offloaded, strict=True) if event] == [distance] * len(found)
+    assert release_distance(GroupSchedule(**options), kinds) == distance
+
+
+def release_distance(schedule: GroupSchedule, kinds: Sequence[str]) -> int:
+    """Return after how many more groups an offloaded one is released."""
+    offloaded = schedule.offloaded(kinds)
+    resident = len(kinds) - 1 - offloaded[-1] if offloaded else len(kinds)
+    return min(resident, schedule.max_inflight or resident)
 
 
 def check_plan(schedule: GroupSchedule, kinds: Sequence[str]) -> None:
-    plan, leaving = schedule.plan(kinds), schedule.offloaded(kinds)  # making it checks that it can be carried out
+    plan, offloaded = schedule.plan(kinds), schedule.offloaded(kinds)  # making it checks that it can be carried out
     assert plan.model_layers == len(kinds)
-    assert plan.offloaded == leaving
-    if not leaving:
+    assert plan.offloaded == offloaded
+    if not offloaded:
         assert not plan.steps
         return
-    d = schedule.distance(kinds)
-    behind = len(kinds) - 1 - leaving[-1]
+    d = release_distance(schedule, kinds)
+    behind = len(kinds) - 1 - offloaded[-1]
     assert d == (behind if schedule.max_inflight is None else min(behind, schedule.max_inflight)) >= 1
     ahead = behind if schedule.max_inflight is None else min(behind, schedule.max_inflight + 1)
     back = min(ahead, 2) if len(set(kinds)) > 1 else ahead
     alone = behind == 1  # then copies would have nothing to run beside
-    for i in leaving:
+    for i in offloaded:
         assert plan.find(Do.OFFLOAD, i) == Event(When.FORWARD_START, i)
         assert plan.find(Do.INCREMENTAL_RELEASE, i) == Event(When.FORWARD_START, i + d)
         assert plan.find(Do.RELEASE, i) == Event(When.FORWARD_END, i + d)
         assert plan.find(Do.INCREMENTAL_PREFETCH, i) == (Event(When.BACKWARD_START, i + back) if alone else None)
         assert plan.find(Do.RELOAD, i) == Event(When.BACKWARD_END, i + back)
-    assert sum(map(len, plan.steps.values())) == (5 if alone else 4) * len(leaving)
+    assert sum(map(len, plan.steps.values())) == (5 if alone else 4) * len(offloaded)
     # Each makes room for one other, which starts its own copies only then.
     for actions in plan.steps.values():
         does = [action.do for action in actions]
@@ -197,21 +207,21 @@ def test_a_plan_in_which_one_group_stays_written_out() -> None:
 def test_memory_is_that_of_the_groups_that_stay_and_of_a_few_more(
     kinds: list[str], schedule: GroupSchedule, speed: float
 ) -> None:
-    """At most `distance` of the groups that leave are there at once, and for a moment what room is made for."""
+    """At most `d` of the offloaded groups are resident at once, and for a moment the tensor that is saved."""
     size, pieces = 1024, 4
     layers = [LayerCost.even(size, forward=1.0, backward=1.0, pieces=pieces)] * len(kinds)
     result = simulate(schedule.plan(kinds), layers, Link(size * speed, size * speed))
-    leaving = schedule.offloaded(kinds)
-    staying = [k for k in range(len(kinds)) if k not in leaving]
-    d = schedule.distance(kinds)
-    most = max(sum(k <= at for k in staying) + sum(at - d < k <= at for k in leaving) for at in range(len(kinds)))
-    assert result.peak_bytes <= most * size + (size // pieces if leaving else 0)
-    assert result.bytes_offloaded == result.bytes_reloaded == len(leaving) * size
+    offloaded = schedule.offloaded(kinds)
+    staying = [k for k in range(len(kinds)) if k not in offloaded]
+    d = release_distance(schedule, kinds)
+    most = max(sum(k <= at for k in staying) + sum(at - d < k <= at for k in offloaded) for at in range(len(kinds)))
+    assert result.peak_bytes <= most * size + (size // pieces if offloaded else 0)
+    assert result.bytes_offloaded == result.bytes_reloaded == len(offloaded) * size
     assert result.reloaded_on_demand == 0
 
 
 @given(sequences, schedules, st.sampled_from([0.125, 0.5, 1.0, 8.0]))
-def test_giving_way_is_never_slower_than_leaving_at_once(
+def test_incremental_release_is_never_slower_than_release_at_once(
     kinds: list[str], schedule: GroupSchedule, speed: float
 ) -> None:
     size = 1024
@@ -226,10 +236,10 @@ def test_giving_way_is_never_slower_than_leaving_at_once(
 
 
 @pytest.mark.parametrize(("num", "of"), [(n, m) for m in range(2, 8) for n in range(m)])
-def test_one_kind_leaves_by_the_default_schedule_but_gives_way(num: int, of: int) -> None:
+def test_one_kind_follows_the_default_schedule_with_incremental_release(num: int, of: int) -> None:
     default, groups = DefaultSchedule(num, of), GroupSchedule(num)
     assert groups.offloaded("a" * of) == default.plan().offloaded
-    assert num == 0 or groups.distance("a" * of) == default.window
+    assert num == 0 or release_distance(groups, "a" * of) == default.window
 
 
 # What is refused

@@ -28,7 +28,7 @@ def test_calls_become_actions_at_their_events_in_order() -> None:
     )
 
 
-def test_a_call_leaves_the_schedule_it_was_made_on_alone() -> None:
+def test_a_call_does_not_change_its_schedule() -> None:
     first = ManualSchedule(model_layers=2).start_offload_layer(0, after_forward_of=0)
     first.release_activation_forward_gpu_memory(0, after_forward_of=1)
     assert first.plan().find(Do.RELEASE, 0) is None

@@ -50,7 +50,7 @@ def test_actions_are_found_by_event_and_event_by_action() -> None:
     assert made.offloaded == (0,)
 
 
-def test_a_layer_may_leave_and_return_at_one_event() -> None:
+def test_a_layer_may_be_offloaded_and_reloaded_at_one_event() -> None:
     at = (FORWARD_END, 0)
     made = plan(1, (*at, Do.OFFLOAD, 0), (*at, Do.RELEASE, 0), (*at, Do.RELOAD, 0))
     assert made.at(*at) == (Action(Do.OFFLOAD, 0), Action(Do.RELEASE, 0), Action(Do.RELOAD, 0))
@@ -250,8 +250,8 @@ def test_a_layer_may_give_way_and_be_released_at_one_event() -> None:
 
 
 @pytest.mark.parametrize("of", range(1, 4))
-def test_the_rules_of_giving_way_in_full(of: int) -> None:
-    """Every way to offload, give way to and release one layer: the allowed ones are those that the rules name."""
+def test_the_rules_of_incremental_release_in_full(of: int) -> None:
+    """Every way to offload, release incrementally and release one layer: those of the rules are allowed."""
     events = list(Plan(of).events())
     for layer, offload, give, release in product(range(of), *[range(len(events))] * 3):
         places = zip((offload, give, release), (Do.OFFLOAD, Do.INCREMENTAL_RELEASE, Do.RELEASE), strict=True)

@@ -35,9 +35,9 @@ def test_two_of_five_overlap_fully() -> None:
         (10.0, 10),
         (20.0, 20),
         (30.0, 30),
-        (30.0, 20),  # layer 0 leaves before layer 3 starts
+        (30.0, 20),  # layer 0 is released before layer 3 starts
         (40.0, 30),
-        (40.0, 20),  # layer 1 leaves before layer 4 starts
+        (40.0, 20),  # layer 1 is released before layer 4 starts
         (50.0, 30),
         (70.0, 20),
         (70.0, 30),  # layer 1 is let in
@@ -55,7 +55,7 @@ def test_two_of_five_overlap_fully() -> None:
 
 
 def test_three_of_five_stall_on_a_slow_link() -> None:
-    # A layer takes 15 s to leave and 30 s to return; forward takes 10 s, backward 20 s.
+    # An offload takes 15 s and a reload 30 s; forward takes 10 s, backward 20 s.
     layers = [LayerCost.even(15, forward=10.0, backward=20.0, pieces=1)] * 5
     result = simulate(DefaultSchedule(3, 5).plan(), layers, Link(d2h=1.0, h2d=0.5))
 
@@ -95,7 +95,7 @@ def test_copies_start_when_saved_and_uses_wait_for_their_own_tensor() -> None:
     result = simulate(DefaultSchedule(1, 2).plan(), [cost, cost], link)
 
     assert spans(result, Kind.D2H) == [(0, 5.0, 11.0), (0, 11.0, 20.0)]
-    # Layer 1: 20 to 30 forward, 30 to 50 backward; then the tensors of layer 0 come back, 8 bytes first.
+    # Layer 1: 20 to 30 forward, 30 to 50 backward; then the tensors of layer 0 are reloaded, 8 bytes first.
     assert spans(result, Kind.H2D) == [(0, 50.0, 67.0), (0, 67.0, 78.0)]
     assert spans(result, Kind.STALL) == [(0, 10.0, 20.0), (0, 50.0, 67.0)]
     # The second tensor is needed at 67 + 15 = 82, after its arrival.
@@ -114,7 +114,7 @@ def test_copies_start_when_saved_and_uses_wait_for_their_own_tensor() -> None:
     )
 
 
-def test_what_nobody_reloads_comes_back_on_demand() -> None:
+def test_a_layer_without_a_reload_is_reloaded_on_demand() -> None:
     layers = [LayerCost(10.0, 20.0, (Saved(4, 0.5, 0.5), Saved(6, 1.0, 0.0))), LayerCost(10.0, 20.0)]
     plan = (
         ManualSchedule(2)
@@ -147,7 +147,7 @@ def test_a_layer_that_is_copied_but_never_released_stays_until_the_copy_has_read
     result = simulate(plan, layers, Link(d2h=0.1, h2d=0.1))
 
     assert spans(result, Kind.D2H) == [(0, 10.0, 110.0)]
-    # Its backward is done at 60, but its memory may be given to nobody else before the copy has ended.
+    # Its backward is done at 60, but its memory may not be reused before the copy has ended.
     assert spans(result, Kind.STALL) == [(0, 60.0, 110.0)]
     assert (result.peak_bytes, result.step_time, result.bytes_reloaded) == (20, 110.0, 0)
 
@@ -160,7 +160,7 @@ def test_copies_of_two_layers_share_one_queue() -> None:
 
     # Layer 1 was queued first, so layer 0 waits behind it although it was ready at 10.
     assert spans(result, Kind.D2H) == [(1, 20.0, 30.0), (0, 30.0, 40.0)]
-    # Nobody reloads it, so backward waits for it from 80.
+    # The plan does not reload it, so backward waits for it from 80.
     assert spans(result, Kind.STALL) == [(0, 30.0, 40.0), (0, 80.0, 90.0)]
 
 

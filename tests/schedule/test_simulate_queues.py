@@ -62,31 +62,31 @@ class Queue:
 def program(plan: Plan, layers: list[LayerCost], link: Link) -> tuple[Queue, Queue, Queue]:
     """Write what the host would queue for a step."""
     compute, d2h, h2d = Queue(), Queue(), Queue()
-    leaving: set[int] = set()
+    offloading: set[int] = set()
     released: set[int] = set()
     made: dict[int, list[int]] = {i: [] for i in range(len(layers))}
     on_host: set[tuple[int, int]] = set()
     returns: set[tuple[int, int]] = set()
-    # Of each layer that gives way: what it still has, and the bytes saved since less those that it gave for them.
-    gifts: dict[int, deque[int]] = {}
+    # Of each layer that is released incrementally: its resident tensors, and the bytes still to release.
+    unreleased: dict[int, deque[int]] = {}
     short: dict[int, int] = {}
-    giver: int | None = None
-    # Who comes back while a backward runs, and the bytes that it may take; a quarter of what was saved is not for it.
-    taker: int | None = None
+    releasing: int | None = None
+    # The layer that is prefetched during a backward, and the bytes that it may use: not the first quarter freed.
+    prefetching: int | None = None
     room = 0
 
     def ticks(seconds: float) -> int:
         assert seconds == int(seconds)
         return int(seconds)
 
-    def copy_out(i: int, k: int) -> None:
+    def offload(i: int, k: int) -> None:
         d2h.put("wait", ("ready", i, k))
         d2h.put("work", ticks(link.latency + layers[i].saved[k].nbytes / link.d2h), "D2H", i)
         d2h.put("signal", ("out", i, k))
 
-    def copy_back(i: int, k: int) -> None:
-        compute.put("signal", ("let in", i, k))
-        h2d.put("wait", ("let in", i, k))
+    def reload(i: int, k: int) -> None:
+        compute.put("signal", ("begin in", i, k))
+        h2d.put("wait", ("begin in", i, k))
         h2d.put("work", ticks(link.latency + layers[i].saved[k].nbytes / link.h2d), "H2D", i)
         h2d.put("signal", ("in", i, k))
         on_host.discard((i, k))
@@ -96,63 +96,63 @@ def program(plan: Plan, layers: list[LayerCost], link: Link) -> tuple[Queue, Que
         nonlocal room
         room += layers[i].saved[k].nbytes
         # A copy out that was queued and never waited for still reads the memory of its layer.
-        for other in made[i] if i in leaving - released else ():
+        for other in made[i] if i in offloading - released else ():
             compute.put("wait", ("out", i, other))
         compute.put("bytes", -layers[i].saved[k].nbytes)
 
-    def leave(i: int, k: int) -> None:
+    def release(i: int, k: int) -> None:
         compute.put("wait", ("out", i, k))
         on_host.add((i, k))
 
-    def make_room(nbytes: int) -> None:
-        if giver is None:
+    def release_incrementally(nbytes: int) -> None:
+        if releasing is None:
             return
-        short[giver] += nbytes
-        while gifts[giver] and short[giver] > 0:
-            k = gifts[giver].popleft()
-            leave(giver, k)
-            compute.put("bytes", -layers[giver].saved[k].nbytes)
-            short[giver] -= layers[giver].saved[k].nbytes
+        short[releasing] += nbytes
+        while unreleased[releasing] and short[releasing] > 0:
+            k = unreleased[releasing].popleft()
+            release(releasing, k)
+            compute.put("bytes", -layers[releasing].saved[k].nbytes)
+            short[releasing] -= layers[releasing].saved[k].nbytes
 
-    def take_room() -> None:
+    def prefetch() -> None:
         nonlocal room
-        for k in reversed(made[taker]) if taker is not None else ():
-            nbytes = layers[taker].saved[k].nbytes
-            if (taker, k) not in on_host:
+        for k in reversed(made[prefetching]) if prefetching is not None else ():
+            nbytes = layers[prefetching].saved[k].nbytes
+            if (prefetching, k) not in on_host:
                 continue
             if nbytes > room:
                 return
             room -= nbytes
             compute.put("bytes", nbytes)
-            copy_back(taker, k)
+            reload(prefetching, k)
 
     def act(when: When, at: int) -> None:
-        nonlocal giver, taker, room
+        nonlocal releasing, prefetching, room
         for action in plan.at(when, at):
             i = action.layer
             if action.do is Do.OFFLOAD:
-                leaving.add(i)
+                offloading.add(i)
                 for k in made[i]:
-                    copy_out(i, k)
+                    offload(i, k)
             elif action.do is Do.INCREMENTAL_RELEASE:
-                giver, gifts[i], short[i] = i, deque(made[i]), 0
+                releasing, unreleased[i], short[i] = i, deque(made[i]), 0
             elif action.do is Do.RELEASE:
                 released.add(i)
-                rest = [*gifts[i]] if i in gifts else made[i]
+                rest = [*unreleased[i]] if i in unreleased else made[i]
                 for k in rest:
-                    leave(i, k)
+                    release(i, k)
                 if rest:
                     compute.put("bytes", -sum(layers[i].saved[k].nbytes for k in rest))
-                if i in gifts:
-                    gifts[i].clear()
+                if i in unreleased:
+                    unreleased[i].clear()
             elif action.do is Do.INCREMENTAL_PREFETCH:
-                taker, room = i, -(sum(saved.nbytes for saved in layers[at].saved) // 4)
+                prefetching, room = i, -(sum(saved.nbytes for saved in layers[at].saved) // 4)
             else:
                 rest = [k for k in made[i] if (i, k) in on_host]
                 if rest:
                     compute.put("bytes", sum(layers[i].saved[k].nbytes for k in rest))
                 for k in reversed(rest):
-                    copy_back(i, k)
+                    reload(i, k)
 
     for i, cost in enumerate(layers):
         act(When.FORWARD_START, i)
@@ -162,12 +162,12 @@ def program(plan: Plan, layers: list[LayerCost], link: Link) -> tuple[Queue, Que
             done = saved.saved_at
             compute.put("bytes", saved.nbytes)
             compute.put("signal", ("ready", i, k))
-            make_room(saved.nbytes)
+            release_incrementally(saved.nbytes)
             made[i].append(k)
-            if i in leaving:
-                copy_out(i, k)
+            if i in offloading:
+                offload(i, k)
         compute.put("work", ticks((1 - done) * cost.forward), "forward", i)
-        giver = None
+        releasing = None
         act(When.FORWARD_END, i)
     for i, cost in reversed(list(enumerate(layers))):
         act(When.BACKWARD_START, i)
@@ -180,15 +180,15 @@ def program(plan: Plan, layers: list[LayerCost], link: Link) -> tuple[Queue, Que
                 free(i, last)
             if (i, k) in on_host:
                 compute.put("bytes", cost.saved[k].nbytes)
-                copy_back(i, k)
-            take_room()
+                reload(i, k)
+            prefetch()
             if (i, k) in returns:
                 compute.put("wait", ("in", i, k))
             last = k
         compute.put("work", ticks((1 - done) * cost.backward), "backward", i)
         if last is not None:
             free(i, last)
-        taker = None
+        prefetching = None
         act(When.BACKWARD_END, i)
     return compute, d2h, h2d
 
@@ -263,7 +263,7 @@ def test_simulate_agrees_with_queues_moved_tick_by_tick() -> None:
         agree(plan, layers, link)
         for do in (Do.INCREMENTAL_RELEASE, Do.INCREMENTAL_PREFETCH):
             at = Counter(event for i in plan.offloaded if (event := plan.find(do, i)) is not None)
-            seen[f"nobody: {do.value}"] += not at
+            seen[f"none: {do.value}"] += not at
             seen[f"two at one layer: {do.value}"] += max(at.values(), default=0) > 1
             timelines = [simulate(each, layers, link).timeline for each in (plan, without(plan, do))]
             seen[f"it matters: {do.value}"] += timelines[0] != timelines[1]
@@ -272,8 +272,8 @@ def test_simulate_agrees_with_queues_moved_tick_by_tick() -> None:
     assert min(seen.values()) > 0, seen
 
 
-def test_a_layer_that_is_back_gives_nothing_more() -> None:
-    """Released and reloaded at the event at which it gives way, it has made its room already."""
+def test_a_reloaded_layer_releases_nothing_more() -> None:
+    """It was released and reloaded at the event of its incremental release."""
     layers = [LayerCost(4.0, 4.0, (Saved(4, 0.5, 0.5),))] * 2
     start = Event(When.FORWARD_START, 1)
     steps = {

@@ -68,6 +68,6 @@ def test_public_names_lead_to_the_package_that_exports_them_and_internal_ones_to
     assert public_name("OffloadContext.record_timeline") == "actoffload.context.OffloadContext.record_timeline"
     assert public_name("actoffload.schedule.timeline.Timeline") == "actoffload.schedule.Timeline"
     assert public_name("Timelime") is None
-    assert is_internal("actoffload.measure._Offloading")
+    assert is_internal("actoffload.report.holders._Search")
     assert not is_internal("actoffload.schedule.Timeline")
     assert not is_internal("actoffload.schedule.Timelime")

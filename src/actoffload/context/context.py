@@ -1,4 +1,4 @@
-"""The context around each layer, and the synchronization function over its output."""
+"""The context around each layer, the synchronization function over its output, and the manual controller."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from typing import Any, TypeVar
 from .. import device as devices
 from .._torch import SavedTensorHooks
 from ..engine.engine import Engine
-from ..engine.layer import Layer, tensors_in
+from ..engine.layer import Layer, Phase, tensors_in
 from ..engine.ownership import unwatch, watch
 from ..engine.passes import Pass, latest_pass, pass_in_backward
 from ..engine.recorder import TimelineRecorder
 from ..engine.statistics import Statistics
 from ..engine.tensor_marks import running
 from ..engine.unpack import unpack
-from ..schedule.plan import Plan
+from ..schedule.plan import Do, Plan
 
-__all__ = ["OffloadContext"]
+__all__ = ["ManualController", "OffloadContext"]
 
 T = TypeVar("T")
 
@@ -129,11 +129,6 @@ class OffloadContext(ContextDecorator):
         output : torch.Tensor or nested tuple, list, mapping or dataclass of them
             What the layer returned.  Outputs that need no gradient are fine.
 
-        Returns
-        -------
-        output
-            The same object.
-
         Raises
         ------
         RuntimeError
@@ -197,13 +192,7 @@ class OffloadContext(ContextDecorator):
 
     @contextmanager
     def record_timeline(self) -> Iterator[TimelineRecorder]:
-        """Record what happens in a ``with`` block, usually one step, as a timeline.
-
-        Yields
-        ------
-        TimelineRecorder
-            Its ``timeline()`` gives a `Timeline` once the block is left.
-        """
+        """Record a ``with`` block, usually one step; ``timeline()`` of what it yields then returns a `Timeline`."""
         recorder = TimelineRecorder(self._engine.backend, self._engine.counters)
         self._engine.record(recorder)
         try:
@@ -213,20 +202,79 @@ class OffloadContext(ContextDecorator):
             self._engine.record(None)
 
     def trim(self) -> int:
-        """Free page-locked memory that no saved tensor uses now, and return the bytes freed.
-
-        Useful after a batch that was larger than those to come.  The next step allocates what it is short of.
-        """
+        """Free pinned memory that no saved tensor uses now, as after a huge batch, and return the bytes freed."""
         return self._engine.trim()
 
     def close(self) -> None:
         """Free the pinned memory, that of captured graphs included; such graphs must not be replayed again.
 
-        Buffers of passes in flight are freed with their graphs.  The context may be used again and allocates new memory
-        then.
+        Buffers of passes in flight are freed with their graphs.  The context may be used again.
         """
         self._engine.close()
 
 
 def _context(plan: Plan, max_host_bytes: int | None) -> OffloadContext:
     return OffloadContext(Engine(plan, devices.backend(), max_host_bytes))
+
+
+class ManualController:
+    """Offloads, releases and reloads the activations of one layer at a time.
+
+    A layer without calls stays on the device.  For the others the order is `start_offload_layer`,
+    `release_activation_forward_gpu_memory`, `start_reload_layer`.  A released layer without a reload is reloaded when
+    backward needs it, with a stall.
+
+    Layer ids count the entries of the context in one forward, from 0.  They refer to `OffloadContext.current_pass`: in
+    a hook that runs in backward, the pass of that backward; else the calling thread's latest.  `in_pass` is another
+    pass in flight.  Each method raises `ValueError` if there is no such layer, and `RuntimeError` if the layer has not
+    run, is still in its forward, or the call is out of order.
+
+    Notes
+    -----
+    Names and meaning are those of the manual controller in Transformer Engine's PyTorch API.
+    """
+
+    def __init__(self, context: OffloadContext) -> None:
+        self._context = context
+
+    def start_offload_layer(self, layer_id: int, *, in_pass: Pass | None = None) -> None:
+        """Queue the copies of a layer's activations to the host; each starts as soon as its tensor is ready."""
+        self._do(Do.OFFLOAD, Phase.SAVED, layer_id, in_pass)
+
+    def release_activation_forward_gpu_memory(self, layer_id: int, *, in_pass: Pass | None = None) -> None:
+        """Let the current stream wait for the copies of a layer, and free its device memory."""
+        self._do(Do.RELEASE, Phase.OFFLOADING, layer_id, in_pass)
+
+    def start_reload_layer(self, layer_id: int, *, in_pass: Pass | None = None) -> None:
+        """Allocate device memory for a layer and queue the copies to it; backward waits for each tensor it uses."""
+        self._do(Do.RELOAD, Phase.RELEASED, layer_id, in_pass)
+
+    def _do(self, action: Do, expected: Phase, layer_id: int, in_pass: Pass | None) -> None:
+        call = _CALLS[action]
+        count = self._context.plan.model_layers
+        if type(layer_id) is not int or not 0 <= layer_id < count:
+            raise ValueError(
+                f"{call}({layer_id!r}): there is no such layer; expected a layer id from 0 to {count - 1}."
+            )
+        target = in_pass or self._context.current_pass
+        if target is None or layer_id >= len(target.layers):
+            raise RuntimeError(
+                f"{call}({layer_id}): layer {layer_id} has not run in this pass; call it after its forward."
+            )
+        with target.lock:
+            layer = target.layers[layer_id]
+            if layer.phase is not expected:
+                raise RuntimeError(f"{call}({layer_id}): layer {layer_id} {layer.phase.value}; {_NEXT[action]}.")
+            target.do(action, layer_id)
+
+
+_CALLS = {
+    Do.OFFLOAD: "start_offload_layer",
+    Do.RELEASE: "release_activation_forward_gpu_memory",
+    Do.RELOAD: "start_reload_layer",
+}
+_NEXT = {
+    Do.OFFLOAD: "call it once, after the layer's context was left and before the layer is released",
+    Do.RELEASE: "call it once, after start_offload_layer",
+    Do.RELOAD: "call it once, after release_activation_forward_gpu_memory",
+}

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, ContextDecorator, contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -14,23 +12,27 @@ from .._arguments import check_bytes, check_whole
 from .._torch import unsupported
 from ..device import ReferenceDevice
 from ..engine.engine import Engine
-from ..engine.recorder import TimelineRecorder
-from ..engine.statistics import Counters, Statistics
-from ..schedule.plan import Plan
+from ..engine.layer import Phase
+from ..schedule.plan import Do, Plan
 from ..schedule.schedules import DefaultSchedule
-from .context import OffloadContext
-from .controller import ManualController
+from .context import ManualController, OffloadContext
 
 __all__ = ["NoController", "NoOffloadContext", "get_cpu_offload_context"]
 
 T = TypeVar("T")
 
 
-class NoOffloadContext(ContextDecorator, AbstractContextManager["NoOffloadContext"]):
+class NoOffloadContext(OffloadContext):
     """The context of a disabled `get_cpu_offload_context`: does nothing, can be nested, and counts nothing."""
 
-    plan = Plan(1)
-    current_pass = None
+    def __init__(self) -> None:
+        super().__init__(Engine(Plan(1), ReferenceDevice()))
+
+    def __deepcopy__(self, memo: object) -> NoOffloadContext:
+        return NoOffloadContext()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return NoOffloadContext, ()
 
     def __enter__(self) -> NoOffloadContext:
         return self
@@ -42,40 +44,12 @@ class NoOffloadContext(ContextDecorator, AbstractContextManager["NoOffloadContex
         """Return the output."""
         return output
 
-    def new_pass(self) -> None:
-        """Do nothing."""
 
-    def statistics(self) -> Statistics:
-        """Return statistics in which every count is 0."""
-        return Statistics()
-
-    def reset_statistics(self) -> None:
-        """Do nothing."""
-
-    @contextmanager
-    def record_timeline(self) -> Iterator[TimelineRecorder]:
-        """Yield a recorder that records nothing."""
-        yield TimelineRecorder(ReferenceDevice(), Counters())
-
-    def trim(self) -> int:
-        """Return 0: no host memory is held."""
-        return 0
-
-    def close(self) -> None:
-        """Do nothing."""
-
-
-class NoController:
+class NoController(ManualController):
     """The controller of a disabled context: accepts every call and does nothing."""
 
-    def start_offload_layer(self, layer_id: int, *, in_pass: object = None) -> None:
-        """Do nothing."""
-
-    def release_activation_forward_gpu_memory(self, layer_id: int, *, in_pass: object = None) -> None:
-        """Do nothing."""
-
-    def start_reload_layer(self, layer_id: int, *, in_pass: object = None) -> None:
-        """Do nothing."""
+    def _do(self, action: Do, expected: Phase, layer_id: int, in_pass: object) -> None:
+        pass
 
 
 def get_cpu_offload_context(
@@ -103,17 +77,15 @@ def get_cpu_offload_context(
     Parameters
     ----------
     enabled : bool
-        False returns objects of the same kind that do nothing.
+        False returns objects that do nothing.
     num_layers : int
         Number of layers to offload, from the first.  Not used with manual synchronization.
     model_layers : int
         How many times the context is entered in one forward of the model.
     offload_activations : bool
         Deprecated.  False is the same as ``enabled=False``.
-    offload_weights : bool
-        Deprecated and without effect: weights stay on the device.
-    double_buffering : bool
-        Deprecated and without effect: buffers are always reused.
+    offload_weights, double_buffering : bool
+        Deprecated and without effect: weights stay on the device, and buffers are always reused.
     manual_synchronization : bool
         Nothing is offloaded by itself; the program calls the `ManualController` that is returned as well.
     retain_pinned_cpu_buffers : bool
@@ -151,8 +123,7 @@ def get_cpu_offload_context(
 
     Notes
     -----
-    Names, order, defaults and return values are those of Transformer Engine's ``get_cpu_offload_context``
-    (PyTorch API), so a program that uses it changes its import and nothing else.
+    Names, order, defaults and return values are those of Transformer Engine's ``get_cpu_offload_context``.
 
     Examples
     --------
@@ -181,9 +152,7 @@ def get_cpu_offload_context(
         warnings.warn(problem, UserWarning, stacklevel=2)
     if not enabled or not offload_activations or problem is not None:
         nothing = NoOffloadContext()
-        if manual_synchronization:
-            return nothing, nothing.synchronize, NoController()
-        return nothing, nothing.synchronize
+        return (nothing, nothing.synchronize, *([NoController(nothing)] if manual_synchronization else []))
     check_whole(num_layers=num_layers, model_layers=model_layers)
     backend = devices.backend()
     if offload_stream is not None:
@@ -203,9 +172,7 @@ def get_cpu_offload_context(
             )
         plan = schedule.plan()
     context = OffloadContext(Engine(plan, backend, max_host_bytes, offload_stream))
-    if manual_synchronization:
-        return context, context.synchronize, ManualController(context)
-    return context, context.synchronize
+    return (context, context.synchronize, *([ManualController(context)] if manual_synchronization else []))
 
 
 def _deprecated(offload_weights: bool, double_buffering: bool, offload_activations: bool) -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import threading
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 
+from .._torch import warn
 from .accelerator import Accelerator
 from .base import Backend
 from .reference import ReferenceDevice
@@ -40,11 +40,10 @@ def backend() -> Backend:
                 _found = Accelerator()
             else:
                 _found = ReferenceDevice(wall_clock=True)
-                warnings.warn(
+                warn(
                     "No accelerator found: actoffload runs on its reference device, where CPU memory plays the "
                     "device too. Gradients and bytes are exact; times say nothing about a GPU.",
                     ReferenceDeviceWarning,
-                    stacklevel=3,
                 )
         return _found
 

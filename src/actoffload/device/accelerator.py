@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from operator import attrgetter
 from typing import Any
@@ -10,27 +9,12 @@ from typing import Any
 import torch
 
 from .._torch import current_stream, is_capturing
-from .base import Pairs, Stream, StreamEvent
+from .base import Backend, Pairs, Stream, StreamEvent
 
-__all__ = ["MEMORY_COUNTERS", "Accelerator", "driver_calls"]
-
-MEMORY_COUNTERS = ("num_device_alloc", "num_device_free", "num_alloc_retries")
+__all__ = ["Accelerator"]
 
 
-def driver_calls() -> dict[str, int]:
-    """Return how often memory was taken from the driver so far, on the device and page-locked on the host.
-
-    A steady-state training step leaves every count where it was.
-    """
-    device = torch.cuda.memory_stats()
-    host = torch.cuda.host_memory_stats()
-    counts = {name: int(device.get(name, 0)) for name in MEMORY_COUNTERS}
-    counts["num_host_alloc"] = int(host.get("num_host_alloc", 0))
-    counts["num_host_free"] = int(host.get("num_host_free", 0))
-    return counts
-
-
-class Accelerator:
+class Accelerator(Backend):
     """Streams, events, memory and copies through `torch.accelerator`, `torch.Stream` and `torch.StreamEvent`.
 
     Raises
@@ -45,9 +29,7 @@ class Accelerator:
             raise RuntimeError("This machine has no accelerator; use the reference device, which serves CPU tensors.")
         self.type = found.type
         self.resolution = 1e-5
-        self.checks = False
         self.name = found.type
-        self.capturing: Callable[[], bool] = is_capturing if found.type == "cuda" else _never
 
     def current_device(self) -> torch.device:
         return torch.device(self.type, torch.accelerator.current_device_index())
@@ -73,10 +55,11 @@ class Accelerator:
         return manager
 
     # Called several times for each saved tensor, so without a Python frame around them.
-    place = staticmethod(attrgetter("device"))
-    record = staticmethod(torch.Stream.record_event)
-    wait = staticmethod(torch.Stream.wait_event)
-    wait_stream = staticmethod(torch.Stream.wait_stream)
+    place: Any = staticmethod(attrgetter("device"))
+    record: Any = staticmethod(torch.Stream.record_event)
+    wait: Any = staticmethod(torch.Stream.wait_event)
+    wait_stream: Any = staticmethod(torch.Stream.wait_stream)
+    capturing = staticmethod(is_capturing)
 
     def record_timed(self, stream: Stream) -> StreamEvent:
         return stream.record_event(torch.Event(self.type, enable_timing=True))
@@ -87,14 +70,6 @@ class Accelerator:
 
     def synchronize(self, device: torch.device) -> None:
         torch.accelerator.synchronize(device)
-
-    def saved(self, tensor: torch.Tensor, stream: Stream) -> None:
-        pass
-
-    def empty_device(
-        self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
-        return torch.empty_strided(size, stride, dtype=dtype, device=device)
 
     def empty_host(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
@@ -113,8 +88,3 @@ class Accelerator:
         with stream:
             for host, device in pairs:
                 device.copy_(host, True)  # without blocking
-
-
-def _never() -> bool:
-    """Return False, for accelerators without known graphs."""
-    return False

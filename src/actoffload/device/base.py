@@ -21,12 +21,7 @@ Pairs: TypeAlias = Sequence[tuple[torch.Tensor, torch.Tensor]]
 
 
 class Backend(Protocol):
-    """A kind of device.
-
-    Everything that the engine does to streams and memory goes through these methods, so a second
-    implementation sees all of it: the reference device keeps virtual clocks, and the tests' adversarial
-    device checks every access against these waits.
-    """
+    """A kind of device: all that the engine does to streams and memory goes through these methods."""
 
     name: str
     """Shown to users: ``"cuda"``, ``"xpu"``, ``"reference"``."""
@@ -34,7 +29,7 @@ class Backend(Protocol):
     type: str
     """Tensors on devices of this type can be offloaded: ``"cuda"``, ``"cpu"``."""
 
-    checks: bool
+    checks: bool = False
     """Whether the engine calls `saved` for every tensor; only devices that check the engine need it."""
 
     resolution: float
@@ -42,114 +37,75 @@ class Backend(Protocol):
 
     def place(self, tensor: torch.Tensor) -> torch.device:
         """Return the device whose streams and host pool serve this tensor."""
-        ...
+        return tensor.device
 
     def current_device(self) -> torch.device:
         """Return the device that is current in the calling thread."""
-        ...
 
     def current_stream(self, device: torch.device) -> Stream:
         """Return the stream on which the calling thread queues work for the device."""
-        ...
 
     def new_stream(self, device: torch.device) -> Stream:
         """Return a stream of its own for transfers."""
-        ...
 
     def adopt(self, stream: Stream) -> Stream:
-        """Return a program's own stream as the methods here want it.
-
-        Raises
-        ------
-        TypeError
-            If it is not a stream.
-        """
-        ...
+        """Return a program's own stream as the methods here want it; raise a `TypeError` if it is not a stream."""
 
     def on(self, stream: Stream) -> AbstractContextManager[Any]:
         """Make a stream the current one of this thread for a ``with`` block."""
-        ...
 
     def record(self, stream: Stream) -> StreamEvent:
         """Return an event at the present end of a stream."""
-        ...
 
     def record_timed(self, stream: Stream) -> StreamEvent:
         """Return an event that `elapsed` can read."""
-        ...
 
     def wait(self, stream: Stream, event: StreamEvent) -> None:
         """Make later work of a stream wait for an event; the host does not wait."""
-        ...
 
     def wait_stream(self, stream: Stream, other: Stream) -> None:
         """Make later work of a stream wait for all work queued so far on another; the host does not wait."""
-        ...
 
     def elapsed(self, start: StreamEvent, end: StreamEvent) -> float:
         """Return seconds between two events of `record_timed` that have passed."""
-        ...
 
     def synchronize(self, device: torch.device) -> None:
         """Wait on the host for all work of a device.  Never called in a step."""
-        ...
 
     def capturing(self) -> bool:
         """Return whether work queued now on the current stream is captured into a graph."""
-        ...
 
     def saved(self, tensor: torch.Tensor, stream: Stream) -> None:
         """Note that the work queued so far on `stream` wrote `tensor`."""
-        ...
+        return
 
     def empty_device(
         self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
         """Return an uninitialized tensor on the device, ordered after the current stream's work."""
-        ...
+        return torch.empty_strided(size, stride, dtype=dtype, device=device)
 
     def empty_host(self, nbytes: int) -> torch.Tensor:
-        """Return uninitialized page-locked bytes.
-
-        Raises
-        ------
-        RuntimeError
-            If the system has no more such memory.
-        """
-        ...
+        """Return uninitialized page-locked bytes; raise a `RuntimeError` if the system has no more."""
 
     def release_host(self) -> None:
         """Return page-locked memory that was freed, and is cached, to the system; not while a graph is captured."""
-        ...
+        return
 
     def to_host(self, pairs: Pairs, stream: Stream) -> None:
         """Queue one transfer from the device to page-locked memory, made of (host, device) pairs of tensors."""
-        ...
 
     def to_device(self, pairs: Pairs, stream: Stream) -> None:
         """Queue one transfer from page-locked memory to the device, made of (host, device) pairs of tensors."""
-        ...
 
 
 class StreamPosition(NamedTuple):
-    """An event, and its place in the order of its stream.
-
-    Parameters
-    ----------
-    event : StreamEvent
-        What to wait for.
-    lane : int
-        Which transfer stream it was recorded on.
-    order : int
-        Grows along a lane: waiting for a position includes all before it.
-    captured : bool
-        It was recorded while a graph was captured, and means something only within that capture.
-    """
+    """An event, and its place in the order of its stream."""
 
     event: StreamEvent
-    lane: int
-    order: int
-    captured: bool
+    lane: int  # which transfer stream it was recorded on
+    order: int  # grows along a lane: waiting for a position includes all before it
+    captured: bool  # while a graph was captured: it means something only within that capture
 
 
 def latest_positions(positions: Iterable[StreamPosition]) -> tuple[StreamPosition, ...]:

@@ -1,8 +1,7 @@
-"""The reference device: CPU tensors play the activations, a separate host pool plays the host.
+"""The reference device: CPU memory stands for device memory, and a separate host pool for host memory.
 
-Copies are real and eager, storages are really released, bytes are accounted exactly.  Time is virtual: each
-stream has a clock that only copies, `ReferenceDevice.compute` and waits move forward.  So the engine, run on
-this device, can be compared second by second with what `simulate` predicts, on any machine.
+Copies and releases of memory are real.  Time is virtual: each stream has a clock, which only copies, waits and
+`ReferenceDevice.compute` move forward.  So the engine can be compared with `simulate` on any machine.
 """
 
 from __future__ import annotations
@@ -10,15 +9,15 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence, Set
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator, Set
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from .._torch import DispatchMode, address, storage_address, tree_leaves
-from .base import Pairs, Stream, StreamEvent
+from .base import Backend, Pairs, Stream, StreamEvent
 
 __all__ = ["CreatedStorages", "ReferenceDevice", "ReferenceEvent", "ReferenceStream"]
 
@@ -44,7 +43,7 @@ class ReferenceEvent:
     time: float
 
 
-class ReferenceDevice:
+class ReferenceDevice(Backend):
     """A device made of CPU memory, with a link of a given bandwidth.
 
     Parameters
@@ -81,13 +80,9 @@ class ReferenceDevice:
             )
         self.d2h, self.h2d, self.latency = d2h, h2d, latency
         self.wall_clock = wall_clock
-        self.checks = False
         self.resolution = 1e-5 if wall_clock else 0.0
         self.main = ReferenceStream("compute")
         self._local = threading.local()
-
-    def place(self, tensor: torch.Tensor) -> torch.device:
-        return tensor.device
 
     def current_device(self) -> torch.device:
         return torch.device("cpu")
@@ -103,11 +98,8 @@ class ReferenceDevice:
             raise TypeError(f"offload_stream is {stream!r}; expected a stream of this reference device.")
         return stream
 
-    def on(self, stream: Stream) -> AbstractContextManager[Any]:
-        return self._on(stream)
-
     @contextmanager
-    def _on(self, stream: ReferenceStream) -> Iterator[ReferenceStream]:
+    def on(self, stream: Stream) -> Iterator[ReferenceStream]:
         before = getattr(self._local, "stream", self.main)
         self._local.stream = stream
         try:
@@ -137,19 +129,8 @@ class ReferenceDevice:
     def capturing(self) -> bool:
         return False
 
-    def saved(self, tensor: torch.Tensor, stream: Stream) -> None:
-        pass
-
-    def empty_device(
-        self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
-        return torch.empty_strided(size, stride, dtype=dtype, device=device)
-
     def empty_host(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8)
-
-    def release_host(self) -> None:
-        pass
 
     def to_host(self, pairs: Pairs, stream: Stream) -> None:
         for host, device in pairs:

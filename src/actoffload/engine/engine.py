@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import threading
-import warnings
 from collections.abc import Hashable
 from itertools import count
 
 import torch
 
+from .._torch import warn
 from ..device.base import Backend
 from ..schedule.plan import Plan, Roles
 from . import ownership
@@ -143,9 +143,8 @@ class Engine:
         """Warn, the first time, that a tensor is kept because there is no host memory for it."""
         if not self._warned:
             self._warned = True
-            warnings.warn(
-                f"A saved tensor stays on the device: {refusal}. Gradients are the same, the memory is not saved; "
-                "this is said once, the statistics count every tensor.",
+            warn(
+                f"A saved tensor stays on the device: {refusal}. Gradients are the same, the memory is not saved. This "
+                "is reported once; the statistics count every tensor.",
                 HostMemoryWarning,
-                stacklevel=2,
             )

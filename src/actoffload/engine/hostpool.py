@@ -18,17 +18,7 @@ __all__ = ["HostPool"]
 
 
 class HostPool:
-    """The page-locked memory of one context or handle on one device.
-
-    Parameters
-    ----------
-    backend : Backend
-        Where page-locked memory comes from.
-    max_bytes : int or None
-        Largest number of bytes to hold; None for no limit.
-    slabs : Slabs or None
-        Where the memory is; slabs of its own if None.
-    """
+    """The page-locked memory of one context or handle on one device."""
 
     def __init__(self, backend: Backend, max_bytes: int | None = None, slabs: Slabs | None = None) -> None:
         self.slabs = slabs = Slabs(backend) if slabs is None else slabs

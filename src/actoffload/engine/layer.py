@@ -69,19 +69,11 @@ opaque(_Reached.__call__, GRAPH_BREAK)
 
 
 class Layer:
-    """State of one layer in one pass.  It knows nothing of its pass, so that no cycle keeps either alive.
-
-    Parameters
-    ----------
-    index : int
-        Position in the pass, from 0.
-    captured : bool
-        Its forward is captured into a graph.
-    """
+    """State of one layer in one pass.  It knows nothing of its pass, so that no cycle keeps either alive."""
 
     def __init__(self, index: int, captured: bool) -> None:
-        self.index = index
-        self.captured = captured
+        self.index = index  # in the pass, from 0
+        self.captured = captured  # its forward is captured into a graph
         self.phase = Phase.FORWARD
         self.eager = False  # copy each tensor when it is saved
         self.synchronized = False
@@ -189,15 +181,7 @@ class Layer:
             storage.copied_out = self._copied_out[transfers] = transfers.end_of_copies_out()
 
     def release_incrementally(self, nbytes: int, captured: bool) -> None:
-        """Release as many bytes as another layer has saved, in the order of saving.
-
-        Parameters
-        ----------
-        nbytes : int
-            How many.
-        captured : bool
-            The forward of that layer is captured into a graph.
-        """
+        """Release as many bytes as another layer has saved, in the order of saving; that one may be captured."""
         self._to_release += nbytes
         storages = self.storages
         while self._to_release > 0 and self._next < len(storages):
@@ -242,12 +226,7 @@ class Layer:
     def prefetch_into_freed(self, prefetching: Layer, used: Callable[[], None]) -> None:
         """Reload another layer into the memory that backward has freed of this one, from here on.
 
-        Parameters
-        ----------
-        prefetching : Layer
-            The layer to reload.
-        used : callable
-            Called when backward uses a tensor that was kept.
+        `used` is called when backward uses a tensor that was kept.
         """
         self.prefetching = prefetching
         # Each once, however often it was saved.

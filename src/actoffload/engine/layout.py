@@ -20,26 +20,14 @@ the choice of kernels, and so the last bit of a result, may depend."""
 
 
 class View(NamedTuple):
-    """Type and layout of one saved tensor.
-
-    Parameters
-    ----------
-    dtype : torch.dtype
-        Element type.
-    size, stride : torch.Size and tuple of int
-        In elements, as torch has them; a stride is 0 where a dimension is expanded.
-    offset : int
-        First byte, counted from the start of the storage.
-    conj, neg : bool
-        Lazy conjugation and negation of complex tensors.
-    """
+    """Type and layout of one saved tensor."""
 
     dtype: torch.dtype
     size: torch.Size
-    stride: tuple[int, ...]
-    offset: int
-    conj: bool
-    neg: bool
+    stride: tuple[int, ...]  # in elements, as torch has it; 0 where a dimension is expanded
+    offset: int  # first byte, counted from the start of the storage
+    conj: bool  # lazy conjugation, of complex tensors
+    neg: bool  # lazy negation
 
     @staticmethod
     def of(tensor: torch.Tensor) -> View:
@@ -121,30 +109,14 @@ def _nothing() -> None:
 
 @dataclass(slots=True)
 class Layout:
-    """How the tensor lies that makes a storage plain, and what is expected of the tensor saved there in a later pass.
-
-    Parameters
-    ----------
-    view : View
-        Type and layout.
-    key : tuple
-        Data type, size and stride.
-    nbytes : int
-        Size of the storage in bytes.
-    node : type or None
-        The class of the autograd node that made the tensor, or the tensor of which it is a view.
-    is_cast : bool
-        That node casts or transposes.
-    host : callable
-        A weak reference to the host buffer that was used last: it is such a tensor already.
-    """
+    """How the tensor lies that makes a storage plain, and what is expected of the one saved there in a later pass."""
 
     view: View
-    key: tuple[torch.dtype, torch.Size, tuple[int, ...]]
-    nbytes: int
-    node: type | None = None
-    is_cast: bool = False
-    host: Callable[[], HostBuffer | None] = _nothing
+    key: tuple[torch.dtype, torch.Size, tuple[int, ...]]  # data type, size and stride
+    nbytes: int  # of the storage
+    node: type | None = None  # class of the autograd node that made the tensor, or the tensor of which it is a view
+    is_cast: bool = False  # that node casts or transposes
+    host: Callable[[], HostBuffer | None] = _nothing  # a weak reference to the buffer of the last pass
 
     @staticmethod
     def of(view: View, nbytes: int) -> Layout:
@@ -171,25 +143,14 @@ Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(slots=True)
 class Piece:
-    """A part of a storage that moves as one copy.
+    """A part of a storage that moves as one copy."""
 
-    Parameters
-    ----------
-    start, stop : int
-        The stretch of the storage, in bytes.
-    elements : View or None
-        None if the whole stretch moves; else only these elements of it.
-    host : HostBuffer or None
-        Where the copy is.
-    exact : tuple of int
-        The stretch before rounding.  What rounding brought along was not saved yet: a kernel that tells torch
-        nothing may still write it, so it does not count as held.
-    """
-
-    start: int
+    start: int  # first byte
     stop: int
-    elements: View | None = None
-    host: HostBuffer | None = None
+    elements: View | None = None  # only these elements move; None for the whole stretch
+    host: HostBuffer | None = None  # where the copy is
+    # The stretch before rounding.  What rounding brought along was not saved yet: a kernel that tells torch nothing may
+    # still write it, so it does not count as held.
     exact: tuple[int, int] = (0, 0)
 
     def __post_init__(self) -> None:
@@ -233,15 +194,7 @@ def _stretch(start: int, stop: int, nbytes: int) -> tuple[int, int]:
 
 
 def dense(view: View, nbytes: int) -> Piece | None:
-    """Return the piece with which a view moves at once, or None if it covers too little of its stretch.
-
-    Parameters
-    ----------
-    view : View
-        A saved tensor.
-    nbytes : int
-        Size of its storage in bytes.
-    """
+    """Return the piece with which a view moves at once; None if it covers too little of its stretch of the storage."""
     start, stop = _stretch(*view.extent, nbytes)
     if view.covered * 2 < stop - start:
         return None
@@ -263,17 +216,7 @@ def loose_pieces(views: Sequence[View], nbytes: int) -> list[Piece]:
 
 
 def gaps(start: int, stop: int, pieces: Iterable[Piece], nbytes: int) -> list[Piece]:
-    """Return the pieces that bring what is missing of a stretch, when some are there already.
-
-    Parameters
-    ----------
-    start, stop : int
-        The stretch, in bytes.
-    pieces : iterable of Piece
-        What is there.
-    nbytes : int
-        Size of the storage in bytes.
-    """
+    """Return the pieces that bring what is missing of a stretch, when some are there already."""
     missing: list[tuple[int, int]] = []
     for first, last in sorted(piece.exact for piece in pieces if piece.elements is None):
         if start < first and start < stop:

@@ -37,19 +37,7 @@ __all__ = ["ModelPass"]
 
 
 class ModelPass(Pass, Generic[Key]):
-    """State of one pass through a model.
-
-    Parameters
-    ----------
-    engine : Engine
-        What it shares with other passes.
-    order : ExecutionOrder
-        The groups in the order in which they are expected.
-    roles_of : callable
-        From a sequence of groups to what the plan for them means.
-    owned : ModuleTensors
-        What the model owns.
-    """
+    """State of one pass through a model; `roles_of` returns what the plan for a sequence of groups means."""
 
     def __init__(
         self,
@@ -77,17 +65,7 @@ class ModelPass(Pass, Generic[Key]):
         return not self.layers or self.layers[-1].continues
 
     def group_start(self, key: Key, inputs: Iterable[torch.Tensor], owned: ModuleTensors) -> Layer:
-        """Begin the forward of a group.
-
-        Parameters
-        ----------
-        key : hashable
-            Which one.
-        inputs : iterable of torch.Tensor
-            What it is called with.
-        owned : ModuleTensors
-            What its module owns.
-        """
+        """Begin the forward of a group, whose module is called with `inputs` and owns `owned`."""
         if not self.order.start(key):
             self.settled = False
             self.follow(self._roles_of(self.order.sequence))

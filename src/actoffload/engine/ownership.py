@@ -135,13 +135,7 @@ def _addresses(tensor: torch.Tensor) -> Sequence[int]:
 
 
 class ModelTensors:
-    """The parameters and buffers of a model, by the address of their storage, as of the first question of a pass.
-
-    Parameters
-    ----------
-    model : torch.nn.Module
-        The model.
-    """
+    """The parameters and buffers of a model, by the address of their storage, as of the first question of a pass."""
 
     def __init__(self, model: Module) -> None:
         self._model = weakref.ref(model)
@@ -166,15 +160,7 @@ class ModelTensors:
 
 
 class GroupTensors(ModuleTensors):
-    """The parameters and buffers of the model, and those that a group of it got from a sharding wrapper meanwhile.
-
-    Parameters
-    ----------
-    group : torch.nn.Module or None
-        The module that runs.
-    model : ModelTensors
-        The model around it.
-    """
+    """The parameters and buffers of the model, and those that a group of it got from a sharding wrapper meanwhile."""
 
     __slots__ = ("_group", "_model", "_samples")
 
@@ -225,13 +211,7 @@ _types: dict[torch.device, str] = {}  # the attribute of a device builds a strin
 
 
 class Limit(NamedTuple):
-    """Tensors below either size stay.
-
-    Parameters
-    ----------
-    elements, nbytes : int
-        Smallest number of elements, and of bytes, with which a tensor is offloaded.
-    """
+    """Tensors with fewer elements, or fewer bytes, stay."""
 
     elements: int
     nbytes: int

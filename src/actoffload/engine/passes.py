@@ -52,15 +52,7 @@ class _Running:
 
 
 class Pass:
-    """State of one pass.
-
-    Parameters
-    ----------
-    engine : Engine
-        What it shares with other passes.
-    roles : Roles, optional
-        Its plan; that of the engine if not given.
-    """
+    """State of one pass."""
 
     # Whether all layers came as the plan expects them; otherwise a kept layer may have to be offloaded after all.
     settled = True

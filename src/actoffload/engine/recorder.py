@@ -9,7 +9,6 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import TracebackType
 
 import torch
 
@@ -18,69 +17,17 @@ from ..device.base import Backend, Stream, StreamEvent
 from ..schedule.timeline import Kind, Span, Timeline
 from .statistics import Counters
 
-__all__ = ["TimelineRecorder", "available", "nvtx_range", "pop", "push", "start", "stop"]
-
-AVAILABLE = has_nvtx
+__all__ = ["TimelineRecorder"]
 
 
-def available() -> bool:
-    """Whether ranges reach a profiler; False where torch was built without NVTX."""
-    return AVAILABLE
+def _start_range(name: str) -> object:
+    """Begin an NVTX range that any thread may end; None where torch was built without NVTX."""
+    return torch.cuda.nvtx.range_start(name) if has_nvtx else None
 
 
-def push(name: str) -> None:
-    """Begin a range in the calling thread, inside those that were pushed before; nothing without NVTX."""
-    if AVAILABLE:
-        torch.cuda.nvtx.range_push(name)  # type: ignore[no-untyped-call]
-
-
-def pop() -> None:
-    """End the range that was pushed last in the calling thread; nothing without NVTX."""
-    if AVAILABLE:
-        torch.cuda.nvtx.range_pop()  # type: ignore[no-untyped-call]
-
-
-def start(name: str) -> object:
-    """Begin a range that any thread may end, and return what `stop` wants; None without NVTX."""
-    return torch.cuda.nvtx.range_start(name) if AVAILABLE else None
-
-
-def stop(shown: object) -> None:
-    """End a range that `start` began; nothing for None."""
+def _end_range(shown: object) -> None:
     if shown is not None:
         torch.cuda.nvtx.range_end(shown)
-
-
-class nvtx_range:  # noqa: N801 - reads as a function, and costs less than a generator
-    """A range around a ``with`` block; nothing without NVTX.
-
-    Parameters
-    ----------
-    name : str
-        What the profiler shows.
-
-    Examples
-    --------
-    >>> from actoffload.engine.recorder import nvtx_range
-    >>> with nvtx_range("forward of model.layers.3"):
-    ...     y = torch.ones(3) + 1
-    """
-
-    __slots__ = ("_name",)
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __enter__(self) -> None:
-        push(self._name)
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        pop()
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,15 +41,7 @@ class _Open:
 
 
 class TimelineRecorder:
-    """Collects the spans of one step; made by `OffloadContext.record_timeline`.
-
-    Parameters
-    ----------
-    backend : Backend
-        The kind of device.
-    counters : Counters
-        Where the resident bytes are read.
-    """
+    """Collects the spans of one step; made by `OffloadContext.record_timeline`."""
 
     def __init__(self, backend: Backend, counters: Counters) -> None:
         self._backend = backend
@@ -117,13 +56,13 @@ class TimelineRecorder:
         self._done: Timeline | None = None
 
     def mark_ranges(self, name_of: Callable[[int], str]) -> None:
-        """StreamPosition compute and copies as NVTX ranges too, with the names of the layers."""
+        """Show compute and copies as NVTX ranges too, with the names of the layers."""
         self._name_of = name_of
 
     def _range(self, kind: Kind, layer: int) -> object:
         if self._name_of is None or kind is Kind.STALL:
             return None
-        return start(f"{kind.value} of {self._name_of(layer)}")
+        return _start_range(f"{kind.value} of {self._name_of(layer)}")
 
     @contextmanager
     def span(self, kind: Kind, layer: int, stream: Stream, nbytes: int) -> Iterator[None]:
@@ -132,7 +71,7 @@ class TimelineRecorder:
         begun = self._backend.record_timed(stream)
         yield
         end = self._backend.record_timed(stream)
-        stop(shown)
+        _end_range(shown)
         with self._lock:
             self._spans.append(_Open(kind, layer, stream, begun, end, nbytes))
 
@@ -152,7 +91,7 @@ class TimelineRecorder:
         if begun is None:
             return
         stream, first, shown = begun
-        stop(shown)
+        _end_range(shown)
         end = self._backend.record_timed(stream)
         with self._lock:
             self._spans.append(_Open(kind, layer, stream, first, end, 0))

@@ -27,13 +27,7 @@ STRIDED = torch.strided
 
 
 class StorageRegistry:
-    """The storages that the layers of a pass saved; it holds weak references only.
-
-    Parameters
-    ----------
-    engine : Engine
-        Whose lock guards it.
-    """
+    """The storages that the layers of a pass saved, by weak references; the lock of the engine guards it."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -76,18 +70,7 @@ class StorageRegistry:
         That is a tensor that was saved already, or one that is as the tensor that was saved at its place in an earlier
         pass: a new storage, which it fills.  Either is not marked, not a leaf and no part of another tensor.
 
-        Parameters
-        ----------
-        layer : Layer
-            The layer that saves it.
-        tensor : torch.Tensor
-            A plain tensor.
-        known : Layout or None
-            What was saved at its place.
-        owner : Owner
-            The pass.
-        as_saved : bool
-            The layer is offloaded as its tensors are saved.
+        `known` is what was saved at its place, and `as_saved` whether the layer is offloaded as its tensors are saved.
         """
         if tensor.layout is not STRIDED or tensor.is_nested:
             return None
@@ -121,7 +104,7 @@ class StorageRegistry:
             stream = self._backend.current_stream(transfers.device)
             if stream not in device.streams:
                 device.streams.append(stream)
-            storage = SavedStorage(version_of(tensor), memory, known.nbytes, device, stream)
+            storage = SavedStorage(device, stream, known.nbytes, version=version_of(tensor), memory=memory)
             storage.fill(root, known, tensor.detach())
             storage.layers[index] = False
             self.storages[key] = ref = storage.resources
@@ -203,7 +186,7 @@ class StorageRegistry:
             ref = self.storages.get(key)
             storage = None if ref is None else ref()
             if ref is None or storage is None or not _usable(storage, version, layer, view, wrappers):
-                storage = SavedStorage(version, memory, memory.nbytes(), pass_device, stream)
+                storage = SavedStorage(pass_device, stream, memory.nbytes(), version=version, memory=memory)
                 self.storages[key] = ref = storage.resources
                 if layer.releasing is not None:
                     self.release_earlier(layer, storage.nbytes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
@@ -28,50 +29,31 @@ class Residency(enum.Enum):
     RELOADED = "on the host and, again, on the device"
 
 
+@dataclass(slots=True, eq=False)
 class HostCopy:
     """The host copy of a saved storage, and the device memory into which it is reloaded.
 
     The lock of the engine guards all methods.
     """
 
-    __slots__ = (
-        "_awaited",
-        "_buffers",
-        "_clean",
-        "_copied_in",
-        "_host",
-        "_pieces",
-        "_typed",
-        "_users",
-        "bytes_copied",
-        "layers",
-        "layout",
-        "nbytes",
-        "pass_device",
-        "plain",
-        "residency",
-        "resources",
-        "stream",
-    )
-
-    residency: Residency
-    plain: View | None  # the layout of a storage that one saved tensor fills
-    layout: Layout
-    bytes_copied: int
-    _typed: torch.Tensor | None  # the copy of a plain storage, if it is in one part
-    _host: HostBuffer | None  # and the memory of that
-    _pieces: Sequence[Piece]  # all other copies
-    _buffers: Sequence[tuple[int, int, torch.Tensor]]  # first byte, end, memory
-    _clean: Sequence[int]  # the versions of the buffers when they were reloaded
-    _copied_in: StreamPosition | None
-    _awaited: bool  # the compute stream has waited for `_copied_in`
-    _users: Sequence[Stream]  # other streams that have
-
-    nbytes: int
-    layers: dict[int, bool]
     pass_device: PassDevice
     stream: Stream
-    resources: Resources
+    nbytes: int
+    layers: dict[int, bool] = field(default_factory=dict)  # that saved it -> whether they have released it
+    resources: Resources = field(init=False)
+    residency: Residency = Residency.DEVICE
+    plain: View | None = None  # the layout of a storage that one saved tensor fills
+    layout: Layout = field(init=False)
+    bytes_copied: int = 0
+    _typed: torch.Tensor | None = None  # the copy of a plain storage, if it is in one part
+    _host: HostBuffer | None = None  # and the memory of that
+    _pieces: Sequence[Piece] = ()  # all other copies
+    _buffers: Sequence[tuple[int, int, torch.Tensor]] = ()  # first byte, end, memory
+    _clean: Sequence[int] = ()  # the versions of the buffers when they were reloaded
+    _copied_in: StreamPosition | None = None
+    _awaited: bool = True  # the compute stream has waited for `_copied_in`
+    _users: Sequence[Stream] = ()  # other streams that have
+
     at_rest: ClassVar[type[HostCopy]]
     in_flight: ClassVar[type[HostCopy]]  # has a finalizer: see [Note: finalizers]
 

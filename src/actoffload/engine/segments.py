@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -29,67 +30,25 @@ class Segment(NamedTuple):
         return self.stop - self.start
 
 
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class HostBuffer:
-    """Host memory of one piece of a saved storage.
+    """Host memory of one piece of a saved storage."""
 
-    Attributes
-    ----------
-    nbytes : int
-        Bytes requested; `size` is what they take up.
-    parts : tuple of torch.Tensor
-        One-dimensional uint8 tensors that together hold `nbytes` bytes.
-    segments : tuple of Segment
-        Where they lie.
-    fence : tuple of StreamPosition
-        What the first writer has to wait for.
-    number : int
-        By which it is returned; another one each time it is taken.
-    account : int
-        Number of the account that uses it, or used it last.
-    key, tensor : tuple and torch.Tensor
-        A dtype, size and stride, and the buffer as such a tensor, as `typed` returned it last.
-    captured : bool
-        Belongs to a captured graph.
-    taken : bool
-        In use.
-    closed : bool
-        Its pool was closed while it was in use.
-    """
+    nbytes: int  # requested; `size` is what the segments take up
+    parts: tuple[torch.Tensor, ...]  # one-dimensional uint8 tensors that together hold `nbytes` bytes
+    segments: tuple[Segment, ...]  # where they lie
+    fence: tuple[StreamPosition, ...]  # what the first writer has to wait for
+    account: int  # number of the account that uses it, or used it last
+    size: int = 0
+    number: int = 0  # by which it is returned; another one each time it is taken
+    key: Any = None  # a dtype, size and stride for which `typed` was asked last
+    tensor: torch.Tensor | None = None  # and what it returned
+    captured: bool = False  # belongs to a captured graph
+    taken: bool = False  # in use
+    closed: bool = False  # its pool was closed while it was in use
 
-    __slots__ = (
-        "__weakref__",
-        "account",
-        "captured",
-        "closed",
-        "fence",
-        "key",
-        "nbytes",
-        "number",
-        "parts",
-        "segments",
-        "size",
-        "taken",
-        "tensor",
-    )
-
-    def __init__(
-        self,
-        nbytes: int,
-        parts: tuple[torch.Tensor, ...],
-        segments: tuple[Segment, ...],
-        fence: tuple[StreamPosition, ...],
-        account: int,
-    ) -> None:
-        self.nbytes = nbytes
-        self.parts = parts  # [keep: host memory]
-        self.segments = segments
-        self.size = sum(segment.nbytes for segment in segments)
-        self.fence = fence
-        self.number = 0
-        self.account = account
-        self.captured = self.taken = self.closed = False
-        self.key: Any = None
-        self.tensor: torch.Tensor | None = None
+    def __post_init__(self) -> None:
+        self.size = sum(segment.nbytes for segment in self.segments)
 
     def typed(self, key: tuple[torch.dtype, torch.Size, tuple[int, ...]]) -> torch.Tensor | None:
         """Return the buffer as a tensor of a dtype, size and stride without gaps; None if it has several parts."""

@@ -19,6 +19,7 @@ import threading
 import weakref
 from collections import Counter, deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
@@ -38,28 +39,15 @@ LARGEST = 1 << 30
 _given_back = [0]  # bytes that pools of any device have returned or freed so far
 
 
+@dataclass(slots=True, eq=False)
 class Account:
-    """Bytes of one pool.
+    """Bytes of one pool."""
 
-    Attributes
-    ----------
-    number : int
-        By which buffers name it.
-    pool : weakref.ref or None
-        The pool; None in the account of what closed pools still use.
-    held : int
-        Bytes in use, and free bytes that were last used for this pool.
-    used : int
-        Bytes in use, by captured graphs too.
-    taken : int
-        The same without what captured graphs alone use.
-    """
-
-    __slots__ = ("held", "number", "pool", "taken", "used")
-
-    def __init__(self, number: int, pool: weakref.ref[Any] | None) -> None:
-        self.number, self.pool = number, pool
-        self.held = self.used = self.taken = 0
+    number: int  # by which buffers name it
+    pool: weakref.ref[Any] | None  # None in the account of what closed pools still use
+    held: int = 0  # in use, and free bytes that were last used for this pool
+    used: int = 0  # in use, by captured graphs too
+    taken: int = 0  # the same without what captured graphs alone use
 
     @property
     def free(self) -> int:
@@ -68,13 +56,7 @@ class Account:
 
 
 class Slabs:
-    """The slabs of one device, and what of them is free.  `lock` guards all methods.
-
-    Parameters
-    ----------
-    backend : Backend
-        Where page-locked memory comes from.
-    """
+    """The slabs of one device, and what of them is free.  `lock` guards all methods."""
 
     def __init__(self, backend: Backend) -> None:
         self.lock = threading.RLock()
@@ -253,6 +235,7 @@ class Slabs:
             parts.append(self._slabs[segment.slab][segment.start : segment.start + size])
             left -= size
         fence = latest_positions(position for segment in segments for position in segment.fence)
+        # [keep: host memory]
         return HostBuffer(nbytes, tuple(parts), tuple(segments), fence, account.number)
 
     def _find(self, need: int, whole: bool) -> list[Segment] | None:

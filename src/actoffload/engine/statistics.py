@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from tabulate import tabulate
 
-from ..schedule.units import mebibytes
+from ..schedule.timeline import mebibytes
 from .finalizers import Resources, dropped, settle
 
 __all__ = ["Counters", "Reason", "Statistics"]

@@ -5,18 +5,18 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import InitVar, dataclass, field
 from typing import Any, ClassVar, Protocol, TypeAlias
 
 import torch
 
 from .._torch import base_of, opaque, storage_weakref, version_of
-from ..device.base import Pairs, Stream, StreamPosition
+from ..device.base import Pairs, StreamPosition
 from .finalizers import Resources, raise_later
 from .layout import Layout, Piece, View, dense, gaps, loose_pieces
 from .reload import HostCopy, Residency
 from .segments import HostBuffer
 from .statistics import Counters
-from .transfer import PassDevice
 from .versions import Wrappers, changed, drop_data
 
 __all__ = ["CompiledState", "Moved", "Owner", "Resident", "SavedStorage", "Unpacked"]
@@ -36,6 +36,7 @@ class Owner(Protocol):
         ...
 
 
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class SavedStorage(HostCopy):
     """A storage between its saving and the last backward that needs it.
 
@@ -49,73 +50,47 @@ class SavedStorage(HostCopy):
 
     Parameters
     ----------
-    version : int
-        The version of its first tensor when that was saved.
-    memory : torch.UntypedStorage
-        The storage.
     pass_device : PassDevice
         Streams and counters of its pass.
     stream : Stream
         The stream on which it was saved; its memory is freed and allocated in the order of this one.
+    nbytes : int
+        Its size in bytes.
+    version : int
+        The version of its first tensor when that was saved.
+    memory : torch.UntypedStorage
+        The storage.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_probes",
-        "_source",
-        "copied_out",
-        "index",
-        "loose",
-        "new",
-        "owner",
-        "pinned",
-        "probe",
-        "ready",
-        "refused",
-        "root",
-        "shared",
-        "token",
-        "unpacked",
-        "version",
-        "wrappers",
-    )
+    version: int = 0
+    memory: InitVar[Any] = None
+    refused: str = ""  # why the host had no memory for it
+    pinned: bool = False  # saved in a layer that is kept, before an offloaded one: a copy would free nothing
+    shared: bool = False  # saved in a layer that is kept, after an offloaded one, and counted as such
+    ready: StreamPosition | None = None  # copies out come after it; None for the moment at which they are queued
+    copied_out: StreamPosition | None = None  # after its copies out; None as long as more may come
+    wrappers: Wrappers = ()  # the wrappers in which it was saved
+    new: Sequence[View] = ()  # saved, and not looked at yet
+    loose: Sequence[View] = ()  # saved, and waiting for the end of the layer
+    _probes: Sequence[torch.Tensor] = ()
+    _source: torch.UntypedStorage | None = None
+    unpacked: Unpacked | None = None  # see [Note: compiled autograd]
+    # Of a plain storage: the pass, the layer and its token, an alias of the tensor, and the tensor or its base.
+    owner: Owner | None = None
+    index: int = field(init=False)
+    token: object = field(init=False)
+    probe: torch.Tensor = field(init=False)
+    root: weakref.ref[torch.Tensor] = field(init=False)
 
     at_rest: ClassVar[type[SavedStorage]]
     in_flight: ClassVar[type[SavedStorage]]
-    # Of a plain storage: the pass, the layer and its token, an alias of the tensor, and the tensor or its base.
-    owner: Owner | None
-    index: int
-    token: object
-    probe: torch.Tensor
-    root: weakref.ref[torch.Tensor]
 
-    def __init__(
-        self, version: int, memory: torch.UntypedStorage, nbytes: int, pass_device: PassDevice, stream: Stream
-    ) -> None:
-        self.pass_device = pass_device
-        self.stream = stream
-        self.version = version
-        self.nbytes = nbytes
-        self.layers: dict[int, bool] = {}  # the layers that saved it -> whether they have released it
-        self._source: torch.UntypedStorage | None = memory  # [keep: source until copied]
-        self.residency = Residency.DEVICE
-        self.refused = ""  # why the host had no memory for it
-        self.pinned = False  # saved in a layer that is kept, before an offloaded one: a copy would free nothing
-        self.shared = False  # saved in a layer that is kept, after an offloaded one, and counted as such
-        self.ready: StreamPosition | None = None  # copies out come after it; None for when they are queued
-        self.copied_out: StreamPosition | None = None  # after its copies out; None as long as more may come
-        self.wrappers: Wrappers = ()  # the wrappers in which it was saved
-        self.new: Sequence[View] = ()  # saved, and not looked at yet
-        self.loose: Sequence[View] = ()  # saved, and waiting for the end of the layer
-        self._probes: Sequence[torch.Tensor] = ()
-        self.unpacked: Unpacked | None = None  # see [Note: compiled autograd]
-        self.plain = self.owner = self._typed = self._host = self._copied_in = None
-        self.bytes_copied = 0
-        self._pieces, self._buffers, self._clean, self._users, self._awaited = (), (), (), (), True
-        counters = pass_device.counters
+    def __post_init__(self, memory: torch.UntypedStorage) -> None:
+        self._source = memory  # [keep: source until copied]
+        device = self.pass_device
         weak = storage_weakref(memory)  # [keep: address of the storage]
-        self.resources = Resources.of(self, weak, counters.freed, pass_device.transfers.pool.returned)
-        counters.saved(nbytes, self.resources)
+        self.resources = Resources.of(self, weak, device.counters.freed, device.transfers.pool.returned)
+        device.counters.saved(self.nbytes, self.resources)
 
     def hold(self, owner: Owner, index: int, token: object) -> SavedStorage:
         """Return what autograd holds for the tensor that makes the storage plain."""
@@ -323,22 +298,23 @@ SavedStorage.at_rest, SavedStorage.in_flight = SavedStorage, InFlight
 opaque(InFlight.__del__)
 
 
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Moved:
     """A saved tensor on a storage that may be offloaded, but does not simply fill it."""
 
-    __slots__ = ("__weakref__", "index", "owner", "probe", "storage", "token", "unpacked", "version", "view")
+    owner: Owner  # the packer of a model drops its own reference
+    index: int
+    storage: SavedStorage
+    view: View
+    probe: torch.Tensor
+    token: object
+    unpacked: Unpacked | None = None  # see [Note: compiled autograd]
+    version: int = field(init=False)
 
-    def __init__(
-        self, owner: Owner, index: int, storage: SavedStorage, view: View, probe: torch.Tensor, token: object
-    ) -> None:
-        self.owner = owner  # the packer of a model drops its own reference
-        self.index = index
-        self.storage = storage  # [keep: host copy]
-        self.view = view
-        self.probe = probe  # [keep: resident tensor]
-        self.version = version_of(probe)
-        self.token = token
-        self.unpacked: Unpacked | None = None  # see [Note: compiled autograd]
+    def __post_init__(self) -> None:
+        # [keep: host copy]
+        # [keep: resident tensor]
+        self.version = version_of(self.probe)
 
     def unpack(self) -> torch.Tensor:
         """Return the tensor, for autograd; reload it if that has not happened yet."""
@@ -352,13 +328,6 @@ class Resident:
 
     While this object exists, so does the storage; the pass finds it by the address when another tensor on the storage
     is saved.
-
-    Parameters
-    ----------
-    nbytes : int
-        Size of the storage in bytes.
-    counters : Counters
-        Where it is counted.
     """
 
     __slots__ = ("__weakref__", "_resources", "nbytes", "used")

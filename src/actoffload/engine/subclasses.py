@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -35,53 +36,27 @@ def _gives_parts(thing: object) -> bool:
     return hasattr(thing, "prepare_for_saving") and hasattr(thing, "restore_from_saved")
 
 
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Compound:
     """A saved tensor that was taken apart.
 
     It holds the parts, each as the pack hook of a layer returned it, and what else the whole is made of.  The whole
     is put together anew each time, so that nothing of it stays on the device in between.
-
-    Parameters
-    ----------
-    seen : Seen
-        The tensor's version counter, when it was saved.
-    size : torch.Size
-        Its shape.
-    parts : mapping
-        From names to what the pack hook returned.
-    build : callable
-        Makes the whole from the parts as tensors.
     """
 
-    __slots__ = ("__weakref__", "_build", "_seen", "_size", "parts", "unpacked")
-
-    def __init__(
-        self,
-        seen: Seen,
-        size: torch.Size,
-        parts: Mapping[str | int, Any],
-        build: Callable[[dict[Any, torch.Tensor]], torch.Tensor],
-    ) -> None:
-        self._seen = seen
-        self._size = size
-        self.parts = parts
-        self._build = build
-        self.unpacked: Unpacked | None = None  # see [Note: compiled autograd]
+    _seen: Seen  # the version counter, when the tensor was saved
+    _size: torch.Size
+    parts: Mapping[str | int, Any]  # by name, what the pack hook returned
+    _build: Callable[[dict[Any, torch.Tensor]], torch.Tensor]  # makes the whole from the parts as tensors
+    unpacked: Unpacked | None = None  # see [Note: compiled autograd]
 
     @staticmethod
     def pack(
         tensor: torch.Tensor, wrappers: Wrappers, packer: Callable[[Wrappers], Callable[..., Any]]
     ) -> Compound | None:
-        """Take a tensor apart; None if it cannot be taken apart.
+        """Take a compound tensor apart, itself a part of some wrappers; None if that is not possible.
 
-        Parameters
-        ----------
-        tensor : torch.Tensor
-            A tensor for which `is_compound` holds.
-        wrappers : tuple of Seen
-            The wrappers of which it is a part itself.
-        packer : callable
-            Returns the pack hook for parts of given wrappers.
+        `packer` returns the pack hook for the parts of given wrappers.
         """
         seen = Seen(Wrapper.of(tensor), version_of(tensor))
         taken = _Flat.take(tensor) if _flattens(type(tensor)) else _Shell.take(tensor)

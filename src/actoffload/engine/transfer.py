@@ -56,15 +56,6 @@ class Link:
     """The transfer streams and the slabs of one device; what uses the same streams shares them.
 
     Shared memory needs shared streams: the position of a fence has to mean the same to the stream that writes next.
-
-    Parameters
-    ----------
-    backend : Backend
-        The kind of device.
-    device : torch.device
-        Which one.
-    stream : Stream or None
-        A program's own stream for both directions; two of our own otherwise.
     """
 
     def __init__(self, backend: Backend, device: torch.device, stream: Stream | None) -> None:
@@ -92,19 +83,7 @@ _links_lock = threading.Lock()
 
 
 class Transfers:
-    """The transfers of one context or handle on one device.
-
-    Parameters
-    ----------
-    backend : Backend
-        The kind of device.
-    device : torch.device
-        Which one.
-    max_host_bytes : int or None
-        Limit of the host pool.
-    stream : Stream or None
-        A program's own stream for both directions; two of our own otherwise.
-    """
+    """The transfers of one context or handle on one device."""
 
     def __init__(
         self, backend: Backend, device: torch.device, max_host_bytes: int | None, stream: Stream | None

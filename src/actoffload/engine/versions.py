@@ -54,13 +54,6 @@ class Wrapper:
     """The version counter that a wrapper tensor shares with its views.
 
     Make it with `Wrapper.of`, which gives the same object for all tensors that share a counter.
-
-    Parameters
-    ----------
-    tensor : torch.Tensor
-        The wrapper.
-    root : torch.Tensor
-        The tensor of which it is a view, or itself.
     """
 
     __slots__ = ("__weakref__", "_counter", "_returned", "_root")
@@ -102,15 +95,7 @@ _wrappers: weakref.WeakValueDictionary[int, Wrapper] = weakref.WeakValueDictiona
 
 
 class Seen(NamedTuple):
-    """A wrapper at the moment at which something in it was saved.
-
-    Parameters
-    ----------
-    wrapper : Wrapper
-        Whose counter.
-    version : int
-        What it showed.
-    """
+    """A wrapper at the moment at which something in it was saved."""
 
     wrapper: Wrapper
     version: int

@@ -33,17 +33,9 @@ _SIDE_BY_SIDE = 2
 
 
 def find_stacks(root: Module) -> tuple[tuple[Module, ...], ...]:
-    """Return the lists of repeated blocks of a model, outside in; see [Note: blocks, stages and parts].
+    """Return the lists of repeated blocks of a model in registration order, each block once; empty if nothing repeats.
 
-    Parameters
-    ----------
-    root : torch.nn.Module
-        The model; itself never a block.
-
-    Returns
-    -------
-    tuple of tuple of torch.nn.Module
-        In registration order, each block once; empty if nothing repeats.
+    See [Note: blocks, stages and parts].  The model itself is never a block.
     """
     return tuple(_Search(root, leaves=False).stacks) or tuple(_Search(root, leaves=True).stacks)
 

@@ -81,26 +81,23 @@ def _followed_class(original: type[Module]) -> type[Module]:
         return _classes[original]
 
     def __call__(self: Module, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
-        pairs = _pairs(self)
-        if not pairs:
-            return original.__call__(self, *args, **kwargs)
         began: list[tuple[Tracker, int]] = []
         try:
             try:
-                for followers, of in pairs:
+                for followers, of in _pairs(self):
                     tracker = followers.tracker
                     began.append((tracker, tracker.depth))
                     tracker.begin(of, args, kwargs)
                 result = original.__call__(self, *args, **kwargs)
                 for tracker, depth in reversed(began):
-                    tracker.end(depth, result)
+                    tracker.end(depth, result)  # [guard: end of a call]
                 return result
             finally:
                 for tracker, depth in reversed(began):
-                    tracker.unwind(depth)
+                    tracker.unwind(depth)  # [guard: end of a failed call]
         finally:
             for tracker, depth in reversed(began):
-                tracker.unwind(depth)
+                tracker.unwind(depth)  # [guard: end of a failed call, repeated after an interrupt]
 
     def __reduce_ex__(self: Module, protocol: Any) -> Any:  # noqa: N807
         reduced = original.__reduce_ex__(self, protocol)
@@ -108,7 +105,7 @@ def _followed_class(original: type[Module]) -> type[Module]:
             return reduced
         function, arguments, *rest = reduced
         if rest and isinstance(rest[0], dict):
-            rest[0] = {name: value for name, value in rest[0].items() if name != _ENTRY}
+            rest[0] = {name: value for name, value in rest[0].items() if name != _ENTRY}  # [guard: entry of a copy]
         arguments = tuple(map(original_class, arguments))
         if function is copyreg.__newobj__:  # type: ignore[attr-defined]  # pickle requires the present class there
             function = arguments[0].__new__
@@ -137,18 +134,17 @@ class Followers:
         Follows their calls.
     modules : sequence of FollowedModule
         The root first.
-    parts : object
-        The other parts of the handle, for `OffloadHandle.of`.
+    parts : dict
+        The attributes of the handle, for `OffloadHandle.of`.
     """
 
-    def __init__(self, tracker: Tracker, modules: Sequence[FollowedModule], parts: Any = None) -> None:
+    def __init__(self, tracker: Tracker, modules: Sequence[FollowedModule], parts: dict[str, Any]) -> None:
         self.tracker = tracker
         self.modules = tuple(modules)
         self.parts = parts
         self.installed = True
         for of in modules:
-            module = of.module
-            refuse_scripted(module, of.name)
+            refuse_scripted(of.module, of.name)
         try:
             for of in modules:
                 module = of.module
@@ -156,7 +152,7 @@ class Followers:
                 _set_class(module, _followed_class(type(module)))
             _followers[modules[0].module] = weakref.ref(self)
         except BaseException:  # an interrupt, or a class that cannot be derived from
-            self._detach()
+            self._detach()  # [guard: half followed model]
             raise
 
     def remove(self) -> None:
@@ -170,7 +166,8 @@ class Followers:
             module = of.ref()
             if module is not None:
                 _set_pairs(module, tuple(pair for pair in _pairs(module) if pair[1] is not of))
-                if not _pairs(module):
+                # [guard: module of another handle -> True]
+                if not _pairs(module):  # [guard: class of a module after removal]
                     vars(module).pop(_ENTRY, None)
                     _set_class(module, original_class(type(module)))
 

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.nn import Module
 
@@ -16,17 +16,14 @@ from .._torch import warn
 from ..engine.engine import Engine
 from ..engine.recorder import TimelineRecorder
 from ..engine.statistics import Statistics
+from ..report.report import Report
 from ..report.step_timeline import StepTimeline
 from ..schedule.execution_order import GroupKey, GroupPlans
 from ..schedule.plan import Plan
 from ..schedule.schedules import GroupSchedule
-from .describe import describe, group_names
 from .follow import Followers, followers_of
-from .reporting import PassLog, Recording, build_report
+from .reporting import PassLog, Recording, build_report, describe, group_names
 from .tracker import FollowedModule, Tracker
-
-if TYPE_CHECKING:
-    from ..report.report import Report
 
 __all__ = ["OffloadHandle"]
 
@@ -37,14 +34,19 @@ class OffloadHandle:
     ``print(handle)`` shows which groups were chosen, and which of them are offloaded.
     """
 
-    def __init__(self, modules: Sequence[FollowedModule], plans: GroupPlans, engine: Engine) -> None:
+    _followers: Followers | None = None
+
+    def __init__(
+        self, modules: Sequence[FollowedModule], plans: GroupPlans, engine: Engine, *, follow: bool = True
+    ) -> None:
         self._modules = tuple(modules)
         self._groups = tuple(of for of in modules if of.group >= 0)
         self._plans = plans
         self._engine = engine
         self._log = PassLog(self._groups)
         self._tracker = Tracker(self._modules, engine, plans, self._log.forward_done)
-        self._followers: Followers | None = Followers(self._tracker, self._modules, (plans, engine, self._log))
+        if follow:
+            self._followers = Followers(self._tracker, self._modules, dict(vars(self)))
 
     @classmethod
     def of(cls, model: Module) -> OffloadHandle | None:
@@ -74,9 +76,7 @@ class OffloadHandle:
         if followers is None:
             return None
         found = cls.__new__(cls)
-        found._modules, found._tracker, found._followers = followers.modules, followers.tracker, followers
-        found._groups = tuple(of for of in followers.modules if of.group >= 0)
-        found._plans, found._engine, found._log = followers.parts
+        vars(found).update(followers.parts, _followers=followers)
         return found
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -266,9 +266,7 @@ class OffloadHandle:
             If no forward with a graph ended since the call of `offload`.
         """
         if self._log.latest is None:
-            raise RuntimeError(
-                "There is nothing to report yet: no forward of the model has ended. Run a training step first."
-            )
+            raise RuntimeError("There is nothing to report yet: no forward of the model has ended. Run a step first.")
         return build_report(self._plans, self._groups, self._log.latest, self._log.recording, self.statistics())
 
 
@@ -282,13 +280,7 @@ def _removed(
     """Return a removed handle with the settings of another one."""
     gone = weakref.ref(Module())
     copied = [FollowedModule(role, name, gone, group, kind) for role, name, group, kind in modules]
-    handle = OffloadHandle.__new__(OffloadHandle)
-    handle._modules = tuple(copied)
-    handle._groups = tuple(of for of in copied if of.group >= 0)
-    handle._plans = GroupPlans(schedule, [of.kind for of in handle._groups])
-    handle._plans.learn(expected)
-    handle._engine = Engine(Plan(1), devices.backend(), max_host_bytes, min_bytes=min_bytes)
-    handle._log = PassLog(handle._groups)
-    handle._tracker = Tracker(copied, handle._engine, handle._plans, handle._log.forward_done)
-    handle._followers = None
-    return handle
+    plans = GroupPlans(schedule, [of.kind for of in copied if of.group >= 0])
+    plans.learn(expected)
+    engine = Engine(Plan(1), devices.backend(), max_host_bytes, min_bytes=min_bytes)
+    return OffloadHandle(copied, plans, engine, follow=False)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import NamedTuple
 
 from torch.nn import DataParallel, Module, ModuleDict, ModuleList, Sequential
 from torch.nn.parallel import DistributedDataParallel
@@ -68,19 +68,8 @@ def runs(module: Module) -> bool:
 # Names
 
 
-@dataclass(frozen=True)
-class Named:
-    """A module under one of its names.
-
-    Attributes
-    ----------
-    full : str
-        The dotted name as registered.
-    clean : str
-        The name without the parts that wrappers add; that of a wrapper and of what it wraps are the same.
-    module : torch.nn.Module
-        The module.
-    """
+class Named(NamedTuple):
+    """A module under one of its names: as registered, and without the parts that wrappers add."""
 
     full: str
     clean: str
@@ -88,27 +77,12 @@ class Named:
 
 
 class Names:
-    """All names of all modules of a model; a module that is registered twice has two.
-
-    Parameters
-    ----------
-    root : torch.nn.Module
-        The model.
-
-    Attributes
-    ----------
-    all : list of Named
-        In registration order.
-    first : dict
-        The first name of each module, which ``named_modules()`` gives, in the same order.
-    title : str
-        The class of the model, without wrappers; for messages.
-    """
+    """All names of all modules of a model, in registration order; a module that is registered twice has two."""
 
     def __init__(self, root: Module) -> None:
         self.all = list(_walk(root, "", "", ()))
         self.title = block_type(root).__name__
-        self.first: dict[Module, Named] = {}
+        self.first: dict[Module, Named] = {}  # the names that named_modules() gives
         self._full: dict[str, Named] = {}
         self._clean: dict[str, Named] = {}
         for named in self.all:

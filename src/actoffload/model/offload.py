@@ -111,15 +111,14 @@ def offload(
     schedule = GroupSchedule(num_layers, fraction, max_inflight)
     chosen = choose(module, layers)
     kept = find_kept(module, keep)
-    both = {id(of) for _, of in kept} & {id(group.module) for group in chosen}
+    both = {name for name, _ in kept} & {of.name for of in chosen}
+    if both and layers is None:
+        raise ValueError(
+            f"keep names '{min(both)}', which is one of the repeated blocks that offload chooses by default: take it "
+            "out of keep, or name the modules to offload with layers."
+        )
     if both:
-        name = next(group.name for group in chosen if id(group.module) in both)
-        if layers is None:
-            raise ValueError(
-                f"keep names '{name}', which is one of the repeated blocks that offload chooses by default: take it "
-                "out of keep, or name the modules to offload with layers."
-            )
-        raise ValueError(f"The module '{name}' is chosen by layers and by keep: take it out of one of them.")
+        raise ValueError(f"The module '{min(both)}' is chosen by layers and by keep: take it out of one of them.")
     plans = GroupPlans(schedule, [group.kind for group in chosen])
     check_num_layers(num_layers, [group.kind for group in chosen])
     modules = [

@@ -1,11 +1,11 @@
-"""Build the report of a handle from its latest pass and its recorded step."""
+"""What a handle prints: the choice of groups, and the report of its latest pass and its recorded step."""
 
 from __future__ import annotations
 
 import re
 import weakref
 from collections import Counter
-from collections.abc import Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, field, replace
 
 from torch.nn import Module
@@ -17,28 +17,53 @@ from ..report.advice import advise
 from ..report.groups import GroupReport, HeldStorage, Holder, sum_groups
 from ..report.holders import find_all_holders
 from ..report.report import Report
-from ..report.step_timeline import LayerTimes, StepTimeline
-from ..schedule.costs import LayerCost, Link
+from ..report.step_timeline import StepTimeline
+from ..report.tables import fold_names
 from ..schedule.execution_order import GroupKey, GroupPlans
-from ..schedule.plan import Plan
+from ..schedule.plan import Do
 from ..schedule.schedules import GroupSchedule
-from ..schedule.timeline import Kind, Timeline
-from .describe import group_names
 from .module_names import Names
-from .pass_statistics import GroupStatistics, Held, PassStatistics
-from .tracker import FollowedModule
+from .pass_statistics import Held, PassStatistics
+from .tracker import KEPT, FollowedModule
 
-__all__ = ["PassLog", "Recording", "build_report"]
+__all__ = ["PassLog", "Recording", "build_report", "describe", "group_names"]
+
+
+def group_names(groups: Sequence[FollowedModule], sequence: Iterable[tuple[int, int]]) -> tuple[str, ...]:
+    """Return a readable name for each group of a sequence."""
+    names = []
+    for group, part in sequence:
+        name = groups[group].name or "(the whole model)"
+        names.append(f"{name} (part {part + 1})" if part else name)
+    return tuple(names)
+
+
+def describe(modules: Sequence[FollowedModule], plans: GroupPlans, state: str) -> str:
+    """Return which groups were chosen and which of them are offloaded; `state` is "paused", "removed" or empty."""
+    groups = [of for of in modules if of.group >= 0]
+    names, kinds, plan = group_names(groups, plans.order), plans.kinds(plans.order), plans.plan(plans.order)
+    shown = f" ({state})" if state else ""
+    lines = [f"offload of {modules[0].name}{shown}: {len(plan.offloaded)} of {len(names)} groups are offloaded"]
+    for kind in dict.fromkeys(kinds):
+        of_kind = [k for k, other in enumerate(kinds) if other == kind]
+        offloaded = [names[k] for k in of_kind if k in plan.offloaded]
+        kept = [names[k] for k in of_kind if k not in plan.offloaded]
+        lines.append(f"  {kind}: {len(offloaded)} of {len(of_kind)} offloaded")
+        lines += [f"    offloaded  {fold_names(offloaded, most=6)}"] if offloaded else []
+        lines += [f"    kept       {fold_names(kept, most=6)}"] if kept else []
+    if any(of.role is KEPT for of in modules):
+        lines.append(f"  keep: {fold_names([of.name for of in modules if of.role is KEPT], most=6)}")
+    if plan.offloaded:
+        first = plan.offloaded[0]
+        release = plan.find(Do.RELEASE, first)
+        assert release is not None
+        far = release.layer - first
+        lines.append(f"  each is freed while the group {far} place{'s' * (far > 1)} after it computes")
+    return "\n".join(lines)
 
 
 class PassLog:
-    """The latest pass of a model, and the recorded step.  It does not reference the handle.
-
-    Parameters
-    ----------
-    groups : sequence of FollowedModule
-        The chosen modules.
-    """
+    """The latest pass of a model, and the recorded step.  It does not reference the handle."""
 
     def __init__(self, groups: Sequence[FollowedModule]) -> None:
         self.groups = groups
@@ -49,30 +74,20 @@ class PassLog:
         """Take the statistics of a pass whose forward has ended."""
         self.latest = PassStatistics.of(done, sequence, None if self.latest is None else self.latest.sequence)
         if self.recording is not None and self.recording.open:
-            _note_pass(self.recording, self.latest)
+            self.recording.note(self.latest)
 
 
 @dataclass(eq=False)
 class Recording:
-    """A step that is, or was, recorded.
-
-    Parameters
-    ----------
-    recorder : TimelineRecorder
-        Its events.
-    root : weakref of torch.nn.Module
-        The model.
-    groups : sequence of FollowedModule
-        The chosen modules.
-    """
+    """A step that is, or was, recorded."""
 
     recorder: TimelineRecorder
     root: weakref.ref[Module]
-    groups: Sequence[FollowedModule]
+    groups: Sequence[FollowedModule]  # the chosen modules
+    names: tuple[str, ...]  # of the groups as they run
     open: bool = True
-    names: tuple[str, ...] = ()
     passes: int = 0
-    outside: Counter[str] = field(default_factory=Counter)
+    outside: dict[str, int] = field(default_factory=dict)
     held: tuple[Held, ...] = ()
     holders: dict[int, tuple[Holder, ...]] = field(default_factory=dict)
 
@@ -84,27 +99,25 @@ class Recording:
         """Return the name of a group by its position in the pass."""
         return self.names[layer] if layer < len(self.names) else f"group {layer}"
 
-
-def _note_pass(recording: Recording, latest: PassStatistics) -> None:
-    """Note the names of a recorded pass, and what else references its memory, as long as that can be found."""
-    recording.passes += 1
-    recording.names = group_names(recording.groups, latest.sequence)
-    recording.held, recording.holders = latest.held, {}
-    root = recording.root()
-    modules = {} if root is None else {module: name or "the model" for name, module in root.named_modules()}
-    saved = Counter[Module]()
-    for nbytes, saver in latest.saved_outside:
-        module = saver()
-        if module is not None and module is not root and module in modules:
-            saved[module] += nbytes
-    recording.outside = Counter[str]()
-    if root is not None:
-        names, may = Names(root), {*saved, *(group.ref() for group in recording.groups)}
-        for module, nbytes in saved.items():
-            recording.outside[_pattern(names, modules[module], may)] += nbytes
-    if latest.held:
-        with recording.recorder.apart():
-            recording.holders = find_all_holders([held.address for held in latest.held], modules)
+    def note(self, latest: PassStatistics) -> None:
+        """Note the names of a pass, and what else references its memory, as long as that can be found."""
+        self.passes += 1
+        self.names = group_names(self.groups, latest.sequence)
+        self.held, self.holders = latest.held, {}
+        root, saved, outside = self.root(), Counter[Module](), Counter[str]()
+        modules = {} if root is None else {module: name or "the model" for name, module in root.named_modules()}
+        for nbytes, saver in latest.saved_outside:
+            module = saver()
+            if module is not None and module is not root and module in modules:
+                saved[module] += nbytes
+        if root is not None:
+            names, may = Names(root), {*saved, *(group.ref() for group in self.groups)}
+            for module, nbytes in saved.items():
+                outside[_pattern(names, modules[module], may)] += nbytes
+        self.outside = dict(outside)
+        if latest.held:
+            with self.recorder.apart():
+                self.holders = find_all_holders([held.address for held in latest.held], modules)
 
 
 def _pattern(names: Names, name: str, may: Set[Module | None]) -> str:
@@ -121,134 +134,63 @@ def build_report(
     recording: Recording | None,
     statistics: Statistics,
 ) -> Report:
-    """Return the report of the latest pass.
-
-    Parameters
-    ----------
-    plans : GroupPlans
-        Plans of the groups.
-    groups : sequence of FollowedModule
-        The chosen modules.
-    latest : PassStatistics
-        The latest pass.
-    recording : Recording or None
-        The recorded step, for times and holders.
-    statistics : Statistics
-        Sums since the last reset.
-    """
-    names = group_names(groups, latest.sequence)
-    kinds = plans.kinds(latest.sequence)
-    recorded = None if recording is None or recording.open or recording.names != names else recording.timeline()
-    timeline = None if recorded is None else recorded.timeline
-    seconds = () if recorded is None else recorded.by_layer()
-    passes = 0 if recorded is None or recording is None else recording.passes
-    held = _holders(latest, names, recording)
-    rows = [
-        _row(group, name, kind, seconds[k] if recorded else None, _not_freed(k, latest.held))
-        for k, (group, name, kind) in enumerate(zip(latest.groups, names, kinds, strict=True))
-    ]
+    """Return the report of the latest pass, with the times and holders of a recorded step of the same groups."""
+    names, kinds = group_names(groups, latest.sequence), plans.kinds(latest.sequence)
+    same = recording if recording is not None and recording.names == names else None
+    recorded = None if same is None or same.open else same.timeline()
+    seconds = [{} for _ in names] if recorded is None else [vars(times) for times in recorded.by_layer()]
+    not_freed, rows = Counter[int](), dict[str, list[GroupReport]]()
+    for entry in latest.held:
+        not_freed[entry.place] += entry.nbytes
+    for k, (layer, saved) in enumerate(latest.groups):
+        row = replace(
+            saved,
+            name=names[k],
+            kind=kinds[k],
+            reloaded_ahead=layer.ahead,
+            reloaded_on_demand=layer.on_demand,
+            bytes_reloaded=layer.bytes_reloaded,
+            bytes_not_freed=not_freed[k],
+            **{f"{name}_seconds": value for name, value in seconds[k].items()},
+        )
+        rows.setdefault(row.name, []).append(row)
+    by_name = [calls[0] if len(calls) == 1 else sum_groups(calls, name) for name, calls in rows.items()]
     ran = {key.group for key in latest.sequence}
-    chosen = group_names(groups, [GroupKey(k) for k in range(len(groups))])
-    absent = [(k, name) for k, name in enumerate(chosen) if k not in ran]
-    expected = sum(group.bytes_expected for group in latest.groups if group.offloaded)
-    gone = sum(group.bytes_freed for group in latest.groups if group.offloaded)
-    schedule = plans.schedule
+    absent = [GroupKey(k) for k in range(len(groups)) if k not in ran]
+    by_name += [
+        GroupReport(name, groups[key.group].kind, calls=0)
+        for key, name in zip(absent, group_names(groups, absent), strict=True)
+    ]
     report = Report(
-        groups=(
-            *_by_name(rows),
-            *(GroupReport(name, groups[k].kind, calls=0) for k, name in absent),
-        ),
+        groups=tuple(by_name),
         outside=latest.outside,
-        outside_modules={} if recording is None or recording.names != names else dict(recording.outside),
+        outside_modules={} if same is None else dict(same.outside),
         passes=statistics.passes,
-        num_layers=_number(schedule, kinds),
+        num_layers=_number(plans.schedule, kinds),
         peak_resident_bytes=statistics.peak_resident_bytes,
         host_bytes=statistics.host_bytes,
         host_bytes_high_water=statistics.host_bytes_high_water,
-        held=held,
-        expected_bytes=expected,
-        dropped_bytes=gone - sum(entry.nbytes for entry in latest.held),
-        step_seconds=None if timeline is None else timeline.end,
-        step_passes=passes,
+        held=_held(latest, names, recording),
+        expected_bytes=latest.expected_bytes,
+        dropped_bytes=latest.freed_bytes - not_freed.total(),
+        step_seconds=None if recorded is None else recorded.timeline.end,
+        step_passes=0 if recorded is None or same is None else same.passes,
         order="" if latest.as_before else "The groups ran in another order than in the previous pass.",
     )
-    costs, link = (None, None) if timeline is None else _costs(timeline, rows, passes)
-
-    def plan_for(num_layers: int) -> Plan:
-        if num_layers >= max(kinds.count(kind) for kind in set(kinds)):
-            raise ValueError("The last group is always kept.")
-        return GroupSchedule(num_layers, schedule.fraction, schedule.max_inflight).plan(kinds)
-
-    return replace(report, advice=advise(report, costs=costs, link=link, plan_for=plan_for))
+    return replace(report, advice=advise(report))
 
 
 def _number(schedule: GroupSchedule, kinds: Sequence[str]) -> int:
     """Return the num_layers that offloads as many groups of a kind as this schedule."""
     if schedule.num_layers is not None:
         return schedule.num_layers
-    leaving = [kinds[k] for k in GroupSchedule().offloaded(kinds)]  # of which a fraction leaves
-    return max((leaving.count(kind) for kind in set(leaving)), default=0)
+    eligible = Counter(kinds[k] for k in GroupSchedule().offloaded(kinds))
+    return max(eligible.values(), default=0)
 
 
-def _not_freed(place: int, held: Sequence[Held]) -> int:
-    return sum(entry.nbytes for entry in held if entry.place == place)
-
-
-def _holders(latest: PassStatistics, names: Sequence[str], recording: Recording | None) -> tuple[HeldStorage, ...]:
+def _held(latest: PassStatistics, names: Sequence[str], recording: Recording | None) -> tuple[HeldStorage, ...]:
     """Return what else references memory, if the recorded pass left the same amounts in the same groups."""
-    if recording is None or [of.amount for of in recording.held] != [of.amount for of in latest.held]:
+    if recording is None or [of[:2] for of in recording.held] != [of[:2] for of in latest.held]:
         return ()
     found = recording.holders
     return tuple(HeldStorage(names[of.place], of.nbytes, found.get(of.address, ())) for of in recording.held)
-
-
-def _row(group: GroupStatistics, name: str, kind: str, times: LayerTimes | None, not_freed: int) -> GroupReport:
-    layer = group.layer
-    return GroupReport(
-        name,
-        kind,
-        offloaded=group.offloaded,
-        storages=group.storages,
-        bytes_saved=group.bytes_saved,
-        bytes_offloaded=group.bytes_offloaded,
-        bytes_wasted=group.bytes_wasted,
-        kept=group.kept,
-        reloaded_ahead=layer.ahead,
-        reloaded_on_demand=layer.on_demand,
-        bytes_reloaded=layer.bytes_reloaded,
-        bytes_not_freed=not_freed,
-        forward_seconds=None if times is None else times.forward,
-        backward_seconds=None if times is None else times.backward,
-        forward_stall_seconds=None if times is None else times.forward_stall,
-        backward_stall_seconds=None if times is None else times.backward_stall,
-    )
-
-
-def _by_name(rows: Sequence[GroupReport]) -> list[GroupReport]:
-    """Sum the calls of each group."""
-    of: dict[str, list[GroupReport]] = {}
-    for row in rows:
-        of.setdefault(row.name, []).append(row)
-    return [mine[0] if len(mine) == 1 else sum_groups(mine, name) for name, mine in of.items()]
-
-
-def _costs(timeline: Timeline, rows: Sequence[GroupReport], passes: int) -> tuple[list[LayerCost] | None, Link | None]:
-    """Return the costs of the groups in one pass, and the speed of copies; None if there were too few copies."""
-    speeds = []
-    for kind in (Kind.D2H, Kind.H2D):
-        busy = timeline.seconds(kind)
-        if not busy:
-            return None, None
-        speeds.append(timeline.nbytes(kind) / busy)
-    costs = [
-        LayerCost.even(
-            row.bytes_saved,
-            forward=(row.forward_seconds or 0.0) / passes,
-            backward=(row.backward_seconds or 0.0) / passes,
-            pieces=max(1, min(row.storages, row.bytes_saved)),
-        )
-        if row.bytes_saved
-        else LayerCost((row.forward_seconds or 0.0) / passes, (row.backward_seconds or 0.0) / passes, ())
-        for row in rows
-    ]
-    return costs, Link(*speeds)

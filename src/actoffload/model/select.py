@@ -21,9 +21,8 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.nn import Module
@@ -36,59 +35,25 @@ __all__ = ["Chosen", "choose", "find_kept"]
 _EXPECTED = "a dotted path or glob pattern, a module, a module type, or an iterable of these"
 
 
-@dataclass(frozen=True)
-class Chosen:
-    """A module that `offload` chose.
-
-    Attributes
-    ----------
-    name : str
-        Dotted name inside the root, as in ``root.named_modules()``; empty for the root itself.
-    module : torch.nn.Module
-        The module.
-    kind : str
-        Modules of one kind are scheduled alike.
-    """
+class Chosen(NamedTuple):
+    """A module that an argument means, with its name in ``root.named_modules()``."""
 
     name: str
     module: Module
-    kind: str
+    kind: str  # modules of one kind are scheduled alike
 
 
 def choose(root: Module, layers: str | Module | type[Module] | Iterable[Any] | None) -> tuple[Chosen, ...]:
-    """Return the modules that `layers` means, in registration order, each once.
+    """Return the modules that `layers` means, in registration order, each once; at least one.
 
-    Parameters
-    ----------
-    root : torch.nn.Module
-        The model, wrapped or not.
-    layers : str, module, type, iterable of these, or None
-        See [Note: what an entry means]; None finds the repeated blocks, see [Note: blocks, stages and parts].
+    Repeated blocks, which None means, are of the kind ``"layer"``.  Otherwise the kind is the pattern, the name of the
+    class, or the path with ``*`` in place of indices; with the name of the module's class after it if modules of
+    several classes would be of one kind.  The first entry that means a module decides.
 
-    Returns
-    -------
-    tuple of Chosen
-        At least one.  Repeated blocks are of the kind ``"layer"``.  Otherwise the kind is the pattern, the name of the
-        class, or the path with ``*`` in place of indices; with the name of the module's class after it if modules of
-        several classes would be of one kind.  The first entry that means a module decides.
-
-    Raises
-    ------
-    ValueError
-        If nothing is found, or an entry means no module of this model.
-    TypeError
-        If an entry is of another type.
-
-    Examples
-    --------
     >>> from actoffload.model.select import choose
-    >>> model = torch.nn.Transformer(16, 2, num_encoder_layers=2, num_decoder_layers=2, batch_first=True)
-    >>> [each.name for each in choose(model, None)]
-    ['encoder.layers.0', 'encoder.layers.1', 'decoder.layers.0', 'decoder.layers.1']
-    >>> [(each.name, each.kind) for each in choose(model, "encoder.*.linear?")][:2]
+    >>> model = torch.nn.Transformer(16, 2, num_encoder_layers=1, num_decoder_layers=1)
+    >>> [(each.name, each.kind) for each in choose(model, "encoder.*.linear?")]
     [('encoder.layers.0.linear1', 'encoder.*.linear?'), ('encoder.layers.0.linear2', 'encoder.*.linear?')]
-    >>> sorted({each.kind for each in choose(model, ["decoder.layers", torch.nn.MultiheadAttention])})
-    ['MultiheadAttention', 'decoder.layers.*']
     """
     names = Names(root)
     if layers is None:
@@ -111,25 +76,10 @@ def choose(root: Module, layers: str | Module | type[Module] | Iterable[Any] | N
 
 
 def find_kept(root: Module, keep: str | Module | type[Module] | Iterable[Any]) -> tuple[tuple[str, Module], ...]:
-    """Return the modules that `keep` means, with their names, in registration order, each once.
-
-    Parameters
-    ----------
-    root : torch.nn.Module
-        The model, wrapped or not.
-    keep : str, module, type, or iterable of these
-        See [Note: what an entry means]; but a ``Sequential`` is itself here.  May be empty.
-
-    Raises
-    ------
-    ValueError
-        If an entry means no module of this model.
-    TypeError
-        If an entry is of another type.
-    """
+    """Return the modules that `keep` means, with names, in registration order; a ``Sequential`` is itself here."""
     names = Names(root)
     found = dict(meant for entry, _ in _entries(names, keep, "keep") for meant in _meaning(names, entry, False, "keep"))
-    return tuple((each.name, each.module) for each in _in_order(names, found))
+    return tuple(each[:2] for each in _in_order(names, found))
 
 
 def _in_order(names: Names, kinds: Mapping[Module, str]) -> tuple[Chosen, ...]:

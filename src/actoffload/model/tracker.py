@@ -85,27 +85,13 @@ class _Obstacles:
 
 @dataclass(frozen=True, eq=False)
 class FollowedModule:
-    """A module whose calls are followed.  It is referenced weakly, because the module itself refers to this object.
+    """A module whose calls are followed.  It is referenced weakly, because the module itself refers to this object."""
 
-    Parameters
-    ----------
-    role : str
-        ``ROOT``, ``GROUP`` or ``KEPT``.
-    name : str
-        Dotted name in the model.
-    ref : weakref of torch.nn.Module
-        The module.
-    group : int
-        Its index among the chosen modules; -1 for the root and kept modules.
-    kind : str
-        Groups of one kind are scheduled alike.
-    """
-
-    role: str
+    role: str  # ROOT, GROUP or KEPT
     name: str
     ref: weakref.ref[Module]
-    group: int = -1
-    kind: str = ""
+    group: int = -1  # its index among the chosen modules
+    kind: str = ""  # groups of one kind are scheduled alike
 
     @property
     def module(self) -> Module:
@@ -144,11 +130,11 @@ class Tracker:
     Parameters
     ----------
     modules : sequence of FollowedModule
-        The model and its followed modules, the model first.
+        The model first.
     engine : Engine
         Shared by all passes.
     plans : GroupPlans
-        Returns the plan of a pass.
+        The plans for sequences of groups.
     done : callable
         Called with each pass whose forward has ended, and its sequence of groups.
     """
@@ -181,7 +167,7 @@ class Tracker:
     def begin(self, of: FollowedModule, args: Any, kwargs: Any) -> None:
         """Begin the forward of a module."""
         thread = self._thread
-        if backward_id() != NO_BACKWARD:  # a recomputation
+        if backward_id() != NO_BACKWARD:  # [guard: recomputation in backward]
             if of.role is ROOT and not self.paused:
                 self._obstacles.recomputed()
             return
@@ -195,7 +181,7 @@ class Tracker:
         call = _Call(of)
         thread.calls.append(call)
         if of.role is GROUP:
-            self._suspend_outer()
+            self._suspend_outer()  # [guard: outer group while an inner one runs]
             self._start_group(call, tensors_in((args, kwargs)))
         self._resume()
 
@@ -213,8 +199,8 @@ class Tracker:
     def _begin_forward(self, *, alone: bool) -> None:
         thread = self._thread
         current = thread.current
-        if not alone or current is None or not current.open:
-            if current is not None and alone:
+        if not alone or current is None or not current.open:  # [guard: pass of a loop over the groups -> True]
+            if current is not None and alone:  # [guard: learned order of a loop]
                 self._learn(current)  # a loop over the groups has no call of the root that ends its forward
             thread.owned = ModelTensors(self._modules[0].module)
             order = ExecutionOrder(self._plans.order)
@@ -224,8 +210,8 @@ class Tracker:
         thread.between = current.packer_between()
         thread.backends = len(running.backends)
         thread.hooks = SavedTensorHooks(thread.packer.pack, unpack)
-        thread.hooks.install()
-        running.backends.append(self._engine.backend)
+        thread.hooks.install()  # [guard: saved-tensor hooks]
+        running.backends.append(self._engine.backend)  # [guard: is_cpu_offload_enabled in a forward]
         self._running.add(threading.get_ident())
 
     def _start_group(self, call: _Call, inputs: Iterable[torch.Tensor]) -> None:
@@ -266,7 +252,7 @@ class Tracker:
     def end(self, depth: int, output: Any) -> None:
         """End the forward of a module that returned `output`; `depth` is what it was before `begin`."""
         thread = self._thread
-        if len(thread.calls) <= depth:  # `begin` found nothing to do
+        if len(thread.calls) <= depth:  # [guard: end of a call that was not begun]
             return
         call = thread.calls[-1]
         if call.layer is not None:
@@ -286,29 +272,28 @@ class Tracker:
         if len(thread.calls) <= depth and (depth or thread.hooks is None):
             return
         if thread.current is not None:
-            thread.current.aborted = True
+            thread.current.aborted = True  # [guard: aborted pass]
         try:
             while len(thread.calls) > depth:
                 if thread.calls[-1].layer is not None:
                     self._end_group(thread.calls[-1], ())
                 thread.calls.pop()
         finally:
-            del thread.calls[depth:]
+            del thread.calls[depth:]  # [guard: calls of an interrupted cleanup]
             if not depth:
-                self._end_forward(finished=False)
+                self._end_forward(finished=False)  # [guard: end of a failed forward]
             elif thread.between is not None:
-                thread.packer.take_aside(thread.between)  # if the model handles the exception
+                # The model may handle the exception.
+                thread.packer.take_aside(thread.between)  # [guard: packer after a handled exception]
 
     def _end_group(self, call: _Call, outputs: Sequence[torch.Tensor]) -> None:
         current, layer = self._thread.current, call.layer
         assert current is not None
         assert layer is not None
         call.layer = None
-        failed, current.aborted = current.aborted, True  # if what follows fails
         current.forward_end(layer)
-        layer.owned.forget()
+        layer.owned.forget()  # [guard: weights that a group refers to]
         layer.watch(outputs, current.backward_reached)
-        current.aborted = failed
 
     def _end_forward(self, *, finished: bool) -> None:
         """Uninstall everything; each step may be repeated after an interrupt, and `hooks` is cleared last."""
@@ -316,12 +301,13 @@ class Tracker:
         current, hooks = thread.current, thread.hooks
         assert hooks is not None
         assert current is not None
-        hooks.remove()
-        del running.backends[thread.backends :]
-        thread.packer.end()
+        hooks.remove()  # [guard: removal of the saved-tensor hooks]
+        del running.backends[thread.backends :]  # [guard: is_cpu_offload_enabled after a forward]
+        thread.packer.end()  # [guard: pass that the packer refers to]
         thread.between = None
-        self._running.discard(threading.get_ident())
+        self._running.discard(threading.get_ident())  # [guard: thread whose forward has ended]
         thread.hooks = None
+        # [guard: end of a loop over the groups -> True]
         if finished or (current.order.complete and not current.aborted):
             current.forward_done()
             self._learn(current)
@@ -329,7 +315,7 @@ class Tracker:
         self._finish()
 
     def _learn(self, current: ModelPass[GroupKey]) -> None:
-        if not current.aborted:
+        if not current.aborted:  # [guard: order of an aborted pass -> True]
             sequence = tuple(current.order.started)
             self._plans.learn(sequence)
             self._done(current, sequence)
@@ -343,7 +329,7 @@ class Tracker:
         self._finish()
 
     def _finish(self) -> None:
-        if self._then is not None and not self._running:
+        if self._then is not None and not self._running:  # [guard: removal while a forward runs -> True]
             self._then()
             self._engine.close()  # the last forward may have taken host memory after the handle was removed
             self._then = None

@@ -82,9 +82,7 @@ def grouped_mlp(
     -----
     With counts on the device the products are ``torch.nn.functional.grouped_mm``: on CUDA for bfloat16 on devices of
     compute capability 9.x and 10.x, if the operands' rows are multiples of 16 bytes.  The loop takes every floating
-    point dtype, device and size.  Under autocast the operands are cast as for a matrix product.
-
-    Backward cannot be differentiated again.  ``torch.compile`` calls the function as it is, between compiled parts.
+    point dtype, device and size.  Backward cannot be differentiated again.
 
     Examples
     --------
@@ -161,12 +159,8 @@ class GroupedMLP(torch.nn.Module):
 
     Parameters
     ----------
-    num_experts : int
-        Number of experts.
-    hidden_size : int
-        Width of a token, in and out.
-    ffn_size : int
-        Width between activation and FC2; FC1's output is twice as wide with a gated activation.
+    num_experts, hidden_size, ffn_size : int
+        Number of experts; width of a token, in and out; width between activation and FC2.
     activation : str
         As in `grouped_mlp`.
     keep_fc1_input, keep_activation_input, keep_fc2_input : bool

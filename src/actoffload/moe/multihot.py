@@ -92,10 +92,12 @@ class _Table(torch.autograd.Function):
     The gradient of `scatter` keeps a negative zero; with a mask it is added to zero, which makes it positive.
     """
 
+    generate_vmap_rule = True
+
     @staticmethod
     def forward(probs: torch.Tensor, columns: torch.Tensor, num_experts: int) -> torch.Tensor:
         table = probs.new_zeros(probs.shape[0], num_experts + 1)
-        return _without_first(table.scatter_(1, columns, probs))
+        return _without_first(table.scatter(1, columns, probs))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
@@ -106,18 +108,6 @@ class _Table(torch.autograd.Function):
         (columns,) = ctx.saved_tensors
         taken = grads[0].gather(1, (columns - 1).clamp(min=0))
         return taken.masked_fill(columns == 0, 0.0) + 0.0, None, None
-
-    @staticmethod
-    def vmap(
-        info: Any, in_dims: tuple[int | None, ...], probs: torch.Tensor, columns: torch.Tensor, num_experts: int
-    ) -> tuple[torch.Tensor, int]:
-        # Rows are independent: those of all samples make one table.
-        probs, columns = (
-            operand.expand(info.batch_size, *operand.shape) if at is None else operand.movedim(at, 0)
-            for operand, at in ((probs, in_dims[0]), (columns, in_dims[1]))
-        )
-        table = _table(probs.flatten(0, 1), columns.flatten(0, 1), num_experts)
-        return table.view(*probs.shape[:2], num_experts), 0
 
 
 def _table(probs: torch.Tensor, columns: torch.Tensor, num_experts: int) -> torch.Tensor:

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TypeAlias
 
+from ..engine.slabs import GRANULE
 from ..engine.statistics import Reason
-from ..schedule.costs import LayerCost, Link
-from ..schedule.plan import Plan
-from ..schedule.simulate import Simulation, simulate
-from ..schedule.units import milliseconds, percent, size
+from ..schedule.timeline import milliseconds, percent, size
 from .groups import WEIGHTS, Holder, merge_held
 from .report import Report
 from .tables import fold_names
 
-__all__ = ["advise", "most_layers_without_stall"]
+__all__ = ["advise"]
 
 DOING = {
     Reason.MARKED: "remove the calls of mark_not_offload to offload them",
@@ -39,33 +37,15 @@ RETURN_LESS = (
 
 KEEP_ARGUMENTS = "inputs are freed after the call if the caller drops them; use mark_not_offload to avoid their copies"
 
-LARGE = 0.1
-"""Fraction of the activations that is worth a sentence."""
+LARGE = 0.1  # of the activations: what is worth a sentence
+TOLERANCE = 0.005  # of the step time, or of the offloaded bytes: what is reported at all
 
-TOLERANCE = 0.005
-"""Fraction of the step time; a longer stall is reported."""
-
-HOST_STEP = 2**21
-"""Pinned memory is allocated in multiples of this, in bytes."""
-
-Weighted: TypeAlias = tuple[int, str]
-"""The bytes that a sentence is about, and the sentence."""
-
-IN_ORDER = WEIGHTS | {Reason.DEVICE}
-"""Weights are always kept, and tensors on another device take no memory of this one."""
+Weighted: TypeAlias = tuple[int, str]  # the bytes that a sentence is about, and the sentence
+IN_ORDER = WEIGHTS | {Reason.DEVICE}  # always kept; and on another device, where they take no memory of this one
 
 
-def advise(
-    report: Report,
-    *,
-    costs: Sequence[LayerCost] | None = None,
-    link: Link | None = None,
-    plan_for: Callable[[int], Plan] | None = None,
-) -> tuple[str, ...]:
+def advise(report: Report) -> tuple[str, ...]:
     """Return what to change, one sentence each, about the most bytes first.
-
-    With the measured `costs` of the groups in execution order, the measured `link`, and `plan_for`, which returns the
-    plan for a number of layers or raises `ValueError`, other values of `num_layers` are simulated.
 
     >>> from actoffload.report import GroupReport, Report
     >>> from actoffload.report.advice import advise
@@ -77,68 +57,18 @@ def advise(
     if not report.groups or not any(group.calls for group in report.groups):
         return (f"No group has run in {report.passes} forward passes with a graph since the statistics began.",)
     found = [*_offloaded(report), *_kept(report), *_not_freed(report), *_on_demand(report), *_stalled(report)]
-    more: list[Weighted] = []
-    if costs and link is not None and plan_for is not None and report.num_layers is not None:
-        predicted, more = _other_numbers(report.num_layers, costs, link, plan_for)
-        share = _stall_share(report)
-        if share is None or share > TOLERANCE:  # what was measured counts more than a simulation
-            found += predicted
     sentences = [sentence for _, sentence in sorted(found, key=lambda entry: (-entry[0], entry[1]))]
-    return (*(sentences or [_fine(report)]), *(sentence for _, sentence in more))
-
-
-def most_layers_without_stall(
-    costs: Sequence[LayerCost], link: Link, plan_for: Callable[[int], Plan], tolerance: float = TOLERANCE
-) -> int:
-    """Return the largest number of layers to offload with a simulated step at most `tolerance` longer; see `advise`."""
-    for num_layers in range(len(costs), 0, -1):
-        predicted = _simulate(num_layers, costs, link, plan_for)
-        if predicted is not None and predicted.slowdown <= 1 + tolerance:
-            return num_layers
-    return 0
-
-
-def _simulate(
-    num_layers: int, costs: Sequence[LayerCost], link: Link, plan_for: Callable[[int], Plan]
-) -> Simulation | None:
-    try:
-        return simulate(plan_for(num_layers), costs, link)
-    except ValueError:
-        return None
-
-
-def _other_numbers(
-    now: int, costs: Sequence[LayerCost], link: Link, plan_for: Callable[[int], Plan]
-) -> tuple[list[Weighted], list[Weighted]]:
-    """Return advice against a stall, and advice to offload more where nothing would stall."""
-    best = most_layers_without_stall(costs, link, plan_for)
-    here, there = _simulate(now, costs, link, plan_for), _simulate(best, costs, link, plan_for)
-    if here is None or there is None or now == best:
-        return [], []
-    speed = f"simulated with {link.d2h / 1e9:.1f} GB/s to the host and {link.h2d / 1e9:.1f} GB/s to the device"
-    drop = here.peak_bytes - there.peak_bytes
-    if here.slowdown > 1 + TOLERANCE:
-        other = f"with num_layers={best} it would take {there.slowdown:.3f} times as long"
-        sentence = (
-            f"With num_layers={now} a step takes {here.slowdown:.3f} times as long as without offload, with "
-            f"{milliseconds(here.stall_seconds)} of stalls; "
-            f"{other if best else 'every other number stalls as well'} ({speed})."
-        )
-        return [(max(here.bytes_offloaded - there.bytes_offloaded, 0), sentence)], []
-    if drop <= 0:
-        return [], []
-    words = f"num_layers={best} would not stall either, and would lower the peak by {size(drop)} against"
-    return [], [(drop, f"{words} num_layers={now} ({speed}).")]
+    return tuple(sentences or [_fine(report)])
 
 
 def _offloaded(report: Report) -> Iterator[Weighted]:
     totals, groups = report.totals, len(report.groups)
     if not report.offloaded_groups:
-        runs = Counter[str]()
+        calls = Counter[str]()
         for group in report.groups:
-            runs[group.kind] += group.calls
+            calls[group.kind] += group.calls
         do = "raise fraction" if report.num_layers else "raise num_layers above 0"
-        if max(runs.values()) < 2:
+        if max(calls.values()) < 2:
             do = "only one group of each kind ran, and the last of a kind is always kept; choose several with layers"
         yield totals.bytes_saved, f"None of {groups} groups is offloaded: {do}."
     elif not totals.bytes_offloaded:
@@ -148,12 +78,6 @@ def _offloaded(report: Report) -> Iterator[Weighted]:
             report.activation_bytes,
             f"Nothing was offloaded, although the plan offloads {len(report.offloaded_groups)} of {groups} groups: "
             f"{could} of {everything} of activations in these groups can be offloaded.",
-        )
-    if groups < 3 and totals.calls < 3:
-        yield (
-            totals.bytes_saved,
-            f"Only {'one group was' if groups == 1 else f'{groups} groups were'} chosen, so there is little compute to "
-            "overlap copies with: choose at least 3 smaller modules with the argument layers.",
         )
 
 
@@ -177,7 +101,7 @@ def _to_do(report: Report, reason: Reason, count: int, nbytes: int) -> str:
         return f"they have {size(mean)} on average; with min_bytes={lower} most of these bytes can be offloaded"
     if reason is Reason.HOST_FULL:
         # More than the limit in any case, which did not allow these steps beside what is allocated.
-        enough = max(report.host_bytes, report.host_bytes_high_water) + -(-nbytes // HOST_STEP) * HOST_STEP
+        enough = max(report.host_bytes, report.host_bytes_high_water) + -(-nbytes // GRANULE) * GRANULE
         return (
             f"raise max_host_bytes to at least {enough} ({size(enough)}); if no limit is set, the host has no more "
             "pinned memory"
@@ -204,28 +128,23 @@ def _not_freed(report: Report) -> Iterator[Weighted]:
         unnamed[held.group] -= held.nbytes
     found = [(names, nbytes, _because(holders, len(names))) for names, nbytes, holders in merge_held(report.held)]
     rest = +unnamed  # those that are positive
-    unknown = "something refers to them; record a step with handle.recording() to find it"
+    unknown = "something that refers to them; record a step with handle.recording() to find it"
     for names, nbytes, because in [*found, (tuple(rest), rest.total(), unknown)]:
         if nbytes > TOLERANCE * offloaded.total():
             of = sum(offloaded[name] for name in names)
             groups = fold_names(names) if len(names) == 1 else f"{len(names)} groups ({fold_names(names)})"
             share = f"{percent(nbytes / of)} of the bytes of {groups} ({size(nbytes)} of {size(of)})" if of else ""
-            yield nbytes, f"{share or size(nbytes)} were offloaded but not freed, because {because}."
+            yield nbytes, f"{share or size(nbytes)} were offloaded but not freed, because of {because}."
 
 
 def _because(holders: Sequence[Holder], groups: int) -> str:
     if not holders:
-        return "something that Python does not see refers to them: autograd of another graph, or C++"
-    lines = list(map(str, holders))
-    words = " and ".join(filter(None, (", ".join(lines[:-1]), lines[-1])))
-    several = len(holders) > 1 or len(holders[0].paths) > 1
-    if all(holder.is_call for holder in holders):  # their paths are for all groups already
-        refer = "refer" if several or "*" in holders[0].paths[0] else "refers"
-        output = next((holder.paths[0] for holder in holders if holder.kind == "output"), None)
-        to_do = KEEP_ARGUMENTS if output is None else _return_less(output)
-        return f"{words} {refer} to them: {to_do}"
-    words += ", and the same in the other groups," if groups > 1 else ""
-    return f"{words} {'refer' if several or groups > 1 else 'refers'} to them"
+        return "something that Python does not see: autograd of another graph, or C++"
+    words = " and ".join(map(str, holders))
+    if not all(holder.is_call for holder in holders):
+        return words + (", and the same in the other groups" if groups > 1 else "")
+    output = next((holder.paths[0] for holder in holders if holder.kind == "output"), None)
+    return f"{words}: {KEEP_ARGUMENTS if output is None else _return_less(output)}"
 
 
 def _return_less(output: str) -> str:

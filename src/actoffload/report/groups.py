@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from ..engine.statistics import Reason
-from .tables import numberless, starred
+from .tables import numberless
 
 __all__ = [
     "FOLLOWED",
@@ -164,11 +164,10 @@ class Holder:
         return self.kind in ("input", "output")
 
     def __str__(self) -> str:
-        shown = [f"`{path}`" for path in (self.paths if len(self.paths) < 4 else self.paths[:2]) if path]
-        if not shown:
+        if not self.paths[0]:
             return f"the {self.kind} of {self.owner}"
-        shown += [f"{len(self.paths) - 2} more"] if len(self.paths) > 3 else []
-        return f"{self.kind} {' and '.join(filter(None, (', '.join(shown[:-1]), shown[-1])))} of {self.owner}"
+        more = f" and {len(self.paths) - 1} more" if len(self.paths) > 1 else ""
+        return f"{self.kind} `{self.paths[0]}`{more} of {self.owner}"
 
 
 @dataclass(frozen=True)
@@ -213,9 +212,6 @@ def _first_name(path: str) -> str:
 
 
 def _merge_holders(holders: Sequence[Holder]) -> Holder:
-    """Return one holder with a path for each that differs in more than numbers."""
-    alike: dict[str, list[str]] = {}
-    for holder in holders:
-        alike.setdefault(numberless(holder.paths[0]), []).append(holder.paths[0])
+    """Return the first holder, with the paths of all that have the same owner."""
     first = holders[0]
-    return replace(first, paths=tuple(starred(same) if first.is_call else same[0] for same in alike.values()))
+    return replace(first, paths=tuple(dict.fromkeys(h.paths[0] for h in holders if h.owner == first.owner)))

@@ -169,20 +169,29 @@ class _Search:
                 self.parents.setdefault(child, []).append(id(referrer))
             if id(referrer) not in self.nodes:
                 self.nodes[id(referrer)] = referrer
-                if self._rank(referrer) is None:
+                if self._root(referrer) is None:
                     nameless.append(referrer)
         return nameless
 
     # Naming
 
-    def _rank(self, node: Any) -> int | None:
-        """Return how much the name of an object says; None if it has none."""
+    def _root(self, node: Any) -> tuple[int, str, str] | None:
+        """Return rank, kind and owner of what an object with a name of its own refers to; None if it has no name."""
+        kind = type(node)
         if id(node) in self.modules:
-            return MODULE
-        if type(node) in (types.FunctionType, types.FrameType):
-            return PASSING if _is_part_of("torch", node) else FUNCTION
-        lasting = id(node) in self.namespaces or issubclass(type(node), (type, FunctionCtx))
-        return LASTING if lasting else None
+            return MODULE, "attribute", f"{self._module_name(node)} ({_class(node)})"
+        if id(node) in self.namespaces:
+            return LASTING, "global", f"module {self.namespaces[id(node)]}"
+        if issubclass(kind, type):
+            return LASTING, "attribute", f"class {_short(node.__qualname__)}"
+        if issubclass(kind, FunctionCtx):
+            return LASTING, "attribute", f"ctx of the autograd function {_class(node).removesuffix('Backward')}"
+        rank = PASSING if _is_part_of("torch", node) else FUNCTION
+        if kind is types.FunctionType:
+            return rank, "closure variable", _where(node.__code__)
+        if kind is types.FrameType:
+            return rank, "local variable", f"{_where(node.f_code, node)}, kept by a traceback"
+        return None
 
     def _holders(self, tensors: list[Any]) -> tuple[Holder, ...]:
         """Return the holders of these tensors, the best first."""
@@ -204,10 +213,11 @@ class _Search:
         found: list[tuple[int, Holder]] = []
         paths = [start]
         for path in paths:  # grows while it is walked; the same object may be reached in several ways
-            node, rank = path[-1], self._rank(path[-1])
+            node, root = path[-1], self._root(path[-1])
             found += self._local_holders(path)
-            if rank is not None:
-                found.append((rank, self._of_root(path)))
+            if root is not None:
+                rank, kind, owner = root
+                found.append((rank, Holder(kind, (self._path(path).removeprefix("."),), owner)))
                 continue
             for parent in self.parents.get(id(node), ()):
                 if len(paths) < MOST_PATHS and not any(id(other) == parent for other in path):
@@ -228,22 +238,6 @@ class _Search:
         variables = self.locals.get(id(nodes[-1]), ())
         path = self._path(nodes) if variables else ""
         return [(rank, Holder(kind, (f"{name}{path}".removeprefix("."),), of)) for rank, kind, name, of in variables]
-
-    def _of_root(self, nodes: list[Any]) -> Holder:
-        """Return the holder for a path whose last object has a name of its own."""
-        root, path = nodes[-1], self._path(nodes).removeprefix(".")
-        if id(root) in self.modules:
-            kind = "buffer" if path in root._buffers else "parameter" if path in root._parameters else "attribute"
-            return Holder(kind, (path,), f"{self._module_name(root)} ({_class(root)})")
-        if type(root) is dict:
-            return Holder("global", (path,), f"module {self.namespaces[id(root)]}")
-        if type(root) is types.FunctionType:
-            return Holder("closure variable", (path,), _where(root.__code__))
-        if type(root) is types.FrameType:
-            return Holder("local variable", (path,), f"{_where(root.f_code, root)}, kept by a traceback")
-        if issubclass(type(root), FunctionCtx):
-            return Holder("attribute", (path,), f"ctx of the autograd function {_class(root).removesuffix('Backward')}")
-        return Holder("attribute", (path,), f"class {_short(root.__qualname__)}")
 
     def _path(self, nodes: list[Any]) -> str:
         """Return how the first object is reached from the last: ``.cache[0]``."""

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import groupby, takewhile
-from typing import TYPE_CHECKING, Any, TypeAlias
+from itertools import cycle, groupby, takewhile
+from typing import TYPE_CHECKING, Any
 
 from ..schedule.timeline import Kind, Span, Timeline
-from ..schedule.units import byte_unit, time_unit
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -20,9 +19,6 @@ if TYPE_CHECKING:
     from matplotlib.text import Text
 
 __all__ = ["plot_memory", "plot_step", "plot_timeline"]
-
-Curve: TypeAlias = Timeline | Sequence[tuple[float, int]]
-"""Resident bytes over time: a timeline, or (seconds, bytes) as they were measured."""
 
 # Okabe and Ito's palette, distinct with any colour vision; all light enough for dark labels.
 COLOURS = {Kind.FORWARD: "#56b4e9", Kind.BACKWARD: "#e69f00", Kind.D2H: "#cc79a7", Kind.H2D: "#2fb28a"}
@@ -51,22 +47,17 @@ def _pyplot() -> Any:
 def plot_timeline(timeline: Timeline, ax: Axes | None = None, names: Sequence[str] = ()) -> Axes:
     """Draw compute and copies over time, one lane each.
 
-    Boxes are labelled with their layer where it fits.  The copies of one layer share a box, which is paler where the
-    link is idle between them.  Stalls, in which compute waits for a copy, are hatched.
+    The copies of one layer share a box, which is paler where the link is idle between them.  Stalls, in which compute
+    waits for a copy, are hatched.
 
     Parameters
     ----------
     timeline : Timeline
         Simulated or measured.
     ax : matplotlib Axes, optional
-        Where to draw; a new figure by default.
+        Where to draw; a new figure by default.  It is returned.
     names : sequence of str
         Names of the layers by index, written instead of their numbers where they fit.
-
-    Returns
-    -------
-    matplotlib Axes
-        With time on the x axis in the unit that its label names.
 
     Raises
     ------
@@ -75,119 +66,88 @@ def plot_timeline(timeline: Timeline, ax: Axes | None = None, names: Sequence[st
     """
     if ax is None:
         ax = _pyplot().subplots(figsize=(7.5, 2.4), layout="constrained")[1]
-    scale, unit = time_unit(timeline.end)
+    from matplotlib.patches import Patch
+
+    scale, unit = _time_unit(timeline.end)
     ax.set_xlim(0, timeline.end * scale or 1.0)
     ax.set_ylim(len(LANES) - 0.5, -0.5)
     ax.set_yticks(range(len(LANES)), [name for name, _ in LANES])
     ax.set_xlabel(f"time ({unit})")
     ax.spines[["top", "right"]].set_visible(False)
     ax.tick_params(axis="y", length=0)
-    labels = []
+    labels, cut = [], without_stalls(timeline)
     for lane, (_, kinds) in enumerate(LANES):
         ax.axhspan(lane - HEIGHT / 2, lane + HEIGHT / 2, color="#808080", alpha=0.12, linewidth=0)
         # Neighbours that belong to one layer, the copies of its tensors, are one box.
-        for (kind, layer), spans in groupby(without_stalls(timeline.of(*kinds)), lambda span: (span.kind, span.layer)):
+        of_lane = (span for span in cut if span.kind in kinds)
+        for (kind, layer), spans in groupby(of_lane, lambda span: (span.kind, span.layer)):
             pieces = [(span.start * scale, span.seconds * scale) for span in spans]
             label = _draw_box(ax, kind, str(layer), pieces, lane)
             labels += [(layer, label, sum(pieces[-1]) - pieces[0][0])] if label else []
-    _legend(ax, _kind_handles(timeline), columns=len(Kind))
+    present = {span.kind for span in timeline.spans}
+    patches = [Patch(label=kind.value, **_style(kind)) for kind in Kind if kind in present]
+    _legend(ax, patches, columns=len(Kind))
     _fit_labels(ax, labels, names)
     return ax
 
 
-def plot_memory(curves: Curve | Sequence[Timeline] | Mapping[str, Curve], ax: Axes | None = None) -> Axes:
-    """Draw resident bytes over time, with their peaks.
+def plot_memory(curves: Mapping[str, Sequence[tuple[float, int]]], ax: Axes | None = None) -> Axes:
+    """Draw memory over time, with the peak of each curve.
 
     Parameters
     ----------
-    curves : Timeline, sequence of (float, int), sequence of Timeline, or mapping
-        One curve, several timelines labelled by their source, or curves by name.  Pairs are seconds and the
-        bytes resident from then on.
+    curves : mapping of str to sequence of (float, int)
+        Curves by name: seconds, and the bytes in use from then on.
     ax : matplotlib Axes, optional
-        Where to draw; a new figure by default.
-
-    Returns
-    -------
-    matplotlib Axes
-        With time on the x axis and memory on the y axis, in the units that their labels name.
+        Where to draw; a new figure by default.  It is returned.
 
     Raises
     ------
     ImportError
         If matplotlib is not installed.
     ValueError
-        If there is nothing to draw.
+        If a curve has no points, or there is none.
     """
-    named = _points(curves)
-    if not any(named.values()):
-        raise ValueError("plot_memory got no points; pass at least one curve with at least one point.")
+    if not curves or not all(curves.values()):
+        raise ValueError("plot_memory got no points; pass at least one curve, each with at least one point.")
     if ax is None:
         ax = _pyplot().subplots(figsize=(7.5, 2.6), layout="constrained")[1]
-    end = max(points[-1][0] for points in named.values() if points)
-    highest = max(nbytes for points in named.values() for _, nbytes in points)
-    scale, unit = time_unit(end)
-    divisor, memory_unit = byte_unit(highest)
+    end = max(points[-1][0] for points in curves.values())
+    highest = max(nbytes for points in curves.values() for _, nbytes in points)
+    scale, unit = _time_unit(end)
+    divisor, memory_unit = _byte_unit(highest)
     handles = []
-    for k, (name, points) in enumerate(named.items()):
-        colour, dashes = LINES[k % len(LINES)]
+    for (name, points), (colour, dashes) in zip(curves.items(), cycle(LINES), strict=False):
         x = [seconds * scale for seconds, _ in points]
         y = [nbytes / divisor for _, nbytes in points]
         (line,) = ax.step(x, y, where="post", color=colour, linestyle=dashes, linewidth=1.8)
-        peak = max((nbytes for _, nbytes in points), default=0)
-        peak_divisor, peak_unit = byte_unit(peak)
-        text = f"peak {peak / peak_divisor:.4g} {peak_unit}"
-        line.set_label(f"{name}, {text}" if name else text)
-        if len(named) == 1:
+        peak, top = max(nbytes for _, nbytes in points), max(y)
+        peak_divisor, peak_unit = _byte_unit(peak)
+        line.set_label(f"{name + ', ' if name else ''}peak {peak / peak_divisor:.4g} {peak_unit}")
+        if len(curves) == 1:
             ax.fill_between(x, y, step="post", color=colour, alpha=0.22, linewidth=0)
-        if y:
-            top = max(y)
-            ax.plot(x[y.index(top)], top, "o", color=colour, markersize=5, zorder=4)
-            ax.axhline(top, color=colour, linewidth=0.8, linestyle=(0, (1, 3)), zorder=1)
+        ax.plot(x[y.index(top)], top, "o", color=colour, markersize=5, zorder=4)
+        ax.axhline(top, color=colour, linewidth=0.8, linestyle=(0, (1, 3)), zorder=1)
         handles.append(line)
     ax.set_xlim(0, end * scale or 1.0)
     ax.set_ylim(0, highest / divisor * 1.08 or 1.0)
     ax.set_xlabel(f"time ({unit})")
     ax.set_ylabel(f"memory ({memory_unit})")
     ax.spines[["top", "right"]].set_visible(False)
-    _legend(ax, handles, columns=2 if len(named) > 1 else 1)
+    _legend(ax, handles, columns=min(len(curves), 2))
     return ax
 
 
 def plot_step(timeline: Timeline, names: Sequence[str] = ()) -> Figure:
-    """Draw compute, copies and resident bytes of one step, over the same time axis.
-
-    Parameters
-    ----------
-    timeline : Timeline
-        Simulated or measured, with its resident bytes.
-    names : sequence of str
-        Names of the layers by index; see `plot_timeline`.
-
-    Returns
-    -------
-    matplotlib Figure
-
-    Raises
-    ------
-    ImportError
-        If matplotlib is not installed.
-    """
+    """Return a figure with compute, copies and resident bytes of one step; see `plot_timeline` and `plot_memory`."""
     figure, (lanes, memory) = _pyplot().subplots(
         2, sharex=True, figsize=(7.5, 4.0), height_ratios=(3, 2.4), layout="constrained"
     )
-    plot_memory(timeline, memory)
+    plot_memory({"": resident_points(timeline)}, memory)
     plot_timeline(timeline, lanes, names)
     lanes.set_xlabel("")
     figure.align_ylabels()
     return figure  # type: ignore[no-any-return]
-
-
-def _points(curves: Curve | Sequence[Timeline] | Mapping[str, Curve]) -> dict[str, list[tuple[float, int]]]:
-    """Return the points of each curve by its name."""
-    named: Mapping[str, Any] = curves if isinstance(curves, Mapping) else {"": curves}
-    if not isinstance(curves, (Mapping, Timeline)):
-        named = {curve.source: curve for curve in curves if isinstance(curve, Timeline)} or named
-    return {name: resident_points(c) if isinstance(c, Timeline) else list(c) for name, c in named.items()}
 
 
 def resident_points(timeline: Timeline) -> list[tuple[float, int]]:
@@ -200,20 +160,19 @@ def resident_points(timeline: Timeline) -> list[tuple[float, int]]:
     return points
 
 
-def without_stalls(spans: Sequence[Span]) -> list[Span]:
-    """Remove stalls from the compute around them, as a measured span runs from a layer's start to its end."""
-    stalls = [span for span in spans if span.kind is Kind.STALL]
-    cut = list(stalls)
-    for span in spans:
-        if span.kind is Kind.STALL:
-            continue
+def without_stalls(timeline: Timeline) -> list[Span]:
+    """Return the spans with stalls cut out of compute, as a measured span runs from a layer's start to its end."""
+    stalls = timeline.of(Kind.STALL)
+    cut = []
+    for span in timeline.spans:
         start = span.start
-        for stall in stalls:
-            if start <= stall.start and stall.end <= span.end:
-                cut.append(replace(span, start=start, end=stall.start))
-                start = stall.end
+        if span.kind in (Kind.FORWARD, Kind.BACKWARD):
+            for stall in stalls:
+                if start <= stall.start and stall.end <= span.end:
+                    cut.append(replace(span, start=start, end=stall.start))
+                    start = stall.end
         cut.append(replace(span, start=start))
-    return sorted((span for span in cut if span.seconds > 0), key=lambda span: span.start)
+    return sorted((span for span in cut if span.seconds > 0 or span.nbytes), key=lambda span: span.start)
 
 
 def _draw_box(ax: Axes, kind: Kind, label: str, pieces: list[tuple[float, float]], lane: int) -> Text | None:
@@ -221,7 +180,7 @@ def _draw_box(ax: Axes, kind: Kind, label: str, pieces: list[tuple[float, float]
     start, end, place = pieces[0][0], sum(pieces[-1]), (lane - HEIGHT / 2, HEIGHT)
     whole = [(start, end - start)]
     if kind is Kind.STALL:
-        ax.broken_barh(whole, place, **_stall_style())
+        ax.broken_barh(whole, place, **_style(kind))
         return None
     colour, edge, several = COLOURS[kind], _mixed(COLOURS[kind], INK, 0.45), len(pieces) > 1
     if several:
@@ -257,18 +216,12 @@ def _fit_labels(ax: Axes, labels: list[tuple[int, Text, float]], names: Sequence
             text.remove()
 
 
-def _stall_style() -> dict[str, Any]:
+def _style(kind: Kind) -> dict[str, Any]:
     from matplotlib import rcParams
 
+    if kind is not Kind.STALL:
+        return {"facecolor": COLOURS[kind]}
     return {"facecolor": "none", "edgecolor": rcParams["axes.edgecolor"], "hatch": "//////", "linewidth": 0.5}
-
-
-def _kind_handles(timeline: Timeline) -> list[Any]:
-    from matplotlib.patches import Patch
-
-    present = {span.kind for span in timeline.spans}
-    styles = {kind: _stall_style() if kind is Kind.STALL else {"facecolor": COLOURS[kind]} for kind in Kind}
-    return [Patch(label=kind.value, **style) for kind, style in styles.items() if kind in present]
 
 
 def _legend(ax: Axes, handles: list[Any], columns: int) -> None:
@@ -282,3 +235,14 @@ def _mixed(colour: str, other: str, share: float) -> tuple[float, ...]:
     from matplotlib.colors import to_rgb
 
     return tuple((1 - share) * a + share * b for a, b in zip(to_rgb(colour), to_rgb(other), strict=True))
+
+
+def _byte_unit(nbytes: float) -> tuple[int, str]:
+    """Return the largest unit that is not larger than a number of bytes: its bytes and its name."""
+    units = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
+    return next((unit for unit in units if nbytes >= unit[0]), (1, "bytes"))
+
+
+def _time_unit(seconds: float) -> tuple[float, str]:
+    """Return the largest unit that is not larger than a time: how many make a second, and its name."""
+    return next((unit for unit in ((1.0, "s"), (1e3, "ms")) if seconds * unit[0] >= 1.0), (1e6, "µs"))

@@ -10,16 +10,12 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..schedule.units import percent, size
+from ..schedule.timeline import percent, size
 from .groups import GroupReport
 from .report import Report
-from .tables import Table, as_html, as_markdown, as_text, fold_names
+from .tables import Printable, Table, fold, fold_names
 
 __all__ = ["RankReports", "gather_reports"]
-
-MOST_COLUMNS = 8
-"""Columns of groups in a table; of more columns, those with the fewest bytes are summed."""
-OTHERS = "other groups"
 
 
 def gather_reports(report: Report, group: dist.ProcessGroup | None = None) -> RankReports:
@@ -33,7 +29,8 @@ def gather_reports(report: Report, group: dist.ProcessGroup | None = None) -> Ra
     report : Report
         From `OffloadHandle.report` of this rank.
     group : torch.distributed.ProcessGroup or None
-        The ranks that take part; all by default.
+        The ranks that take part; all by default.  With NCCL each must have called ``torch.cuda.set_device`` with a
+        device of its own.
 
     Returns
     -------
@@ -43,14 +40,9 @@ def gather_reports(report: Report, group: dist.ProcessGroup | None = None) -> Ra
     Raises
     ------
     TypeError
-        If any rank passed something other than a report.  All ranks raise it.
+        In every rank, if any rank passed something other than a report.
     ValueError
         If this rank is not in `group`.
-
-    Notes
-    -----
-    The reports are pickled, a few kilobytes each, and gathered by `torch.distributed.all_gather_object`.  With NCCL
-    each rank must have called ``torch.cuda.set_device`` with a device of its own.
 
     Examples
     --------
@@ -77,7 +69,7 @@ def gather_reports(report: Report, group: dist.ProcessGroup | None = None) -> Ra
 
 
 @dataclass(frozen=True)
-class RankReports:
+class RankReports(Printable):
     """The reports of several ranks; ``print`` gives a table, and a notebook shows it.
 
     Ranks with the same numbers share a line.  A column has the bytes that were offloaded in the latest pass from all
@@ -89,13 +81,6 @@ class RankReports:
         One for each rank, in the order of the ranks in their process group.
     ranks : tuple of int
         Their global ranks; if empty, 0, 1, 2 and so on.
-
-    Raises
-    ------
-    TypeError
-        If an entry of `reports` is not a report.
-    ValueError
-        If the numbers of ranks and reports differ.
     """
 
     reports: tuple[Report, ...]
@@ -120,53 +105,19 @@ class RankReports:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return everything under its name, ready for JSON: all reports, and the bytes by rank and column."""
-        ranks = [
-            {
-                "rank": rank,
-                "offloaded": offloaded,
-                "bytes_offloaded": report.totals.bytes_offloaded,
-                "bytes_not_offloaded": _not_offloaded(report),
-                "report": report.to_dict(),
-            }
-            for rank, offloaded, report in zip(self.ranks, self.offloaded, self.reports, strict=True)
-        ]
-        totals = {
-            "offloaded": _sum(self.offloaded),
-            "bytes_offloaded": sum(report.totals.bytes_offloaded for report in self.reports),
-            "bytes_not_offloaded": sum(map(_not_offloaded, self.reports)),
-            "host_bytes": sum(report.host_bytes for report in self.reports),
-        }
-        return {"ranks": ranks, "totals": totals}
+        """Return ``"ranks"``, a list with the rank, the offloaded bytes by column and the report of each, for JSON."""
+        rows = zip(self.ranks, self.offloaded, self.reports, strict=True)
+        return {"ranks": [{"rank": rank, "offloaded": mine, "report": report.to_dict()} for rank, mine, report in rows]}
 
-    def __str__(self) -> str:
-        return self.to_text()
-
-    def to_text(self, *, all_ranks: bool = False) -> str:
-        """Return the table for a terminal; with `all_ranks` ranks with the same numbers have a line each."""
-        return as_text([self._table(all_ranks)])
-
-    def to_markdown(self, *, all_ranks: bool = False) -> str:
-        """Return the table in Markdown, as GitHub and MyST read it; see `to_text`."""
-        return as_markdown([self._table(all_ranks)])
-
-    def to_html(self, *, all_ranks: bool = False) -> str:
-        """Return the table in HTML, without style sheet or script; see `to_text`."""
-        return as_html([self._table(all_ranks)])
-
-    def _repr_html_(self) -> str:
-        return self.to_html()
-
-    def _table(self, all_ranks: bool) -> Table:
-        reports, offloaded = self.reports, _fewer_columns(self.offloaded)
+    def _content(self) -> tuple[list[Table], tuple[str, ...]]:
+        reports, offloaded = self.reports, self.offloaded
         counts = [(len(report.offloaded_groups), len(report.groups)) for report in reports]
         total = f"{sum(part for part, _ in counts)} of {sum(whole for _, whole in counts)}"
         # Title, a cell for each rank, and the sum.
         columns = [("offload", [f"{part} of {whole}" for part, whole in counts], total)]
         for title, nbytes in _sum(offloaded).items():
-            columns.append(
-                (title, [_bytes(mine[title]) if title in mine else "" for mine in offloaded], _bytes(nbytes))
-            )
+            cells = [_bytes(mine[title]) if title in mine else "" for mine in offloaded]
+            columns.append((title, cells, _bytes(nbytes)))
         columns.append(_with_sum("offloaded", [report.totals.bytes_offloaded for report in reports]))
         columns.append(_with_sum("not offloaded", list(map(_not_offloaded, reports))))
         if any(report.r is not None for report in reports):
@@ -174,19 +125,14 @@ class RankReports:
         # No sum of peaks: each device has its own, at another time.
         columns.append(("at the peak", [_bytes(report.peak_resident_bytes) for report in reports], ""))
         columns.append(_with_sum("host memory", [report.host_bytes for report in reports]))
-        lines: dict[object, list[int]] = {}  # places of the ranks with the same cells
-        for k in range(len(reports)):
-            lines.setdefault(k if all_ranks else tuple(cells[k] for _, cells, _ in columns), []).append(k)
-        rows = [
-            (_ranks([self.ranks[k] for k in same]), *(cells[same[0]] for _, cells, _ in columns))
-            for same in lines.values()
-        ]
+        lines = fold(range(len(reports)), lambda k: tuple(cells[k] for _, cells, _ in columns))
+        rows = [(_ranks([self.ranks[k] for k in same]), *(cells[same[0]] for _, cells, _ in columns)) for same in lines]
         several = len(reports) > 1
         rows += [("total", *(total for *_, total in columns))] if several else []
         notes = ["A line for several ranks has the values of each of them."] if len(lines) < len(reports) else []
         notes += ["Empty cell: the rank has no such groups."] if len(set(map(frozenset, offloaded))) > 1 else []
         header = ("rank", *(title for title, *_ in columns))
-        return Table(header, tuple(rows), left=2, sums=several, note=" ".join(notes))
+        return [Table(header, tuple(rows), left=2, sums=several, note=" ".join(notes))], ()
 
 
 def _key(group: GroupReport) -> tuple[str, str]:
@@ -208,18 +154,11 @@ def _titles(groups: Sequence[GroupReport]) -> dict[tuple[str, str], str]:
 
 
 def _sum(amounts: Iterable[Mapping[str, int]]) -> dict[str, int]:
-    """Return the sums by title; the other groups are last."""
+    """Return the sums by title."""
     sums = Counter[str]()
     for amount in amounts:
         sums.update(amount)
-    return {title: sums[title] for title in sorted(sums, key=lambda title: title == OTHERS)}
-
-
-def _fewer_columns(offloaded: Sequence[dict[str, int]]) -> list[dict[str, int]]:
-    """Sum the columns with the fewest bytes, if there are too many."""
-    sums = _sum(offloaded)
-    shown = sorted(sums, key=lambda title: -sums[title])[: MOST_COLUMNS - (len(sums) > MOST_COLUMNS)]
-    return [_sum({title if title in shown else OTHERS: mine[title]} for title in mine) for mine in offloaded]
+    return dict(sums)
 
 
 def _not_offloaded(report: Report) -> int:

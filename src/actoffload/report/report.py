@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..engine.statistics import Reason
-from ..schedule.units import milliseconds, percent, size
+from ..schedule.timeline import milliseconds, percent, size
 from .groups import WEIGHTS, Amounts, GroupReport, HeldStorage, add_amounts, amounts_to_dict, merge_held, sum_groups
-from .tables import Table, as_html, as_markdown, as_text, fold, fold_names, numberless
+from .tables import Printable, Table, fold, fold_names, numberless
 
 __all__ = ["Report"]
 
@@ -17,7 +17,7 @@ MOST_HELD = 12
 
 
 @dataclass(frozen=True)
-class Report:
+class Report(Printable):
     """What offloading a model did; ``print`` gives tables and advice, and a notebook shows them.
 
     Parameters
@@ -72,9 +72,9 @@ class Report:
 
         None if it is not known or nothing should be freed.
         """
-        return (
-            None if self.dropped_bytes is None or not self.expected_bytes else self.dropped_bytes / self.expected_bytes
-        )
+        if self.dropped_bytes is None or not self.expected_bytes:
+            return None
+        return self.dropped_bytes / self.expected_bytes
 
     @property
     def totals(self) -> GroupReport:
@@ -111,23 +111,10 @@ class Report:
             "advice": list(self.advice),
         }
 
-    def __str__(self) -> str:
-        return self.to_text()
-
-    def to_text(self, *, all_groups: bool = False) -> str:
-        """Return tables for a terminal; with `all_groups` equal groups have a line each."""
-        return as_text(_tables(self, all_groups), self.advice)
-
-    def to_markdown(self, *, all_groups: bool = False) -> str:
-        """Return the tables in Markdown, as GitHub and MyST read it; see `to_text`."""
-        return as_markdown(_tables(self, all_groups), self.advice)
-
-    def to_html(self, *, all_groups: bool = False) -> str:
-        """Return the tables in HTML, without style sheet or script; see `to_text`."""
-        return as_html(_tables(self, all_groups), self.advice)
-
-    def _repr_html_(self) -> str:
-        return self.to_html()
+    def _content(self) -> tuple[list[Table], tuple[str, ...]]:
+        facts = Table(("", ""), tuple(_facts(self)), left=2)
+        tables = _groups_table(self), facts, _kept_table(self), _held_table(self)
+        return [table for table in tables if table.rows], self.advice
 
 
 # Tables
@@ -151,6 +138,11 @@ class Column:
     always: bool = False
     times: bool = False
 
+    def mean(self, groups: Sequence[GroupReport]) -> str:
+        """Return the cell of a line for several groups."""
+        values = [value for group in groups if (value := self.of(group)) is not None]
+        return self.show(sum(values) / len(values)) if values else "-"
+
 
 COLUMNS = (
     Column("saved", lambda group: group.bytes_saved, always=True),
@@ -171,10 +163,10 @@ def _key(group: GroupReport) -> tuple[object, ...]:
     return numberless(group.name), group.kind, group.calls, group.offloaded, stalled, *numbers
 
 
-def _groups_table(report: Report, all_groups: bool) -> Table:
+def _groups_table(report: Report) -> Table:
     """Return the table of groups, with their sums."""
     groups, totals = report.groups, report.totals
-    folded = [(group,) for group in groups] if all_groups else fold(groups, _key)
+    folded = fold(groups, _key)
     columns = [column for column in COLUMNS if column.of(totals) or (column.always and groups)]
     if totals.stall_seconds == 0.0:  # 0.00 ms is worth a column
         columns.append(COLUMNS[-1])
@@ -183,7 +175,7 @@ def _groups_table(report: Report, all_groups: bool) -> Table:
 
     def row(name: str, offloaded: str, line: Sequence[GroupReport]) -> tuple[str, ...]:
         cells = {"group": name, "kind": line[0].kind, "offload": offloaded, "calls": str(line[0].calls)}
-        return (*(cells[title] for title in shown if shown[title]), *(_mean(column, line) for column in columns))
+        return (*(cells[title] for title in shown if shown[title]), *(column.mean(line) for column in columns))
 
     rows = []
     for line in folded:
@@ -217,11 +209,6 @@ def _notes(report: Report, *, folded: bool) -> Iterator[str]:
         yield f"Times are sums over {passes}; bytes are of the last."
 
 
-def _mean(column: Column, groups: Sequence[GroupReport]) -> str:
-    values = [value for group in groups if (value := column.of(group)) is not None]
-    return column.show(sum(values) / len(values)) if values else "-"
-
-
 def _facts(report: Report) -> Iterator[tuple[str, str]]:
     totals = report.totals
     yield "passes", str(report.passes)
@@ -251,19 +238,12 @@ def _kept_table(report: Report) -> Table:
     return Table(header, tuple(rows), left=1)
 
 
-def _held_table(report: Report, all_groups: bool) -> Table:
+def _held_table(report: Report) -> Table:
     merged = merge_held(report.held)
     rows: list[tuple[str, str, str]] = []
-    for groups, nbytes, holders in merged if all_groups else merged[:MOST_HELD]:
+    for groups, nbytes, holders in merged[:MOST_HELD]:
         lines = tuple(map(str, holders)) or ("autograd of another graph, or C++",)
         rows.append((fold_names(groups), lines[0], size(nbytes)))
         rows += [("", line, "") for line in lines[1:]]
-    left_out = len(merged) - MOST_HELD
-    note = f"and {left_out} more" if left_out > 0 and not all_groups else ""
+    note = f"and {len(merged) - MOST_HELD} more" if len(merged) > MOST_HELD else ""
     return Table(("not freed", "referenced by", "bytes"), tuple(rows), left=2, note=note)
-
-
-def _tables(report: Report, all_groups: bool) -> list[Table]:
-    facts = Table(("", ""), tuple(_facts(report)), left=2)
-    tables = _groups_table(report, all_groups), facts, _kept_table(report), _held_table(report, all_groups)
-    return [table for table in tables if table.rows]

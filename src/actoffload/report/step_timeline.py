@@ -1,4 +1,4 @@
-"""Show the timeline of a recorded step, with the names of its layers: figure, trace file and table."""
+"""Show the timeline of a recorded step, with the names of its layers: times by layer, figure and trace file."""
 
 from __future__ import annotations
 
@@ -9,10 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..schedule.timeline import Kind, Span, Timeline
-from ..schedule.units import milliseconds, percent, size
-from . import plots
-from .tables import Table, as_text
+from ..schedule.timeline import Kind, Span, Timeline, milliseconds
+from .plots import plot_step, plot_timeline, without_stalls
 from .trace import write_chrome_trace
 
 if TYPE_CHECKING:
@@ -24,14 +22,9 @@ __all__ = ["LayerTimes", "StepTimeline"]
 
 @dataclass(frozen=True)
 class LayerTimes:
-    """Times of one layer in a step, in seconds.
+    """Seconds of one layer in a step: compute without stalls, and stalls for copies of this layer.
 
-    Parameters
-    ----------
-    forward, backward : float
-        Compute without stalls.
-    forward_stall, backward_stall : float
-        Time for which compute waited for copies of this layer: to the host in forward, to the device in backward.
+    Compute stalls for copies to the host in forward, and for copies to the device in backward.
     """
 
     forward: float = 0.0
@@ -41,7 +34,7 @@ class LayerTimes:
 
 
 class StepTimeline:
-    """Compute, copies and stalls of a step over time; ``print`` gives a table.
+    """Compute, copies and stalls of a step over time.
 
     Parameters
     ----------
@@ -56,33 +49,20 @@ class StepTimeline:
     >>> layers = [LayerCost.even(2**28, forward=0.010, backward=0.020)] * 3
     >>> link = Link(d2h=2**28 / 0.012, h2d=2**28 / 0.012)
     >>> predicted = simulate(DefaultSchedule(num_layers=2, model_layers=3).plan(), layers, link)
-    >>> print(StepTimeline(predicted.timeline, ["stem", "body", "head"]))
-    simulated step        time    share      moved      speed
-    ----------------  --------  -------  ---------  ---------
-    forward           30.00 ms   30.2 %
-    backward          60.00 ms   60.3 %
-    stall              9.50 ms    9.5 %
-    offload (D2H)     24.00 ms   24.1 %  512.0 MiB  22.4 GB/s
-    reload (H2D)      24.00 ms   24.1 %  512.0 MiB  22.4 GB/s
-    ----------------  --------  -------  ---------  ---------
-    whole step        99.50 ms
-    longest stalls: stem 4.75 ms, body 4.75 ms
+    >>> step = StepTimeline(predicted.timeline, ["stem", "body", "head"])
+    >>> [round(times.backward_stall, 5) for times in step.by_layer()]
+    [0.0015, 0.0015, 0.0]
     """
 
     def __init__(self, timeline: Timeline, names: Sequence[str]) -> None:
         self.timeline = timeline
         self.names = tuple(names)
 
-    def name(self, layer: int) -> str:
-        """Return the name of a layer."""
-        return self.names[layer] if 0 <= layer < len(self.names) else f"layer {layer}"
-
     @property
     def seconds(self) -> dict[Kind, float]:
         """Seconds of each kind; compute without stalls.  Kinds overlap, so their sum may exceed the step."""
-        copies = {kind: self.timeline.seconds(kind) for kind in (Kind.D2H, Kind.H2D)}
-        spans = plots.without_stalls(self.timeline.spans)
-        return {kind: sum(span.seconds for span in spans if span.kind is kind) for kind in Kind} | copies
+        spans = without_stalls(self.timeline)
+        return {kind: sum(span.seconds for span in spans if span.kind is kind) for kind in Kind}
 
     @property
     def bandwidth(self) -> dict[Kind, float]:
@@ -92,46 +72,23 @@ class StepTimeline:
 
     def by_layer(self) -> tuple[LayerTimes, ...]:
         """Return compute and stalls of each layer, by index."""
-        spans = self.timeline.of(Kind.FORWARD, Kind.BACKWARD, Kind.STALL)
-        sums = [
-            defaultdict[str, float](float) for _ in range(max([len(self.names), *(span.layer + 1 for span in spans)]))
-        ]
-        compute = [span for span in spans if span.kind is not Kind.STALL]
-        for span in plots.without_stalls(spans):
+        compute = self.timeline.of(Kind.FORWARD, Kind.BACKWARD)
+        known = [span.layer + 1 for span in (*compute, *self.timeline.of(Kind.STALL))]
+        sums = [defaultdict[str, float](float) for _ in range(max([len(self.names), *known]))]
+        for span in without_stalls(self.timeline):
             if span.kind is Kind.STALL:
                 sums[span.layer][f"{_direction(span, compute).value}_stall"] += span.seconds
-            else:
+            elif span.kind in (Kind.FORWARD, Kind.BACKWARD):
                 sums[span.layer][span.kind.value] += span.seconds
         return tuple(LayerTimes(**entry) for entry in sums)
 
     def plot(self, ax: Axes | None = None) -> Axes:
-        """Draw compute and copies over time, with the names of layers where they fit.
-
-        Parameters
-        ----------
-        ax : matplotlib Axes, optional
-            Where to draw; a new figure by default.
-
-        Raises
-        ------
-        ImportError
-            If matplotlib is not installed.
-        """
-        return plots.plot_timeline(self.timeline, ax, self.names)
+        """Draw compute and copies over time, with the names of layers where they fit; see `plot_timeline`."""
+        return plot_timeline(self.timeline, ax, self.names)
 
     def figure(self) -> Figure:
-        """Return a figure of the step: compute and copies, and the resident bytes under them if they are known.
-
-        Raises
-        ------
-        ImportError
-            If matplotlib is not installed.
-        """
-        if self.timeline.resident:
-            return plots.plot_step(self.timeline, self.names)
-        figure = self.plot().get_figure(root=True)
-        assert figure is not None
-        return figure
+        """Draw compute and copies, and the resident bytes under them; see `plot_step`."""
+        return plot_step(self.timeline, self.names)
 
     def save_trace(self, path: str | os.PathLike[str]) -> Path:
         """Write a trace file for Perfetto (ui.perfetto.dev) and chrome://tracing, and return its path."""
@@ -139,27 +96,6 @@ class StepTimeline:
 
     def __repr__(self) -> str:
         return f"<StepTimeline of {len(self.names)} layers, {milliseconds(self.timeline.end)} {self.timeline.source}>"
-
-    def __str__(self) -> str:
-        seconds, bandwidth, end = self.seconds, self.bandwidth, self.timeline.end
-        rows = []
-        for kind in (Kind.FORWARD, Kind.BACKWARD, Kind.STALL, Kind.D2H, Kind.H2D):
-            share = percent(seconds[kind] / end) if end else "-"
-            moved = size(self.timeline.nbytes(kind)) if kind in bandwidth else ""
-            speed = f"{bandwidth[kind] / 1e9:.1f} GB/s" if kind in bandwidth else ""
-            rows.append((kind.value, milliseconds(seconds[kind]), share, moved, speed))
-        rows.append(("whole step", milliseconds(end), "", "", ""))
-        header = (f"{self.timeline.source} step", "time", "share", "moved", "speed")
-        table = Table(header, tuple(rows), left=1, sums=True, note=self._waited_for())
-        return as_text([table])
-
-    def _waited_for(self, most: int = 4) -> str:
-        waited = {k: times.forward_stall + times.backward_stall for k, times in enumerate(self.by_layer())}
-        longest = sorted((k for k in waited if waited[k]), key=lambda k: (-round(waited[k], 9), k))
-        if not longest:
-            return ""
-        named = ", ".join(f"{self.name(k)} {milliseconds(waited[k])}" for k in longest[:most])
-        return f"longest stalls: {named}" + (f", and {len(longest) - most} more" if len(longest) > most else "")
 
 
 def _direction(stall: Span, compute: Sequence[Span]) -> Kind:

@@ -10,7 +10,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from os import sep
 from pathlib import Path
 from types import FrameType
@@ -42,10 +42,8 @@ class Synchronization:
 
     Attributes
     ----------
-    file : str
-        File of the innermost line outside of torch and installed packages; empty if the call stack has none.
-    line : int
-        Line number, from 1; 0 if the file is not known.
+    file, line : str, int
+        Innermost line outside of torch and installed packages; ``""`` and 0 if the call stack has none.
     function : str
         Qualified name of the function.
     code : str
@@ -69,35 +67,18 @@ class Synchronization:
         return f"{text}\n    {self.code}" if self.code else text
 
 
-class Synchronizations:
-    """The lines that `find_synchronizations` found, in the order of their first wait; iterate over it or print it.
+class Synchronizations(list[Synchronization]):
+    """The lines that `find_synchronizations` found, in the order of their first wait; print it for a text.
 
-    ``len`` is the number of lines.  A line that waits in forward and in backward counts twice.
+    A line that waits in forward and in backward counts twice.
     """
-
-    def __init__(self) -> None:
-        self._seen: list[Synchronization] = []  # one entry for each wait; threads of autograd append as well
-
-    def __iter__(self) -> Iterator[Synchronization]:
-        return (replace(found, count=count) for found, count in Counter(self._seen).items())
-
-    def __len__(self) -> int:
-        return len(set(self._seen))
-
-    @property
-    def count(self) -> int:
-        """Number of waits of all lines."""
-        return len(self._seen)
 
     def __str__(self) -> str:
         if not self:
             return "No synchronization was found."
-        title = f"The host waits for the GPU {_times(self.count)}, at {len(self)} line{'s' * (len(self) > 1)}."
+        times = _times(sum(found.count for found in self))
+        title = f"The host waits for the GPU {times}, at {len(self)} line{'s' * (len(self) > 1)}."
         return "\n".join([title, *map(str, self)])
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return ``"count"`` and ``"synchronizations"``, a list with the attributes of each `Synchronization`."""
-        return {"count": self.count, "synchronizations": [asdict(found) for found in self]}
 
 
 @contextmanager
@@ -110,33 +91,26 @@ def find_synchronizations() -> Iterator[Synchronizations]:
     Yields
     ------
     Synchronizations
-        Filled while the block runs.
+        Filled at the end of the block.
 
     Raises
     ------
     RuntimeError
         If CUDA is not available.
-
-    Examples
-    --------
-    >>> if torch.cuda.is_available():
-    ...     with find_synchronizations() as found:
-    ...         total = torch.ones(3, device="cuda").sum().item()
-    ...     assert [one.line for one in found] == [3]
     """
     if not torch.cuda.is_available():
         raise RuntimeError(
             "find_synchronizations needs CUDA, because it reads the warnings of torch.cuda.set_sync_debug_mode; "
             "run it on a machine with a GPU."
         )
-    found = Synchronizations()
+    found, seen = Synchronizations(), list[Synchronization]()  # one entry for each wait, of any thread
     caller = threading.get_ident()
     with warnings.catch_warnings():
         show_others = warnings.showwarning
 
         def show(message: Warning | str, *args: Any, **kwargs: Any) -> None:
             if _SYNCHRONIZES in str(message):
-                found._seen.append(_locate(sys._getframe(1), caller))
+                seen.append(_locate(sys._getframe(1), caller))
             else:
                 show_others(message, *args, **kwargs)
 
@@ -149,6 +123,7 @@ def find_synchronizations() -> Iterator[Synchronizations]:
             yield found
         finally:
             torch.cuda.set_sync_debug_mode(former)
+            found += (replace(one, count=count) for one, count in Counter(seen).items())
 
 
 def _locate(frame: FrameType | None, caller: int) -> Synchronization:

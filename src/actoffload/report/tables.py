@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import html
 import re
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TypeVar
 
 from tabulate import SEPARATING_LINE, tabulate
 
-__all__ = ["Table", "as_html", "as_markdown", "as_text", "fold", "fold_names", "numberless", "starred"]
+__all__ = ["Printable", "Table", "fold", "fold_names", "numberless"]
 
 Row = TypeVar("Row")
 
@@ -27,37 +27,48 @@ class Table:
     note: str = ""
 
 
-def as_text(tables: Sequence[Table], sentences: Sequence[str] = ()) -> str:
-    """Return tables, and a list of sentences behind them, for a terminal."""
-    blocks = []
-    for table in tables:
-        grid = _grid(table, "simple" if any(table.header) else "plain", str, rule=True)
-        blocks.append(f"{grid}\n{table.note}" if table.note else grid)
-    if sentences:
-        blocks.append("\n".join(f"- {sentence}" for sentence in sentences))
-    return "\n\n".join(blocks)
+class Printable:
+    """What `_content` returns, tables and sentences, as text, Markdown and HTML, for ``print`` and for a notebook."""
 
+    def _content(self) -> tuple[Sequence[Table], Sequence[str]]:
+        raise NotImplementedError
 
-def as_markdown(tables: Sequence[Table], sentences: Sequence[str] = ()) -> str:
-    """Return tables, and a list of sentences behind them, in Markdown."""
-    blocks = []
-    for table in tables:
-        blocks.append(_grid(table, "pipe", lambda cell: _markdown(cell).replace("|", "\\|"), bold="**{}**"))
-        blocks += [_markdown(table.note)] if table.note else []
-    if sentences:
+    def __str__(self) -> str:
+        return self.to_text()
+
+    def to_text(self) -> str:
+        """Return the tables for a terminal."""
+        tables, sentences = self._content()
+        blocks = []
+        for table in tables:
+            grid = _grid(table, "simple" if any(table.header) else "plain", str, rule=True)
+            blocks.append(f"{grid}\n{table.note}" if table.note else grid)
+        items = "\n".join(f"- {sentence}" for sentence in sentences)
+        return "\n\n".join([*blocks, items] if items else blocks)
+
+    def to_markdown(self) -> str:
+        """Return the tables in Markdown, as GitHub and MyST read it."""
+        tables, sentences = self._content()
+        blocks = []
+        for table in tables:
+            grid = _grid(table, "pipe", lambda cell: _markdown(cell).replace("|", "\\|"), bold="**{}**")
+            blocks += [grid, _markdown(table.note)]
         blocks.append("\n".join(f"- {_markdown(sentence)}" for sentence in sentences))
-    return "\n\n".join(blocks)
+        return "\n\n".join(filter(None, blocks))
 
+    def to_html(self) -> str:
+        """Return the tables in HTML, without style sheet or script."""
+        tables, sentences = self._content()
+        blocks = []
+        for table in tables:
+            blocks.append(_grid(table, "unsafehtml", _html, bold="<b>{}</b>"))
+            blocks += [f"<p>{_html(table.note)}</p>"] if table.note else []
+        items = "".join(f"<li>{_html(sentence)}</li>" for sentence in sentences)
+        blocks += [f"<ul>{items}</ul>"] if items else []
+        return '<div class="actoffload-report">' + "\n".join(blocks) + "</div>"
 
-def as_html(tables: Sequence[Table], sentences: Sequence[str] = ()) -> str:
-    """Return tables, and a list of sentences behind them, in HTML."""
-    blocks = []
-    for table in tables:
-        blocks.append(str(_grid(table, "unsafehtml", _html, bold="<b>{}</b>")))
-        blocks += [f"<p>{_html(table.note)}</p>"] if table.note else []
-    if sentences:
-        blocks.append("<ul>" + "".join(f"<li>{_html(sentence)}</li>" for sentence in sentences) + "</ul>")
-    return '<div class="actoffload-report">' + "\n".join(blocks) + "</div>"
+    def _repr_html_(self) -> str:
+        return self.to_html()
 
 
 def _grid(table: Table, notation: str, show: Callable[[str], str], *, rule: bool = False, bold: str = "{}") -> str:
@@ -82,34 +93,12 @@ def _html(words: str) -> str:
     return re.sub(r"`([^`]+)`", r"<code>\1</code>", html.escape(words))
 
 
-def fold(rows: Sequence[Row], key: Callable[[Row], Hashable], longest: int = 8) -> list[tuple[Row, ...]]:
-    """Group rows with equal keys that repeat, alone or in a pattern of at most `longest` rows, which are a line each.
-
-    >>> from actoffload.report.tables import fold
-    >>> fold(["a", "b", "a", "b", "a", "b", "c"], key=str)
-    [('a', 'a', 'a'), ('b', 'b', 'b'), ('c',)]
-    """
-    keys = [key(row) for row in rows]
-    folded: list[tuple[Row, ...]] = []
-    start = 0
-    while start < len(rows):
-        period, times = _pattern(keys[start:], longest)
-        for k in range(start, start + period):
-            folded.append(tuple(rows[k : k + period * times : period]))
-        start += period * times
-    return folded
-
-
-def _pattern(keys: Sequence[Hashable], longest: int) -> tuple[int, int]:
-    """Return the length of the pattern with which a sequence begins, and how often it repeats."""
-    best = (1, 1)
-    for period in range(1, min(longest, len(keys) // 2) + 1):
-        times = 1
-        while keys[times * period : (times + 1) * period] == keys[:period]:
-            times += 1
-        if times > 1 and period * times > best[0] * best[1]:
-            best = (period, times)
-    return best
+def fold(rows: Iterable[Row], key: Callable[[Row], Hashable]) -> list[tuple[Row, ...]]:
+    """Group rows with equal keys, at the place of the first of them."""
+    folded: dict[Hashable, list[Row]] = {}
+    for row in rows:
+        folded.setdefault(key(row), []).append(row)
+    return [tuple(same) for same in folded.values()]
 
 
 def fold_names(names: Sequence[str], most: int = 3) -> str:
@@ -158,8 +147,8 @@ def _step(names: Sequence[str]) -> int:
     """Return the distance of the one number in which names differ; 0 if they differ otherwise."""
     if len(names) < 2 or len(set(map(numberless, names))) > 1:
         return 0
-    columns = list(zip(*(re.findall(r"\d+", name) for name in names), strict=True))
-    differ = [list(map(int, column)) for column in columns if len(set(column)) > 1]
+    columns = zip(*(map(int, re.findall(r"\d+", name)) for name in names), strict=True)
+    differ = [column for column in columns if len(set(column)) > 1]
     steps = {after - before for column in differ for before, after in pairwise(column)}
     return steps.pop() if len(differ) == 1 and len(steps) == 1 else 0
 
@@ -167,9 +156,3 @@ def _step(names: Sequence[str]) -> int:
 def numberless(name: str) -> str:
     """Return a name with its numbers replaced: what the names of repeated modules have in common."""
     return re.sub(r"\d+", "#", name)
-
-
-def starred(names: Sequence[str]) -> str:
-    """Return a pattern for names that differ in numbers alone: ``layers[*].keys``."""
-    columns = zip(*(re.split(r"(\d+)", name) for name in names), strict=True)
-    return "".join(parts[0] if len(set(parts)) == 1 else "*" for parts in columns)

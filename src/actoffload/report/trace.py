@@ -22,12 +22,12 @@ from .plots import resident_points, without_stalls
 
 __all__ = ["chrome_trace", "write_chrome_trace"]
 
-LANES: tuple[tuple[str, tuple[Kind, ...]], ...] = (
-    ("compute", (Kind.FORWARD, Kind.BACKWARD)),
-    (Kind.D2H.value, (Kind.D2H,)),
-    (Kind.H2D.value, (Kind.H2D,)),
-    ("stalls", (Kind.STALL,)),
-)
+LANES = {
+    "compute": (Kind.FORWARD, Kind.BACKWARD),
+    Kind.D2H.value: (Kind.D2H,),
+    Kind.H2D.value: (Kind.H2D,),
+    "stalls": (Kind.STALL,),
+}
 TITLES = {kind: kind.name.lower() for kind in Kind} | {Kind.D2H: "offload", Kind.H2D: "reload"}
 PROCESS = 1  # also its first thread; for Perfetto 0 is the idle process of a kernel
 
@@ -37,22 +37,13 @@ def chrome_trace(timeline: Timeline, names: Sequence[str] = ()) -> dict[str, Any
 
     Compute, offloads, reloads and stalls are threads of one process, resident bytes are a counter.  The ``args`` of an
     event have its layer, and the bytes and the bandwidth of a copy.
-
-    >>> from actoffload.report.trace import chrome_trace
-    >>> timeline = Timeline.build([Span(Kind.D2H, 0, start=0.001, end=0.003, nbytes=2**20)])
-    >>> chrome_trace(timeline, ["encoder"])["traceEvents"][-1]  # doctest: +NORMALIZE_WHITESPACE
-    {'ph': 'X', 'name': 'offload encoder', 'pid': 1, 'tid': 2,
-     'args': {'layer': 'encoder', 'index': 0, 'bytes': 1048576, 'GB/s': 0.524},
-     'cat': 'offload', 'ts': 1000.0, 'dur': 2000.0}
     """
     events = [_event("M", "process_name", PROCESS, {"name": f"training step, {timeline.source}"})]
     spans: list[dict[str, Any]] = []
     thread = 0
-    for title, kinds in LANES:
-        lane = timeline.of(*kinds)
-        if Kind.FORWARD in kinds:
-            lane = tuple(span for span in without_stalls(timeline.of(*kinds, Kind.STALL)) if span.kind in kinds)
-        for k, row in enumerate(_rows(lane) or [[]]):
+    cut = without_stalls(timeline)
+    for title, kinds in LANES.items():
+        for k, row in enumerate(_rows(span for span in cut if span.kind in kinds)):
             thread += 1
             events.append(_event("M", "thread_name", thread, {"name": f"{title} ({k + 1})" if k else title}))
             events.append(_event("M", "thread_sort_index", thread, {"sort_index": thread}))
@@ -71,16 +62,14 @@ def chrome_trace(timeline: Timeline, names: Sequence[str] = ()) -> dict[str, Any
 def write_chrome_trace(timeline: Timeline, path: str | os.PathLike[str], names: Sequence[str] = ()) -> Path:
     """Write a timeline to a trace file for Perfetto and chrome://tracing and return its path; see `chrome_trace`."""
     file = Path(path)
-    trace = chrome_trace(timeline, names)
-    # One event in a line.  Names keep their letters: Perfetto does not read \u escapes everywhere.
-    events = ",\n".join(json.dumps(event, ensure_ascii=False, allow_nan=False) for event in trace.pop("traceEvents"))
-    head = json.dumps(trace, ensure_ascii=False)[:-1]
-    file.write_text(f'{head}, "traceEvents": [\n{events}\n]}}\n', encoding="utf-8")
+    # Names keep their letters: Perfetto does not read \u escapes everywhere.
+    text = json.dumps(chrome_trace(timeline, names), ensure_ascii=False, allow_nan=False)
+    file.write_text(text, encoding="utf-8")
     return file
 
 
 def _rows(spans: Iterable[Span]) -> list[list[Span]]:
-    """Spread spans over as few rows as possible, so that those in a row do not overlap."""
+    """Spread spans over as few rows as possible, at least one, so that those in a row do not overlap."""
     rows: list[list[Span]] = []
     for span in sorted(spans, key=lambda span: (span.start, -span.end)):
         free = next((row for row in rows if _nanoseconds(row[-1].end) <= _nanoseconds(span.start)), None)
@@ -88,7 +77,7 @@ def _rows(spans: Iterable[Span]) -> list[list[Span]]:
             rows.append([span])
         else:
             free.append(span)
-    return rows
+    return rows or [[]]
 
 
 def _nanoseconds(seconds: float) -> int:
@@ -105,8 +94,6 @@ def _complete(span: Span, thread: int, names: Sequence[str]) -> dict[str, Any]:
     name = "".join(letter if letter.isprintable() else " " for letter in name)  # Perfetto stops at control characters
     args: dict[str, Any] = {"layer": name, "index": span.layer}
     if span.nbytes:
-        args["bytes"] = span.nbytes
-        if end > start:
-            args["GB/s"] = round(span.nbytes / (end - start), 3)
+        args |= {"bytes": span.nbytes, "GB/s": round(span.nbytes / max(end - start, 1), 3)}
     kind, times = TITLES[span.kind], {"ts": start / 1000, "dur": (end - start) / 1000}
     return _event("X", f"{kind} {name}", thread, args, cat=kind, **times)

@@ -30,10 +30,8 @@ class Saved:
     ----------
     nbytes : int
         Size in bytes; at least 1.
-    saved_at : float
-        When it is saved, as a fraction of the layer's forward time.
-    needed_at : float
-        When backward needs it, as a fraction of the layer's backward time.
+    saved_at, needed_at : float
+        When forward saves it and when backward needs it, as fractions of the layer's forward and backward time.
 
     Raises
     ------
@@ -62,11 +60,6 @@ class LayerCost:
         Seconds of compute without any waiting.
     saved : tuple of Saved
         In the order in which forward saves them.
-
-    Raises
-    ------
-    ValueError
-        If a time is negative or not finite, or a tensor comes before one that is saved earlier.
 
     Examples
     --------
@@ -103,41 +96,20 @@ class LayerCost:
 
     @classmethod
     def even(cls, nbytes: int, forward: float, backward: float, pieces: int = 8) -> LayerCost:
-        """Return a layer that saves its bytes in equal pieces at equal distances.
+        """Return a layer that saves `nbytes` in equal pieces at equal distances; backward needs the last one at once.
 
-        Forward saves piece ``k`` after ``(k + 1) / pieces`` of its time; backward needs them in reverse order, the
-        last one at once.
-
-        Parameters
-        ----------
-        nbytes : int
-            Bytes of all pieces; 0 for a layer that saves nothing.  The last piece takes the remainder.
-        forward, backward : float
-            Seconds of compute.
-        pieces : int
-            Number of tensors; at least 1.  Fewer are made if there are fewer bytes than that.
-
-        Raises
-        ------
-        ValueError
-            If `nbytes` is negative or `pieces` is less than 1.
+        There are fewer pieces if there are fewer bytes than that.  The last one takes the remainder.
         """
         if nbytes < 0:
             raise ValueError(f"nbytes is {nbytes}; expected the bytes that a layer saves, 0 or more.")
         if pieces < 1:
             raise ValueError(f"pieces is {pieces}; expected a number of saved tensors, at least 1.")
         pieces = min(pieces, nbytes)
-        sizes = [nbytes // pieces] * pieces if pieces else []
-        if sizes:
-            sizes[-1] += nbytes % pieces
-        return cls(
-            forward,
-            backward,
-            tuple(
-                Saved(size, saved_at=(k + 1) / pieces, needed_at=(pieces - 1 - k) / pieces)
-                for k, size in enumerate(sizes)
-            ),
-        )
+        saved = []
+        for k in range(pieces):
+            size = nbytes // pieces + (nbytes % pieces if k == pieces - 1 else 0)
+            saved.append(Saved(size, saved_at=(k + 1) / pieces, needed_at=(pieces - 1 - k) / pieces))
+        return cls(forward, backward, tuple(saved))
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,11 +125,6 @@ class Link:
         Bytes per second from device to host and from host to device; infinity is allowed.
     latency : float
         Seconds that each copy takes in addition.
-
-    Raises
-    ------
-    ValueError
-        If a bandwidth is not positive or the latency is negative or not finite.
     """
 
     d2h: float
@@ -174,8 +141,8 @@ class Link:
 def measured_costs(timelines: Timeline | Sequence[Timeline]) -> tuple[LayerCost, ...]:
     """Return the cost of each layer of a step that was recorded without any copy.
 
-    Record with a context of manual synchronization and call nothing on its controller: the saved bytes of every layer
-    are counted, and no copy slows compute down.
+    Record with a context of manual synchronization and call nothing on its controller.  When a tensor is saved and when
+    backward needs it follow from the resident bytes; backward is assumed to need them in reverse order.
 
     Parameters
     ----------
@@ -185,8 +152,7 @@ def measured_costs(timelines: Timeline | Sequence[Timeline]) -> tuple[LayerCost,
     Returns
     -------
     tuple of LayerCost
-        In execution order.  When a tensor is saved and when backward needs it follow from the resident bytes; tensors
-        are assumed to be needed in the reverse order of their saving.
+        In execution order.
 
     Raises
     ------
@@ -217,12 +183,8 @@ def measured_costs(timelines: Timeline | Sequence[Timeline]) -> tuple[LayerCost,
     if any([cost.nbytes for cost in costs] != [cost.nbytes for cost in first] for costs in parsed):
         raise ValueError("The recordings are of different steps: their layers save different bytes.")
     return tuple(
-        LayerCost(
-            median(costs[k].forward for costs in parsed),
-            median(costs[k].backward for costs in parsed),
-            first[k].saved,
-        )
-        for k in range(len(first))
+        LayerCost(median(cost.forward for cost in costs), median(cost.backward for cost in costs), costs[0].saved)
+        for costs in zip(*parsed, strict=True)
     )
 
 
@@ -235,35 +197,27 @@ def _one(timeline: Timeline) -> list[LayerCost]:
         raise ValueError("The recording has no whole step: every layer needs its forward and its backward.")
     costs = []
     for layer in sorted(forward):
-        saved_at = _rises(timeline, forward[layer])
-        sizes = [nbytes for _, nbytes in saved_at]
-        needed_at = _needed(timeline, backward[layer], sizes)
-        saved = [
-            Saved(nbytes, saved_at=at, needed_at=needed)
-            for (at, nbytes), needed in zip(saved_at, needed_at, strict=True)
-        ]
-        costs.append(LayerCost(forward[layer].seconds, backward[layer].seconds, tuple(saved)))
+        saved = [(at, change) for at, change in _changes(timeline, forward[layer]) if change > 0]
+        freed = [(at, -change) for at, change in _changes(timeline, backward[layer]) if change < 0]
+        needed = _needed(freed, [nbytes for _, nbytes in saved])
+        tensors = tuple(Saved(nbytes, at, needed_at) for (at, nbytes), needed_at in zip(saved, needed, strict=True))
+        costs.append(LayerCost(forward[layer].seconds, backward[layer].seconds, tensors))
     return costs
 
 
-def _within(timeline: Timeline, span: Span) -> list[tuple[float, int, int]]:
-    """Return (fraction of the span, bytes before, bytes after) for each step of the resident bytes in a span."""
+def _changes(timeline: Timeline, span: Span) -> list[tuple[float, int]]:
+    """Return the changes of the resident bytes in a span: (fraction of the span, bytes)."""
     found, before = [], 0
     for at, nbytes in timeline.resident:
         if span.start <= at <= span.end and nbytes != before:
             fraction = (at - span.start) / span.seconds if span.seconds else 0.0
-            found.append((min(max(fraction, 0.0), 1.0), before, nbytes))
+            found.append((min(max(fraction, 0.0), 1.0), nbytes - before))
         before = nbytes
     return found
 
 
-def _rises(timeline: Timeline, span: Span) -> list[tuple[float, int]]:
-    return [(at, after - before) for at, before, after in _within(timeline, span) if after > before]
-
-
-def _needed(timeline: Timeline, span: Span, sizes: Sequence[int]) -> list[float]:
-    """Return when backward needs each tensor: the next one is needed where those before it are gone."""
-    falls = [(at, before - after) for at, before, after in _within(timeline, span) if after < before]
+def _needed(falls: list[tuple[float, int]], sizes: Sequence[int]) -> list[float]:
+    """Return when backward needs each tensor: the next one is needed where those before it are freed."""
     needed = [0.0] * len(sizes)
     at, freed, used = 0.0, 0, 0
     for k in reversed(range(len(sizes))):

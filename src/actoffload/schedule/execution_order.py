@@ -19,13 +19,6 @@ class ExecutionOrder(Generic[Key]):
     A group that is skipped is removed.  A group that runs out of order, because it is called a second time or was
     skipped before, is inserted.
 
-    Parameters
-    ----------
-    earlier : sequence
-        The groups in the order of an earlier pass.
-
-    Examples
-    --------
     >>> from actoffload.schedule.execution_order import ExecutionOrder
     >>> order = ExecutionOrder("abcd")
     >>> order.start("a"), order.start("c")
@@ -64,29 +57,14 @@ class ExecutionOrder(Generic[Key]):
 
 
 class GroupKey(NamedTuple):
-    """One stretch of the forward of a chosen module.
-
-    Parameters
-    ----------
-    group : int
-        Which of the chosen modules.
-    part : int
-        0, and more where the module goes on after another chosen one inside it has run.
-    """
+    """One stretch of the forward of a chosen module; `part` counts the times it went on after another one inside it."""
 
     group: int
     part: int = 0
 
 
 class GroupPlans:
-    """The plans for sequences of groups, and the execution order of the latest pass.
-
-    Parameters
-    ----------
-    schedule : GroupSchedule
-        Which groups are offloaded, and when.
-    kinds : sequence of str
-        The kind of each chosen module.
+    """The plans of a schedule for sequences of groups, given the kind of each chosen module.
 
     Attributes
     ----------

@@ -25,20 +25,15 @@ class When(enum.Enum):
 class Do(enum.Enum):
     """Actions on a layer's activations, in their order.
 
-    ``OFFLOAD`` at the layer's own ``FORWARD_START`` copies each tensor as soon as it is saved.  At any later event it
-    queues the copies of everything that the layer has saved.
-
-    ``INCREMENTAL_RELEASE``, at the ``FORWARD_START`` of a later layer, frees the layer tensor by tensor: each tensor
-    that the later layer saves frees as many bytes, once their own copies are done.  Optional; ``RELEASE`` must follow.
-
-    ``RELEASE`` makes compute wait for the copies and frees the device memory, or what is left of it.
-
-    ``INCREMENTAL_PREFETCH``, at the ``BACKWARD_START`` of a later layer, reloads the layer tensor by tensor into the
-    bytes that the backward of the later layer frees beyond its first quarter (see `reserve`).  Optional; ``RELOAD``
-    must follow.
-
-    ``RELOAD`` allocates device memory and queues the copies to the device, or what is left of them, in the order in
-    which backward needs them.
+    - ``OFFLOAD`` at the layer's own ``FORWARD_START`` copies each tensor as soon as it is saved.  At any later event it
+      queues the copies of everything that the layer has saved.
+    - ``INCREMENTAL_RELEASE``, at the ``FORWARD_START`` of a later layer, frees the layer tensor by tensor: each tensor
+      that the later layer saves frees as many bytes, once their own copies are done.  ``RELEASE`` must follow.
+    - ``RELEASE`` makes compute wait for the copies and frees the device memory, or what is left of it.
+    - ``INCREMENTAL_PREFETCH``, at the ``BACKWARD_START`` of a later layer, reloads the layer tensor by tensor into the
+      bytes that the backward of the later layer frees beyond its first quarter.  ``RELOAD`` must follow.
+    - ``RELOAD`` allocates device memory and queues the copies to the device, or what is left of them, in the order in
+      which backward needs them.
     """
 
     OFFLOAD = "offload"
@@ -48,17 +43,18 @@ class Do(enum.Enum):
     RELOAD = "reload"
 
 
+ONLY = {Do.INCREMENTAL_RELEASE: When.FORWARD_START, Do.INCREMENTAL_PREFETCH: When.BACKWARD_START}
+"""The only event at which an action is possible."""
+
+REST = {Do.INCREMENTAL_RELEASE: Do.RELEASE, Do.INCREMENTAL_PREFETCH: Do.RELOAD}
+"""The action that must follow an incremental one and does what is left of it."""
+
+
 def reserve(nbytes: int) -> int:
-    """Return how many bytes that the backward of a layer frees are not used for an incremental prefetch.
+    """Return how many of the `nbytes` that a layer saved its backward frees without use for an incremental prefetch.
 
     Gradients and kernels allocate memory in backward, at different points in each layer.  If the prefetch used all
-    freed bytes at once, the peak would rise by the difference: an eighth of a Llama layer on an H100.  So a quarter is
-    reserved.
-
-    Parameters
-    ----------
-    nbytes : int
-        What the layer saved, in bytes.
+    freed bytes at once, the peak would rise by the difference: an eighth of a Llama layer on an H100.
     """
     return nbytes // 4
 
@@ -82,11 +78,8 @@ class Action:
     layer: int
 
     def __str__(self) -> str:
-        if self.do is Do.INCREMENTAL_RELEASE:
-            return f"release layer {self.layer} incrementally"
-        if self.do is Do.INCREMENTAL_PREFETCH:
-            return f"prefetch layer {self.layer} incrementally"
-        return f"{self.do.value} layer {self.layer}"
+        how, _, what = self.do.value.rpartition(" ")
+        return f"{what} layer {self.layer}{' incrementally' if how else ''}"
 
 
 @dataclass(frozen=True)
@@ -98,8 +91,7 @@ class Plan:
     model_layers : int
         Number of layers in one pass; at least 1.
     steps : mapping of Event to tuple of Action
-        What is done when an event arrives, in order.  Every action belongs to a layer of the pass, and each
-        layer is offloaded, released and reloaded at most once, in this order.
+        What is done at an event, in order.  Each layer is offloaded, released and reloaded at most once, in this order.
 
     Raises
     ------
@@ -124,20 +116,14 @@ class Plan:
         object.__setattr__(self, "steps", MappingProxyType({e: tuple(a) for e, a in self.steps.items()}))
         self._check()
 
-    def __getstate__(self) -> dict[str, object]:
-        return {"model_layers": self.model_layers, "steps": dict(self.steps)}
-
-    def __setstate__(self, state: dict[str, object]) -> None:
-        object.__setattr__(self, "model_layers", state["model_layers"])
-        object.__setattr__(self, "steps", MappingProxyType(state["steps"]))  # type: ignore[arg-type]
+    def __reduce__(self) -> tuple[object, ...]:
+        return Plan, (self.model_layers, dict(self.steps))
 
     def __hash__(self) -> int:
         return hash((self.model_layers, frozenset(self.steps.items())))
 
     def __str__(self) -> str:
-        lines = [
-            f"{event}: {', '.join(map(str, self.steps[event]))}" for event in self.events() if self.steps.get(event)
-        ]
+        lines = [f"{event}: {', '.join(map(str, acts))}" for event in self.events() if (acts := self.steps.get(event))]
         return "\n".join(lines) or f"nothing is offloaded in {self.model_layers} layers"
 
     @property
@@ -165,49 +151,48 @@ class Plan:
 
     def _check(self) -> None:
         order = {event: k for k, event in enumerate(self.events())}
-        seen: dict[Action, tuple[int, int]] = {}
+        places: dict[Action, tuple[int, int]] = {}  # of the event, and of the action at the event
         for event, acts in self.steps.items():
             if event not in order:
                 raise ValueError(f"The plan names the {event}, but its layers are 0 to {self.model_layers - 1}.")
             for k, act in enumerate(acts):
                 if not 0 <= act.layer < self.model_layers:
                     raise ValueError(f"The plan would {act}, but its layers are 0 to {self.model_layers - 1}.")
-                if act in seen:
+                if act in places:
                     raise ValueError(f"The plan would {act} twice in one pass; once is enough.")
-                only = {Do.INCREMENTAL_RELEASE: When.FORWARD_START, Do.INCREMENTAL_PREFETCH: When.BACKWARD_START}.get(
-                    act.do, event.when
-                )
+                places[act] = order[event], k
+                only = ONLY.get(act.do, event.when)
                 if event.when is not only:
-                    raise ValueError(
-                        f"The plan would {act} at the {event}; that can only be at the {only.value} of a layer."
-                    )
-                seen[act] = (order[event], k)
-        for act, place in seen.items():
-            self._check_order(act, place, order, seen)
+                    where = f"at the {event}; that can only be at the {only.value} of a layer"
+                    raise ValueError(f"The plan would {act} {where}.")
+        for act, place in places.items():
+            problem = self._misplaced(act, place, order, places)
+            if problem:
+                raise ValueError(f"The plan would {act} {problem}.")
 
     @staticmethod
-    def _check_order(
-        act: Action,
-        place: tuple[int, int],
-        order: Mapping[Event, int],
-        seen: Mapping[Action, tuple[int, int]],
-    ) -> None:
+    def _misplaced(
+        act: Action, place: tuple[int, int], order: Mapping[Event, int], places: Mapping[Action, tuple[int, int]]
+    ) -> str:
+        """Return what is wrong with the place of an action among those of its layer; empty if nothing is."""
         layer = act.layer
         if act.do is Do.OFFLOAD:
             if place[0] < order[Event(When.FORWARD_START, layer)]:
-                raise ValueError(f"The plan would {act} before its forward starts; move it there or later.")
+                return "before its forward starts; move it there or later"
         else:
             before = Action(Do.RELEASE if act.do in (Do.RELOAD, Do.INCREMENTAL_PREFETCH) else Do.OFFLOAD, layer)
-            if before not in seen or seen[before] > place:
-                raise ValueError(f"The plan would {act} without, or before, the action '{before}'; add it earlier.")
-        behind = {Do.INCREMENTAL_RELEASE: Do.RELEASE, Do.INCREMENTAL_PREFETCH: Do.RELOAD}.get(act.do)
-        if behind is not None and seen.get(Action(behind, layer), (-1, -1)) < place:
-            raise ValueError(f"The plan would {act} without the action '{Action(behind, layer)}' after it; add that.")
+            if before not in places or places[before] > place:
+                return f"without, or before, the action '{before}'; add it earlier"
+        if act.do in REST:
+            rest = Action(REST[act.do], layer)
+            if places.get(rest, (-1, -1)) < place:
+                return f"without the action '{rest}' after it; add that"
         if act.do in (Do.RELEASE, Do.INCREMENTAL_RELEASE) and place[0] < order[Event(When.FORWARD_END, layer)]:
-            raise ValueError(f"The plan would {act} before its forward ends; move it there or later.")
+            return "before its forward ends; move it there or later"
         begins = order[Event(When.BACKWARD_START, layer)]
         if place[0] > begins or (act.do is Do.INCREMENTAL_PREFETCH and place[0] == begins):
-            raise ValueError(f"The plan would {act} after its backward starts, when it is of no use; move it earlier.")
+            return "after its backward starts, when it is of no use; move it earlier"
+        return ""
 
 
 OUTSIDE = 1 << 30
@@ -244,11 +229,12 @@ class Roles:
     @staticmethod
     def of(plan: Plan, *, planned: bool | None = None) -> Roles:
         """Return the roles in a plan; without steps and `planned`, the program calls for each transfer."""
-        leaving = plan.offloaded
-        said = bool(plan.steps) if planned is None else planned
-        stay = frozenset((*range(plan.model_layers), OUTSIDE)) - set(leaving)
-        steps = (action for actions in plan.steps.values() for action in actions)
-        released_incrementally = frozenset(action.layer for action in steps if action.do is Do.INCREMENTAL_RELEASE)
-        last = leaving[-1] if leaving else plan.model_layers
-        actions = {(event.when.name, event.layer): actions for event, actions in plan.steps.items()}
-        return Roles(plan, stay, last, released_incrementally, said, actions)
+        steps = [action for actions in plan.steps.values() for action in actions]
+        return Roles(
+            plan,
+            stay=frozenset((*range(plan.model_layers), OUTSIDE)) - set(plan.offloaded),
+            last_leaving=max(plan.offloaded, default=plan.model_layers),
+            released_incrementally=frozenset(act.layer for act in steps if act.do is Do.INCREMENTAL_RELEASE),
+            planned=bool(steps) if planned is None else planned,
+            actions={(event.when.name, event.layer): actions for event, actions in plan.steps.items()},
+        )

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from .plan import Action, Do, Event, Plan, When
 
 __all__ = ["DefaultSchedule", "GroupSchedule", "ManualSchedule"]
+
+
+def _plan(model_layers: int, calls: Iterable[tuple[Event, Action]]) -> Plan:
+    """Return the plan in which each action follows its event."""
+    steps: dict[Event, tuple[Action, ...]] = {}
+    for event, action in calls:
+        steps[event] = (*steps.get(event, ()), action)
+    return Plan(model_layers, steps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,25 +71,23 @@ class DefaultSchedule:
 
     def plan(self) -> Plan:
         """Return the schedule as data."""
-        steps: dict[Event, tuple[Action, ...]] = {}
+        calls = []
         for i in range(self.num_layers):
-            pairs = (
+            # The release of layer i comes before the copies of layer i + window, which use the freed memory.
+            calls += [
                 (Event(When.FORWARD_START, i), Action(Do.OFFLOAD, i)),
                 (Event(When.FORWARD_START, i + self.window), Action(Do.RELEASE, i)),
                 (Event(When.BACKWARD_END, i + self.window), Action(Do.RELOAD, i)),
-            )
-            for event, action in pairs:
-                # The release of layer i comes before the copies of layer i + window, which use the freed memory.
-                steps[event] = (*steps.get(event, ()), action)
-        return Plan(self.model_layers, steps)
+            ]
+        return _plan(self.model_layers, calls)
 
 
 @dataclass(frozen=True)
 class ManualSchedule:
     """A plan built call by call, for `simulate` and for figures.
 
-    Each method returns a longer schedule, so a schedule reads like the training loop that it describes.
-    While a program runs, the same three actions are methods of `ManualController`.
+    Each method returns a longer schedule.  While a program runs, the same three actions are methods of
+    `ManualController`.
 
     Parameters
     ----------
@@ -124,17 +130,8 @@ class ManualSchedule:
         return self._with(Event(When.BACKWARD_START, before_backward_of), Do.RELOAD, layer_id)
 
     def plan(self) -> Plan:
-        """Return the schedule as data.
-
-        Raises
-        ------
-        ValueError
-            If the calls are out of order, repeated, or name a layer that does not exist.
-        """
-        steps: dict[Event, tuple[Action, ...]] = {}
-        for event, action in self.calls:
-            steps[event] = (*steps.get(event, ()), action)
-        return Plan(self.model_layers, steps)
+        """Return the schedule as data; calls that are out of order or repeated are a `ValueError`."""
+        return _plan(self.model_layers, self.calls)
 
 
 RESIDENT = 2
@@ -206,32 +203,22 @@ class GroupSchedule:
             found += may[: math.floor(self.fraction * len(may) + 0.5)]
         return tuple(sorted(found))
 
-    def resident(self, kinds: Sequence[str]) -> int:
-        """Return how many groups at the end of a sequence are kept."""
-        offloaded = self.offloaded(kinds)
-        return len(kinds) - 1 - offloaded[-1] if offloaded else len(kinds)
-
-    def distance(self, kinds: Sequence[str]) -> int:
-        """Return after how many more groups an offloaded one is released."""
-        resident = self.resident(kinds)
-        return min(resident, self.max_inflight or resident)  # [guard: groups in flight]
-
     def plan(self, kinds: Sequence[str]) -> Plan:
         """Return the plan for a sequence of groups, given by their kinds; at least one."""
-        steps: dict[Event, tuple[Action, ...]] = {}
-        offloaded, resident, d = self.offloaded(kinds), self.resident(kinds), self.distance(kinds)
+        calls = []
+        offloaded = self.offloaded(kinds)
+        resident = len(kinds) - 1 - offloaded[-1] if offloaded else len(kinds)  # groups at the end that are kept
+        d = min(resident, self.max_inflight or resident)  # [guard: groups in flight]
         # While one is used the next is copied already; otherwise compute would wait for every copy.
         back = min(resident, d + 1) if len(set(kinds)) == 1 else min(resident, d + 1, RESIDENT)
         alone = bool(offloaded) and resident == 1  # [guard: incremental prefetch of a single group -> False]
         for i in offloaded:
-            pairs = [
+            calls += [
                 (Event(When.FORWARD_START, i), Action(Do.OFFLOAD, i)),
                 (Event(When.FORWARD_START, i + d), Action(Do.INCREMENTAL_RELEASE, i)),
                 (Event(When.FORWARD_END, i + d), Action(Do.RELEASE, i)),
                 (Event(When.BACKWARD_END, i + back), Action(Do.RELOAD, i)),
             ]
             if alone:
-                pairs.append((Event(When.BACKWARD_START, i + back), Action(Do.INCREMENTAL_PREFETCH, i)))
-            for event, action in pairs:
-                steps[event] = (*steps.get(event, ()), action)
-        return Plan(len(kinds), steps)
+                calls.append((Event(When.BACKWARD_START, i + back), Action(Do.INCREMENTAL_PREFETCH, i)))
+        return _plan(len(kinds), calls)

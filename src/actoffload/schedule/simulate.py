@@ -14,7 +14,7 @@ from .costs import LayerCost, Link, Saved
 from .plan import Do, Plan, When, reserve
 from .timeline import Kind, Simulation, Span, Timeline
 
-__all__ = ["LayerCost", "Link", "Saved", "Simulation", "simulate"]
+__all__ = ["simulate"]
 
 
 def simulate(plan: Plan, layers: Sequence[LayerCost], link: Link) -> Simulation:
@@ -32,7 +32,7 @@ def simulate(plan: Plan, layers: Sequence[LayerCost], link: Link) -> Simulation:
     Returns
     -------
     Simulation
-        Times in seconds, sizes in bytes.  No rounding is applied.
+        Times in seconds, sizes in bytes.
 
     Raises
     ------
@@ -84,12 +84,10 @@ def simulate(plan: Plan, layers: Sequence[LayerCost], link: Link) -> Simulation:
 
 
 def _baseline(layers: Sequence[LayerCost]) -> float:
-    """Return the step time without offload, rounded as the clock of compute is."""
+    """Return the step time without offload, rounded as the clock of compute is; `sum` of Python 3.12 rounds less."""
     time = 0.0
-    for cost in layers:
-        time += cost.forward
-    for cost in reversed(layers):
-        time += cost.backward
+    for seconds in (*(cost.forward for cost in layers), *(cost.backward for cost in reversed(layers))):
+        time += seconds
     return time
 
 
@@ -115,6 +113,10 @@ class _Run:
     d2h: float = 0.0
     h2d: float = 0.0
     stalled: float = 0.0
+    running: tuple[Kind, int] | None = None  # the forward or backward of a layer
+    start: float = 0.0  # when it began
+    since: float = 0.0  # when it began, or went on after a stall
+    stalled_before: float = 0.0
     on_demand: int = 0
     nbytes: int = 0
     releasing: int | None = None  # the layer that is released incrementally by the forward
@@ -132,75 +134,63 @@ class _Run:
         cost = self.layers[layer]
         tensors = self.held[layer] = []
         self._act(When.FORWARD_START, layer)
-        start = since = self.compute
-        before = self.stalled
+        self._begin(Kind.FORWARD, layer)
         for saved in cost.saved:
-            self._reach(start + saved.saved_at * cost.forward + self.stalled - before)
+            self._reach(saved.saved_at * cost.forward)
             tensors.append(_Held(saved, ready=self.compute))
             self._occupy(saved.nbytes)
-            since = self._release_incrementally(saved.nbytes, Kind.FORWARD, layer, since)
+            self._release_incrementally(saved.nbytes)
             if layer in self.offloading:
                 self._copy_out(layer, tensors[-1])
-        self._reach(start + cost.forward + self.stalled - before)
+        self._reach(cost.forward)
         self.releasing = None
-        self._note(Kind.FORWARD, layer, since)
+        self._end()
         self._act(When.FORWARD_END, layer)
 
-    def _release_incrementally(self, nbytes: int, kind: Kind, layer: int, since: float) -> float:
-        """Free as many bytes of the layer that is released; return since when compute has worked."""
+    def _release_incrementally(self, nbytes: int) -> None:
+        """Free as many bytes of the layer that is released."""
         earlier = self.releasing
         if earlier is None or earlier in self.released:
-            return since
+            return
         self.to_release[earlier] = self.to_release.get(earlier, 0) + nbytes
         for tensor in self.held[earlier]:
             if self.to_release[earlier] <= 0:
                 break
             if tensor.on_device:
-                since = self._pause(tensor.copied, earlier, since, kind, layer)
+                self._wait(tensor.copied, earlier)
                 tensor.on_device = False
                 self._occupy(-tensor.cost.nbytes)
                 self.to_release[earlier] -= tensor.cost.nbytes
-        return since
 
     def backward(self, layer: int) -> None:
         """Run the backward of a layer, with the actions at its start and end."""
         cost = self.layers[layer]
         self._act(When.BACKWARD_START, layer)
-        start = since = self.compute
-        before = self.stalled
+        self._begin(Kind.BACKWARD, layer)
         tensors = self.held.pop(layer)
         # The copies of a layer that was never released may still read its memory.
         still_read = layer in self.offloading and layer not in self.released
-        left = max((tensor.copied for tensor in tensors), default=0.0) if still_read else 0.0
+        copied = max((tensor.copied for tensor in tensors), default=0.0) if still_read else 0.0
         in_use = 0
         for tensor in [tensors[k] for k in cost.order_of_use]:
-            self._reach(start + tensor.cost.needed_at * cost.backward + self.stalled - before)
-            since = self._free(in_use, left, layer, since)
+            self._reach(tensor.cost.needed_at * cost.backward)
+            self._free(in_use, copied, layer)
             in_use = tensor.cost.nbytes
             arrival = self._arrival(layer, tensor)
             self._prefetch()
-            since = self._pause(arrival, layer, since, Kind.BACKWARD, layer)
-        self._reach(start + cost.backward + self.stalled - before)
-        since = self._free(in_use, left, layer, since)
+            self._wait(arrival, layer)
+        self._reach(cost.backward)
+        self._free(in_use, copied, layer)
         self.prefetching, self.room = None, 0
-        self._note(Kind.BACKWARD, layer, since)
+        self._end()
         self._act(When.BACKWARD_END, layer)
 
-    def _free(self, nbytes: int, left: float, layer: int, since: float) -> float:
-        """Free a tensor in backward, once nothing reads it; return since when compute has worked."""
+    def _free(self, nbytes: int, copied: float, layer: int) -> None:
+        """Free a tensor in backward, once nothing reads it."""
         if nbytes:
-            since = self._pause(left, layer, since, Kind.BACKWARD, layer)
+            self._wait(copied, layer)
         self._occupy(-nbytes)
         self.room += nbytes
-        return since
-
-    def _pause(self, until: float, of: int, since: float, kind: Kind, layer: int) -> float:
-        """Let the compute of a layer wait for a copy; return since when it has worked without a stall."""
-        reached = self.compute
-        if not self._wait(until, of):
-            return since
-        self._note(kind, layer, since, reached)
-        return self.compute
 
     def _act(self, when: When, layer: int) -> None:
         """Carry out the actions of the plan at one event."""
@@ -268,25 +258,32 @@ class _Run:
         tensor.arrival, tensor.on_device = self.h2d, True
         self.spans.append(Span(Kind.H2D, layer, start, self.h2d, tensor.cost.nbytes))
 
-    def _reach(self, time: float) -> None:
-        """Let compute run until a time, and never back."""
-        self.compute = max(self.compute, time)
+    def _begin(self, kind: Kind, layer: int) -> None:
+        """Begin the compute of a layer."""
+        self.running = kind, layer
+        self.start = self.since = self.compute
+        self.stalled_before = self.stalled
 
-    def _wait(self, time: float, layer: int) -> bool:
-        """Let compute wait for a copy of a layer; return whether it had to."""
-        start = self.compute
+    def _reach(self, seconds: float) -> None:
+        """Let compute run until so many seconds after the begin of the layer without stalls, and never back."""
+        self.compute = max(self.compute, self.start + seconds + self.stalled - self.stalled_before)
+
+    def _end(self) -> None:
+        """End the compute of a layer, or of the part of it before a stall."""
+        if self.running is not None and self.compute > self.since:
+            self.spans.append(Span(*self.running, self.since, self.compute))
+        self.running = None
+
+    def _wait(self, time: float, layer: int) -> None:
+        """Let compute wait for a copy of a layer."""
+        start, running = self.compute, self.running
         if time <= start:
-            return False
-        self.compute = time
+            return
+        self._end()
+        self.compute = self.since = time
         self.stalled += time - start
-        self._note(Kind.STALL, layer, start)
-        return True
-
-    def _note(self, kind: Kind, layer: int, start: float, end: float | None = None) -> None:
-        """Record what compute did until `end`, or until now."""
-        end = self.compute if end is None else end
-        if end > start:
-            self.spans.append(Span(kind, layer, start, end))
+        self.spans.append(Span(Kind.STALL, layer, start, time))
+        self.running = running
 
     def _occupy(self, nbytes: int) -> None:
         """Allocate or free device memory at the present time of compute."""

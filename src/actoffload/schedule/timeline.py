@@ -1,4 +1,4 @@
-"""Timelines of a step, and the result of a simulation."""
+"""Timelines of a step, the result of a simulation, and their numbers as text."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ import enum
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from .units import mebibytes, milliseconds
-
-__all__ = ["Kind", "Simulation", "Span", "Timeline"]
+__all__ = ["Kind", "Simulation", "Span", "Timeline", "mebibytes", "milliseconds", "percent", "size"]
 
 
 class Kind(enum.Enum):
@@ -30,7 +28,7 @@ class Span:
     kind : Kind
         What was done.
     layer : int
-        For which layer.  A stall carries the layer that was waited for.
+        For which layer; of a stall, the layer whose copy was waited for.
     start, end : float
         Seconds since the step began.
     nbytes : int
@@ -166,3 +164,25 @@ class Simulation:
         )
         width = max(len(value) for _, value, _ in rows)
         return "\n".join(f"{name:<10}{value:>{width}}  {note}" for name, value, note in rows)
+
+
+def size(nbytes: int) -> str:
+    """Return bytes in MiB, or in a smaller unit if they are fewer."""
+    if nbytes >= 2**20:
+        return mebibytes(nbytes)
+    return f"{nbytes / 2**10:.1f} KiB" if nbytes >= 2**10 else f"{nbytes} bytes"
+
+
+def mebibytes(nbytes: int) -> str:
+    """Return bytes in MiB."""
+    return f"{nbytes / 2**20:.1f} MiB"
+
+
+def milliseconds(seconds: float, digits: int = 2) -> str:
+    """Return seconds in ms."""
+    return f"{seconds * 1e3:.{digits}f} ms"
+
+
+def percent(fraction: float, digits: int = 1, sign: str = "") -> str:
+    """Return a fraction in percent; with ``sign="+"`` also positive ones have a sign."""
+    return f"{fraction * 100:{sign}.{digits}f} %"

@@ -1,0 +1,166 @@
+"""The class and the entry that `offload` gives to the modules that it follows, and their removal."""
+
+from __future__ import annotations
+
+import pickle
+import warnings
+import weakref
+
+import pytest
+import torch
+from helpers import alive, no_gc
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from whole_model import UNIT, Transformer, Wave, Waves, data, equal, nothing_installed, offload, train
+
+import actoffload
+from actoffload.engine.model_pass import ModelPass
+from actoffload.report import Reason
+
+
+class Final(Wave):
+    """A block whose class refuses subclasses."""
+
+    def __init_subclass__(cls, **kwargs):
+        raise TypeError("no subclasses of Final")
+
+
+def offloaded(model: nn.Module, handle: actoffload.OffloadHandle) -> int:
+    """Return the bytes that a step offloads for a handle."""
+    handle.reset_statistics()
+    model(data().requires_grad_() * 1.0).sum().backward()
+    return handle.statistics().bytes_offloaded
+
+
+def test_a_module_of_two_handles_is_followed_until_both_are_removed():
+    blocks = Waves(6)
+    model = nn.Sequential(blocks)
+    inner = offload(blocks)
+    outer = offload(model, layers="0.blocks")
+    outer.remove()
+    assert offloaded(model, inner) == 8 * UNIT
+    assert type(blocks.blocks[0]) is not Wave
+    inner.remove()
+    assert [type(block) for block in blocks.blocks] == [Wave] * 6
+    nothing_installed(model)
+
+
+def test_a_class_that_cannot_be_derived_from_leaves_the_model_as_it_was():
+    model = Waves(6)
+    model.blocks[4] = Final()
+    types, names = [type(module) for module in model.modules()], [set(vars(module)) for module in model.modules()]
+    with pytest.raises(TypeError, match="no subclasses of Final"):
+        offload(model, layers="blocks")
+    assert [type(module) for module in model.modules()] == types
+    assert [set(vars(module)) for module in model.modules()] == names
+    assert actoffload.OffloadHandle.of(model) is None
+    assert offloaded(model, offload(model, layers=model.blocks[:4])) == 4 * UNIT
+
+
+def test_a_pickled_model_does_not_need_actoffload():
+    model = Transformer(4)
+    want = train(model, steps=1)
+    offload(model)
+    train(model, steps=1)
+    pickled = pickle.dumps(model)
+    assert b"actoffload" not in pickled
+    copied = pickle.loads(pickled)
+    assert [type(module) for module in copied.modules()] == [type(module) for module in Transformer(4).modules()]
+    equal(train(copied, steps=1), want)
+
+
+# Forwards
+
+
+def test_what_a_model_saves_while_it_handles_an_exception_is_kept():
+    class Fails(Wave):
+        def forward(self, x):
+            super().forward(x)
+            raise KeyError
+
+    class Handles(Waves):
+        def forward(self, x):
+            try:
+                x = self.blocks[0](x)
+            except KeyError:
+                x = torch.sin(x * 3.0)
+            return self.blocks[2](self.blocks[1](x))
+
+    model = Handles(3)
+    model.blocks[0] = Fails()
+    handle = offload(model, num_layers=2)
+    model(data().requires_grad_()).sum().backward()
+    assert handle.statistics().bytes_kept[Reason.OUTSIDE] == UNIT
+
+
+def test_a_graph_does_not_keep_the_modules():
+    model = Waves(6)
+    handle = offload(model)
+    with no_gc():
+        y = model(data())
+        refs = [weakref.ref(block) for block in model.blocks]
+        handle.remove()
+        del model, handle
+        assert [ref() for ref in refs] == [None] * 6
+        y.sum().backward()
+
+
+def test_offloading_is_enabled_in_a_forward_only():
+    seen = []
+    model = Waves(6)
+    model.blocks[3].register_forward_hook(lambda *_: seen.append(actoffload.is_cpu_offload_enabled()))
+    handle = offload(model)
+    model(data())
+    with handle.paused():
+        model(data())
+    assert seen == [True, False]
+    assert not actoffload.is_cpu_offload_enabled()
+
+
+def test_a_pass_is_freed_with_its_graph():
+    model = Waves(6)
+    offload(model)
+    with no_gc():
+        before = alive(ModelPass)
+        y = model(data())
+        assert alive(ModelPass) == before + 1
+        y.sum().backward()
+        del y
+        assert alive(ModelPass) == before
+
+
+def test_a_pass_whose_end_of_a_group_failed_is_not_continued(monkeypatch):
+    """The next block of a loop begins a pass of its own."""
+    model = Waves(6)
+    handle = offload(model)
+    ends = iter([KeyError])
+
+    def forward_end(self, layer, end=ModelPass.forward_end):
+        end(self, layer)
+        for error in ends:
+            raise error
+
+    monkeypatch.setattr(ModelPass, "forward_end", forward_end)
+    x = data()
+    for block in model.blocks:
+        try:
+            x = block(x)
+        except KeyError:
+            x = x * 1.0
+    x.sum().backward()
+    assert handle.statistics().passes == 2
+
+
+def test_a_recomputed_block_begins_no_pass():
+    class Checkpointed(Waves):
+        def forward(self, x):
+            for block in self.blocks:
+                x = checkpoint(block, x, use_reentrant=False)
+            return x
+
+    model = Checkpointed(6)
+    handle = offload(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(data().requires_grad_()).sum().backward()
+    assert handle.statistics().passes == 1
