@@ -14,6 +14,7 @@ from helpers import make, min_elements, nothing_held
 from torch import Tensor, nn
 from torch._dynamo import compiled_autograd
 from torch._dynamo.utils import counters
+from wrappers import Two
 
 import actoffload
 from actoffload import _torch
@@ -174,3 +175,24 @@ def test_without_the_names_of_torch_the_graph_breaks_at_each_tensor(monkeypatch)
 
     assert both(program).statistics().tensors_offloaded == 2
     assert sum(counters["graph_break"].values()) > 6
+
+
+def test_tensors_made_of_tensors():
+    class Tanhs(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x)
+
+    def program(offload: Offload) -> list[Tensor]:
+        torch._dynamo.reset()
+        model = nn.Sequential(*[Tanhs(nn.Tanh(), nn.Tanh()) for _ in range(3)])
+        offload(model, layers=Tanhs)
+        x = Two(batch(), batch(1)).requires_grad_()
+        y = model(x * 1.0)
+        with compiled_autograd._enable(torch.compile(backend="eager")):
+            y.backward(Two(torch.ones_like(batch()), torch.ones_like(batch())))
+        assert isinstance(x.grad, Two)
+        return [x.grad.a, x.grad.b]
+
+    counters.clear()
+    assert both(program).statistics().tensors_offloaded == 2 * 2
+    assert counters["stats"]["unique_graphs"] == 1 + 4  # without offload; before, between and behind the groups
