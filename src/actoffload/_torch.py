@@ -307,18 +307,18 @@ class ModuleCalls:
 
     def __init__(self, call: Callable[..., None]) -> None:
         self._call = call
-        self._users = 0
+        self._users: set[object] = set()
         self._lock = threading.Lock()
         found = [getattr(torch.nn.modules.module, name, None) for name in self._TABLES]
         self._tables: list[Any] = [] if None in found else found
         self._key = -id(self)  # hooks of programs have positive keys
         self._handles: list[Any] = []
 
-    def add_user(self) -> None:
+    def add_user(self, user: object) -> None:
         """Call the function from here on."""
         with self._lock:
-            self._users += 1
-            if self._users > 1:
+            self._users.add(user)
+            if len(self._users) > 1:
                 return
             for table in self._tables:
                 table[self._key] = self._call
@@ -326,10 +326,10 @@ class ModuleCalls:
                 modules = torch.nn.modules.module
                 self._handles = [getattr(modules, name)(self._call) for name in self._REGISTER]
 
-    def remove_user(self) -> None:
-        """Call it no more if this was the last user."""
+    def remove_user(self, user: object) -> None:
+        """Call it no more if this was the last user; may be repeated after an interrupt."""
         with self._lock:
-            self._users -= 1
+            self._users.discard(user)
             if self._users:
                 return
             for table in self._tables:
