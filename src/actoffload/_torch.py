@@ -267,15 +267,15 @@ class ModuleCalls:
 
     def __init__(self, call: Callable[..., None]) -> None:
         self._call = call
-        self._users = 0
+        self._users: set[object] = set()
         self._lock = threading.Lock()
         self._handles: list[Any] = []
 
-    def add_user(self) -> None:
+    def add_user(self, user: object) -> None:
         """Call the function from here on."""
         with self._lock:
-            self._users += 1
-            if self._users > 1:
+            self._users.add(user)
+            if len(self._users) > 1:
                 return
             for handle in self._handles:
                 handle.hooks_dict_ref()[handle.id] = self._call
@@ -285,10 +285,10 @@ class ModuleCalls:
                 module.register_module_buffer_registration_hook(self._call),
             ]
 
-    def remove_user(self) -> None:
-        """Call it no more if this was the last user."""
+    def remove_user(self, user: object) -> None:
+        """Call it no more if this was the last user; may be repeated after an interrupt."""
         with self._lock:
-            self._users -= 1
+            self._users.discard(user)
             if not self._users:
                 for handle in self._handles:
                     handle.remove()
