@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import os
 import re
 import subprocess
@@ -201,6 +202,15 @@ def test_wrappers_have_the_attributes_and_classes_that_identify_them() -> None:
     assert "_fsdp_wrapped_module" in Path(sys.modules[FullyShardedDataParallel.__module__].__file__).read_text()
     assert FSDPModule.__name__ in _torch.SHARDED
     assert hasattr(FSDPModule, _torch.RESHARD)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch.jit, when torch._dynamo is imported
+def test_compiled_autograd_runs_a_backward_by_the_function_that_is_looked_for() -> None:
+    module = importlib.import_module(_torch.COMPILED_AUTOGRAD)
+    assert module.in_compiled_autograd_region is False
+    inside = module.AutogradCompilerInstance.end_capture.__code__.co_consts
+    (runs,) = [code for code in inside if getattr(code, "co_name", "") == "runtime_wrapper"]
+    assert "packed_inputs" in runs.co_varnames
 
 
 def test_modules_are_called_by_the_functions_that_are_looked_for() -> None:

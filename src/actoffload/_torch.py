@@ -267,15 +267,15 @@ class ModuleCalls:
 
     def __init__(self, call: Callable[..., None]) -> None:
         self._call = call
-        self._users = 0
+        self._users: set[object] = set()
         self._lock = threading.Lock()
         self._handles: list[Any] = []
 
-    def add_user(self) -> None:
+    def add_user(self, user: object) -> None:
         """Call the function from here on."""
         with self._lock:
-            self._users += 1
-            if self._users > 1:
+            self._users.add(user)
+            if len(self._users) > 1:
                 return
             for handle in self._handles:
                 handle.hooks_dict_ref()[handle.id] = self._call
@@ -285,10 +285,10 @@ class ModuleCalls:
                 module.register_module_buffer_registration_hook(self._call),
             ]
 
-    def remove_user(self) -> None:
-        """Call it no more if this was the last user."""
+    def remove_user(self, user: object) -> None:
+        """Call it no more if this was the last user; may be repeated after an interrupt."""
         with self._lock:
-            self._users -= 1
+            self._users.discard(user)
             if not self._users:
                 for handle in self._handles:
                     handle.remove()
@@ -304,17 +304,47 @@ _set_strategy: Any = getattr(_frames, "set_code_exec_strategy", None)
 _MARKS_CODE = None not in (_SKIP, _DEFAULT, _Strategy, _set_strategy)
 
 
+def inlined(function: F, callees: Any = _SKIP) -> F:
+    """Let Dynamo inline a function into compiled code, and run it and all that it calls as plain Python elsewhere.
+
+    The function asks `torch.compiler.is_dynamo_compiling` where it is.
+    """
+    if _MARKS_CODE:
+        _set_strategy(function.__code__, _Strategy(_SKIP, callees))
+    return function
+
+
 def opaque(function: F, reason: str = "", callees: Any = _SKIP) -> F:
     """Let a function run as plain Python where compiled code calls it; by default all that it calls, too.
 
     Does what `torch.compiler.disable` does, for all closures of the same code and without a wrapper around each call.
     `reason` is the error for a program that asked for a single graph.
     """
-    if _MARKS_CODE:
-        _set_strategy(function.__code__, _Strategy(_SKIP, callees))
+    inlined(function, callees)
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     function._torchdynamo_disable_msg = reason  # type: ignore[attr-defined]
     return function
+
+
+COMPILED_AUTOGRAD = "torch._dynamo.compiled_autograd"
+"""The module that runs compiled backwards; a program that uses it has imported it, which takes a second."""
+
+
+def in_compiled_backward() -> bool:
+    """Return whether compiled autograd runs a backward, in any thread."""
+    module = sys.modules.get(COMPILED_AUTOGRAD)
+    return module is not None and getattr(module, "in_compiled_autograd_region", False)
+
+
+def compiled_backward() -> list[Any] | None:
+    """Return the arguments of all unpack hooks of the compiled backward that runs in this thread; None without one."""
+    frame: FrameType | None = sys._getframe() if in_compiled_backward() else None
+    while frame is not None:
+        if frame.f_code.co_name == "runtime_wrapper" and frame.f_globals["__name__"] == COMPILED_AUTOGRAD:
+            packed: list[Any] | None = frame.f_locals.get("packed_inputs")
+            return packed
+        frame = frame.f_back
+    return None
 
 
 def break_graph(function: F, reason: str) -> F:

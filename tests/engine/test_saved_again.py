@@ -164,7 +164,7 @@ def test_a_part_of_a_wrapper_that_was_changed_is_another_tensor():
         current = context.current_pass
         pack = current.packer(current.layers[-1])
         compound = pack(two)
-        storages = [part.storage for part in compound._parts.values()]
+        storages = [part.storage for part in compound.parts.values()]
         unchanged = pack(two.b)
         with torch.no_grad():
             two.add_(1)

@@ -13,11 +13,11 @@ from .._torch import SavedTensorHooks
 from ..engine.engine import Engine
 from ..engine.layer import Layer, Phase, tensors_in
 from ..engine.ownership import unwatch, watch
-from ..engine.pack import unpack
 from ..engine.passes import Pass, latest_pass, pass_in_backward
 from ..engine.recorder import TimelineRecorder
 from ..engine.statistics import Statistics
 from ..engine.tensor_marks import running
+from ..engine.unpack import unpack
 from ..schedule.plan import Do, Plan
 
 __all__ = ["ManualController", "OffloadContext"]

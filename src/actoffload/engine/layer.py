@@ -18,10 +18,10 @@ from .layout import Layout
 from .ownership import ModuleTensors
 from .reload import Residency, reload
 from .statistics import Reason
-from .storage import Resident, SavedStorage
+from .storage import CompiledState, Resident, SavedStorage
 from .transfer import Transfers
 
-__all__ = ["Layer", "LivenessToken", "Phase", "tensors_in"]
+__all__ = ["GRAPH_BREAK", "Layer", "LivenessToken", "Phase", "tensors_in"]
 
 
 class Phase(enum.Enum):
@@ -40,7 +40,10 @@ _Sized: TypeAlias = tuple["weakref.ref[SavedStorage] | weakref.ref[Resident]", i
 class LivenessToken:
     """Alive as long as the graph of a layer is: held by all that autograd holds for it."""
 
-    __slots__ = ("__weakref__",)
+    __slots__ = ("__weakref__", "checked")
+
+    def __init__(self) -> None:
+        self.checked: CompiledState | None = None  # see [Note: compiled autograd]
 
 
 class _Reached:
@@ -57,7 +60,12 @@ class _Reached:
         self._reached(self._index)
 
 
-opaque(_Reached.__call__)
+GRAPH_BREAK = (
+    "actoffload reloads the activations of a layer when backward reaches it, between two graphs; let compiled autograd "
+    "compile with fullgraph=False"
+)
+
+opaque(_Reached.__call__, GRAPH_BREAK)
 
 
 class Layer:
@@ -90,6 +98,7 @@ class Layer:
         self._copied_out: dict[Transfers, StreamPosition] = {}
         self.storages: list[weakref.ref[SavedStorage]] = []
         self.residents: list[weakref.ref[Resident]] = []
+        self.unpacked: list[weakref.ref[Any]] = []  # see [Note: compiled autograd]
         self.token: LivenessToken | None = LivenessToken()
         self._alive = weakref.ref(self.token)
         self._outputs: list[weakref.ref[torch.Tensor]] = []
@@ -234,6 +243,11 @@ class Layer:
 
     def backward_done(self) -> None:
         """End the backward: drop the device memory of what a retained graph still holds."""
+        for unpacked in self.unpacked:
+            saved = unpacked()
+            if saved is not None:
+                saved.unpacked = None
+        self.unpacked.clear()
         if self.prefetching is not None:
             self.prefetching = None
             self._unused = ([], [])

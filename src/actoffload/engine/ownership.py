@@ -114,16 +114,16 @@ _calls = ModuleCalls(_entered)
 
 def watch(owned: ModuleTensors) -> None:
     """Note every module that runs in this thread, until `unwatch`."""
-    _calls.add_user()
     _running.layers.append(owned)
+    _calls.add_user(owned)
 
 
 def unwatch(owned: ModuleTensors) -> None:
-    """Note no more modules, and drop those that were noted."""
-    if owned in _running.layers:  # not so if it is repeated after an interrupt
+    """Note no more modules, and drop those that were noted; may be repeated after an interrupt."""
+    if owned in _running.layers:
         _running.layers.remove(owned)
-        owned.forget()
-        _calls.remove_user()
+    owned.forget()
+    _calls.remove_user(owned)
 
 
 def _addresses(tensor: torch.Tensor) -> Sequence[int]:

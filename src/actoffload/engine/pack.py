@@ -24,11 +24,11 @@ from .registry import StorageRegistry
 from .statistics import Reason
 from .storage import Moved, Owner, Resident, SavedStorage
 from .subclasses import Compound, is_compound
-from .versions import Wrappers, changed
+from .versions import Wrappers
 
 STRIDED = torch.strided
 
-__all__ = ["Kept", "Pack", "Packer", "Saved", "keep", "unpack"]
+__all__ = ["Kept", "Pack", "Packer", "Saved", "keep"]
 
 Kept: TypeAlias = tuple[torch.Tensor, int, LivenessToken, "Resident | None"]
 """A saved tensor that is kept on the device: an alias, its version, the token of its layer, and what counts it.
@@ -42,21 +42,6 @@ def keep(tensor: torch.Tensor, token: LivenessToken, resident: Resident | None =
     # A leaf has no node, so it can be held itself; backward then gets the parameter, not an alias.
     alias = tensor if tensor.is_leaf else tensor.detach()  # [keep: kept tensor]
     return alias, version_of(tensor), token, resident
-
-
-def unpack(saved: Saved) -> torch.Tensor:
-    """Turn what autograd holds into the tensor; the unpack hook."""
-    if not isinstance(saved, tuple):
-        return saved.unpack()
-    alias, version, _, resident = saved
-    if resident is not None and resident.used is not None:
-        resident.used()
-    if version_of(alias) != version:  # [guard: in-place edit of a kept tensor]
-        raise changed(alias, alias.size(), version)
-    return alias
-
-
-opaque(unpack)
 
 
 Saved: TypeAlias = Kept | SavedStorage | Moved | Compound

@@ -23,6 +23,7 @@ from .registry import StorageRegistry
 from .reload import Residency, reload
 from .statistics import Counters
 from .storage import SavedStorage
+from .unpack import CompiledBackward
 
 __all__ = ["Pass", "latest_pass", "pass_in_backward"]
 
@@ -174,6 +175,9 @@ class Pass:
             backward.started.add(index)
             self._reached.add(index)
             self._event(When.BACKWARD_START, index)
+        compiled = CompiledBackward.running()
+        if compiled is not None:
+            compiled.unpack(self, self.layers[index])
 
     def _begin_backward(self, task: int) -> _Backward:
         running = _Running()

@@ -6,7 +6,7 @@ import sys
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import InitVar, dataclass, field
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, TypeAlias
 
 import torch
 
@@ -19,7 +19,13 @@ from .segments import HostBuffer
 from .statistics import Counters
 from .versions import Wrappers, changed, drop_data
 
-__all__ = ["Moved", "Owner", "Resident", "SavedStorage"]
+__all__ = ["CompiledState", "Moved", "Owner", "Resident", "SavedStorage", "Unpacked"]
+
+CompiledState: TypeAlias = tuple[list[Any], "weakref.ref[Any]"]
+"""A list that is empty until a backward of compiled autograd has ended, and the reference whose callback fills it."""
+
+Unpacked: TypeAlias = tuple[list[Any], "weakref.ref[Any]", torch.Tensor]
+"""The same, and a tensor that was unpacked for this backward."""
 
 
 class Owner(Protocol):
@@ -68,6 +74,7 @@ class SavedStorage(HostCopy):
     loose: Sequence[View] = ()  # saved, and waiting for the end of the layer
     _probes: Sequence[torch.Tensor] = ()
     _source: torch.UntypedStorage | None = None
+    unpacked: Unpacked | None = None  # see [Note: compiled autograd]
     # Of a plain storage: the pass, the layer and its token, an alias of the tensor, and the tensor or its base.
     owner: Owner | None = None
     index: int = field(init=False)
@@ -301,6 +308,7 @@ class Moved:
     view: View
     probe: torch.Tensor
     token: object
+    unpacked: Unpacked | None = None  # see [Note: compiled autograd]
     version: int = field(init=False)
 
     def __post_init__(self) -> None:

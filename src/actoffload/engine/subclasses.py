@@ -17,6 +17,7 @@ from torch.nn import Parameter
 
 from .._torch import base_of, version_of
 from . import tensor_marks
+from .storage import Unpacked
 from .versions import Seen, Wrapper, Wrappers
 
 __all__ = ["Compound", "has_parts", "is_compound", "parts_to_save", "plain_parts"]
@@ -35,7 +36,7 @@ def _gives_parts(thing: object) -> bool:
     return hasattr(thing, "prepare_for_saving") and hasattr(thing, "restore_from_saved")
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Compound:
     """A saved tensor that was taken apart.
 
@@ -45,8 +46,9 @@ class Compound:
 
     _seen: Seen  # the version counter, when the tensor was saved
     _size: torch.Size
-    _parts: Mapping[str | int, Any]  # by name, what the pack hook returned
+    parts: Mapping[str | int, Any]  # by name, what the pack hook returned
     _build: Callable[[dict[Any, torch.Tensor]], torch.Tensor]  # makes the whole from the parts as tensors
+    unpacked: Unpacked | None = None  # see [Note: compiled autograd]
 
     @staticmethod
     def pack(
@@ -71,7 +73,7 @@ class Compound:
         """
         outer, version = self._seen
         outer.check(version, self._size)
-        parts = {name: part[0] if isinstance(part, tuple) else part.unpack() for name, part in self._parts.items()}
+        parts = {name: part[0] if isinstance(part, tuple) else part.unpack() for name, part in self.parts.items()}
         with torch.no_grad():
             whole = self._build(parts)
         outer.returned(whole)

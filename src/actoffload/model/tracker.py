@@ -25,8 +25,9 @@ from ..engine.engine import Engine
 from ..engine.layer import Layer, tensors_in
 from ..engine.model_pass import ModelPass
 from ..engine.ownership import GroupTensors, ModelTensors
-from ..engine.pack import Pack, Packer, unpack
+from ..engine.pack import Pack, Packer
 from ..engine.tensor_marks import running
+from ..engine.unpack import unpack
 from ..schedule.execution_order import ExecutionOrder, GroupKey, GroupPlans
 
 __all__ = ["GROUP", "KEPT", "ROOT", "FollowedModule", "Tracker"]
