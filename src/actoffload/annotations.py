@@ -32,7 +32,7 @@ def mark_not_offload(*tensors: Any) -> None:
 
     Notes
     -----
-    Same name and meaning as in Transformer Engine's PyTorch API, whose quantized tensors are such objects.
+    As in Transformer Engine's PyTorch API, whose quantized tensors are such objects.
 
     Examples
     --------
@@ -46,7 +46,7 @@ def mark_not_offload(*tensors: Any) -> None:
 
 
 def start_offload(*tensors: Any, offload_base_tensor: bool = False) -> None:
-    """Let the copies of tensors start here, before autograd saves them; the tensors are final.
+    """Let the copies of final tensors start here, before autograd saves them, as in Transformer Engine's PyTorch API.
 
     A copy normally waits for all work that is on the current stream when the tensor is saved.  A fused function saves
     its tensors at its end; with this call after each was computed, the copies start earlier.  An in-place change
@@ -59,10 +59,6 @@ def start_offload(*tensors: Any, offload_base_tensor: bool = False) -> None:
     offload_base_tensor : bool
         Offload the whole storage of each tensor even if the saved view covers little of it, such as the interleaved
         query, key and value of one projection.
-
-    Notes
-    -----
-    Same name and meaning as in Transformer Engine's PyTorch API.
     """
     found = _checked(tensors, "start_offload")
     if not tensor_marks.enabled():
@@ -78,13 +74,7 @@ def start_offload(*tensors: Any, offload_base_tensor: bool = False) -> None:
 
 
 def is_cpu_offload_enabled() -> bool:
-    """Return whether the calling thread is inside an enabled offloading context.
-
-    Examples
-    --------
-    >>> actoffload.is_cpu_offload_enabled()
-    False
-    """
+    """Return whether the calling thread is inside an enabled offloading context."""
     return tensor_marks.enabled()
 
 

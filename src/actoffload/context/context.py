@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import ContextDecorator, contextmanager
-from types import TracebackType
 from typing import Any, TypeVar
 
 from .. import device as devices
@@ -63,7 +62,15 @@ class OffloadContext(ContextDecorator):
                 "This offloading context was entered twice: leave the context of one layer before the next one "
                 "begins, and do not nest it."
             )
-        current, layer = self._next_layer(cursor)
+        current, last = cursor.current, cursor.layer
+        if current is None or not current.open:
+            current = Pass(self._engine)
+        elif last is not None and not last.synchronized:
+            raise RuntimeError(
+                f"Layer {last.index} was left without its synchronization function: call sync_function(output) "
+                "after each layer, before the context is entered again."
+            )
+        layer = current.forward_start()
         current.aborted = True  # until everything is installed
         cursor.backends = len(running.backends)
         hooks = SavedTensorHooks(current.packer(layer), unpack)
@@ -79,38 +86,19 @@ class OffloadContext(ContextDecorator):
             current.aborted = True
             raise
 
-    def _next_layer(self, cursor: _Cursor) -> tuple[Pass, Layer]:
-        current, last = cursor.current, cursor.layer
-        if current is None or not current.open:
-            current = Pass(self._engine)
-        elif last is not None and not last.synchronized:
-            raise RuntimeError(
-                f"Layer {last.index} was left without its synchronization function: call sync_function(output) "
-                "after each layer, before the context is entered again."
-            )
-        return current, current.forward_start()
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *details: object) -> None:
         try:  # an interrupt before this line leaves the hooks: Python cannot prevent it
-            self._exit(failed=kind is not None)
+            cursor = self._cursor
+            current, layer = cursor.current, cursor.layer
+            if cursor.inside is None or current is None or layer is None:
+                raise RuntimeError("This offloading context is left but was not entered; use it as `with context:`.")
+            current.aborted = True  # also if what follows fails
+            self._uninstall()
+            current.forward_end(layer)
+            current.aborted = kind is not None  # [guard: failed forward -> False]
         except BaseException:
             self._uninstall()
             raise
-
-    def _exit(self, *, failed: bool) -> None:
-        cursor = self._cursor
-        current, layer = cursor.current, cursor.layer
-        if cursor.inside is None or current is None or layer is None:
-            raise RuntimeError("This offloading context is left but was not entered; use it as `with context:`.")
-        current.aborted = True  # also if what follows fails
-        self._uninstall()
-        current.forward_end(layer)
-        current.aborted = failed  # [guard: failed forward -> False]
 
     def _uninstall(self) -> None:
         """Undo what `__enter__` installed; may be repeated after an interrupt."""
@@ -124,15 +112,8 @@ class OffloadContext(ContextDecorator):
     def synchronize(self, output: T) -> T:
         """Mark a layer's output as complete, and return it; the context's ``sync_function``.
 
-        Parameters
-        ----------
-        output : torch.Tensor or nested tuple, list, mapping or dataclass of them
-            What the layer returned.  Outputs that need no gradient are fine.
-
-        Raises
-        ------
-        RuntimeError
-            If no layer was left before, the context has not been left yet, or the layer was synchronized already.
+        The output is a tensor, or any nesting of tuples, lists, mappings and dataclasses of tensors.  Raises a
+        `RuntimeError` inside the context, before a layer was left, and for the second call after a layer.
         """
         cursor = self._cursor
         if cursor.inside is not None:
@@ -168,10 +149,7 @@ class OffloadContext(ContextDecorator):
 
     @property
     def current_pass(self) -> Pass | None:
-        """The pass whose backward runs in the calling thread, else that of its last entry, else the latest of any.
-
-        Backward runs on autograd's threads, so a hook gets the pass that it belongs to.
-        """
+        """The pass whose backward runs in the calling thread, else that of its last entry, else the latest of any."""
         return pass_in_backward(self._engine) or self._cursor.current or latest_pass(self._engine)
 
     @property
@@ -239,18 +217,18 @@ class ManualController:
 
     def start_offload_layer(self, layer_id: int, *, in_pass: Pass | None = None) -> None:
         """Queue the copies of a layer's activations to the host; each starts as soon as its tensor is ready."""
-        self._do(Do.OFFLOAD, Phase.SAVED, layer_id, in_pass)
+        self._do(Do.OFFLOAD, layer_id, in_pass)
 
     def release_activation_forward_gpu_memory(self, layer_id: int, *, in_pass: Pass | None = None) -> None:
         """Let the current stream wait for the copies of a layer, and free its device memory."""
-        self._do(Do.RELEASE, Phase.OFFLOADING, layer_id, in_pass)
+        self._do(Do.RELEASE, layer_id, in_pass)
 
     def start_reload_layer(self, layer_id: int, *, in_pass: Pass | None = None) -> None:
         """Allocate device memory for a layer and queue the copies to it; backward waits for each tensor it uses."""
-        self._do(Do.RELOAD, Phase.RELEASED, layer_id, in_pass)
+        self._do(Do.RELOAD, layer_id, in_pass)
 
-    def _do(self, action: Do, expected: Phase, layer_id: int, in_pass: Pass | None) -> None:
-        call = _CALLS[action]
+    def _do(self, action: Do, layer_id: int, in_pass: Pass | None) -> None:
+        call, expected, order = _CALLS[action]
         count = self._context.plan.model_layers
         if type(layer_id) is not int or not 0 <= layer_id < count:
             raise ValueError(
@@ -264,17 +242,17 @@ class ManualController:
         with target.lock:
             layer = target.layers[layer_id]
             if layer.phase is not expected:
-                raise RuntimeError(f"{call}({layer_id}): layer {layer_id} {layer.phase.value}; {_NEXT[action]}.")
+                raise RuntimeError(f"{call}({layer_id}): layer {layer_id} {layer.phase.value}; call it once, {order}.")
             target.do(action, layer_id)
 
 
+# The method of each action, the phase that a layer must be in, and when that is.
 _CALLS = {
-    Do.OFFLOAD: "start_offload_layer",
-    Do.RELEASE: "release_activation_forward_gpu_memory",
-    Do.RELOAD: "start_reload_layer",
-}
-_NEXT = {
-    Do.OFFLOAD: "call it once, after the layer's context was left and before the layer is released",
-    Do.RELEASE: "call it once, after start_offload_layer",
-    Do.RELOAD: "call it once, after release_activation_forward_gpu_memory",
+    Do.OFFLOAD: (
+        "start_offload_layer",
+        Phase.SAVED,
+        "after the layer's context was left and before the layer is released",
+    ),
+    Do.RELEASE: ("release_activation_forward_gpu_memory", Phase.OFFLOADING, "after start_offload_layer"),
+    Do.RELOAD: ("start_reload_layer", Phase.RELEASED, "after release_activation_forward_gpu_memory"),
 }

@@ -12,7 +12,6 @@ from .._arguments import check_bytes, check_whole
 from .._torch import unsupported
 from ..device import ReferenceDevice
 from ..engine.engine import Engine
-from ..engine.layer import Phase
 from ..schedule.plan import Do, Plan
 from ..schedule.schedules import DefaultSchedule
 from .context import ManualController, OffloadContext
@@ -48,7 +47,7 @@ class NoOffloadContext(OffloadContext):
 class NoController(ManualController):
     """The controller of a disabled context: accepts every call and does nothing."""
 
-    def _do(self, action: Do, expected: Phase, layer_id: int, in_pass: object) -> None:
+    def _do(self, action: Do, layer_id: int, in_pass: object) -> None:
         pass
 
 
@@ -82,27 +81,24 @@ def get_cpu_offload_context(
         Number of layers to offload, from the first.  Not used with manual synchronization.
     model_layers : int
         How many times the context is entered in one forward of the model.
-    offload_activations : bool
-        Deprecated.  False is the same as ``enabled=False``.
-    offload_weights, double_buffering : bool
-        Deprecated and without effect: weights stay on the device, and buffers are always reused.
+    offload_activations, offload_weights, double_buffering : bool
+        Deprecated.  ``offload_activations=False`` is the same as ``enabled=False``; the others have no effect.
     manual_synchronization : bool
-        Nothing is offloaded by itself; the program calls the `ManualController` that is returned as well.
+        Only the calls of the `ManualController`, which is returned as well, offload.
     retain_pinned_cpu_buffers : bool
-        Accepted for compatibility.  Pinned memory is always kept between steps, and stays in place for captured
-        graphs, until the context is closed or dropped.
+        Without effect: pinned memory is always kept, until the context is closed or dropped.
     offload_stream : torch.Stream, optional
         The stream for all transfers, with manual synchronization only.
     max_host_bytes : int, optional
         Largest amount of pinned host memory to hold for each device, in bytes.  What does not fit stays on the
-        device, with one warning.  Not in Transformer Engine.
+        device, with one warning.
 
     Returns
     -------
     context : OffloadContext
         Entered once for each layer.
     sync_function : callable
-        Takes the output of a layer, any nesting of tensors, and returns it.
+        `OffloadContext.synchronize`: takes the output of a layer, any nesting of tensors, and returns it.
     controller : ManualController
         Only with ``manual_synchronization=True``.
 
@@ -123,14 +119,13 @@ def get_cpu_offload_context(
 
     Notes
     -----
-    Names, order, defaults and return values are those of Transformer Engine's ``get_cpu_offload_context``.
+    Names, order, defaults and return values are those of Transformer Engine's ``get_cpu_offload_context``, and
+    `max_host_bytes` is added.
 
     Examples
     --------
     >>> layers = torch.nn.Sequential(*[torch.nn.Linear(512, 512) for _ in range(3)])
-    >>> context, sync_function = actoffload.get_cpu_offload_context(
-    ...     enabled=True, num_layers=1, model_layers=3
-    ... )
+    >>> context, sync_function = actoffload.get_cpu_offload_context(enabled=True, num_layers=1, model_layers=3)
     >>> x = torch.randn(1024, 512, requires_grad=True) * 1.0
     >>> for layer in layers:
     ...     with context:
@@ -140,7 +135,13 @@ def get_cpu_offload_context(
     >>> context.statistics().bytes_offloaded
     2097152
     """
-    _deprecated(offload_weights, double_buffering, offload_activations)
+    for asked, text in (
+        (offload_weights, "offload_weights=True has no effect: weights stay on the device"),
+        (double_buffering, "double_buffering=True has no effect: buffers are reused by themselves"),
+        (not offload_activations, "offload_activations=False offloads nothing: use enabled=False"),
+    ):
+        if asked:
+            warnings.warn(f"{text}.", DeprecationWarning, stacklevel=2)
     if offload_stream is not None and not manual_synchronization:
         raise ValueError(
             "offload_stream was given without manual_synchronization=True; the default schedule has streams of "
@@ -173,13 +174,3 @@ def get_cpu_offload_context(
         plan = schedule.plan()
     context = OffloadContext(Engine(plan, backend, max_host_bytes, offload_stream))
     return (context, context.synchronize, *([ManualController(context)] if manual_synchronization else []))
-
-
-def _deprecated(offload_weights: bool, double_buffering: bool, offload_activations: bool) -> None:
-    for asked, text in (
-        (offload_weights, "offload_weights=True has no effect: weights stay on the device"),
-        (double_buffering, "double_buffering=True has no effect: buffers are reused by themselves"),
-        (not offload_activations, "offload_activations=False offloads nothing: use enabled=False"),
-    ):
-        if asked:
-            warnings.warn(f"{text}.", DeprecationWarning, stacklevel=3)
