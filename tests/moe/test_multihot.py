@@ -325,9 +325,9 @@ WRONG = [
     ((IDS[0], P[0], 4), ValueError, r"indices has shape \[3\]; expected two dimensions"),
     ((IDS, P[:, :2], 4), ValueError, r"probs has shape \[2, 2\] and indices \[2, 3\]; expected one probability"),
     ((IDS, P.to("meta"), 4), ValueError, r"indices is on cpu and probs on meta"),
-    ((IDS, P, 4.0), TypeError, r"num_experts is a float; expected an int"),
-    ((IDS, P, True), TypeError, r"num_experts is a bool; expected an int"),
-    ((IDS, P, torch.tensor(4)), TypeError, r"num_experts is a Tensor; expected an int, known to the host"),
+    ((IDS, P, 4.0), TypeError, r"num_experts is 4.0; expected a whole number"),
+    ((IDS, P, True), TypeError, r"num_experts is True; expected a whole number"),
+    ((IDS, P, torch.tensor(4)), TypeError, r"num_experts is tensor\(4\); expected a whole number"),
     ((IDS, P, 0), ValueError, r"num_experts is 0; expected the number of columns, at least 1"),
 ]
 

@@ -13,6 +13,8 @@ import torch.nn.functional as F
 
 __all__ = ["Activation", "check", "dense", "in_one_dtype", "named"]
 
+_aten = torch.ops.aten
+
 
 def check(x: torch.Tensor, fc1_weight: torch.Tensor, fc2_weight: torch.Tensor, activation: Activation) -> None:
     """Check types, shapes and devices; `in_one_dtype` compares dtypes."""
@@ -58,10 +60,6 @@ def in_one_dtype(*operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return operands
 
 
-Pointwise = Callable[[torch.Tensor], torch.Tensor]
-Gradient = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-
-
 @dataclass(frozen=True, slots=True)
 class Activation:
     """An activation of the output of FC1, and its gradient ``(grad_y, x) -> grad_x``, both pointwise.
@@ -69,8 +67,8 @@ class Activation:
     If `gated`, the output of FC1 is [tokens, 2 * ffn]: the function of the first half, times the second half.
     """
 
-    function: Pointwise
-    gradient: Gradient
+    function: Callable[[torch.Tensor], torch.Tensor]
+    gradient: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     gated: bool
 
     @property
@@ -97,27 +95,16 @@ class Activation:
         return result
 
 
-# torch does not say what the functions of torch.ops return.
-_silu_backward: Gradient = torch.ops.aten.silu_backward.default
-_gelu_backward: Gradient = torch.ops.aten.gelu_backward.default
-_threshold_backward: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
-_threshold_backward = torch.ops.aten.threshold_backward.default
-
-
-def _srelu(x: torch.Tensor) -> torch.Tensor:
-    return F.relu(x).square_()
-
-
-def _srelu_gradient(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    return _threshold_backward(F.relu(x).mul_(2).mul_(grad), x, 0)
-
-
 _ACTIVATIONS = {
-    "swiglu": Activation(F.silu, _silu_backward, gated=True),
-    "geglu": Activation(F.gelu, _gelu_backward, gated=True),
-    "silu": Activation(F.silu, _silu_backward, gated=False),
-    "gelu": Activation(F.gelu, _gelu_backward, gated=False),
-    "srelu": Activation(_srelu, _srelu_gradient, gated=False),
+    "swiglu": Activation(F.silu, _aten.silu_backward.default, gated=True),
+    "geglu": Activation(F.gelu, _aten.gelu_backward.default, gated=True),
+    "silu": Activation(F.silu, _aten.silu_backward.default, gated=False),
+    "gelu": Activation(F.gelu, _aten.gelu_backward.default, gated=False),
+    "srelu": Activation(
+        lambda x: F.relu(x).square_(),
+        lambda grad, x: _aten.threshold_backward.default(F.relu(x).mul_(2).mul_(grad), x, 0),
+        gated=False,
+    ),
 }
 
 

@@ -10,8 +10,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
-
 import torch
 
 from .._torch import grouped_mm as _grouped_mm
@@ -49,9 +47,11 @@ class Groups:
         rows, name = x.shape[0], "offsets" if tokens_per_expert is None else "tokens_per_expert"
         given = offsets if tokens_per_expert is None else tokens_per_expert
         if not isinstance(given, torch.Tensor):
-            if tokens_per_expert is None:
-                raise TypeError(f"offsets is a {type(given).__name__}; expected an integer tensor [experts].")
-            return Groups(rows, number, _checked(name, _ints(given), rows, number, padded), None, padded)
+            if tokens_per_expert is None or not isinstance(given, Sequence):
+                raise TypeError(f"{name} is a {type(given).__name__}; expected an integer tensor [experts].")
+            if not all(type(count) is int for count in given):
+                raise TypeError(f"{name} is {given!r}; expected an int for each expert.")
+            return Groups(rows, number, _checked(name, given, rows, number, padded), None, padded)
         if given.dtype not in _INTEGERS:
             raise TypeError(f"{name} has dtype {given.dtype}; expected integers.")
         if given.dim() != 1 or given.shape[0] != number:
@@ -62,8 +62,6 @@ class Groups:
             if tokens_per_expert is None:
                 values = [end - start for start, end in zip([0, *values[:-1]], values, strict=True)]
             counts = _checked(name, values, rows, number, padded)
-            if x.device.type != "cpu":
-                return Groups(rows, number, counts, None, padded)
         elif given.device != x.device:
             raise ValueError(f"{name} is on {given.device} and x on {x.device}; move it to {x.device}, or to the CPU.")
         problem = _no_grouped_mm(x, widths)
@@ -73,7 +71,7 @@ class Groups:
                 "host. Give tokens_per_expert as a list of ints; where the counts are on the device, counts.tolist() "
                 "fetches them and waits for the device."
             )
-        if problem:
+        if problem or given.device != x.device:
             return Groups(rows, number, counts, None, padded)
         if tokens_per_expert is not None:
             given = given.cumsum(0)
@@ -88,9 +86,9 @@ class Groups:
             return x.new_zeros(0, weight.shape[2])
         if self.counts is None:
             assert _grouped_mm is not None
+            assert self.offsets is not None
             result = _grouped_mm(x, weight, offs=self.offsets)
             if clean and self.padded:
-                assert self.offsets is not None
                 behind = torch.arange(self.rows, device=x.device) >= self.offsets[-1]
                 result.masked_fill_(behind.unsqueeze(1), 0.0)  # not a product: what lies there may be NaN
             return result
@@ -114,9 +112,9 @@ class Groups:
             return a.new_zeros(shape)
         if self.counts is None:
             assert _grouped_mm is not None
+            assert self.offsets is not None
             result = _grouped_mm(a.t(), b, offs=self.offsets)
             if _leaves_garbage(a.device):
-                assert self.offsets is not None
                 empty = self.offsets.diff(prepend=self.offsets.new_zeros(1)) == 0
                 result.masked_fill_(empty.view(-1, 1, 1), 0.0)
             return result
@@ -129,7 +127,7 @@ class Groups:
 
 
 def _no_grouped_mm(x: torch.Tensor, widths: Sequence[int]) -> str:
-    """Return why grouped_mm cannot serve these operands without the host, or nothing if it can."""
+    """Return why grouped_mm cannot take these operands without the host; empty if it can."""
     if _grouped_mm is None:
         return "this torch has no grouped_mm"
     for width in widths:
@@ -154,17 +152,7 @@ def _leaves_garbage(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 10
 
 
-def _ints(values: Any) -> list[int]:
-    found = f"is a {type(values).__name__}"
-    if isinstance(values, Sequence):
-        others = [type(value).__name__ for value in values if type(value) is not int]
-        if not others:
-            return list(values)
-        found += f" with a {others[0]} in it"
-    raise TypeError(f"tokens_per_expert {found}; expected an integer tensor [experts], or a sequence of ints.")
-
-
-def _checked(name: str, counts: list[int], rows: int, number: int, padded: bool) -> tuple[int, ...]:
+def _checked(name: str, counts: Sequence[int], rows: int, number: int, padded: bool) -> tuple[int, ...]:
     if len(counts) != number:
         raise ValueError(f"{name} has {len(counts)} entries; expected one for each of the {number} experts.")
     if any(count < 0 for count in counts):

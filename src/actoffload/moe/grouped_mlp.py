@@ -50,10 +50,8 @@ def grouped_mlp(
     tokens_per_expert : sequence of int, torch.Tensor or None
         Number of tokens of each expert.  For an integer tensor [experts] on the device of `x` the host does not wait.
         A list, or a tensor in host memory if `x` is on an accelerator, makes a loop over the experts.
-    fc1_weight : torch.Tensor
-        [experts, ffn, hidden]; with a gated activation [experts, 2 * ffn, hidden], the gate first.
-    fc2_weight : torch.Tensor
-        [experts, out, ffn].
+    fc1_weight, fc2_weight : torch.Tensor
+        [experts, ffn, hidden], with a gated activation [experts, 2 * ffn, hidden], the gate first; [experts, out, ffn].
     offsets : torch.Tensor, optional
         Instead of counts, where each expert's tokens end, [experts]: the running sum of the counts.
     activation : str
@@ -61,8 +59,7 @@ def grouped_mlp(
     padded : bool
         Rows without an expert may follow.  Their output and gradient are zero.
     keep_fc1_input, keep_activation_input, keep_fc2_input : bool
-        Keep `x`, the output of FC1, or the input of FC2 on the device (see `mark_not_offload`).  The storage is
-        marked: other operations that save `x` after this call keep it as well.
+        Mark `x`, the output of FC1, or the input of FC2 with `mark_not_offload`.
 
     Returns
     -------
@@ -75,8 +72,7 @@ def grouped_mlp(
         If an operand is not a tensor, or dtypes differ.
     ValueError
         If shapes, devices or counts do not fit, or counts are on an accelerator without a kernel for the operands.
-        The values of counts on an accelerator are not checked; if their sum is not the number of tokens, and `padded`
-        is False, rows without an expert are undefined.
+        Values on an accelerator are not checked: without `padded`, rows without an expert are undefined.
 
     Notes
     -----
@@ -161,10 +157,8 @@ class GroupedMLP(torch.nn.Module):
     ----------
     num_experts, hidden_size, ffn_size : int
         Number of experts; width of a token, in and out; width between activation and FC2.
-    activation : str
-        As in `grouped_mlp`.
-    keep_fc1_input, keep_activation_input, keep_fc2_input : bool
-        As in `grouped_mlp`; may be changed between steps.
+    activation, keep_fc1_input, keep_activation_input, keep_fc2_input
+        As in `grouped_mlp`; the latter may be changed between steps.
     device, dtype
         Of the weights.
 
@@ -175,10 +169,8 @@ class GroupedMLP(torch.nn.Module):
 
     Attributes
     ----------
-    fc1_weight : torch.nn.Parameter
-        [num_experts, ffn_size or 2 * ffn_size, hidden_size].
-    fc2_weight : torch.nn.Parameter
-        [num_experts, hidden_size, ffn_size].
+    fc1_weight, fc2_weight : torch.nn.Parameter
+        As in `grouped_mlp`.
 
     Examples
     --------

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from .._arguments import check_whole
+
 __all__ = ["indices_to_multihot"]
 
 _INDICES = (torch.int64, torch.int32, torch.int16, torch.int8)
@@ -23,7 +25,7 @@ def indices_to_multihot(
     """Return which experts each token goes to, and with which probability, as tables of tokens by experts.
 
     Neither forward nor backward makes the host wait for the device.  Values and gradients have the bits of indexing
-    with a mask, ``table[rows[here], indices[here]] = probs[here]`` with ``here = indices != -1``.
+    with a mask, as Megatron-LM's token dispatcher does (``_indices_to_multihot``, with tables in float32).
 
     Parameters
     ----------
@@ -37,15 +39,13 @@ def indices_to_multihot(
 
     Returns
     -------
-    routing_map : torch.Tensor
-        [tokens, num_experts], bool, contiguous.
-    probabilities : torch.Tensor
-        [tokens, num_experts], the dtype of `probs`, contiguous; zero where the map is False.
+    routing_map, probabilities : torch.Tensor
+        [tokens, num_experts], contiguous: bool; and the dtype of `probs`, zero where the map is False.
 
     Raises
     ------
     TypeError
-        If `indices` or `probs` is not a tensor or has another dtype, or `num_experts` is not an int.
+        If `indices` or `probs` is not a tensor or has another dtype, or `num_experts` is not a whole number.
     ValueError
         If the shapes or devices do not match, or `num_experts` is less than 1.
     IndexError
@@ -54,18 +54,12 @@ def indices_to_multihot(
     Notes
     -----
     If an expert is in a row more than once, one of its probabilities is kept: the last one on the CPU, any of them on
-    an accelerator.  The gradient of the table goes to each of them.  Indexing with a mask does the same.
-
-    Megatron-LM's token dispatcher (``_indices_to_multihot``) does the same conversion, to tables in float32.
+    an accelerator.  The gradient of the table goes to each of them.
 
     Examples
     --------
-    >>> indices = torch.tensor([[2, 0], [1, -1]])
-    >>> probs = torch.tensor([[0.75, 0.25], [1.0, 0.0]])
+    >>> indices, probs = torch.tensor([[2, 0], [1, -1]]), torch.tensor([[0.75, 0.25], [1.0, 0.0]])
     >>> routing_map, probabilities = actoffload.moe.indices_to_multihot(indices, probs, num_experts=3)
-    >>> routing_map
-    tensor([[ True, False,  True],
-            [False,  True, False]])
     >>> probabilities
     tensor([[0.2500, 0.0000, 0.7500],
             [0.0000, 1.0000, 0.0000]])
@@ -83,7 +77,8 @@ def indices_to_multihot(
             f"indices has {least if least < -1 else most}, and num_experts is {num_experts}; expected -1 for 'not "
             f"here', or an expert from 0 to {num_experts - 1}."
         ) from None
-    return routing_map, _table(probs, columns, num_experts)
+    probabilities: torch.Tensor = _Table.apply(probs, columns, num_experts)  # type: ignore[no-untyped-call]
+    return routing_map, probabilities
 
 
 class _Table(torch.autograd.Function):
@@ -110,11 +105,6 @@ class _Table(torch.autograd.Function):
         return taken.masked_fill(columns == 0, 0.0) + 0.0, None, None
 
 
-def _table(probs: torch.Tensor, columns: torch.Tensor, num_experts: int) -> torch.Tensor:
-    table: torch.Tensor = _Table.apply(probs, columns, num_experts)  # type: ignore[no-untyped-call]
-    return table
-
-
 def _without_first(table: torch.Tensor) -> torch.Tensor:
     # A copy even of a single row, so that a result is never a view.
     return table[:, 1:].clone(memory_format=torch.contiguous_format)
@@ -135,7 +125,6 @@ def _check(indices: torch.Tensor, probs: torch.Tensor, num_experts: int) -> None
         raise ValueError(f"{shapes}; expected one probability for each index, [tokens, topk] both.")
     if probs.device != indices.device:
         raise ValueError(f"indices is on {indices.device} and probs on {probs.device}; move them to one device.")
-    if isinstance(num_experts, bool) or not isinstance(num_experts, int):
-        raise TypeError(f"num_experts is a {type(num_experts).__name__}; expected an int, known to the host.")
+    check_whole(num_experts=num_experts)
     if num_experts < 1:
         raise ValueError(f"num_experts is {num_experts}; expected the number of columns, at least 1.")
