@@ -155,7 +155,7 @@ def test_the_handle_of_what_is_no_module():
 
 
 def test_keep_of_a_default_block_names_keep_alone():
-    with pytest.raises(ValueError, match=r"keep names 'blocks.2', which is one of the repeated blocks.* by default"):
+    with pytest.raises(ValueError, match=r"'blocks.2' is chosen by default, as a repeated block, and by keep"):
         offload(Waves(6), keep="blocks.2")
 
 

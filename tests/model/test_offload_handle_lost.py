@@ -111,7 +111,7 @@ def test_a_recording_of_nothing_is_told_of_and_forgotten():
         handle.timeline()
 
 
-def test_groups_each_of_their_own_kind_are_told_apart_from_too_few():
+def test_groups_each_of_their_own_kind_are_not_offloaded():
     with pytest.warns(
         UserWarning, match=r"None of the groups that were found \(2\).*Choose modules with layers of which"
     ):

@@ -5,12 +5,11 @@ A *list* is a ``ModuleList``, ``ModuleDict`` or ``Sequential`` with at least two
 are nested, and the question is at which depth the blocks are.  Lists inside a block are its parts: experts, heads,
 branches.  Lists inside a *stage* hold the blocks, and the list of stages only holds them: Swin, ConvNeXt.
 
-Both look the same: a few outer modules, and in each a longer list.  They differ in what repeats.  Blocks are copies of
-each other, so two of them have parameters of the same shapes; stages are not, because width or depth changes from one
-to the next.  So the search goes from the outside in.  It takes the first list that it meets and does not search its
-blocks.  If no two of the members are alike, and most of them hold a list themselves, they are stages: then the search
-goes on inside each that holds a list, and what lies between, such as a convolution that halves the resolution, is a
-block of its own.
+Both look the same: a few outer modules, and in each a longer list.  But blocks are copies of each other, so two of them
+have parameters of the same shapes; stages are not, because width or depth changes from one to the next.  So the search
+goes from the outside in.  It takes the first list that it meets and does not search its blocks.  If no two of the
+members are alike, and most of them hold a list themselves, they are stages: then the search goes on inside each that
+holds a list, and what lies between, such as a convolution that halves the resolution, is a block of its own.
 
 Where no composite module repeats, the same search is made for leaves: the linear layers of a plain ``Sequential``.
 """
@@ -28,8 +27,7 @@ from .module_names import CONTAINERS, block_type, children, runs, unwrap
 
 __all__ = ["find_stacks"]
 
-_SIDE_BY_SIDE = 2
-"""Lists that a stage holds at most, such as convolutions and attentions; more are the branches of one block."""
+_SIDE_BY_SIDE = 2  # lists that a stage holds at most (convolutions, attentions); more are the branches of one block
 
 
 def find_stacks(root: Module) -> tuple[tuple[Module, ...], ...]:
@@ -116,10 +114,8 @@ def _most_frequent(modules: list[Module]) -> list[Module]:
 
 def _two_alike(modules: Iterable[Module]) -> bool:
     """Return whether two of these have parameters of the same names and shapes, or are the same."""
-    seen = set()
-    for module in modules:
-        shapes = tuple((name, None if is_lazy(p) else tuple(p.shape)) for name, p in module.named_parameters())
-        if shapes in seen:  # [guard: blocks that are alike]
-            return True
-        seen.add(shapes)
-    return False
+    shapes = [
+        tuple((name, None if is_lazy(p) else tuple(p.shape)) for name, p in module.named_parameters())
+        for module in modules
+    ]
+    return len(set(shapes)) < len(shapes)  # [guard: blocks that are alike -> False]

@@ -9,8 +9,7 @@ stands outside of hooks and of compiled code, whenever either is added.  It cost
 for a followed module, ``isinstance`` is true.
 
 What follows a module is an entry in its ``__dict__``, so replicas have it and copies do not: they are plain modules of
-the original class.  A class that another library derived from ours (FSDP2, parametrizations) stays when the handle is
-removed; without an entry it does nothing.
+the original class.  A class that another library derived from ours (FSDP2, parametrizations) stays after removal.
 
 An interrupt in the cleanup itself is the reason why there are two ``finally``.  One interrupt, at any bytecode, leaves
 nothing installed.  A second one that arrives while the first is being cleaned up may; Python has no way to defer it.
@@ -55,11 +54,10 @@ def refuse_scripted(module: Module, name: str) -> None:
         )
 
 
-class _Entry:
+class _Entry(tuple[_Pair, ...]):
     """What follows one module; a copy of it follows nothing."""
 
-    def __init__(self, *pairs: _Pair) -> None:
-        self.pairs = pairs
+    __slots__ = ()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _Entry, ()
@@ -113,12 +111,10 @@ def _followed_class(original: type[Module]) -> type[Module]:
 
     break_graph(__call__, REASON)
     CALLS.add(__call__.__code__)  # reports name the tensors that a call refers to
-    copied = {name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")}
-    methods = {"__call__": __call__, "__reduce_ex__": __reduce_ex__}
-    names = {"__slots__": (), _ORIGINAL: original, **copied, **methods}
-    made: type[Module] = types.new_class(original.__name__, (original,), exec_body=lambda body: body.update(names))
-    _classes[original] = made
-    return made
+    names = {name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")}
+    names |= {"__slots__": (), _ORIGINAL: original, "__call__": __call__, "__reduce_ex__": __reduce_ex__}
+    _classes[original] = types.new_class(original.__name__, (original,), exec_body=lambda body: body.update(names))
+    return _classes[original]
 
 
 for _function in (Tracker.begin, Tracker.end, Tracker.unwind):
@@ -126,17 +122,7 @@ for _function in (Tracker.begin, Tracker.end, Tracker.unwind):
 
 
 class Followers:
-    """The followed modules of one handle.
-
-    Parameters
-    ----------
-    tracker : Tracker
-        Follows their calls.
-    modules : sequence of FollowedModule
-        The root first.
-    parts : dict
-        The attributes of the handle, for `OffloadHandle.of`.
-    """
+    """The followed modules of one handle, the root first; `parts` are its attributes, for `OffloadHandle.of`."""
 
     def __init__(self, tracker: Tracker, modules: Sequence[FollowedModule], parts: dict[str, Any]) -> None:
         self.tracker = tracker
@@ -148,7 +134,7 @@ class Followers:
         try:
             for of in modules:
                 module = of.module
-                _set_pairs(module, (*_pairs(module), (self, of)))
+                vars(module)[_ENTRY] = _Entry((*_pairs(module), (self, of)))
                 _set_class(module, _followed_class(type(module)))
             _followers[modules[0].module] = weakref.ref(self)
         except BaseException:  # an interrupt, or a class that cannot be derived from
@@ -165,7 +151,7 @@ class Followers:
         for of in self.modules:
             module = of.ref()
             if module is not None:
-                _set_pairs(module, tuple(pair for pair in _pairs(module) if pair[1] is not of))
+                vars(module)[_ENTRY] = _Entry(pair for pair in _pairs(module) if pair[1] is not of)
                 # [guard: module of another handle -> True]
                 if not _pairs(module):  # [guard: class of a module after removal]
                     vars(module).pop(_ENTRY, None)
@@ -182,13 +168,8 @@ def followers_of(model: Module) -> Followers | None:
 _followers: weakref.WeakKeyDictionary[Module, weakref.ref[Followers]] = weakref.WeakKeyDictionary()
 
 
-def _pairs(module: Module) -> tuple[_Pair, ...]:
-    entry: _Entry | None = vars(module).get(_ENTRY)
-    return () if entry is None else entry.pairs
-
-
-def _set_pairs(module: Module, pairs: tuple[_Pair, ...]) -> None:
-    vars(module)[_ENTRY] = _Entry(*pairs)
+def _pairs(module: Module) -> _Entry:
+    return vars(module).get(_ENTRY) or _Entry()
 
 
 def _set_class(module: Module, kind: type[Module]) -> None:

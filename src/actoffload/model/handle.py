@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from types import TracebackType
 from typing import Any
 
 from torch.nn import Module
@@ -43,27 +42,15 @@ class OffloadHandle:
         self._groups = tuple(of for of in modules if of.group >= 0)
         self._plans = plans
         self._engine = engine
-        self._log = PassLog(self._groups)
+        self._log = PassLog()
         self._tracker = Tracker(self._modules, engine, plans, self._log.forward_done)
         if follow:
             self._followers = Followers(self._tracker, self._modules, dict(vars(self)))
 
     @classmethod
     def of(cls, model: Module) -> OffloadHandle | None:
-        """Return a handle of an offloaded model, for instance if the first one was dropped; None for other models.
+        """Return a handle of the module that `offload` was called with; None for modules that are not offloaded.
 
-        Parameters
-        ----------
-        model : torch.nn.Module
-            The module that `offload` was called with.
-
-        Raises
-        ------
-        TypeError
-            If `model` is not a module.
-
-        Examples
-        --------
         >>> model = torch.nn.Sequential(*[torch.nn.Linear(8, 8) for _ in range(6)])
         >>> _ = actoffload.offload(model)
         >>> actoffload.OffloadHandle.of(model).remove()
@@ -121,19 +108,7 @@ class OffloadHandle:
     ) -> None:
         """Change how many groups are offloaded, from the next forward on; the host memory is kept.
 
-        Parameters
-        ----------
-        num_layers, fraction, max_inflight
-            As in `offload`.
-
-        Raises
-        ------
-        RuntimeError
-            If the handle was removed.
-        ValueError
-            If a number is out of its range.
-        TypeError
-            If a numeric argument is not a number.
+        The arguments are those of `offload`, with the same errors.  Raises a `RuntimeError` if the handle was removed.
         """
         self._check_installed("be rescheduled")
         check_whole(num_layers=num_layers, max_inflight=max_inflight, optional=True)
@@ -151,9 +126,7 @@ class OffloadHandle:
     def __enter__(self) -> OffloadHandle:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.remove()
 
     # What was chosen
@@ -187,10 +160,7 @@ class OffloadHandle:
             self._engine.counters.reset()
 
     def trim(self) -> int:
-        """Free page-locked memory that no saved tensor uses now, and return the bytes freed.
-
-        Useful after a batch that was larger than those to come.  The next step allocates what it is short of.
-        """
+        """Free page-locked memory that no saved tensor uses now, as after a huge batch, and return the bytes freed."""
         return self._engine.trim()
 
     @contextmanager
@@ -213,7 +183,7 @@ class OffloadHandle:
         Warns
         -----
         UserWarning
-            If no forward of the model ended in the block; the previous recording is kept then.
+            If no forward ended in the block; the previous recording is kept then.
         """
         self._check_installed("record a step")
         before = self._log.recording
@@ -242,10 +212,7 @@ class OffloadHandle:
     def timeline(self) -> StepTimeline:
         """Return the recorded step: compute, copies in both directions and stalls.
 
-        Raises
-        ------
-        RuntimeError
-            If no step was recorded, or the block has not ended yet.
+        Raises a `RuntimeError` if no step was recorded, or the block has not ended yet.
         """
         recording = self._log.recording
         if recording is None or recording.open:
@@ -258,12 +225,8 @@ class OffloadHandle:
     def report(self) -> Report:
         """Return what the latest pass did, group by group, with advice.
 
-        Times, stalls, and the names of what else references offloaded memory need a step inside `recording`.
-
-        Raises
-        ------
-        RuntimeError
-            If no forward with a graph ended since the call of `offload`.
+        Times, stalls, and the names of what else references offloaded memory need a step inside `recording`.  Raises a
+        `RuntimeError` if no forward with a graph ended since the call of `offload`.
         """
         if self._log.latest is None:
             raise RuntimeError("There is nothing to report yet: no forward of the model has ended. Run a step first.")

@@ -40,19 +40,13 @@ def unwrap(module: Module) -> Module:
 
 def block_type(module: Module) -> type:
     """Return the class that a module was created with: without wrappers, sharding, parametrizations and offload."""
-    inner = unwrap(module)
-    kind: type = type(inner)
-    while (below := _made_from(kind)) is not None:
-        kind = below
-    return kind
-
-
-def _made_from(kind: type) -> type | None:
-    """Return the class from which offload, fully_shard, replicate or a parametrization made this one, if any did."""
-    base = kind.__bases__[-1]
-    if original_class(kind) is base or kind.__name__ == f"Parametrized{base.__name__}":
-        return base
-    return base if len(kind.__bases__) == 2 and kind.__bases__[0].__name__ in SHARDED else None
+    kind: type = type(unwrap(module))
+    while True:
+        *others, base = kind.__bases__
+        sharded = len(others) == 1 and others[0].__name__ in SHARDED
+        if not (sharded or original_class(kind) is base or kind.__name__ == f"Parametrized{base.__name__}"):
+            return kind
+        kind = base
 
 
 def children(module: Module) -> list[Module]:

@@ -82,11 +82,6 @@ def offload(
     UserWarning
         If so few groups were found that none is offloaded.
 
-    Notes
-    -----
-    The choice of modules, the smallest tensor, the fraction of groups and the limit of copies in flight are those of
-    Megatron-LM's fine-grained activation offloading.
-
     Examples
     --------
     >>> model = torch.nn.Sequential(*[torch.nn.Linear(512, 512) for _ in range(6)])
@@ -112,15 +107,14 @@ def offload(
     chosen = choose(module, layers)
     kept = find_kept(module, keep)
     both = {name for name, _ in kept} & {of.name for of in chosen}
-    if both and layers is None:
-        raise ValueError(
-            f"keep names '{min(both)}', which is one of the repeated blocks that offload chooses by default: take it "
-            "out of keep, or name the modules to offload with layers."
-        )
     if both:
-        raise ValueError(f"The module '{min(both)}' is chosen by layers and by keep: take it out of one of them.")
-    plans = GroupPlans(schedule, [group.kind for group in chosen])
-    check_num_layers(num_layers, [group.kind for group in chosen])
+        by = "default, as a repeated block," if layers is None else "layers"
+        raise ValueError(
+            f"The module '{min(both)}' is chosen by {by} and by keep: take it out of keep, or set other layers."
+        )
+    kinds = [group.kind for group in chosen]
+    plans = GroupPlans(schedule, kinds)
+    check_num_layers(num_layers, kinds)
     modules = [
         FollowedModule(ROOT, type(module).__name__, weakref.ref(module)),
         *(FollowedModule(GROUP, of.name, weakref.ref(of.module), k, of.kind) for k, of in enumerate(chosen)),
@@ -133,14 +127,10 @@ def offload(
         warn(problem)
         return handle
     if not handle.plan.offloaded and num_layers != 0 and fraction:
-        kinds = [group.kind for group in chosen]
-        if max(map(kinds.count, kinds)) == 1:
-            what = "Choose modules with layers of which there are several of a kind"
-        else:
-            what = "Choose smaller modules with layers, or more groups with num_layers or fraction"
         warn(
             f"None of the groups that were found ({len(chosen)}) is offloaded: the last of each kind and the last two "
-            f"of all are kept, because backward begins there. {what}. Where a forward calls a group several times, its "
+            "of all are kept, because backward begins there. Choose modules with layers of which there are several of "
+            "a kind, or more groups with num_layers or fraction. Where a forward calls a group several times, its "
             "earlier calls are offloaded."
         )
     return handle

@@ -35,34 +35,16 @@ class Held(NamedTuple):
 
 @dataclass(frozen=True)
 class PassStatistics:
-    """All groups of one pass, in the order in which they ran.
+    """All groups of one pass, in the order in which they ran."""
 
-    Parameters
-    ----------
-    groups : tuple of (Layer, GroupReport)
-        The state of each group, which backward changes, and what its forward saved.
-    expected_bytes, freed_bytes : int
-        Bytes that only offloaded groups saved, and bytes of offloaded groups that were freed in the forward.
-    outside : dict of Reason to (int, int)
-        Count and bytes of what was kept outside of the groups, by reason.
-    held : tuple of Held
-        Offloaded memory that was not freed.
-    saved_outside : tuple of (int, weakref of torch.nn.Module)
-        Bytes of each storage kept outside of the groups, and the module that saved it; only while recording.
-    sequence : tuple of GroupKey
-        The groups as they ran.
-    as_before : bool
-        Whether they ran in the order of the pass before.
-    """
-
-    groups: tuple[tuple[Layer, GroupReport], ...]
-    expected_bytes: int
-    freed_bytes: int
-    outside: dict[Reason, tuple[int, int]]
+    groups: tuple[tuple[Layer, GroupReport], ...]  # its state, which backward changes, and what its forward saved
+    expected_bytes: int  # that only offloaded groups saved
+    freed_bytes: int  # of offloaded groups, in the forward
+    outside: dict[Reason, tuple[int, int]]  # count and bytes of what was kept outside of the groups
     held: tuple[Held, ...]
-    saved_outside: tuple[tuple[int, weakref.ref[Module]], ...]
+    saved_outside: tuple[tuple[int, weakref.ref[Module]], ...]  # bytes and module, a storage; only while recording
     sequence: tuple[GroupKey, ...]
-    as_before: bool
+    as_before: bool  # whether the groups ran in the order of the pass before
 
     @staticmethod
     def of(done: ModelPass[GroupKey], sequence: Sequence[GroupKey], last: Sequence[GroupKey] | None) -> PassStatistics:

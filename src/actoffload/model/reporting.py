@@ -53,22 +53,19 @@ def describe(modules: Sequence[FollowedModule], plans: GroupPlans, state: str) -
         lines += [f"    kept       {fold_names(kept, most=6)}"] if kept else []
     if any(of.role is KEPT for of in modules):
         lines.append(f"  keep: {fold_names([of.name for of in modules if of.role is KEPT], most=6)}")
-    if plan.offloaded:
-        first = plan.offloaded[0]
-        release = plan.find(Do.RELEASE, first)
-        assert release is not None
-        far = release.layer - first
+    release = plan.find(Do.RELEASE, plan.offloaded[0]) if plan.offloaded else None
+    if release is not None:
+        far = release.layer - plan.offloaded[0]
         lines.append(f"  each is freed while the group {far} place{'s' * (far > 1)} after it computes")
     return "\n".join(lines)
 
 
+@dataclass(eq=False)
 class PassLog:
     """The latest pass of a model, and the recorded step.  It does not reference the handle."""
 
-    def __init__(self, groups: Sequence[FollowedModule]) -> None:
-        self.groups = groups
-        self.latest: PassStatistics | None = None
-        self.recording: Recording | None = None
+    latest: PassStatistics | None = None
+    recording: Recording | None = None
 
     def forward_done(self, done: ModelPass[GroupKey], sequence: Sequence[GroupKey]) -> None:
         """Take the statistics of a pass whose forward has ended."""
@@ -155,12 +152,9 @@ def build_report(
         )
         rows.setdefault(row.name, []).append(row)
     by_name = [calls[0] if len(calls) == 1 else sum_groups(calls, name) for name, calls in rows.items()]
-    ran = {key.group for key in latest.sequence}
-    absent = [GroupKey(k) for k in range(len(groups)) if k not in ran]
-    by_name += [
-        GroupReport(name, groups[key.group].kind, calls=0)
-        for key, name in zip(absent, group_names(groups, absent), strict=True)
-    ]
+    absent = sorted({GroupKey(k) for k in range(len(groups))} - {GroupKey(key.group) for key in latest.sequence})
+    absent_names = group_names(groups, absent)
+    by_name += [GroupReport(name, groups[k].kind, calls=0) for (k, _), name in zip(absent, absent_names, strict=True)]
     report = Report(
         groups=tuple(by_name),
         outside=latest.outside,

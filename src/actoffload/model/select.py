@@ -5,8 +5,7 @@
   children.
 - A string with ``*``, ``?`` or ``[`` is a glob pattern, compared with whole dotted names as `fnmatch.fnmatchcase` does.
   ``*`` also crosses dots.  Of matches below each other only the outermost counts: ``"model.layers.*"`` is the layers,
-  not all that is in them.  Something deeper is chosen by an entry of its own.  The root has no name that a pattern
-  could match.
+  not all that is in them.  The root has no name that a pattern could match.
 - A module means itself, and must be part of the model.  A ``Sequential`` that is given alone means its children.
 - A type means all modules of that class, also nested ones.
 - A module without a forward, such as a ``ModuleList``, is never called, so it always means its children.
@@ -49,11 +48,6 @@ def choose(root: Module, layers: str | Module | type[Module] | Iterable[Any] | N
     Repeated blocks, which None means, are of the kind ``"layer"``.  Otherwise the kind is the pattern, the name of the
     class, or the path with ``*`` in place of indices; with the name of the module's class after it if modules of
     several classes would be of one kind.  The first entry that means a module decides.
-
-    >>> from actoffload.model.select import choose
-    >>> model = torch.nn.Transformer(16, 2, num_encoder_layers=1, num_decoder_layers=1)
-    >>> [(each.name, each.kind) for each in choose(model, "encoder.*.linear?")]
-    [('encoder.layers.0.linear1', 'encoder.*.linear?'), ('encoder.layers.0.linear2', 'encoder.*.linear?')]
     """
     names = Names(root)
     if layers is None:
@@ -67,10 +61,8 @@ def choose(root: Module, layers: str | Module | type[Module] | Iterable[Any] | N
             meant.setdefault(module, kind)  # [guard: first entry that means a module]
     if not meant:
         raise ValueError(f"layers is empty; expected None for the repeated blocks, {_EXPECTED}.")
-    types: dict[str, set[type]] = {}
-    for module, kind in meant.items():
-        types.setdefault(kind, set()).add(block_type(module))
-    several = {kind for kind, of in types.items() if len(of) > 1}  # [guard: kinds of several classes]
+    kinds = Counter(kind for kind, _ in {(kind, block_type(module)) for module, kind in meant.items()})
+    several = {kind for kind, classes in kinds.items() if classes > 1}  # [guard: kinds of several classes]
     named = {m: f"{kind} ({block_type(m).__name__})" if kind in several else kind for m, kind in meant.items()}
     return _in_order(names, named)
 
@@ -184,21 +176,20 @@ def _similar(names: Names, entry: str) -> str:
 
 
 def _nothing_repeats(names: Names) -> str:
-    lists: dict[str, str] = {}
+    lists, outer = dict[str, str](), list[str]()
     for named in names.all:
         inside = children(named.module)
         if isinstance(named.module, CONTAINERS) and inside:
             types = Counter(block_type(child).__name__ for child in inside)
             members = _listed([f"{number} {name}" for name, number in types.most_common()], 3)
-            name = f"'{starred(named.clean)}'" if named.clean else "the model itself"
-            lists.setdefault(starred(named.clean), f"{name} ({members})")
-    said = f"Found no repeated blocks in this {names.title}: no list of two or more modules of one type. "
-    if lists:
-        said += f"Its lists are {_listed(list(lists.values()))}. "
-    else:
-        outer = [named for named in names.all if named.clean and "." not in named.clean]
-        parts = [f"'{named.clean}' ({block_type(named.module).__name__})" for named in outer]
-        said += f"Its modules are {_listed(parts)}. " if parts else "It has no modules inside. "
+            path = starred(named.clean)
+            lists.setdefault(path, f"'{path}' ({members})" if path else f"the model itself ({members})")
+        elif named.clean and "." not in named.clean:
+            outer.append(f"'{named.clean}' ({block_type(named.module).__name__})")
+    there = "It has no modules inside."
+    if lists or outer:
+        there = f"Its lists are {_listed(list(lists.values()))}." if lists else f"Its modules are {_listed(outer)}."
     return (
-        said + "Say which modules to offload: layers= takes names of modules, patterns like '*.mlp', modules or types."
+        f"Found no repeated blocks in this {names.title}: no list of two or more modules of one type. {there} Say "
+        "which modules to offload: layers= takes names of modules, patterns like '*.mlp', modules or types."
     )

@@ -32,55 +32,30 @@ from ..schedule.execution_order import ExecutionOrder, GroupKey, GroupPlans
 
 __all__ = ["GROUP", "KEPT", "ROOT", "FollowedModule", "Tracker"]
 
-_FOREIGN = (
-    "under saved-tensor hooks of another library, such as those of torch.utils.checkpoint around the whole model or "
-    "torch.autograd.graph.save_on_cpu. Use them around parts of the model only."
-)
-_NESTED = (
-    "inside the forward of another offloaded model or layer, which offloads its tensors. Offload one of the two only."
-)
-_RECOMPUTED = (
-    "that is recomputed in backward, as by torch.utils.checkpoint around the whole model. Checkpoint parts of the "
-    "model only."
-)
-_TRANSFORMED = (
-    "inside torch.func.grad, jvp and other transforms, which do not support saved-tensor hooks. Use "
-    "torch.func.functional_call with torch.autograd.grad or backward."
-)
-_DISABLED = (
-    "inside torch.autograd.graph.disable_saved_tensors_hooks, which forbids saved-tensor hooks. Call the model outside "
-    "of that block."
-)
-
 ROOT, GROUP, KEPT = "root", "group", "kept"
 
 
-class _Obstacles:
-    """Detects what prevents offloading in a forward, and warns once about each kind."""
-
-    def __init__(self) -> None:
-        self._warned: set[str] = set()
-
-    def found(self) -> bool:
-        """Return whether saved-tensor hooks that are installed now would not receive the saved tensors."""
-        if in_transform():
-            return self._warn(_TRANSFORMED)
-        if saved_tensor_hooks_disabled() is not None:
-            return self._warn(_DISABLED)
-        hooks = saved_tensor_hooks()
-        return hooks is not None and self._warn(_NESTED if hooks[1] is unpack else _FOREIGN)
-
-    def recomputed(self) -> None:
-        """Warn about a whole model that runs inside a backward."""
-        # Checkpointing with saved-tensor hooks was warned about in the forward.
-        if torch.is_grad_enabled() and saved_tensor_hooks() is None:
-            self._warn(_RECOMPUTED)
-
-    def _warn(self, why: str) -> bool:
-        if why not in self._warned:
-            self._warned.add(why)
-            warn(f"Nothing is offloaded in a forward {why} This is reported once.")
-        return True
+def _obstacle() -> str | None:
+    """Return where a forward runs if saved-tensor hooks installed now would not receive its saved tensors."""
+    if in_transform():
+        return (
+            "inside torch.func.grad, jvp and other transforms, which do not support saved-tensor hooks. Use "
+            "torch.func.functional_call with torch.autograd.grad or backward."
+        )
+    if saved_tensor_hooks_disabled() is not None:
+        return (
+            "inside torch.autograd.graph.disable_saved_tensors_hooks, which forbids saved-tensor hooks. Call the model "
+            "outside of that block."
+        )
+    hooks = saved_tensor_hooks()
+    if hooks is None:
+        return None
+    if hooks[1] is unpack:
+        return "inside the forward of another offloaded model or layer, which offloads its tensors. Offload one only."
+    return (
+        "under saved-tensor hooks of another library, such as those of torch.utils.checkpoint around the whole model "
+        "or torch.autograd.graph.save_on_cpu. Use them around parts of the model only."
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,16 +102,8 @@ class _Thread(threading.local):
 class Tracker:
     """Turns the calls of a model's modules into passes.
 
-    Parameters
-    ----------
-    modules : sequence of FollowedModule
-        The model first.
-    engine : Engine
-        Shared by all passes.
-    plans : GroupPlans
-        The plans for sequences of groups.
-    done : callable
-        Called with each pass whose forward has ended, and its sequence of groups.
+    The model is the first of the modules; `done` is called with each pass whose forward has ended, and its sequence of
+    groups.
     """
 
     def __init__(
@@ -147,12 +114,11 @@ class Tracker:
         done: Callable[[ModelPass[GroupKey], Sequence[GroupKey]], None],
     ) -> None:
         self._modules = modules
-        self._checks_modules = True
         self._engine = engine
         self._plans = plans
         self._done = done
         self._thread = _Thread()
-        self._obstacles = _Obstacles()
+        self._warned: set[str] = set()
         self._running: set[int] = set()  # threads in a forward
         self._then: Callable[[], None] | None = None
         self.paused = int(unsupported() is not None)
@@ -168,15 +134,27 @@ class Tracker:
         """Begin the forward of a module."""
         thread = self._thread
         if backward_id() != NO_BACKWARD:  # [guard: recomputation in backward]
-            if of.role is ROOT and not self.paused:
-                self._obstacles.recomputed()
+            # Checkpointing with saved-tensor hooks was warned about in the forward.
+            if of.role is ROOT and not self.paused and torch.is_grad_enabled() and saved_tensor_hooks() is None:
+                self._warn_once(
+                    "Nothing is offloaded in a forward that is recomputed in backward, as by torch.utils.checkpoint "
+                    "around the whole model. Checkpoint parts of the model only."
+                )
             return
         if thread.hooks is None:
             self._finish()
-            if self.paused or not torch.is_grad_enabled() or self._obstacles.found():
+            if self.paused or not torch.is_grad_enabled():
                 return
-            if of.role is ROOT and self._checks_modules:
-                self._check_modules()
+            obstacle = _obstacle()
+            if obstacle is not None:
+                self._warn_once(f"Nothing is offloaded in a forward {obstacle}")
+                return
+            lost = [each.name for each in self._modules if each.ref() is None] if of.role is ROOT else []
+            if lost:
+                self._warn_once(
+                    f"The module '{lost[0]}' has been replaced or deleted since offload was called; what took its "
+                    "place is not offloaded. Call remove() of the handle, then offload again."
+                )
             self._begin_forward(alone=of.role is not ROOT)
         call = _Call(of)
         thread.calls.append(call)
@@ -185,16 +163,10 @@ class Tracker:
             self._start_group(call, tensors_in((args, kwargs)))
         self._resume()
 
-    def _check_modules(self) -> None:
-        """Warn once if a followed module does not exist any more."""
-        for of in self._modules:
-            if of.ref() is None:
-                self._checks_modules = False
-                warn(
-                    f"The module '{of.name}' has been replaced or deleted since offload was called; what took its "
-                    "place is not offloaded. Call remove() of the handle, then offload again. This is reported once."
-                )
-                return
+    def _warn_once(self, message: str) -> None:
+        if message not in self._warned:
+            self._warned.add(message)
+            warn(f"{message} This is reported once.")
 
     def _begin_forward(self, *, alone: bool) -> None:
         thread = self._thread
@@ -233,10 +205,9 @@ class Tracker:
     def _resume(self) -> None:
         """Pack what is saved from here on for the innermost call."""
         thread = self._thread
-        current = thread.current
+        current, call = thread.current, thread.calls[-1]
         assert current is not None
-        call = thread.calls[-1] if thread.calls else None
-        if call is None or call.of.role is ROOT:
+        if call.of.role is ROOT:
             assert thread.between is not None
             thread.packer.take_aside(thread.between)
         elif call.of.role is KEPT:

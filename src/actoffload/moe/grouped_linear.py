@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+
 import torch
 
 from .._torch import grouped_mm as _grouped_mm
