@@ -4,33 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from numbers import Integral, Real
-from typing import TypeGuard
 
 __all__ = ["check_bytes", "check_fraction", "check_num_layers", "check_whole"]
-
-
-def _is_whole(value: object) -> TypeGuard[int]:
-    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def check_whole(*, optional: bool = False, **arguments: object) -> None:
     """Raise a `TypeError` for the first argument that is not a whole number; `optional` ones may be None."""
     expected = "a whole number, or None" if optional else "a whole number"
     for name, value in arguments.items():
-        if not (_is_whole(value) or (optional and value is None)):
+        whole = isinstance(value, Integral) and not isinstance(value, bool)
+        if not whole and not (optional and value is None):
             raise TypeError(f"{name} is {value!r}; expected {expected}.")
 
 
-def check_bytes(*, optional: bool = False, **arguments: object) -> None:
+def check_bytes(*, optional: bool = False, **arguments: int | None) -> None:
     """Raise a `TypeError` or `ValueError` for the first argument that is not a number of bytes; None is no limit."""
-    no_limit = ", or None for no limit" if optional else ""
+    check_whole(optional=optional, **arguments)
     for name, value in arguments.items():
-        if optional and value is None:
-            continue
-        if not _is_whole(value):
-            raise TypeError(f"{name} is {value!r}; expected a whole number of bytes{no_limit}.")
-        if value < 0:
-            raise ValueError(f"{name} is {value}; expected a number of bytes{no_limit or ', 0 or more'}.")
+        if value is not None and value < 0:
+            no_limit = ", or None for no limit" if optional else ", 0 or more"
+            raise ValueError(f"{name} is {value}; expected a number of bytes{no_limit}.")
 
 
 def check_fraction(fraction: object) -> None:
@@ -42,13 +35,8 @@ def check_fraction(fraction: object) -> None:
 def check_num_layers(num_layers: int | None, *sequences: Sequence[str]) -> None:
     """Raise a `ValueError` if `num_layers` leaves no group of any kind on the device.
 
-    Parameters
-    ----------
-    num_layers : int or None
-        Number of groups of each kind to offload.
-    *sequences : sequence of str
-        The kinds of the groups: as they were chosen and, once that is known, as they run.  A group that is called
-        several times cannot be judged before.
+    The sequences are the kinds of the groups: as they were chosen and, once that is known, as they run.  A group that
+    is called several times cannot be judged before.
     """
     largest = max(kinds.count(kind) for kinds in sequences for kind in set(kinds))
     if num_layers is not None and num_layers >= largest > 1:

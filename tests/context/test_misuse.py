@@ -222,7 +222,7 @@ def test_manual_inside_the_layer(layers):
         ({"model_layers": 2.5}, "model_layers is 2.5; expected a whole number."),
         (
             {"max_host_bytes": "1GB"},
-            "max_host_bytes is '1GB'; expected a whole number of bytes, or None for no limit.",
+            "max_host_bytes is '1GB'; expected a whole number, or None.",
         ),
         (
             {"offload_stream": "x", "manual_synchronization": True},

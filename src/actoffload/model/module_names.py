@@ -77,12 +77,10 @@ class Names:
         self.all = list(_walk(root, "", "", ()))
         self.title = block_type(root).__name__
         self.first: dict[Module, Named] = {}  # the names that named_modules() gives
-        self._full: dict[str, Named] = {}
-        self._clean: dict[str, Named] = {}
         for named in self.all:
             self.first.setdefault(named.module, named)
-            self._full[named.full] = named
-            self._clean.setdefault(named.clean, named)
+        self._full = {named.full: named for named in self.all}
+        self._clean = {named.clean: named for named in reversed(self.all)}  # the first one counts
 
     def at(self, path: str) -> Named | None:
         """Return the module of this name; of a wrapper and what it wraps the wrapper, which comes first."""
@@ -91,13 +89,14 @@ class Names:
     def matching(self, pattern: str) -> list[Named]:
         """Return the outermost modules whose names match a glob pattern; the root has no name to match."""
         for clean in (True, False):
-            found: dict[str, Named] = {}
-            for named in self.all:
+            found: list[Named] = []
+            for named in self.all:  # a module is followed by those in it
                 name = named.clean if clean else named.full
-                if name and fnmatchcase(name, pattern) and not any(above in found for above in _above(named.full)):
-                    found[named.full] = named
+                inside = found and named.full.startswith(f"{found[-1].full}.")
+                if name and not inside and fnmatchcase(name, pattern):
+                    found.append(named)
             if found:
-                return list(found.values())
+                return found
         return []
 
     def kind(self, named: Named) -> str:
@@ -119,12 +118,6 @@ def _walk(module: Module, full: str, clean: str, above: tuple[Module, ...]) -> I
             below = f"{full}.{name}" if full else name
             inside = clean if name == wrapped else f"{clean}.{name}" if clean else name
             yield from _walk(child, below, inside, (*above, module))
-
-
-def _above(name: str) -> Iterator[str]:
-    while "." in name:
-        name = name.rpartition(".")[0]
-        yield name
 
 
 def starred(name: str) -> str:
