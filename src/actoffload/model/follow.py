@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import copyreg
 import types
-import weakref
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
@@ -30,7 +29,7 @@ from torch.jit import ScriptModule
 from torch.nn import Module
 
 from .._torch import CALLS, break_graph, opaque
-from .tracker import FollowedModule, Tracker
+from .tracker import ROOT, FollowedModule, Tracker
 
 __all__ = ["Followers", "followers_of", "original_class", "refuse_scripted"]
 
@@ -136,7 +135,6 @@ class Followers:
                 module = of.module
                 vars(module)[_ENTRY] = _Entry((*_pairs(module), (self, of)))
                 _set_class(module, _followed_class(type(module)))
-            _followers[modules[0].module] = weakref.ref(self)
         except BaseException:  # an interrupt, or a class that cannot be derived from
             self._detach()  # [guard: half followed model]
             raise
@@ -159,13 +157,9 @@ class Followers:
 
 
 def followers_of(model: Module) -> Followers | None:
-    """Return what follows a model, or None if nothing does."""
-    ref = _followers.get(model)
-    found = None if ref is None else ref()
-    return found if found is not None and found.installed else None
-
-
-_followers: weakref.WeakKeyDictionary[Module, weakref.ref[Followers]] = weakref.WeakKeyDictionary()
+    """Return what follows a model as its root, or None if nothing does."""
+    roots = (followers for followers, of in _pairs(model) if of.role is ROOT and of.ref() is model)
+    return next((followers for followers in roots if followers.installed), None)
 
 
 def _pairs(module: Module) -> _Entry:
