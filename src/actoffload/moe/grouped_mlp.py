@@ -169,8 +169,10 @@ class GroupedMLP(torch.nn.Module):
 
     Attributes
     ----------
-    fc1_weight, fc2_weight : torch.nn.Parameter
-        As in `grouped_mlp`.
+    fc1_weight : torch.nn.Parameter
+        [num_experts, ffn_size or 2 * ffn_size, hidden_size].
+    fc2_weight : torch.nn.Parameter
+        [num_experts, hidden_size, ffn_size].
 
     Examples
     --------
