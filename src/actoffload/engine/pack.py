@@ -65,25 +65,6 @@ class Packer:
     A whole-model pass has one for all layers, so the hook that autograd calls is the one that does the work.
     """
 
-    __slots__ = (
-        "_as_saved",
-        "_aside",
-        "_engine",
-        "_index",
-        "_kept",
-        "_layer",
-        "_limit",
-        "_owned",
-        "_owner",
-        "_registry",
-        "_roles",
-        "_small",
-        "_smallest",
-        "_stays_whole",
-        "_token",
-        "_wrappers",
-    )
-
     def __init__(self) -> None:
         self._aside: Pack | None = _ended
 

@@ -65,12 +65,10 @@ class StorageRegistry:
     def save_as_before(
         self, layer: Layer, tensor: torch.Tensor, known: Layout | None, owner: Owner, as_saved: bool
     ) -> SavedStorage | Moved | None:
-        """Save a tensor without looking at what cannot have changed; None if it has to be looked at.
+        """Save a tensor that was saved already, or is as the one at its place in an earlier pass; None for others.
 
-        That is a tensor that was saved already, or one that is as the tensor that was saved at its place in an earlier
-        pass: a new storage, which it fills.  Either is not marked, not a leaf and no part of another tensor.
-
-        `known` is what was saved at its place, and `as_saved` whether the layer is offloaded as its tensors are saved.
+        `known` is what was saved at its place: a new storage, which the tensor filled.  Either is not marked, not a
+        leaf and no part of another tensor.  `as_saved`: whether the layer is offloaded as its tensors are saved.
         """
         if tensor.layout is not STRIDED or tensor.is_nested:
             return None
@@ -155,23 +153,9 @@ class StorageRegistry:
     def save(
         self, layer: Layer, tensor: torch.Tensor, roles: Roles, wrappers: Wrappers = ()
     ) -> tuple[SavedStorage, View, torch.Tensor]:
-        """Return the storage of a saved tensor; its copy starts at once if the plan says so.
+        """Return the storage of a tensor that a layer saves, how the tensor lies in it, and a detached alias of it.
 
-        Parameters
-        ----------
-        layer : Layer
-            Who saves it.
-        tensor : torch.Tensor
-            What is saved.
-        roles : Roles
-            What the plan of the pass means for its layers.
-        wrappers : tuple of Seen
-            The wrappers of which the tensor is a part.
-
-        Returns
-        -------
-        storage, view, probe : SavedStorage, View and torch.Tensor
-            The storage, how the tensor lies in it, and a detached alias of the tensor.
+        The copy starts at once if the plan says so.  The tensor is a part of `wrappers`.
         """
         memory, probe, view = tensor.untyped_storage(), tensor.detach(), View.of(tensor)
         key, version, index = address(memory), version_of(tensor), layer.index

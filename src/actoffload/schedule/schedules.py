@@ -143,8 +143,8 @@ class GroupSchedule:
     """Which groups of a sequence are offloaded, and when they are released and reloaded.
 
     A group is a stretch of the forward whose saved tensors are offloaded together.  Groups are of one *kind* if they
-    play the same part in their blocks: all blocks, or all attention modules.  The last group of each kind is kept,
-    because backward begins there; so are the last two of the sequence.
+    play the same part in their blocks, such as all attention modules.  The last group of each kind is kept, because
+    backward begins there; so are the last two of the sequence.
 
     Let ``d`` be the number of groups at the end of the sequence that are kept, or `max_inflight` if that is smaller.
     Group ``i`` is copied while it computes.  While group ``i + d`` computes, each tensor that it saves frees as many
