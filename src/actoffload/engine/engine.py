@@ -27,7 +27,7 @@ class HostMemoryWarning(UserWarning):
     """There was no host memory for a saved tensor, which therefore stayed on the device."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Engine:
     """What the passes of one context share: the plan, the device, the transfers and the counters."""
 
@@ -52,20 +52,6 @@ class Engine:
     def limit(self) -> Limit:
         """Return below which size tensors stay."""
         return Limit(ownership.MIN_ELEMENTS, 0) if self.min_bytes is None else Limit(0, self.min_bytes)
-
-    def fresh(self) -> Engine:
-        """Return an engine with the same settings that has done nothing yet."""
-        return Engine(self.plan, self.backend, self.max_host_bytes, self.stream, self.min_bytes)
-
-    @property
-    def portable(self) -> tuple[Plan, int | None]:
-        """The settings that mean the same in another process; a `TypeError` if the program passed its own stream."""
-        if self.stream is not None:
-            raise TypeError(
-                "An offloading context with an offload_stream cannot be pickled: a stream belongs to its process. "
-                "Make the context anew where it is loaded."
-            )
-        return self.plan, self.max_host_bytes
 
     def transfers(self, device: torch.device) -> Transfers:
         """Return the streams and the host pool that serve a device."""

@@ -204,10 +204,7 @@ class Layer:
         reload(waiting, self.index)
 
     def prefetch_into_freed(self, prefetching: Layer, used: Callable[[], None]) -> None:
-        """Reload another layer into the memory that backward has freed of this one, from here on.
-
-        `used` is called when backward uses a tensor that was kept.
-        """
+        """Reload another layer into what backward frees of this one; `used` is called when it uses a kept tensor."""
         self.prefetching = prefetching
         # Each once, however often it was saved.
         residents = {id(resident): (ref, resident) for ref in self.residents if (resident := ref()) is not None}
@@ -283,13 +280,7 @@ class Layer:
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in nested lists, tuples, mappings and dataclasses, in order.
-
-    Examples
-    --------
-    >>> len(list(tensors_in({"hidden": torch.ones(2), "rest": (torch.ones(1), None, 3)})))
-    2
-    """
+    """Yield the tensors in nested lists, tuples, mappings and dataclasses, in order."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, Mapping):

@@ -24,6 +24,7 @@ from .versions import Wrappers, serves, together
 __all__ = ["StorageRegistry"]
 
 STRIDED = torch.strided
+ON_DEVICE = Residency.DEVICE, Residency.OFFLOADING
 
 
 class StorageRegistry:
@@ -47,8 +48,9 @@ class StorageRegistry:
         """Return the record of a storage that a kept layer saves; None if an offloaded layer has saved it too."""
         memory = tensor.untyped_storage()
         key = address(memory)
-        known = self.storages.get(key)
-        if known is not None and _on_device(known(), version_of(tensor)):
+        saved = self.storages.get(key)
+        known = None if saved is None else saved()
+        if known is not None and known.version == version_of(tensor) and known.residency in ON_DEVICE:
             return None
         with self._lock:
             ref = self._residents.get(key)
@@ -163,7 +165,10 @@ class StorageRegistry:
         device = backend.place(tensor)
         stays = roles.planned and index in roles.stay
         with self._lock:
-            pass_device = self._devices.get(device) or self._device(device, tensor.device)
+            pass_device = self._devices.get(device)
+            if pass_device is None:
+                pass_device = PassDevice(self._engine.transfers(device), self._counters, tensor.device, [])
+                self._devices[device] = pass_device
             stream = backend.current_stream(device)
             if stream not in pass_device.streams:
                 pass_device.streams.append(stream)
@@ -237,27 +242,13 @@ class StorageRegistry:
         return None if ref is None else ref()
 
     def held_elsewhere(self, storage: SavedStorage) -> torch.UntypedStorage | None:
-        """Return the memory of a released storage that still exists, and not because it was saved again.
-
-        The caller must not keep it.
-        """
+        """Return the memory, not to be kept, of a released storage that exists, and not because it was saved again."""
         if storage.residency is not Residency.HOST or storage_expired(storage.resources.weak):
             return None
         found = storage_behind(storage.resources.weak)
         if found is None or self.at(address(found)) is not storage or self.resident_at(address(found)) is not None:
             return None
         return found
-
-    def _device(self, device: torch.device, memory_device: torch.device) -> PassDevice:
-        found = self._devices[device] = PassDevice(self._engine.transfers(device), self._counters, memory_device, [])
-        return found
-
-
-def _on_device(storage: SavedStorage | None, version: int) -> bool:
-    """Whether a storage, as it is now, is still on the device."""
-    if storage is None or storage.version != version:
-        return False
-    return storage.residency is Residency.DEVICE or storage.residency is Residency.OFFLOADING
 
 
 def _usable(storage: SavedStorage, version: int, layer: Layer, view: View, wrappers: Wrappers) -> bool:

@@ -21,11 +21,10 @@ from .versions import Wrappers, changed, drop_data
 
 __all__ = ["CompiledState", "Moved", "Owner", "Resident", "SavedStorage", "Unpacked"]
 
+# A list that is empty until a backward of compiled autograd has ended, and the reference whose callback fills it.
 CompiledState: TypeAlias = tuple[list[Any], "weakref.ref[Any]"]
-"""A list that is empty until a backward of compiled autograd has ended, and the reference whose callback fills it."""
-
+# The same, and a tensor that was unpacked for this backward.
 Unpacked: TypeAlias = tuple[list[Any], "weakref.ref[Any]", torch.Tensor]
-"""The same, and a tensor that was unpacked for this backward."""
 
 
 class Owner(Protocol):
@@ -33,7 +32,6 @@ class Owner(Protocol):
 
     def fetch(self, index: int, storage: SavedStorage, view: View, probe: torch.Tensor) -> torch.Tensor:
         """Return a tensor that a layer saved, on the device."""
-        ...
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)

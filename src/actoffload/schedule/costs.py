@@ -34,6 +34,10 @@ class Saved:
     saved_at, needed_at : float
         When forward saves it and when backward needs it, as fractions of the layer's forward and backward time.
 
+    Raises
+    ------
+    ValueError
+        If a value is out of its range.
     """
 
     nbytes: int
