@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import ContextDecorator, contextmanager
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from .. import device as devices
@@ -48,10 +49,15 @@ class OffloadContext(ContextDecorator):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OffloadContext:
         # A copied model gets its own context, with its own passes and limit.
-        return OffloadContext(self._engine.fresh())
+        return OffloadContext(replace(self._engine))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _context, self._engine.portable
+        if self._engine.stream is not None:
+            raise TypeError(
+                "An offloading context with an offload_stream cannot be pickled: a stream belongs to its process. "
+                "Make the context anew where it is loaded."
+            )
+        return _context, (self._engine.plan, self._engine.max_host_bytes)
 
     # Per layer
 

@@ -10,30 +10,19 @@ import torch
 
 __all__ = ["Backend", "Pairs", "Stream", "StreamEvent", "StreamPosition", "latest_positions"]
 
-Stream: TypeAlias = Any
-"""A queue of work on a device: `torch.Stream`, or what stands in for it on a device of ours.  Compares with ``==``."""
-
-StreamEvent: TypeAlias = Any
-"""A point in a stream that other streams can wait for."""
-
+Stream: TypeAlias = Any  # a queue of work on a device: `torch.Stream`, or what stands in for it; compares with ``==``
+StreamEvent: TypeAlias = Any  # a point in a stream that other streams can wait for
+# The parts of one transfer: (host, device) tensors of equal shape and dtype.
 Pairs: TypeAlias = Sequence[tuple[torch.Tensor, torch.Tensor]]
-"""The parts of one transfer: (host, device) tensors of equal shape and dtype."""
 
 
 class Backend(Protocol):
     """A kind of device: all that the engine does to streams and memory goes through these methods."""
 
-    name: str
-    """Shown to users: ``"cuda"``, ``"xpu"``, ``"reference"``."""
-
-    type: str
-    """Tensors on devices of this type can be offloaded: ``"cuda"``, ``"cpu"``."""
-
-    checks: bool = False
-    """Whether the engine calls `saved` for every tensor; only devices that check the engine need it."""
-
-    resolution: float
-    """Seconds below which a measured wait is the cost of the measurement, and no stall."""
+    name: str  # shown to users: "cuda", "xpu", "reference"
+    type: str  # tensors on devices of this type can be offloaded: "cuda", "cpu"
+    checks: bool = False  # the engine calls `saved` for every tensor; only devices that check the engine need it
+    resolution: float  # seconds below which a measured wait is the cost of the measurement, and no stall
 
     def place(self, tensor: torch.Tensor) -> torch.device:
         """Return the device whose streams and host pool serve this tensor."""
@@ -59,6 +48,7 @@ class Backend(Protocol):
 
     def record_timed(self, stream: Stream) -> StreamEvent:
         """Return an event that `elapsed` can read."""
+        return self.record(stream)
 
     def wait(self, stream: Stream, event: StreamEvent) -> None:
         """Make later work of a stream wait for an event; the host does not wait."""
@@ -71,9 +61,11 @@ class Backend(Protocol):
 
     def synchronize(self, device: torch.device) -> None:
         """Wait on the host for all work of a device.  Never called in a step."""
+        return
 
     def capturing(self) -> bool:
         """Return whether work queued now on the current stream is captured into a graph."""
+        return False
 
     def saved(self, tensor: torch.Tensor, stream: Stream) -> None:
         """Note that the work queued so far on `stream` wrote `tensor`."""

@@ -22,18 +22,15 @@ from .base import Backend, Pairs, Stream, StreamEvent
 __all__ = ["CreatedStorages", "ReferenceDevice", "ReferenceEvent", "ReferenceStream"]
 
 
+@dataclass(slots=True, eq=False)
 class ReferenceStream:
     """A stream that has always caught up, with a clock in seconds."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.now = 0.0
+    name: str
+    now: float = 0.0
 
     def synchronize(self) -> None:
         """Return at once: work on this device is done when it is queued."""
-
-    def __repr__(self) -> str:
-        return f"ReferenceStream({self.name!r}, now={self.now:.6f})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,12 +64,7 @@ class ReferenceDevice(Backend):
     type = "cpu"
 
     def __init__(
-        self,
-        d2h: float = float("inf"),
-        h2d: float = float("inf"),
-        latency: float = 0.0,
-        *,
-        wall_clock: bool = False,
+        self, d2h: float = float("inf"), h2d: float = float("inf"), latency: float = 0.0, *, wall_clock: bool = False
     ) -> None:
         if not (d2h > 0 and h2d > 0 and latency >= 0):
             raise ValueError(
@@ -107,9 +99,6 @@ class ReferenceDevice(Backend):
         finally:
             self._local.stream = before
 
-    def record_timed(self, stream: Stream) -> StreamEvent:
-        return self.record(stream)
-
     def record(self, stream: Stream) -> StreamEvent:
         return ReferenceEvent(time.perf_counter() if self.wall_clock else stream.now)
 
@@ -122,12 +111,6 @@ class ReferenceDevice(Backend):
     def elapsed(self, start: StreamEvent, end: StreamEvent) -> float:
         seconds: float = end.time - start.time
         return seconds
-
-    def synchronize(self, device: torch.device) -> None:
-        pass
-
-    def capturing(self) -> bool:
-        return False
 
     def empty_host(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8)
@@ -151,16 +134,10 @@ class ReferenceDevice(Backend):
 
 
 class CreatedStorages:
-    """Count the bytes of the storages that operations create in a ``with`` block, until they are freed.
-
-    Attributes
-    ----------
-    now, peak : int
-        Bytes that exist now, and their largest number.
-    """
+    """Count the bytes of the storages that operations create in a ``with`` block, until they are freed."""
 
     def __init__(self) -> None:
-        self.now = self.peak = 0
+        self.now = self.peak = 0  # bytes that exist now, and their largest number
         self._alive: dict[int, weakref.ref[Any]] = {}
         self._mode: Any = None
 

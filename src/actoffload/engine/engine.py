@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Hashable
+from dataclasses import dataclass, field
 from itertools import count
+from typing import Any
 
 import torch
 
@@ -21,105 +23,54 @@ from .transfer import Transfers
 __all__ = ["Engine", "HostMemoryWarning"]
 
 
-_numbers = count()
-
-
 class HostMemoryWarning(UserWarning):
     """There was no host memory for a saved tensor, which therefore stayed on the device."""
 
 
+@dataclass(eq=False, repr=False)
 class Engine:
-    """What the passes of one context share: the plan, the device, the transfers and the counters.
+    """What the passes of one context share: the plan, the device, the transfers and the counters."""
 
-    Parameters
-    ----------
-    plan : Plan
-        What to do at which event.
-    backend : Backend
-        The kind of device.
-    max_host_bytes : int or None
-        Limit of the host memory held for each device.
-    stream : Stream or None
-        The program's own stream for all transfers.
-    min_bytes : int or None
-        Smaller tensors stay; None for Transformer Engine's limit in elements.
-    """
+    plan: Plan
+    backend: Backend
+    max_host_bytes: int | None = None  # limit of the host memory held for each device
+    stream: object = None  # the program's own, for all transfers
+    min_bytes: int | None = None  # smaller tensors stay; None for Transformer Engine's limit in elements
+    counters: Counters = field(init=False, default_factory=Counters)
+    lock: Any = field(init=False, default_factory=threading.RLock)
+    recorder: TimelineRecorder | None = field(init=False, default=None)
+    roles: Roles = field(init=False)
+    number: int = field(init=False, default_factory=count().__next__)
+    # Of what each layer saved, by place in the order.
+    layouts: dict[Hashable, dict[int, Layout]] = field(init=False, default_factory=dict)
+    _transfers: dict[torch.device, Transfers] = field(init=False, default_factory=dict)
+    _warned: bool = field(init=False, default=False)
 
-    def __init__(
-        self,
-        plan: Plan,
-        backend: Backend,
-        max_host_bytes: int | None = None,
-        stream: object = None,
-        min_bytes: int | None = None,
-    ) -> None:
-        self.plan = plan
-        self.backend = backend
-        self.counters = Counters()
-        self.lock = threading.RLock()
-        self.recorder: TimelineRecorder | None = None
-        self._max_host_bytes = max_host_bytes
-        self._stream = stream
-        self._min_bytes = min_bytes
-        self._transfers: dict[torch.device, Transfers] = {}
-        self._warned = False
-        self.roles = Roles.of(plan)
-        self.number = next(_numbers)
-        self.layouts: dict[Hashable, dict[int, Layout]] = {}  # of what each layer saved, by place in the order
+    def __post_init__(self) -> None:
+        self.roles = Roles.of(self.plan)
 
     def limit(self) -> Limit:
         """Return below which size tensors stay."""
-        return Limit(ownership.MIN_ELEMENTS, 0) if self._min_bytes is None else Limit(0, self._min_bytes)
-
-    def fresh(self) -> Engine:
-        """Return an engine with the same settings that has done nothing yet."""
-        return Engine(self.plan, self.backend, self._max_host_bytes, self._stream, self._min_bytes)
-
-    @property
-    def portable(self) -> tuple[Plan, int | None]:
-        """The settings that mean the same in another process.
-
-        Raises
-        ------
-        TypeError
-            If the program passed its own stream, which means nothing there.
-        """
-        if self._stream is not None:
-            raise TypeError(
-                "An offloading context with an offload_stream cannot be pickled: a stream belongs to its process. "
-                "Make the context anew where it is loaded."
-            )
-        return self.plan, self._max_host_bytes
-
-    @property
-    def limits(self) -> tuple[int | None, int | None]:
-        """`max_host_bytes` and `min_bytes`."""
-        return self._max_host_bytes, self._min_bytes
+        return Limit(ownership.MIN_ELEMENTS, 0) if self.min_bytes is None else Limit(0, self.min_bytes)
 
     def transfers(self, device: torch.device) -> Transfers:
         """Return the streams and the host pool that serve a device."""
         found = self._transfers.get(device)
         if found is None:
-            found = Transfers(self.backend, device, self._max_host_bytes, self._stream)
+            found = self._transfers[device] = Transfers(self.backend, device, self.max_host_bytes, self.stream)
             found.recorder = self.recorder
-            self._transfers[device] = found
         return found
-
-    @property
-    def all_transfers(self) -> list[Transfers]:
-        """The transfers of every device seen so far."""
-        return list(self._transfers.values())
 
     def record(self, recorder: TimelineRecorder | None) -> None:
         """Install a recorder, or remove it."""
         self.recorder = recorder
-        for transfers in self.all_transfers:
+        for transfers in list(self._transfers.values()):
             transfers.recorder = recorder
 
     def statistics(self) -> Statistics:
         """Return a snapshot of the counters, with the host memory of all devices."""
         with self.lock:
-            pools = [transfers.pool for transfers in self.all_transfers]
+            pools = [transfers.pool for transfers in self._transfers.values()]
             for pool in pools:
                 pool.settle()
             return self.counters.snapshot(
@@ -131,12 +82,12 @@ class Engine:
     def trim(self) -> int:
         """Free the host memory that no saved tensor uses; return the bytes freed."""
         with self.lock:
-            return sum(transfers.pool.trim() for transfers in self.all_transfers)
+            return sum(transfers.pool.trim() for transfers in self._transfers.values())
 
     def close(self) -> None:
         """Free the host memory; buffers of passes in flight are freed with them."""
         with self.lock:
-            for transfers in self.all_transfers:
+            for transfers in self._transfers.values():
                 transfers.pool.close()
 
     def warn_once(self, refusal: str) -> None:

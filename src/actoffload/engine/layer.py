@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import enum
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass
 from itertools import count
 from typing import Any, TypeAlias
 
@@ -37,27 +37,23 @@ class Phase(enum.Enum):
 _Sized: TypeAlias = tuple["weakref.ref[SavedStorage] | weakref.ref[Resident]", int]
 
 
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class LivenessToken:
     """Alive as long as the graph of a layer is: held by all that autograd holds for it."""
 
-    __slots__ = ("__weakref__", "checked")
-
-    def __init__(self) -> None:
-        self.checked: CompiledState | None = None  # see [Note: compiled autograd]
+    checked: CompiledState | None = None  # see [Note: compiled autograd]
 
 
+@dataclass(slots=True, eq=False)
 class _Reached:
-    """The hook at the end of a layer's graph, which it keeps alive."""
+    """The hook at the end of a layer's graph, which keeps the token alive."""
 
-    __slots__ = ("_index", "_reached", "_token")
-
-    def __init__(self, reached: Callable[[int], None], index: int, token: LivenessToken) -> None:
-        self._reached = reached
-        self._index = index
-        self._token = token
+    reached: Callable[[int], None]
+    index: int
+    token: LivenessToken
 
     def __call__(self, gradients: Any) -> None:
-        self._reached(self._index)
+        self.reached(self.index)
 
 
 GRAPH_BREAK = (
@@ -106,35 +102,23 @@ class Layer:
     def watch(self, outputs: Iterable[torch.Tensor], reached: Callable[[int], None]) -> None:
         """Tie this layer to its outputs: `reached` is called with its index when backward comes to one of them."""
         self.synchronized = True
-        index = self.index
         outputs = list(outputs)
-        token = self._alive()
-        if token is None:
+        if self._alive() is None:
             self._graphless = not any(output.requires_grad for output in outputs)
-            token = LivenessToken()  # nothing was saved, but the outputs may have a graph all the same
-            self._alive = weakref.ref(token)
-
-        hook = _Reached(reached, index, token)
+        hook = _Reached(reached, self.index, self.revive())  # also if nothing was saved: the outputs may have a graph
         self._outputs = [weakref.ref(output) for output in outputs]
         for node in {output.grad_fn for output in outputs if output.grad_fn is not None}:
             node.register_prehook(hook)
 
     @property
-    def alive(self) -> bool:
-        """Whether the graph of this layer, or an output of it, still exists."""
-        return self._alive() is not None or any(ref() is not None for ref in self._outputs)
-
-    @property
     def continues(self) -> bool:
-        """Whether a layer that starts now can follow this one in the same forward.
-
-        A layer that saved nothing and whose outputs need no gradient has no graph; what runs in the
-        same grad mode simply follows it.
-        """
-        return self.alive or (self._graphless and self._grad_mode == torch.is_grad_enabled())
+        """Whether a layer that starts now can follow this one in the same forward."""
+        # A layer that saved nothing and whose outputs need no gradient has no graph.
+        alive = self._alive() is not None or any(ref() is not None for ref in self._outputs)
+        return alive or (self._graphless and self._grad_mode == torch.is_grad_enabled())
 
     def revive(self) -> LivenessToken:
-        """Return the token, for what is saved after the forward has ended."""
+        """Return the token, or a new one if nothing holds it any more."""
         token = self._alive()
         if token is None:
             token = LivenessToken()
@@ -163,16 +147,12 @@ class Layer:
                     storage.copied_out = storage.copied_out or transfers.end_of_copies_out(self.captured)
         for storage in self.living():
             if storage.residency is Residency.OFFLOADING and storage.copied_out is None:
+                transfers = storage.pass_device.transfers
+                if transfers not in self._copied_out:
+                    self._copied_out[transfers] = transfers.end_of_copies_out()
                 # [guard: end of the copies of a layer]
-                storage.copied_out = self._end_of_copies(storage.pass_device.transfers)
+                storage.copied_out = self._copied_out[transfers]
         return refused
-
-    def _end_of_copies(self, transfers: Transfers) -> StreamPosition:
-        """Return a position after all copies of this layer, one for each device."""
-        position = self._copied_out.get(transfers)
-        if position is None:
-            position = self._copied_out[transfers] = transfers.end_of_copies_out()
-        return position
 
     def note_late_copy(self, storage: SavedStorage) -> None:
         """Note a copy that was queued after the layer had ended."""
@@ -224,10 +204,7 @@ class Layer:
         reload(waiting, self.index)
 
     def prefetch_into_freed(self, prefetching: Layer, used: Callable[[], None]) -> None:
-        """Reload another layer into the memory that backward has freed of this one, from here on.
-
-        `used` is called when backward uses a tensor that was kept.
-        """
+        """Reload another layer into what backward frees of this one; `used` is called when it uses a kept tensor."""
         self.prefetching = prefetching
         # Each once, however often it was saved.
         residents = {id(resident): (ref, resident) for ref in self.residents if (resident := ref()) is not None}
@@ -303,13 +280,7 @@ class Layer:
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in nested lists, tuples, mappings and dataclasses, in order.
-
-    Examples
-    --------
-    >>> len(list(tensors_in({"hidden": torch.ones(2), "rest": (torch.ones(1), None, 3)})))
-    2
-    """
+    """Yield the tensors in nested lists, tuples, mappings and dataclasses, in order."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, Mapping):
@@ -318,6 +289,6 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     elif isinstance(value, (list, tuple)):
         for part in value:
             yield from tensors_in(part)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for entry in dataclasses.fields(value):
+    elif is_dataclass(value) and not isinstance(value, type):
+        for entry in fields(value):
             yield from tensors_in(getattr(value, entry.name))

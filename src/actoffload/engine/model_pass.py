@@ -53,6 +53,7 @@ class ModelPass(Pass, Generic[Key]):
         self.saved_outside: list[tuple[weakref.ref[SavedStorage], weakref.ref[Module] | None]] = []
         self._between = Layer(OUTSIDE, engine.backend.capturing())
         self._withheld = Layer(OUTSIDE, engine.backend.capturing())
+        self.kept_outside: dict[Reason, list[int]] = {}  # count and bytes
         self._inputs: dict[int, StorageRef] = {}  # of the groups that built no graph, since the last that did
         self._region_saved = False  # what checkpointed them has saved them
         super().__init__(engine, roles_of(order.sequence))
@@ -108,11 +109,11 @@ class ModelPass(Pass, Generic[Key]):
     def _count_between(self) -> None:
         for storage in self._between.living():
             if OUTSIDE in storage.layers:
-                self._note(self._between, Reason.OUTSIDE, storage.nbytes)
+                self._note(Reason.OUTSIDE, storage.nbytes)
         self._between.storages.clear()
 
-    def _note(self, layer: Layer, reason: Reason, nbytes: int) -> None:
-        count = layer.kept.setdefault(reason, [0, 0])
+    def _note(self, reason: Reason, nbytes: int) -> None:
+        count = self.kept_outside.setdefault(reason, [0, 0])
         count[0] += 1
         count[1] += nbytes
         self.counters.keep(reason, nbytes)
@@ -125,24 +126,9 @@ class ModelPass(Pass, Generic[Key]):
             if not self.order.complete and self.order.started:
                 self.follow(self._roles_of(tuple(self.order.started)))
 
-    def kept_outside(self) -> dict[Reason, tuple[int, int]]:
-        """Return count and bytes of what was saved outside of the groups or was to be kept, by reason."""
-        found: dict[Reason, tuple[int, int]] = {}
-        for layer in (self._between, self._withheld):
-            for reason, (count, nbytes) in layer.kept.items():
-                before = found.get(reason, (0, 0))
-                found[reason] = before[0] + count, before[1] + nbytes
-        return found
-
-    def packer_between(self) -> Pack:
-        """Return the pack hook for what no group saves."""
-        return self._packer_outside(self._between, None)
-
-    def packer_withheld(self) -> Pack:
-        """Return the pack hook for modules whose saved tensors are kept."""
-        return self._packer_outside(self._withheld, Reason.KEPT)
-
-    def _packer_outside(self, layer: Layer, because: Reason | None, wrappers: Wrappers = ()) -> Pack:
+    def packer_outside(self, *, withheld: bool = False, wrappers: Wrappers = ()) -> Pack:
+        """Return the pack hook for what no group saves; `withheld`: what modules save whose tensors are kept."""
+        layer, because = (self._withheld, Reason.KEPT) if withheld else (self._between, Reason.OUTSIDE)
         backend, owned, limit, registry = self.backend, self._owned, self.engine.limit(), self.registry
         token = layer.token
         assert token is not None
@@ -154,26 +140,28 @@ class ModelPass(Pass, Generic[Key]):
             else:
                 reason = stays(tensor, backend, owned, limit)
                 if reason is Reason.SUBCLASS and is_compound(tensor):
-                    compound = Compound.pack(tensor, wrappers, lambda more: self._packer_outside(layer, because, more))
+                    compound = Compound.pack(
+                        tensor, wrappers, lambda more: self.packer_outside(withheld=withheld, wrappers=more)
+                    )
                     if compound is not None:
                         return compound
             if reason is not None:
-                self._note(layer, reason, tensor.nbytes if tensor.layout is torch.strided else 0)
+                self._note(reason, tensor.nbytes if tensor.layout is torch.strided else 0)
                 return keep(tensor, token)
-            late = self._late(tensor) if because is None else None
+            late = None if withheld else self._late(tensor)
             behind = len(self.layers) > self.roles.last_leaving and self.settled and self.engine.recorder is None
             if late is None and behind:
                 known = registry.resident_at(address(tensor.untyped_storage()))
                 resident = registry.resident(layer, tensor)
                 if resident is not None:
                     if known is None:
-                        self._note(layer, because or Reason.OUTSIDE, resident.nbytes)
+                        self._note(because, resident.nbytes)
                     return keep(tensor, token, resident)
             saver, before = layer if late is None else late, len(layer.storages)
             storage, view, probe = registry.save(saver, tensor, self.roles, wrappers)
             if len(layer.storages) > before:
-                if because is not None:
-                    self._note(layer, because, storage.nbytes)
+                if withheld:
+                    self._note(because, storage.nbytes)
                 elif late is None and self.engine.recorder is not None:
                     self.saved_outside.append((layer.storages[-1], current_module()))
             mine = token if late is None else late.revive()

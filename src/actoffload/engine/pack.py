@@ -30,11 +30,9 @@ STRIDED = torch.strided
 
 __all__ = ["Kept", "Pack", "Packer", "Saved", "keep"]
 
+# A saved tensor that is kept on the device: an alias, its version, the token of its layer, and what counts it.
+# A plain tuple, because most saved tensors of a model are parameters or small, and this is all that they cost.
 Kept: TypeAlias = tuple[torch.Tensor, int, LivenessToken, "Resident | None"]
-"""A saved tensor that is kept on the device: an alias, its version, the token of its layer, and what counts it.
-
-A plain tuple, because most saved tensors of a model are parameters or small, and this is all that they cost.
-"""
 
 
 def keep(tensor: torch.Tensor, token: LivenessToken, resident: Resident | None = None) -> Kept:
@@ -44,9 +42,7 @@ def keep(tensor: torch.Tensor, token: LivenessToken, resident: Resident | None =
     return alias, version_of(tensor), token, resident
 
 
-Saved: TypeAlias = Kept | SavedStorage | Moved | Compound
-"""What autograd holds in place of a tensor."""
-
+Saved: TypeAlias = Kept | SavedStorage | Moved | Compound  # what autograd holds in place of a tensor
 Pack: TypeAlias = Callable[[torch.Tensor], Saved]
 
 
@@ -64,25 +60,6 @@ class Packer:
 
     A whole-model pass has one for all layers, so the hook that autograd calls is the one that does the work.
     """
-
-    __slots__ = (
-        "_as_saved",
-        "_aside",
-        "_engine",
-        "_index",
-        "_kept",
-        "_layer",
-        "_limit",
-        "_owned",
-        "_owner",
-        "_registry",
-        "_roles",
-        "_small",
-        "_smallest",
-        "_stays_whole",
-        "_token",
-        "_wrappers",
-    )
 
     def __init__(self) -> None:
         self._aside: Pack | None = _ended

@@ -1,12 +1,13 @@
 """One pass: one forward of the model and the backward that belongs to it.
 
-A pass belongs to its graph.  Several may be in flight, in any order; a pass ends when its
-graph is freed.  Nothing here counts iterations, and nothing has to be reset.
+A pass belongs to its graph and ends when that is freed.  Several may be in flight, in any order.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -28,27 +29,16 @@ from .unpack import CompiledBackward
 __all__ = ["Pass", "latest_pass", "pass_in_backward"]
 
 
+@dataclass(slots=True, eq=False)
 class _Backward:
-    """State of one backward in one pass.
+    """State of one backward in one pass."""
 
-    Only the callback that autograd calls at the end refers to `running` strongly.  Autograd drops that callback, and
-    `running` with it, when an exception ends the backward.
-    """
-
-    __slots__ = ("captured", "ended", "running", "started", "task")
-
-    def __init__(self, task: int, running: object, captured: bool) -> None:
-        self.task = task
-        self.running = weakref.ref(running)
-        self.captured = captured  # into a graph
-        self.started: set[int] = set()  # layers
-        self.ended: set[int] = set()
-
-
-class _Running:
-    """Alive as long as autograd runs a backward."""
-
-    __slots__ = ("__weakref__",)
+    task: int
+    captured: bool  # into a graph
+    # What autograd calls at the end.  Autograd drops it when an exception ends the backward.
+    callback: weakref.ref[Callable[[], None]] = field(init=False)
+    started: set[int] = field(default_factory=set)  # layers
+    ended: set[int] = field(default_factory=set)
 
 
 class Pass:
@@ -151,9 +141,7 @@ class Pass:
                 self.engine.recorder.level()
             return tensor
 
-    def _prefetch(self, index: int) -> None:
-        """Reload a layer into the memory that backward has freed of another, if the plan says so."""
-        layer = self.layers[index]
+    def _prefetch(self, layer: Layer) -> None:
         if layer.prefetching is not None:
             with self.lock:
                 layer.prefetch()
@@ -168,7 +156,7 @@ class Pass:
             return
         with self.lock:
             if backward is None:
-                for other in [other for other in self._backwards.values() if other.running() is None]:
+                for other in [other for other in self._backwards.values() if other.callback() is None]:
                     self._end_backward(other)  # an exception ended it
                 backward = self._begin_backward(task)
             self._end_behind(backward, index)
@@ -180,8 +168,15 @@ class Pass:
             compiled.unpack(self, self.layers[index])
 
     def _begin_backward(self, task: int) -> _Backward:
-        running = _Running()
-        backward = self._backwards[task] = _Backward(task, running, self.backend.capturing())
+        backward = _Backward(task, self.backend.capturing())
+
+        def ended() -> None:
+            with self.lock:
+                if self._backwards.get(task) is backward:
+                    self._end_backward(backward)
+
+        backward.callback = weakref.ref(ended)
+        self._backwards[task] = backward
         # After an exception nothing is called; the entry is removed with its pass, see [Note: finalizers].
         key = self.engine.number, task
         _in_backward[key] = weakref.ref(self, partial(_in_backward.pop, key))
@@ -189,12 +184,6 @@ class Pass:
         # [guard: forward that continues after its backward]
         # [guard: gradient inside a layer -> True]
         self.backward_begun = self.layers[-1].phase is not Phase.FORWARD
-
-        def ended(_: _Running = running) -> None:
-            with self.lock:
-                if self._backwards.get(task) is backward:
-                    self._end_backward(backward)
-
         after_backward(ended)
         return backward
 
@@ -223,15 +212,11 @@ class Pass:
             self._reached.clear()
 
     def _needed(self, index: int, backward: _Backward) -> bool:
-        """Return whether another backward than this one runs and has not ended a layer."""
+        """Whether another backward than this one runs and has not ended a layer."""
         return any(other is not backward and index not in other.ended for other in self._backwards.values())
 
     def _end_behind(self, backward: _Backward, index: int) -> None:
-        """End the backward of every layer behind one: in a sequential model that of the next.
-
-        A backward may also come in parts, each a call of its own.  Then the layers behind have ended in an earlier
-        one, and autograd holds nothing of them any more.
-        """
+        """End the backward of every layer behind one; a freed one ended in an earlier call of a backward in parts."""
         for k in range(len(self.layers) - 1, index, -1):
             layer = self.layers[k]
             if k not in backward.ended and (k in backward.started or layer.freed):
@@ -269,7 +254,7 @@ class Pass:
         elif action is Do.RELEASE and layer.phase is Phase.OFFLOADING:
             layer.release()
         elif action is Do.INCREMENTAL_PREFETCH and layer.phase is Phase.RELEASED:
-            self.layers[at].prefetch_into_freed(layer, lambda: self._prefetch(at))
+            self.layers[at].prefetch_into_freed(layer, partial(self._prefetch, self.layers[at]))
         elif action is Do.RELOAD and layer.phase is Phase.RELEASED:
             layer.reload()
 

@@ -24,6 +24,7 @@ from .versions import Wrappers, serves, together
 __all__ = ["StorageRegistry"]
 
 STRIDED = torch.strided
+ON_DEVICE = Residency.DEVICE, Residency.OFFLOADING
 
 
 class StorageRegistry:
@@ -47,8 +48,9 @@ class StorageRegistry:
         """Return the record of a storage that a kept layer saves; None if an offloaded layer has saved it too."""
         memory = tensor.untyped_storage()
         key = address(memory)
-        known = self.storages.get(key)
-        if known is not None and _on_device(known(), version_of(tensor)):
+        saved = self.storages.get(key)
+        known = None if saved is None else saved()
+        if known is not None and known.version == version_of(tensor) and known.residency in ON_DEVICE:
             return None
         with self._lock:
             ref = self._residents.get(key)
@@ -65,12 +67,10 @@ class StorageRegistry:
     def save_as_before(
         self, layer: Layer, tensor: torch.Tensor, known: Layout | None, owner: Owner, as_saved: bool
     ) -> SavedStorage | Moved | None:
-        """Save a tensor without looking at what cannot have changed; None if it has to be looked at.
+        """Save a tensor that was saved already, or is as the one at its place in an earlier pass; None for others.
 
-        That is a tensor that was saved already, or one that is as the tensor that was saved at its place in an earlier
-        pass: a new storage, which it fills.  Either is not marked, not a leaf and no part of another tensor.
-
-        `known` is what was saved at its place, and `as_saved` whether the layer is offloaded as its tensors are saved.
+        `known` is what was saved at its place: a new storage, which the tensor filled.  Either is not marked, not a
+        leaf and no part of another tensor.  `as_saved`: whether the layer is offloaded as its tensors are saved.
         """
         if tensor.layout is not STRIDED or tensor.is_nested:
             return None
@@ -155,23 +155,9 @@ class StorageRegistry:
     def save(
         self, layer: Layer, tensor: torch.Tensor, roles: Roles, wrappers: Wrappers = ()
     ) -> tuple[SavedStorage, View, torch.Tensor]:
-        """Return the storage of a saved tensor; its copy starts at once if the plan says so.
+        """Return the storage of a tensor that a layer saves, how the tensor lies in it, and a detached alias of it.
 
-        Parameters
-        ----------
-        layer : Layer
-            Who saves it.
-        tensor : torch.Tensor
-            What is saved.
-        roles : Roles
-            What the plan of the pass means for its layers.
-        wrappers : tuple of Seen
-            The wrappers of which the tensor is a part.
-
-        Returns
-        -------
-        storage, view, probe : SavedStorage, View and torch.Tensor
-            The storage, how the tensor lies in it, and a detached alias of the tensor.
+        The copy starts at once if the plan says so.  The tensor is a part of `wrappers`.
         """
         memory, probe, view = tensor.untyped_storage(), tensor.detach(), View.of(tensor)
         key, version, index = address(memory), version_of(tensor), layer.index
@@ -179,7 +165,10 @@ class StorageRegistry:
         device = backend.place(tensor)
         stays = roles.planned and index in roles.stay
         with self._lock:
-            pass_device = self._devices.get(device) or self._device(device, tensor.device)
+            pass_device = self._devices.get(device)
+            if pass_device is None:
+                pass_device = PassDevice(self._engine.transfers(device), self._counters, tensor.device, [])
+                self._devices[device] = pass_device
             stream = backend.current_stream(device)
             if stream not in pass_device.streams:
                 pass_device.streams.append(stream)
@@ -253,27 +242,13 @@ class StorageRegistry:
         return None if ref is None else ref()
 
     def held_elsewhere(self, storage: SavedStorage) -> torch.UntypedStorage | None:
-        """Return the memory of a released storage that still exists, and not because it was saved again.
-
-        The caller must not keep it.
-        """
+        """Return the memory, not to be kept, of a released storage that exists, and not because it was saved again."""
         if storage.residency is not Residency.HOST or storage_expired(storage.resources.weak):
             return None
         found = storage_behind(storage.resources.weak)
         if found is None or self.at(address(found)) is not storage or self.resident_at(address(found)) is not None:
             return None
         return found
-
-    def _device(self, device: torch.device, memory_device: torch.device) -> PassDevice:
-        found = self._devices[device] = PassDevice(self._engine.transfers(device), self._counters, memory_device, [])
-        return found
-
-
-def _on_device(storage: SavedStorage | None, version: int) -> bool:
-    """Whether a storage, as it is now, is still on the device."""
-    if storage is None or storage.version != version:
-        return False
-    return storage.residency is Residency.DEVICE or storage.residency is Residency.OFFLOADING
 
 
 def _usable(storage: SavedStorage, version: int, layer: Layer, view: View, wrappers: Wrappers) -> bool:

@@ -37,7 +37,7 @@ class HostCopy:
     """
 
     pass_device: PassDevice
-    stream: Stream
+    stream: Stream  # on which it was saved; its memory is freed and allocated in the order of this one
     nbytes: int
     layers: dict[int, bool] = field(default_factory=dict)  # that saved it -> whether they have released it
     resources: Resources = field(init=False)

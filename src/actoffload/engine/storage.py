@@ -21,11 +21,10 @@ from .versions import Wrappers, changed, drop_data
 
 __all__ = ["CompiledState", "Moved", "Owner", "Resident", "SavedStorage", "Unpacked"]
 
+# A list that is empty until a backward of compiled autograd has ended, and the reference whose callback fills it.
 CompiledState: TypeAlias = tuple[list[Any], "weakref.ref[Any]"]
-"""A list that is empty until a backward of compiled autograd has ended, and the reference whose callback fills it."""
-
+# The same, and a tensor that was unpacked for this backward.
 Unpacked: TypeAlias = tuple[list[Any], "weakref.ref[Any]", torch.Tensor]
-"""The same, and a tensor that was unpacked for this backward."""
 
 
 class Owner(Protocol):
@@ -33,7 +32,6 @@ class Owner(Protocol):
 
     def fetch(self, index: int, storage: SavedStorage, view: View, probe: torch.Tensor) -> torch.Tensor:
         """Return a tensor that a layer saved, on the device."""
-        ...
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -47,23 +45,10 @@ class SavedStorage(HostCopy):
     Nearly every storage of a model is saved as one tensor that fills it.  Such a *plain* storage is copied from and to
     tensors of its own type and layout, and autograd holds it directly in place of that tensor.  Everything else is
     copied as bytes, and autograd holds one `Moved` for each tensor.
-
-    Parameters
-    ----------
-    pass_device : PassDevice
-        Streams and counters of its pass.
-    stream : Stream
-        The stream on which it was saved; its memory is freed and allocated in the order of this one.
-    nbytes : int
-        Its size in bytes.
-    version : int
-        The version of its first tensor when that was saved.
-    memory : torch.UntypedStorage
-        The storage.
     """
 
-    version: int = 0
-    memory: InitVar[Any] = None
+    version: int = 0  # of its first tensor when that was saved
+    memory: InitVar[Any] = None  # the storage itself
     refused: str = ""  # why the host had no memory for it
     pinned: bool = False  # saved in a layer that is kept, before an offloaded one: a copy would free nothing
     shared: bool = False  # saved in a layer that is kept, after an offloaded one, and counted as such
@@ -138,14 +123,7 @@ class SavedStorage(HostCopy):
     def offload(self, layer: int, captured: bool, *, ended: bool) -> bool:
         """Queue copies of what was saved and is not copied yet; False if the host has no memory for it.
 
-        Parameters
-        ----------
-        layer : int
-            The layer shown in the timeline.
-        captured : bool
-            A graph is being captured.
-        ended : bool
-            The layer has ended: nothing more will be saved that could complete a stretch.
+        The timeline shows `layer`.  Once that has `ended`, nothing more is saved that could complete a stretch.
         """
         if self._source is None or self.refused or self.pinned:
             return not self.refused
@@ -231,10 +209,9 @@ class SavedStorage(HostCopy):
         self.copied_out = None  # what was behind the copies so far is not behind this one
 
     def release(self, layer: int, awaited: StreamPosition | None = None) -> int:
-        """Release the device memory for a layer; it is freed when all layers that saved the storage have released it.
+        """Free the device memory if all layers that saved the storage have released it; return the bytes freed.
 
-        The compute stream has waited for the copies of each of these layers before, and for `awaited`.  Return how many
-        bytes were freed.
+        The compute stream has waited for the copies of each of these layers before, and for `awaited`.
         """
         layers = self.layers
         layers[layer] = True
@@ -324,11 +301,7 @@ class Moved:
 
 
 class Resident:
-    """A storage that is kept on the device, held by all that autograd holds for tensors on it in one pass.
-
-    While this object exists, so does the storage; the pass finds it by the address when another tensor on the storage
-    is saved.
-    """
+    """A storage that is kept on the device; what autograd holds for the tensors on it in one pass refers to this."""
 
     __slots__ = ("__weakref__", "_resources", "nbytes", "used")
 

@@ -72,10 +72,8 @@ class Link:
         if stream is not None:
             return Link(backend, device, stream)
         with _links_lock:
-            found = _links.get((id(backend), device))
-            if found is None:
-                found = _links[id(backend), device] = Link(backend, device, None)
-            return found
+            key = id(backend), device
+            return _links.get(key) or _links.setdefault(key, Link(backend, device, None))
 
 
 _links: weakref.WeakValueDictionary[tuple[int, torch.device], Link] = weakref.WeakValueDictionary()
@@ -103,10 +101,8 @@ class Transfers:
             captured = self.backend.capturing()
         return _position((self.backend.record(stream), lane, next(self._orders), captured))
 
-    def wait(self, stream: Stream, position: StreamPosition, captured: bool | None = None) -> None:
+    def wait(self, stream: Stream, position: StreamPosition, captured: bool) -> None:
         """Let a stream wait for a position, unless the border of a capture lies between; see [Note: capture]."""
-        if captured is None:
-            captured = self.backend.capturing()
         if position.captured == captured:  # [guard: wait across a capture -> True]
             # [wait: any]
             self.backend.wait(stream, position.event)
@@ -139,7 +135,7 @@ class Transfers:
         position = self.position(compute)
         for stream in others:
             if stream != compute:
-                self.wait(stream, position)  # [wait: other streams for compute]
+                self.wait(stream, position, position.captured)  # [wait: other streams for compute]
 
     def to_host(
         self, pairs: Pairs, host: HostBuffer, compute: Stream, ready: StreamPosition | None, layer: int, captured: bool

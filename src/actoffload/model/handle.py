@@ -69,7 +69,8 @@ class OffloadHandle:
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy and pickle as a removed handle: copies of a model are not offloaded."""
         modules = [(of.role, of.name, of.group, of.kind) for of in self._modules]
-        return _removed, (modules, self._plans.schedule, self._plans.order, *self._engine.limits)
+        engine, plans = self._engine, self._plans
+        return _removed, (modules, plans.schedule, plans.order, engine.max_host_bytes, engine.min_bytes)
 
     # On and off
 

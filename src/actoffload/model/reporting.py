@@ -119,12 +119,11 @@ class PassStatistics:
                         sums.update(storages=1, bytes_saved=resident.nbytes)
                         expected += resident.nbytes if offloaded else 0
                 groups.append((layer, GroupReport("", "", offloaded=offloaded, kept=kept, **sums)))
-            outside = ((ref(), module) for ref, module in done.saved_outside)
-            saved = tuple((of.nbytes, module) for of, module in outside if of and module and OUTSIDE in of.layers)
+            refs = ((ref(), module) for ref, module in done.saved_outside)
+            saved = tuple((of.nbytes, module) for of, module in refs if of and module and OUTSIDE in of.layers)
         as_before = last is None or tuple(last) == tuple(sequence)
-        return PassStatistics(
-            tuple(groups), expected, freed, done.kept_outside(), tuple(held), saved, tuple(sequence), as_before
-        )
+        outside = {reason: (count, nbytes) for reason, (count, nbytes) in done.kept_outside.items()}
+        return PassStatistics(tuple(groups), expected, freed, outside, tuple(held), saved, tuple(sequence), as_before)
 
 
 @dataclass(eq=False)

@@ -179,7 +179,7 @@ class Tracker:
             current = ModelPass(self._engine, order, self._plans.roles, GroupTensors(None, thread.owned))
             thread.current = current
         thread.packer = Packer()
-        thread.between = current.packer_between()
+        thread.between = current.packer_outside()
         thread.backends = len(running.backends)
         thread.hooks = SavedTensorHooks(thread.packer.pack, unpack)
         thread.hooks.install()  # [guard: saved-tensor hooks]
@@ -211,7 +211,7 @@ class Tracker:
             assert thread.between is not None
             thread.packer.take_aside(thread.between)
         elif call.of.role is KEPT:
-            thread.packer.take_aside(current.packer_withheld())
+            thread.packer.take_aside(current.packer_outside(withheld=True))
         else:
             if call.layer is None:  # it continues after an inner group
                 self._start_group(call, ())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import median
 
 from .timeline import Kind, Span, Timeline
@@ -77,7 +78,7 @@ class LayerCost:
         _seconds("forward", self.forward)
         _seconds("backward", self.backward)
         object.__setattr__(self, "saved", tuple(self.saved))
-        for earlier, later in zip(self.saved, self.saved[1:], strict=False):
+        for earlier, later in pairwise(self.saved):
             if later.saved_at < earlier.saved_at:
                 raise ValueError(
                     f"A tensor saved at {later.saved_at} comes after one saved at {earlier.saved_at}; "
@@ -105,10 +106,8 @@ class LayerCost:
         if pieces < 1:
             raise ValueError(f"pieces is {pieces}; expected a number of saved tensors, at least 1.")
         pieces = min(pieces, nbytes)
-        saved = []
-        for k in range(pieces):
-            size = nbytes // pieces + (nbytes % pieces if k == pieces - 1 else 0)
-            saved.append(Saved(size, saved_at=(k + 1) / pieces, needed_at=(pieces - 1 - k) / pieces))
+        sizes = [nbytes // pieces] * (pieces - 1) + [nbytes // pieces + nbytes % pieces] if pieces else []
+        saved = [Saved(size, (k + 1) / pieces, (pieces - 1 - k) / pieces) for k, size in enumerate(sizes)]
         return cls(forward, backward, tuple(saved))
 
 
@@ -139,20 +138,15 @@ class Link:
 
 
 def measured_costs(timelines: Timeline | Sequence[Timeline]) -> tuple[LayerCost, ...]:
-    """Return the cost of each layer of a step that was recorded without any copy.
+    """Return the cost of each layer, in execution order, of a step that was recorded without any copy.
 
-    Record with a context of manual synchronization and call nothing on its controller.  When a tensor is saved and when
-    backward needs it follow from the resident bytes; backward is assumed to need them in reverse order.
+    Record with a context of manual synchronization and call nothing on its controller.  Backward is assumed to need the
+    saved tensors in reverse order.
 
     Parameters
     ----------
     timelines : Timeline or sequence of Timeline
         One or several recordings of the same step; times are the medians over them.
-
-    Returns
-    -------
-    tuple of LayerCost
-        In execution order.
 
     Raises
     ------
@@ -207,13 +201,13 @@ def _one(timeline: Timeline) -> list[LayerCost]:
 
 def _changes(timeline: Timeline, span: Span) -> list[tuple[float, int]]:
     """Return the changes of the resident bytes in a span: (fraction of the span, bytes)."""
-    found, before = [], 0
-    for at, nbytes in timeline.resident:
-        if span.start <= at <= span.end and nbytes != before:
-            fraction = (at - span.start) / span.seconds if span.seconds else 0.0
-            found.append((min(max(fraction, 0.0), 1.0), nbytes - before))
-        before = nbytes
-    return found
+    seconds = span.seconds or 1.0
+    levels = pairwise(((0.0, 0), *timeline.resident))
+    return [
+        (min(max((at - span.start) / seconds, 0.0), 1.0), nbytes - before)
+        for (_, before), (at, nbytes) in levels
+        if span.start <= at <= span.end and nbytes != before
+    ]
 
 
 def _needed(falls: list[tuple[float, int]], sizes: Sequence[int]) -> list[float]:

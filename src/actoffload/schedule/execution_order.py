@@ -64,17 +64,12 @@ class GroupKey(NamedTuple):
 
 
 class GroupPlans:
-    """The plans of a schedule for sequences of groups, given the kind of each chosen module.
-
-    Attributes
-    ----------
-    order : tuple of GroupKey
-        The execution order of the latest pass; before the first pass, the order in which modules are registered.
-    """
+    """The plans of a schedule for sequences of groups, given the kind of each chosen module."""
 
     def __init__(self, schedule: GroupSchedule, kinds: Sequence[str]) -> None:
         self.schedule = schedule
         self._kinds = tuple(kinds)
+        # Of the latest pass; before the first one, the order in which modules are registered.
         self.order: tuple[GroupKey, ...] = tuple(GroupKey(k) for k in range(len(kinds)))
         self._known: dict[tuple[GroupKey, ...], Roles] = {}
 

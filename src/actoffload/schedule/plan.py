@@ -163,8 +163,9 @@ class Plan:
                 places[act] = order[event], k
                 only = ONLY.get(act.do, event.when)
                 if event.when is not only:
-                    where = f"at the {event}; that can only be at the {only.value} of a layer"
-                    raise ValueError(f"The plan would {act} {where}.")
+                    raise ValueError(
+                        f"The plan would {act} at the {event}; that can only be at the {only.value} of a layer."
+                    )
         for act, place in places.items():
             problem = self._misplaced(act, place, order, places)
             if problem:
@@ -201,30 +202,14 @@ OUTSIDE = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class Roles:
-    """A plan, and what the engine reads from it for every saved tensor.
-
-    Parameters
-    ----------
-    plan : Plan
-        What to do at which event.
-    stay : frozenset of int
-        Layers that are not offloaded.
-    last_leaving : int
-        The last offloaded layer; the number of layers if there is none.
-    released_incrementally : frozenset of int
-        Layers that are released tensor by tensor.
-    planned : bool
-        Whether transfers follow the plan; otherwise the program calls for each.
-    actions : mapping
-        Actions by the name of the event and the layer.
-    """
+    """A plan, and what the engine reads from it for every saved tensor."""
 
     plan: Plan
-    stay: frozenset[int]
-    last_leaving: int
-    released_incrementally: frozenset[int]
-    planned: bool
-    actions: Mapping[tuple[str, int], tuple[Action, ...]]
+    stay: frozenset[int]  # layers that are not offloaded
+    last_leaving: int  # the last offloaded layer; the number of layers if there is none
+    released_incrementally: frozenset[int]  # layers
+    planned: bool  # transfers follow the plan; otherwise the program calls for each
+    actions: Mapping[tuple[str, int], tuple[Action, ...]]  # by the name of the event and the layer
 
     @staticmethod
     def of(plan: Plan, *, planned: bool | None = None) -> Roles:

@@ -143,17 +143,16 @@ class GroupSchedule:
     """Which groups of a sequence are offloaded, and when they are released and reloaded.
 
     A group is a stretch of the forward whose saved tensors are offloaded together.  Groups are of one *kind* if they
-    play the same part in their blocks: all blocks, or all attention modules.  The last group of each kind is kept,
-    because backward begins there; so are the last two of the sequence.
+    play the same part in their blocks, such as all attention modules.  The last group of each kind is kept, because
+    backward begins there; so are the last two of the sequence.
 
     Let ``d`` be the number of groups at the end of the sequence that are kept, or `max_inflight` if that is smaller.
     Group ``i`` is copied while it computes.  While group ``i + d`` computes, each tensor that it saves frees as many
-    already copied bytes of group ``i``.  So the device holds the bytes of ``d`` groups and one tensor, and the copies
-    have until the end of the forward.  In backward, group ``i`` is reloaded after the backward of group ``i + r``,
-    where ``r`` is the number of kept groups at the end, or ``max_inflight + 1`` if that is less.  With several kinds
-    ``r`` is at most 2, because groups of different sizes do not fit into each other's memory.  If only one group is
-    kept, no copy could overlap with compute; then the next group is prefetched into the bytes that backward has freed
-    beyond the first quarter.
+    already copied bytes of group ``i``.  So the device holds the bytes of ``d`` groups and one tensor.  Group ``i`` is
+    reloaded after the backward of group ``i + r``, where ``r`` is the number of kept groups at the end, or
+    ``max_inflight + 1`` if that is less; with several kinds at most 2, because groups of different sizes do not fit
+    into each other's memory.  If only one group is kept, the next one is prefetched into the bytes that backward has
+    freed beyond the first quarter, because no copy could overlap with compute otherwise.
 
     Parameters
     ----------

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import reduce
+from operator import add
 
 from .costs import LayerCost, Link, Saved
 from .plan import Do, Plan, When, reserve
@@ -72,23 +74,17 @@ def simulate(plan: Plan, layers: Sequence[LayerCost], link: Link) -> Simulation:
     run.stalled = 0.0
     for layer in reversed(range(plan.model_layers)):
         run.backward(layer)
+    # Rounded as the clock of compute is; `sum` of Python 3.12 rounds less.
+    alone = [*(cost.forward for cost in layers), *(cost.backward for cost in reversed(layers))]
     return Simulation(
         timeline=Timeline.build(run.spans, run.resident, source="simulated"),
         step_time=run.compute,
         forward_time=forward_time,
-        baseline=_baseline(layers),
+        baseline=reduce(add, alone, 0.0),
         forward_stall=forward_stall,
         backward_stall=run.stalled,
         reloaded_on_demand=run.on_demand,
     )
-
-
-def _baseline(layers: Sequence[LayerCost]) -> float:
-    """Return the step time without offload, rounded as the clock of compute is; `sum` of Python 3.12 rounds less."""
-    time = 0.0
-    for seconds in (*(cost.forward for cost in layers), *(cost.backward for cost in reversed(layers))):
-        time += seconds
-    return time
 
 
 @dataclass(slots=True)
@@ -130,7 +126,6 @@ class _Run:
     resident: list[tuple[float, int]] = field(default_factory=list)
 
     def forward(self, layer: int) -> None:
-        """Run the forward of a layer, with the actions at its start and end."""
         cost = self.layers[layer]
         tensors = self.held[layer] = []
         self._act(When.FORWARD_START, layer)
@@ -148,7 +143,6 @@ class _Run:
         self._act(When.FORWARD_END, layer)
 
     def _release_incrementally(self, nbytes: int) -> None:
-        """Free as many bytes of the layer that is released."""
         earlier = self.releasing
         if earlier is None or earlier in self.released:
             return
@@ -163,7 +157,6 @@ class _Run:
                 self.to_release[earlier] -= tensor.cost.nbytes
 
     def backward(self, layer: int) -> None:
-        """Run the backward of a layer, with the actions at its start and end."""
         cost = self.layers[layer]
         self._act(When.BACKWARD_START, layer)
         self._begin(Kind.BACKWARD, layer)
@@ -176,9 +169,12 @@ class _Run:
             self._reach(tensor.cost.needed_at * cost.backward)
             self._free(in_use, copied, layer)
             in_use = tensor.cost.nbytes
-            arrival = self._arrival(layer, tensor)
+            if not tensor.on_device:
+                self.on_demand += 1
+                self._occupy(tensor.cost.nbytes)
+                self._copy_back(layer, tensor)
             self._prefetch()
-            self._wait(arrival, layer)
+            self._wait(tensor.arrival, layer)
         self._reach(cost.backward)
         self._free(in_use, copied, layer)
         self.prefetching, self.room = None, 0
@@ -193,7 +189,6 @@ class _Run:
         self.room += nbytes
 
     def _act(self, when: When, layer: int) -> None:
-        """Carry out the actions of the plan at one event."""
         for action in self.plan.at(when, layer):
             if action.do is Do.OFFLOAD:
                 self._offload(action.layer)
@@ -226,7 +221,6 @@ class _Run:
             self._copy_back(layer, tensor)
 
     def _prefetch(self) -> None:
-        """Prefetch the next tensors of a layer that fit into what backward has freed."""
         if self.prefetching is None:
             return
         for tensor in reversed(self.held[self.prefetching]):
@@ -237,14 +231,6 @@ class _Run:
             self.room -= tensor.cost.nbytes
             self._occupy(tensor.cost.nbytes)
             self._copy_back(self.prefetching, tensor)
-
-    def _arrival(self, layer: int, tensor: _Held) -> float:
-        """Return when a tensor can be used; reload it now if that has not begun."""
-        if not tensor.on_device:
-            self.on_demand += 1
-            self._occupy(tensor.cost.nbytes)
-            self._copy_back(layer, tensor)
-        return tensor.arrival
 
     def _copy_out(self, layer: int, tensor: _Held) -> None:
         start = max(self.d2h, tensor.ready)
@@ -259,7 +245,6 @@ class _Run:
         self.spans.append(Span(Kind.H2D, layer, start, self.h2d, tensor.cost.nbytes))
 
     def _begin(self, kind: Kind, layer: int) -> None:
-        """Begin the compute of a layer."""
         self.running = kind, layer
         self.start = self.since = self.compute
         self.stalled_before = self.stalled
@@ -275,7 +260,6 @@ class _Run:
         self.running = None
 
     def _wait(self, time: float, layer: int) -> None:
-        """Let compute wait for a copy of a layer."""
         start, running = self.compute, self.running
         if time <= start:
             return

@@ -28,7 +28,7 @@ class Span:
     kind : Kind
         What was done.
     layer : int
-        For which layer; of a stall, the layer whose copy was waited for.
+        For which layer; of a stall, the layer whose copy compute waited for.
     start, end : float
         Seconds since the step began.
     nbytes : int
