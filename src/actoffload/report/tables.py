@@ -11,7 +11,9 @@ from typing import TypeVar
 
 from tabulate import SEPARATING_LINE, tabulate
 
-__all__ = ["Printable", "Table", "fold", "fold_names", "numberless"]
+from ..schedule.timeline import size
+
+__all__ = ["Printable", "Table", "bytes_or_dash", "fold", "fold_names", "numberless"]
 
 Row = TypeVar("Row")
 
@@ -93,6 +95,11 @@ def _html(words: str) -> str:
     return re.sub(r"`([^`]+)`", r"<code>\1</code>", html.escape(words))
 
 
+def bytes_or_dash(number: float) -> str:
+    """Return a number of bytes in MiB or the like; a dash for 0."""
+    return size(int(number)) if number else "-"
+
+
 def fold(rows: Iterable[Row], key: Callable[[Row], Hashable]) -> list[tuple[Row, ...]]:
     """Group rows with equal keys, at the place of the first of them."""
     folded: dict[Hashable, list[Row]] = {}
@@ -105,14 +112,8 @@ def fold_names(names: Sequence[str], most: int = 3) -> str:
     """Return names in one line, at most `most` and a count; those that differ in one number are a range.
 
     >>> from actoffload.report.tables import fold_names
-    >>> fold_names(["model.layers.0.mlp", "model.layers.1.mlp", "model.layers.2.mlp"])
-    'model.layers.0 ... 2.mlp'
-    >>> fold_names(["layers.0", "layers.2", "layers.4"])
-    'layers.0, 2 ... 4'
-    >>> fold_names(["layer", "layer", "layer", "head"])
-    'layer (3 times), head'
-    >>> fold_names(["a", "b", "c", "d", "e"])
-    'a, b, c and 2 more'
+    >>> fold_names(["layers.0.mlp", "layers.1.mlp", "layers.2.mlp", "head", "head"])
+    'layers.0 ... 2.mlp, head (2 times)'
     """
     parts = [list(names)] if _range(names) else _runs(names)
     shown = [part[0] if len(part) == 1 else _range(part) or f"{part[0]} ({len(part)} times)" for part in parts[:most]]
