@@ -298,4 +298,5 @@ def compare_steps(
     copied = offloading.statistics().bytes_offloaded
     arms = {"without": without, "offloaded": offloaded}
     times = measure_step_times(arms, repeats=repeats, steps=steps, warmup=1)
-    return Comparison(describe_device(), *peaks, copied, *map(median, times.values()))
+    seconds = [median(of_arm) for of_arm in times.values()]
+    return Comparison(describe_device(), peaks[0], peaks[1], copied, seconds[0], seconds[1])

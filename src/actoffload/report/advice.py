@@ -29,9 +29,9 @@ DOING = {
 
 # By the name of an output, in Hugging Face's models, how to return less.
 RETURN_LESS = (
-    (r"past_key_values", "pass use_cache=False to the model, or set model.config.use_cache = False, for training"),
-    (r"\w*hidden_states", "pass output_hidden_states=False to the model if the loss does not need them"),
-    (r"\w*attentions", "pass output_attentions=False to the model if the loss does not need them"),
+    (r"\bpast_key_values\b", "pass use_cache=False to the model, or set model.config.use_cache = False, for training"),
+    (r"hidden_states\b", "pass output_hidden_states=False to the model if the loss does not need them"),
+    (r"attentions\b", "pass output_attentions=False to the model if the loss does not need them"),
     (r"", "return only what the loss needs from forward while training"),
 )
 KEEP_ARGUMENTS = "inputs are freed after the call if the caller drops them; use mark_not_offload to avoid their copies"
@@ -130,14 +130,11 @@ def _because(holders: Sequence[Holder], groups: int) -> str:
     if not holders:
         return "something that Python does not see: autograd of another graph, or C++"
     words = " and ".join(map(str, holders))
-    if not all(holder.is_call for holder in holders):
+    if not {holder.kind for holder in holders} <= {"input", "output"}:
         return words + (", and the same in the other groups" if groups > 1 else "")
-    output = next((holder.paths[0] for holder in holders if holder.kind == "output"), None)
-    return f"{words}: {KEEP_ARGUMENTS if output is None else _return_less(output)}"
-
-
-def _return_less(output: str) -> str:
-    return next(advice for name, advice in RETURN_LESS if not name or re.search(rf"\b{name}\b", output))
+    outputs = [holder.paths[0] for holder in holders if holder.kind == "output"]
+    less = (advice for name, advice in RETURN_LESS if outputs and re.search(name, outputs[0]))
+    return f"{words}: {next(less, KEEP_ARGUMENTS)}"
 
 
 def _on_demand(report: Report) -> Iterator[Weighted]:

@@ -53,10 +53,9 @@ class GroupReport:
         Storages reloaded by the schedule; storages reloaded only when backward needed them; bytes reloaded.
     bytes_not_freed : int
         Bytes that were offloaded and are still on the device because something refers to their storage.
-    forward_seconds, backward_seconds : float or None
-        Compute time on the device without stalls; None unless a step was recorded.
-    forward_stall_seconds, backward_stall_seconds : float or None
-        Time for which compute waited for copies of this group: to the host in forward, to the device in backward.
+    forward_seconds, backward_seconds, forward_stall_seconds, backward_stall_seconds : float or None
+        Compute time on the device without stalls, and time for which compute waited for copies of this group: to the
+        host in forward, to the device in backward.  None unless a step was recorded.
     """
 
     name: str
@@ -148,11 +147,6 @@ class Holder:
     paths: tuple[str, ...]
     owner: str
 
-    @property
-    def is_call(self) -> bool:
-        """Whether it is an input or an output of a module that is being called."""
-        return self.kind in ("input", "output")
-
     def __str__(self) -> str:
         if not self.paths[0]:
             return f"the {self.kind} of {self.owner}"
@@ -166,10 +160,8 @@ class HeldStorage:
 
     Parameters
     ----------
-    group : str
-        Name of the group that saved it.
-    nbytes : int
-        Size in bytes.
+    group, nbytes : str, int
+        Name of the group that saved it; size in bytes.
     holders : tuple of Holder
         What in Python refers to it.  Empty without a recording, or if only autograd of another graph or C++ does.
     """

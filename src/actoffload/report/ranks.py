@@ -82,11 +82,7 @@ class RankReports(Printable):
     ranks: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "reports", tuple(self.reports))
         object.__setattr__(self, "ranks", tuple(self.ranks) or tuple(range(len(self.reports))))
-        for report in self.reports:
-            if not isinstance(report, Report):
-                raise TypeError(f"RankReports got an object of type {type(report).__name__}; expected a Report.")
         if len(self.ranks) != len(self.reports):
             counts = f"{len(self.reports)} reports and {len(self.ranks)} ranks"
             raise ValueError(f"RankReports got {counts}; expected a rank for each report.")

@@ -36,10 +36,6 @@ class Printable:
         raise NotImplementedError
 
     def __str__(self) -> str:
-        return self.to_text()
-
-    def to_text(self) -> str:
-        """Return the tables for a terminal."""
         tables, sentences = self._content()
         blocks = []
         for table in tables:
