@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import compress
 from typing import Any
 
 from ..engine.statistics import Reason
@@ -152,11 +153,11 @@ def _groups_table(report: Report) -> Table:
     if totals.stall_seconds == 0.0:  # 0.00 ms is worth a column
         columns.append(COLUMNS[-1])
     kinds, calls = len({group.kind for group in groups}) > 1, any(group.calls != 1 for group in groups)
-    shown = {"group": True, "kind": kinds, "offload": True, "calls": calls}
+    shown = (True, kinds, True, calls)
 
     def row(name: str, offloaded: str, line: Sequence[GroupReport]) -> tuple[str, ...]:
-        cells = {"group": name, "kind": line[0].kind, "offload": offloaded, "calls": str(line[0].calls)}
-        return (*(cells[title] for title in shown if shown[title]), *(column.mean(line) for column in columns))
+        texts = name, line[0].kind, offloaded, str(line[0].calls)
+        return (*compress(texts, shown), *(column.mean(line) for column in columns))
 
     rows = []
     for line in folded:
@@ -165,13 +166,9 @@ def _groups_table(report: Report) -> Table:
         rows.append(row(name, "yes" if line[0].offloaded else "no", line))
     if groups:
         rows.append(row("total", f"{len(report.offloaded_groups)} of {len(groups)}", (totals,)))
-    return Table(
-        header=(*(title for title in shown if shown[title]), *(column.title for column in columns)),
-        rows=tuple(rows),
-        left=2 + kinds,
-        sums=bool(groups),
-        note="\n".join(_notes(report, folded=len(folded) < len(groups))),
-    )
+    header = (*compress(("group", "kind", "offload", "calls"), shown), *(column.title for column in columns))
+    note = "\n".join(_notes(report, folded=len(folded) < len(groups)))
+    return Table(header, tuple(rows), left=2 + kinds, sums=bool(groups), note=note)
 
 
 def _notes(report: Report, *, folded: bool) -> Iterator[str]:
@@ -215,8 +212,7 @@ def _kept_table(report: Report) -> Table:
         within = inside.get(reason, (0, 0))[1]
         words = f"{reason.value} (always kept)" if reason in WEIGHTS else reason.value
         rows.append((words, str(count), bytes_or_dash(within), bytes_or_dash(nbytes - within)))
-    header = ("kept on the device", "tensors", "in groups", "outside")
-    return Table(header, tuple(rows), left=1)
+    return Table(("kept on the device", "tensors", "in groups", "outside"), tuple(rows), left=1)
 
 
 def _held_table(report: Report) -> Table:
