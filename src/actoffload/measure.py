@@ -42,12 +42,10 @@ class DeviceInfo:
 
     Parameters
     ----------
-    name : str
-        Name of the accelerator, or ``"reference device (CPU)"``.
+    name, driver, torch, python : str
+        Name of the accelerator, or ``"reference device (CPU)"``, and versions; no driver has an empty one.
     reference : bool
         True without an accelerator: bytes are exact then, times say nothing about a GPU.
-    driver, torch, python : str
-        Versions; that of the driver is empty on the reference device.
     """
 
     name: str
@@ -67,11 +65,10 @@ def describe_device() -> DeviceInfo:
         return DeviceInfo("reference device (CPU)", True, "")
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
-        driver = done.stdout.split("\n", 1)[0].strip()
+        driver = subprocess.check_output(command, stderr=subprocess.DEVNULL, text=True, timeout=30).partition("\n")[0]
     except (OSError, subprocess.SubprocessError):
         driver = ""
-    return DeviceInfo(str(torch.get_device_module().get_device_name()), False, driver or "unknown")
+    return DeviceInfo(str(torch.get_device_module().get_device_name()), False, driver.strip() or "unknown")
 
 
 class MemoryMeter:
@@ -82,10 +79,10 @@ class MemoryMeter:
     Attributes
     ----------
     peak_bytes : int
-        Largest number of bytes in use.
+        Largest number of bytes in use; set at the end of the block.
     samples : list of (float, int)
-        For each call of `sample`, seconds since the first one, and bytes in use.  Seconds are those of the current
-        stream, but of the host in the capture of a CUDA graph.  Both are set at the end of the block.
+        For each call of `sample`, seconds since the first one, and bytes in use; set at the end of the block.  Seconds
+        are those of the current stream, but of the host in the capture of a CUDA graph.
 
     Examples
     --------
@@ -151,19 +148,16 @@ def measure_peak(function: Callable[[], object], warmup: int = 2) -> int:
 def measure_step_times(
     arms: Mapping[str, Callable[[], object]], *, repeats: int = 7, steps: int = 1, warmup: int = 2
 ) -> dict[str, list[float]]:
-    """Time several functions side by side.
+    """Time several functions side by side, in random order, so that drifting clocks affect all of them alike.
 
-    Repeats are interleaved in random order, so that drifting clocks affect all functions alike.  Each measurement
-    follows an untimed call of the same function.
+    Each measurement follows an untimed call of the same function.
 
     Parameters
     ----------
     arms : mapping of str to callable
         Functions by name, called without arguments.
-    repeats, steps : int
-        Measurements of each function, and calls in one of them, without a pause between.
-    warmup : int
-        Calls of each function before the first measurement.
+    repeats, steps, warmup : int
+        Measurements of each function, calls in one of them without a pause between, and calls before the first one.
 
     Returns
     -------
@@ -226,10 +220,8 @@ class Comparison(Printable):
     ----------
     device : DeviceInfo
         Device of the measurement.
-    peak_without, peak_with : int
-        Peaks of device memory in bytes.
-    bytes_offloaded : int
-        Bytes that one step offloads.
+    peak_without, peak_with, bytes_offloaded : int
+        Peaks of device memory in bytes; bytes that one step offloads.
     seconds_without, seconds_with : float
         Median step times.
     """
@@ -272,7 +264,7 @@ def compare_steps(
     repeats: int = 7,
     steps: int = 3,
 ) -> Comparison:
-    """Measure a step without and with offloading, side by side.
+    """Measure a step without and with offloading, side by side; `repeats` and `steps` are as in `measure_step_times`.
 
     Parameters
     ----------
@@ -280,8 +272,6 @@ def compare_steps(
         The step without offloading and the step with it, called without arguments.
     offloading : OffloadContext or OffloadHandle
         What offloads in `offloaded`; its statistics are reset.
-    repeats, steps : int
-        See `measure_step_times`.
 
     Examples
     --------
@@ -296,24 +286,17 @@ def compare_steps(
     >>> handle = actoffload.offload(model)
     >>> compare_steps(without, step, handle, repeats=1).drop / 2**20
     8.0
-    >>> handle.remove()
     """
-    arms = {"without": without, "offloaded": offloaded}
     # Every step runs before any is measured: libraries allocate a workspace for each stream and keep it.
-    for function in arms.values():
-        function()
-    peaks = {}
-    for name, function in arms.items():
+    without()
+    offloaded()
+    peaks = []
+    for function in (without, offloaded):
         _repeat(function, 2)
         offloading.reset_statistics()
-        peaks[name] = measure_peak(function, warmup=0)
+        peaks.append(measure_peak(function, warmup=0))
     copied = offloading.statistics().bytes_offloaded
+    arms = {"without": without, "offloaded": offloaded}
     times = measure_step_times(arms, repeats=repeats, steps=steps, warmup=1)
-    return Comparison(
-        device=describe_device(),
-        peak_without=peaks["without"],
-        peak_with=peaks["offloaded"],
-        bytes_offloaded=copied,
-        seconds_without=median(times["without"]),
-        seconds_with=median(times["offloaded"]),
-    )
+    seconds = [median(of_arm) for of_arm in times.values()]
+    return Comparison(describe_device(), peaks[0], peaks[1], copied, seconds[0], seconds[1])

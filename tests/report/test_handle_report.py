@@ -187,7 +187,7 @@ def test_holders_are_shown_once_for_groups_that_differ_in_numbers():
 def test_notes_under_the_groups_say_what_does_not_add_up():
     groups = tuple(block(k, bytes_wasted=3 * MIB if k == 3 else 0) for k in range(6))
     shown = report(groups=groups, step_seconds=0.1, step_passes=4)
-    lines = shown.to_text().split("\n\n")[0].split("\n")[-3:]
+    lines = str(shown).split("\n\n")[0].split("\n")[-3:]
     assert lines == [
         "A line for several groups has the values of each of them.",
         "Wasted copies: 3.0 MiB were offloaded but stay on the device, because groups that are kept share the "
@@ -200,17 +200,17 @@ def test_notes_under_the_groups_say_what_does_not_add_up():
 
 def test_wasted_copies_are_explained():
     kept = block(4, bytes_wasted=5 * MIB)
-    alone = report(groups=(block(0), kept)).to_text()
+    alone = str(report(groups=(block(0), kept)))
     assert "5.0 MiB were offloaded but stay on the device, because the plan offloaded their groups" in alone
     assert "share the storages" not in alone
-    both = report(groups=(block(0, bytes_wasted=3 * MIB), kept)).to_text()
+    both = str(report(groups=(block(0, bytes_wasted=3 * MIB), kept)))
     assert "3.0 MiB were offloaded but stay on the device, because groups that are kept share" in both
     assert "5.0 MiB were offloaded but stay on the device, because the plan offloaded their groups" in both
 
 
 def test_a_long_list_of_holders_is_cut_and_says_so():
     held = tuple(HeldStorage("a", (40 - k) * MIB, (attribute(chr(97 + k % 26) * (k + 1), "m"),)) for k in range(20))
-    lines = table(report(held=held).to_text(), "not freed")
+    lines = table(str(report(held=held)), "not freed")
     assert len(lines) == 1 + 12 + 1  # header, the largest, and the note
     assert lines[-1] == ["and 8 more"]
 

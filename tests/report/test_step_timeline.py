@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from actoffload.report.step_timeline import LayerTimes, StepTimeline
-from actoffload.report.trace import chrome_trace
+from actoffload.report.step_timeline import LayerTimes, StepTimeline, chrome_trace
 from actoffload.schedule import DefaultSchedule, Kind, LayerCost, Link, Span, Timeline, simulate
 
 MIB = 2**20

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actoffload.report.trace import chrome_trace, write_chrome_trace
+from actoffload.report.step_timeline import StepTimeline, chrome_trace
 from actoffload.schedule import DefaultSchedule, Kind, LayerCost, Link, Span, Timeline, simulate
 
 MIB = 2**20
@@ -188,7 +188,7 @@ def test_neighbours_that_touch_stay_in_one_thread(lengths):
 
 
 def test_the_file_holds_the_trace(tmp_path):
-    file = write_chrome_trace(timeline(), tmp_path / "step.json", NAMES)
+    file = StepTimeline(timeline(), NAMES).save_trace(tmp_path / "step.json")
     text = file.read_text(encoding="utf-8")
     assert file == tmp_path / "step.json"
     assert json.loads(text) == chrome_trace(timeline(), NAMES)
@@ -197,7 +197,7 @@ def test_the_file_holds_the_trace(tmp_path):
 
 def test_names_survive_the_file_without_escapes(tmp_path):
     names = ['größe "x" \\ \n\x00\u2028|', "слой", "<script>", "d"]
-    file = write_chrome_trace(timeline(), str(tmp_path / "step.json"), names)
+    file = StepTimeline(timeline(), names).save_trace(str(tmp_path / "step.json"))
     text = file.read_text(encoding="utf-8")
     read(json.loads(text))
     shown = {event["args"]["layer"] for event in json.loads(text)["traceEvents"] if event["ph"] == "X"}
@@ -207,7 +207,9 @@ def test_names_survive_the_file_without_escapes(tmp_path):
 
 
 def test_an_empty_step_makes_an_empty_trace(tmp_path):
-    lanes = read(json.loads(write_chrome_trace(Timeline(()), tmp_path / "empty.json").read_text(encoding="utf-8")))
+    lanes = read(
+        json.loads(StepTimeline(Timeline(()), ()).save_trace(tmp_path / "empty.json").read_text(encoding="utf-8"))
+    )
     assert list(lanes.values()) == [[], [], [], []]
 
 

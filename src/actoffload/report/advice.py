@@ -27,16 +27,14 @@ DOING = {
     Reason.LAYOUT: "only strided tensors can be offloaded; use a dense layout",
 }
 
+# By the name of an output, in Hugging Face's models, how to return less.
 RETURN_LESS = (
-    (r"past_key_values", "pass use_cache=False to the model, or set model.config.use_cache = False, for training"),
-    (r"\w*hidden_states", "pass output_hidden_states=False to the model if the loss does not need them"),
-    (r"\w*attentions", "pass output_attentions=False to the model if the loss does not need them"),
+    (r"\bpast_key_values\b", "pass use_cache=False to the model, or set model.config.use_cache = False, for training"),
+    (r"hidden_states\b", "pass output_hidden_states=False to the model if the loss does not need them"),
+    (r"attentions\b", "pass output_attentions=False to the model if the loss does not need them"),
     (r"", "return only what the loss needs from forward while training"),
 )
-"""By the name of an output of the model, how to return less.  The names are those of Hugging Face's models."""
-
 KEEP_ARGUMENTS = "inputs are freed after the call if the caller drops them; use mark_not_offload to avoid their copies"
-
 LARGE = 0.1  # of the activations: what is worth a sentence
 TOLERANCE = 0.005  # of the step time, or of the offloaded bytes: what is reported at all
 
@@ -45,20 +43,11 @@ IN_ORDER = WEIGHTS | {Reason.DEVICE}  # always kept; and on another device, wher
 
 
 def advise(report: Report) -> tuple[str, ...]:
-    """Return what to change, one sentence each, about the most bytes first.
-
-    >>> from actoffload.report import GroupReport, Report
-    >>> from actoffload.report.advice import advise
-    >>> block = GroupReport("blocks.0", offloaded=True, bytes_saved=2**30, bytes_offloaded=2**30)
-    >>> print(*advise(Report((block, block, GroupReport("blocks.2", bytes_saved=2**30)))))
-    Nothing to do: 2048.0 MiB of 3072.0 MiB of activations (66.7 %) were offloaded from 2 of 3 groups, and 0 storages
-    were reloaded on demand.
-    """
+    """Return what to change, one sentence each, about the most bytes first."""
     if not report.groups or not any(group.calls for group in report.groups):
         return (f"No group has run in {report.passes} forward passes with a graph since the statistics began.",)
     found = [*_offloaded(report), *_kept(report), *_not_freed(report), *_on_demand(report), *_stalled(report)]
-    sentences = [sentence for _, sentence in sorted(found, key=lambda entry: (-entry[0], entry[1]))]
-    return tuple(sentences or [_fine(report)])
+    return tuple(words for _, words in sorted(found, key=lambda entry: (-entry[0], entry[1]))) or (_fine(report),)
 
 
 def _offloaded(report: Report) -> Iterator[Weighted]:
@@ -141,14 +130,11 @@ def _because(holders: Sequence[Holder], groups: int) -> str:
     if not holders:
         return "something that Python does not see: autograd of another graph, or C++"
     words = " and ".join(map(str, holders))
-    if not all(holder.is_call for holder in holders):
+    if not {holder.kind for holder in holders} <= {"input", "output"}:
         return words + (", and the same in the other groups" if groups > 1 else "")
-    output = next((holder.paths[0] for holder in holders if holder.kind == "output"), None)
-    return f"{words}: {KEEP_ARGUMENTS if output is None else _return_less(output)}"
-
-
-def _return_less(output: str) -> str:
-    return next(advice for name, advice in RETURN_LESS if not name or re.search(rf"\b{name}\b", output))
+    outputs = [holder.paths[0] for holder in holders if holder.kind == "output"]
+    less = (advice for name, advice in RETURN_LESS if outputs and re.search(name, outputs[0]))
+    return f"{words}: {next(less, KEEP_ARGUMENTS)}"
 
 
 def _on_demand(report: Report) -> Iterator[Weighted]:

@@ -11,7 +11,6 @@ from ..engine.statistics import Reason
 from .tables import numberless
 
 __all__ = [
-    "FOLLOWED",
     "WEIGHTS",
     "Amounts",
     "GroupReport",
@@ -23,14 +22,12 @@ __all__ = [
     "sum_groups",
 ]
 
-Amounts = Mapping[Reason, tuple[int, int]]
-"""By reason: number of tensors, and their bytes."""
+Amounts = Mapping[Reason, tuple[int, int]]  # by reason: number of tensors, and their bytes
+WEIGHTS = frozenset({Reason.PARAMETER, Reason.BUFFER})  # saved by autograd, but no activations: always kept
+FOLLOWED = frozenset({Reason.HOST_FULL, Reason.SHARED})  # in `GroupReport.bytes_saved` already: they can be offloaded
 
-WEIGHTS = frozenset({Reason.PARAMETER, Reason.BUFFER})
-"""Saved by autograd, but not activations: they are always kept."""
 
-FOLLOWED = frozenset({Reason.HOST_FULL, Reason.SHARED})
-"""Reasons of storages that can be offloaded, and count in `GroupReport.bytes_saved` already."""
+FIRST = re.compile(r"\[[^]]*\]|[^.[]*")  # the first name, key or index of a path
 
 
 @dataclass(frozen=True)
@@ -43,27 +40,22 @@ class GroupReport:
     ----------
     name, kind : str
         Dotted name of the module; its kind, usually its class.
-    calls : int
-        Number of calls; 0 if it did not run.
-    offloaded : bool
-        Whether the plan offloads the group.
+    calls, offloaded : int, bool
+        Number of calls, 0 if it did not run; whether the plan offloads the group.
     storages, bytes_saved : int
         Saved storages that can be offloaded, also if the group is kept.  Each counts in the first group that saved it.
-    bytes_offloaded : int
-        Bytes copied to the host.
-    bytes_wasted : int
-        Bytes copied to the host that stay on the device: a group that is kept has saved the same storages later, and
-        they count under `Reason.SHARED` too; or the group was kept because the execution order changed.
+    bytes_offloaded, bytes_wasted : int
+        Bytes copied to the host; the part of them that stays on the device, because a group that is kept saved the same
+        storages later (`Reason.SHARED` counts them too), or the group was kept as the execution order changed.
     kept : mapping of Reason to (int, int)
         Saved tensors that cannot be offloaded, by reason: their number and their bytes.
     reloaded_ahead, reloaded_on_demand, bytes_reloaded : int
         Storages reloaded by the schedule; storages reloaded only when backward needed them; bytes reloaded.
     bytes_not_freed : int
         Bytes that were offloaded and are still on the device because something refers to their storage.
-    forward_seconds, backward_seconds : float or None
-        Compute time on the device without stalls; None unless a step was recorded.
-    forward_stall_seconds, backward_stall_seconds : float or None
-        Time for which compute waited for copies of this group: to the host in forward, to the device in backward.
+    forward_seconds, backward_seconds, forward_stall_seconds, backward_stall_seconds : float or None
+        Compute time on the device without stalls, and time for which compute waited for copies of this group: to the
+        host in forward, to the device in backward.  None unless a step was recorded.
     """
 
     name: str
@@ -92,8 +84,7 @@ class GroupReport:
     @property
     def activation_bytes(self) -> int:
         """Bytes of all saved activations, whether they can be offloaded or not."""
-        others = WEIGHTS | FOLLOWED
-        return self.bytes_saved + sum(nbytes for reason, (_, nbytes) in self.kept.items() if reason not in others)
+        return self.bytes_saved + sum(n for reason, (_, n) in self.kept.items() if reason not in WEIGHTS | FOLLOWED)
 
     @property
     def stall_seconds(self) -> float | None:
@@ -110,14 +101,12 @@ def sum_groups(groups: Iterable[GroupReport], name: str) -> GroupReport:
     """Return the sums over groups, as a group; seconds are None if they are None in all groups."""
     groups = tuple(groups)
     kinds = {group.kind for group in groups}
-    sums: dict[str, Any] = {}
-    for entry in fields(GroupReport):
-        if entry.name not in ("name", "kind", "offloaded", "kept"):
-            total = _sum(getattr(group, entry.name) for group in groups)
-            sums[entry.name] = total if "seconds" in entry.name else total or 0
-    kept = add_amounts(group.kept for group in groups)
-    kind = kinds.pop() if len(kinds) == 1 else ""
-    return GroupReport(name, kind, offloaded=any(group.offloaded for group in groups), kept=kept, **sums)
+    total: dict[str, Any] = {"kept": add_amounts(group.kept for group in groups)}
+    total["offloaded"] = any(group.offloaded for group in groups)
+    for number in {entry.name for entry in fields(GroupReport)} - {"name", "kind", *total}:
+        values = [getattr(group, number) for group in groups]
+        total[number] = _sum(values) if "seconds" in number else sum(values)
+    return GroupReport(name, kinds.pop() if len(kinds) == 1 else "", **total)
 
 
 def add_amounts(amounts: Iterable[Amounts]) -> dict[Reason, tuple[int, int]]:
@@ -158,11 +147,6 @@ class Holder:
     paths: tuple[str, ...]
     owner: str
 
-    @property
-    def is_call(self) -> bool:
-        """Whether it is an input or an output of a module that is being called."""
-        return self.kind in ("input", "output")
-
     def __str__(self) -> str:
         if not self.paths[0]:
             return f"the {self.kind} of {self.owner}"
@@ -176,10 +160,8 @@ class HeldStorage:
 
     Parameters
     ----------
-    group : str
-        Name of the group that saved it.
-    nbytes : int
-        Size in bytes.
+    group, nbytes : str, int
+        Name of the group that saved it; size in bytes.
     holders : tuple of Holder
         What in Python refers to it.  Empty without a recording, or if only autograd of another graph or C++ does.
     """
@@ -196,7 +178,7 @@ def merge_held(held: Sequence[HeldStorage]) -> list[tuple[tuple[str, ...], int, 
     """
     merged: dict[tuple[tuple[str, ...], ...], list[HeldStorage]] = {}
     for storage in held:
-        key = tuple((h.kind, numberless(_first_name(h.paths[0])), numberless(h.owner)) for h in storage.holders)
+        key = tuple((h.kind, numberless(FIRST.findall(h.paths[0])[0]), numberless(h.owner)) for h in storage.holders)
         merged.setdefault(key, []).append(storage)
     entries = []
     for same in merged.values():
@@ -204,11 +186,6 @@ def merge_held(held: Sequence[HeldStorage]) -> list[tuple[tuple[str, ...], int, 
         groups = tuple(dict.fromkeys(storage.group for storage in same))
         entries.append((groups, sum(storage.nbytes for storage in same), holders))
     return sorted(entries, key=lambda entry: (-entry[1], entry[0], tuple(map(str, entry[2]))))
-
-
-def _first_name(path: str) -> str:
-    found = re.match(r"\[[^]]*\]|[^.[]*", path)
-    return found[0] if found else ""
 
 
 def _merge_holders(holders: Sequence[Holder]) -> Holder:

@@ -1,7 +1,7 @@
 """Find what in Python keeps a storage alive that was copied to the host and not freed.
 
-The garbage collector gives the tensors on the storage and what refers to them, level by level, up to something with a
-name.  A tensor that only C++ keeps alive, a node of autograd for instance, has no holder.
+The garbage collector gives the tensors on it and what refers to them, level by level, up to something with a name.  A
+tensor that only C++ keeps alive, a node of autograd for instance, has no holder.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ import inspect
 import re
 import sys
 import threading
+import traceback
 import types
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,17 +45,9 @@ def find_all_holders(
 ) -> dict[int, tuple[Holder, ...]]:
     """Return what in Python refers to tensors on storages, by address: ``tensor.untyped_storage()._cdata``.
 
-    What lasts longest comes first: attributes of modules, globals and classes, closures, local variables.  If there is
-    none of these, inputs and outputs of modules that are being called.  Objects of this package are no holders.  Takes
-    up to a second in a large program.
-
-    >>> from actoffload.report.holders import find_all_holders
-    >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4))
-    >>> model[0].cache = [torch.ones(1024)]
-    >>> address = model[0].cache[0].untyped_storage()._cdata
-    >>> found = find_all_holders([address], {module: name for name, module in model.named_modules()})
-    >>> print(*found[address])
-    attribute `cache[0]` of 0 (Linear)
+    What lasts longest comes first: attributes of modules, globals and classes, closures, local variables.  Without any,
+    inputs and outputs of modules that are being called.  Objects of this package are no holders.  Takes up to a second
+    in a large program.
     """
     search = _Search(modules or {})
     try:
@@ -67,7 +60,7 @@ class _Search:
     """The objects found so far, and what refers to them; the containers of the search itself are `ignored`."""
 
     def __init__(self, modules: Mapping[torch.nn.Module, str]) -> None:
-        self.modules = {id(module): name for module, name in modules.items()}
+        self.modules = {id(module): name or "the root module" for module, name in modules.items()}
         self.namespaces = {  # names of Python modules by the address of their globals
             # a lazy module loads if asked for an attribute
             id(types.ModuleType.__getattribute__(module, "__dict__")): name
@@ -80,14 +73,17 @@ class _Search:
         self.locals: dict[int, list[tuple[int, str, str, str]]] = {}  # by address: rank, kind, name, owner
         self.snapshots: list[object] = []  # alive until the end, so that their addresses are not used again
         self.ignored = set(map(id, (self.nodes, self.snapshots, self)))
-        for frame in _running_frames():
-            self._note_locals(frame)
+        running = sys._current_frames()
+        # Not this frame: one that refers to itself lives, with all that called it, until the collector runs.
+        running[threading.get_ident()] = sys._getframe(1)
+        for innermost in running.values():
+            for frame, _ in traceback.walk_stack(innermost):
+                self._note_locals(frame)
 
     def run(self, addresses: Iterable[int]) -> dict[int, tuple[Holder, ...]]:
         """Return the holders of each storage."""
         tensors = self._tensors(addresses)
-        frontier = [tensor for found in tensors.values() for tensor in found]
-        frontier += [self.nodes[parent] for parents in self.parents.values() for parent in parents]
+        frontier = [tensor for found in tensors.values() for tensor in found] + list(self.nodes.values())
         self.ignored.update(map(id, (tensors, *tensors.values())))
         self.nodes.update((id(node), node) for node in frontier)
         for _ in range(LEVELS):
@@ -96,8 +92,6 @@ class _Search:
             if not frontier or len(self.nodes) > MOST_NODES:
                 break
         return {address: self._holders(found) for address, found in tensors.items()}
-
-    # Finding
 
     def _note_locals(self, frame: types.FrameType) -> None:
         code, is_call = frame.f_code, frame.f_code in CALLS
@@ -108,11 +102,12 @@ class _Search:
             return
         if _is_part_of(PACKAGE, frame) and not is_call:
             return
-        variables = self._variables(frame)
-        module = next((self._module_name(value) for name, value in variables if is_call and name == "self"), "")
-        for name, value in variables:
+        module = ""
+        for name, value in self._variables(frame):
             if name in code.co_freevars:
                 continue  # found as the closure of a function
+            if is_call and name == "self":  # the first variable
+                module = self.modules.get(id(value)) or _class(value)
             if module and name in CALL_VARIABLES:
                 entry = CALL, CALL_VARIABLES[name], "" if name == "result" else name, module
             else:
@@ -136,13 +131,13 @@ class _Search:
     def _tensors(self, addresses: Iterable[int]) -> dict[int, list[Any]]:
         """Return the tensors and storage objects at each address."""
         found: dict[int, dict[int, Any]] = {address: {} for address in addresses}
-        nowhere: dict[int, Any] = {}
         with plain_tensors():
             for obj in gc.get_objects():
                 # Not isinstance: it asks objects for their class, and a lazy proxy then loads what it stands for.
                 if not issubclass(type(obj), (torch.Tensor, torch.UntypedStorage)):
                     continue
-                found.get(storage_address(obj), nowhere)[id(obj)] = obj
+                if storage_address(obj) in found:
+                    found[storage_address(obj)][id(obj)] = obj
                 gradient = gradient_of(obj)  # C++ refers to it, where the collector does not look
                 if storage_address(gradient) in found:
                     found[storage_address(gradient)][id(gradient)] = gradient
@@ -152,8 +147,7 @@ class _Search:
 
     def _expand(self, frontier: list[Any]) -> list[Any]:
         """Note what refers to these objects; return those referrers that have no name of their own."""
-        wanted = set(map(id, frontier))
-        nameless = []
+        wanted, nameless = set(map(id, frontier)), []
         if len(frontier) <= FEW:
             referrers = gc.get_referrers(*frontier)
         else:
@@ -173,13 +167,11 @@ class _Search:
                     nameless.append(referrer)
         return nameless
 
-    # Naming
-
     def _root(self, node: Any) -> tuple[int, str, str] | None:
         """Return rank, kind and owner of what an object with a name of its own refers to; None if it has no name."""
         kind = type(node)
         if id(node) in self.modules:
-            return MODULE, "attribute", f"{self._module_name(node)} ({_class(node)})"
+            return MODULE, "attribute", f"{self.modules[id(node)]} ({_class(node)})"
         if id(node) in self.namespaces:
             return LASTING, "global", f"module {self.namespaces[id(node)]}"
         if issubclass(kind, type):
@@ -213,13 +205,12 @@ class _Search:
         found: list[tuple[int, Holder]] = []
         paths = [start]
         for path in paths:  # grows while it is walked; the same object may be reached in several ways
-            node, root = path[-1], self._root(path[-1])
             found += self._local_holders(path)
-            if root is not None:
+            if root := self._root(path[-1]):
                 rank, kind, owner = root
                 found.append((rank, Holder(kind, (self._path(path).removeprefix("."),), owner)))
                 continue
-            for parent in self.parents.get(id(node), ()):
+            for parent in self.parents.get(id(path[-1]), ()):
                 if len(paths) < MOST_PATHS and not any(id(other) == parent for other in path):
                     paths.append([*path, self.nodes[parent]])
         if found:
@@ -235,9 +226,10 @@ class _Search:
 
     def _local_holders(self, nodes: list[Any]) -> list[tuple[int, Holder]]:
         """Return the local variables that refer to the last object of a path, with their ranks."""
-        variables = self.locals.get(id(nodes[-1]), ())
-        path = self._path(nodes) if variables else ""
-        return [(rank, Holder(kind, (f"{name}{path}".removeprefix("."),), of)) for rank, kind, name, of in variables]
+        return [
+            (rank, Holder(kind, (f"{name}{self._path(nodes)}".removeprefix("."),), owner))
+            for rank, kind, name, owner in self.locals.get(id(nodes[-1]), ())
+        ]
 
     def _path(self, nodes: list[Any]) -> str:
         """Return how the first object is reached from the last: ``.cache[0]``."""
@@ -268,35 +260,16 @@ class _Search:
             return next((f"[{k}]" for k, value in enumerate(parent) if value is child), UNKNOWN)
         if issubclass(kind, torch.Tensor) and gradient_of(parent) is child:
             return ".grad"
-        if kind is types.FrameType:
-            return next((name for name, value in self._variables(parent) if value is child), UNKNOWN)
-        attributes = getattr(parent, "__dict__", {})
-        return next((f".{name}" for name, value in attributes.items() if value is child), UNKNOWN)
-
-    def _module_name(self, module: object) -> str:
-        name = self.modules.get(id(module))
-        return _class(module) if name is None else name or "the root module"
-
-
-def _running_frames() -> Iterator[types.FrameType]:
-    """Yield the frames of every thread."""
-    running = sys._current_frames()
-    # Not this frame: one that refers to itself lives, with all that called it, until the collector runs.
-    running[threading.get_ident()] = sys._getframe(1)
-    for frame in running.values():
-        at: types.FrameType | None = frame
-        while at is not None:
-            yield at
-            at = at.f_back
+        is_frame = kind is types.FrameType
+        attributes = self._variables(parent) if is_frame else getattr(parent, "__dict__", {}).items()
+        return next((f".{name}" for name, value in attributes if value is child), UNKNOWN)
 
 
 def _is_part_of(package: str, obj: Any) -> bool:
     """Whether an object belongs to a package: instances of its classes, its functions, classes and frames."""
+    definition = obj if type(obj) is types.FunctionType or issubclass(type(obj), type) else type(obj)
     try:
-        if type(obj) is types.FrameType:
-            name = obj.f_globals.get("__name__")
-        else:
-            name = (obj if type(obj) is types.FunctionType or issubclass(type(obj), type) else type(obj)).__module__
+        name = obj.f_globals.get("__name__") if type(obj) is types.FrameType else definition.__module__
     except Exception:  # a metaclass may do anything
         return False
     return isinstance(name, str) and (name == package or name.startswith(f"{package}."))

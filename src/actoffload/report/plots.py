@@ -1,7 +1,7 @@
 """Plot a step: compute and copies over time, and resident memory.
 
 The same functions draw a simulated `Timeline` and a measured one.  Text, axes and background follow matplotlib's
-rcParams.  Matplotlib is imported on the first call.
+rcParams.  Matplotlib is imported on the first call; without it that raises an ImportError.
 """
 
 from __future__ import annotations
@@ -58,22 +58,14 @@ def plot_timeline(timeline: Timeline, ax: Axes | None = None, names: Sequence[st
         Where to draw; a new figure by default.  It is returned.
     names : sequence of str
         Names of the layers by index, written instead of their numbers where they fit.
-
-    Raises
-    ------
-    ImportError
-        If matplotlib is not installed.
     """
     if ax is None:
         ax = _pyplot().subplots(figsize=(7.5, 2.4), layout="constrained")[1]
     from matplotlib.patches import Patch
 
-    scale, unit = _time_unit(timeline.end)
-    ax.set_xlim(0, timeline.end * scale or 1.0)
+    scale = _set_time_axis(ax, timeline.end)
     ax.set_ylim(len(LANES) - 0.5, -0.5)
     ax.set_yticks(range(len(LANES)), [name for name, _ in LANES])
-    ax.set_xlabel(f"time ({unit})")
-    ax.spines[["top", "right"]].set_visible(False)
     ax.tick_params(axis="y", length=0)
     labels, cut = [], without_stalls(timeline)
     for lane, (_, kinds) in enumerate(LANES):
@@ -103,8 +95,6 @@ def plot_memory(curves: Mapping[str, Sequence[tuple[float, int]]], ax: Axes | No
 
     Raises
     ------
-    ImportError
-        If matplotlib is not installed.
     ValueError
         If a curve has no points, or there is none.
     """
@@ -114,7 +104,7 @@ def plot_memory(curves: Mapping[str, Sequence[tuple[float, int]]], ax: Axes | No
         ax = _pyplot().subplots(figsize=(7.5, 2.6), layout="constrained")[1]
     end = max(points[-1][0] for points in curves.values())
     highest = max(nbytes for points in curves.values() for _, nbytes in points)
-    scale, unit = _time_unit(end)
+    scale = _set_time_axis(ax, end)
     divisor, memory_unit = _byte_unit(highest)
     handles = []
     for (name, points), (colour, dashes) in zip(curves.items(), cycle(LINES), strict=False):
@@ -129,11 +119,8 @@ def plot_memory(curves: Mapping[str, Sequence[tuple[float, int]]], ax: Axes | No
         ax.plot(x[y.index(top)], top, "o", color=colour, markersize=5, zorder=4)
         ax.axhline(top, color=colour, linewidth=0.8, linestyle=(0, (1, 3)), zorder=1)
         handles.append(line)
-    ax.set_xlim(0, end * scale or 1.0)
     ax.set_ylim(0, highest / divisor * 1.08 or 1.0)
-    ax.set_xlabel(f"time ({unit})")
     ax.set_ylabel(f"memory ({memory_unit})")
-    ax.spines[["top", "right"]].set_visible(False)
     _legend(ax, handles, columns=min(len(curves), 2))
     return ax
 
@@ -243,6 +230,10 @@ def _byte_unit(nbytes: float) -> tuple[int, str]:
     return next((unit for unit in units if nbytes >= unit[0]), (1, "bytes"))
 
 
-def _time_unit(seconds: float) -> tuple[float, str]:
-    """Return the largest unit that is not larger than a time: how many make a second, and its name."""
-    return next((unit for unit in ((1.0, "s"), (1e3, "ms")) if seconds * unit[0] >= 1.0), (1e6, "µs"))
+def _set_time_axis(ax: Axes, end: float) -> float:
+    """Set the time axis up to `end` seconds in the largest unit that is not larger; return how many make a second."""
+    scale, unit = next((unit for unit in ((1.0, "s"), (1e3, "ms")) if end * unit[0] >= 1.0), (1e6, "µs"))
+    ax.set_xlim(0, end * scale or 1.0)
+    ax.set_xlabel(f"time ({unit})")
+    ax.spines[["top", "right"]].set_visible(False)
+    return scale

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
 
-from ..schedule.timeline import percent, size
+from ..schedule.timeline import percent
 from .groups import GroupReport
 from .report import Report
-from .tables import Printable, Table, fold, fold_names
+from .tables import Printable, Table, bytes_or_dash, fold, fold_names
 
 __all__ = ["RankReports", "gather_reports"]
 
@@ -21,8 +21,8 @@ __all__ = ["RankReports", "gather_reports"]
 def gather_reports(report: Report, group: dist.ProcessGroup | None = None) -> RankReports:
     """Return the reports of all ranks, in every rank; ``print`` shows them as a table.
 
-    A collective: every rank of the process group calls it between two steps, with its own report.  Without an
-    initialized process group the result has this report alone, as that of rank 0.
+    A collective: every rank of the process group calls it between two steps.  Without an initialized process group the
+    result has this report alone, as that of rank 0.
 
     Parameters
     ----------
@@ -31,11 +31,6 @@ def gather_reports(report: Report, group: dist.ProcessGroup | None = None) -> Ra
     group : torch.distributed.ProcessGroup or None
         The ranks that take part; all by default.  With NCCL each must have called ``torch.cuda.set_device`` with a
         device of its own.
-
-    Returns
-    -------
-    RankReports
-        The same in every rank.
 
     Raises
     ------
@@ -72,8 +67,8 @@ def gather_reports(report: Report, group: dist.ProcessGroup | None = None) -> Ra
 class RankReports(Printable):
     """The reports of several ranks; ``print`` gives a table, and a notebook shows it.
 
-    Ranks with the same numbers share a line.  A column has the bytes that were offloaded in the latest pass from all
-    groups of one kind whose names differ in numbers only; it is empty if the rank has no such groups.
+    Ranks with the same numbers share a line.  A column has the bytes offloaded in the latest pass from all groups of a
+    kind whose names differ in numbers only; it is empty if the rank has no such groups.
 
     Parameters
     ----------
@@ -87,11 +82,7 @@ class RankReports(Printable):
     ranks: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "reports", tuple(self.reports))
         object.__setattr__(self, "ranks", tuple(self.ranks) or tuple(range(len(self.reports))))
-        for report in self.reports:
-            if not isinstance(report, Report):
-                raise TypeError(f"RankReports got an object of type {type(report).__name__}; expected a Report.")
         if len(self.ranks) != len(self.reports):
             counts = f"{len(self.reports)} reports and {len(self.ranks)} ranks"
             raise ValueError(f"RankReports got {counts}; expected a rank for each report.")
@@ -100,9 +91,11 @@ class RankReports(Printable):
     def offloaded(self) -> tuple[dict[str, int], ...]:
         """Offloaded bytes of each rank, by column of groups."""
         titles = _titles([group for report in self.reports for group in report.groups])
-        return tuple(
-            _sum({titles[_key(group)]: group.bytes_offloaded} for group in report.groups) for report in self.reports
-        )
+        sums = [Counter[str]() for _ in self.reports]
+        for mine, report in zip(sums, self.reports, strict=True):
+            for group in report.groups:
+                mine[titles[_key(group)]] += group.bytes_offloaded
+        return tuple(map(dict, sums))
 
     def to_dict(self) -> dict[str, Any]:
         """Return ``"ranks"``, a list with the rank, the offloaded bytes by column and the report of each, for JSON."""
@@ -115,15 +108,18 @@ class RankReports(Printable):
         total = f"{sum(part for part, _ in counts)} of {sum(whole for _, whole in counts)}"
         # Title, a cell for each rank, and the sum.
         columns = [("offload", [f"{part} of {whole}" for part, whole in counts], total)]
-        for title, nbytes in _sum(offloaded).items():
-            cells = [_bytes(mine[title]) if title in mine else "" for mine in offloaded]
-            columns.append((title, cells, _bytes(nbytes)))
-        columns.append(_with_sum("offloaded", [report.totals.bytes_offloaded for report in reports]))
-        columns.append(_with_sum("not offloaded", list(map(_not_offloaded, reports))))
+        for title in dict.fromkeys(title for mine in offloaded for title in mine):
+            cells = [bytes_or_dash(mine[title]) if title in mine else "" for mine in offloaded]
+            columns.append((title, cells, bytes_or_dash(sum(mine.get(title, 0) for mine in offloaded))))
+        copied, activations = ([r.totals.bytes_offloaded for r in reports], [r.activation_bytes for r in reports])
+        columns.append(_with_sum("offloaded", copied))
+        columns.append(
+            _with_sum("not offloaded", [max(0, of - part) for of, part in zip(activations, copied, strict=True)])
+        )
         if any(report.r is not None for report in reports):
             columns.append(("R", ["-" if report.r is None else percent(report.r, 2) for report in reports], ""))
         # No sum of peaks: each device has its own, at another time.
-        columns.append(("at the peak", [_bytes(report.peak_resident_bytes) for report in reports], ""))
+        columns.append(("at the peak", [bytes_or_dash(report.peak_resident_bytes) for report in reports], ""))
         columns.append(_with_sum("host memory", [report.host_bytes for report in reports]))
         lines = fold(range(len(reports)), lambda k: tuple(cells[k] for _, cells, _ in columns))
         rows = [(_ranks([self.ranks[k] for k in same]), *(cells[same[0]] for _, cells, _ in columns)) for same in lines]
@@ -153,25 +149,8 @@ def _titles(groups: Sequence[GroupReport]) -> dict[tuple[str, str], str]:
     return {key: f"{title} ({key[1]})" if shown[title] > 1 else title for key, title in titles.items()}
 
 
-def _sum(amounts: Iterable[Mapping[str, int]]) -> dict[str, int]:
-    """Return the sums by title."""
-    sums = Counter[str]()
-    for amount in amounts:
-        sums.update(amount)
-    return dict(sums)
-
-
-def _not_offloaded(report: Report) -> int:
-    """Return the bytes of saved activations that were not offloaded, in groups and outside; weights do not count."""
-    return max(0, report.activation_bytes - report.totals.bytes_offloaded)
-
-
-def _bytes(nbytes: int) -> str:
-    return size(nbytes) if nbytes else "-"
-
-
 def _with_sum(title: str, values: Sequence[int]) -> tuple[str, list[str], str]:
-    return title, list(map(_bytes, values)), _bytes(sum(values))
+    return title, list(map(bytes_or_dash, values)), bytes_or_dash(sum(values))
 
 
 def _ranks(ranks: Sequence[int]) -> str:

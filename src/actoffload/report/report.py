@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import compress
 from typing import Any
 
 from ..engine.statistics import Reason
 from ..schedule.timeline import milliseconds, percent, size
 from .groups import WEIGHTS, Amounts, GroupReport, HeldStorage, add_amounts, amounts_to_dict, merge_held, sum_groups
-from .tables import Printable, Table, fold, fold_names, numberless
+from .tables import Printable, Table, bytes_or_dash, fold, fold_names, numberless
 
 __all__ = ["Report"]
 
@@ -24,30 +25,25 @@ class Report(Printable):
     ----------
     groups : tuple of GroupReport
         Groups in execution order.
-    outside : mapping of Reason to (int, int)
-        What was saved outside of the groups and kept, by reason: number of tensors, and bytes.
-    outside_modules : mapping of str to int
-        Bytes of these activations by name or pattern of modules; empty unless a step was recorded.
-    passes : int
-        Forward passes since the statistics began.
+    outside, outside_modules : mapping of Reason to (int, int), mapping of str to int
+        What was saved outside of the groups and kept: number of tensors and bytes, by reason; and bytes by name or
+        pattern of modules, empty unless a step was recorded.
+    passes, step_passes : int
+        Forward passes since the statistics began; those in the recorded step, its microbatches.
     num_layers : int or None
         Number of groups of a kind that are offloaded; an upper limit if a fraction was given.
     peak_resident_bytes : int
         Largest number of bytes of saved activations on the device since the statistics began.
     host_bytes, host_bytes_high_water : int
-        Pinned memory allocated now, and the largest part of it ever in use.
+        Pinned memory in bytes: allocated now, and the largest part of it ever in use.
     held : tuple of HeldStorage
         Storages that are not freed because something else refers to them.
     expected_bytes, dropped_bytes : int or None
         Bytes that the plan frees on the device before the peak, and the part of them that was freed.
     step_seconds : float or None
         Duration of the recorded step.
-    step_passes : int
-        Forward passes in the recorded step: the microbatches of a step that accumulates gradients.
-    order : str
-        A note on the execution order, for instance that it changed.
-    advice : tuple of str
-        What to change, from `advise`.
+    order, advice : str, tuple of str
+        A note on the execution order, for instance that it changed; sentences on what to change.
     """
 
     groups: tuple[GroupReport, ...] = ()
@@ -68,10 +64,7 @@ class Report(Printable):
 
     @property
     def r(self) -> float | None:
-        """Fraction of `expected_bytes` that was freed, less than 1.0 if something still refers to offloaded memory.
-
-        None if it is not known or nothing should be freed.
-        """
+        """Fraction of `expected_bytes` that was freed; None if it is not known or nothing should be freed."""
         if self.dropped_bytes is None or not self.expected_bytes:
             return None
         return self.dropped_bytes / self.expected_bytes
@@ -117,24 +110,13 @@ class Report(Printable):
         return [table for table in tables if table.rows], self.advice
 
 
-# Tables
-
-
-def _count(number: float) -> str:
-    return str(int(number)) if number else "-"
-
-
-def _bytes(number: float) -> str:
-    return size(int(number)) if number else "-"
-
-
 @dataclass(frozen=True)
 class Column:
     """A column of numbers, shown if the sum is not 0, or `always`; equal in the groups of a line but for `times`."""
 
     title: str
     of: Callable[[GroupReport], float | None]
-    show: Callable[[float], str] = _bytes
+    show: Callable[[float], str] = bytes_or_dash
     always: bool = False
     times: bool = False
 
@@ -148,7 +130,7 @@ COLUMNS = (
     Column("saved", lambda group: group.bytes_saved, always=True),
     Column("offloaded", lambda group: group.bytes_offloaded, always=True),
     Column("kept", lambda group: group.bytes_kept),
-    Column("on demand", lambda group: group.reloaded_on_demand, _count),
+    Column("on demand", lambda group: group.reloaded_on_demand, lambda count: str(int(count) or "-")),
     Column("not freed", lambda group: group.bytes_not_freed),
     Column("forward", lambda group: group.forward_seconds, milliseconds, times=True),
     Column("backward", lambda group: group.backward_seconds, milliseconds, times=True),
@@ -171,11 +153,11 @@ def _groups_table(report: Report) -> Table:
     if totals.stall_seconds == 0.0:  # 0.00 ms is worth a column
         columns.append(COLUMNS[-1])
     kinds, calls = len({group.kind for group in groups}) > 1, any(group.calls != 1 for group in groups)
-    shown = {"group": True, "kind": kinds, "offload": True, "calls": calls}
+    shown = (True, kinds, True, calls)
 
     def row(name: str, offloaded: str, line: Sequence[GroupReport]) -> tuple[str, ...]:
-        cells = {"group": name, "kind": line[0].kind, "offload": offloaded, "calls": str(line[0].calls)}
-        return (*(cells[title] for title in shown if shown[title]), *(column.mean(line) for column in columns))
+        texts = name, line[0].kind, offloaded, str(line[0].calls)
+        return (*compress(texts, shown), *(column.mean(line) for column in columns))
 
     rows = []
     for line in folded:
@@ -184,13 +166,9 @@ def _groups_table(report: Report) -> Table:
         rows.append(row(name, "yes" if line[0].offloaded else "no", line))
     if groups:
         rows.append(row("total", f"{len(report.offloaded_groups)} of {len(groups)}", (totals,)))
-    return Table(
-        header=(*(title for title in shown if shown[title]), *(column.title for column in columns)),
-        rows=tuple(rows),
-        left=2 + kinds,
-        sums=bool(groups),
-        note="\n".join(_notes(report, folded=len(folded) < len(groups))),
-    )
+    header = (*compress(("group", "kind", "offload", "calls"), shown), *(column.title for column in columns))
+    note = "\n".join(_notes(report, folded=len(folded) < len(groups)))
+    return Table(header, tuple(rows), left=2 + kinds, sums=bool(groups), note=note)
 
 
 def _notes(report: Report, *, folded: bool) -> Iterator[str]:
@@ -233,9 +211,8 @@ def _kept_table(report: Report) -> Table:
     for reason, (count, nbytes) in sorted(report.kept.items(), key=lambda item: item[0] in WEIGHTS):  # weights last
         within = inside.get(reason, (0, 0))[1]
         words = f"{reason.value} (always kept)" if reason in WEIGHTS else reason.value
-        rows.append((words, str(count), _bytes(within), _bytes(nbytes - within)))
-    header = ("kept on the device", "tensors", "in groups", "outside")
-    return Table(header, tuple(rows), left=1)
+        rows.append((words, str(count), bytes_or_dash(within), bytes_or_dash(nbytes - within)))
+    return Table(("kept on the device", "tensors", "in groups", "outside"), tuple(rows), left=1)
 
 
 def _held_table(report: Report) -> Table:

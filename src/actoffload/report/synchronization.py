@@ -44,14 +44,10 @@ class Synchronization:
     ----------
     file, line : str, int
         Innermost line outside of torch and installed packages; ``""`` and 0 if the call stack has none.
-    function : str
-        Qualified name of the function.
-    code : str
-        Source text of the line; empty if it cannot be read.
-    in_backward : bool
-        Whether the wait happened in backward.  For built-in operations the line is that of the call of backward.
-    count : int
-        Number of waits.
+    function, code : str
+        Qualified name of the function; source text of the line, empty if it cannot be read.
+    in_backward, count : bool, int
+        Whether the host waited in backward, where the line of built-in operations is the call of backward; how often.
     """
 
     file: str
@@ -83,15 +79,10 @@ class Synchronizations(list[Synchronization]):
 
 @contextmanager
 def find_synchronizations() -> Iterator[Synchronizations]:
-    """Find the lines that make the host wait for the GPU in a ``with`` block.
+    """Find the lines that make the host wait for the GPU in a ``with`` block, at whose end the result is filled.
 
     They are those of the warnings of `torch.cuda.set_sync_debug_mode`.  The debug mode and the warning filters are
     restored at the end of the block.  They belong to the process, so only one block may run at a time.
-
-    Yields
-    ------
-    Synchronizations
-        Filled at the end of the block.
 
     Raises
     ------
@@ -99,10 +90,8 @@ def find_synchronizations() -> Iterator[Synchronizations]:
         If CUDA is not available.
     """
     if not torch.cuda.is_available():
-        raise RuntimeError(
-            "find_synchronizations needs CUDA, because it reads the warnings of torch.cuda.set_sync_debug_mode; "
-            "run it on a machine with a GPU."
-        )
+        needs = "find_synchronizations needs CUDA, because it reads the warnings of torch.cuda.set_sync_debug_mode"
+        raise RuntimeError(f"{needs}; run it on a machine with a GPU.")
     found, seen = Synchronizations(), list[Synchronization]()  # one entry for each wait, of any thread
     caller = threading.get_ident()
     with warnings.catch_warnings():

@@ -11,7 +11,9 @@ from typing import TypeVar
 
 from tabulate import SEPARATING_LINE, tabulate
 
-__all__ = ["Printable", "Table", "fold", "fold_names", "numberless"]
+from ..schedule.timeline import size
+
+__all__ = ["Printable", "Table", "bytes_or_dash", "fold", "fold_names", "numberless"]
 
 Row = TypeVar("Row")
 
@@ -33,53 +35,47 @@ class Printable:
     def _content(self) -> tuple[Sequence[Table], Sequence[str]]:
         raise NotImplementedError
 
-    def __str__(self) -> str:
-        return self.to_text()
-
-    def to_text(self) -> str:
-        """Return the tables for a terminal."""
+    def _blocks(
+        self, notation: str, show: Callable[[str], str], bold: str = "{}", note: str = "\n{}", item: str = "- {}"
+    ) -> list[str]:
+        """Return a text for each table with its note, and one for the sentences; `bold` etc. are their formats."""
         tables, sentences = self._content()
-        blocks = []
-        for table in tables:
-            grid = _grid(table, "simple" if any(table.header) else "plain", str, rule=True)
-            blocks.append(f"{grid}\n{table.note}" if table.note else grid)
-        items = "\n".join(f"- {sentence}" for sentence in sentences)
-        return "\n\n".join([*blocks, items] if items else blocks)
+        blocks = [
+            _grid(table, notation, show, bold) + (note.format(show(table.note)) if table.note else "")
+            for table in tables
+        ]
+        items = "\n".join(item.format(show(sentence)) for sentence in sentences)
+        return [*blocks, items] if items else blocks
+
+    def __str__(self) -> str:
+        return "\n\n".join(self._blocks("simple", str))
 
     def to_markdown(self) -> str:
         """Return the tables in Markdown, as GitHub and MyST read it."""
-        tables, sentences = self._content()
-        blocks = []
-        for table in tables:
-            grid = _grid(table, "pipe", lambda cell: _markdown(cell).replace("|", "\\|"), bold="**{}**")
-            blocks += [grid, _markdown(table.note)]
-        blocks.append("\n".join(f"- {_markdown(sentence)}" for sentence in sentences))
-        return "\n\n".join(filter(None, blocks))
+        return "\n\n".join(self._blocks("pipe", _markdown, bold="**{}**", note="\n\n{}"))
 
     def to_html(self) -> str:
         """Return the tables in HTML, without style sheet or script."""
-        tables, sentences = self._content()
-        blocks = []
-        for table in tables:
-            blocks.append(_grid(table, "unsafehtml", _html, bold="<b>{}</b>"))
-            blocks += [f"<p>{_html(table.note)}</p>"] if table.note else []
-        items = "".join(f"<li>{_html(sentence)}</li>" for sentence in sentences)
-        blocks += [f"<ul>{items}</ul>"] if items else []
+        blocks = self._blocks("unsafehtml", _html, bold="<b>{}</b>", note="\n<p>{}</p>", item="<li>{}</li>")
+        if self._content()[1]:
+            blocks[-1] = f"<ul>{blocks[-1]}</ul>"
         return '<div class="actoffload-report">' + "\n".join(blocks) + "</div>"
 
     def _repr_html_(self) -> str:
         return self.to_html()
 
 
-def _grid(table: Table, notation: str, show: Callable[[str], str], *, rule: bool = False, bold: str = "{}") -> str:
-    """Return a table in a notation of tabulate; the row of sums is bold, or a rule is above it."""
-    rows: list[Sequence[str]] = [list(map(show, row)) for row in table.rows]
+def _grid(table: Table, notation: str, show: Callable[[str], str], bold: str) -> str:
+    """Return a table in a notation of tabulate; the row of sums is bold, or in text below a rule."""
+    bar = "\\|" if notation == "pipe" else "|"
+    rows: list[Sequence[str]] = [[show(cell).replace("|", bar) for cell in row] for row in (table.header, *table.rows)]
     if table.sums:
         rows[-1] = [bold.format(cell) if cell else cell for cell in rows[-1]]
-        rows[-1:-1] = [SEPARATING_LINE] if rule else []
+        rows[-1:-1] = [SEPARATING_LINE] if notation == "simple" else []
     align = ["left" if k < table.left else "right" for k in range(len(table.header))]
-    header = list(map(show, table.header)) if notation != "plain" else ()
-    return str(tabulate(rows, header, tablefmt=notation, colalign=align, disable_numparse=True))
+    if notation == "simple" and not any(table.header):
+        return str(tabulate(rows[1:], tablefmt="plain", colalign=align, disable_numparse=True))
+    return str(tabulate(rows[1:], rows[0], tablefmt=notation, colalign=align, disable_numparse=True))
 
 
 def _markdown(words: str) -> str:
@@ -91,6 +87,11 @@ def _markdown(words: str) -> str:
 
 def _html(words: str) -> str:
     return re.sub(r"`([^`]+)`", r"<code>\1</code>", html.escape(words))
+
+
+def bytes_or_dash(number: float) -> str:
+    """Return a number of bytes in MiB or the like; a dash for 0."""
+    return size(int(number)) if number else "-"
 
 
 def fold(rows: Iterable[Row], key: Callable[[Row], Hashable]) -> list[tuple[Row, ...]]:
@@ -105,14 +106,8 @@ def fold_names(names: Sequence[str], most: int = 3) -> str:
     """Return names in one line, at most `most` and a count; those that differ in one number are a range.
 
     >>> from actoffload.report.tables import fold_names
-    >>> fold_names(["model.layers.0.mlp", "model.layers.1.mlp", "model.layers.2.mlp"])
-    'model.layers.0 ... 2.mlp'
-    >>> fold_names(["layers.0", "layers.2", "layers.4"])
-    'layers.0, 2 ... 4'
-    >>> fold_names(["layer", "layer", "layer", "head"])
-    'layer (3 times), head'
-    >>> fold_names(["a", "b", "c", "d", "e"])
-    'a, b, c and 2 more'
+    >>> fold_names(["layers.0.mlp", "layers.1.mlp", "layers.2.mlp", "head", "head"])
+    'layers.0 ... 2.mlp, head (2 times)'
     """
     parts = [list(names)] if _range(names) else _runs(names)
     shown = [part[0] if len(part) == 1 else _range(part) or f"{part[0]} ({len(part)} times)" for part in parts[:most]]
