@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -22,7 +21,6 @@ from typing import Any, TypeVar
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Module
-from torch.nn.modules import module
 
 MISSING: list[str] = []
 """Private names without a substitute that this PyTorch lacks; empty in every release that is tested."""
@@ -215,19 +213,16 @@ class SavedTensorHooks:
 
 # Modules
 
-_REGISTERED = ("_parameters", "_buffers", "_modules")
-
 
 def registered(module: Module) -> tuple[Mapping[str, Any], Mapping[str, Any], Mapping[str, Any]]:
     """Return the parameters, buffers and children of a module by name; the module's own tables where there are such."""
     tables = vars(module)
-    if all(name in tables for name in _REGISTERED):
+    try:
         return tables["_parameters"], tables["_buffers"], tables["_modules"]
-    return (
-        dict(module.named_parameters(recurse=False, remove_duplicate=False)),
-        dict(module.named_buffers(recurse=False, remove_duplicate=False)),
-        dict(module.named_children()),
-    )
+    except KeyError:  # compiled by TorchScript
+        parameters = dict(module.named_parameters(recurse=False, remove_duplicate=False))
+        buffers = dict(module.named_buffers(recurse=False, remove_duplicate=False))
+        return parameters, buffers, dict(module.named_children())
 
 
 WRAPPED_AS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
@@ -257,41 +252,6 @@ def current_module() -> weakref.ref[Module] | None:
             return weakref.ref(module)
         frame = frame.f_back
     return None
-
-
-class ModuleCalls:
-    """Calls a function with each module whose forward begins, or that gets a parameter or buffer, while it has users.
-
-    The hooks keep their keys: a compiled module is compiled again when the key of a global hook changes.
-    """
-
-    def __init__(self, call: Callable[..., None]) -> None:
-        self._call = call
-        self._users: set[object] = set()
-        self._lock = threading.Lock()
-        self._handles: list[Any] = []
-
-    def add_user(self, user: object) -> None:
-        """Call the function from here on."""
-        with self._lock:
-            self._users.add(user)
-            if len(self._users) > 1:
-                return
-            for handle in self._handles:
-                handle.hooks_dict_ref()[handle.id] = self._call
-            self._handles = self._handles or [
-                module.register_module_forward_pre_hook(self._call),
-                module.register_module_parameter_registration_hook(self._call),
-                module.register_module_buffer_registration_hook(self._call),
-            ]
-
-    def remove_user(self, user: object) -> None:
-        """Call it no more if this was the last user; may be repeated after an interrupt."""
-        with self._lock:
-            self._users.discard(user)
-            if not self._users:
-                for handle in self._handles:
-                    handle.remove()
 
 
 # torch.compile
