@@ -33,20 +33,15 @@ class View(NamedTuple):
     def of(tensor: torch.Tensor) -> View:
         """Describe a strided tensor."""
         offset = tensor.storage_offset()
-        return _view(
-            (
-                tensor.dtype,
-                tensor.size(),
-                tensor.stride(),
-                int(offset) * tensor.itemsize if offset else 0,
-                tensor.is_conj(),
-                tensor.is_neg(),
-            )
-        )
+        start = int(offset) * tensor.itemsize if offset else 0
+        return _view((tensor.dtype, tensor.size(), tensor.stride(), start, tensor.is_conj(), tensor.is_neg()))
 
+    @lru_cache(maxsize=1024)  # noqa: B019 - the last ones may well stay
     def fills(self, nbytes: int) -> bool:
         """Whether each byte of a storage belongs to exactly one element."""
-        return _fills(self, nbytes)
+        whole = self.covered == nbytes and self.extent == (0, nbytes)
+        expanded = any(stride == 0 and size > 1 for size, stride in zip(self.size, self.stride, strict=True))
+        return whole and not expanded and not self.overlaps
 
     @property
     def covered(self) -> int:
@@ -103,10 +98,6 @@ class View(NamedTuple):
         return tensor.set_(memory, (self.offset - base) // self.dtype.itemsize, size, stride)
 
 
-def _nothing() -> None:
-    """Return None, for a layout that no buffer was used for."""
-
-
 @dataclass(slots=True)
 class Layout:
     """How the tensor lies that makes a storage plain, and what is expected of the one saved there in a later pass."""
@@ -116,7 +107,7 @@ class Layout:
     nbytes: int  # of the storage
     node: type | None = None  # class of the autograd node that made the tensor, or the tensor of which it is a view
     is_cast: bool = False  # that node casts or transposes
-    host: Callable[[], HostBuffer | None] = _nothing  # a weak reference to the buffer of the last pass
+    host: Callable[[], HostBuffer | None] = lambda: None  # a weak reference to the buffer of the last pass
 
     @staticmethod
     def of(view: View, nbytes: int) -> Layout:
@@ -125,12 +116,6 @@ class Layout:
 
 
 _view = partial(tuple.__new__, View)  # without the frame of Python's that a named tuple makes
-
-
-@lru_cache(maxsize=1024)
-def _fills(view: View, nbytes: int) -> bool:
-    expanded = any(stride == 0 and size > 1 for size, stride in zip(view.size, view.stride, strict=True))
-    return view.covered == nbytes and view.extent == (0, nbytes) and not expanded and not view.overlaps
 
 
 def raw(memory: torch.UntypedStorage, start: int, stop: int, device: torch.device) -> torch.Tensor:
