@@ -54,12 +54,9 @@ def _need(path: str, stub: Callable[..., Any]) -> Any:
     return stub if found is None else found
 
 
-def _getter(kind: type, name: str, stub: Callable[[Any], Any]) -> Any:
-    """Return a function that reads an attribute; where the class lacks it, note that and return a stub."""
-    if name in dir(kind):
-        return attrgetter(name)
-    MISSING.append(f"torch.{kind.__name__}.{name}")
-    return stub
+def _getter(path: str, stub: Callable[[Any], Any]) -> Any:
+    """Return a function that reads an attribute of a class; where that is missing, note that and return a stub."""
+    return stub if _need(path, stub) is stub else attrgetter(path.rpartition(".")[2])
 
 
 _SKIPPED = tuple(
@@ -77,13 +74,13 @@ def warn(message: str, category: type[Warning] = UserWarning) -> None:
 
 # Tensors and storages
 
-address: Callable[[torch.UntypedStorage], int] = _getter(torch.UntypedStorage, "_cdata", id)
+address: Callable[[torch.UntypedStorage], int] = _getter("UntypedStorage._cdata", id)
 """Return the address of a storage, which no other storage has while this one, or a weak reference to it, exists."""
 
-version_of: Callable[[torch.Tensor], int] = _getter(torch.Tensor, "_version", lambda tensor: 0)
+version_of: Callable[[torch.Tensor], int] = _getter("Tensor._version", lambda tensor: 0)
 """Return the version counter of a tensor: the number of in-place edits of it and of its views."""
 
-base_of: Callable[[torch.Tensor], torch.Tensor | None] = _getter(torch.Tensor, "_base", lambda tensor: None)
+base_of: Callable[[torch.Tensor], torch.Tensor | None] = _getter("Tensor._base", lambda tensor: None)
 """Return the tensor of which a tensor is a view, or None."""
 
 storage_weakref: Callable[[torch.UntypedStorage], Any] = _need("UntypedStorage._weak_ref", lambda storage: 0)
@@ -159,7 +156,9 @@ after_backward: Callable[[Callable[[], None]], None] = _need(
 CASTS = frozenset({"ToCopyBackward0", "TBackward0", "TransposeBackward0"})
 """Names of the autograd nodes that cast or transpose: a weight behind one is a weight still."""
 
-_top_hooks = _need("_C._autograd._top_saved_tensors_default_hooks", lambda ignore_tracing: None)
+_top_hooks: Callable[[bool], tuple[Any, Any] | None] = _need(
+    "_C._autograd._top_saved_tensors_default_hooks", lambda ignore_tracing: None
+)
 _transforms = _find("_C._functorch.get_interpreter_stack", lambda: None)
 _vmap = _find("_C._functorch.TransformType.Vmap")
 
@@ -176,8 +175,7 @@ stands_for_another: Callable[[torch.Tensor], bool] = _find(
 
 def saved_tensor_hooks() -> tuple[Any, Any] | None:
     """Return the pack and unpack hook that are installed in the calling thread, or None."""
-    found: tuple[Any, Any] | None = _top_hooks(True)
-    return found
+    return _top_hooks(True)
 
 
 def in_transform() -> bool:
@@ -248,8 +246,7 @@ def current_module() -> weakref.ref[Module] | None:
     frame: FrameType | None = sys._getframe()
     while frame is not None and _call is not None:
         if frame.f_code is _call:
-            module: Module = frame.f_locals["self"]
-            return weakref.ref(module)
+            return weakref.ref(frame.f_locals["self"])
         frame = frame.f_back
     return None
 
@@ -301,8 +298,7 @@ def compiled_backward() -> list[Any] | None:
     frame: FrameType | None = sys._getframe() if in_compiled_backward() else None
     while frame is not None:
         if frame.f_code.co_name == "runtime_wrapper" and frame.f_globals["__name__"] == COMPILED_AUTOGRAD:
-            packed: list[Any] | None = frame.f_locals.get("packed_inputs")
-            return packed
+            return frame.f_locals.get("packed_inputs")
         frame = frame.f_back
     return None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -12,7 +13,7 @@ import torch
 from .._torch import negative_view
 from .segments import HostBuffer
 
-__all__ = ["Layout", "Piece", "View", "dense", "gaps", "loose_pieces", "raw", "reload_spans"]
+__all__ = ["Layout", "Piece", "View", "dense", "gaps", "loose_pieces", "reload_spans"]
 
 GRAIN = 512
 """Allocators align to this many bytes; a copy that starts at a multiple keeps every pointer's alignment, on which
@@ -46,11 +47,8 @@ class View(NamedTuple):
     @property
     def covered(self) -> int:
         """Bytes of distinct elements; an upper bound where strides overlap."""
-        count = self.dtype.itemsize
-        for size, stride in zip(self.size, self.stride, strict=True):
-            if stride:
-                count *= size
-        return count
+        sizes = (size for size, stride in zip(self.size, self.stride, strict=True) if stride)
+        return math.prod(sizes) * self.dtype.itemsize
 
     @property
     def extent(self) -> tuple[int, int]:
@@ -85,11 +83,8 @@ class View(NamedTuple):
             data = data.as_strided((data.numel(),), (1,)).view(torch.uint8)
             data = data[: data.numel() // element * element].view(self.dtype)
         tensor = data.as_strided(self.size, self.stride, (self.offset - base) // element)
-        if self.conj:
-            tensor = tensor.conj()
-        if self.neg:
-            tensor = negative_view(tensor)
-        return tensor
+        tensor = tensor.conj() if self.conj else tensor
+        return negative_view(tensor) if self.neg else tensor
 
     def elements(self, memory: torch.UntypedStorage, base: int, device: torch.device) -> torch.Tensor:
         """Return the distinct elements of this view on some memory, as they lie."""
@@ -116,11 +111,6 @@ class Layout:
 
 
 _view = partial(tuple.__new__, View)  # without the frame of Python's that a named tuple makes
-
-
-def raw(memory: torch.UntypedStorage, start: int, stop: int, device: torch.device) -> torch.Tensor:
-    """Return bytes `start` to `stop` of a storage as a one-dimensional uint8 tensor on it."""
-    return torch.empty(0, dtype=torch.uint8, device=device).set_(memory, start, (stop - start,), (1,))
 
 
 Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor]
@@ -155,7 +145,8 @@ class Piece:
             return [(self.host.parts[0].view(elements.dtype).view(elements.shape), elements)]
         pairs, start = [], self.start - base
         for part in self.host.parts:
-            pairs.append((part, raw(memory, start, start + part.numel(), device)))
+            data = torch.empty(0, dtype=torch.uint8, device=device)
+            pairs.append((part, data.set_(memory, start, part.size(), (1,))))
             start += part.numel()
         return pairs
 
