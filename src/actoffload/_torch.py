@@ -289,8 +289,7 @@ COMPILED_AUTOGRAD = "torch._dynamo.compiled_autograd"
 
 def in_compiled_backward() -> bool:
     """Return whether compiled autograd runs a backward, in any thread."""
-    module = sys.modules.get(COMPILED_AUTOGRAD)
-    return module is not None and getattr(module, "in_compiled_autograd_region", False)
+    return getattr(sys.modules.get(COMPILED_AUTOGRAD), "in_compiled_autograd_region", False)
 
 
 def compiled_backward() -> list[Any] | None:

@@ -6,14 +6,16 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias, TypeVar
 
 import torch
 
 from .._torch import negative_view
 from .segments import HostBuffer
 
-__all__ = ["Layout", "Piece", "View", "dense", "gaps", "loose_pieces", "reload_spans"]
+__all__ = ["Layout", "Piece", "View", "dense", "gaps", "loose_pieces", "reload_spans", "union"]
+
+T = TypeVar("T", int, float)
 
 GRAIN = 512
 """Allocators align to this many bytes; a copy that starts at a multiple keeps every pointer's alignment, on which
@@ -203,15 +205,20 @@ def gaps(start: int, stop: int, pieces: Iterable[Piece], nbytes: int) -> list[Pi
     return [Piece(a // GRAIN * GRAIN, min(nbytes, -(-b // GRAIN) * GRAIN), exact=(a, b)) for a, b in missing]
 
 
+def union(intervals: Iterable[tuple[T, T]]) -> list[tuple[T, T]]:
+    """Return intervals in order, those that overlap or touch as one."""
+    found: list[tuple[T, T]] = []
+    for start, stop in sorted(intervals):
+        if found and start <= found[-1][1]:
+            found[-1] = (found[-1][0], max(stop, found[-1][1]))
+        else:
+            found.append((start, stop))
+    return found
+
+
 def reload_spans(pieces: Iterable[Piece]) -> list[tuple[int, int]]:
     """Return the stretches of device memory into which pieces are reloaded: one, unless most of it would be empty."""
-    stretches = sorted((piece.start // GRAIN * GRAIN, piece.stop) for piece in pieces)
-    spans: list[tuple[int, int]] = []
-    for start, stop in stretches:
-        if spans and start <= spans[-1][1]:
-            spans[-1] = (spans[-1][0], max(stop, spans[-1][1]))
-        else:
-            spans.append((start, stop))
+    spans = union((piece.start // GRAIN * GRAIN, piece.stop) for piece in pieces)
     whole = (spans[0][0], spans[-1][1])
     filled = sum(stop - start for start, stop in spans)
     return [whole] if filled * 2 >= whole[1] - whole[0] else spans

@@ -126,7 +126,7 @@ class ModuleCalls:
         self._installed = False
 
     def add_user(self, user: object) -> None:
-        """Call the function from here on."""
+        """Call it from here on."""
         with self._lock:
             self._users.add(user)
             if self._installed:
