@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -22,7 +21,6 @@ from typing import Any, TypeVar
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Module
-from torch.nn.modules import module
 
 MISSING: list[str] = []
 """Private names without a substitute that this PyTorch lacks; empty in every release that is tested."""
@@ -56,12 +54,9 @@ def _need(path: str, stub: Callable[..., Any]) -> Any:
     return stub if found is None else found
 
 
-def _getter(kind: type, name: str, stub: Callable[[Any], Any]) -> Any:
-    """Return a function that reads an attribute; where the class lacks it, note that and return a stub."""
-    if name in dir(kind):
-        return attrgetter(name)
-    MISSING.append(f"torch.{kind.__name__}.{name}")
-    return stub
+def _getter(path: str, stub: Callable[[Any], Any]) -> Any:
+    """Return a function that reads an attribute of a class; where that is missing, note that and return a stub."""
+    return stub if _need(path, stub) is stub else attrgetter(path.rpartition(".")[2])
 
 
 _SKIPPED = tuple(
@@ -79,13 +74,13 @@ def warn(message: str, category: type[Warning] = UserWarning) -> None:
 
 # Tensors and storages
 
-address: Callable[[torch.UntypedStorage], int] = _getter(torch.UntypedStorage, "_cdata", id)
+address: Callable[[torch.UntypedStorage], int] = _getter("UntypedStorage._cdata", id)
 """Return the address of a storage, which no other storage has while this one, or a weak reference to it, exists."""
 
-version_of: Callable[[torch.Tensor], int] = _getter(torch.Tensor, "_version", lambda tensor: 0)
+version_of: Callable[[torch.Tensor], int] = _getter("Tensor._version", lambda tensor: 0)
 """Return the version counter of a tensor: the number of in-place edits of it and of its views."""
 
-base_of: Callable[[torch.Tensor], torch.Tensor | None] = _getter(torch.Tensor, "_base", lambda tensor: None)
+base_of: Callable[[torch.Tensor], torch.Tensor | None] = _getter("Tensor._base", lambda tensor: None)
 """Return the tensor of which a tensor is a view, or None."""
 
 storage_weakref: Callable[[torch.UntypedStorage], Any] = _need("UntypedStorage._weak_ref", lambda storage: 0)
@@ -161,7 +156,9 @@ after_backward: Callable[[Callable[[], None]], None] = _need(
 CASTS = frozenset({"ToCopyBackward0", "TBackward0", "TransposeBackward0"})
 """Names of the autograd nodes that cast or transpose: a weight behind one is a weight still."""
 
-_top_hooks = _need("_C._autograd._top_saved_tensors_default_hooks", lambda ignore_tracing: None)
+_top_hooks: Callable[[bool], tuple[Any, Any] | None] = _need(
+    "_C._autograd._top_saved_tensors_default_hooks", lambda ignore_tracing: None
+)
 _transforms = _find("_C._functorch.get_interpreter_stack", lambda: None)
 _vmap = _find("_C._functorch.TransformType.Vmap")
 
@@ -178,8 +175,7 @@ stands_for_another: Callable[[torch.Tensor], bool] = _find(
 
 def saved_tensor_hooks() -> tuple[Any, Any] | None:
     """Return the pack and unpack hook that are installed in the calling thread, or None."""
-    found: tuple[Any, Any] | None = _top_hooks(True)
-    return found
+    return _top_hooks(True)
 
 
 def in_transform() -> bool:
@@ -215,19 +211,16 @@ class SavedTensorHooks:
 
 # Modules
 
-_REGISTERED = ("_parameters", "_buffers", "_modules")
-
 
 def registered(module: Module) -> tuple[Mapping[str, Any], Mapping[str, Any], Mapping[str, Any]]:
     """Return the parameters, buffers and children of a module by name; the module's own tables where there are such."""
     tables = vars(module)
-    if all(name in tables for name in _REGISTERED):
+    try:
         return tables["_parameters"], tables["_buffers"], tables["_modules"]
-    return (
-        dict(module.named_parameters(recurse=False, remove_duplicate=False)),
-        dict(module.named_buffers(recurse=False, remove_duplicate=False)),
-        dict(module.named_children()),
-    )
+    except KeyError:  # compiled by TorchScript
+        parameters = dict(module.named_parameters(recurse=False, remove_duplicate=False))
+        buffers = dict(module.named_buffers(recurse=False, remove_duplicate=False))
+        return parameters, buffers, dict(module.named_children())
 
 
 WRAPPED_AS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
@@ -253,45 +246,9 @@ def current_module() -> weakref.ref[Module] | None:
     frame: FrameType | None = sys._getframe()
     while frame is not None and _call is not None:
         if frame.f_code is _call:
-            module: Module = frame.f_locals["self"]
-            return weakref.ref(module)
+            return weakref.ref(frame.f_locals["self"])
         frame = frame.f_back
     return None
-
-
-class ModuleCalls:
-    """Calls a function with each module whose forward begins, or that gets a parameter or buffer, while it has users.
-
-    The hooks keep their keys: a compiled module is compiled again when the key of a global hook changes.
-    """
-
-    def __init__(self, call: Callable[..., None]) -> None:
-        self._call = call
-        self._users: set[object] = set()
-        self._lock = threading.Lock()
-        self._handles: list[Any] = []
-
-    def add_user(self, user: object) -> None:
-        """Call the function from here on."""
-        with self._lock:
-            self._users.add(user)
-            if len(self._users) > 1:
-                return
-            for handle in self._handles:
-                handle.hooks_dict_ref()[handle.id] = self._call
-            self._handles = self._handles or [
-                module.register_module_forward_pre_hook(self._call),
-                module.register_module_parameter_registration_hook(self._call),
-                module.register_module_buffer_registration_hook(self._call),
-            ]
-
-    def remove_user(self, user: object) -> None:
-        """Call it no more if this was the last user; may be repeated after an interrupt."""
-        with self._lock:
-            self._users.discard(user)
-            if not self._users:
-                for handle in self._handles:
-                    handle.remove()
 
 
 # torch.compile
@@ -332,8 +289,7 @@ COMPILED_AUTOGRAD = "torch._dynamo.compiled_autograd"
 
 def in_compiled_backward() -> bool:
     """Return whether compiled autograd runs a backward, in any thread."""
-    module = sys.modules.get(COMPILED_AUTOGRAD)
-    return module is not None and getattr(module, "in_compiled_autograd_region", False)
+    return getattr(sys.modules.get(COMPILED_AUTOGRAD), "in_compiled_autograd_region", False)
 
 
 def compiled_backward() -> list[Any] | None:
@@ -341,8 +297,7 @@ def compiled_backward() -> list[Any] | None:
     frame: FrameType | None = sys._getframe() if in_compiled_backward() else None
     while frame is not None:
         if frame.f_code.co_name == "runtime_wrapper" and frame.f_globals["__name__"] == COMPILED_AUTOGRAD:
-            packed: list[Any] | None = frame.f_locals.get("packed_inputs")
-            return packed
+            return frame.f_locals.get("packed_inputs")
         frame = frame.f_back
     return None
 

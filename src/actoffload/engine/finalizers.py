@@ -31,35 +31,17 @@ _errors: deque[BaseException] = deque()
 
 
 class Resources(weakref.ref[Any]):
-    """What an object gives back when it is dropped; made by `of`.
-
-    Attributes
-    ----------
-    weak : int or None
-        A weak reference to a storage.
-    nbytes : int
-        Device memory of the object that is counted, in bytes.
-    freed : deque of int
-        Where `nbytes` goes: the queue of the counters.
-    buffers : tuple of int
-        Numbers of host buffers; the numbers alone do not keep the memory of a pool that is dropped.
-    returned : deque
-        Where `buffers` go: the queue of the host pool.
-    fence : tuple of StreamPosition
-        After which the host memory may be written again.
-    in_flight : tuple or None
-        Device memory that a copy writes, and the arguments with which `Transfers.join` lets the compute stream wait
-        for that copy.
-    """
+    """What an object gives back when it is dropped; made by `of`."""
 
     __slots__ = ("buffers", "fence", "freed", "in_flight", "nbytes", "returned", "weak")
 
-    freed: deque[int] | None
-    nbytes: int
-    weak: Any
-    returned: deque[Any] | None
-    buffers: tuple[int, ...]
-    fence: tuple[Any, ...]
+    weak: Any  # a weak reference to a storage
+    nbytes: int  # device memory of the object that is counted
+    freed: deque[int] | None  # where `nbytes` goes: the queue of the counters
+    buffers: tuple[int, ...]  # numbers of host buffers; a number does not keep the memory of a pool that is dropped
+    returned: deque[Any] | None  # where `buffers` go: the queue of the host pool
+    fence: tuple[Any, ...]  # the positions after which the host memory may be written again
+    # Device memory that a copy writes, `Transfers.join`, and its arguments: the compute stream waits for that copy.
     in_flight: tuple[Any, ...] | None
 
     @staticmethod

@@ -50,19 +50,8 @@ class HostPool:
     ) -> HostBuffer | None:
         """Return a buffer of `nbytes` bytes, or None, with `refusal` set, if the limit or the system forbids it.
 
-        Parameters
-        ----------
-        nbytes : int
-            Size in bytes, at least 1.
-        captured : bool
-            Work that is being captured into a graph uses the buffer: it is not reused afterwards, and no memory is
-            taken from the system, which is not possible then.
-        whole : bool
-            The buffer must be one segment.
-        owner : Resources or None
-            What returns the buffer when its object is dropped.
-        before : HostBuffer or None
-            The buffer to take if it is free.
+        While work that uses it is `captured` into a graph, no memory can be taken from the system; the buffer is not
+        reused.  A `whole` one has one segment.  `owner` returns it when its object is dropped; `before` is preferred.
         """
         slabs = self.slabs
         with slabs.lock:

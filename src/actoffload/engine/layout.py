@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias, TypeVar
 
 import torch
 
 from .._torch import negative_view
 from .segments import HostBuffer
 
-__all__ = ["Layout", "Piece", "View", "dense", "gaps", "loose_pieces", "raw", "reload_spans"]
+__all__ = ["Layout", "Piece", "View", "dense", "gaps", "loose_pieces", "reload_spans", "union"]
+
+T = TypeVar("T", int, float)
 
 GRAIN = 512
 """Allocators align to this many bytes; a copy that starts at a multiple keeps every pointer's alignment, on which
@@ -33,29 +36,21 @@ class View(NamedTuple):
     def of(tensor: torch.Tensor) -> View:
         """Describe a strided tensor."""
         offset = tensor.storage_offset()
-        return _view(
-            (
-                tensor.dtype,
-                tensor.size(),
-                tensor.stride(),
-                int(offset) * tensor.itemsize if offset else 0,
-                tensor.is_conj(),
-                tensor.is_neg(),
-            )
-        )
+        start = int(offset) * tensor.itemsize if offset else 0
+        return _view((tensor.dtype, tensor.size(), tensor.stride(), start, tensor.is_conj(), tensor.is_neg()))
 
+    @lru_cache(maxsize=1024)  # noqa: B019 - the last ones may well stay
     def fills(self, nbytes: int) -> bool:
         """Whether each byte of a storage belongs to exactly one element."""
-        return _fills(self, nbytes)
+        whole = self.covered == nbytes and self.extent == (0, nbytes)
+        expanded = any(stride == 0 and size > 1 for size, stride in zip(self.size, self.stride, strict=True))
+        return whole and not expanded and not self.overlaps
 
     @property
     def covered(self) -> int:
         """Bytes of distinct elements; an upper bound where strides overlap."""
-        count = self.dtype.itemsize
-        for size, stride in zip(self.size, self.stride, strict=True):
-            if stride:
-                count *= size
-        return count
+        sizes = (size for size, stride in zip(self.size, self.stride, strict=True) if stride)
+        return math.prod(sizes) * self.dtype.itemsize
 
     @property
     def extent(self) -> tuple[int, int]:
@@ -90,21 +85,14 @@ class View(NamedTuple):
             data = data.as_strided((data.numel(),), (1,)).view(torch.uint8)
             data = data[: data.numel() // element * element].view(self.dtype)
         tensor = data.as_strided(self.size, self.stride, (self.offset - base) // element)
-        if self.conj:
-            tensor = tensor.conj()
-        if self.neg:
-            tensor = negative_view(tensor)
-        return tensor
+        tensor = tensor.conj() if self.conj else tensor
+        return negative_view(tensor) if self.neg else tensor
 
     def elements(self, memory: torch.UntypedStorage, base: int, device: torch.device) -> torch.Tensor:
         """Return the distinct elements of this view on some memory, as they lie."""
         size, stride = self.compact
         tensor = torch.empty(0, dtype=self.dtype, device=device)
         return tensor.set_(memory, (self.offset - base) // self.dtype.itemsize, size, stride)
-
-
-def _nothing() -> None:
-    """Return None, for a layout that no buffer was used for."""
 
 
 @dataclass(slots=True)
@@ -116,7 +104,7 @@ class Layout:
     nbytes: int  # of the storage
     node: type | None = None  # class of the autograd node that made the tensor, or the tensor of which it is a view
     is_cast: bool = False  # that node casts or transposes
-    host: Callable[[], HostBuffer | None] = _nothing  # a weak reference to the buffer of the last pass
+    host: Callable[[], HostBuffer | None] = lambda: None  # a weak reference to the buffer of the last pass
 
     @staticmethod
     def of(view: View, nbytes: int) -> Layout:
@@ -125,17 +113,6 @@ class Layout:
 
 
 _view = partial(tuple.__new__, View)  # without the frame of Python's that a named tuple makes
-
-
-@lru_cache(maxsize=1024)
-def _fills(view: View, nbytes: int) -> bool:
-    expanded = any(stride == 0 and size > 1 for size, stride in zip(view.size, view.stride, strict=True))
-    return view.covered == nbytes and view.extent == (0, nbytes) and not expanded and not view.overlaps
-
-
-def raw(memory: torch.UntypedStorage, start: int, stop: int, device: torch.device) -> torch.Tensor:
-    """Return bytes `start` to `stop` of a storage as a one-dimensional uint8 tensor on it."""
-    return torch.empty(0, dtype=torch.uint8, device=device).set_(memory, start, (stop - start,), (1,))
 
 
 Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor]
@@ -170,7 +147,8 @@ class Piece:
             return [(self.host.parts[0].view(elements.dtype).view(elements.shape), elements)]
         pairs, start = [], self.start - base
         for part in self.host.parts:
-            pairs.append((part, raw(memory, start, start + part.numel(), device)))
+            data = torch.empty(0, dtype=torch.uint8, device=device)
+            pairs.append((part, data.set_(memory, start, part.size(), (1,))))
             start += part.numel()
         return pairs
 
@@ -227,15 +205,20 @@ def gaps(start: int, stop: int, pieces: Iterable[Piece], nbytes: int) -> list[Pi
     return [Piece(a // GRAIN * GRAIN, min(nbytes, -(-b // GRAIN) * GRAIN), exact=(a, b)) for a, b in missing]
 
 
+def union(intervals: Iterable[tuple[T, T]]) -> list[tuple[T, T]]:
+    """Return intervals in order, those that overlap or touch as one."""
+    found: list[tuple[T, T]] = []
+    for start, stop in sorted(intervals):
+        if found and start <= found[-1][1]:
+            found[-1] = (found[-1][0], max(stop, found[-1][1]))
+        else:
+            found.append((start, stop))
+    return found
+
+
 def reload_spans(pieces: Iterable[Piece]) -> list[tuple[int, int]]:
     """Return the stretches of device memory into which pieces are reloaded: one, unless most of it would be empty."""
-    stretches = sorted((piece.start // GRAIN * GRAIN, piece.stop) for piece in pieces)
-    spans: list[tuple[int, int]] = []
-    for start, stop in stretches:
-        if spans and start <= spans[-1][1]:
-            spans[-1] = (spans[-1][0], max(stop, spans[-1][1]))
-        else:
-            spans.append((start, stop))
+    spans = union((piece.start // GRAIN * GRAIN, piece.stop) for piece in pieces)
     whole = (spans[0][0], spans[-1][1])
     filled = sum(stop - start for start, stop in spans)
     return [whole] if filled * 2 >= whole[1] - whole[0] else spans

@@ -4,30 +4,33 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch.nn import Module, Parameter
+from torch.nn.modules import module as global_hooks
 
-from .._torch import CASTS, RESHARD, ModuleCalls, address, base_of, registered
+from .._torch import CASTS, RESHARD, address, base_of, registered
 from ..device.base import Backend
 from . import tensor_marks
+from .layout import View
 from .statistics import Reason
 from .subclasses import plain_parts
 
 __all__ = [
-    "MIN_ELEMENTS",
     "GroupTensors",
     "Limit",
     "ModelTensors",
     "ModuleTensors",
     "is_cast_of_parameter",
-    "modules_in",
     "stays",
     "unwatch",
     "watch",
 ]
+
+_Place: TypeAlias = tuple[Mapping[str, torch.Tensor | None], str, Reason]
+"""The table of a module in which a tensor is, its name there, and why it is kept."""
 
 
 class ModuleTensors:
@@ -62,27 +65,28 @@ class ModuleTensors:
     def _look_up(self) -> None:
         # A sharding wrapper replaces parameters in a hook before the forward of its module, those of inner modules too.
         # So the tables of a module are read again each time that it has been entered.
-        seen: set[Module] = set()
+        modules: dict[Module, None] = {}
         for root in self._entered:
-            if root not in seen:
-                for module in modules_in(root):
-                    seen.add(module)
-                    self._read(module)
+            if root not in modules:
+                modules.update(dict.fromkeys(_modules_in(root)))
+        self._places.update(_places(modules))
         self._entered.clear()
 
-    def _read(self, module: Module) -> None:
+
+def _places(modules: Iterable[Module]) -> dict[int, _Place]:
+    """Return where the parameters and buffers of modules are, by the address of their storage."""
+    found: dict[int, _Place] = {}
+    for module in modules:
         parameters, buffers, _ = registered(module)
         for table, reason in ((parameters, Reason.PARAMETER), (buffers, Reason.BUFFER)):
             for name, tensor in table.items():
                 if tensor is not None:
                     for key in _addresses(tensor):
-                        self._places[key] = table, name, reason
+                        found[key] = table, name, reason
+    return found
 
 
-_Place: TypeAlias = tuple[Mapping[str, torch.Tensor | None], str, Reason]
-
-
-def modules_in(root: Module) -> list[Module]:
+def _modules_in(root: Module) -> list[Module]:
     """Return a module and all that are in it, each once; what `Module.modules` yields, many times faster."""
     found = {root: None}
     waiting = [root]
@@ -109,7 +113,45 @@ def _entered(module: Module, *more: Any) -> None:
         _running.layers[-1].enter(module)
 
 
-_calls = ModuleCalls(_entered)
+class ModuleCalls:
+    """Calls `_entered` with each module whose forward begins, or that gets a parameter or buffer, while it has users.
+
+    The hooks keep their keys: a compiled module is compiled again when the key of a global hook changes.
+    """
+
+    def __init__(self) -> None:
+        self._users: set[object] = set()
+        self._lock = threading.Lock()
+        self._handles: list[Any] = []
+        self._installed = False
+
+    def add_user(self, user: object) -> None:
+        """Call it from here on."""
+        with self._lock:
+            self._users.add(user)
+            if self._installed:
+                return
+            for handle in self._handles:
+                handle.hooks_dict_ref()[handle.id] = _entered
+            for register in (
+                global_hooks.register_module_forward_pre_hook,
+                global_hooks.register_module_parameter_registration_hook,
+                global_hooks.register_module_buffer_registration_hook,
+            )[len(self._handles) :]:
+                self._handles.append(register(_entered))
+            self._installed = True
+
+    def remove_user(self, user: object) -> None:
+        """Call it no more if this was the last user; may be repeated after an interrupt."""
+        with self._lock:
+            self._users.discard(user)
+            if not self._users:
+                self._installed = False
+                for handle in self._handles:
+                    handle.remove()
+
+
+_calls = ModuleCalls()
 
 
 def watch(owned: ModuleTensors) -> None:
@@ -146,15 +188,8 @@ class ModelTensors:
         """Return why the storage at an address is kept, or None if the model did not own it."""
         if self._reasons is None:
             model = self._model()
-            modules = [] if model is None else modules_in(model)
-            self._reasons = {}
-            for module in modules:
-                parameters, buffers, _ = registered(module)
-                for table, reason in ((parameters, Reason.PARAMETER), (buffers, Reason.BUFFER)):
-                    for tensor in table.values():
-                        if tensor is not None:
-                            for address in _addresses(tensor):
-                                self._reasons[address] = reason
+            modules = [] if model is None else _modules_in(model)
+            self._reasons = {key: reason for key, (_, _, reason) in _places(modules).items()}
             self.sharded = any(hasattr(kind, RESHARD) for kind in {type(module) for module in modules})
         return self._reasons.get(key)
 
@@ -182,7 +217,7 @@ class GroupTensors(ModuleTensors):
             return found
         if self._samples is None:
             self.enter(self._group)
-            self._samples = [[unit, *where, None] for unit in modules_in(self._group) if (where := _sample(unit))]
+            self._samples = [[unit, *where, None] for unit in _modules_in(self._group) if (where := _sample(unit))]
         for sample in self._samples:
             unit, table, name, before = sample
             sample[3] = table.get(name)
@@ -221,10 +256,6 @@ class Limit(NamedTuple):
         """A number of elements with fewer of which a tensor stays, whatever its type."""
         return max(self.elements, -(-self.nbytes // LARGEST_ELEMENT))
 
-    def refuses(self, elements: int, element: int) -> bool:
-        """Return whether this number of elements, of this size in bytes each, is too small to offload."""
-        return elements < self.elements or elements * element < self.nbytes
-
 
 def stays(tensor: torch.Tensor, backend: Backend, owned: ModuleTensors, limit: Limit) -> Reason | None:
     """Return why a saved tensor is kept on the device, or None if it can be offloaded.
@@ -259,8 +290,10 @@ def stays(tensor: torch.Tensor, backend: Backend, owned: ModuleTensors, limit: L
             return reason
     if tensor_marks.kept and address(tensor.untyped_storage()) in tensor_marks.kept:
         return Reason.MARKED
-    if 0 in tensor.stride() and limit.refuses(_distinct(tensor), tensor.itemsize):
-        return Reason.SMALL
+    if 0 in tensor.stride():
+        distinct = View.of(tensor).covered
+        if distinct < limit.elements * tensor.itemsize or distinct < limit.nbytes:
+            return Reason.SMALL
     return None
 
 
@@ -286,11 +319,3 @@ def is_cast_of_parameter(tensor: torch.Tensor) -> bool:
     if node is None or type(node).__name__ not in CASTS:
         return False
     return isinstance(getattr(node.next_functions[0][0], "variable", None), Parameter)
-
-
-def _distinct(tensor: torch.Tensor) -> int:
-    count = 1
-    for size, stride in zip(tensor.size(), tensor.stride(), strict=True):
-        if stride:
-            count *= size
-    return count

@@ -5,39 +5,19 @@ Nothing is recorded, and no event is made, while no recorder is installed.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from .._torch import has_nvtx
 from ..device.base import Backend, Stream, StreamEvent
 from ..schedule.timeline import Kind, Span, Timeline
+from .layout import union
 from .statistics import Counters
 
 __all__ = ["TimelineRecorder"]
-
-
-def _start_range(name: str) -> object:
-    """Begin an NVTX range that any thread may end; None where torch was built without NVTX."""
-    return torch.cuda.nvtx.range_start(name) if has_nvtx else None
-
-
-def _end_range(shown: object) -> None:
-    if shown is not None:
-        torch.cuda.nvtx.range_end(shown)
-
-
-@dataclass(frozen=True, slots=True)
-class _Open:
-    kind: Kind
-    layer: int
-    stream: Stream
-    start: StreamEvent
-    end: StreamEvent
-    nbytes: int
 
 
 class TimelineRecorder:
@@ -46,12 +26,12 @@ class TimelineRecorder:
     def __init__(self, backend: Backend, counters: Counters) -> None:
         self._backend = backend
         self._counters = counters
-        self._lock = threading.RLock()  # a finalizer may record a wait in the middle of anything
-        self._spans: list[_Open] = []
+        # These only grow by `append`: a finalizer, or another thread, may record a wait in the middle of anything.
+        self._spans: list[tuple[Kind, int, StreamEvent, StreamEvent, int]] = []  # start, end and bytes at the end
+        self._starts: list[StreamEvent] = []
         self._resident: list[tuple[StreamEvent, int]] = []
         self._running: dict[tuple[int, Kind, int], tuple[Stream, StreamEvent, object]] = {}
         self._name_of: Callable[[int], str] | None = None
-        self._zero: StreamEvent | None = None
         self._gaps: list[tuple[StreamEvent, StreamEvent]] = []
         self._done: Timeline | None = None
 
@@ -59,104 +39,77 @@ class TimelineRecorder:
         """Show compute and copies as NVTX ranges too, with the names of the layers."""
         self._name_of = name_of
 
-    def _range(self, kind: Kind, layer: int) -> object:
-        if self._name_of is None or kind is Kind.STALL:
+    def _start_range(self, kind: Kind, layer: int) -> object:
+        """Begin an NVTX range that any thread may end."""
+        if not has_nvtx or self._name_of is None or kind is Kind.STALL:
             return None
-        return _start_range(f"{kind.value} of {self._name_of(layer)}")
+        return torch.cuda.nvtx.range_start(f"{kind.value} of {self._name_of(layer)}")
 
     @contextmanager
     def span(self, kind: Kind, layer: int, stream: Stream, nbytes: int) -> Iterator[None]:
         """Record what a stream does in this block as one span."""
-        shown = self._range(kind, layer)
+        shown = self._start_range(kind, layer)
         begun = self._backend.record_timed(stream)
         yield
+        self._add(kind, layer, stream, begun, shown, nbytes)
+
+    def _add(self, kind: Kind, layer: int, stream: Stream, begun: StreamEvent, shown: object, nbytes: int) -> None:
+        """Add a span that ends now, and end the NVTX range that shows it."""
         end = self._backend.record_timed(stream)
-        _end_range(shown)
-        with self._lock:
-            self._spans.append(_Open(kind, layer, stream, begun, end, nbytes))
+        if shown is not None:
+            torch.cuda.nvtx.range_end(shown)
+        self._spans.append((kind, layer, begun, end, nbytes))
 
     def begin(self, owner: object, kind: Kind, layer: int) -> None:
         """Start a span of compute on the current stream."""
         stream = self._stream()
         event = self._backend.record_timed(stream)
-        shown = self._range(kind, layer)
-        with self._lock:
-            self._start(event)
-            self._running[(id(owner), kind, layer)] = (stream, event, shown)
+        shown = self._start_range(kind, layer)
+        self._starts.append(event)
+        self._running[(id(owner), kind, layer)] = stream, event, shown
 
     def finish(self, owner: object, kind: Kind, layer: int) -> None:
         """End a span of compute that `begin` started; nothing happens if there is none."""
-        with self._lock:
-            begun = self._running.pop((id(owner), kind, layer), None)
-        if begun is None:
-            return
-        stream, first, shown = begun
-        _end_range(shown)
-        end = self._backend.record_timed(stream)
-        with self._lock:
-            self._spans.append(_Open(kind, layer, stream, first, end, 0))
+        begun = self._running.pop((id(owner), kind, layer), None)
+        if begun is not None:
+            self._add(kind, layer, *begun, 0)
 
     def level(self) -> None:
         """Note the resident bytes as of the present end of the current stream."""
         event = self._backend.record_timed(self._stream())
-        nbytes = self._counters.resident_bytes
-        with self._lock:
-            self._start(event)
-            self._resident.append((event, nbytes))
+        self._starts.append(event)
+        self._resident.append((event, self._counters.resident_bytes))
 
     @contextmanager
     def apart(self) -> Iterator[None]:
         """Leave what the host does in this block, which is no part of the step, out of the timeline."""
         begun = self._backend.record_timed(self._stream())
         yield
-        end = self._backend.record_timed(self._stream())
-        with self._lock:
-            self._gaps.append((begun, end))
+        self._gaps.append((begun, self._backend.record_timed(self._stream())))
 
     def _stream(self) -> Stream:
         return self._backend.current_stream(self._backend.current_device())
 
-    def _start(self, event: StreamEvent) -> None:
-        if self._zero is None:
-            self._zero = event
-
     def timeline(self) -> Timeline:
-        """Return the spans in seconds since the first event.
-
-        The first call waits for the device; later ones return the same object.
-        """
+        """Return the spans in seconds since the first event; the first call waits for the device."""
         if self._done is None:
             self._done = self._resolve()
         return self._done
 
     def _resolve(self) -> Timeline:
         source = "reference device" if self._backend.name == "reference" else "measured"
-        zero = self._zero
-        if zero is None:
+        if not self._starts:
             return Timeline((), (), source)
         self._backend.synchronize(self._backend.current_device())
-
-        gaps = _union(
-            (self._backend.elapsed(zero, begun), self._backend.elapsed(zero, end)) for begun, end in self._gaps
-        )
+        elapsed = partial(self._backend.elapsed, self._starts[0])
+        gaps = union((elapsed(begun), elapsed(end)) for begun, end in self._gaps)  # of several threads
 
         def seconds(event: StreamEvent) -> float:
-            time = self._backend.elapsed(zero, event)
+            time = elapsed(event)
             return time - sum(min(max(time - begun, 0.0), end - begun) for begun, end in gaps)
 
-        spans = (Span(s.kind, s.layer, seconds(s.start), seconds(s.end), s.nbytes) for s in self._spans)
+        spans = (Span(kind, layer, seconds(start), seconds(end), n) for kind, layer, start, end, n in self._spans)
         # A wait that found its transfer done takes a few microseconds of stream time, and is no stall.
         shortest = self._backend.resolution
         kept = (s for s in spans if s.kind is not Kind.STALL or s.seconds > shortest)
         return Timeline.build(kept, [(seconds(event), nbytes) for event, nbytes in self._resident], source)
-
-
-def _union(gaps: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Put gaps together that overlap, as those of two threads may: nothing is taken out twice."""
-    found: list[tuple[float, float]] = []
-    for begun, end in sorted(gaps):
-        if found and begun <= found[-1][1]:
-            found[-1] = found[-1][0], max(end, found[-1][1])
-        else:
-            found.append((begun, end))
-    return found

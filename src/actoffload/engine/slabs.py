@@ -2,11 +2,10 @@
 
 `[Note: slabs]`  PyTorch's pinned allocator rounds every request up to a power of two and allocates each new block
 at about 0.7 s per GiB.  So `Slabs` allocates only powers of two, and only what is missing: a shortfall of 100 MiB
-becomes slabs of 64, 32 and 4 MiB.  A buffer may consist of several segments, each at least `segments.SPLIT` bytes
-unless it ends a buffer.  So the rest of a slab is not wasted, however the sizes of buffers and slabs relate.
+becomes slabs of 64, 32 and 4 MiB.  A buffer may consist of several segments, so the rest of a slab is not wasted.
 
-A returned buffer is first kept whole, in a bin of its size, because a training step allocates the same sizes again and
-again.  Only when a bin is empty are the bins dissolved into free segments and joined.
+A returned buffer is first kept whole, in a bin of its size: a training step allocates the same sizes again.  Only when
+a bin is empty are the bins dissolved into free segments and joined.
 
 Free memory carries a fence: the positions after which its last readers are done, at most one for each stream.  The
 stream that writes next waits for them.  Buffers that were used while a graph was captured are addresses in that graph,
@@ -100,9 +99,7 @@ class Slabs:
 
     def _sort_in(self, buffer: HostBuffer, fence: tuple[StreamPosition, ...]) -> None:
         _given_back[0] += buffer.size
-        account, bin_ = self.accounts[buffer.account], self._bins.get(buffer.nbytes)
-        if bin_ is None:
-            bin_ = self._bins[buffer.nbytes] = {}
+        account, bin_ = self.accounts[buffer.account], self._bins.setdefault(buffer.nbytes, {})
         # [guard: buffer of a closed pool]
         if buffer.closed:
             del self._used[buffer.number]

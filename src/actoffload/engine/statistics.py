@@ -6,7 +6,8 @@ import enum
 from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 from tabulate import tabulate
 
@@ -48,19 +49,13 @@ class Statistics:
     passes : int
         Forward passes begun.
     tensors_saved, bytes_saved : int
-        Storages that autograd saved in the layers and that could be offloaded, whether or not their layer was
-        scheduled to; each storage of a pass once.
+        Storages saved in the layers that could be offloaded, scheduled or not; each storage of a pass once.
     tensors_offloaded, bytes_offloaded : int
         Storages copied to the host, and bytes copied.
     tensors_kept, bytes_kept : mapping of Reason to int
         Saved tensors that could not be offloaded, by reason.
-    reloaded_ahead, reloaded_on_demand : int
-        Storages copied back because the schedule said so; because backward needed one that the
-        plan had not reloaded in time.
-    bytes_reloaded : int
-        Bytes copied back.
-    stalls : int
-        Reloads on demand: compute waits for the whole copy.
+    reloaded_ahead, reloaded_on_demand, bytes_reloaded : int
+        Storages copied back as scheduled; those that backward needed earlier (*stalls*); the bytes of both.
     resident_bytes, peak_resident_bytes : int
         Bytes of the storages above that are on the device now, and their largest number.
     host_bytes, host_bytes_used, host_bytes_high_water : int
@@ -85,59 +80,37 @@ class Statistics:
 
     @property
     def stalls(self) -> int:
-        """Reloads that the plan did not start in time."""
+        """Reloads on demand: compute waits for the whole copy."""
         return self.reloaded_on_demand
 
     def __str__(self) -> str:
+        reloaded = f"{self.reloaded_ahead} ahead, {self.reloaded_on_demand} on demand (stalls)"
+        host = f"in use {mebibytes(self.host_bytes_used)}, at most {mebibytes(self.host_bytes_high_water)}"
         rows = [
-            ("saved", f"{self.tensors_saved} storages", self.bytes_saved),
-            ("offloaded", f"{self.tensors_offloaded} storages", self.bytes_offloaded),
-            (
-                "reloaded",
-                f"{self.reloaded_ahead} ahead, {self.reloaded_on_demand} on demand (stalls)",
-                self.bytes_reloaded,
-            ),
-            ("resident", f"peak {mebibytes(self.peak_resident_bytes)}", self.resident_bytes),
-            (
-                "host memory",
-                f"in use {mebibytes(self.host_bytes_used)}, at most {mebibytes(self.host_bytes_high_water)}",
-                self.host_bytes,
-            ),
+            ("saved", self.bytes_saved, f"{self.tensors_saved} storages"),
+            ("offloaded", self.bytes_offloaded, f"{self.tensors_offloaded} storages"),
+            ("reloaded", self.bytes_reloaded, reloaded),
+            ("resident", self.resident_bytes, f"peak {mebibytes(self.peak_resident_bytes)}"),
+            ("host memory", self.host_bytes, host),
         ]
-        rows += [
-            ("kept", f"{count} tensors: {reason.value}", self.bytes_kept[reason])
-            for reason, count in self.tensors_kept.items()
-        ]
-        cells = [(name, mebibytes(nbytes), what) for name, what, nbytes in rows]
+        for reason, count in self.tensors_kept.items():
+            rows.append(("kept", self.bytes_kept[reason], f"{count} tensors: {reason.value}"))
+        cells = [(name, mebibytes(nbytes), what) for name, nbytes, what in rows]
         return str(tabulate(cells, tablefmt="plain", colalign=("left", "right", "left"), disable_numparse=True))
 
 
 class Counters:
-    """The running sums behind `Statistics`, as plain attributes guarded by the lock of the engine.
-
-    Attributes
-    ----------
-    freed : deque of int
-        Sizes of what was dropped, in bytes; appended to in any thread, without the lock.
-    resident : int
-        Bytes resident, of which those in `freed` are not yet subtracted.
-    """
+    """The running sums behind `Statistics`, as plain attributes guarded by the lock of the engine."""
 
     def __init__(self) -> None:
-        self.freed: deque[int] = deque()
-        self.resident = 0
+        self.freed: deque[int] = deque()  # sizes of what was dropped, in bytes; without the lock, in any thread
+        self.resident = 0  # bytes, of which those in `freed` are not yet subtracted
         self.reset()
 
     def reset(self) -> None:
         """Start every count and sum anew; what is resident now is the new peak."""
-        self.passes = 0
-        self.tensors_saved = 0
-        self.bytes_saved = 0
-        self.tensors_offloaded = 0
-        self.bytes_offloaded = 0
-        self.reloaded_ahead = 0
-        self.reloaded_on_demand = 0
-        self.bytes_reloaded = 0
+        self.passes = self.tensors_saved = self.tensors_offloaded = self.reloaded_ahead = self.reloaded_on_demand = 0
+        self.bytes_saved = self.bytes_offloaded = self.bytes_reloaded = 0
         self._kept: dict[Reason, list[int]] = {}
         self._peak = self.resident_bytes
 
@@ -192,22 +165,15 @@ class Counters:
         self._settle()
         return self.resident
 
-    def snapshot(self, *, host_bytes: int, host_bytes_used: int, host_bytes_high_water: int) -> Statistics:
-        """Return the sums as statistics."""
+    def snapshot(self, **host: int) -> Statistics:
+        """Return the sums as statistics; `host` is its fields that describe host memory."""
+        names = {field.name for field in fields(Statistics)}
+        sums: dict[str, Any] = {name: value for name, value in vars(self).items() if name in names}
         return Statistics(
-            passes=self.passes,
-            tensors_saved=self.tensors_saved,
-            bytes_saved=self.bytes_saved,
-            tensors_offloaded=self.tensors_offloaded,
-            bytes_offloaded=self.bytes_offloaded,
+            **sums,
+            **host,
             tensors_kept={reason: entry[0] for reason, entry in self._kept.items()},
             bytes_kept={reason: entry[1] for reason, entry in self._kept.items()},
-            reloaded_ahead=self.reloaded_ahead,
-            reloaded_on_demand=self.reloaded_on_demand,
-            bytes_reloaded=self.bytes_reloaded,
             resident_bytes=self.resident_bytes,
             peak_resident_bytes=self._peak,
-            host_bytes=host_bytes,
-            host_bytes_used=host_bytes_used,
-            host_bytes_high_water=host_bytes_high_water,
         )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch.nn import Parameter
@@ -38,11 +38,7 @@ def _gives_parts(thing: object) -> bool:
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Compound:
-    """A saved tensor that was taken apart.
-
-    It holds the parts, each as the pack hook of a layer returned it, and what else the whole is made of.  The whole
-    is put together anew each time, so that nothing of it stays on the device in between.
-    """
+    """A saved tensor that was taken apart; put together anew each time, so that nothing of it stays on the device."""
 
     _seen: Seen  # the version counter, when the tensor was saved
     _size: torch.Size
@@ -59,7 +55,7 @@ class Compound:
         `packer` returns the pack hook for the parts of given wrappers.
         """
         seen = Seen(Wrapper.of(tensor), version_of(tensor))
-        taken = _Flat.take(tensor) if _flattens(type(tensor)) else _Shell.take(tensor)
+        taken = _take_flat(tensor) if _flattens(type(tensor)) else _take_shell(tensor)
         if taken is None:
             return None
         parts, build = taken
@@ -80,68 +76,45 @@ class Compound:
         return whole
 
 
-class _Flat:
-    """What a traceable wrapper is besides its parts."""
-
-    __slots__ = ("_context", "_kind", "_others", "_size", "_stride")
-
-    def __init__(self, tensor: Any, context: Any, others: dict[str, Any]) -> None:
-        self._kind = type(tensor)
-        self._context = context
-        self._others = others
-        self._size = tensor.size()
-        self._stride = tensor.stride()
-
-    @staticmethod
-    def take(tensor: Any) -> tuple[dict[Any, torch.Tensor], Callable[..., torch.Tensor]] | None:
-        """Take a tensor apart."""
-        try:
-            inner, context = _flatten(tensor)
-        except NotImplementedError:
-            return None
-        parts = {name: part for name, part in inner.items() if isinstance(part, torch.Tensor)}
-        others = {name: part for name, part in inner.items() if name not in parts}
-        if tensor.layout is torch.jagged:
-            # Two ragged dimensions are equal if they come from the same tensor of offsets, the same object.
-            for part in (tensor.offsets(), tensor.lengths()):
-                if part is not None:
-                    tensor_marks.keep(part)
-        return parts, _Flat(tensor, context, others)
-
-    def __call__(self, parts: dict[Any, torch.Tensor]) -> torch.Tensor:
-        whole: torch.Tensor = self._kind.__tensor_unflatten__(
-            {**self._others, **parts}, self._context, self._size, self._stride
-        )
-        return whole
+_Taken: TypeAlias = tuple[dict[Any, torch.Tensor], Callable[[dict[Any, torch.Tensor]], torch.Tensor]]
+"""The parts of a tensor, and a function that makes the whole from them."""
 
 
-class _Shell:
-    """A tensor of Transformer Engine's convention without its data."""
+def _take_flat(tensor: Any) -> _Taken | None:
+    """Take a traceable wrapper apart."""
+    try:
+        inner, context = _flatten(tensor)
+    except NotImplementedError:
+        return None
+    parts = {name: part for name, part in inner.items() if isinstance(part, torch.Tensor)}
+    others = {name: part for name, part in inner.items() if name not in parts}
+    kind, size, stride = type(tensor), tensor.size(), tensor.stride()
+    if tensor.layout is torch.jagged:
+        # Two ragged dimensions are equal if they come from the same tensor of offsets, the same object.
+        for part in (tensor.offsets(), tensor.lengths()):
+            if part is not None:
+                tensor_marks.keep(part)
+    return parts, lambda parts: kind.__tensor_unflatten__({**others, **parts}, context, size, stride)
 
-    __slots__ = ("_count", "_lock", "_shell")
 
-    def __init__(self, shell: Any, count: int) -> None:
-        self._shell = shell
-        self._count = count
-        self._lock = threading.Lock()
+def _take_shell(tensor: Any) -> _Taken | None:
+    """Take the data out of a second tensor of Transformer Engine's convention; the program may go on with the first."""
+    twin = tensor.detach()
+    if twin is tensor or type(twin) is not type(tensor):
+        return None
+    saved, shell = twin.prepare_for_saving()
+    count, lock = len(saved), threading.Lock()
 
-    @staticmethod
-    def take(tensor: Any) -> tuple[dict[Any, torch.Tensor], Callable[..., torch.Tensor]] | None:
-        """Take the data out of a second tensor like it: the program may go on with the first."""
-        twin = tensor.detach()
-        if twin is tensor or type(twin) is not type(tensor):
-            return None
-        parts, shell = twin.prepare_for_saving()
-        return {k: part for k, part in enumerate(parts) if part is not None}, _Shell(shell, len(parts))
-
-    def __call__(self, parts: dict[Any, torch.Tensor]) -> torch.Tensor:
-        with self._lock:
-            self._shell.restore_from_saved([parts.get(k) for k in range(self._count)])
+    def build(parts: dict[Any, torch.Tensor]) -> torch.Tensor:
+        with lock:
+            shell.restore_from_saved([parts.get(k) for k in range(count)])
             try:
-                whole: torch.Tensor = self._shell.detach()
+                whole: torch.Tensor = shell.detach()
             finally:
-                self._shell.prepare_for_saving()
+                shell.prepare_for_saving()
         return whole
+
+    return {k: part for k, part in enumerate(saved) if part is not None}, build
 
 
 def _flatten(tensor: Any) -> tuple[dict[str, Any], Any]:
@@ -155,8 +128,7 @@ def _flatten(tensor: Any) -> tuple[dict[str, Any], Any]:
 def _as_part(part: torch.Tensor) -> torch.Tensor:
     """Return a part as a tensor that is no leaf, unless it is a leaf of the program's own.
 
-    `DTensor.from_local` makes its part without a graph, as a view of what it was given, and lets it require a
-    gradient; that is no leaf of the program's.
+    `DTensor.from_local` makes its part as a view without a graph that requires a gradient: no leaf of the program's.
     """
     if part.requires_grad and part.is_leaf and not isinstance(part, Parameter):
         base = base_of(part)
@@ -174,10 +146,7 @@ def has_parts(thing: object) -> bool:
 
 
 def plain_parts(thing: Any) -> list[torch.Tensor]:
-    """Return the plain tensors that hold the data of a tensor or an object; a plain tensor itself.
-
-    The thing is only looked at.
-    """
+    """Return the plain tensors that hold the data of a tensor or an object; a plain tensor itself."""
     inside = _inside(thing, to_save=False)
     if inside is None:
         return [thing] if isinstance(thing, torch.Tensor) else []

@@ -20,15 +20,7 @@ __all__ = ["Final", "StorageRef", "enabled", "final", "finals", "keep", "kept", 
 
 
 class StorageRef:
-    """A weak reference to a storage; it does not keep the memory.
-
-    While it exists, the address of the storage (``_cdata``) is not given to another one, so what is found by
-    that address belongs to this storage.
-
-    Notes
-    -----
-    Uses the same primitives of PyTorch as `torch.multiprocessing` does for shared storages.
-    """
+    """A weak reference to a storage; it keeps the address and not the memory."""
 
     __slots__ = ("__weakref__", "_resources")
 
@@ -38,7 +30,7 @@ class StorageRef:
     @property
     def expired(self) -> bool:
         """Whether the memory is freed."""
-        return bool(storage_expired(self._resources.weak))
+        return storage_expired(self._resources.weak)
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,15 +71,8 @@ _Held: TypeAlias = SavedStorage | Moved | Compound
 class CompiledBackward:
     """What one backward of compiled autograd unpacks.
 
-    Only the callback that autograd calls at the end refers to it strongly.  Autograd drops that callback when an
-    exception ends the backward.
-
-    Parameters
-    ----------
-    task : int
-        Autograd's number of the backward.
-    packed : sequence
-        What autograd holds for all that this backward unpacks, also for other hooks than ours.
+    `packed` is what autograd holds for all that this backward unpacks, also for other hooks than ours.  Only the
+    callback that autograd calls at the end refers to this object strongly; an exception in the backward drops it.
     """
 
     __slots__ = ("__weakref__", "_saved", "_state", "_task", "_unpacked")

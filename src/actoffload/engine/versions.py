@@ -26,16 +26,9 @@ def drop_data(probe: torch.Tensor) -> None:
 
 
 def changed(tensor: torch.Tensor, size: tuple[int, ...], version: int) -> RuntimeError:
-    """Return the error that autograd raises without hooks, for a tensor that is not at `version` any more.
+    """Return the error that autograd raises without hooks, for a saved tensor of a size that is not at `version` now.
 
-    Parameters
-    ----------
-    tensor : torch.Tensor
-        Shares the version counter of what was changed; its own shape does not matter.
-    size : tuple of int
-        Shape of the saved tensor.
-    version : int
-        The version at which it was saved or reloaded.
+    `tensor` shares the version counter of the saved one; its own shape does not matter.
     """
     shape = ", ".join(map(str, size))
     return RuntimeError(
@@ -51,10 +44,7 @@ RETURNED = 1024
 
 
 class Wrapper:
-    """The version counter that a wrapper tensor shares with its views.
-
-    Make it with `Wrapper.of`, which gives the same object for all tensors that share a counter.
-    """
+    """The version counter that a wrapper tensor shares with its views; made by `of`, once for all of them."""
 
     __slots__ = ("__weakref__", "_counter", "_returned", "_root")
 
@@ -76,7 +66,7 @@ class Wrapper:
     @property
     def version(self) -> int:
         """How often the tensor was changed so far."""
-        return int(version_of(self._counter))
+        return version_of(self._counter)
 
     def returned(self, tensor: torch.Tensor) -> None:
         """Watch a tensor that autograd gets in place of the saved one; see [Note: in-place edits] in saved.py."""
