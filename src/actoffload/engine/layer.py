@@ -148,10 +148,9 @@ class Layer:
         for storage in self.living():
             if storage.residency is Residency.OFFLOADING and storage.copied_out is None:
                 transfers = storage.pass_device.transfers
-                if transfers not in self._copied_out:
-                    self._copied_out[transfers] = transfers.end_of_copies_out()
+                position = self._copied_out.get(transfers) or transfers.end_of_copies_out()
                 # [guard: end of the copies of a layer]
-                storage.copied_out = self._copied_out[transfers]
+                storage.copied_out = self._copied_out[transfers] = position
         return refused
 
     def note_late_copy(self, storage: SavedStorage) -> None:
