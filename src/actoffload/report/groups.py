@@ -25,8 +25,6 @@ __all__ = [
 Amounts = Mapping[Reason, tuple[int, int]]  # by reason: number of tensors, and their bytes
 WEIGHTS = frozenset({Reason.PARAMETER, Reason.BUFFER})  # saved by autograd, but no activations: always kept
 FOLLOWED = frozenset({Reason.HOST_FULL, Reason.SHARED})  # in `GroupReport.bytes_saved` already: they can be offloaded
-
-
 FIRST = re.compile(r"\[[^]]*\]|[^.[]*")  # the first name, key or index of a path
 
 

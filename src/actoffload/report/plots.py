@@ -52,12 +52,10 @@ def plot_timeline(timeline: Timeline, ax: Axes | None = None, names: Sequence[st
 
     Parameters
     ----------
-    timeline : Timeline
-        Simulated or measured.
+    timeline, names : Timeline, sequence of str
+        Simulated or measured; names of the layers by index, written instead of their numbers where they fit.
     ax : matplotlib Axes, optional
         Where to draw; a new figure by default.  It is returned.
-    names : sequence of str
-        Names of the layers by index, written instead of their numbers where they fit.
     """
     if ax is None:
         ax = _pyplot().subplots(figsize=(7.5, 2.4), layout="constrained")[1]

@@ -36,24 +36,24 @@ class Printable:
         raise NotImplementedError
 
     def _blocks(self, notation: str, show: Callable[[str], str], bold: str, note: str, item: str = "- {}") -> list[str]:
-        """Return a text for each table with its note, and one for the sentences; `bold` etc. are their formats."""
+        """Return a text for each table with its note, and last one for the sentences, empty without any."""
         tables, sentences = self._content()
         grids = [_grid(table, notation, show, bold) for table in tables]
         notes = [note.format(show(table.note)) if table.note else "" for table in tables]
         items = "\n".join(item.format(show(sentence)) for sentence in sentences)
-        return [*map("".join, zip(grids, notes, strict=True)), *filter(None, [items])]
+        return [*map("".join, zip(grids, notes, strict=True)), items]
 
     def __str__(self) -> str:
-        return "\n\n".join(self._blocks("simple", str, bold="{}", note="\n{}"))
+        return "\n\n".join(filter(None, self._blocks("simple", str, bold="{}", note="\n{}")))
 
     def to_markdown(self) -> str:
         """Return the tables in Markdown, as GitHub and MyST read it."""
-        return "\n\n".join(self._blocks("pipe", _markdown, bold="**{}**", note="\n\n{}"))
+        return "\n\n".join(filter(None, self._blocks("pipe", _markdown, bold="**{}**", note="\n\n{}")))
 
     def to_html(self) -> str:
         """Return the tables in HTML, without style sheet or script."""
-        blocks = self._blocks("unsafehtml", _html, bold="<b>{}</b>", note="\n<p>{}</p>", item="<li>{}</li>")
-        blocks = [f"<ul>{block}</ul>" if block.startswith("<li>") else block for block in blocks]
+        *blocks, items = self._blocks("unsafehtml", _html, bold="<b>{}</b>", note="\n<p>{}</p>", item="<li>{}</li>")
+        blocks += [f"<ul>{items}</ul>"] if items else []
         return '<div class="actoffload-report">' + "\n".join(blocks) + "</div>"
 
     def _repr_html_(self) -> str:
