@@ -89,7 +89,6 @@ class MemoryMeter:
     >>> from actoffload.measure import MemoryMeter
     >>> with MemoryMeter() as meter:
     ...     a = torch.zeros(2**18)
-    ...     del a
     ...     meter.sample()
     >>> meter.peak_bytes >= 2**20
     True
@@ -148,9 +147,10 @@ def measure_peak(function: Callable[[], object], warmup: int = 2) -> int:
 def measure_step_times(
     arms: Mapping[str, Callable[[], object]], *, repeats: int = 7, steps: int = 1, warmup: int = 2
 ) -> dict[str, list[float]]:
-    """Time several functions side by side, in random order, so that drifting clocks affect all of them alike.
+    """Time several functions side by side: return the seconds of one call by name, for each repeat.
 
-    Each measurement follows an untimed call of the same function.
+    The order is random, so that drifting clocks affect all functions alike.  Each measurement follows an untimed call
+    of the same function.  Seconds are times between events on the current stream.
 
     Parameters
     ----------
@@ -158,11 +158,6 @@ def measure_step_times(
         Functions by name, called without arguments.
     repeats, steps, warmup : int
         Measurements of each function, calls in one of them without a pause between, and calls before the first one.
-
-    Returns
-    -------
-    dict of str to list of float
-        Seconds of one call, for each repeat: time between events on the current stream.
     """
     seconds: dict[str, list[float]] = {name: [] for name in arms}
     for function in arms.values():

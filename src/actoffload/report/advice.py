@@ -63,10 +63,10 @@ def _offloaded(report: Report) -> Iterator[Weighted]:
     elif not totals.bytes_offloaded:
         could = size(sum(group.bytes_saved for group in report.offloaded_groups))
         everything = size(sum(group.activation_bytes for group in report.offloaded_groups))
+        but = f"Nothing was offloaded, although the plan offloads {len(report.offloaded_groups)} of {groups} groups"
         yield (
             report.activation_bytes,
-            f"Nothing was offloaded, although the plan offloads {len(report.offloaded_groups)} of {groups} groups: "
-            f"{could} of {everything} of activations in these groups can be offloaded.",
+            f"{but}: {could} of {everything} of activations in these groups can be offloaded.",
         )
 
 
@@ -76,11 +76,8 @@ def _kept(report: Report) -> Iterator[Weighted]:
         share = nbytes / everything if everything else 0.0
         if reason in IN_ORDER or (share < LARGE and reason is not Reason.HOST_FULL):
             continue
-        yield (
-            nbytes,
-            f"{percent(share)} of the activations ({size(nbytes)} in {count} tensor{'s' * (count > 1)}) were kept for "
-            f'the reason "{reason.value}": {_to_do(report, reason, count, nbytes)}.',
-        )
+        what = f"{percent(share)} of the activations ({size(nbytes)} in {count} tensor{'s' * (count > 1)})"
+        yield nbytes, f'{what} were kept for the reason "{reason.value}": {_to_do(report, reason, count, nbytes)}.'
 
 
 def _to_do(report: Report, reason: Reason, count: int, nbytes: int) -> str:
@@ -91,10 +88,8 @@ def _to_do(report: Report, reason: Reason, count: int, nbytes: int) -> str:
     if reason is Reason.HOST_FULL:
         # More than the limit in any case, which did not allow these steps beside what is allocated.
         enough = max(report.host_bytes, report.host_bytes_high_water) + -(-nbytes // GRANULE) * GRANULE
-        return (
-            f"raise max_host_bytes to at least {enough} ({size(enough)}); if no limit is set, the host has no more "
-            "pinned memory"
-        )
+        limit = f"raise max_host_bytes to at least {enough} ({size(enough)})"
+        return f"{limit}; if no limit is set, the host has no more pinned memory"
     if reason is not Reason.OUTSIDE:
         return DOING[reason]
     modules, everything = report.outside_modules, report.activation_bytes
@@ -147,11 +142,8 @@ def _on_demand(report: Report) -> Iterator[Weighted]:
     why = "the execution order changed since the pass before, or backward did not run in the reverse order"
     if any(not group.calls for group in behind):
         why = "later groups, whose backward reloads them, did not run"
-    yield (
-        sum(group.bytes_offloaded for group in late),
-        f"{count} of {of} reloads ({percent(count / of)}) were on demand, when backward needed them, for "
-        f"{fold_names(names)}: {why}.",
-    )
+    reloads = f"{count} of {of} reloads ({percent(count / of)}) were on demand, when backward needed them"
+    yield sum(group.bytes_offloaded for group in late), f"{reloads}, for {fold_names(names)}: {why}."
 
 
 def _stall_share(report: Report) -> float | None:
@@ -166,11 +158,9 @@ def _stalled(report: Report) -> Iterator[Weighted]:
     totals = report.totals
     worst = max(report.groups, key=lambda group: group.stall_seconds or 0.0)
     forward, backward = (milliseconds(s or 0.0) for s in (totals.forward_stall_seconds, totals.backward_stall_seconds))
-    yield (
-        totals.bytes_offloaded,
-        f"Compute stalled for {percent(share)} of the step ({forward} in forward, {backward} in backward), longest for "
-        f"copies of {worst.name} ({milliseconds(worst.stall_seconds or 0.0)}): offload fewer groups.",
-    )
+    stalled = f"Compute stalled for {percent(share)} of the step ({forward} in forward, {backward} in backward)"
+    longest = f"longest for copies of {worst.name} ({milliseconds(worst.stall_seconds or 0.0)})"
+    yield totals.bytes_offloaded, f"{stalled}, {longest}: offload fewer groups."
 
 
 def _fine(report: Report) -> str:

@@ -25,8 +25,6 @@ __all__ = [
 Amounts = Mapping[Reason, tuple[int, int]]  # by reason: number of tensors, and their bytes
 WEIGHTS = frozenset({Reason.PARAMETER, Reason.BUFFER})  # saved by autograd, but no activations: always kept
 FOLLOWED = frozenset({Reason.HOST_FULL, Reason.SHARED})  # in `GroupReport.bytes_saved` already: they can be offloaded
-
-
 FIRST = re.compile(r"\[[^]]*\]|[^.[]*")  # the first name, key or index of a path
 
 
@@ -137,10 +135,9 @@ class Holder:
     ----------
     kind : str
         What refers to the memory: ``"attribute"``, ``"global"``, ``"local variable"``, ``"input"``, ``"output"`` etc.
-    paths : tuple of str
-        How the memory is reached; several if storages with the same holder were merged.
-    owner : str
-        What the reference belongs to: a module, a function with its file and line, a class.
+    paths, owner : tuple of str, str
+        How the memory is reached, in several ways if storages with the same holder were merged; what the reference
+        belongs to: a module, a function with its file and line, a class.
     """
 
     kind: str
@@ -182,9 +179,11 @@ def merge_held(held: Sequence[HeldStorage]) -> list[tuple[tuple[str, ...], int, 
         merged.setdefault(key, []).append(storage)
     entries = []
     for same in merged.values():
-        holders = tuple(map(_merge_holders, zip(*(storage.holders for storage in same), strict=True)))
-        groups = tuple(dict.fromkeys(storage.group for storage in same))
-        entries.append((groups, sum(storage.nbytes for storage in same), holders))
+        groups, holders = tuple(dict.fromkeys(storage.group for storage in same)), []
+        for alike in zip(*(storage.holders for storage in same), strict=True):
+            paths = dict.fromkeys(holder.paths[0] for holder in alike if holder.owner == alike[0].owner)
+            holders.append(replace(alike[0], paths=tuple(paths)))
+        entries.append((groups, sum(storage.nbytes for storage in same), tuple(holders)))
     return sorted(entries, key=lambda entry: (-entry[1], entry[0], tuple(map(str, entry[2]))))
 
 

@@ -52,12 +52,10 @@ def plot_timeline(timeline: Timeline, ax: Axes | None = None, names: Sequence[st
 
     Parameters
     ----------
-    timeline : Timeline
-        Simulated or measured.
+    timeline, names : Timeline, sequence of str
+        Simulated or measured; names of the layers by index, written instead of their numbers where they fit.
     ax : matplotlib Axes, optional
         Where to draw; a new figure by default.  It is returned.
-    names : sequence of str
-        Names of the layers by index, written instead of their numbers where they fit.
     """
     if ax is None:
         ax = _pyplot().subplots(figsize=(7.5, 2.4), layout="constrained")[1]
@@ -106,22 +104,20 @@ def plot_memory(curves: Mapping[str, Sequence[tuple[float, int]]], ax: Axes | No
     highest = max(nbytes for points in curves.values() for _, nbytes in points)
     scale = _set_time_axis(ax, end)
     divisor, memory_unit = _byte_unit(highest)
-    handles = []
     for (name, points), (colour, dashes) in zip(curves.items(), cycle(LINES), strict=False):
         x = [seconds * scale for seconds, _ in points]
         y = [nbytes / divisor for _, nbytes in points]
-        (line,) = ax.step(x, y, where="post", color=colour, linestyle=dashes, linewidth=1.8)
         peak, top = max(nbytes for _, nbytes in points), max(y)
         peak_divisor, peak_unit = _byte_unit(peak)
-        line.set_label(f"{name + ', ' if name else ''}peak {peak / peak_divisor:.4g} {peak_unit}")
+        label = f"{name + ', ' if name else ''}peak {peak / peak_divisor:.4g} {peak_unit}"
+        ax.step(x, y, where="post", color=colour, linestyle=dashes, linewidth=1.8, label=label)
         if len(curves) == 1:
             ax.fill_between(x, y, step="post", color=colour, alpha=0.22, linewidth=0)
         ax.plot(x[y.index(top)], top, "o", color=colour, markersize=5, zorder=4)
         ax.axhline(top, color=colour, linewidth=0.8, linestyle=(0, (1, 3)), zorder=1)
-        handles.append(line)
     ax.set_ylim(0, highest / divisor * 1.08 or 1.0)
     ax.set_ylabel(f"memory ({memory_unit})")
-    _legend(ax, handles, columns=min(len(curves), 2))
+    _legend(ax, None, columns=min(len(curves), 2))
     return ax
 
 
@@ -211,8 +207,8 @@ def _style(kind: Kind) -> dict[str, Any]:
     return {"facecolor": "none", "edgecolor": rcParams["axes.edgecolor"], "hatch": "//////", "linewidth": 0.5}
 
 
-def _legend(ax: Axes, handles: list[Any], columns: int) -> None:
-    """Add a legend above the axes."""
+def _legend(ax: Axes, handles: list[Any] | None, columns: int) -> None:
+    """Add a legend above the axes; without `handles`, of all that has a label."""
     space: dict[str, Any] = {"borderaxespad": 0.2, "borderpad": 0.2, "handlelength": 1.6, "columnspacing": 1.4}
     space |= {"bbox_to_anchor": (0.0, 1.0), "ncols": columns, "fontsize": LABEL_SIZE + 0.5}
     ax.legend(handles=handles, loc="lower left", frameon=False, **space)

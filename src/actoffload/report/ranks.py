@@ -72,10 +72,8 @@ class RankReports(Printable):
 
     Parameters
     ----------
-    reports : tuple of Report
-        One for each rank, in the order of the ranks in their process group.
-    ranks : tuple of int
-        Their global ranks; if empty, 0, 1, 2 and so on.
+    reports, ranks : tuple of Report, tuple of int
+        One for each rank, in the order of their process group; their global ranks, or empty for 0, 1, 2 and so on.
     """
 
     reports: tuple[Report, ...]
@@ -111,18 +109,18 @@ class RankReports(Printable):
         for title in dict.fromkeys(title for mine in offloaded for title in mine):
             cells = [bytes_or_dash(mine[title]) if title in mine else "" for mine in offloaded]
             columns.append((title, cells, bytes_or_dash(sum(mine.get(title, 0) for mine in offloaded))))
-        copied, activations = ([r.totals.bytes_offloaded for r in reports], [r.activation_bytes for r in reports])
-        columns.append(_with_sum("offloaded", copied))
-        columns.append(
-            _with_sum("not offloaded", [max(0, of - part) for of, part in zip(activations, copied, strict=True)])
-        )
+        rest = [max(0, report.activation_bytes - report.totals.bytes_offloaded) for report in reports]
+        columns.append(_with_sum("offloaded", [report.totals.bytes_offloaded for report in reports]))
+        columns.append(_with_sum("not offloaded", rest))
         if any(report.r is not None for report in reports):
             columns.append(("R", ["-" if report.r is None else percent(report.r, 2) for report in reports], ""))
         # No sum of peaks: each device has its own, at another time.
         columns.append(("at the peak", [bytes_or_dash(report.peak_resident_bytes) for report in reports], ""))
         columns.append(_with_sum("host memory", [report.host_bytes for report in reports]))
-        lines = fold(range(len(reports)), lambda k: tuple(cells[k] for _, cells, _ in columns))
-        rows = [(_ranks([self.ranks[k] for k in same]), *(cells[same[0]] for _, cells, _ in columns)) for same in lines]
+        lines, rows = fold(range(len(reports)), lambda k: tuple(cells[k] for _, cells, _ in columns)), []
+        for same in lines:
+            ranks = fold_names([str(self.ranks[k]) for k in same]) + (f" ({len(same)} ranks)" if len(same) > 1 else "")
+            rows.append((ranks, *(cells[same[0]] for _, cells, _ in columns)))
         several = len(reports) > 1
         rows += [("total", *(total for *_, total in columns))] if several else []
         notes = ["A line for several ranks has the values of each of them."] if len(lines) < len(reports) else []
@@ -151,9 +149,3 @@ def _titles(groups: Sequence[GroupReport]) -> dict[tuple[str, str], str]:
 
 def _with_sum(title: str, values: Sequence[int]) -> tuple[str, list[str], str]:
     return title, list(map(bytes_or_dash, values)), bytes_or_dash(sum(values))
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    """Return ranks in short: ``0 ... 3, 8 (5 ranks)``."""
-    shown = fold_names([str(rank) for rank in ranks])
-    return f"{shown} ({len(ranks)} ranks)" if len(ranks) > 1 else shown

@@ -1,11 +1,10 @@
 """Show the timeline of a recorded step, with the names of its layers: times by layer, figure and trace file.
 
-[Note: trace files]  They have the JSON object form of Google's Trace Event Format
-(https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU).  Events of one thread must nest;
-Perfetto drops those that cross.  A lane whose spans overlap (two passes in flight, nested groups) is therefore spread
-over several threads.  Times are whole nanoseconds, written as microseconds with three decimals, so that rounding makes
-no neighbours overlap.  Perfetto reads the keys of the outer object in order and stops at an unknown one, so
-``traceEvents`` is last.
+[Note: trace files]  They have the JSON object form of the Trace Event Format
+(https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU).  Perfetto drops events of one thread
+that cross, so a lane whose spans overlap (two passes in flight, nested groups) is spread over several threads.  Times
+are whole nanoseconds, so that rounding makes no neighbours overlap.  Perfetto stops at an unknown key of the outer
+object, so ``traceEvents`` is last.
 """
 
 from __future__ import annotations
@@ -59,16 +58,6 @@ class StepTimeline:
         The recorded step.
     names : sequence of str
         Names of the layers by their index in the timeline.
-
-    Examples
-    --------
-    >>> from actoffload.report.step_timeline import StepTimeline
-    >>> layers = [LayerCost.even(2**28, forward=0.010, backward=0.020)] * 3
-    >>> link = Link(d2h=2**28 / 0.012, h2d=2**28 / 0.012)
-    >>> predicted = simulate(DefaultSchedule(num_layers=2, model_layers=3).plan(), layers, link)
-    >>> step = StepTimeline(predicted.timeline, ["stem", "body", "head"])
-    >>> [round(times.backward_stall, 5) for times in step.by_layer()]
-    [0.0015, 0.0015, 0.0]
     """
 
     def __init__(self, timeline: Timeline, names: Sequence[str]) -> None:

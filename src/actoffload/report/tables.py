@@ -35,30 +35,25 @@ class Printable:
     def _content(self) -> tuple[Sequence[Table], Sequence[str]]:
         raise NotImplementedError
 
-    def _blocks(
-        self, notation: str, show: Callable[[str], str], bold: str = "{}", note: str = "\n{}", item: str = "- {}"
-    ) -> list[str]:
-        """Return a text for each table with its note, and one for the sentences; `bold` etc. are their formats."""
+    def _blocks(self, notation: str, show: Callable[[str], str], bold: str, note: str, item: str = "- {}") -> list[str]:
+        """Return a text for each table with its note, and last one for the sentences, empty without any."""
         tables, sentences = self._content()
-        blocks = [
-            _grid(table, notation, show, bold) + (note.format(show(table.note)) if table.note else "")
-            for table in tables
-        ]
+        grids = [_grid(table, notation, show, bold) for table in tables]
+        notes = [note.format(show(table.note)) if table.note else "" for table in tables]
         items = "\n".join(item.format(show(sentence)) for sentence in sentences)
-        return [*blocks, items] if items else blocks
+        return [*map("".join, zip(grids, notes, strict=True)), items]
 
     def __str__(self) -> str:
-        return "\n\n".join(self._blocks("simple", str))
+        return "\n\n".join(filter(None, self._blocks("simple", str, bold="{}", note="\n{}")))
 
     def to_markdown(self) -> str:
         """Return the tables in Markdown, as GitHub and MyST read it."""
-        return "\n\n".join(self._blocks("pipe", _markdown, bold="**{}**", note="\n\n{}"))
+        return "\n\n".join(filter(None, self._blocks("pipe", _markdown, bold="**{}**", note="\n\n{}")))
 
     def to_html(self) -> str:
         """Return the tables in HTML, without style sheet or script."""
-        blocks = self._blocks("unsafehtml", _html, bold="<b>{}</b>", note="\n<p>{}</p>", item="<li>{}</li>")
-        if self._content()[1]:
-            blocks[-1] = f"<ul>{blocks[-1]}</ul>"
+        *blocks, items = self._blocks("unsafehtml", _html, bold="<b>{}</b>", note="\n<p>{}</p>", item="<li>{}</li>")
+        blocks += [f"<ul>{items}</ul>"] if items else []
         return '<div class="actoffload-report">' + "\n".join(blocks) + "</div>"
 
     def _repr_html_(self) -> str:
@@ -132,10 +127,8 @@ def _range(names: Sequence[str]) -> str:
     # Two names are a range only if nothing is between them.
     if not step or (step != 1 and len(names) < 3):
         return ""
-    parts, second, last = (re.split(r"(\d+)", name) for name in (names[0], names[1], names[-1]))
-    k = next(k for k, (a, b) in enumerate(zip(parts, last, strict=True)) if a != b)
-    parts[k] += f" ... {last[k]}" if step == 1 else f", {second[k]} ... {last[k]}"
-    return "".join(parts)
+    parts = zip(*(re.split(r"(\d+)", name) for name in (names[0], names[1], names[-1])), strict=True)
+    return "".join(a if a == c else f"{a} ... {c}" if step == 1 else f"{a}, {b} ... {c}" for a, b, c in parts)
 
 
 def _step(names: Sequence[str]) -> int:
