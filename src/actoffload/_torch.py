@@ -83,19 +83,12 @@ version_of: Callable[[torch.Tensor], int] = _getter("Tensor._version", lambda te
 base_of: Callable[[torch.Tensor], torch.Tensor | None] = _getter("Tensor._base", lambda tensor: None)
 """Return the tensor of which a tensor is a view, or None."""
 
+# A weak reference to a storage keeps its address and not its memory.  It has to be freed once.
 storage_weakref: Callable[[torch.UntypedStorage], Any] = _need("UntypedStorage._weak_ref", lambda storage: 0)
-"""Return a weak reference to a storage: it keeps the address, and not the memory."""
-
 storage_expired: Callable[[Any], bool] = _need("UntypedStorage._expired", lambda ref: True)
-"""Return whether the memory behind a weak reference is freed."""
-
 free_storage_weakref: Callable[[Any], None] = _need("UntypedStorage._free_weak_ref", lambda ref: None)
-"""Give a weak reference up; needed once for each."""
-
-storage_behind: Callable[[Any], torch.UntypedStorage | None] = _find(
-    "UntypedStorage._new_with_weak_ptr", lambda ref: None
-)
-"""Return the storage behind a weak reference; None if it is freed."""
+_storage_behind = _find("UntypedStorage._new_with_weak_ptr", lambda ref: None)
+storage_behind: Callable[[Any], torch.UntypedStorage | None] = _storage_behind  # None if the memory is freed
 
 negative_view: Callable[[torch.Tensor], torch.Tensor] = _find("_neg_view", torch.neg)
 """Return a tensor with the opposite sign, as a view where PyTorch can."""

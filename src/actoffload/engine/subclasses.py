@@ -137,9 +137,6 @@ def _as_part(part: torch.Tensor) -> torch.Tensor:
     return part
 
 
-# Parts that are only read
-
-
 def has_parts(thing: object) -> bool:
     """Whether something is a tensor, or an object made of tensors."""
     return isinstance(thing, torch.Tensor) or _gives_parts(thing) or hasattr(thing, "get_data_tensors")

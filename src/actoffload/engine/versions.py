@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Iterable, Sequence
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -13,16 +14,15 @@ from .._torch import base_of, plain_tensors, version_of
 
 __all__ = ["Seen", "Wrapper", "Wrappers", "changed", "drop_data", "serves", "together", "unchanged"]
 
-_empty: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
+
+@cache
+def _empty(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.empty(0, dtype=dtype, device=device)
 
 
 def drop_data(probe: torch.Tensor) -> None:
     """Take the memory out of a detached tensor; it still shares the version counter of the original."""
-    key = (probe.dtype, probe.device)
-    empty = _empty.get(key)
-    if empty is None:
-        empty = _empty[key] = torch.empty(0, dtype=probe.dtype, device=probe.device)
-    probe.data = empty
+    probe.data = _empty(probe.dtype, probe.device)
 
 
 def changed(tensor: torch.Tensor, size: tuple[int, ...], version: int) -> RuntimeError:
