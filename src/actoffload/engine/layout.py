@@ -81,11 +81,10 @@ class View(NamedTuple):
         It is a view in autograd's sense, and shares the version counter of the buffer.
         """
         element = self.dtype.itemsize
-        data = buffer
-        if data.dtype is not self.dtype:
-            data = data.as_strided((data.numel(),), (1,)).view(torch.uint8)
-            data = data[: data.numel() // element * element].view(self.dtype)
-        tensor = data.as_strided(self.size, self.stride, (self.offset - base) // element)
+        if buffer.dtype is not self.dtype:
+            data = buffer.as_strided((buffer.numel(),), (1,)).view(torch.uint8)
+            buffer = data[: data.numel() // element * element].view(self.dtype)
+        tensor = buffer.as_strided(self.size, self.stride, (self.offset - base) // element)
         tensor = tensor.conj() if self.conj else tensor
         return negative_view(tensor) if self.neg else tensor
 
