@@ -235,7 +235,7 @@ def counted(arm: Arm, device: torch.device, link: Link) -> dict[str, Any]:
     row = {"peak_bytes": meter.peak_bytes, "rough_seconds": seconds}
     if arm.offloader is not None:
         statistics = arm.offloader.statistics()
-        names = ("tensors_offloaded", "bytes_offloaded", "bytes_reloaded", "reloaded_on_demand", "stalls", "host_bytes")
+        names = ("tensors_offloaded", "bytes_offloaded", "bytes_reloaded", "reloaded_on_demand", "host_bytes")
         row |= {name: getattr(statistics, name) for name in names}
         row |= {"d2h_seconds": row["bytes_offloaded"] / link.d2h, "h2d_seconds": row["bytes_reloaded"] / link.h2d}
         row["host_ratio"] = row["host_bytes"] / row["bytes_offloaded"]

@@ -81,21 +81,13 @@ version_of: Callable[[torch.Tensor], int] = _getter("Tensor._version", lambda te
 """Return the version counter of a tensor: the number of in-place edits of it and of its views."""
 
 base_of: Callable[[torch.Tensor], torch.Tensor | None] = _getter("Tensor._base", lambda tensor: None)
-"""Return the tensor of which a tensor is a view, or None."""
 
+# A weak reference to a storage keeps its address and not its memory.  It has to be freed once.
 storage_weakref: Callable[[torch.UntypedStorage], Any] = _need("UntypedStorage._weak_ref", lambda storage: 0)
-"""Return a weak reference to a storage: it keeps the address, and not the memory."""
-
 storage_expired: Callable[[Any], bool] = _need("UntypedStorage._expired", lambda ref: True)
-"""Return whether the memory behind a weak reference is freed."""
-
 free_storage_weakref: Callable[[Any], None] = _need("UntypedStorage._free_weak_ref", lambda ref: None)
-"""Give a weak reference up; needed once for each."""
-
-storage_behind: Callable[[Any], torch.UntypedStorage | None] = _find(
-    "UntypedStorage._new_with_weak_ptr", lambda ref: None
-)
-"""Return the storage behind a weak reference; None if it is freed."""
+_storage_behind = _find("UntypedStorage._new_with_weak_ptr", lambda ref: None)
+storage_behind: Callable[[Any], torch.UntypedStorage | None] = _storage_behind  # None if the memory is freed
 
 negative_view: Callable[[torch.Tensor], torch.Tensor] = _find("_neg_view", torch.neg)
 """Return a tensor with the opposite sign, as a view where PyTorch can."""
@@ -138,7 +130,6 @@ DispatchMode: Any = _find("utils._python_dispatch.TorchDispatchMode")
 """Base class of contexts that see every operation; None where PyTorch has none."""
 
 tree_leaves: Callable[[Any], list[Any]] = _find("utils._pytree.tree_leaves", lambda tree: [tree])
-"""Return the leaves of nested containers."""
 
 
 # Autograd
@@ -271,13 +262,13 @@ def inlined(function: F, callees: Any = _SKIP) -> F:
     return function
 
 
-def opaque(function: F, reason: str = "", callees: Any = _SKIP) -> F:
-    """Let a function run as plain Python where compiled code calls it; by default all that it calls, too.
+def opaque(function: F, reason: str = "", *, compile_callees: bool = False) -> F:
+    """Let a function run as plain Python where compiled code calls it, and all that it calls unless `compile_callees`.
 
     Does what `torch.compiler.disable` does, for all closures of the same code and without a wrapper around each call.
     `reason` is the error for a program that asked for a single graph.
     """
-    inlined(function, callees)
+    inlined(function, _DEFAULT if compile_callees else _SKIP)
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     function._torchdynamo_disable_msg = reason  # type: ignore[attr-defined]
     return function
@@ -300,11 +291,6 @@ def compiled_backward() -> list[Any] | None:
             return frame.f_locals.get("packed_inputs")
         frame = frame.f_back
     return None
-
-
-def break_graph(function: F, reason: str) -> F:
-    """Do as `opaque`, but let Dynamo compile what the function calls."""
-    return opaque(function, reason, _DEFAULT)
 
 
 # Devices

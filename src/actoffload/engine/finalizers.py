@@ -6,10 +6,10 @@ and the ``__del__`` stops half-way.  So the finalizers here are callbacks of wea
 ``deque.append``, which is C.  The weak reference, a `Resources`, has all that is to be given back.  `settle` gives it
 back in ordinary code: before host memory is taken, before bytes are counted, and in statistics.
 
-Device memory is freed by reference counts, at once.  Only a storage that is dropped while a transfer uses its memory
-has a ``__del__``, because a stream has to wait before that memory is free.  `raise_later` keeps an exception that comes
-in there, and `settle` raises it.  An exception before the first line of that ``__del__`` is still dropped by Python;
-then `Resources.in_flight` keeps the memory until `settle` has let the stream wait.
+Device memory is freed by reference counts.  Only a storage that is dropped while a transfer uses its memory has a
+``__del__``, because a stream has to wait before.  `raise_later` keeps an exception that comes in there, and `settle`
+raises it.  Python drops one that comes before the first line of that ``__del__``; then `Resources.in_flight` keeps the
+memory until `settle` has let the stream wait.
 
 `settle` itself may be interrupted after any call.  So statements without a call between them take a resource out of its
 `Resources` and put it into a queue: neither a signal handler nor another thread can come between.

@@ -6,11 +6,12 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import NamedTuple, TypeAlias, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 
 from .._torch import negative_view
+from ..device.base import Pairs
 from .segments import HostBuffer
 
 __all__ = ["Layout", "Piece", "View", "dense", "gaps", "loose_pieces", "reload_spans", "union"]
@@ -80,11 +81,10 @@ class View(NamedTuple):
         It is a view in autograd's sense, and shares the version counter of the buffer.
         """
         element = self.dtype.itemsize
-        data = buffer
-        if data.dtype is not self.dtype:
-            data = data.as_strided((data.numel(),), (1,)).view(torch.uint8)
-            data = data[: data.numel() // element * element].view(self.dtype)
-        tensor = data.as_strided(self.size, self.stride, (self.offset - base) // element)
+        if buffer.dtype is not self.dtype:
+            data = buffer.as_strided((buffer.numel(),), (1,)).view(torch.uint8)
+            buffer = data[: data.numel() // element * element].view(self.dtype)
+        tensor = buffer.as_strided(self.size, self.stride, (self.offset - base) // element)
         tensor = tensor.conj() if self.conj else tensor
         return negative_view(tensor) if self.neg else tensor
 
@@ -115,9 +115,6 @@ class Layout:
 _view = partial(tuple.__new__, View)  # without the frame of Python's that a named tuple makes
 
 
-Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor]
-
-
 @dataclass(slots=True)
 class Piece:
     """A part of a storage that moves as one copy."""
@@ -139,7 +136,7 @@ class Piece:
         """Bytes that move."""
         return self.stop - self.start if self.elements is None else self.elements.covered
 
-    def pairs(self, memory: torch.UntypedStorage, base: int, device: torch.device) -> list[Pair]:
+    def pairs(self, memory: torch.UntypedStorage, base: int, device: torch.device) -> Pairs:
         """Return the parts of a transfer of this piece; byte 0 of `memory` stands for byte `base` of the storage."""
         assert self.host is not None
         if self.elements is not None:

@@ -54,23 +54,20 @@ class ModuleTensors:
     def reason(self, key: int) -> Reason | None:
         """Return why the storage at an address is kept, or None if no module owns it."""
         if self._entered:
-            self._look_up()
+            # A sharding wrapper replaces parameters in a hook before the forward of its module, those of inner modules
+            # too.  So the tables of a module are read again each time that it has been entered.
+            modules: dict[Module, None] = {}
+            for root in self._entered:
+                if root not in modules:
+                    modules.update(dict.fromkeys(_modules_in(root)))
+            self._places.update(_places(modules))
+            self._entered.clear()
         place = self._places.get(key)
         if place is None:
             return None
         table, name, reason = place
         tensor = table.get(name)  # another tensor may be in its place now
         return reason if tensor is not None and key in _addresses(tensor) else None
-
-    def _look_up(self) -> None:
-        # A sharding wrapper replaces parameters in a hook before the forward of its module, those of inner modules too.
-        # So the tables of a module are read again each time that it has been entered.
-        modules: dict[Module, None] = {}
-        for root in self._entered:
-            if root not in modules:
-                modules.update(dict.fromkeys(_modules_in(root)))
-        self._places.update(_places(modules))
-        self._entered.clear()
 
 
 def _places(modules: Iterable[Module]) -> dict[int, _Place]:
@@ -279,10 +276,8 @@ def stays(tensor: torch.Tensor, backend: Backend, owned: ModuleTensors, limit: L
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
         return Reason.LAYOUT
     needs_gradient, base = tensor.requires_grad, base_of(tensor)
-    if base is not None or needs_gradient:
-        reason = _tied(tensor)
-        if reason is not None:
-            return reason
+    if (base is not None or needs_gradient) and (reason := _tied(tensor)) is not None:
+        return reason
     # The local part of a DTensor parameter requires a gradient, as a view of what requires none.
     if not needs_gradient or (base is not None and not base.requires_grad):
         reason = owned.reason(address(tensor.untyped_storage()))

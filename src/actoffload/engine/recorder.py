@@ -31,19 +31,15 @@ class TimelineRecorder:
         self._starts: list[StreamEvent] = []
         self._resident: list[tuple[StreamEvent, int]] = []
         self._running: dict[tuple[int, Kind, int], tuple[Stream, StreamEvent, object]] = {}
-        self._name_of: Callable[[int], str] | None = None
+        self.name_of: Callable[[int], str] | None = None  # of layers, for NVTX ranges of compute and copies
         self._gaps: list[tuple[StreamEvent, StreamEvent]] = []
         self._done: Timeline | None = None
 
-    def mark_ranges(self, name_of: Callable[[int], str]) -> None:
-        """Show compute and copies as NVTX ranges too, with the names of the layers."""
-        self._name_of = name_of
-
     def _start_range(self, kind: Kind, layer: int) -> object:
         """Begin an NVTX range that any thread may end."""
-        if not has_nvtx or self._name_of is None or kind is Kind.STALL:
+        if not has_nvtx or self.name_of is None or kind is Kind.STALL:
             return None
-        return torch.cuda.nvtx.range_start(f"{kind.value} of {self._name_of(layer)}")
+        return torch.cuda.nvtx.range_start(f"{kind.value} of {self.name_of(layer)}")
 
     @contextmanager
     def span(self, kind: Kind, layer: int, stream: Stream, nbytes: int) -> Iterator[None]:
@@ -110,6 +106,5 @@ class TimelineRecorder:
 
         spans = (Span(kind, layer, seconds(start), seconds(end), n) for kind, layer, start, end, n in self._spans)
         # A wait that found its transfer done takes a few microseconds of stream time, and is no stall.
-        shortest = self._backend.resolution
-        kept = (s for s in spans if s.kind is not Kind.STALL or s.seconds > shortest)
+        kept = (s for s in spans if s.kind is not Kind.STALL or s.seconds > self._backend.resolution)
         return Timeline.build(kept, [(seconds(event), nbytes) for event, nbytes in self._resident], source)

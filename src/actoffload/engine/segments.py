@@ -64,10 +64,6 @@ class FreeSegments:
     def __init__(self) -> None:
         self.segments: list[Segment] = []
 
-    def usable(self) -> int:
-        """Return the bytes of which a buffer of several segments can be made."""
-        return sum(segment.nbytes for segment in self.segments if segment.nbytes >= SPLIT)
-
     def insert(self, segment: Segment) -> None:
         """Add a segment, joined with its neighbours."""
         free = self.segments

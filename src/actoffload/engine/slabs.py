@@ -26,7 +26,7 @@ import torch
 
 from ..device.base import Backend, StreamPosition, latest_positions
 from .finalizers import Resources, settle
-from .segments import FreeSegments, HostBuffer, Segment
+from .segments import SPLIT, FreeSegments, HostBuffer, Segment
 
 __all__ = ["GRANULE", "Account", "Slabs"]
 
@@ -257,7 +257,7 @@ class Slabs:
         """Allocate slabs for what is missing; return why that is not possible, or nothing."""
         if self._exhausted and _given_back[0] < self._retry_at:  # [guard: request that the system refused]
             return self._exhausted
-        usable = 0 if whole else self._free.usable()
+        usable = 0 if whole else sum(s.nbytes for s in self._free.segments if s.nbytes >= SPLIT)
         shortfall = max(0, -(-(need - usable) // GRANULE) * GRANULE)
         sizes: list[int] = []
         if whole:

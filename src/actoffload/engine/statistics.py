@@ -55,7 +55,8 @@ class Statistics:
     tensors_kept, bytes_kept : mapping of Reason to int
         Saved tensors that could not be offloaded, by reason.
     reloaded_ahead, reloaded_on_demand, bytes_reloaded : int
-        Storages copied back as scheduled; those that backward needed earlier (*stalls*); the bytes of both.
+        Storages copied back as scheduled; those that backward needed earlier (compute waits for
+        the whole copy); the bytes of both.
     resident_bytes, peak_resident_bytes : int
         Bytes of the storages above that are on the device now, and their largest number.
     host_bytes, host_bytes_used, host_bytes_high_water : int
@@ -77,11 +78,6 @@ class Statistics:
     host_bytes: int = 0
     host_bytes_used: int = 0
     host_bytes_high_water: int = 0
-
-    @property
-    def stalls(self) -> int:
-        """Reloads on demand: compute waits for the whole copy."""
-        return self.reloaded_on_demand
 
     def __str__(self) -> str:
         reloaded = f"{self.reloaded_ahead} ahead, {self.reloaded_on_demand} on demand (stalls)"
@@ -153,11 +149,10 @@ class Counters:
     def _settle(self) -> None:
         """Subtract what was dropped."""
         settle()
-        freed = self.freed
         with suppress(IndexError):  # another thread was faster
-            while freed:
-                self.resident -= freed[0]
-                del freed[0]
+            while self.freed:
+                self.resident -= self.freed[0]
+                del self.freed[0]
 
     @property
     def resident_bytes(self) -> int:

@@ -63,10 +63,7 @@ class Compound:
         return Compound(seen, tensor.size(), {name: pack(_as_part(part)) for name, part in parts.items()}, build)
 
     def unpack(self) -> torch.Tensor:
-        """Return the whole, for autograd; its parts are reloaded if that has not happened yet.
-
-        A kept part is returned as it is now, as without offloading; the counter of the whole decides.
-        """
+        """Return the whole, for autograd; a kept part is as it is now, and the counter of the whole decides."""
         outer, version = self._seen
         outer.check(version, self._size)
         parts = {name: part[0] if isinstance(part, tuple) else part.unpack() for name, part in self.parts.items()}
@@ -135,9 +132,6 @@ def _as_part(part: torch.Tensor) -> torch.Tensor:
         if base is not None and not base.is_leaf:
             return part.detach()
     return part
-
-
-# Parts that are only read
 
 
 def has_parts(thing: object) -> bool:

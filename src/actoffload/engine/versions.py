@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Iterable, Sequence
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -13,16 +14,15 @@ from .._torch import base_of, plain_tensors, version_of
 
 __all__ = ["Seen", "Wrapper", "Wrappers", "changed", "drop_data", "serves", "together", "unchanged"]
 
-_empty: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
+
+@cache
+def _empty(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.empty(0, dtype=dtype, device=device)
 
 
 def drop_data(probe: torch.Tensor) -> None:
     """Take the memory out of a detached tensor; it still shares the version counter of the original."""
-    key = (probe.dtype, probe.device)
-    empty = _empty.get(key)
-    if empty is None:
-        empty = _empty[key] = torch.empty(0, dtype=probe.dtype, device=probe.device)
-    probe.data = empty
+    probe.data = _empty(probe.dtype, probe.device)
 
 
 def changed(tensor: torch.Tensor, size: tuple[int, ...], version: int) -> RuntimeError:
@@ -46,10 +46,10 @@ RETURNED = 1024
 class Wrapper:
     """The version counter that a wrapper tensor shares with its views; made by `of`, once for all of them."""
 
-    __slots__ = ("__weakref__", "_counter", "_returned", "_root")
+    __slots__ = ("__weakref__", "_returned", "_root", "counter")
 
     def __init__(self, tensor: torch.Tensor, root: torch.Tensor) -> None:
-        self._counter = _counter(tensor)
+        self.counter = _counter(tensor)
         self._root = weakref.ref(root)
         self._returned: deque[tuple[torch.Tensor, int]] = deque(maxlen=RETURNED)
 
@@ -63,19 +63,14 @@ class Wrapper:
             wrapper = _wrappers[id(root)] = Wrapper(tensor, root)
         return wrapper
 
-    @property
-    def version(self) -> int:
-        """How often the tensor was changed so far."""
-        return version_of(self._counter)
-
     def returned(self, tensor: torch.Tensor) -> None:
         """Watch a tensor that autograd gets in place of the saved one; see [Note: in-place edits] in saved.py."""
         self._returned.append((_counter(tensor), version_of(tensor)))
 
     def check(self, version: int, size: torch.Size) -> None:
         """Raise autograd's error if the tensor, or one that was returned for it, was changed since `version`."""
-        if version_of(self._counter) != version:
-            raise changed(self._counter, size, version)
+        if version_of(self.counter) != version:
+            raise changed(self.counter, size, version)
         for counter, clean in self._returned:
             if version_of(counter) != clean:
                 raise changed(counter, size, clean)
@@ -97,7 +92,7 @@ Wrappers = tuple[Seen, ...]
 
 def unchanged(seen: Iterable[Seen]) -> bool:
     """Whether none of some wrappers was changed since."""
-    return all(wrapper.version == version for wrapper, version in seen)
+    return all(version_of(wrapper.counter) == version for wrapper, version in seen)
 
 
 def serves(before: Sequence[Seen], wrappers: Wrappers) -> bool:

@@ -28,7 +28,7 @@ from typing import Any, TypeAlias
 from torch.jit import ScriptModule
 from torch.nn import Module
 
-from .._torch import CALLS, break_graph, opaque
+from .._torch import CALLS, opaque
 from .tracker import ROOT, FollowedModule, Tracker
 
 __all__ = ["Followers", "followers_of", "original_class", "refuse_scripted"]
@@ -108,7 +108,7 @@ def _followed_class(original: type[Module]) -> type[Module]:
             function = arguments[0].__new__
         return original_class(function), arguments, *rest
 
-    break_graph(__call__, REASON)
+    opaque(__call__, REASON, compile_callees=True)
     CALLS.add(__call__.__code__)  # reports name the tensors that a call refers to
     names = {name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")}
     names |= {"__slots__": (), _ORIGINAL: original, "__call__": __call__, "__reduce_ex__": __reduce_ex__}

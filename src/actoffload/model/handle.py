@@ -193,7 +193,7 @@ class OffloadHandle:
         recorder = TimelineRecorder(self._engine.backend, self._engine.counters)
         recording = Recording(recorder, self._modules[0].ref, self._groups, names=self.groups)
         if nvtx:
-            recorder.mark_ranges(recording.name_of)
+            recorder.name_of = recording.name_of
         self._engine.record(recorder)
         self._log.recording = recording
         try:

@@ -206,7 +206,7 @@ def test_a_backward_in_parts_keeps_what_is_reloaded_for_the_next_part(device: Ad
         expected = expected * (numbers(k) / 4096).sum()
     assert torch.equal(grad, expected)
     assert layers.statistics.reloaded_ahead == 1
-    assert layers.statistics.stalls == 0
+    assert layers.statistics.reloaded_on_demand == 0
     outputs.clear()
     check(device, layers.context)
 
@@ -235,6 +235,6 @@ def test_a_layer_that_was_reloaded_ahead_is_there_when_backward_begins(device: A
         layers.back(layer)
     torch.stack(outputs).sum().backward()
     assert layers.statistics.reloaded_ahead == 2
-    assert layers.statistics.stalls == 0
+    assert layers.statistics.reloaded_on_demand == 0
     del outputs
     check(device, layers.context)
