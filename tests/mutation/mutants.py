@@ -77,11 +77,11 @@ INSTEAD: dict[str, str] = {
     ),
     "guard: fences waited for": "self.link.waited = position.order + 1000",
     "guard: fence of a returned buffer": "buffer.fence = ()",
-    "guard: fence of a dissolved buffer": "self._insert(segment._replace(fence=()))",
+    "guard: fence of a dissolved buffer": "self._free.insert(segment._replace(fence=()))",
     "guard: fence of the segment behind": "fence = segment.fence",
     "guard: fence of the segment before": "fence = segment.fence",
     "guard: streams that waited": "self._users = (*self._users, current); self._awaited = True",
-    "guard: end of a dropped copy": "end = transfers.position(transfers.back)",
+    "guard: end of a dropped copy": "end = device.transfers.position(device.transfers.back)",
     "guard: end of a copy released incrementally": (
         "storage.copied_out = storage.pass_device.transfers.position(storage.pass_device.transfers.back)"
     ),
