@@ -41,7 +41,7 @@ def check(layers, *got):
 
 @pytest.mark.parametrize("at", range(5))
 def test_a_backward_inside_of_a_backward(layers, at):
-    """The inner one passes layers that the outer one still needs; each comes back once, and ahead."""
+    """The inner one passes layers that the outer one still needs; each is reloaded once, and ahead."""
     context, sync = make(4, 6)
     parameters = list(layers.parameters())
     outputs = run(layers, context, sync)

@@ -39,7 +39,7 @@ class Noting(ReferenceDevice):
 
 
 class Save(torch.autograd.Function):
-    """Saves tensors; backward gives what came back to a list."""
+    """Saves tensors; backward appends what was unpacked to a list."""
 
     @staticmethod
     def forward(ctx, x, seen, *tensors):
