@@ -195,6 +195,13 @@ class SavedTensorHooks:
         if self._on_top():  # also if an interrupt came between the two lines of `install`
             self._hooks.__exit__()
 
+    def suspend(self) -> bool:
+        """Remove the hooks if they are on top; return whether they are removed now.  They can be installed again."""
+        if self._on_top():
+            self._hooks.__exit__()
+            self._installed = False
+        return not self._installed
+
     def _on_top(self) -> bool:
         top = saved_tensor_hooks()
         return top is not None and top[0] is self._hooks.pack_hook

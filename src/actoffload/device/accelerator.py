@@ -30,6 +30,8 @@ class Accelerator(Backend):
         self.type = found.type
         self.resolution = 1e-5
         self.name = found.type
+        module = getattr(torch, found.type, None)  # torch.cuda, torch.xpu
+        self._memory = module if hasattr(module, "mem_get_info") else None
 
     def current_device(self) -> torch.device:
         return torch.device(self.type, torch.accelerator.current_device_index())
@@ -67,6 +69,24 @@ class Accelerator(Backend):
     def elapsed(self, start: StreamEvent, end: StreamEvent) -> float:
         milliseconds: float = start.elapsed_time(end)
         return milliseconds * 1e-3
+
+    def passed(self, event: StreamEvent) -> bool:
+        done: bool = event.query()
+        return done
+
+    def allocated(self) -> int | None:
+        return None if self._memory is None else self._memory.memory_allocated()
+
+    def peak_allocated(self) -> int | None:
+        return None if self._memory is None else self._memory.max_memory_allocated()
+
+    def memory_limit(self) -> int | None:
+        if self._memory is None:
+            return None
+        free, total = self._memory.mem_get_info()
+        most: int = free + self._memory.memory_reserved()
+        fraction = getattr(self._memory, "get_per_process_memory_fraction", None)
+        return most if fraction is None else min(most, int(total * fraction()))
 
     def synchronize(self, device: torch.device) -> None:
         torch.accelerator.synchronize(device)

@@ -23,6 +23,7 @@ class Backend(Protocol):
     type: str  # tensors on devices of this type can be offloaded: "cuda", "cpu"
     checks: bool = False  # the engine calls `saved` for every tensor; only devices that check the engine need it
     resolution: float  # seconds below which a measured wait is the cost of the measurement, and no stall
+    times: bool = True  # whether times measured on this device say anything about a training step
 
     def place(self, tensor: torch.Tensor) -> torch.device:
         """Return the device whose streams and host pool serve this tensor."""
@@ -58,6 +59,22 @@ class Backend(Protocol):
 
     def elapsed(self, start: StreamEvent, end: StreamEvent) -> float:
         """Return seconds between two events of `record_timed` that have passed."""
+
+    def passed(self, event: StreamEvent) -> bool:
+        """Return whether the device has reached an event; does not wait."""
+        return True
+
+    def allocated(self) -> int | None:
+        """Return the bytes of device memory that tensors of this process use now; None if that is not known."""
+        return None
+
+    def peak_allocated(self) -> int | None:
+        """Return the largest such number since the program last reset it; None if that is not known."""
+        return None
+
+    def memory_limit(self) -> int | None:
+        """Return the bytes of device memory that tensors of this process may use; None if that is not known."""
+        return None
 
     def synchronize(self, device: torch.device) -> None:
         """Wait on the host for all work of a device.  Never called in a step."""

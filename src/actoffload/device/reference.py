@@ -62,6 +62,7 @@ class ReferenceDevice(Backend):
 
     name = "reference"
     type = "cpu"
+    times = False
 
     def __init__(
         self, d2h: float = float("inf"), h2d: float = float("inf"), latency: float = 0.0, *, wall_clock: bool = False

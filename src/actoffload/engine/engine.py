@@ -61,6 +61,11 @@ class Engine:
             found.recorder = self.recorder
         return found
 
+    @property
+    def follows_all(self) -> bool:
+        """Whether each saved tensor is followed, because its bytes are recorded."""
+        return self.recorder is not None and self.recorder.levels
+
     def record(self, recorder: TimelineRecorder | None) -> None:
         """Install a recorder, or remove it."""
         self.recorder = recorder

@@ -45,6 +45,8 @@ class ModelPass(Pass, Generic[Key]):
         order: ExecutionOrder[Key],
         roles_of: Callable[[tuple[Key, ...]], Roles],
         owned: ModuleTensors,
+        *,
+        partly: bool = False,
     ) -> None:
         self._roles_of = roles_of
         self._owned = owned
@@ -56,6 +58,8 @@ class ModelPass(Pass, Generic[Key]):
         self.kept_outside: dict[Reason, list[int]] = {}  # count and bytes
         self._inputs: dict[int, StorageRef] = {}  # of the groups that built no graph, since the last that did
         self._region_saved = False  # what checkpointed them has saved them
+        self.adopted = 0  # bytes saved between the groups that are offloaded with one of them
+        self.partly = partly  # only what offloaded groups save is seen
         super().__init__(engine, roles_of(order.sequence))
 
     @property
@@ -68,8 +72,10 @@ class ModelPass(Pass, Generic[Key]):
     def group_start(self, key: Key, inputs: Iterable[torch.Tensor], owned: ModuleTensors) -> Layer:
         """Begin the forward of a group, whose module is called with `inputs` and owns `owned`."""
         if not self.order.start(key):
-            self.settled = False
-            self.follow(self._roles_of(self.order.sequence))
+            roles = self._roles_of(self.order.sequence)
+            if roles is not self.roles:
+                self.settled = False
+                self.follow(roles)
         layer = self.forward_start()
         layer.owned = owned
         layer.layouts = self.engine.layouts.setdefault(key, {})
@@ -96,6 +102,7 @@ class ModelPass(Pass, Generic[Key]):
                     and len(storage.layers) == 1  # [guard: input of a group that another group saved]
                 ):
                     storage.layers = {layer.index: storage.residency is Residency.HOST}
+                    self.adopted += storage.nbytes
                     layer.storages += [ref for ref in self._between.storages if ref() is storage]
                     if layer.eager:
                         self.registry.offload(layer, storage, ended=False)
@@ -149,7 +156,7 @@ class ModelPass(Pass, Generic[Key]):
                 self._note(reason, tensor.nbytes if tensor.layout is torch.strided else 0)
                 return keep(tensor, token)
             late = None if withheld else self._late(tensor)
-            behind = len(self.layers) > self.roles.last_leaving and self.settled and self.engine.recorder is None
+            behind = len(self.layers) > self.roles.last_leaving and self.settled and not self.engine.follows_all
             if late is None and behind:
                 known = registry.resident_at(address(tensor.untyped_storage()))
                 resident = registry.resident(layer, tensor)
@@ -162,7 +169,7 @@ class ModelPass(Pass, Generic[Key]):
             if len(layer.storages) > before:
                 if withheld:
                     self._note(because, storage.nbytes)
-                elif late is None and self.engine.recorder is not None:
+                elif late is None and self.engine.follows_all:
                     self.saved_outside.append((layer.storages[-1], current_module()))
             mine = token if late is None else late.revive()
             return Moved(self, saver.index, storage, view, probe, mine)
@@ -175,6 +182,7 @@ class ModelPass(Pass, Generic[Key]):
         if ref is None or ref.expired:
             return None
         self._region_saved = True  # [guard: region that has saved its inputs]
+        self.adopted += tensor.nbytes
         return self.layers[-1]
 
 

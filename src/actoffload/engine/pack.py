@@ -75,7 +75,7 @@ class Packer:
         self._small = layer.small
         self._smallest = limit.surely
         # After the last offloaded layer storages need not be followed, unless every step is recorded.
-        self._stays_whole = index > roles.last_leaving and owner.settled and engine.recorder is None
+        self._stays_whole = index > roles.last_leaving and owner.settled and not engine.follows_all
         # By plan, each tensor is copied when it is saved: what an earlier pass saved is expected again.
         self._as_saved = layer.eager and roles.planned and index not in roles.stay and not wrappers
         self._aside = None
@@ -119,7 +119,7 @@ class Packer:
             reason = stays(tensor, self._engine.backend, self._owned, self._limit)
         else:
             place = self._layer.next_place()
-            known = self._layer.layouts.get(place) if self._as_saved and self._engine.recorder is None else None
+            known = self._layer.layouts.get(place) if self._as_saved and not self._engine.follows_all else None
             saved = self._registry.save_as_before(self._layer, tensor, known, self._owner, self._as_saved)
             if saved is not None:
                 return saved

@@ -23,6 +23,8 @@ __all__ = ["TimelineRecorder"]
 class TimelineRecorder:
     """Collects the spans of one step; made by `OffloadContext.record_timeline`."""
 
+    levels = True  # every change of the resident bytes is noted, so every saved tensor is followed
+
     def __init__(self, backend: Backend, counters: Counters) -> None:
         self._backend = backend
         self._counters = counters

@@ -22,7 +22,8 @@ from __future__ import annotations
 
 import copyreg
 import types
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any, TypeAlias
 
 from torch.jit import ScriptModule
@@ -31,7 +32,7 @@ from torch.nn import Module
 from .._torch import CALLS, opaque
 from .tracker import ROOT, FollowedModule, Tracker
 
-__all__ = ["Followers", "followers_of", "original_class", "refuse_scripted"]
+__all__ = ["Followers", "detach", "followers_of", "original_class", "refuse_scripted"]
 
 _Pair: TypeAlias = tuple["Followers", FollowedModule]
 
@@ -136,24 +137,26 @@ class Followers:
                 vars(module)[_ENTRY] = _Entry((*_pairs(module), (self, of)))
                 _set_class(module, _followed_class(type(module)))
         except BaseException:  # an interrupt, or a class that cannot be derived from
-            self._detach()  # [guard: half followed model]
+            detach(self.modules)  # [guard: half followed model]
             raise
 
     def remove(self) -> None:
         """Follow the modules no longer; a forward in progress in any thread ends as it began."""
         if self.installed:
             self.installed = False
-            self.tracker.retire(self._detach)
+            self.tracker.retire(partial(detach, self.modules))
 
-    def _detach(self) -> None:
-        for of in self.modules:
-            module = of.ref()
-            if module is not None:
-                vars(module)[_ENTRY] = _Entry(pair for pair in _pairs(module) if pair[1] is not of)
-                # [guard: module of another handle -> True]
-                if not _pairs(module):  # [guard: class of a module after removal]
-                    vars(module).pop(_ENTRY, None)
-                    _set_class(module, original_class(type(module)))
+
+def detach(modules: Iterable[FollowedModule]) -> None:
+    """Follow these modules no longer; no forward of them may be in progress."""
+    for of in modules:
+        module = of.ref()
+        if module is not None:
+            vars(module)[_ENTRY] = _Entry(pair for pair in _pairs(module) if pair[1] is not of)
+            # [guard: module of another handle -> True]
+            if not _pairs(module):  # [guard: class of a module after removal]
+                vars(module).pop(_ENTRY, None)
+                _set_class(module, original_class(type(module)))
 
 
 def followers_of(model: Module) -> Followers | None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch.nn import Module
 
@@ -15,6 +15,7 @@ from .._torch import warn
 from ..engine.engine import Engine
 from ..engine.recorder import TimelineRecorder
 from ..engine.statistics import Statistics
+from ..planner import GroupPlan
 from ..report.report import Report
 from ..report.step_timeline import StepTimeline
 from ..schedule.execution_order import GroupKey, GroupPlans
@@ -22,9 +23,12 @@ from ..schedule.plan import Plan
 from ..schedule.schedules import GroupSchedule
 from .follow import Followers, followers_of
 from .reporting import PassLog, Recording, build_report, describe, group_names
-from .tracker import FollowedModule, Tracker
+from .steering import BySchedule
+from .tracker import FollowedModule, Steering, Tracker
 
 __all__ = ["OffloadHandle"]
+
+Steer: TypeAlias = Callable[[Sequence[FollowedModule], GroupPlans, PassLog], Steering]
 
 
 class OffloadHandle:
@@ -36,14 +40,20 @@ class OffloadHandle:
     _followers: Followers | None = None
 
     def __init__(
-        self, modules: Sequence[FollowedModule], plans: GroupPlans, engine: Engine, *, follow: bool = True
+        self,
+        modules: Sequence[FollowedModule],
+        plans: GroupPlans,
+        engine: Engine,
+        steer: Steer = BySchedule,
+        *,
+        follow: bool = True,
     ) -> None:
         self._modules = tuple(modules)
         self._groups = tuple(of for of in modules if of.group >= 0)
         self._plans = plans
         self._engine = engine
         self._log = PassLog()
-        self._tracker = Tracker(self._modules, engine, plans, self._log.forward_done)
+        self._tracker = Tracker(self._modules, engine, steer(self._groups, plans, self._log))
         if follow:
             self._followers = Followers(self._tracker, self._modules, dict(vars(self)))
 
@@ -107,7 +117,7 @@ class OffloadHandle:
     def reschedule(
         self, *, num_layers: int | None = None, fraction: float = 1.0, max_inflight: int | None = None
     ) -> None:
-        """Change how many groups are offloaded, from the next forward on; the host memory is kept.
+        """Say how many groups are offloaded, from the next forward on, and measure no more; the host memory is kept.
 
         The arguments are those of `offload`, with the same errors.  Raises a `RuntimeError` if the handle was removed.
         """
@@ -117,6 +127,7 @@ class OffloadHandle:
         schedule = GroupSchedule(num_layers, fraction, max_inflight)
         check_num_layers(num_layers, [of.kind for of in self._groups], self._plans.kinds(self._plans.order))
         self._plans.reschedule(schedule)
+        self._tracker.steering = BySchedule(self._groups, self._plans, self._log)
 
     def _check_installed(self, what: str) -> None:
         if not self.installed:
@@ -138,13 +149,13 @@ class OffloadHandle:
         return group_names(self._groups, self._plans.order)
 
     @property
-    def plan(self) -> Plan:
-        """What is done at which event, for the groups in `groups`."""
-        return self._plans.roles(self._plans.order).plan
+    def plan(self) -> GroupPlan:
+        """Which groups are kept and offloaded, with bytes and what is expected of it; ``save`` writes it to a file."""
+        return self._tracker.steering.plan()
 
     def __str__(self) -> str:
         state = "" if self.active else "paused" if self.installed else "removed"
-        return describe(self._modules, self._plans, state)
+        return describe(self._modules, self._plans, self.plan, state)
 
     def __repr__(self) -> str:
         return f"<OffloadHandle of {self._modules[0].name}: {len(self.plan.offloaded)} of {len(self.groups)} groups>"

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from os import PathLike
 from typing import Any
 
 from torch.nn import Module
@@ -12,15 +13,25 @@ from .. import device as devices
 from .._arguments import check_bytes, check_fraction, check_num_layers, check_whole
 from .._torch import unsupported, warn
 from ..engine.engine import Engine
+from ..planner import GroupPlan
 from ..schedule.execution_order import GroupPlans
 from ..schedule.plan import Plan
 from ..schedule.schedules import GroupSchedule
 from .follow import followers_of, refuse_scripted
+from .finding import Finder, candidates, modules_of
 from .handle import OffloadHandle
+from .reporting import PassLog
 from .select import choose, find_kept
-from .tracker import GROUP, KEPT, ROOT, FollowedModule
+from .steering import ByPlan, BySchedule
+from .tracker import GROUP, KEPT, ROOT, FollowedModule, Steering
+from .tuning import Tuner
 
 __all__ = ["offload"]
+
+ON_REFERENCE = (
+    "Nothing is measured on this machine without an accelerator: the plan is the one with the smallest peak, whatever "
+    "it costs."
+)
 
 
 def offload(
@@ -30,9 +41,10 @@ def offload(
     num_layers: int | None = None,
     keep: str | Module | type[Module] | Iterable[Any] = (),
     min_bytes: int = 1 << 20,
-    fraction: float = 1.0,
+    fraction: float | None = None,
     max_host_bytes: int | None = None,
     max_inflight: int | None = None,
+    plan: GroupPlan | str | PathLike[str] | None = None,
 ) -> OffloadHandle:
     """Offload the activations of a model, whose code stays as it is.
 
@@ -96,6 +108,8 @@ def offload(
         raise TypeError(f"offload got a {type(module).__name__}; expected a torch.nn.Module, such as the whole model.")
     refuse_scripted(module, type(module).__name__)
     check_whole(num_layers=num_layers, max_inflight=max_inflight, optional=True)
+    by_hand = not (num_layers is None and fraction is None and max_inflight is None)
+    fraction = 1.0 if fraction is None else fraction
     check_fraction(fraction)
     check_bytes(min_bytes=min_bytes)
     check_bytes(max_host_bytes=max_host_bytes, optional=True)
@@ -103,17 +117,19 @@ def offload(
         raise ValueError(
             "This model is offloaded already: call remove() of its handle first; OffloadHandle.of(model) returns it."
         )
-    schedule = GroupSchedule(num_layers, fraction, max_inflight)
-    chosen = choose(module, layers)
+    if plan is not None:
+        if by_hand or layers is not None:
+            raise ValueError("plan says which groups are offloaded; leave out layers, num_layers, fraction, max_inflight.")
+        plan = plan if isinstance(plan, GroupPlan) else GroupPlan.load(plan)
+        layers = modules_of(plan, module)
+    chosen, searching = candidates(module, by_hand=by_hand) if layers is None else (choose(module, layers), False)
     kept = find_kept(module, keep)
     both = {name for name, _ in kept} & {of.name for of in chosen}
-    if both:
-        by = "default, as a repeated block," if layers is None else "layers"
-        raise ValueError(
-            f"The module '{min(both)}' is chosen by {by} and by keep: take it out of keep, or set other layers."
-        )
+    if both and layers is not None:
+        raise ValueError(f"The module '{min(both)}' is chosen by layers and by keep: take it out of one of them.")
+    chosen = tuple(of for of in chosen if of.name not in both)
     kinds = [group.kind for group in chosen]
-    plans = GroupPlans(schedule, kinds)
+    plans = GroupPlans(GroupSchedule(num_layers, fraction, max_inflight), kinds)
     check_num_layers(num_layers, kinds)
     modules = [
         FollowedModule(ROOT, type(module).__name__, weakref.ref(module)),
@@ -121,12 +137,23 @@ def offload(
         *(FollowedModule(KEPT, name, weakref.ref(of)) for name, of in kept),
     ]
     engine = Engine(Plan(1), devices.backend(), max_host_bytes, min_bytes=min_bytes)
-    handle = OffloadHandle(modules, plans, engine)
+
+    def steer(groups: Sequence[FollowedModule], plans: GroupPlans, log: PassLog) -> Steering:
+        steering: Steering
+        if isinstance(plan, GroupPlan):
+            steering = ByPlan(groups, plans, log, plan)
+        elif by_hand or not engine.backend.times:
+            steering = BySchedule(groups, plans, log, "" if by_hand else ON_REFERENCE)
+        else:
+            steering = Tuner(engine, groups, plans, log)
+        return Finder(groups, plans, log, weakref.ref(module), steering) if searching else steering
+
+    handle = OffloadHandle(modules, plans, engine, steer)
     problem = unsupported()
     if problem is not None:
         warn(problem)
         return handle
-    if not handle.plan.offloaded and num_layers != 0 and fraction:
+    if not searching and not handle.plan.offloaded and num_layers != 0 and fraction:
         warn(
             f"None of the groups that were found ({len(chosen)}) is offloaded: the last of each kind and the last two "
             "of all are kept, because backward begins there. Choose modules with layers of which there are several of "

@@ -19,6 +19,7 @@ from ..engine.reload import Residency
 from ..engine.statistics import Reason, Statistics
 from ..engine.storage import Resident
 from ..engine.tensor_marks import StorageRef
+from ..planner import GroupPlan
 from ..report.advice import advise
 from ..report.groups import GroupReport, HeldStorage, Holder, sum_groups
 from ..report.holders import find_all_holders
@@ -43,10 +44,10 @@ def group_names(groups: Sequence[FollowedModule], sequence: Iterable[tuple[int, 
     return tuple(names)
 
 
-def describe(modules: Sequence[FollowedModule], plans: GroupPlans, state: str) -> str:
+def describe(modules: Sequence[FollowedModule], plans: GroupPlans, plan: GroupPlan, state: str) -> str:
     """Return which groups were chosen and which of them are offloaded; `state` is "paused", "removed" or empty."""
     groups = [of for of in modules if of.group >= 0]
-    names, kinds, plan = group_names(groups, plans.order), plans.kinds(plans.order), plans.plan(plans.order)
+    names, kinds = group_names(groups, plans.order), plans.kinds(plans.order)
     shown = f" ({state})" if state else ""
     lines = [f"offload of {modules[0].name}{shown}: {len(plan.offloaded)} of {len(names)} groups are offloaded"]
     for kind in dict.fromkeys(kinds):
@@ -58,10 +59,8 @@ def describe(modules: Sequence[FollowedModule], plans: GroupPlans, state: str) -
         lines += [f"    kept       {fold_names(kept, most=6)}"] if kept else []
     if any(of.role is KEPT for of in modules):
         lines.append(f"  keep: {fold_names([of.name for of in modules if of.role is KEPT], most=6)}")
-    release = plan.find(Do.RELEASE, plan.offloaded[0]) if plan.offloaded else None
-    if release is not None:
-        far = release.layer - plan.offloaded[0]
-        lines.append(f"  each is freed while the group {far} place{'s' * (far > 1)} after it computes")
+    if plan.because:
+        lines.append(f"  {plan.because}")
     return "\n".join(lines)
 
 
@@ -132,6 +131,11 @@ class PassLog:
 
     latest: PassStatistics | None = None
     recording: Recording | None = None
+    saved: dict[str, int] = field(default_factory=dict)  # bytes by name of the group
+
+    def bytes_of(self, names: Sequence[str]) -> tuple[int, ...]:
+        """Return how many bytes each group saved that can be offloaded; 0 if that is not known."""
+        return tuple(self.saved.get(name, 0) for name in names)
 
     def forward_done(self, done: ModelPass[GroupKey], sequence: Sequence[GroupKey]) -> None:
         """Take the statistics of a pass whose forward has ended."""

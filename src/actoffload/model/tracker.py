@@ -1,12 +1,19 @@
-"""Follows one model as it runs: which of its groups runs in a thread, and what autograd saves there."""
+"""Follows one model as it runs: which of its groups runs in a thread, and what autograd saves there.
+
+`[Note: modes]`  Where the whole forward is followed, saved-tensor hooks are installed once, around the call of the
+model, and the calls of its modules only change the group that packs.  Every saved tensor then costs host time, also in
+groups that keep everything.  A plan that was chosen from measurements needs no more than the tensors of the groups that
+it offloads: there the hooks are installed around these groups alone, and a forward that offloads nothing runs without.
+"""
 
 from __future__ import annotations
 
+import enum
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.nn import Module
@@ -28,11 +35,61 @@ from ..engine.ownership import GroupTensors, ModelTensors
 from ..engine.pack import Pack, Packer
 from ..engine.tensor_marks import running
 from ..engine.unpack import unpack
-from ..schedule.execution_order import ExecutionOrder, GroupKey, GroupPlans
+from ..planner import GroupPlan
+from ..schedule.execution_order import ExecutionOrder, GroupKey
+from ..schedule.plan import Roles
 
-__all__ = ["GROUP", "KEPT", "ROOT", "FollowedModule", "Tracker"]
+__all__ = ["DROPPED", "GROUP", "KEPT", "ROOT", "Conduct", "FollowedModule", "Mode", "Steering", "Tracker"]
 
-ROOT, GROUP, KEPT = "root", "group", "kept"
+ROOT, GROUP, KEPT, DROPPED = "root", "group", "kept", "dropped"
+
+
+class Mode(enum.Enum):
+    """Where saved-tensor hooks are installed in a forward; see [Note: modes]."""
+
+    IDLE = "nowhere"
+    SCOPED = "in the groups that are offloaded"
+    WHOLE = "in the whole forward"
+
+
+@dataclass(frozen=True, slots=True)
+class Conduct:
+    """How one forward is followed: the mode, the expected order of the groups, and what a plan for an order means."""
+
+    mode: Mode
+    order: Sequence[GroupKey] = ()
+    roles_of: Callable[[tuple[GroupKey, ...]], Roles] = lambda order: Roles.keep_all(len(order))
+
+
+class Steering(Protocol):
+    """Decides how the forwards of a model are followed, and sees what they did."""
+
+    def forward_begins(self, inputs: tuple[Any, Any], *, alone: bool, busy: bool) -> Conduct:
+        """Return how the forward that begins now is followed.
+
+        Parameters
+        ----------
+        inputs : tuple
+            Arguments and keyword arguments of the module that is called.
+        alone : bool
+            A group is called, and not the model itself.
+        busy : bool
+            Another thread runs a forward of the model.
+        """
+
+    def forward_ends(self, output: Any) -> None:
+        """Note that the model returns `output`."""
+
+    def pass_ends(
+        self, done: ModelPass[GroupKey], sequence: Sequence[GroupKey]
+    ) -> tuple[Steering, Callable[[], None]] | None:
+        """Note a followed forward that has ended, and the sequence of its groups; not called in `Mode.IDLE`.
+
+        Returns what steers from now on, and what to call when no forward is in progress; None for no change.
+        """
+
+    def plan(self) -> GroupPlan:
+        """Return the present plan."""
 
 
 def _obstacle() -> str | None:
@@ -58,11 +115,11 @@ def _obstacle() -> str | None:
     )
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class FollowedModule:
     """A module whose calls are followed.  It is referenced weakly, because the module itself refers to this object."""
 
-    role: str  # ROOT, GROUP or KEPT
+    role: str  # ROOT, GROUP or KEPT; DROPPED for one that turned out to be no group
     name: str
     ref: weakref.ref[Module]
     group: int = -1  # its index among the chosen modules
@@ -92,7 +149,9 @@ class _Thread(threading.local):
         self.current: ModelPass[GroupKey] | None = None
         self.owned: ModelTensors | None = None
         self.calls: list[_Call] = []
-        self.hooks: SavedTensorHooks | None = None
+        self.hooks: SavedTensorHooks | None = None  # of the forward, installed or not
+        self.scoped = False  # they are installed in groups that are offloaded
+        self.idle = False  # a forward runs that is not followed
         self.backends = 0  # length of `running.backends` outside of the outermost call
         # A gradient taken inside a forward saves tensors in autograd's threads, which share this object.
         self.packer = Packer()
@@ -102,25 +161,22 @@ class _Thread(threading.local):
 class Tracker:
     """Turns the calls of a model's modules into passes.
 
-    The model is the first of the modules; `done` is called with each pass whose forward has ended, and its sequence of
-    groups.
+    The model is the first of the modules.
     """
 
     def __init__(
         self,
         modules: Sequence[FollowedModule],
         engine: Engine,
-        plans: GroupPlans,
-        done: Callable[[ModelPass[GroupKey], Sequence[GroupKey]], None],
+        steering: Steering,
     ) -> None:
         self._modules = modules
         self._engine = engine
-        self._plans = plans
-        self._done = done
+        self.steering = steering
         self._thread = _Thread()
         self._warned: set[str] = set()
         self._running: set[int] = set()  # threads in a forward
-        self._then: Callable[[], None] | None = None
+        self._when_idle: list[Callable[[], None]] = []
         self.paused = int(unsupported() is not None)
 
     @property
@@ -133,6 +189,8 @@ class Tracker:
     def begin(self, of: FollowedModule, args: Any, kwargs: Any) -> None:
         """Begin the forward of a module."""
         thread = self._thread
+        if thread.idle or of.role is DROPPED:
+            return
         if backward_id() != NO_BACKWARD:  # [guard: recomputation in backward]
             # Checkpointing with saved-tensor hooks was warned about in the forward.
             if of.role is ROOT and not self.paused and torch.is_grad_enabled() and saved_tensor_hooks() is None:
@@ -145,17 +203,23 @@ class Tracker:
             self._finish()
             if self.paused or not torch.is_grad_enabled():
                 return
+            alone = of.role is not ROOT
+            conduct = self.steering.forward_begins((args, kwargs), alone=alone, busy=bool(self._running))
+            if conduct.mode is Mode.IDLE:
+                thread.calls.append(_Call(of))
+                thread.idle = True
+                return
             obstacle = _obstacle()
             if obstacle is not None:
                 self._warn_once(f"Nothing is offloaded in a forward {obstacle}")
                 return
-            lost = [each.name for each in self._modules if each.ref() is None] if of.role is ROOT else []
+            lost = [] if alone else [of.name for of in self._modules if of.ref() is None and of.role is not DROPPED]
             if lost:
                 self._warn_once(
                     f"The module '{lost[0]}' has been replaced or deleted since offload was called; what took its "
                     "place is not offloaded. Call remove() of the handle, then offload again."
                 )
-            self._begin_forward(alone=of.role is not ROOT)
+            self._begin_forward(conduct, alone=alone)
         call = _Call(of)
         thread.calls.append(call)
         if of.role is GROUP:
@@ -168,21 +232,24 @@ class Tracker:
             self._warned.add(message)
             warn(f"{message} This is reported once.")
 
-    def _begin_forward(self, *, alone: bool) -> None:
+    def _begin_forward(self, conduct: Conduct, *, alone: bool) -> None:
         thread = self._thread
         current = thread.current
         if not alone or current is None or not current.open:  # [guard: pass of a loop over the groups -> True]
             if current is not None and alone:  # [guard: learned order of a loop]
                 self._learn(current)  # a loop over the groups has no call of the root that ends its forward
             thread.owned = ModelTensors(self._modules[0].module)
-            order = ExecutionOrder(self._plans.order)
-            current = ModelPass(self._engine, order, self._plans.roles, GroupTensors(None, thread.owned))
+            order = ExecutionOrder(conduct.order)
+            owned, scoped = GroupTensors(None, thread.owned), conduct.mode is Mode.SCOPED
+            current = ModelPass(self._engine, order, conduct.roles_of, owned, partly=scoped)
             thread.current = current
         thread.packer = Packer()
         thread.between = current.packer_outside()
         thread.backends = len(running.backends)
+        thread.scoped = conduct.mode is Mode.SCOPED
         thread.hooks = SavedTensorHooks(thread.packer.pack, unpack)
-        thread.hooks.install()  # [guard: saved-tensor hooks]
+        if not thread.scoped:
+            thread.hooks.install()  # [guard: saved-tensor hooks]
         running.backends.append(self._engine.backend)  # [guard: is_cpu_offload_enabled in a forward]
         self._running.add(threading.get_ident())
 
@@ -207,16 +274,31 @@ class Tracker:
         thread = self._thread
         current, call = thread.current, thread.calls[-1]
         assert current is not None
+        if call.of.role is GROUP and call.layer is None:  # it continues after an inner group
+            self._start_group(call, ())
+        if thread.scoped and not self._install_here(current, call):
+            return
         if call.of.role is ROOT:
             assert thread.between is not None
             thread.packer.take_aside(thread.between)
         elif call.of.role is KEPT:
             thread.packer.take_aside(current.packer_outside(withheld=True))
         else:
-            if call.layer is None:  # it continues after an inner group
-                self._start_group(call, ())
             assert call.layer is not None
             thread.packer.take_for(current, call.layer)
+
+    def _install_here(self, current: ModelPass[GroupKey], call: _Call) -> bool:
+        """Install the hooks for a group that is offloaded and remove them for everything else; see [Note: modes]."""
+        thread, hooks = self._thread, self._thread.hooks
+        assert hooks is not None
+        assert thread.between is not None
+        if not hooks.suspend():  # [guard: hooks of the group before]
+            thread.packer.take_aside(thread.between)  # hooks of the program were installed in the group before
+            return False
+        if call.layer is None or call.layer.index in current.roles.stay or saved_tensor_hooks() is not None:
+            return False
+        hooks.install()
+        return True
 
     # End
 
@@ -226,8 +308,13 @@ class Tracker:
         if len(thread.calls) <= depth:  # [guard: end of a call that was not begun]
             return
         call = thread.calls[-1]
+        if call.of.role is ROOT:
+            self.steering.forward_ends(output)
+        if thread.idle:
+            self._end_idle()
+            return
         if call.layer is not None:
-            self._end_group(call, list(tensors_in(output)))
+            self._end_group(call, output)
         thread.calls.pop()
         if thread.calls:
             self._resume()
@@ -240,6 +327,8 @@ class Tracker:
         An interrupt may stop it anywhere; called again, it does what is left.
         """
         thread = self._thread
+        if thread.hooks is None and not depth:
+            self._end_idle()
         if len(thread.calls) <= depth and (depth or thread.hooks is None):
             return
         if thread.current is not None:
@@ -257,14 +346,20 @@ class Tracker:
                 # The model may handle the exception.
                 thread.packer.take_aside(thread.between)  # [guard: packer after a handled exception]
 
-    def _end_group(self, call: _Call, outputs: Sequence[torch.Tensor]) -> None:
+    def _end_idle(self) -> None:
+        """End a forward that was not followed; may be repeated after an interrupt."""
+        self._thread.calls.clear()
+        self._thread.idle = False
+
+    def _end_group(self, call: _Call, output: Any) -> None:
         current, layer = self._thread.current, call.layer
         assert current is not None
         assert layer is not None
         call.layer = None
         current.forward_end(layer)
         layer.owned.forget()  # [guard: weights that a group refers to]
-        layer.watch(outputs, current.backward_reached)
+        if not self._thread.scoped or layer.index in current.roles.reached or self._engine.recorder is not None:
+            layer.watch(tensors_in(output), current.backward_reached)
 
     def _end_forward(self, *, finished: bool) -> None:
         """Uninstall everything; each step may be repeated after an interrupt, and `hooks` is cleared last."""
@@ -288,19 +383,29 @@ class Tracker:
     def _learn(self, current: ModelPass[GroupKey]) -> None:
         if not current.aborted:  # [guard: order of an aborted pass -> True]
             sequence = tuple(current.order.started)
-            self._plans.learn(sequence)
-            self._done(current, sequence)
+            following = self.steering.pass_ends(current, sequence)
+            if following is not None:
+                self.steering, then = following
+                self.when_idle(then)
 
     # Removal
 
     def retire(self, then: Callable[[], None]) -> None:
         """Begin no further forward, and call `then` as soon as no forward is in progress in any thread."""
         self.paused += 1
-        self._then = then
+
+        def retired() -> None:
+            then()
+            self._engine.close()  # the last forward may have taken host memory after the handle was removed
+
+        self.when_idle(retired)
+
+    def when_idle(self, then: Callable[[], None]) -> None:
+        """Call `then` as soon as no forward is in progress in any thread."""
+        self._when_idle.append(then)
         self._finish()
 
     def _finish(self) -> None:
-        if self._then is not None and not self._running:  # [guard: removal while a forward runs -> True]
-            self._then()
-            self._engine.close()  # the last forward may have taken host memory after the handle was removed
-            self._then = None
+        while self._when_idle and not self._running:  # [guard: removal while a forward runs -> True]
+            self._when_idle[0]()
+            del self._when_idle[0]

@@ -208,6 +208,7 @@ class Roles:
     stay: frozenset[int]  # layers that are not offloaded
     last_leaving: int  # the last offloaded layer; the number of layers if there is none
     released_incrementally: frozenset[int]  # layers
+    reached: frozenset[int]  # layers at whose start in backward something has to be done
     planned: bool  # transfers follow the plan; otherwise the program calls for each
     actions: Mapping[tuple[str, int], tuple[Action, ...]]  # by the name of the event and the layer
 
@@ -220,6 +221,58 @@ class Roles:
             stay=frozenset((*range(plan.model_layers), OUTSIDE)) - set(plan.offloaded),
             last_leaving=max(plan.offloaded, default=plan.model_layers),
             released_incrementally=frozenset(act.layer for act in steps if act.do is Do.INCREMENTAL_RELEASE),
+            reached=_reached(plan),
             planned=bool(steps) if planned is None else planned,
             actions={(event.when.name, event.layer): actions for event, actions in plan.steps.items()},
         )
+
+    @staticmethod
+    def keep_all(layers: int) -> Roles:
+        """Return the roles in a plan that offloads nothing."""
+        return Roles.of(Plan(max(layers, 1)), planned=True)
+
+    @staticmethod
+    def offload_all() -> Roles:
+        """Return roles for any number of layers, all of which are offloaded, and reloaded two layers ahead.
+
+        For a pass whose layers are not known before.
+        """
+        return Roles(
+            Plan(1),
+            stay=frozenset((OUTSIDE,)),
+            last_leaving=OUTSIDE - 1,
+            released_incrementally=frozenset(),
+            reached=frozenset(),
+            planned=True,
+            actions=_EveryLayer(),
+        )
+
+
+AHEAD = 2  # layers: a copy overlaps with the compute of another layer
+
+
+class _EveryLayer(Mapping[tuple[str, int], tuple[Action, ...]]):
+    """The actions of `Roles.offload_all`, for any number of layers."""
+
+    def __getitem__(self, event: tuple[str, int]) -> tuple[Action, ...]:
+        name, layer = event
+        if name == When.FORWARD_START.name:
+            return (Action(Do.OFFLOAD, layer),)
+        if name == When.FORWARD_END.name and layer >= AHEAD:
+            return (Action(Do.RELEASE, layer - AHEAD),)
+        if name == When.BACKWARD_END.name and layer >= AHEAD:
+            return (Action(Do.RELOAD, layer - AHEAD),)
+        raise KeyError(event)
+
+    def __iter__(self) -> Iterator[tuple[str, int]]:
+        return iter(())
+
+    def __len__(self) -> int:
+        return 0
+
+
+def _reached(plan: Plan) -> frozenset[int]:
+    """Return the layers whose start in backward the engine must see for a plan; backward ends above them."""
+    events = [event for event in plan.steps if event.when in (When.BACKWARD_START, When.BACKWARD_END)]
+    before = {event.layer - 1 for event in events if event.when is When.BACKWARD_END}
+    return frozenset({*plan.offloaded, *(event.layer for event in events), *before})

@@ -1,0 +1,306 @@
+"""Time passes of a model, measure one by group, and turn that into the costs that the planner takes.
+
+`[Note: clocks]`  The device runs behind the host by an unknown and changing time, which decides whether hooks cost
+anything: where it is long, the host may be late without the device noticing.  It is found without a synchronization.
+At each border of a group the host asks which of the earlier borders the device has passed.  Each answer bounds the
+difference between the two clocks, and the bounds of a step leave little between them.
+"""
+
+from __future__ import annotations
+
+import enum
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from .._torch import after_backward
+from ..device.base import Backend, Stream, StreamEvent
+from ..engine.model_pass import ModelPass
+from ..engine.passes import Pass
+from ..engine.recorder import TimelineRecorder
+from ..engine.reload import Residency
+from ..engine.statistics import Counters
+from ..schedule.costs import LayerCost, Link, Saved
+from ..schedule.execution_order import GroupKey
+from ..schedule.timeline import Kind
+
+__all__ = ["Border", "Meter", "Stage", "TimedPass", "Times", "layer_costs", "measured_link"]
+
+
+class Stage(enum.Enum):
+    """What a pass is for."""
+
+    FIRST = "everything is offloaded, to warm up"
+    LEAN = "everything is offloaded, measured by group"
+    WARM = "nothing is offloaded, to warm up"
+    BARE = "nothing is offloaded, measured by group"
+    PLAN = "the plan, timed"
+    NONE = "nothing is offloaded, timed"
+
+
+@dataclass(frozen=True, slots=True)
+class Border:
+    """The start or the end of a group's forward or backward, as the host came to it."""
+
+    kind: Kind
+    layer: int
+    ends: bool
+    event: StreamEvent
+    host: float  # seconds
+    allocated: int  # bytes of device memory; 0 if not known
+    other_bytes: int  # the part of it that is no activation which can be offloaded
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Seconds since the first border of the step, of the device and of the host, for each border of a group."""
+
+    device: dict[tuple[Kind, int, bool], float]
+    host: dict[tuple[Kind, int, bool], float]
+
+
+class Meter(TimelineRecorder):
+    """Records borders of groups and copies of one step, at a cost of some microseconds each.
+
+    Parameters
+    ----------
+    memory : bool
+        Also read how much device memory is allocated at each border, which takes longer.
+    """
+
+    levels = False
+
+    def __init__(self, backend: Backend, counters: Counters, *, memory: bool) -> None:
+        super().__init__(backend, counters)
+        self._memory = memory
+        self._passed = 0  # borders that the device is known to have passed
+        self._least, self._most = float("-inf"), float("inf")  # difference of the clocks
+        self.borders: list[Border] = []
+        self._copies: list[tuple[Kind, StreamEvent, StreamEvent, int]] = []
+        self._answers: list[tuple[int, float]] = []
+        self._owner: object = None
+
+    def begin(self, owner: object, kind: Kind, layer: int) -> None:
+        """Note the start of a group's forward or backward."""
+        self._note(owner, kind, layer, ends=False)
+
+    def finish(self, owner: object, kind: Kind, layer: int) -> None:
+        """Note the end of a group's forward or backward."""
+        self._note(owner, kind, layer, ends=True)
+
+    def level(self) -> None:
+        """Do nothing: resident bytes are read at the borders."""
+
+    @contextmanager
+    def span(self, kind: Kind, layer: int, stream: Stream, nbytes: int) -> Iterator[None]:
+        """Record a copy as one span; stalls are not needed."""
+        if kind is Kind.STALL:
+            yield
+            return
+        begun = self._backend.record_timed(stream)
+        yield
+        self._copies.append((kind, begun, self._backend.record_timed(stream), nbytes))
+
+    def _note(self, owner: object, kind: Kind, layer: int, *, ends: bool) -> None:
+        if self._owner is None:
+            self._owner = owner
+        if owner is not self._owner or not isinstance(owner, Pass):
+            return
+        event = self._backend.record_timed(_current(self._backend))
+        now, borders = time.perf_counter(), self.borders
+        allocated = (self._backend.allocated() or 0) if self._memory else 0
+        other = max(allocated - _on_device(owner), 0) if allocated else 0
+        borders.append(Border(kind, layer, ends, event, now, allocated, other))
+        while self._passed < len(borders) and self._backend.passed(borders[self._passed].event):
+            self._passed += 1
+        self._answers.append((self._passed, now))
+
+    @property
+    def ready(self) -> bool:
+        """Whether the device has passed all that was recorded."""
+        return bool(self.borders) and self._backend.passed(self.borders[-1].event)
+
+    def times(self) -> Times:
+        """Return the times of the borders; see [Note: clocks]."""
+        borders = self.borders
+        device = [self._backend.elapsed(borders[0].event, border.event) for border in borders]
+        # The clock of the host minus that of the device lies between these bounds.
+        most = min((now - device[passed - 1] for passed, now in self._answers if passed), default=borders[0].host)
+        least = max((now - device[k] for k, now in self._answers if k < len(borders)), default=most)
+        shift = max(most, least)
+        keys = [(border.kind, border.layer, border.ends) for border in borders]
+        host = [border.host - shift for border in borders]
+        return Times(dict(zip(keys, device, strict=True)), dict(zip(keys, host, strict=True)))
+
+    def rate(self, kind: Kind) -> float | None:
+        """Return the bytes per second of the copies in one direction, as they ran; None without copies."""
+        copies = [(self._backend.elapsed(begun, end), nbytes) for of, begun, end, nbytes in self._copies if of is kind]
+        seconds = sum(each for each, _ in copies)
+        return sum(nbytes for _, nbytes in copies) / seconds if seconds > 0 else None
+
+
+def _on_device(owner: Pass) -> int:
+    """Return the bytes of the saved activations of a pass that are on the device and can be offloaded."""
+    residents = {resident for layer in owner.layers for ref in layer.residents if (resident := ref())}
+    saved = sum(resident.nbytes for resident in residents)
+    for layer in owner.layers:
+        for storage in layer.living():
+            if max(storage.layers) == layer.index and storage.residency is not Residency.HOST:
+                saved += storage.nbytes
+    return saved
+
+
+@dataclass(eq=False)
+class TimedPass:
+    """One pass of the model: what it was for, when it began and ended, and what it saved."""
+
+    stage: Stage
+    number: int  # of the pass, from 1
+    elements: int  # of the inputs
+    begun: StreamEvent
+    ended: StreamEvent | None = None
+    meter: Meter | None = None
+    sequence: tuple[GroupKey, ...] = ()
+    sizes: list[tuple[int, ...]] = field(default_factory=list)  # by group: bytes of the storages that it saves
+    adopted: int = 0  # bytes saved between the groups and offloaded with one
+    peak: int = 0  # largest number of bytes allocated until its end, since the program last reset it
+
+    @staticmethod
+    def begin(stage: Stage, number: int, elements: int, backend: Backend) -> TimedPass:
+        """Return a pass that begins now."""
+        return TimedPass(stage, number, elements, backend.record_timed(_current(backend)))
+
+    def watch(self, backend: Backend, outputs: Iterable[torch.Tensor]) -> None:
+        """Note the end of the first backward that comes to one of the outputs."""
+
+        def ended() -> None:
+            if self.ended is None:
+                self.peak = backend.peak_allocated() or 0
+                self.ended = backend.record_timed(_current(backend))
+
+        def reached(_: Any) -> None:
+            after_backward(ended)
+
+        for node in {output.grad_fn for output in outputs if output.grad_fn is not None}:
+            node.register_prehook(reached)
+
+    def saw(self, done: ModelPass[GroupKey], sequence: Sequence[GroupKey]) -> None:
+        """Take what the groups saved in the forward; storages count in the last group that saved them."""
+        if self.sequence:
+            return
+        self.sequence, self.adopted = tuple(sequence), done.adopted
+        counted = set[object]()
+        for layer in done.layers:
+            residents = {resident for ref in layer.residents if (resident := ref())} - counted
+            counted |= residents
+            own = [storage.nbytes for storage in layer.living() if max(storage.layers) == layer.index]
+            self.sizes.append((*own, *(resident.nbytes for resident in residents)))
+
+    def wait(self, backend: Backend) -> None:
+        """Wait until the device has run it."""
+        if self.ended is not None and not backend.passed(self.ended):
+            backend.synchronize(backend.current_device())
+
+    def seconds(self, backend: Backend) -> float:
+        """Return how long the device took from the start of its forward to the end of its backward."""
+        assert self.ended is not None
+        return backend.elapsed(self.begun, self.ended)
+
+    def levels(self) -> list[int]:
+        """Return the bytes on the device at its borders if nothing were offloaded."""
+        assert self.meter is not None
+        until = [0]
+        for sizes in self.sizes:
+            until.append(until[-1] + sum(sizes))
+        first_in = {(Kind.FORWARD, False): 0, (Kind.FORWARD, True): 1, (Kind.BACKWARD, False): 1}
+        return [
+            border.other_bytes + until[border.layer + first_in.get((border.kind, border.ends), 0)]
+            for border in self.meter.borders
+        ]
+
+
+def _current(backend: Backend) -> Stream:
+    return backend.current_stream(backend.current_device())
+
+
+def measured_link(meter: Meter) -> Link | None:
+    """Return the link with the rates of the copies in a step, as they ran; None if a direction had none."""
+    out, back = meter.rate(Kind.D2H), meter.rate(Kind.H2D)
+    return None if out is None or back is None else Link(out, back)
+
+
+def layer_costs(
+    sizes: Sequence[Sequence[int]], timed: Meter, memory: Meter, temporary: int = 0
+) -> tuple[LayerCost, ...]:
+    """Return the cost of each group.
+
+    Parameters
+    ----------
+    sizes : sequence of sequences of int
+        Bytes of the storages that each group saves and that can be offloaded, in order of saving.
+    timed : Meter
+        A step in which nothing was offloaded, or the best there is.
+    memory : Meter
+        A step in which device memory was read.
+    temporary : int
+        Bytes by which the peak between two borders is higher than at the borders.
+
+    Raises
+    ------
+    KeyError
+        If a step lacks the forward or the backward of a group.
+    """
+    times = timed.times()
+    other = {(border.kind, border.layer, border.ends): border.other_bytes for border in memory.borders}
+    clock = _Clock(times)
+    costs, forward, backward = [], [], []
+    for k in range(len(sizes)):
+        forward.append(clock.span(Kind.FORWARD, k))
+    for k in reversed(range(len(sizes))):
+        backward.append(clock.span(Kind.BACKWARD, k))
+    for k, (ahead, behind) in enumerate(zip(forward, reversed(backward), strict=True)):
+        count = len(sizes[k])
+        saved = [Saved(n, (j + 1) / count, (count - 1 - j) / count) for j, n in enumerate(sizes[k])]
+        levels: Any = tuple(other[kind, k, ends] for kind in (Kind.FORWARD, Kind.BACKWARD) for ends in (False, True))
+        costs.append(
+            LayerCost(
+                ahead.seconds,
+                behind.seconds,
+                tuple(saved),
+                host_forward=ahead.host,
+                host_backward=behind.host,
+                gap_forward=ahead.gap,
+                gap_backward=behind.gap,
+                other_bytes=levels,
+                forward_temporary=temporary,
+                backward_temporary=temporary,
+            )
+        )
+    return tuple(costs)
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    seconds: float  # of the device
+    gap: float  # of the device, before it
+    host: float  # seconds of the host for both, beyond the lead that it had
+
+
+class _Clock:
+    """Goes through the borders in order."""
+
+    def __init__(self, times: Times) -> None:
+        self._times = times
+        self._at = 0.0  # of the device
+        self._host = 0.0  # of the host, never before the device began
+
+    def span(self, kind: Kind, layer: int) -> _Span:
+        start, end = self._times.device[kind, layer, False], self._times.device[kind, layer, True]
+        host = max(self._times.host[kind, layer, True], self._host)
+        found = _Span(max(end - start, 0.0), max(start - self._at, 0.0), host - self._host)
+        self._at, self._host = max(end, self._at), host
+        return found

@@ -1,0 +1,76 @@
+"""How the forwards of a model are followed when a schedule or a plan says what is offloaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ..engine.model_pass import ModelPass
+from ..planner import GroupPlan
+from ..schedule.execution_order import GroupKey, GroupPlans
+from ..schedule.plan import Roles
+from .reporting import PassLog, group_names
+from .tracker import Conduct, FollowedModule, Mode
+
+__all__ = ["ByPlan", "BySchedule", "RolesOfPlan"]
+
+
+class BySchedule:
+    """Follow each forward as a whole, and offload by a schedule; `because` says why by this one."""
+
+    def __init__(self, groups: Sequence[FollowedModule], plans: GroupPlans, log: PassLog, because: str = "") -> None:
+        self._groups, self._plans, self._log, self._because = groups, plans, log, because
+
+    def forward_begins(self, inputs: tuple[Any, Any], *, alone: bool, busy: bool) -> Conduct:
+        """Follow the whole forward."""
+        return Conduct(Mode.WHOLE, self._plans.order, self._plans.roles)
+
+    def forward_ends(self, output: Any) -> None:
+        """Do nothing: times do not matter."""
+
+    def pass_ends(self, done: ModelPass[GroupKey], sequence: Sequence[GroupKey]) -> tuple[Any, Any] | None:
+        """Learn the order of the groups."""
+        self._plans.learn(sequence)
+        self._log.forward_done(done, sequence)
+        return None
+
+    def plan(self) -> GroupPlan:
+        """Return the plan for the order of the latest pass."""
+        order = self._plans.order
+        names = group_names(self._groups, order)
+        return GroupPlan(names, self._plans.roles(order).plan, self._log.bytes_of(names), because=self._because)
+
+
+class RolesOfPlan:
+    """What a plan for the groups of one order means for others; made once for each."""
+
+    def __init__(self, groups: Sequence[FollowedModule], plan: GroupPlan) -> None:
+        self._groups, self.plan = groups, plan
+        self._known: dict[tuple[GroupKey, ...], Roles] = {}
+
+    def __call__(self, order: tuple[GroupKey, ...]) -> Roles:
+        """Return the roles of the groups of an order."""
+        found = self._known.get(order)
+        if found is None:
+            if len(self._known) >= 64:  # a model whose order changes all the time
+                self._known.clear()
+            plan = self.plan.remapped(group_names(self._groups, order)).plan
+            found = self._known[order] = Roles.of(plan, planned=True)
+        return found
+
+
+class ByPlan(BySchedule):
+    """Offload by a plan that was given."""
+
+    def __init__(self, groups: Sequence[FollowedModule], plans: GroupPlans, log: PassLog, plan: GroupPlan) -> None:
+        super().__init__(groups, plans, log)
+        self._plan = plan
+        self._roles: Callable[[tuple[GroupKey, ...]], Roles] = RolesOfPlan(groups, plan)
+
+    def forward_begins(self, inputs: tuple[Any, Any], *, alone: bool, busy: bool) -> Conduct:
+        """Follow the whole forward."""
+        return Conduct(Mode.WHOLE, self._plans.order, self._roles)
+
+    def plan(self) -> GroupPlan:
+        """Return the plan that was given."""
+        return self._plan

@@ -1,0 +1,268 @@
+"""The default of `offload`: measure during the first steps, then offload what costs no time.
+
+`[Note: the first steps]`  Nothing is known before the first step, and it must not run out of memory where any plan
+fits.  So the first two passes offload everything that can be: the first warms up, in the second the bytes, the device
+memory and the rates of the copies are measured.  If the model fits without offloading too, two passes run without; the
+times of the groups come from the second of these.  The planner then chooses, from costs alone.  Because costs do not
+say everything that makes a step longer, whole passes with the plan and without are compared before it is kept.
+
+A pass is timed on the device, from the start of the forward to the end of its backward.  The events are read passes
+later; the host waits for the device at most twice, where the device is more than a whole pass behind.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Generator, Sequence
+from dataclasses import replace
+from statistics import median
+from typing import Any
+
+from ..engine.engine import Engine
+from ..engine.layer import tensors_in
+from ..engine.model_pass import ModelPass
+from ..planner import GroupPlan, choose
+from ..schedule.execution_order import GroupKey, GroupPlans
+from ..schedule.plan import Plan
+from ..schedule.timeline import milliseconds, size
+from .metering import Meter, Stage, TimedPass, layer_costs, measured_link
+from .reporting import PassLog, StepTimes, group_names
+from .steering import RolesOfPlan
+from .tracker import Conduct, FollowedModule, Mode
+
+__all__ = ["Tuner"]
+
+logger = logging.getLogger("actoffload")
+
+TOLERANCE, SHORT_TOLERANCE, SHORT = 0.01, 0.02, 0.020  # of the time of a pass; for passes shorter than so many seconds
+ROOM = 0.03  # fraction of the device memory that predictions leave free
+MOVED = 0.10  # change of a cost from which on another plan is looked for
+WINDOW = 8  # passes over which costs are compared
+PATIENCE = 64  # passes before a plan is replaced, doubled each time
+HOST_SECONDS = 60e-6  # of the host for one tensor that is offloaded, unless measured
+UNFINISHED = 4  # forwards in a row that run before the backward of the one before
+
+Script = Generator[Stage, TimedPass, GroupPlan]
+
+
+class Tuner:
+    """Measures, plans, and keeps the plan as long as costs stay what they were."""
+
+    def __init__(self, engine: Engine, groups: Sequence[FollowedModule], plans: GroupPlans, log: PassLog) -> None:
+        self._engine, self._groups, self._plans, self._log = engine, groups, plans, log
+        self._lock = threading.Lock()
+        self._current: TimedPass | None = None
+        self._number = 0
+        self._unfinished = 0
+        self._script: Script | None = self._measure(warm=False)
+        self._stage: Stage | None = next(self._script)
+        self._chosen: RolesOfPlan | None = None
+        self._mode = Mode.IDLE
+        self._limit: int | None = None
+        self._size = self._least_size = 0  # elements of the inputs planned for, and fewest for which hooks cost nothing
+        self._replan_at = 0
+        self._patience = PATIENCE
+        self._sizes: deque[int] = deque(maxlen=WINDOW)
+        self._seconds: deque[TimedPass] = deque(maxlen=2 * WINDOW)
+        self.times: StepTimes | None = None
+
+    def plan(self) -> GroupPlan:
+        """Return the plan, or what is done until there is one."""
+        return self._leanest("It is being measured.") if self._chosen is None else self._chosen.plan
+
+    # One pass
+
+    def forward_begins(self, inputs: tuple[Any, Any], *, alone: bool, busy: bool) -> Conduct:
+        """Return how this pass is followed; plan first if enough was measured."""
+        with self._lock:
+            recorder = self._engine.recorder
+            if alone or busy or not (recorder is None or isinstance(recorder, Meter)):
+                return self._whole()
+            self._close()
+            self._number += 1
+            elements = sum(tensor.numel() for tensor in tensors_in(inputs))
+            if self._stage is None:
+                return self._steady(elements)
+            timed = self._begin(self._stage, elements)
+            if timed.stage in (Stage.FIRST, Stage.LEAN):
+                return Conduct(Mode.WHOLE, self._plans.order, self._plans.roles)
+            if timed.stage is Stage.BARE:
+                return Conduct(Mode.SCOPED, self._plans.order)
+            return self._planned() if timed.stage is Stage.PLAN else Conduct(Mode.IDLE)
+
+    def forward_ends(self, output: Any) -> None:
+        """Time the pass until the end of its backward."""
+        if self._current is not None:
+            self._current.watch(self._engine.backend, tensors_in(output))
+
+    def pass_ends(self, done: ModelPass[GroupKey], sequence: Sequence[GroupKey]) -> None:
+        """Take what a forward saved."""
+        self._plans.learn(sequence)
+        timed = self._current
+        if timed is not None:
+            timed.saw(done, sequence)
+        if not done.partly:
+            self._log.forward_done(done, sequence)
+
+    def _begin(self, stage: Stage, elements: int) -> TimedPass:
+        engine = self._engine
+        timed = self._current = TimedPass.begin(stage, self._number, elements, engine.backend)
+        if stage in (Stage.LEAN, Stage.BARE):
+            timed.meter = Meter(engine.backend, engine.counters, memory=stage is Stage.LEAN)
+            engine.record(timed.meter)
+        return timed
+
+    def _close(self) -> None:
+        """End the pass before this one, and go on in the script if its backward has ended."""
+        timed, self._current = self._current, None
+        if timed is None:
+            return
+        if timed.meter is not None:
+            self._engine.record(None)
+        if timed.ended is None:
+            self._unfinished += 1
+            if self._script is not None and self._unfinished >= UNFINISHED:
+                self._settle(self._leanest("Several forwards run before a backward, so no pass can be timed."))
+            return
+        self._unfinished = 0
+        if self._script is None:
+            self._seconds.append(timed)
+            return
+        try:
+            self._stage = self._script.send(timed)
+        except StopIteration as stop:
+            self._settle(stop.value)
+
+    def _planned(self) -> Conduct:
+        if self._chosen is None or not self._chosen.plan.offloaded:
+            return Conduct(Mode.IDLE)
+        return Conduct(self._mode, self._plans.order, self._chosen)
+
+    def _whole(self) -> Conduct:
+        """Follow the whole forward, by the plan if there is one."""
+        return Conduct(Mode.WHOLE, self._plans.order, self._plans.roles if self._chosen is None else self._chosen)
+
+    # The first steps
+
+    def _measure(self, *, warm: bool) -> Script:
+        """Yield what the next pass is for, get it when it is over, and return a plan; see [Note: the first steps]."""
+        if not warm:
+            yield Stage.FIRST
+        lean = yield Stage.LEAN
+        bare = None
+        if self._fits(lean):
+            yield Stage.WARM
+            bare = yield Stage.BARE
+        plan = self._choose(lean, bare)
+        if bare is None or not plan.offloaded:
+            return plan
+        self._chosen = RolesOfPlan(self._groups, plan)
+        self._mode = Mode.WHOLE if lean.adopted else Mode.SCOPED
+        offloaded, without = [], []
+        for _ in range(2):
+            offloaded.append((yield Stage.PLAN))
+            without.append((yield Stage.NONE))
+        return self._compare(plan, offloaded, without)
+
+    def _fits(self, lean: TimedPass) -> bool:
+        """Return whether a pass without offloading fits into the memory of the device."""
+        assert lean.meter is not None
+        limit = self._engine.backend.memory_limit()
+        if limit is None or not lean.meter.borders:
+            return True
+        self._limit = round(limit * (1 - ROOM))
+        held = max(border.allocated for border in lean.meter.borders)
+        between = max(lean.peak - held, 0)  # allocated for a time between two borders
+        return max(lean.levels()) + between <= self._limit
+
+    def _choose(self, lean: TimedPass, bare: TimedPass | None) -> GroupPlan:
+        """Plan from what was measured in a pass that offloaded everything and one that offloaded nothing."""
+        assert lean.meter is not None
+        timed = lean if bare is None else bare
+        assert timed.meter is not None
+        timed.wait(self._engine.backend)
+        begun = time.perf_counter()
+        self._mode = Mode.WHOLE if lean.adopted else Mode.SCOPED
+        self._size, names = timed.elements, group_names(self._groups, lean.sequence)
+        link = measured_link(lean.meter)
+        if link is None:
+            return self._keep("Nothing that these groups save can be offloaded.")
+        if timed.sequence != lean.sequence:
+            because = "The groups ran in another order in each of the first passes, so their costs are not known."
+            return self._keep(because) if bare is not None else self._leanest(because)
+        temporary = 0 if bare is None or bare.peak <= lean.peak else max(bare.peak - max(lean.levels()), 0)
+        layers = layer_costs(lean.sizes, timed.meter, lean.meter, temporary)
+        plan = choose(names, layers, link, limit=self._limit, host_seconds=HOST_SECONDS)
+        device = sum(layer.forward + layer.backward + layer.gap_forward + layer.gap_backward for layer in layers)
+        tensors = sum(len(layers[k].saved) for k in plan.offloaded)
+        host = sum(layer.host_forward + layer.host_backward for layer in layers) + 2 * tensors * HOST_SECONDS
+        self._least_size = round(self._size * min(host / device, 1.0)) if device else 0
+        self._planning = time.perf_counter() - begun
+        return plan
+
+    def _compare(self, plan: GroupPlan, offloaded: list[TimedPass], without: list[TimedPass]) -> GroupPlan:
+        """Return the plan if passes with it are as short as without, and otherwise one that keeps everything."""
+        backend = self._engine.backend
+        without[-1].wait(backend)
+        slow, fast = (min(timed.seconds(backend) for timed in passes) for passes in (offloaded, without))
+        numbers = [timed.number for timed in (*offloaded, *without)]
+        times = StepTimes(slow, fast, min(numbers), max(numbers))
+        if slow > fast * (1 + (SHORT_TOLERANCE if fast < SHORT else TOLERANCE)):
+            tried = f"{size(plan.offloaded_bytes)} of {len(plan.offloaded)} groups"
+            return self._keep(
+                f"Passes took {milliseconds(slow)} with {tried} offloaded and {milliseconds(fast)} without, although "
+                "the copies should have taken no time."
+            )
+        self.times = times
+        return replace(plan, seconds=plan.seconds, baseline_seconds=plan.baseline_seconds)
+
+    def _keep(self, because: str) -> GroupPlan:
+        names = group_names(self._groups, self._plans.order)
+        return GroupPlan(names, Plan(max(len(names), 1)), self._log.bytes_of(names), because=because)
+
+    def _leanest(self, because: str) -> GroupPlan:
+        names = group_names(self._groups, self._plans.order)
+        plan = self._plans.roles(self._plans.order).plan
+        return GroupPlan(names, plan, self._log.bytes_of(names), because=because)
+
+    def _settle(self, plan: GroupPlan) -> None:
+        """Keep a plan from now on."""
+        if self._script is not None:
+            self._script.close()
+        self._script = self._stage = None
+        if plan.because.startswith("Several"):
+            self._mode = Mode.WHOLE
+        self._chosen = RolesOfPlan(self._groups, plan)
+        self._replan_at = self._number + self._patience
+        self._patience *= 2
+        logger.info("%s", self._summary(plan))
+
+    def _summary(self, plan: GroupPlan) -> str:
+        return str(plan)
+
+    # Later
+
+    def _steady(self, elements: int) -> Conduct:
+        """Return how a pass is followed once there is a plan."""
+        assert self._chosen is not None
+        plan = self._chosen.plan
+        self._sizes.append(elements)
+        if self._moved():
+            self._script = self._measure(warm=True)
+            self._stage = next(self._script)
+            self._begin(self._stage, elements)
+            return Conduct(Mode.WHOLE, self._plans.order, self._plans.roles)
+        if self._number % WINDOW == 0:
+            self._current = TimedPass.begin(Stage.PLAN, self._number, elements, self._engine.backend)
+        if self._limit is not None and plan.peak_bytes is not None and elements > self._size * (1 + MOVED):
+            # An upper bound: activations grow with the inputs, weights do not.
+            if plan.peak_bytes * elements > self._limit * self._size:
+                return Conduct(Mode.WHOLE, self._plans.order, self._plans.roles)
+        return Conduct(Mode.IDLE) if elements < self._least_size else self._planned()
+
+    def _moved(self) -> bool:
+        """Return whether costs have changed, and are settled at their new values."""
+        return False
