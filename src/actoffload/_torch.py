@@ -224,6 +224,19 @@ def registered(module: Module) -> tuple[Mapping[str, Any], Mapping[str, Any], Ma
 WRAPPED_AS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 """Attributes under which ``torch.compile``, activation checkpointing and the older FSDP hold the wrapped module."""
 
+PARAMETRIZATIONS = "parametrizations"
+"""The child in which `torch.nn.utils.parametrize` registers what computes the parameters of a module."""
+
+
+def is_compiled(module: Module) -> bool:
+    """Return whether a module was compiled: by ``module.compile()``, or `torch.compile` of it or of its forward."""
+    return (
+        getattr(module, "_compiled_call_impl", None) is not None
+        or "_orig_mod" in registered(module)[2]
+        or hasattr(module.forward, "_torchdynamo_orig_callable")
+    )
+
+
 SHARDED = ("FSDPModule", "ReplicateModule")
 """Classes that ``fully_shard`` and ``replicate`` mix into the class of a module."""
 

@@ -22,10 +22,10 @@ from collections.abc import Iterable
 from torch.nn import Module, Sequential
 from torch.nn.parameter import is_lazy
 
-from .._torch import registered
+from .._torch import PARAMETRIZATIONS, registered
 from .module_names import CONTAINERS, block_type, children, runs, unwrap
 
-__all__ = ["find_stacks"]
+__all__ = ["find_stacks", "shapes"]
 
 _SIDE_BY_SIDE = 2  # lists that a stage holds at most (convolutions, attentions); more are the branches of one block
 
@@ -82,7 +82,7 @@ class _Search:
 
     def _fits(self, child: Module) -> bool:
         inner = unwrap(child)
-        composite = bool(registered(inner)[2].keys() - {"parametrizations"})  # a leaf with weight_norm is a leaf
+        composite = bool(registered(inner)[2].keys() - {PARAMETRIZATIONS})  # a leaf with weight_norm is a leaf
         return composite is not self._leaves and any(True for _ in inner.parameters())
 
     def _are_stages(self, members: list[Module]) -> bool:
@@ -114,8 +114,10 @@ def _most_frequent(modules: list[Module]) -> list[Module]:
 
 def _two_alike(modules: Iterable[Module]) -> bool:
     """Return whether two of these have parameters of the same names and shapes, or are the same."""
-    shapes = [
-        tuple((name, None if is_lazy(p) else tuple(p.shape)) for name, p in module.named_parameters())
-        for module in modules
-    ]
-    return len(set(shapes)) < len(shapes)  # [guard: blocks that are alike -> False]
+    found = list(map(shapes, modules))
+    return len(set(found)) < len(found)  # [guard: blocks that are alike -> False]
+
+
+def shapes(module: Module) -> tuple[tuple[str, tuple[int, ...] | None], ...]:
+    """Return the names and shapes of the parameters of a module; None is the shape of a lazy one."""
+    return tuple((name, None if is_lazy(p) else tuple(p.shape)) for name, p in module.named_parameters())

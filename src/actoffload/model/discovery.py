@@ -1,0 +1,328 @@
+"""The groups of a model, chosen by what its modules save in a forward.
+
+[Note: groups from measurement]
+The first forward that builds a graph follows every module of the model (`candidates`), except what lies inside of
+repeated or compiled blocks.  Where an inner module runs, the outer one is suspended, so each saved byte belongs to the
+innermost followed module.  A `Measurement` collects these bytes, and which module ran inside of which: calls count, not
+names, because a forward may call the children of a module that it never calls itself.  `choose_groups` then walks from
+the outermost modules inwards:
+
+- The repeated blocks of `find_stacks` are the groups if they save nearly everything.
+- A module that saves at most one eighth of all, or that is one of three or more that save about the same, is a group.
+- A larger one is divided into the modules inside of it.  If these do not save nearly all of it, it is a group as well:
+  its own stretches, between the calls of the inner ones, are parts of that group.
+- A module that saves next to nothing is no group; what it saves belongs to the module around it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch.jit import ScriptModule
+from torch.nn import Module
+
+from .._torch import PARAMETRIZATIONS, is_compiled, registered
+from .blocks import find_stacks, shapes
+from .module_names import Names, block_type, runs, starred
+from .select import Chosen
+
+__all__ = [
+    "BLOCK",
+    "MODULE",
+    "Measured",
+    "Measurement",
+    "bypass_warning",
+    "bypassed",
+    "candidates",
+    "choose_groups",
+    "coverage",
+    "coverage_warning",
+    "covered",
+]
+
+BLOCK, MODULE = "layer", "module"  # kinds of candidates: a repeated block, and any other module
+
+ENOUGH = 0.8  # share of all saved bytes that groups cover where that is possible
+_NEARLY = 0.85  # share of a module's bytes that the modules inside of it save if they replace it
+_FEW, _MANY = 4, 128  # number of groups
+_LEAST = 500  # a group saves at least this part of all
+# Largest and smallest part of all that a group saves; the later pairs are for models that the first does not fit.
+_SIZES = ((8, _LEAST), (16, _LEAST), (32, _LEAST), (64, _LEAST), (8, 100), (64, 20 * _LEAST))
+
+
+# Before the first forward
+
+
+def candidates(root: Module, named: Iterable[Chosen] = (), kept: Iterable[Module] = ()) -> tuple[Chosen, ...]:
+    """Return the modules to follow in the first forward, in registration order.
+
+    Parameters
+    ----------
+    root : torch.nn.Module
+        The model, which is no candidate itself.
+    named : iterable of Chosen
+        Modules that are groups in any case; they keep their kinds.
+    kept : iterable of torch.nn.Module
+        Modules that are no candidates, nor are those inside of them, unless they are named.
+    """
+    blocks = {block for stack in find_stacks(root) for block in stack}
+    found = dict.fromkeys(kept, "")  # [guard: kept modules]
+    _follow(root, blocks, _repeated(blocks), found, compiled=is_compiled(root))
+    found |= {of.module: of.kind for of in named}
+    return tuple(
+        Chosen(of.full, of.module, found[of.module]) for of in Names(root).first.values() if found.get(of.module)
+    )
+
+
+def _follow(
+    module: Module, blocks: set[Module], whole: set[Module], found: dict[Module, str], *, compiled: bool
+) -> None:
+    """Add the candidates inside of a module to `found`; of compiled code only the blocks in it."""
+    for name, child in registered(module)[2].items():
+        if child is None or child in found or name == PARAMETRIZATIONS or isinstance(child, ScriptModule):
+            continue
+        block = child in blocks
+        if runs(child) and (block or not compiled):  # [guard: modules in compiled code]
+            found[child] = BLOCK if block else MODULE
+        if child not in whole:
+            _follow(child, blocks, whole, found, compiled=compiled or is_compiled(child))
+
+
+def _repeated(blocks: Iterable[Module]) -> set[Module]:
+    """Return the blocks of which there are three or more with parameters of the same shapes: nobody divides them."""
+    alike = defaultdict[tuple[object, ...], list[Module]](list)
+    for block in blocks:
+        alike[(block_type(block), shapes(block))].append(block)
+    return {block for same in alike.values() if len(same) >= 3 for block in same}
+
+
+# In the first forward
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What one followed module saved in a forward, in bytes, those inside of it excluded."""
+
+    name: str
+    saved: int
+    parent: str | None = None  # the followed module inside of which it ran each time
+    type: object = None
+    block: bool = False
+
+
+class Measurement:
+    """What the followed modules save in one forward, and which of them runs inside of which."""
+
+    def __init__(self) -> None:
+        self.outside = 0  # bytes saved by no followed module
+        self._saved: dict[str, int] = {}
+        self._around: dict[str, tuple[str, ...]] = {}
+
+    def called(self, name: str, around: Sequence[str]) -> None:
+        """Note a call of a module inside of the calls of others that are in progress, outermost first."""
+        if name in around:  # [guard: module that calls itself]
+            return
+        before = self._around.get(name)
+        self._saved.setdefault(name, 0)
+        self._around[name] = tuple(around) if before is None else _common(before, around)
+
+    def add(self, name: str | None, nbytes: int) -> None:
+        """Add bytes that were saved in a module itself, or, for None, outside of all followed ones."""
+        if name is None:
+            self.outside += nbytes
+        else:
+            self._saved[name] += nbytes
+
+    def modules(self, followed: Iterable[Chosen]) -> tuple[Measured, ...]:
+        """Return the modules that ran, in the order of their first calls."""
+        chosen = {of.name: of for of in followed}
+        return tuple(
+            Measured(
+                name,
+                nbytes,
+                self._around[name][-1] if self._around[name] else None,
+                block_type(chosen[name].module),
+                chosen[name].kind == BLOCK,
+            )
+            for name, nbytes in self._saved.items()
+        )
+
+
+def _common(before: tuple[str, ...], now: Sequence[str]) -> tuple[str, ...]:
+    same = 0
+    while same < min(len(before), len(now)) and before[same] == now[same]:
+        same += 1
+    return before[:same]
+
+
+# After it
+
+
+def choose_groups(modules: Sequence[Measured], outside: int = 0) -> tuple[str, ...]:
+    """Return the names of the modules that together cover what a forward saved, in the order of `modules`.
+
+    Parameters
+    ----------
+    modules : sequence of Measured
+        The modules that ran, in the order of their first calls, so that each comes after its parent.
+    outside : int
+        Bytes that were saved outside of all these.
+
+    Examples
+    --------
+    >>> from actoffload.model.discovery import Measured, choose_groups
+    >>> mixed = [Measured("stem", 5), *(Measured(f"stage.{k}", 20) for k in range(4)), Measured("norm", 0)]
+    >>> choose_groups(mixed)
+    ('stem', 'stage.0', 'stage.1', 'stage.2', 'stage.3')
+    """
+    tree = _Tree(modules)
+    everything = tree.inside + outside
+    blocks = [of for of in modules if of.block and not tree.in_block(of)]
+    in_blocks = sum(tree.total[of.name] for of in blocks)
+    if in_blocks and in_blocks >= min(ENOUGH * everything, tree.inside - 0.05 * everything):
+        start = blocks
+    else:
+        start = [of for of in modules if of.parent is None]
+
+    def fit(names: Collection[str]) -> tuple[float, bool]:
+        share = round(tree.covered(names) / everything, 2) if everything else 0.0
+        return min(share, ENOUGH), _FEW <= len(names) <= _MANY
+
+    chosen = max((tree.divide(start, *sizes) for sizes in _SIZES), key=fit)  # the first of those that fit equally well
+    return tuple(of.name for of in modules if of.name in chosen)
+
+
+class _Tree:
+    """The modules of one forward, each inside of its parent."""
+
+    def __init__(self, modules: Sequence[Measured]) -> None:
+        self.by_name = {of.name: of for of in modules}
+        self.total = {of.name: of.saved for of in modules}
+        self.children = defaultdict[str | None, list[Measured]](list)
+        self.holds_blocks = set[str]()
+        for of in reversed(modules):
+            self.children[of.parent].insert(0, of)
+            if of.parent is not None:
+                self.total[of.parent] += self.total[of.name]
+                if of.block or of.name in self.holds_blocks:
+                    self.holds_blocks.add(of.parent)
+        self.inside = sum(self.total[of.name] for of in self.children[None])
+        self.of_type = defaultdict[object, list[int]](list)
+        for of in modules:
+            self.of_type[of.type].append(self.total[of.name])
+
+    def parents(self, of: Measured) -> Iterable[Measured]:
+        """Yield the modules around one, the innermost first."""
+        while of.parent is not None:
+            of = self.by_name[of.parent]
+            yield of
+
+    def in_block(self, of: Measured) -> bool:
+        """Return whether a module ran inside of a block."""
+        return any(each.block for each in self.parents(of))
+
+    def covered(self, names: Collection[str]) -> int:
+        """Return the number of bytes that these save, those inside of them included, each counted once."""
+        chosen = (self.by_name[name] for name in names)
+        return sum(self.total[of.name] for of in chosen if not any(each.name in names for each in self.parents(of)))
+
+    def divide(self, start: Iterable[Measured], largest: int, smallest: int) -> set[str]:
+        """Return the groups that cover these modules: of at most 1 / `largest` and at least 1 / `smallest` of all."""
+        return set().union(*(self._cover(of, self.inside / largest, self.inside / smallest) for of in start))
+
+    def _cover(self, of: Measured, largest: float, smallest: float) -> set[str]:
+        total, inner = self.total[of.name], self.children[of.name]
+        if not total or total < smallest:  # [guard: modules that save nothing]
+            return set()
+        if not inner or (of.name not in self.holds_blocks and (total <= largest or self._alike(of))):
+            return {of.name}
+        found = set[str]().union(*(self._cover(each, largest, smallest) for each in inner))
+        share = self.covered(found) / total
+        if share >= _NEARLY:
+            return found
+        # [guard: outer module beside those inside of it]
+        return {of.name, *found} if share > 1 - _NEARLY else {of.name}
+
+    def _alike(self, of: Measured) -> bool:
+        """Return whether a module is one of three or more of a type that save about the same, a quarter of all at most."""
+        total = self.total[of.name]
+        same = sum(0.9 * total <= other <= 1.1 * total for other in self.of_type[of.type])
+        return same >= 3 and _FEW * total <= self.inside
+
+
+# What is not covered
+
+
+def covered(modules: Sequence[Measured], groups: Collection[str]) -> int:
+    """Return the number of bytes that groups save, with all modules inside of them."""
+    ran = {of.name for of in modules}
+    return _Tree(modules).covered(set(groups) & ran)
+
+
+def coverage(saved_in_groups: int, saved: int) -> float:
+    """Return the share of the saved bytes that lies in groups; 1.0 where nothing is saved."""
+    return saved_in_groups / saved if saved else 1.0
+
+
+def coverage_warning(
+    title: str, modules: Sequence[Measured], groups: Collection[str], outside: int, *, default: bool
+) -> str | None:
+    """Return what to do if groups cover less than half of the saved bytes, else None.
+
+    Parameters
+    ----------
+    title : str
+        The class of the model.
+    modules : sequence of Measured
+        What was measured in the first forward.
+    groups : collection of str
+        The groups of the model.
+    outside : int
+        Bytes that were saved outside of all modules that were followed.
+    default : bool
+        Whether these groups are those that `choose_groups` returned, with or without others.
+    """
+    tree, groups = _Tree(modules), {of.name for of in modules} & set(groups)
+    everything = tree.inside + outside
+    share = coverage(tree.covered(groups), everything)
+    if share >= 0.5:
+        return None
+    begin = f"The groups of this {title} cover {share:.0%} of what its forward saves"
+    better = set(choose_groups(modules, outside))
+    missing = Counter[str]()
+    for name in better - groups:
+        missing[starred(name)] += tree.covered({name, *groups}) - tree.covered(groups)
+    (most, nbytes), *_ = missing.most_common(1) or [("", 0)]
+    if default or not nbytes:
+        return (
+            f"{begin}: the rest is saved by the code of the model's own forward, outside of its modules. "
+            "Move that code into a module of its own to offload it."
+        )
+    with_pattern = groups | {name for name in better if starred(name) == most}
+    enough = tree.covered(with_pattern) >= 0.5 * everything
+    add = f"'{most}'" if enough else "`...`, which stands for the default,"
+    return f"{begin}; '{most}' saves {nbytes / everything:.0%} of it outside of them: add {add} to layers."
+
+
+def bypassed(skipped: Mapping[str, Iterable[int]], saved: Collection[int]) -> tuple[str, ...]:
+    """Return which of the blocks that were never called computed all the same.
+
+    Parameters
+    ----------
+    skipped : mapping of str to iterables of int
+        The ids of the parameters of each block that was never called.
+    saved : collection of int
+        The ids of the parameters that autograd saved outside of all blocks.
+    """
+    return tuple(name for name, parameters in skipped.items() if any(each in saved for each in parameters))
+
+
+def bypass_warning(names: Sequence[str]) -> str:
+    """Return the warning for blocks that ran although they were never called."""
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return (
+        f"Nothing of '{names[0]}'{more} is offloaded, because the model ran its forward without calling the module: "
+        "call `block(x)` instead of `block.forward(x)`."
+    )
