@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import weakref
 from collections.abc import Iterable, Sequence
 from os import PathLike
@@ -14,11 +15,13 @@ from .._arguments import check_bytes, check_fraction, check_num_layers, check_wh
 from .._torch import unsupported, warn
 from ..engine.engine import Engine
 from ..planner import GroupPlan
-from ..schedule.execution_order import GroupPlans
+from ..schedule.execution_order import GroupKey, GroupPlans
 from ..schedule.plan import Plan
 from ..schedule.schedules import GroupSchedule
 from .follow import followers_of, refuse_scripted
-from .finding import Finder, candidates, modules_of
+from .blocks import find_stacks
+from .discovery import BLOCK, MODULE, candidates
+from .finding import Finder
 from .handle import OffloadHandle
 from .reporting import PassLog
 from .select import choose, find_kept
@@ -121,15 +124,19 @@ def offload(
         if by_hand or layers is not None:
             raise ValueError("plan says which groups are offloaded; leave out layers, num_layers, fraction, max_inflight.")
         plan = plan if isinstance(plan, GroupPlan) else GroupPlan.load(plan)
-        layers = modules_of(plan, module)
-    chosen, searching = candidates(module, by_hand=by_hand) if layers is None else (choose(module, layers), False)
+        layers = [re.sub(r" \(part \d+\)$", "", name) for name in plan.names]
     kept = find_kept(module, keep)
+    searching = layers is None and not (by_hand and find_stacks(module))
+    chosen = candidates(module, kept=[of for _, of in kept]) if searching else choose(module, layers)
+    if not chosen:
+        raise ValueError(f"This {type(module).__name__} has no modules inside that could be offloaded.")
     both = {name for name, _ in kept} & {of.name for of in chosen}
-    if both and layers is not None:
+    if both:
         raise ValueError(f"The module '{min(both)}' is chosen by layers and by keep: take it out of one of them.")
-    chosen = tuple(of for of in chosen if of.name not in both)
     kinds = [group.kind for group in chosen]
     plans = GroupPlans(GroupSchedule(num_layers, fraction, max_inflight), kinds)
+    if searching:  # the others are groups only if the first forward shows that they are needed
+        plans.learn([GroupKey(k) for k, of in enumerate(chosen) if of.kind == BLOCK])
     check_num_layers(num_layers, kinds)
     modules = [
         FollowedModule(ROOT, type(module).__name__, weakref.ref(module)),
@@ -146,7 +153,9 @@ def offload(
             steering = BySchedule(groups, plans, log, "" if by_hand else ON_REFERENCE)
         else:
             steering = Tuner(engine, groups, plans, log)
-        return Finder(groups, plans, log, weakref.ref(module), steering) if searching else steering
+        if not searching:
+            return steering
+        return Finder(groups, plans, log, weakref.ref(module), steering, default=frozenset((BLOCK, MODULE)))
 
     handle = OffloadHandle(modules, plans, engine, steer)
     problem = unsupported()

@@ -30,7 +30,7 @@ from ..schedule.execution_order import GroupKey, GroupPlans
 from ..schedule.plan import OUTSIDE, Do
 from ..schedule.schedules import GroupSchedule
 from .module_names import Names
-from .tracker import KEPT, FollowedModule
+from .tracker import DROPPED, KEPT, FollowedModule
 
 __all__ = ["PassLog", "Recording", "build_report", "describe", "group_names"]
 
@@ -139,7 +139,11 @@ class PassLog:
 
     def forward_done(self, done: ModelPass[GroupKey], sequence: Sequence[GroupKey]) -> None:
         """Take the statistics of a pass whose forward has ended."""
-        self.latest = PassStatistics.of(done, sequence, None if self.latest is None else self.latest.sequence)
+        self.take(PassStatistics.of(done, sequence, None if self.latest is None else self.latest.sequence))
+
+    def take(self, latest: PassStatistics) -> None:
+        """Take the statistics of a pass."""
+        self.latest = latest
         if self.recording is not None and self.recording.open:
             self.recording.note(self.latest)
 
@@ -222,7 +226,8 @@ def build_report(
         )
         rows.setdefault(row.name, []).append(row)
     by_name = [calls[0] if len(calls) == 1 else sum_groups(calls, name) for name, calls in rows.items()]
-    absent = sorted({GroupKey(k) for k in range(len(groups))} - {GroupKey(key.group) for key in latest.sequence})
+    there = {GroupKey(k) for k, of in enumerate(groups) if of.role is not DROPPED}
+    absent = sorted(there - {GroupKey(key.group) for key in latest.sequence})
     absent_names = group_names(groups, absent)
     by_name += [GroupReport(name, groups[k].kind, calls=0) for (k, _), name in zip(absent, absent_names, strict=True)]
     report = Report(

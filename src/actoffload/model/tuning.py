@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Generator, Sequence
 from dataclasses import replace
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..engine.engine import Engine
 from ..engine.layer import tensors_in
@@ -29,7 +29,7 @@ from ..schedule.execution_order import GroupKey, GroupPlans
 from ..schedule.plan import Plan
 from ..schedule.timeline import milliseconds, size
 from .metering import Meter, Stage, TimedPass, layer_costs, measured_link
-from .reporting import PassLog, StepTimes, group_names
+from .reporting import PassLog, group_names
 from .steering import RolesOfPlan
 from .tracker import Conduct, FollowedModule, Mode
 
@@ -44,6 +44,16 @@ WINDOW = 8  # passes over which costs are compared
 PATIENCE = 64  # passes before a plan is replaced, doubled each time
 HOST_SECONDS = 60e-6  # of the host for one tensor that is offloaded, unless measured
 UNFINISHED = 4  # forwards in a row that run before the backward of the one before
+
+
+class StepTimes(NamedTuple):
+    """Seconds of a pass with the plan and without offloading, and the numbers of the first and last pass compared."""
+
+    offloaded: float
+    without: float
+    first: int
+    last: int
+
 
 Script = Generator[Stage, TimedPass, GroupPlan]
 

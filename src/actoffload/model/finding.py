@@ -1,0 +1,152 @@
+"""The first forward of a model whose groups are not known: it offloads everything, and shows what each module saves."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+from torch.nn import Module
+
+from .._torch import warn
+from ..engine.model_pass import ModelPass
+from ..engine.statistics import Reason
+from ..planner import GroupPlan
+from ..schedule.execution_order import GroupKey, GroupPlans
+from ..schedule.plan import Roles
+from .discovery import MODULE, Measurement, choose_groups, coverage_warning
+from .follow import detach
+from .reporting import PassLog, PassStatistics
+from .select import Chosen
+from .tracker import DROPPED, Conduct, FollowedModule, Mode, Steering
+
+__all__ = ["Finder"]
+
+
+class Stretch(NamedTuple):
+    """A part of a call of a followed module, between the calls of those inside of it."""
+
+    call: int
+    around: tuple[int, ...]  # the calls in progress, outermost first
+
+
+class Finder:
+    """Follow every module that may be a group in one forward; then choose the groups and let `then` steer.
+
+    Groups of another kind than those that were found by default were named by the program, and stay groups.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[FollowedModule],
+        plans: GroupPlans,
+        log: PassLog,
+        root: weakref.ref[Module],
+        then: Steering,
+        *,
+        default: frozenset[str],
+    ) -> None:
+        self._groups, self._plans, self._log, self._root, self._then = groups, plans, log, root, then
+        self._alone = False  # the groups are called, and not the model
+        self._default = default  # the kinds of what was found
+        # Where blocks are all that there is, their schedule is known.
+        self._roles = Roles.offload_all() if any(of.kind == MODULE for of in groups) else None
+
+    def plan(self) -> GroupPlan:
+        """Return the plan that follows."""
+        return self._then.plan()
+
+    def forward_begins(self, inputs: tuple[Any, Any], *, alone: bool, busy: bool) -> Conduct:
+        """Offload everything; by the schedule where groups are called alone, which shows nothing of the model."""
+        roles = self._roles
+        self._alone = alone or busy
+        if self._alone or roles is None:
+            return Conduct(Mode.WHOLE, self._plans.order, self._plans.roles)
+        return Conduct(Mode.WHOLE, (), lambda order: roles)
+
+    def forward_ends(self, output: Any) -> None:
+        """Do nothing: times do not matter yet."""
+
+    def pass_ends(
+        self, done: ModelPass[GroupKey], sequence: Sequence[GroupKey]
+    ) -> tuple[Steering, Callable[[], None]] | None:
+        """Choose the groups by what the modules saved."""
+        if self._alone:
+            self._plans.learn(sequence)
+            self._log.forward_done(done, sequence)
+            return None
+        stretches = list(_stretches(sequence))
+        latest = PassStatistics.of(done, sequence, None)
+        chosen = self._choose(sequence, stretches, latest)
+        dropped = [of for of in self._groups if of.name not in chosen]
+        for of in dropped:
+            of.role = DROPPED
+        groups = {k for k, of in enumerate(self._groups) if of.name in chosen}
+        keys = list(_keys(sequence, stretches, groups))
+        self._plans.learn([key for k, key in enumerate(keys) if key is not None and key not in keys[:k]])
+        self._log.take(_regrouped(latest, keys))
+        return self._then, partial(detach, dropped)
+
+    def _choose(self, sequence: Sequence[GroupKey], stretches: Sequence[Stretch], latest: PassStatistics) -> set[str]:
+        measured = Measurement()
+        names = [self._groups[key.group].name for key in sequence]
+        of_call = {stretch.call: name for stretch, name in zip(stretches, names, strict=True)}
+        for (call, around), name, (_, row) in zip(stretches, names, latest.groups, strict=True):
+            measured.called(name, [of_call[each] for each in around])
+            measured.add(name, row.activation_bytes)
+        measured.add(None, sum(nbytes for _, nbytes in latest.outside.values()))
+        followed = [Chosen(of.name, of.module, of.kind) for of in self._groups if of.ref() is not None]
+        modules = measured.modules(followed)
+        named = {of.name for of in self._groups if of.kind not in self._default}
+        chosen = {*choose_groups(modules, measured.outside), *named}
+        root = self._root()
+        title = "model" if root is None else type(root).__name__
+        warning = coverage_warning(title, modules, chosen, measured.outside, default=True)
+        if warning is not None:
+            warn(warning)
+        return chosen
+
+
+def _stretches(sequence: Sequence[GroupKey]) -> Iterator[Stretch]:
+    """Yield where each part of a sequence belongs: a call that goes on was around all since its part before."""
+    found: list[Stretch] = []
+    calls: list[tuple[int, GroupKey]] = []  # in progress, seen from the end
+    for number, key in enumerate(reversed(sequence)):
+        if not calls or calls[-1][1] != GroupKey(key.group, key.part + 1):
+            calls.append((number, key))
+        calls[-1] = calls[-1][0], key
+        found.append(Stretch(calls[-1][0], tuple(call for call, _ in calls[:-1])))
+        if not key.part:
+            calls.pop()
+    return reversed(found)
+
+
+def _keys(sequence: Sequence[GroupKey], stretches: Sequence[Stretch], groups: set[int]) -> Iterator[GroupKey | None]:
+    """Yield the key that each stretch has if only these groups are followed; None outside of them."""
+    group_of = {stretch.call: key.group for stretch, key in zip(stretches, sequence, strict=True)}
+    parts: dict[int, int] = {}
+    before: int | None = None
+    for call, around in stretches:
+        inner = next((each for each in (call, *reversed(around)) if group_of[each] in groups), None)
+        if inner is not None and inner != before:
+            parts[inner] = parts.get(inner, -1) + 1
+        before = inner
+        yield None if inner is None else GroupKey(group_of[inner], parts[inner])
+
+
+def _regrouped(latest: PassStatistics, keys: Sequence[GroupKey | None]) -> PassStatistics:
+    """Return the statistics of a pass as if only some of its groups had been followed."""
+    places = [k for k, key in enumerate(keys) if key is not None]
+    rows, outside, before = [], dict(latest.outside), None
+    for key, (layer, row) in zip(keys, latest.groups, strict=True):
+        if key is not None:
+            rows.append((layer, replace(row, calls=int(key != before))))
+        elif row.activation_bytes:
+            count, nbytes = outside.get(Reason.OUTSIDE, (0, 0))
+            outside[Reason.OUTSIDE] = count + row.storages, nbytes + row.activation_bytes
+        before = key
+    held = tuple(entry._replace(place=places.index(entry.place)) for entry in latest.held if entry.place in places)
+    sequence = tuple(key for key in keys if key is not None)
+    return replace(latest, groups=tuple(rows), outside=outside, held=held, sequence=sequence)
