@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from actoffload.report.tables import fold, fold_names, numberless
+from actoffload._folding import fold, fold_names, numberless
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from torch.nn import Module
 
+from .._folding import fold_names
 from .._torch import address
 from ..engine.layer import Layer
 from ..engine.model_pass import ModelPass
@@ -25,7 +26,6 @@ from ..report.groups import GroupReport, HeldStorage, Holder, sum_groups
 from ..report.holders import find_all_holders
 from ..report.report import Report
 from ..report.step_timeline import StepTimeline
-from ..report.tables import fold_names
 from ..schedule.execution_order import GroupKey, GroupPlans
 from ..schedule.plan import OUTSIDE, Do
 from ..schedule.schedules import GroupSchedule

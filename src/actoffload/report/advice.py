@@ -7,12 +7,12 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import TypeAlias
 
+from .._folding import fold_names
 from ..engine.slabs import GRANULE
 from ..engine.statistics import Reason
 from ..schedule.timeline import milliseconds, percent, size
 from .groups import WEIGHTS, Holder, merge_held
 from .report import Report
-from .tables import fold_names
 
 __all__ = ["advise"]
 

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+from .._folding import numberless
 from ..engine.statistics import Reason
-from .tables import numberless
 
 __all__ = [
     "WEIGHTS",

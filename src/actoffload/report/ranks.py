@@ -10,10 +10,11 @@ from typing import Any
 
 import torch.distributed as dist
 
+from .._folding import fold, fold_names
 from ..schedule.timeline import percent
 from .groups import GroupReport
 from .report import Report
-from .tables import Printable, Table, bytes_or_dash, fold, fold_names
+from .tables import Printable, Table, bytes_or_dash
 
 __all__ = ["RankReports", "gather_reports"]
 

@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 from itertools import compress
 from typing import Any
 
+from .._folding import fold, fold_names, numberless
 from ..engine.statistics import Reason
 from ..schedule.timeline import milliseconds, percent, size
 from .groups import WEIGHTS, Amounts, GroupReport, HeldStorage, add_amounts, amounts_to_dict, merge_held, sum_groups
-from .tables import Printable, Table, bytes_or_dash, fold, fold_names, numberless
+from .tables import Printable, Table, bytes_or_dash
 
 __all__ = ["Report"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from itertools import pairwise
 from statistics import median
 
@@ -53,7 +53,7 @@ class Saved:
 
 @dataclass(frozen=True, slots=True)
 class LayerCost:
-    """Compute times of one layer and the tensors that it saves.
+    """Compute times of one layer, the tensors that it saves, and the other memory that the device holds meanwhile.
 
     Parameters
     ----------
@@ -61,6 +61,20 @@ class LayerCost:
         Seconds of compute without any waiting.
     saved : tuple of Saved
         In the order in which forward saves them.
+    host_forward, host_backward : float
+        Seconds in which the host queues this compute and that of the gap before it; 0 if not known.
+    gap_forward, gap_backward : float
+        Seconds of compute before the forward and before the backward: since the forward of the previous layer or the
+        begin of the step, and since the backward of the layer behind it, for the last layer since its own forward.
+    other_bytes : tuple of int
+        Bytes on the device apart from `saved`, such as weights and gradients, at four times: when forward starts, when
+        it ends, when backward starts, when it ends.
+    forward_temporary, backward_temporary : int
+        Bytes that are allocated for a time inside, above the larger of what is allocated at the start and at the end.
+    gap_forward_temporary, gap_backward_temporary : int
+        The same of the gaps, such as the logits of a loss.
+    unpacks_at_once : bool
+        Whether backward needs all saved tensors when it starts and frees them when it ends, as a compiled one does.
 
     Examples
     --------
@@ -73,10 +87,27 @@ class LayerCost:
     forward: float
     backward: float
     saved: tuple[Saved, ...] = ()
+    _: KW_ONLY
+    host_forward: float = 0.0
+    host_backward: float = 0.0
+    gap_forward: float = 0.0
+    gap_backward: float = 0.0
+    other_bytes: tuple[int, int, int, int] = (0, 0, 0, 0)
+    forward_temporary: int = 0
+    backward_temporary: int = 0
+    gap_forward_temporary: int = 0
+    gap_backward_temporary: int = 0
+    unpacks_at_once: bool = False
 
     def __post_init__(self) -> None:
-        _seconds("forward", self.forward)
-        _seconds("backward", self.backward)
+        for name in ("forward", "backward", "host_forward", "host_backward", "gap_forward", "gap_backward"):
+            _seconds(name, getattr(self, name))
+        for name in ("forward_temporary", "backward_temporary", "gap_forward_temporary", "gap_backward_temporary"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} is {getattr(self, name)}; expected bytes, 0 or more.")
+        if len(self.other_bytes) != 4 or min(self.other_bytes) < 0:
+            raise ValueError(f"other_bytes is {self.other_bytes}; expected four numbers of bytes, each 0 or more.")
+        object.__setattr__(self, "other_bytes", tuple(self.other_bytes))
         object.__setattr__(self, "saved", tuple(self.saved))
         for earlier, later in pairwise(self.saved):
             if later.saved_at < earlier.saved_at:
@@ -115,8 +146,7 @@ class LayerCost:
 class Link:
     """The connection between device and host.
 
-    The two directions are independent: a copy is not slower while one runs the other way.  Where host memory cannot
-    keep up with both, give the bandwidths measured with both directions busy; the prediction is then an upper bound.
+    Without `both` the two directions are independent: a copy is not slower while one runs the other way.
 
     Parameters
     ----------
@@ -124,15 +154,19 @@ class Link:
         Bytes per second from device to host and from host to device; infinity is allowed.
     latency : float
         Seconds that each copy takes in addition.
+    both : float, optional
+        Bytes per second of both directions in sum while both are busy.  The direction that was busy first keeps its
+        bandwidth, and the other has what is left.
     """
 
     d2h: float
     h2d: float
     latency: float = 0.0
+    both: float | None = None
 
     def __post_init__(self) -> None:
-        for name, value in (("d2h", self.d2h), ("h2d", self.h2d)):
-            if not value > 0:
+        for name, value in (("d2h", self.d2h), ("h2d", self.h2d), ("both", self.both)):
+            if value is not None and not value > 0:
                 raise ValueError(f"{name} is {value}; expected bytes per second, more than 0.")
         _seconds("latency", self.latency)
 

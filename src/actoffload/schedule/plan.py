@@ -6,7 +6,7 @@ A plan is data: the engine executes it, `simulate` predicts its cost, and the do
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
@@ -115,6 +115,14 @@ class Plan:
             raise ValueError(f"model_layers is {self.model_layers}; a plan needs at least one layer.")
         object.__setattr__(self, "steps", MappingProxyType({e: tuple(a) for e, a in self.steps.items()}))
         self._check()
+
+    @staticmethod
+    def of(model_layers: int, calls: Iterable[tuple[Event, Action]]) -> Plan:
+        """Return the plan in which each action follows its event."""
+        steps: dict[Event, tuple[Action, ...]] = {}
+        for event, action in calls:
+            steps[event] = (*steps.get(event, ()), action)
+        return Plan(model_layers, steps)
 
     def __reduce__(self) -> tuple[object, ...]:
         return Plan, (self.model_layers, dict(self.steps))

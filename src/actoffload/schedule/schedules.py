@@ -3,20 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .plan import Action, Do, Event, Plan, When
 
 __all__ = ["DefaultSchedule", "GroupSchedule", "ManualSchedule"]
-
-
-def _plan(model_layers: int, calls: Iterable[tuple[Event, Action]]) -> Plan:
-    """Return the plan in which each action follows its event."""
-    steps: dict[Event, tuple[Action, ...]] = {}
-    for event, action in calls:
-        steps[event] = (*steps.get(event, ()), action)
-    return Plan(model_layers, steps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +71,7 @@ class DefaultSchedule:
                 (Event(When.FORWARD_START, i + self.window), Action(Do.RELEASE, i)),
                 (Event(When.BACKWARD_END, i + self.window), Action(Do.RELOAD, i)),
             ]
-        return _plan(self.model_layers, calls)
+        return Plan.of(self.model_layers, calls)
 
 
 @dataclass(frozen=True)
@@ -131,7 +123,7 @@ class ManualSchedule:
 
     def plan(self) -> Plan:
         """Return the schedule as data; calls that are out of order or repeated are a `ValueError`."""
-        return _plan(self.model_layers, self.calls)
+        return Plan.of(self.model_layers, self.calls)
 
 
 RESIDENT = 2
@@ -220,4 +212,4 @@ class GroupSchedule:
             ]
             if alone:
                 calls.append((Event(When.BACKWARD_START, i + back), Action(Do.INCREMENTAL_PREFETCH, i)))
-        return _plan(len(kinds), calls)
+        return Plan.of(len(kinds), calls)

@@ -1,25 +1,23 @@
 """Simulation of a plan: from bytes, times and a link to a timeline, the peak and the stalls.
 
-There are three clocks, one for each queue of a device: compute, offload (D2H) and reload (H2D).  An operation begins
-when its queue is free and what it waits for is done.  The engine on the reference device performs the same operations
-in the same order.
+Each queue of a device has a clock: compute, offload (D2H) and reload (H2D).  An operation begins when its queue is free
+and what it waits for is done.  The engine on the reference device performs the same operations in the same order.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import reduce
-from operator import add
 
+from .clocks import Clocks
 from .costs import LayerCost, Link, Saved
 from .plan import Do, Plan, When, reserve
-from .timeline import Kind, Simulation, Span, Timeline
+from .timeline import Kind, Simulation, Timeline
 
 __all__ = ["simulate"]
 
 
-def simulate(plan: Plan, layers: Sequence[LayerCost], link: Link) -> Simulation:
+def simulate(plan: Plan, layers: Sequence[LayerCost], link: Link, *, host_seconds: float = 0.0) -> Simulation:
     """Predict one step: a forward of all layers, then their backward in reverse order.
 
     Parameters
@@ -30,6 +28,8 @@ def simulate(plan: Plan, layers: Sequence[LayerCost], link: Link) -> Simulation:
         One per layer of the plan, in order of the forward.
     link : Link
         How fast copies are.
+    host_seconds : float
+        Seconds that the host spends on each saved tensor of an offloaded layer, in forward and again in backward.
 
     Returns
     -------
@@ -45,7 +45,8 @@ def simulate(plan: Plan, layers: Sequence[LayerCost], link: Link) -> Simulation:
     -----
     The host runs ahead of the device: a copy starts as soon as its tensor is ready and its queue is free, however late
     it is queued.  Copies in one direction run one after the other.  Backward uses the tensors of a layer in order of
-    their `Saved.needed_at`, and a tensor is freed when the next one is needed.
+    their `Saved.needed_at`, and a tensor is freed when the next one is needed.  Compute of which the host has not yet
+    queued the work waits for it, which is no stall.
 
     Examples
     --------
@@ -67,24 +68,61 @@ def simulate(plan: Plan, layers: Sequence[LayerCost], link: Link) -> Simulation:
             f"The plan has {plan.model_layers} layers but {len(layers)} costs were given; "
             "give one LayerCost per layer, in order of the forward."
         )
-    run = _Run(plan, tuple(layers), link)
+    run = _Run(plan, tuple(layers), Clocks(link), _Memory(other=layers[0].other_bytes[0]), host_seconds)
     for layer in range(plan.model_layers):
         run.forward(layer)
-    forward_time, forward_stall = run.compute, run.stalled
-    run.stalled = 0.0
+    forward_time, forward_stall = run.clocks.compute, run.clocks.stalled
+    run.clocks.stalled = 0.0
     for layer in reversed(range(plan.model_layers)):
         run.backward(layer)
-    # Rounded as the clock of compute is; `sum` of Python 3.12 rounds less.
-    alone = [*(cost.forward for cost in layers), *(cost.backward for cost in reversed(layers))]
     return Simulation(
-        timeline=Timeline.build(run.spans, run.resident, source="simulated"),
-        step_time=run.compute,
+        timeline=Timeline.build(run.clocks.spans, run.memory.resident, source="simulated"),
+        step_time=run.clocks.compute,
         forward_time=forward_time,
-        baseline=reduce(add, alone, 0.0),
+        baseline=_baseline(layers),
         forward_stall=forward_stall,
-        backward_stall=run.stalled,
+        backward_stall=run.clocks.stalled,
         reloaded_on_demand=run.on_demand,
+        device_peak_bytes=run.memory.peak,
     )
+
+
+def _baseline(layers: Sequence[LayerCost]) -> float:
+    """Return the seconds of a step without copies, rounded as the clock of compute is."""
+    compute = host = 0.0
+    for cost in layers:
+        host += cost.host_forward
+        compute = max(compute + cost.gap_forward + cost.forward, host)
+    for cost in reversed(layers):
+        host += cost.host_backward
+        compute = max(compute + cost.gap_backward + cost.backward, host)
+    return compute
+
+
+@dataclass(slots=True)
+class _Memory:
+    """The bytes on the device: resident saved tensors, and the other bytes at the borders of sections of the step."""
+
+    other: int  # at the latest border
+    nbytes: int = 0  # of resident saved tensors
+    peak: int = 0  # with other bytes and temporaries
+    at_border: int = 0  # resident at the latest border
+    highest: int = 0  # resident since then
+    resident: list[tuple[float, int]] = field(default_factory=list)
+
+    def occupy(self, nbytes: int, time: float) -> None:
+        """Allocate or free the memory of saved tensors at a time of compute."""
+        if nbytes:
+            self.nbytes += nbytes
+            self.highest = max(self.highest, self.nbytes)
+            self.resident.append((time, self.nbytes))
+
+    def border(self, other: int, temporary: int = 0) -> None:
+        """End a section of the step, in which so much was allocated for a time."""
+        between = self.highest - max(self.at_border, self.nbytes)
+        borders = max(self.at_border + self.other, self.nbytes + other)
+        self.peak = max(self.peak, borders + between + temporary)
+        self.other, self.at_border, self.highest = other, self.nbytes, self.nbytes
 
 
 @dataclass(slots=True)
@@ -100,21 +138,14 @@ class _Held:
 
 @dataclass(slots=True)
 class _Run:
-    """The three clocks, the live tensors, and the recorded spans."""
+    """The clocks, the memory and the live tensors."""
 
     plan: Plan
     layers: tuple[LayerCost, ...]
-    link: Link
-    compute: float = 0.0
-    d2h: float = 0.0
-    h2d: float = 0.0
-    stalled: float = 0.0
-    running: tuple[Kind, int] | None = None  # the forward or backward of a layer
-    start: float = 0.0  # when it began
-    since: float = 0.0  # when it began, or went on after a stall
-    stalled_before: float = 0.0
+    clocks: Clocks
+    memory: _Memory
+    host_seconds: float
     on_demand: int = 0
-    nbytes: int = 0
     releasing: int | None = None  # the layer that is released incrementally by the forward
     to_release: dict[int, int] = field(default_factory=dict)  # bytes
     prefetching: int | None = None  # the layer that is prefetched into what the backward frees
@@ -122,25 +153,31 @@ class _Run:
     offloading: set[int] = field(default_factory=set)
     released: set[int] = field(default_factory=set)
     held: dict[int, list[_Held]] = field(default_factory=dict)
-    spans: list[Span] = field(default_factory=list)
-    resident: list[tuple[float, int]] = field(default_factory=list)
 
     def forward(self, layer: int) -> None:
-        cost = self.layers[layer]
+        cost, clocks = self.layers[layer], self.clocks
         tensors = self.held[layer] = []
+        self._gap(cost.gap_forward, cost.other_bytes[0], cost.gap_forward_temporary)
         self._act(When.FORWARD_START, layer)
-        self._begin(Kind.FORWARD, layer)
+        clocks.begin(Kind.FORWARD, layer)
         for saved in cost.saved:
-            self._reach(saved.saved_at * cost.forward)
-            tensors.append(_Held(saved, ready=self.compute))
+            clocks.reach(saved.saved_at * cost.forward, saved.saved_at * cost.host_forward)
+            tensors.append(_Held(saved, ready=clocks.compute))
             self._occupy(saved.nbytes)
             self._release_incrementally(saved.nbytes)
             if layer in self.offloading:
+                clocks.hook(self.host_seconds)
                 self._copy_out(layer, tensors[-1])
-        self._reach(cost.forward)
+        clocks.reach(cost.forward, cost.host_forward)
         self.releasing = None
-        self._end()
+        clocks.end()
+        self.memory.border(cost.other_bytes[1], cost.forward_temporary)
         self._act(When.FORWARD_END, layer)
+
+    def _gap(self, seconds: float, other: int, temporary: int) -> None:
+        """Compute between two layers."""
+        self.clocks.compute += seconds
+        self.memory.border(other, temporary)
 
     def _release_incrementally(self, nbytes: int) -> None:
         earlier = self.releasing
@@ -151,45 +188,53 @@ class _Run:
             if self.to_release[earlier] <= 0:
                 break
             if tensor.on_device:
-                self._wait(tensor.copied, earlier)
+                self.clocks.wait(tensor.copied, earlier)
                 tensor.on_device = False
                 self._occupy(-tensor.cost.nbytes)
                 self.to_release[earlier] -= tensor.cost.nbytes
 
     def backward(self, layer: int) -> None:
-        cost = self.layers[layer]
+        cost, clocks = self.layers[layer], self.clocks
+        self._gap(cost.gap_backward, cost.other_bytes[2], cost.gap_backward_temporary)
         self._act(When.BACKWARD_START, layer)
-        self._begin(Kind.BACKWARD, layer)
+        clocks.begin(Kind.BACKWARD, layer)
         tensors = self.held.pop(layer)
         # The copies of a layer that was never released may still read its memory.
         still_read = layer in self.offloading and layer not in self.released
         copied = max((tensor.copied for tensor in tensors), default=0.0) if still_read else 0.0
         in_use = 0
         for tensor in [tensors[k] for k in cost.order_of_use]:
-            self._reach(tensor.cost.needed_at * cost.backward)
-            self._free(in_use, copied, layer)
-            in_use = tensor.cost.nbytes
+            if not cost.unpacks_at_once:
+                at = tensor.cost.needed_at
+                clocks.reach(at * cost.backward, at * cost.host_backward)
+                self._free(in_use, copied, layer)
+                in_use = 0
+            in_use += tensor.cost.nbytes
+            if layer in self.offloading:
+                clocks.hook(self.host_seconds)
             if not tensor.on_device:
                 self.on_demand += 1
                 self._occupy(tensor.cost.nbytes)
                 self._copy_back(layer, tensor)
             self._prefetch()
-            self._wait(tensor.arrival, layer)
-        self._reach(cost.backward)
+            clocks.wait(tensor.arrival, layer)
+        clocks.reach(cost.backward, cost.host_backward)
         self._free(in_use, copied, layer)
         self.prefetching, self.room = None, 0
-        self._end()
+        clocks.end()
+        self.memory.border(cost.other_bytes[3], cost.backward_temporary)
         self._act(When.BACKWARD_END, layer)
 
     def _free(self, nbytes: int, copied: float, layer: int) -> None:
         """Free a tensor in backward, once nothing reads it."""
         if nbytes:
-            self._wait(copied, layer)
+            self.clocks.wait(copied, layer)
         self._occupy(-nbytes)
         self.room += nbytes
 
     def _act(self, when: When, layer: int) -> None:
-        for action in self.plan.at(when, layer):
+        actions = self.plan.at(when, layer)
+        for action in actions:
             if action.do is Do.OFFLOAD:
                 self._offload(action.layer)
             elif action.do is Do.INCREMENTAL_RELEASE:
@@ -200,6 +245,8 @@ class _Run:
                 self.prefetching, self.room = action.layer, -reserve(self.layers[layer].nbytes)
             else:
                 self._reload(action.layer)
+        if actions:
+            self.memory.border(self.memory.other)
 
     def _offload(self, layer: int) -> None:
         self.offloading.add(layer)
@@ -209,7 +256,7 @@ class _Run:
     def _release(self, layer: int) -> None:
         tensors = [tensor for tensor in self.held[layer] if tensor.on_device]
         self.released.add(layer)
-        self._wait(max((tensor.copied for tensor in tensors), default=0.0), layer)
+        self.clocks.wait(max((tensor.copied for tensor in tensors), default=0.0), layer)
         for tensor in tensors:
             tensor.on_device = False
         self._occupy(-sum(tensor.cost.nbytes for tensor in tensors))
@@ -233,44 +280,10 @@ class _Run:
             self._copy_back(self.prefetching, tensor)
 
     def _copy_out(self, layer: int, tensor: _Held) -> None:
-        start = max(self.d2h, tensor.ready)
-        self.d2h = start + (self.link.latency + tensor.cost.nbytes / self.link.d2h)
-        tensor.copied = self.d2h
-        self.spans.append(Span(Kind.D2H, layer, start, self.d2h, tensor.cost.nbytes))
+        tensor.copied = self.clocks.copy_out(layer, tensor.cost.nbytes, tensor.ready)
 
     def _copy_back(self, layer: int, tensor: _Held) -> None:
-        start = max(self.h2d, self.compute)
-        self.h2d = start + (self.link.latency + tensor.cost.nbytes / self.link.h2d)
-        tensor.arrival, tensor.on_device = self.h2d, True
-        self.spans.append(Span(Kind.H2D, layer, start, self.h2d, tensor.cost.nbytes))
-
-    def _begin(self, kind: Kind, layer: int) -> None:
-        self.running = kind, layer
-        self.start = self.since = self.compute
-        self.stalled_before = self.stalled
-
-    def _reach(self, seconds: float) -> None:
-        """Let compute run until so many seconds after the begin of the layer without stalls, and never back."""
-        self.compute = max(self.compute, self.start + seconds + self.stalled - self.stalled_before)
-
-    def _end(self) -> None:
-        """End the compute of a layer, or of the part of it before a stall."""
-        if self.running is not None and self.compute > self.since:
-            self.spans.append(Span(*self.running, self.since, self.compute))
-        self.running = None
-
-    def _wait(self, time: float, layer: int) -> None:
-        start, running = self.compute, self.running
-        if time <= start:
-            return
-        self._end()
-        self.compute = self.since = time
-        self.stalled += time - start
-        self.spans.append(Span(Kind.STALL, layer, start, time))
-        self.running = running
+        tensor.arrival, tensor.on_device = self.clocks.copy_back(layer, tensor.cost.nbytes), True
 
     def _occupy(self, nbytes: int) -> None:
-        """Allocate or free device memory at the present time of compute."""
-        if nbytes:
-            self.nbytes += nbytes
-            self.resident.append((self.compute, self.nbytes))
+        self.memory.occupy(nbytes, self.clocks.compute)

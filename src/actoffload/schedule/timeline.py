@@ -112,6 +112,8 @@ class Simulation:
         Seconds for which compute waited for copies, in forward and in backward.
     reloaded_on_demand : int
         Saved tensors that were reloaded only when backward used them.
+    device_peak_bytes : int
+        Largest number of bytes on the device at one time, with all that the costs name beside the saved activations.
     """
 
     timeline: Timeline
@@ -121,6 +123,7 @@ class Simulation:
     forward_stall: float
     backward_stall: float
     reloaded_on_demand: int
+    device_peak_bytes: int = 0
 
     @property
     def backward_time(self) -> float:

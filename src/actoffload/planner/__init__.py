@@ -1,0 +1,6 @@
+"""What to offload: from measured costs and a limit of memory to a plan of the groups of a model."""
+
+from .group_plan import Choice, GroupPlan
+from .search import choose
+
+__all__ = ["Choice", "GroupPlan", "choose"]

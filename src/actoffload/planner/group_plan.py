@@ -1,0 +1,212 @@
+"""The plan of a model: what is done with each group, what that is expected to cost, and its file."""
+
+from __future__ import annotations
+
+import enum
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tabulate import SEPARATING_LINE, tabulate
+
+from .._folding import fold, fold_names, numberless
+from ..schedule.plan import Action, Do, Event, Plan, When
+from ..schedule.timeline import mebibytes, milliseconds
+from .remap import remap
+
+__all__ = ["Choice", "GroupPlan"]
+
+FORMAT, VERSION = "actoffload plan", 1
+
+
+class Choice(enum.Enum):
+    """What is done with the tensors that a group saves."""
+
+    KEEP = "keep"
+    OFFLOAD = "offload"
+
+
+@dataclass(frozen=True)
+class GroupPlan:
+    """The plan for a sequence of groups, and what it is expected to cost; ``print`` gives a table by group.
+
+    Parameters
+    ----------
+    names : tuple of str
+        The groups, in execution order.  A group that runs twice comes twice.
+    plan : Plan
+        What is done when; its layers are the positions in `names`.
+    nbytes : tuple of int
+        Bytes that each group saves and that could be offloaded; 0 if not known.
+    seconds, baseline_seconds : float, optional
+        Expected time of a step, and without offloading.
+    peak_bytes : int, optional
+        Expected peak of device memory in forward and backward.
+    because : str
+        One sentence on why this plan was chosen; may be empty.
+
+    Raises
+    ------
+    ValueError
+        If there are not as many names and sizes as layers in the plan.
+
+    Examples
+    --------
+    >>> from actoffload.planner import GroupPlan
+    >>> from actoffload.schedule import DefaultSchedule
+    >>> plan = GroupPlan(("h.0", "h.1", "h.2"), DefaultSchedule(1, 3).plan(), (2**20, 2**20, 2**20))
+    >>> plan.offloaded, plan.kept_bytes
+    ((0,), 2097152)
+    """
+
+    names: tuple[str, ...]
+    plan: Plan
+    nbytes: tuple[int, ...]
+    seconds: float | None = None
+    baseline_seconds: float | None = None
+    peak_bytes: int | None = None
+    because: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "names", tuple(self.names))
+        object.__setattr__(self, "nbytes", tuple(self.nbytes))
+        for what in ("names", "nbytes"):
+            if len(getattr(self, what)) != self.plan.model_layers:
+                raise ValueError(
+                    f"{what} has {len(getattr(self, what))} entries, but the plan has {self.plan.model_layers} layers; "
+                    "give one for each layer."
+                )
+
+    @property
+    def offloaded(self) -> tuple[int, ...]:
+        """Positions of the groups that are offloaded, ascending."""
+        return self.plan.offloaded
+
+    @property
+    def choices(self) -> tuple[Choice, ...]:
+        """What is done with each group."""
+        offloaded = set(self.offloaded)
+        return tuple(Choice.OFFLOAD if k in offloaded else Choice.KEEP for k in range(len(self.names)))
+
+    @property
+    def offloaded_bytes(self) -> int:
+        """Bytes that are offloaded."""
+        return sum(self.nbytes[k] for k in self.offloaded)
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes that could be offloaded and are kept."""
+        return sum(self.nbytes) - self.offloaded_bytes
+
+    def matches(self, names: Sequence[str]) -> bool:
+        """Return whether a sequence of groups is the one of this plan."""
+        return tuple(names) == self.names
+
+    def remapped(self, names: Sequence[str]) -> GroupPlan:
+        """Return the plan for another sequence of groups; its costs are not known.
+
+        Each action is done at the same event of the same group, or at the next event in time if that group does not
+        run.  Groups that this plan does not know are kept, and so is the last group, for which there is no time.
+        """
+        if self.matches(names):
+            return self
+        plan, earlier = remap(self.plan, self.names, names)
+        nbytes = tuple(0 if k is None else self.nbytes[k] for k in earlier)
+        return GroupPlan(tuple(names), plan, nbytes, because=self.because)
+
+    def __str__(self) -> str:
+        groups = zip(self.names, self.choices, self.nbytes, strict=True)
+        rows = []
+        for same in fold(groups, lambda group: (numberless(group[0]), *group[1:])):
+            (names, choices, sizes) = zip(*same, strict=True)
+            rows.append(self._row(fold_names(names), len(names), {choices[0]: sum(sizes)}))
+        total = {Choice.KEEP: self.kept_bytes, Choice.OFFLOAD: self.offloaded_bytes}
+        rows += [[SEPARATING_LINE], self._row("", len(self.names), total)]
+        header = ["group", "number", "kept", "offloaded"]
+        table = tabulate(rows, header, colalign=("left", *["right"] * 3), disable_numparse=True)
+        return "\n\n".join(filter(None, (table, self._expected())))
+
+    @staticmethod
+    def _row(name: str, number: int, nbytes: dict[Choice, int]) -> list[str]:
+        sizes = [mebibytes(nbytes[choice]) if nbytes.get(choice) else "-" for choice in (Choice.KEEP, Choice.OFFLOAD)]
+        return [name, str(number), *sizes]
+
+    def _expected(self) -> str:
+        """Return the expected costs and the reason, in sentences."""
+        parts = []
+        if self.peak_bytes is not None:
+            parts.append(f"peak {mebibytes(self.peak_bytes)}")
+        if self.seconds is not None:
+            beside = f", {milliseconds(self.baseline_seconds)} without offloading" if self.baseline_seconds else ""
+            parts.append(f"step {milliseconds(self.seconds)}{beside}")
+        expected = f"Expected: {'; '.join(parts)}." if parts else ""
+        return " ".join(filter(None, (expected, self.because)))
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan to a JSON file.
+
+        Parameters
+        ----------
+        path : str or Path
+            Replaced if it exists.
+        """
+        steps = [
+            [event.when.name, event.layer, action.do.name, action.layer]
+            for event in self.plan.events()
+            for action in self.plan.at(event.when, event.layer)
+        ]
+        content = {"format": FORMAT, "version": VERSION, **vars(self), "plan": steps}
+        Path(path).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+    @staticmethod
+    def load(path: str | Path) -> GroupPlan:
+        """Read a plan from a file that `save` wrote.
+
+        Parameters
+        ----------
+        path : str or Path
+            The file.
+
+        Raises
+        ------
+        FileNotFoundError
+            If there is no such file.
+        ValueError
+            If the file has no plan, or one of another version.
+        """
+        text = Path(path).read_bytes()
+        try:
+            return _read(json.loads(text))
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise ValueError(
+                f"{path} is no plan that this version of actoffload can read ({error!r}); "
+                "write it with `handle.plan.save(path)`."
+            ) from error
+
+
+def _read(content: dict[str, Any]) -> GroupPlan:
+    """Return the plan in the content of a file."""
+    if (content["format"], content["version"]) != (FORMAT, VERSION):
+        raise ValueError(f"expected {FORMAT} of version {VERSION}")
+    names, because = content["names"], content["because"]
+    if not all(isinstance(text, str) for text in (*names, because)):
+        raise TypeError("names are no text")
+    nbytes = [_number(value, int) for value in content["nbytes"]]
+    calls = [
+        (Event(When[when], _number(at, int)), Action(Do[do], _number(layer, int)))
+        for when, at, do, layer in content["plan"]
+    ]
+    numbers = {name: content[name] for name in ("seconds", "baseline_seconds", "peak_bytes")}
+    for name, value in numbers.items():
+        if value is not None:
+            _number(value, *((int,) if name == "peak_bytes" else (int, float)))
+    return GroupPlan(tuple(names), Plan.of(len(names), calls), tuple(nbytes), because=because, **numbers)
+
+
+def _number(value: Any, *types: type) -> Any:
+    """Return a number that is of one of the types and not negative."""
+    if type(value) not in types or not value >= 0:
+        raise ValueError(f"{value!r} is no number that was expected")
+    return value

@@ -1,0 +1,151 @@
+"""What planning needs of each group, in one number for each purpose: times, copies, and memory of each section."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+
+from ..schedule.costs import LayerCost, Link
+
+__all__ = ["Profile"]
+
+RELOAD_MARGIN = 0.05
+"""Part of the time of a copy by which it is planned to be done earlier than needed."""
+
+EARLY = 0.02
+"""Part of the backward, at most one group of it, by which every reload is planned earlier than needed."""
+
+
+@dataclass(frozen=True)
+class Profile:
+    """The costs of all groups, for plans in which copies of a group are released, and reloaded, all at once.
+
+    Then a group needs only these numbers, and what they give equals what `simulate` gives, but for rounding, for the
+    host's delays inside a group, and for bandwidth that both directions share.  Lists have one entry for each group.
+    """
+
+    costs: Sequence[LayerCost]
+    nbytes: Sequence[int]
+    movable: Sequence[int]  # groups that can be offloaded
+    copy_out: Sequence[float]  # seconds of the copies to the host
+    out_after: Sequence[float]  # seconds from the start of forward until the copies are done, if the queue is free
+    copy_back: Sequence[float]
+    back_ahead: Sequence[float]  # seconds by which the copies must start before backward does, without a stall
+    before_forward: Sequence[int]  # bytes needed on top of the resident ones in the gap
+    in_forward: Sequence[int]  # and in the forward itself
+    before_backward: Sequence[int]
+    in_backward: Sequence[int]  # on top of the resident bytes of the other groups
+    before: Sequence[int]  # bytes of all earlier groups; one entry more
+    until: Sequence[int]  # bytes needed from the gap to the end of a backward, if all earlier groups are resident
+    latest: Sequence[int]  # group at whose BACKWARD_START a group is reloaded at the latest, so that nothing waits
+
+    @staticmethod
+    def of(costs: Sequence[LayerCost], link: Link) -> Profile:
+        """Return the profile of groups, given in execution order."""
+        nbytes = [cost.nbytes for cost in costs]
+        movable = [k for k in range(len(costs) - 1) if nbytes[k]]
+        out_seconds, out_after = zip(*(_copies_out(cost, link) for cost in costs), strict=True)
+        back_seconds, back_ahead = zip(*(_copies_back(cost, link) for cost in costs), strict=True)
+        before_forward, in_forward, before_backward, in_backward = zip(
+            *map(_needs, costs, _borders_before(costs)), strict=True
+        )
+        before = (0, *accumulate(nbytes))
+        until = [max(before[k + 1] + before_backward[k], before[k] + in_backward[k]) for k in range(len(costs))]
+        return Profile(
+            costs=costs,
+            nbytes=nbytes,
+            movable=movable,
+            copy_out=out_seconds,
+            out_after=out_after,
+            copy_back=back_seconds,
+            back_ahead=back_ahead,
+            before_forward=before_forward,
+            in_forward=in_forward,
+            before_backward=before_backward,
+            in_backward=in_backward,
+            before=before,
+            until=until,
+            latest=_latest_reloads(costs, movable, back_seconds, back_ahead),
+        )
+
+    @cached_property
+    def leanest(self) -> list[int]:
+        """Smallest possible peak if so many of `movable` are offloaded, from 0 to all.
+
+        These plans release each group after its forward and reload it before its backward.
+        """
+        before = self.before
+        sections = zip(self.before_forward, self.in_forward, self.in_backward, strict=True)
+        need = list(map(max, sections))
+        offloaded = [0, *accumulate(map(max, need, self.before_backward), max)]
+        kept = [before[k] + max(need[k], self.nbytes[k] + self.before_backward[k]) for k in range(len(self.costs))]
+        kept = list(accumulate(reversed(kept), max))[::-1]
+        firsts = [*self.movable, len(self.costs) - 1]  # the first group that is kept and saves anything
+        return [max(offloaded[first], kept[first] - before[first]) for first in firsts]
+
+
+def _copies_out(cost: LayerCost, link: Link) -> tuple[float, float]:
+    """Return the seconds of the copies to the host, and from the start of forward until they are done."""
+    total = end = 0.0
+    for saved in cost.saved:
+        seconds = link.latency + saved.nbytes / link.d2h
+        total += seconds
+        end = max(end, saved.saved_at * cost.forward) + seconds
+    return total, end
+
+
+def _copies_back(cost: LayerCost, link: Link) -> tuple[float, float]:
+    """Return the seconds of the copies back, and by how much they must start before backward does."""
+    total, ahead = 0.0, float("-inf")
+    for saved in reversed(cost.saved):
+        total += link.latency + saved.nbytes / link.h2d
+        needed = 0.0 if cost.unpacks_at_once else saved.needed_at * cost.backward
+        ahead = max(ahead, total - needed)
+    return total, ahead
+
+
+def _latest_reloads(
+    costs: Sequence[LayerCost], movable: Sequence[int], seconds: Sequence[float], ahead: Sequence[float]
+) -> list[int]:
+    """Return the group at whose backward the reload of each group begins at the latest."""
+    count = len(costs)
+    starts, compute, host = [0.0] * count, 0.0, 0.0
+    for cost in costs:
+        host += cost.host_forward
+        compute = max(compute + cost.gap_forward + cost.forward, host)
+    begin = compute
+    for k in reversed(range(count)):
+        cost = costs[k]
+        starts[k] = compute + cost.gap_backward
+        host += cost.host_backward
+        compute = max(starts[k] + cost.backward, host)
+    early = EARLY * (compute - begin)
+    latest, free, event = [count - 1] * count, float("inf"), 1
+    for k in movable:
+        margin = min(early, costs[k].backward) + RELOAD_MARGIN * seconds[k]
+        free = min(starts[k] - ahead[k] - margin, free - (1 + RELOAD_MARGIN) * seconds[k])
+        event = max(event, k + 1)
+        while event < count - 1 and starts[event] > free:
+            event += 1
+        latest[k] = event
+    return latest
+
+
+def _borders_before(costs: Sequence[LayerCost]) -> list[tuple[int, int]]:
+    """Return the other bytes at the begin of the gaps before the forward and before the backward of each group."""
+    forward = [costs[0].other_bytes[0], *(cost.other_bytes[1] for cost in costs[:-1])]
+    backward = [*(cost.other_bytes[3] for cost in costs[1:]), costs[-1].other_bytes[1]]
+    return list(zip(forward, backward, strict=True))
+
+
+def _needs(cost: LayerCost, border: tuple[int, int]) -> tuple[int, int, int, int]:
+    """Return the bytes that each section of a group needs on top of the resident bytes, of other groups if in it."""
+    forward_start, forward_end, backward_start, backward_end = cost.other_bytes
+    return (
+        max(border[0], forward_start) + cost.gap_forward_temporary,
+        max(forward_start, cost.nbytes + forward_end) + cost.forward_temporary,
+        max(border[1], backward_start) + cost.gap_backward_temporary,
+        max(cost.nbytes + backward_start, backward_end) + cost.backward_temporary,
+    )

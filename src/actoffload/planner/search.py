@@ -1,0 +1,171 @@
+"""Search the plan: the fastest within a limit of memory, and among equally fast ones the one with the smallest peak."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from math import inf
+
+from ..schedule.costs import LayerCost, Link
+from ..schedule.plan import Plan
+from ..schedule.simulate import simulate
+from ..schedule.timeline import Simulation, mebibytes
+from .group_plan import GroupPlan
+from .placement import Placement, place
+from .profile import Profile
+
+__all__ = ["choose"]
+
+FEW, SOME = 8, 16  # numbers of groups that are tried for one limit
+
+
+def choose(
+    names: Sequence[str],
+    layers: Sequence[LayerCost],
+    link: Link,
+    *,
+    limit: int | None = None,
+    host_seconds: float = 0.0,
+    tolerance: float = 0.002,
+) -> GroupPlan:
+    """Return the fastest plan whose peak is within a limit.
+
+    Of the plans that are at most `tolerance` slower than the fastest, it is the one with the smallest peak.  If no plan
+    is within the limit, it is the one with the smallest peak of all.
+
+    Parameters
+    ----------
+    names : sequence of str
+        The groups, in execution order.
+    layers : sequence of LayerCost
+        The cost of each.
+    link : Link
+        How fast copies are.
+    limit : int, optional
+        Bytes of device memory in forward and backward; None for no limit.
+    host_seconds : float
+        Seconds that the host spends on each saved tensor of an offloaded group, in forward and again in backward.
+    tolerance : float
+        Part of the time of a step.
+
+    Returns
+    -------
+    GroupPlan
+        The plan, with its expected time and peak, and the reason in `GroupPlan.because`.
+
+    Notes
+    -----
+    The plans that are tried offload the first groups of the sequence that save anything, for each number of them, and
+    never the last group, because backward begins there.
+
+    Raises
+    ------
+    ValueError
+        If there are not as many names as costs, or none.
+
+    Examples
+    --------
+    >>> from actoffload.planner import choose
+    >>> from actoffload.schedule import LayerCost, Link
+    >>> layers = [LayerCost.even(256 * 2**20, forward=0.010, backward=0.020)] * 8
+    >>> plan = choose([f"h.{k}" for k in range(8)], layers, Link(d2h=25.6 * 2**30, h2d=25.6 * 2**30))
+    >>> plan.offloaded
+    (0, 1, 2, 3, 4)
+    """
+    if not names or len(names) != len(layers):
+        raise ValueError(f"There are {len(names)} groups but {len(layers)} costs; give one cost for each group.")
+    search = _Search(Profile.of(layers, link), link, host_seconds, inf if limit is None else limit, tolerance)
+    return search.result(tuple(names))
+
+
+@dataclass
+class _Search:
+    profile: Profile
+    link: Link
+    host_seconds: float
+    limit: float
+    tolerance: float
+
+    def __post_init__(self) -> None:
+        self.place = partial(place, self.profile, host_seconds=self.host_seconds)
+        self.keep = self.place(())
+
+    def result(self, names: tuple[str, ...]) -> GroupPlan:
+        """Return the best of the few best plans, by `simulate`."""
+        found = [(placement.plan(), self.simulate(placement.plan())) for placement in self.finalists()]
+        fitting = [(plan, result) for plan, result in found if result.device_peak_bytes <= self.limit]
+        fastest = min((result.step_time for _, result in fitting), default=inf)
+        good = [(plan, result) for plan, result in fitting if result.step_time <= fastest * (1 + self.tolerance)]
+        plan, result = min(good or found, key=lambda each: (each[1].device_peak_bytes, each[1].step_time))
+        return GroupPlan(
+            names,
+            plan,
+            tuple(self.profile.nbytes),
+            seconds=result.step_time,
+            baseline_seconds=result.baseline,
+            peak_bytes=result.device_peak_bytes,
+            because=self.because(plan, result),
+        )
+
+    def simulate(self, plan: Plan) -> Simulation:
+        return simulate(plan, self.profile.costs, self.link, host_seconds=self.host_seconds)
+
+    def finalists(self) -> Iterator[Placement]:
+        """Yield the fastest plan, and the one with the smallest peak that is about as fast."""
+        smallest = min(self.profile.leanest)
+        fastest = self.keep if self.keep.peak_bytes <= self.limit else self.within(self.limit)
+        if fastest is None:
+            yield self.place(self.first(self.profile.leanest.index(smallest)), smallest)
+            return
+        yield fastest
+        allowed = fastest.seconds * (1 + self.tolerance)
+        low, best = smallest, fastest
+        while best.peak_bytes - low > best.peak_bytes >> 8:
+            middle = (low + best.peak_bytes) // 2
+            lean = self.within(middle, allowed, len(best.released))
+            low, best = (middle, best) if lean is None else (low, lean)
+        if best is not fastest:
+            yield best
+
+    def first(self, number: int) -> Sequence[int]:
+        return self.profile.movable[:number]
+
+    def within(self, limit: float, allowed: float = inf, known: int | None = None) -> Placement | None:
+        """Return the fastest placement within a limit; with `known`, the first that takes at most `allowed` seconds.
+
+        Few groups more than must be offloaded are best, since each costs copies: they are all tried, and some of the
+        others.  `known` is the number of groups that is tried first.
+        """
+        found, leanest = None, self.profile.leanest
+        least = next((k for k, peak in enumerate(leanest) if peak <= limit), len(leanest))
+        numbers = [known] if known is not None and known >= least else []
+        numbers += [*range(least, len(leanest))[:FEW], *range(least, len(leanest), max(1, len(leanest) // SOME))]
+        for number in dict.fromkeys(numbers):
+            placement = self.place(self.first(number), limit, allowed=allowed)
+            if placement.peak_bytes > limit or placement.seconds == inf:
+                continue
+            if known is not None:
+                return placement
+            if found is None or placement.seconds < found.seconds:
+                found, allowed = placement, placement.seconds
+        return found
+
+    def because(self, plan: Plan, result: Simulation) -> str:
+        """Return why this plan was chosen."""
+        allowed = self.keep.seconds * (1 + self.tolerance)
+        if result.device_peak_bytes > self.limit:
+            return f"No plan is within the limit of {mebibytes(int(self.limit))}; this one has the smallest peak."
+        if self.keep.peak_bytes > self.limit and result.step_time > allowed:
+            kept, limit = mebibytes(self.keep.peak_bytes), mebibytes(int(self.limit))
+            return f"Without offloading the peak would be {kept}, above the limit of {limit}."
+        if plan.offloaded:
+            return ""
+        if not self.profile.movable:
+            return "No group before the last one saves anything that can be offloaded."
+        one = self.first(1)
+        if self.place(one, allowed=allowed).seconds < inf:
+            return "Nothing is offloaded, because no plan without a cost in time has a smaller peak."
+        if place(self.profile, one, allowed=allowed).seconds < inf:
+            return "Nothing is offloaded, because the host is as slow as the device, so that hooks would cost time."
+        return "Nothing is offloaded, because no copy fits beside the compute."
