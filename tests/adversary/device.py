@@ -51,6 +51,7 @@ class AdversarialDevice:
     checks = True
     type = "cpu"
     name = "adversary"
+    times = False
     resolution = 0.0
 
     def __init__(self, seed: int = 0, mode: Mode = "random") -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from ..engine.model_pass import ModelPass
 from ..planner import GroupPlan
 from ..schedule.execution_order import GroupKey, GroupPlans
-from ..schedule.plan import Roles
+from ..schedule.plan import REST, Roles
 from .reporting import PassLog, group_names
 from .tracker import Conduct, FollowedModule, Mode
 
@@ -31,7 +31,8 @@ class BySchedule:
     def pass_ends(self, done: ModelPass[GroupKey], sequence: Sequence[GroupKey]) -> tuple[Any, Any] | None:
         """Learn the order of the groups."""
         self._plans.learn(sequence)
-        self._log.forward_done(done, sequence)
+        if not done.partly:
+            self._log.forward_done(done, sequence)
         return None
 
     def plan(self) -> GroupPlan:
@@ -46,6 +47,8 @@ class RolesOfPlan:
 
     def __init__(self, groups: Sequence[FollowedModule], plan: GroupPlan) -> None:
         self._groups, self.plan = groups, plan
+        # What a later group saves drives an incremental release, so that has to be seen too.
+        self.incremental = any(action.do in REST for actions in plan.plan.steps.values() for action in actions)
         self._known: dict[tuple[GroupKey, ...], Roles] = {}
 
     def __call__(self, order: tuple[GroupKey, ...]) -> Roles:
@@ -64,13 +67,19 @@ class ByPlan(BySchedule):
 
     def __init__(self, groups: Sequence[FollowedModule], plans: GroupPlans, log: PassLog, plan: GroupPlan) -> None:
         super().__init__(groups, plans, log)
-        self._plan = plan
-        self._roles: Callable[[tuple[GroupKey, ...]], Roles] = RolesOfPlan(groups, plan)
+        self._roles = RolesOfPlan(groups, plan)
+        self._mode = Mode.WHOLE  # until a forward has shown whether something is saved between the groups
 
     def forward_begins(self, inputs: tuple[Any, Any], *, alone: bool, busy: bool) -> Conduct:
-        """Follow the whole forward."""
-        return Conduct(Mode.WHOLE, self._plans.order, self._roles)
+        """Follow the forward, or the groups that are offloaded if that is enough."""
+        return Conduct(Mode.WHOLE if alone or busy else self._mode, self._plans.order, self._roles)
+
+    def pass_ends(self, done: ModelPass[GroupKey], sequence: Sequence[GroupKey]) -> tuple[Any, Any] | None:
+        """Learn the order of the groups."""
+        if not done.partly:
+            self._mode = Mode.WHOLE if done.adopted or self._roles.incremental else Mode.SCOPED
+        return super().pass_ends(done, sequence)
 
     def plan(self) -> GroupPlan:
-        """Return the plan that was given."""
-        return self._plan
+        """Return the plan that was given, for the order of the latest pass."""
+        return self._roles.plan.remapped(group_names(self._groups, self._plans.order))

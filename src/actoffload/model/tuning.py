@@ -61,7 +61,10 @@ Script = Generator[Stage, TimedPass, GroupPlan]
 class Tuner:
     """Measures, plans, and keeps the plan as long as costs stay what they were."""
 
-    def __init__(self, engine: Engine, groups: Sequence[FollowedModule], plans: GroupPlans, log: PassLog) -> None:
+    def __init__(
+        self, engine: Engine, groups: Sequence[FollowedModule], plans: GroupPlans, log: PassLog, title: str = "the model"
+    ) -> None:
+        self._title = title
         self._engine, self._groups, self._plans, self._log = engine, groups, plans, log
         self._lock = threading.Lock()
         self._current: TimedPass | None = None
@@ -70,18 +73,22 @@ class Tuner:
         self._script: Script | None = self._measure(warm=False)
         self._stage: Stage | None = next(self._script)
         self._chosen: RolesOfPlan | None = None
-        self._mode = Mode.IDLE
+        self._adopts = False  # groups are offloaded with what was saved before them
         self._limit: int | None = None
         self._size = self._least_size = 0  # elements of the inputs planned for, and fewest for which hooks cost nothing
         self._replan_at = 0
         self._patience = PATIENCE
         self._sizes: deque[int] = deque(maxlen=WINDOW)
-        self._seconds: deque[TimedPass] = deque(maxlen=2 * WINDOW)
+        self._seconds: deque[TimedPass] = deque(maxlen=WINDOW)
+        self._reference: float | None = None  # seconds of a pass when the plan was new
+        self._planning = 0.0  # seconds
         self.times: StepTimes | None = None
 
     def plan(self) -> GroupPlan:
         """Return the plan, or what is done until there is one."""
-        return self._leanest("It is being measured.") if self._chosen is None else self._chosen.plan
+        if self._chosen is None:
+            return self._leanest("This is the plan of the first steps, which are measured.")
+        return self._chosen.plan.remapped(group_names(self._groups, self._plans.order))
 
     # One pass
 
@@ -147,9 +154,11 @@ class Tuner:
             self._settle(stop.value)
 
     def _planned(self) -> Conduct:
-        if self._chosen is None or not self._chosen.plan.offloaded:
+        chosen = self._chosen
+        if chosen is None or not chosen.plan.offloaded:
             return Conduct(Mode.IDLE)
-        return Conduct(self._mode, self._plans.order, self._chosen)
+        mode = Mode.WHOLE if self._adopts or chosen.incremental else Mode.SCOPED
+        return Conduct(mode, self._plans.order, chosen)
 
     def _whole(self) -> Conduct:
         """Follow the whole forward, by the plan if there is one."""
@@ -170,7 +179,6 @@ class Tuner:
         if bare is None or not plan.offloaded:
             return plan
         self._chosen = RolesOfPlan(self._groups, plan)
-        self._mode = Mode.WHOLE if lean.adopted else Mode.SCOPED
         offloaded, without = [], []
         for _ in range(2):
             offloaded.append((yield Stage.PLAN))
@@ -195,7 +203,7 @@ class Tuner:
         assert timed.meter is not None
         timed.wait(self._engine.backend)
         begun = time.perf_counter()
-        self._mode = Mode.WHOLE if lean.adopted else Mode.SCOPED
+        self._adopts = lean.adopted > 0
         self._size, names = timed.elements, group_names(self._groups, lean.sequence)
         link = measured_link(lean.meter)
         if link is None:
@@ -243,15 +251,24 @@ class Tuner:
         if self._script is not None:
             self._script.close()
         self._script = self._stage = None
-        if plan.because.startswith("Several"):
-            self._mode = Mode.WHOLE
         self._chosen = RolesOfPlan(self._groups, plan)
         self._replan_at = self._number + self._patience
         self._patience *= 2
-        logger.info("%s", self._summary(plan))
+        self._reference = None
+        self._seconds.clear()
+        self._report(plan)
 
-    def _summary(self, plan: GroupPlan) -> str:
-        return str(plan)
+    def _report(self, plan: GroupPlan) -> None:
+        model = self._title
+        what = f"{len(plan.offloaded)} of {len(plan.names)} groups of {model} are offloaded ({size(plan.offloaded_bytes)})"
+        measured = f"measured in passes 1 to {self._number - 1}"
+        times = ""
+        if self.times is not None:
+            with_, without = milliseconds(self.times.offloaded), milliseconds(self.times.without)
+            times = f"; a pass takes {with_}, {without} without offloading"
+        because = f". {plan.because}" if plan.because else ""
+        planned = f", planned in {milliseconds(self._planning)}" if self._planning else ""
+        logger.info("%s: %s%s%s%s", what, measured, planned, times, because)
 
     # Later
 
@@ -274,5 +291,16 @@ class Tuner:
         return Conduct(Mode.IDLE) if elements < self._least_size else self._planned()
 
     def _moved(self) -> bool:
-        """Return whether costs have changed, and are settled at their new values."""
-        return False
+        """Return whether costs are others than those of the plan, and have been for some passes."""
+        backend, sizes = self._engine.backend, self._sizes
+        done = [timed.seconds(backend) for timed in self._seconds if timed.ended and backend.passed(timed.ended)]
+        now = median(done) if len(done) == WINDOW else None
+        if self._reference is None and now is not None:
+            self._reference = now
+            self._seconds.clear()
+        if self._number < self._replan_at:
+            return False
+        if len(sizes) == WINDOW and self._size and max(sizes) <= min(sizes) * (1 + MOVED):
+            if abs(sizes[0] / self._size - 1) > MOVED:
+                return True
+        return now is not None and self._reference is not None and abs(now / self._reference - 1) > MOVED
