@@ -216,11 +216,27 @@ def report(results: dict[str, Data], folder: Path = RESULTS) -> str:
 
 
 def headline(folder: Path = RESULTS) -> str:
-    """Return one sentence for the landing page: the most layers that cost at most 1 %, else the cheapest arm."""
+    """Return the sentences for the landing page: what `offload(model)` costs and saves, and a number of layers."""
+    found = [sentence(folder) for sentence in (_trainer_headline, _layers_headline)]
+    return " ".join(filter(None, found)) or "No GPU results are recorded yet."
+
+
+def _trainer_headline(folder: Path) -> str:
+    data = read(folder, "trainer")
+    if data is None or data["device"]["reference"]:
+        return ""
+    first = data["rows"][0]
+    arms = _by_method(first)
+    values = {"none": arms[NOTHING], "ours": arms[OURS], "checkpoint": arms[CHECKPOINT], **data["settings"]}
+    return text("trainer_headline", **{**values, "tokens": first["tokens"], "device": data["device"]["name"]})
+
+
+def _layers_headline(folder: Path) -> str:
+    """Return the sentence on the most GPT blocks that cost at most 1 %, else on the cheapest arm."""
     data = read(folder, "gpt")
     arms = [] if data is None else ours(data)
     if data is None or not arms or data["device"]["reference"]:
-        return "No GPU results are recorded yet."
+        return ""
     free = [a for a in arms if a["ratio"] <= TARGETS["gpt4"]["limit"]]
     best = free[-1] if free else min(arms, key=lambda a: float(a["ratio"]))
     values = {**best, "device": data["device"]["name"], "layers": data["settings"]["layers"], "model": model_line(data)}

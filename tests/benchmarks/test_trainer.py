@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import logging
 import sys
 import weakref
@@ -63,6 +64,15 @@ def test_page_has_targets_arms_and_plan(data: dict[str, Any]) -> None:
     assert "| 4096 | no offload | 145.0 | 0.950 | 0.900 to 1.000 | 30.00 |  |  |  |" in page
     assert "```text\nall of it\n```" in page
     assert "differ by at most 20.0 % at 4096 tokens." in page
+
+
+def test_headline_begins_with_the_trainer(data: dict[str, Any], tmp_path: Path) -> None:
+    path = tmp_path / "trainer.json"
+    path.write_text(json.dumps({**data, "format": 1}), encoding="utf-8")
+    assert "at 1.050 × the step time without it, with a peak of 20.0 instead of 30.0 GiB;" in report.headline(tmp_path)
+    data["device"]["reference"] = True
+    path.write_text(json.dumps({**data, "format": 1}), encoding="utf-8")
+    assert report.headline(tmp_path) == "No GPU results are recorded yet."
 
 
 def test_plans_without_predictions_have_no_targets_of_them() -> None:
