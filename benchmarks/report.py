@@ -85,9 +85,10 @@ def _trainer_targets(data: Data) -> list[Data]:
     for row in data["rows"]:
         moved, length = _by_method(row)[OURS], f"{row['tokens']} tokens × {data['settings']['batch']}"
         found.append(target("trainer", moved["ratio"], length=length))
-        for key, what in (("seconds", "step"), ("peak_bytes", "peak")):
+        for key, what in (("seconds", "forward and backward"), ("peak_bytes", "peak")):
             if key in moved["predicted"]:
-                distance = abs(moved["predicted"][key] / moved[key] - 1)
+                measured = moved["pass_seconds" if key == "seconds" else key]
+                distance = abs(moved["predicted"][key] / measured - 1)
                 found.append(target("predicted", distance, length=length, what=what))
     return found
 

@@ -84,13 +84,31 @@ class Tokens(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 
 
 class StepMeter(TrainerCallback):  # type: ignore[misc]
-    """Measure the steps `first` to `last`: the seconds of each, and the peak of device memory in all of them."""
+    """Measure the steps `first` to `last`: seconds of each and of its forward and backward, and the peak of all."""
 
     def __init__(self, first: int, last: int, begin: Callable[[], object] = lambda: None) -> None:
         self._first, self._last, self._begin = first, last, begin
         self._meter = MemoryMeter()
+        self._measuring = False
         self.seconds: list[float] = []
+        self.pass_seconds: list[float] = []
         self.peak_bytes = 0
+
+    def time_passes(self, trainer: Trainer) -> None:
+        """Sample before and after each forward and backward of a Trainer."""
+        inner = trainer.training_step
+
+        def training_step(*arguments: Any, **more: Any) -> torch.Tensor:
+            self._sample()
+            loss = inner(*arguments, **more)
+            self._sample()
+            return loss
+
+        trainer.training_step = training_step
+
+    def _sample(self) -> None:
+        if self._measuring:
+            self._meter.sample()
 
     def on_step_end(self, arguments: Any, state: Any, control: Any, **more: Any) -> None:
         """Begin after the step before the first one, and end after the last one."""
@@ -98,12 +116,15 @@ class StepMeter(TrainerCallback):  # type: ignore[misc]
         if step == self._first - 1:
             self._begin()
             self._meter.__enter__()
-        if self._first - 1 <= step <= self._last:
-            self._meter.sample()
+            self._measuring = True
+        self._sample()
         if step == self._last:
+            self._measuring = False
             self._meter.__exit__()
             self.peak_bytes = self._meter.peak_bytes
-            self.seconds = [end - start for (start, _), (end, _) in pairwise(self._meter.samples)]
+            times = [seconds for seconds, _ in self._meter.samples]  # an end of a step, then three for each step
+            self.seconds = [end - start for start, end in pairwise(times[::3])]
+            self.pass_seconds = [end - start for start, end in zip(times[1::3], times[2::3], strict=True)]
 
 
 @contextmanager
@@ -145,8 +166,9 @@ def train(method: str, settings: Training, tokens: int, device: torch.device) ->
         data = Tokens(settings.last * settings.batch, tokens, settings.vocabulary)
         trainer = Trainer(model, arguments, train_dataset=data, callbacks=[meter])
         trainer.remove_callback(PrinterCallback)
+        meter.time_passes(trainer)
         trainer.train()
-    found: dict[str, Any] = {"seconds": meter.seconds, "peak_bytes": meter.peak_bytes}
+    found: dict[str, Any] = {name: getattr(meter, name) for name in ("seconds", "pass_seconds", "peak_bytes")}
     if handle is not None:
         found["bytes_offloaded"] = handle.statistics().bytes_offloaded / len(meter.seconds)
         found |= planned(handle.plan) | {"report": str(handle.report()), "log": logged}
@@ -156,7 +178,7 @@ def train(method: str, settings: Training, tokens: int, device: torch.device) ->
 
 
 def planned(plan: Any) -> dict[str, Any]:
-    """Return a plan as text, and its predictions as far as it has any."""
+    """Return a plan as text, and its predictions of a forward and backward as far as it has any."""
     names = {"seconds": "seconds", "peak_bytes": "peak_bytes", "baseline_seconds": "without_seconds"}
     values = {key: getattr(plan, name, None) for name, key in names.items()}
     return {"plan": str(plan), "predicted": {key: value for key, value in values.items() if value is not None}}
@@ -180,6 +202,7 @@ def rows(runs: dict[int, list[dict[str, dict[str, Any]]]]) -> list[dict[str, Any
                     **{key: value for key, value in last.items() if key not in ("seconds", "report", "log")},
                     "method": method,
                     "seconds": median(each[method] for each in times),
+                    "pass_seconds": median(median(each[method]["pass_seconds"]) for each in rounds),
                     "ratio": median(ratios),
                     "ratios": ratios,
                     "peak_bytes": max(each[method]["peak_bytes"] for each in rounds),

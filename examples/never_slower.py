@@ -115,7 +115,8 @@ long_without, _, _ = train(lengths["long"], offloading=False)
 long_with, plan, report = train(lengths["long"], offloading=True)
 
 # %%
-# The plan lists what is kept and what is offloaded, with the time and the peak that it is expected to take.
+# The plan lists what is kept and what is offloaded, with the peak and the time that are expected of a forward and its
+# backward.
 print(plan)
 
 # %%
