@@ -9,61 +9,15 @@ Text and columns are in ``page.toml``.
 from __future__ import annotations
 
 import argparse
-import string
 import sys
-import tomllib
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, TypeAlias
 
+from page import PAGE, Data, origin, table, target, text
 from results_file import RESULTS, digest, read
 
-Data: TypeAlias = dict[str, Any]
-PAGE = tomllib.loads(Path(__file__).with_name("page.toml").read_text(encoding="utf-8"))
 NOTHING, OURS, CHECKPOINT = "no offload", "actoffload", "checkpoint"
 TITLES, LENGTHS, TARGETS = PAGE["names"]["layers"], PAGE["names"]["lengths"], PAGE["targets"]
-SCALES = {"": 1, "ms": 1e3, "us": 1e6, "MiB": 2**-20, "GiB": 2**-30, "GB": 1e-9, "pct": 100}
-
-
-class _Units(string.Formatter):
-    """Format numbers with a scale: ``{seconds:ms.1}`` shows milliseconds with one digit."""
-
-    def format_field(self, value: Any, spec: str) -> str:
-        unit, _, digits = spec.lstrip("+").partition(".")
-        sign = "+" if spec.startswith("+") else ""
-        return f"{value * SCALES[unit]:{sign}.{digits}f}" if digits.isdecimal() else str(value)
-
-
-fill = _Units().format
-
-
-def text(name: str, **values: Any) -> str:
-    """Return a text of the page with its values."""
-    return fill(PAGE["text"][name], **values)
-
-
-def table(name: str, rows: Iterable[Data]) -> str:
-    """Return a table of the page; a cell without a value is empty.  Text in the first column may wrap."""
-    heads, texts = PAGE["tables"][name]
-
-    def cell(template: str, row: Data) -> str:
-        try:
-            return fill(template, **row)
-        except KeyError:
-            return ""
-
-    cells = [[cell(template, row) for template in texts.split(" | ")] for row in rows]
-    first = "---:" if cells and all(row[0].isdecimal() for row in cells) else "---"
-    lines = [f"| {heads} |", f"| {first} |" + " ---: |" * heads.count("|")]
-    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in cells)])
-
-
-def origin(data: Data) -> str:
-    """Return a paragraph with what a result was measured on."""
-    driver = f", driver {data['device']['driver']}" if data["device"]["driver"] else ""
-    values = {"driver": driver, "speed": text("speed", **data["link"]) if "link" in data else ""}
-    values |= {"day": data["date"][:10], "sources": data["source_digest"][:12]}
-    return (text("rehearsal") if data["device"]["reference"] else "") + text("origin", **data, **values)
 
 
 def arm(data: Data, method: str, count: int) -> Data | None:
@@ -82,25 +36,12 @@ def numbers(arms: Iterable[Data]) -> str:
     return str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
 
 
-def target(name: str, measured: float, **values: str) -> Data:
-    """Return the line of a target of the page with its figure."""
-    entry = {"show": "{:.3}", "at_least": False, **TARGETS[name]}
-    show, limit = entry["show"], entry["limit"]
-    met = measured >= limit if entry["at_least"] else measured <= limit
-    return {
-        "what": fill(entry["what"], **values),
-        "limit": ("≥ " if entry["at_least"] else "≤ ") + fill(show, limit),
-        "measured": fill(show, measured),
-        "verdict": "met" if met else "missed by " + fill(show, abs(measured - limit)),
-    }
-
-
 def targets(results: dict[str, Data]) -> list[Data]:
     """Return the lines of the targets whose figures were measured."""
-    found: list[Data] = []
+    found = _trainer_targets(results["trainer"]) if "trainer" in results else []
     four, ten = (arm(results.get("gpt", {"arms": []}), OURS, count) for count in (4, 10))
     if four is not None and ten is not None:
-        found = [target("gpt4", four["ratio"]), target("gpt10", ten["bound_ratio"])]
+        found += [target("gpt4", four["ratio"]), target("gpt10", ten["bound_ratio"])]
         found.append(target("simulate", abs(ten["deviation"])))
     for name, short in PAGE["names"]["short"].items():
         arms = ours(results.get(name, {"arms": []}))
@@ -137,6 +78,35 @@ def _memory_targets(name: str, arms: list[Data], pools: list[Data]) -> list[Data
         return []
     held = max(a["host_bytes"] / a["bytes_offloaded"] for a in pools)
     return [target("r", min(a["r"] for a in arms), model=name), target("pinned", held, model=name)]
+
+
+def _trainer_targets(data: Data) -> list[Data]:
+    found: list[Data] = []
+    for row in data["rows"]:
+        moved, length = _by_method(row)[OURS], f"{row['tokens']} tokens × {data['settings']['batch']}"
+        found.append(target("trainer", moved["ratio"], length=length))
+        for key, what in (("seconds", "forward and backward"), ("peak_bytes", "peak")):
+            if key in moved["predicted"]:
+                measured = moved["pass_seconds" if key == "seconds" else key]
+                distance = abs(moved["predicted"][key] / measured - 1)
+                found.append(target("predicted", distance, length=length, what=what))
+    return found
+
+
+def _by_method(row: Data) -> dict[str, Data]:
+    return {a["method"]: a for a in row["arms"]}
+
+
+def trainer_sections(data: Data) -> list[str]:
+    """Return the section of the Trainer of Hugging Face."""
+    names, rows, plans = PAGE["names"]["trainer"], [], []
+    for row in data["rows"]:
+        low_high = ({"low": min(a["ratios"]), "high": max(a["ratios"])} for a in row["arms"])
+        arms = [{**a, **r, "tokens": row["tokens"]} for a, r in zip(row["arms"], low_high, strict=True)]
+        rows += [{**a, "name": names.get(a["method"], a["method"])} for a in arms]
+        plans += [text("plan", **row), f"```text\n{_by_method(row)[OURS]['plan']}\n```"]
+    noise = "; ".join(text("trainer_noise", **row) for row in data["rows"])
+    return ["## Hugging Face Trainer", text("trainer", **data["settings"], noise=noise), table("trainer", rows), *plans]
 
 
 def model_line(data: Data) -> str:
@@ -233,6 +203,8 @@ def report(results: dict[str, Data], folder: Path = RESULTS) -> str:
     if not results:
         return parts[0] + "\n\nNo results are recorded yet.\n"
     parts += ["## Targets", table("targets", targets(results))]
+    if "trainer" in results:
+        parts += [*trainer_sections(results["trainer"]), origin(results["trainer"])]
     for name in TITLES:
         parts += layers_sections(name, results[name]) if name in results else []
     parts += llama_sections(results["llama"]) if "llama" in results else []
@@ -245,11 +217,27 @@ def report(results: dict[str, Data], folder: Path = RESULTS) -> str:
 
 
 def headline(folder: Path = RESULTS) -> str:
-    """Return one sentence for the landing page: the most layers that cost at most 1 %, else the cheapest arm."""
+    """Return the sentences for the landing page: what `offload(model)` costs and saves, and a number of layers."""
+    found = [sentence(folder) for sentence in (_trainer_headline, _layers_headline)]
+    return " ".join(filter(None, found)) or "No GPU results are recorded yet."
+
+
+def _trainer_headline(folder: Path) -> str:
+    data = read(folder, "trainer")
+    if data is None or data["device"]["reference"]:
+        return ""
+    first = data["rows"][0]
+    arms = _by_method(first)
+    values = {"none": arms[NOTHING], "ours": arms[OURS], "checkpoint": arms[CHECKPOINT], **data["settings"]}
+    return text("trainer_headline", **{**values, "tokens": first["tokens"], "device": data["device"]["name"]})
+
+
+def _layers_headline(folder: Path) -> str:
+    """Return the sentence on the most GPT blocks that cost at most 1 %, else on the cheapest arm."""
     data = read(folder, "gpt")
     arms = [] if data is None else ours(data)
     if data is None or not arms or data["device"]["reference"]:
-        return "No GPU results are recorded yet."
+        return ""
     free = [a for a in arms if a["ratio"] <= TARGETS["gpt4"]["limit"]]
     best = free[-1] if free else min(arms, key=lambda a: float(a["ratio"]))
     values = {**best, "device": data["device"]["name"], "layers": data["settings"]["layers"], "model": model_line(data)}
@@ -265,7 +253,7 @@ def notes(folder: Path = RESULTS) -> str:
 
 def load(folder: Path) -> dict[str, Data]:
     """Read all results of a folder."""
-    found = {name: read(folder, name) for name in ("gpt", "linear", "llama", "overhead")}
+    found = {name: read(folder, name) for name in ("trainer", "gpt", "linear", "llama", "overhead")}
     return {name: data for name, data in found.items() if data is not None}
 
 

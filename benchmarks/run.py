@@ -3,8 +3,8 @@
     PYTHONPATH=src python benchmarks/run.py gpt --out benchmarks/results
 
 `linear` and `gpt` compare offload with checkpointing and `save_on_cpu`; `llama` measures every number of layers at 8k
-and 32k tokens, and host time; `overhead` measures the host time of one saved tensor.  ``--rehearse`` takes small sizes,
-for machines without accelerator.
+and 32k tokens, and host time; `overhead` measures the host time of one saved tensor; `trainer` trains a Llama with the
+Trainer of Hugging Face.  ``--rehearse`` takes small sizes, for machines without accelerator.
 """
 
 from __future__ import annotations
@@ -42,6 +42,11 @@ def run(options: argparse.Namespace, device: torch.device) -> None:
             gc.collect()
             if device.type != "cpu":
                 torch.accelerator.empty_cache()
+    elif name == "trainer":
+        import trainer
+
+        settings = trainer.REHEARSAL if options.rehearse else trainer.FULL
+        data = trainer.measure_trainer(settings, device, lambda data: write(options.out, name, data, command))
     else:
         data = measure(sizes[name], device)
     print(f"wrote {write(options.out, name, data, command).name}")
@@ -50,7 +55,7 @@ def run(options: argparse.Namespace, device: torch.device) -> None:
 def main(arguments: list[str] | None = None) -> None:
     """Run what the command line names."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("benchmark", choices=("linear", "gpt", "llama", "overhead", "profile"))
+    parser.add_argument("benchmark", choices=("linear", "gpt", "llama", "overhead", "trainer"))
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the result")
     parser.add_argument("--only", metavar="PARTS", help=f"parts of llama, with commas between: {', '.join(LLAMA)}")
     parser.add_argument("--rehearse", action="store_true", help="small sizes")
@@ -59,8 +64,9 @@ def main(arguments: list[str] | None = None) -> None:
     if unknown or (options.only and options.benchmark != "llama"):
         parser.error(f"--only {options.only}: expected parts of llama: {', '.join(LLAMA)}.")
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-    # Slower attention than the flash kernel would hide copies.
-    with sdpa_kernel(SDPBackend.FLASH_ATTENTION) if device.type == "cuda" else nullcontext():
+    # Slower attention than the flash kernel would hide copies; Trainer is measured as a user runs it.
+    flash = device.type == "cuda" and options.benchmark != "trainer"
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION) if flash else nullcontext():
         run(options, device)
 
 

@@ -152,10 +152,11 @@ if device.type == "cuda":
 # %%
 # Three kinds of groups
 # ---------------------
-# Two patterns select the parts of all blocks. The MLPs are of two classes, so they are two kinds. The last group of
-# each kind stays on the device: backward begins there. ``keep`` excludes the routers, which save little.
+# Two patterns select the parts of all blocks. The MLPs are of two classes, so they are two kinds. ``num_layers``
+# holds for each kind. The last group of each kind is kept, because backward begins there. ``keep`` excludes the
+# routers, which save little.
 everything = ["*.attention", "*.mlp"]
-handle = actoffload.offload(model, layers=everything, keep="*.router")
+handle = actoffload.offload(model, layers=everything, num_layers=7, keep="*.router")
 print(handle)
 
 # %%
@@ -174,10 +175,10 @@ handle.report()
 handle.remove()
 
 
-def copy_with(layers):
+def copy_with(layers, num_layers):
     """Return new modules with the same weights, and a handle for them."""
     other = copy.deepcopy(model, {id(weight): weight for weight in model.parameters()})
-    return other, actoffload.offload(other, layers=layers, keep="*.router")
+    return other, actoffload.offload(other, layers=layers, num_layers=num_layers, keep="*.router")
 
 
 def step_keeping(model, kept):
@@ -188,8 +189,8 @@ def step_keeping(model, kept):
     step(model)
 
 
-choices = {"attention": Attention, "dense MLPs": DenseMLP, "mixtures": Mixture, "all": everything}
-copies = {name: copy_with(layers) for name, layers in choices.items()}
+choices = {"attention": (Attention, 7), "dense MLPs": (DenseMLP, 3), "mixtures": (Mixture, 3), "all": (everything, 7)}
+copies = {name: copy_with(*choice) for name, choice in choices.items()}
 arms = {"nothing": partial(step, model)}
 arms |= {name: partial(step_keeping, other, False) for name, (other, _) in copies.items()}
 arms["all but one tensor"] = partial(step_keeping, copies["all"][0], True)

@@ -50,7 +50,7 @@ class Model(torch.nn.Module):
 
 torch.manual_seed(0)
 model = Model()
-handle = actoffload.offload(model)
+handle = actoffload.offload(model, num_layers=6)
 
 
 def step(checkpointing, offloading):

@@ -10,6 +10,7 @@ from unittest import mock
 MB = 1e6  # sphinx-gallery prints the number followed by "MB"
 ORDER = (
     # Whole models, with one line.
+    "never_slower.py",
     "hugging_face_llama.py",
     "not_freed.py",
     "offload_beside_checkpointing.py",

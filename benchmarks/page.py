@@ -1,0 +1,67 @@
+"""Text and tables of the page of benchmarks, from ``page.toml``; values are shown in units by their format."""
+
+from __future__ import annotations
+
+import string
+import tomllib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, TypeAlias
+
+Data: TypeAlias = dict[str, Any]
+PAGE = tomllib.loads(Path(__file__).with_name("page.toml").read_text(encoding="utf-8"))
+SCALES = {"": 1, "ms": 1e3, "us": 1e6, "MiB": 2**-20, "GiB": 2**-30, "GB": 1e-9, "pct": 100}
+
+
+class _Units(string.Formatter):
+    """Format numbers with a scale: ``{seconds:ms.1}`` shows milliseconds with one digit."""
+
+    def format_field(self, value: Any, spec: str) -> str:
+        unit, _, digits = spec.lstrip("+").partition(".")
+        sign = "+" if spec.startswith("+") else ""
+        return f"{value * SCALES[unit]:{sign}.{digits}f}" if digits.isdecimal() else str(value)
+
+
+fill = _Units().format
+
+
+def text(name: str, **values: Any) -> str:
+    """Return a text of the page with its values."""
+    return fill(PAGE["text"][name], **values)
+
+
+def table(name: str, rows: Iterable[Data]) -> str:
+    """Return a table of the page; a cell without a value is empty.  Text in the first column may wrap."""
+    heads, texts = PAGE["tables"][name]
+
+    def cell(template: str, row: Data) -> str:
+        try:
+            return fill(template, **row)
+        except KeyError:
+            return ""
+
+    cells = [[cell(template, row) for template in texts.split(" | ")] for row in rows]
+    first = "---:" if cells and all(row[0].isdecimal() for row in cells) else "---"
+    lines = [f"| {heads} |", f"| {first} |" + " ---: |" * heads.count("|")]
+    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in cells)])
+
+
+def origin(data: Data) -> str:
+    """Return a paragraph with what a result was measured on."""
+    driver = f", driver {data['device']['driver']}" if data["device"]["driver"] else ""
+    values = {"driver": driver, "speed": text("speed", **data["link"]) if "link" in data else ""}
+    values |= {"day": data["date"][:10], "sources": data["source_digest"][:12]}
+    return (text("rehearsal") if data["device"]["reference"] else "") + text("origin", **data, **values)
+
+
+def target(name: str, measured: float, **values: str) -> Data:
+    """Return the line of a target of the page with its figure."""
+    entry = {"show": "{:.3}", "at_least": False, **PAGE["targets"][name]}
+    show, limit = entry["show"], entry["limit"]
+    met = measured >= limit if entry["at_least"] else measured <= limit
+    return {
+        "what": fill(entry["what"], **values),
+        "limit": ("≥ " if entry["at_least"] else "≤ ") + fill(show, limit),
+        "measured": fill(show, measured),
+        "verdict": "met" if met else "missed by " + fill(show, abs(measured - limit)),
+    }

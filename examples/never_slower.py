@@ -1,0 +1,158 @@
+"""
+One line that is never slower
+=============================
+
+Offloading costs nothing while the link copies beside compute. How much that is depends on the model, the batch and the
+machine. ``actoffload.offload(model)`` measures it in the first steps, and then offloads what is free. Here a Llama
+trains with the Trainer of Hugging Face, with long and with short sequences.
+"""
+
+# %%
+# A model and a Trainer
+# ---------------------
+# The weights are random; nothing is downloaded. The optimizer is AdamW, and the model runs under bfloat16 autocast. On
+# a GPU it has twelve layers, as wide as those of a Llama of 1.1 billion weights. Without a GPU the example runs on the
+# CPU, with a smaller model.
+import gc
+import logging
+import sys
+import tempfile
+from statistics import median
+
+import torch
+from matplotlib import pyplot
+from transformers import LlamaConfig, LlamaForCausalLM, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+
+import actoffload
+from actoffload.measure import MemoryMeter, describe_device
+
+device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+reference = device.type == "cpu"
+print(f"Runs on {describe_device()}.")
+
+config = LlamaConfig(
+    hidden_size=128 if reference else 2048,
+    intermediate_size=384 if reference else 5632,
+    num_hidden_layers=6 if reference else 12,
+    num_attention_heads=4 if reference else 32,
+    num_key_value_heads=1 if reference else 4,
+    vocab_size=256 if reference else 32000,
+)
+lengths = {"long": 512, "short": 64} if reference else {"long": 4096, "short": 512}
+batch, measuring, last = 4 if reference else 2, 9, 14 if reference else 24
+
+
+class Steps(TrainerCallback):
+    """Measure the time and the peak of device memory of each step."""
+
+    def __init__(self):
+        self.seconds, self.peaks = [], []
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        """Begin a step."""
+        self.meter = MemoryMeter()
+        self.meter.__enter__()
+        self.meter.sample()
+
+    def on_step_end(self, args, state, control, **kwargs):
+        """End a step."""
+        self.meter.sample()
+        self.meter.__exit__()
+        (begin, _), (end, _) = self.meter.samples
+        self.seconds.append(end - begin)
+        self.peaks.append(self.meter.peak_bytes)
+
+    def __str__(self):
+        after = slice(measuring, None)
+        return f"{1e3 * median(self.seconds[after]):.1f} ms, {max(self.peaks[after]) / 2**30:.2f} GiB"
+
+
+def train(length, offloading):
+    """Train a new model; return its steps, and the plan and the report of its handle."""
+    gc.collect()  # frees the model of the Trainer before
+    torch.manual_seed(0)
+    with device:
+        model = LlamaForCausalLM(config)
+    handle = actoffload.offload(model) if offloading else None
+    steps = Steps()
+    tokens = torch.randint(config.vocab_size, (last * batch, length))
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = TrainingArguments(
+            output_dir=folder,
+            max_steps=last,
+            per_device_train_batch_size=batch,
+            bf16=True,
+            optim="adamw_torch_fused",
+            use_cpu=reference,
+            dataloader_pin_memory=not reference,
+            report_to="none",
+            save_strategy="no",
+            logging_strategy="no",
+            disable_tqdm=True,
+        )
+        data = [{"input_ids": row, "labels": row} for row in tokens]
+        trainer = Trainer(model, arguments, train_dataset=data, callbacks=[steps])
+        trainer.remove_callback(PrinterCallback)
+        trainer.train()
+    if handle is None:
+        return steps, None, None
+    plan, report = handle.plan, handle.report()
+    handle.remove()
+    return steps, plan, report
+
+
+# %%
+# Long sequences
+# --------------
+# The line is ``actoffload.offload(model)``, in front of the Trainer. In the first step everything is offloaded, so that
+# it fits if any plan does. The next steps are measured with and without offloading. From the tenth step on the plan is
+# final. The logger ``actoffload`` says what was decided.
+logger = logging.getLogger("actoffload")
+logger.setLevel(logging.INFO)
+logger.addHandler(logging.StreamHandler(sys.stdout))
+
+long_without, _, _ = train(lengths["long"], offloading=False)
+long_with, plan, report = train(lengths["long"], offloading=True)
+
+# %%
+# The plan lists what is kept and what is offloaded, with the peak and the time that are expected of a forward and its
+# backward.
+print(plan)
+
+# %%
+# The report compares the step with the step without offloading.
+report
+
+# %%
+# Short sequences
+# ---------------
+# The same model and the same line. A short step may end before a copy would, and the host may need all of its time to
+# queue kernels. Then nothing is offloaded, and the log says why.
+short_without, _, _ = train(lengths["short"], offloading=False)
+short_with, plan, report = train(lengths["short"], offloading=True)
+print(plan)
+
+# %%
+# Step by step
+# ------------
+# The time of each step. The first nine steps are shaded: they measure. The legend has the median time and the peak of
+# the steps after them. On the reference device all that can be offloaded is offloaded, because its times say nothing
+# about a GPU.
+figure, axes = pyplot.subplots(1, 2, figsize=(8.5, 3.4), layout="constrained")
+panels = {"long": (long_without, long_with), "short": (short_without, short_with)}
+for ax, (name, (without, with_offload)) in zip(axes, panels.items(), strict=True):
+    ax.axvspan(0.5, measuring + 0.5, color="#eeeeee")
+    numbers = range(1, last + 1)
+    ax.plot(numbers, [1e3 * s for s in without.seconds], "o-", color="#555555", label=f"no offload: {without}")
+    ax.plot(numbers, [1e3 * s for s in with_offload.seconds], "o-", color="#2b8cc4", label=f"offload: {with_offload}")
+    ax.set_ylim(0, 5e3 * median(without.seconds))  # the first step, which allocates host memory, takes longer
+    ax.set_title(f"{lengths[name]} tokens × {batch}", fontsize=10, loc="left")
+    ax.set_xlabel("step")
+    ax.set_ylabel("step time (ms)")
+    ax.legend(frameon=False, fontsize=8, loc="upper right")
+    ax.spines[["top", "right"]].set_visible(False)
+pyplot.show()
+
+# %%
+# ``plan.save("plan.json")`` writes a plan to a file. ``actoffload.offload(model, plan="plan.json")`` repeats it without
+# measuring, as in a job that was stopped. Its peak is the same in every run.

@@ -1,0 +1,117 @@
+"""The benchmark with the Trainer of Hugging Face, at rehearsal sizes, and its part of the page."""
+
+from __future__ import annotations
+
+import gc
+import json
+import logging
+import sys
+import weakref
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="transformers is not installed")
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / "benchmarks")]
+
+import report  # noqa: E402 - lies in benchmarks, as the next one
+import trainer  # noqa: E402
+from harness import AGAIN, CHECKPOINT, NOTHING, OURS  # noqa: E402
+
+CPU = torch.device("cpu")
+GIB = 2**30
+TINY = replace(trainer.REHEARSAL, layers=4, tokens=(1024,), first=2, last=4)
+
+
+def run(seconds: float, gib: float, **more: Any) -> dict[str, Any]:
+    times = {"seconds": [seconds, seconds, 9.0], "pass_seconds": [seconds / 2, seconds / 2, 9.0]}
+    return {**times, "peak_bytes": gib * GIB, **more}
+
+
+@pytest.fixture
+def data() -> dict[str, Any]:
+    """Two rounds of one length; the host of the second round is twice as slow."""
+    predicted = {"predicted": {"seconds": 0.084, "peak_bytes": 19.7 * GIB}, "plan": "all of it", "bytes_offloaded": GIB}
+    first = {NOTHING: run(0.09, 30), OURS: run(0.1, 19, **predicted), CHECKPOINT: run(0.13, 18), AGAIN: run(0.11, 30)}
+    second = {NOTHING: run(0.2, 30), OURS: run(0.22, 20, **predicted), CHECKPOINT: run(0.3, 18), AGAIN: run(0.2, 31)}
+    row = trainer.rows({4096: [first, second]})
+    origin = {"date": "2026-11-22T10:00:00", "source_digest": "0" * 64, "command": "python benchmarks/run.py trainer"}
+    device = {"name": "H", "reference": False, "driver": "", "torch": "2", "python": "3"}
+    return {"settings": vars(trainer.FULL), "rows": row, "device": device, **origin}
+
+
+def test_ratios_refer_to_the_runs_without_offload_of_the_same_round(data: dict[str, Any]) -> None:
+    (row,) = data["rows"]
+    arms = {arm["method"]: arm for arm in row["arms"]}
+    assert arms[OURS]["ratios"] == pytest.approx([1.0, 1.1])
+    assert arms[OURS]["ratio"] == pytest.approx(1.05)
+    assert arms[OURS]["seconds"] == pytest.approx(0.16)
+    assert arms[OURS]["peak_bytes"] == 20 * GIB
+    assert row["noise"] == pytest.approx(0.2)
+
+
+def test_page_has_targets_arms_and_plan(data: dict[str, Any]) -> None:
+    page = report.report({"trainer": data})
+    assert "| Trainer, 4096 tokens × 2: step / no offload | ≤ 1.020 | 1.050 | missed by 0.030 |" in page
+    prediction = "distance from the plan's prediction | ≤ 3.00 % |"
+    assert f"| Trainer, 4096 tokens × 2: forward and backward, {prediction} 5.00 % | missed by 2.00 % |" in page
+    assert f"| Trainer, 4096 tokens × 2: peak, {prediction} 1.50 % | met |" in page
+    assert "| 4096 | offload(model) | 160.0 | 1.050 | 1.000 to 1.100 | 80.0 | 84.0 | 20.00 | 19.70 | 1.00 |" in page
+    assert "| 4096 | no offload | 145.0 | 0.950 | 0.900 to 1.000 | 72.5 |  | 30.00 |  |  |" in page
+    assert "```text\nall of it\n```" in page
+    assert "differ by at most 20.0 % at 4096 tokens." in page
+
+
+def test_headline_begins_with_the_trainer(data: dict[str, Any], tmp_path: Path) -> None:
+    path = tmp_path / "trainer.json"
+    path.write_text(json.dumps({**data, "format": 1}), encoding="utf-8")
+    assert "at 1.050 × the step time without it, with a peak of 20.0 instead of 30.0 GiB;" in report.headline(tmp_path)
+    data["device"]["reference"] = True
+    path.write_text(json.dumps({**data, "format": 1}), encoding="utf-8")
+    assert report.headline(tmp_path) == "No GPU results are recorded yet."
+
+
+def test_plans_without_predictions_have_no_targets_of_them() -> None:
+    assert trainer.planned(SimpleNamespace(seconds=1.0, peak_bytes=None))["predicted"] == {"seconds": 1.0}
+    rounds = [{method: run(0.1, 1, **trainer.planned("a plan")) for method in trainer.METHODS}]
+    data = {"settings": {"batch": 2}, "rows": trainer.rows({512: rounds})}
+    (only,) = report.targets({"trainer": data})
+    assert only["what"] == "Trainer, 512 tokens × 2: step / no offload"
+
+
+def test_messages_of_the_library_are_collected() -> None:
+    logger = logging.getLogger("actoffload")
+    level, handlers = logger.level, list(logger.handlers)
+    with trainer.messages() as found:
+        logging.getLogger("actoffload.model").info("decided %d", 3)
+    assert found == ["decided 3"]
+    assert (logger.level, logger.handlers) == (level, handlers)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning")
+def test_each_method_trains_a_new_model_and_frees_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("accelerate", reason="accelerate is not installed")
+    models, saved, make = [], [], trainer.Training.model
+
+    def model(settings: trainer.Training) -> Any:
+        found = make(settings)
+        models.append(weakref.ref(found))
+        return found
+
+    monkeypatch.setattr(trainer.Training, "model", model)
+    data = trainer.measure_trainer(TINY, CPU, lambda data: saved.append(len(data["rows"])))
+    arms = {arm["method"]: arm for arm in data["rows"][0]["arms"]}
+    assert list(arms) == list(trainer.METHODS)
+    for found in data["rows"][0]["runs"][0].values():
+        assert len(found["seconds"]) == len(found["pass_seconds"]) == 3
+        assert all(of_pass < step for of_pass, step in zip(found["pass_seconds"], found["seconds"], strict=True))
+    assert arms[OURS]["bytes_offloaded"] >= 2 * 2 * 2 * 1024 * TINY.hidden * 4  # two inputs of norms in two layers
+    assert arms[CHECKPOINT]["peak_bytes"] < arms[NOTHING]["peak_bytes"] == arms[AGAIN]["peak_bytes"]
+    assert saved == [1]
+    gc.collect()
+    assert [alive() for alive in models] == [None] * 4
