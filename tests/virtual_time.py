@@ -33,8 +33,30 @@ class Work(torch.autograd.Function):
         return grad, None, None, None, None
 
 
+class WorkAtOnce(torch.autograd.Function):
+    """Computes, and saves all its tensors when forward ends, as a compiled layer does."""
+
+    @staticmethod
+    def forward(ctx, x, device, cost, *payloads):
+        device.compute(cost.forward)
+        ctx.save_for_backward(*payloads)
+        ctx.device, ctx.cost = device, cost
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        assert all(tensor.dtype is torch.uint8 for tensor in ctx.saved_tensors)  # waits for all of them
+        ctx.device.compute(ctx.cost.backward)
+        return grad, *[None] * (2 + len(ctx.cost.saved))
+
+
 def layer_of(cost: LayerCost, device: ReferenceDevice):
     """Return a layer that takes as long and saves as much as a cost says."""
+    if cost.unpacks_at_once:
+        assert all(saved.saved_at == 1.0 for saved in cost.saved)
+        sizes = [saved.nbytes for saved in cost.saved]
+        payloads = [torch.full((nbytes,), k % 251, dtype=torch.uint8) for k, nbytes in enumerate(sizes)]
+        return lambda x: WorkAtOnce.apply(x, device, cost, *payloads)
     saved_at = [saved.saved_at * cost.forward for saved in cost.saved]
     needed_at = [saved.needed_at * cost.backward for saved in cost.saved]
 
@@ -55,10 +77,13 @@ def run(context, sync, device, costs, *, after=lambda k, x: None) -> tuple[Timel
     with context.record_timeline() as recorder:
         x = torch.zeros(1, requires_grad=True) * 1.0
         for k, cost in enumerate(costs):
+            device.compute(cost.gap_forward)
             with context:
                 x = layer_of(cost, device)(x)
             x = sync(x)
             after(k, x)
+            if cost.gap_backward:
+                x = Work.apply(x, device, 0.0, cost.gap_backward, None)
         x.backward()
         del x
     return recorder.timeline(), context.statistics(), device.main.now

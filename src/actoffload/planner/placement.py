@@ -70,7 +70,7 @@ def place(
     profile : Profile
         The costs.
     offloaded : collection of int
-        Positions of the groups to offload.
+        Positions of the groups to offload.  The last of them are kept if there is no time to copy them and no need.
     limit : float
         Bytes of device memory.  The peak may exceed it if no placement of these groups fits.
     host_seconds : float
@@ -132,9 +132,8 @@ class _Run:
         while self.unreleased:
             k, done = self.unreleased[0]
             late = done + RELEASE_MARGIN * self.profile.copy_out[k]
-            if late > self.compute and self.resident + need <= self.limit:
-                break
-            if at < 0 and self.profile.latest[k] >= ~at:  # its reload is due
+            reload_due = at < 0 and self.profile.latest[k] >= ~at
+            if k == ~at or (self.resident + need <= self.limit and (late > self.compute or reload_due)):
                 break
             self.unreleased.popleft()
             self.compute = max(self.compute, done)
@@ -150,12 +149,13 @@ class _Run:
             self._need(profile.before_backward[k])
             self.compute += cost.gap_backward
             absent = k in placement.released and k not in placement.reloaded
-            self._release(~k, profile.in_backward[k] - (0 if absent else profile.nbytes[k]))
+            need = max(profile.in_backward[k], profile.before_backward[k - 1] if k else 0)
+            self._release(~k, need - (0 if absent else profile.nbytes[k]))
             while reloads and (reloads[0] == k or self._fits(reloads[0], k)):
                 group = reloads.popleft()
-                if group not in placement.released:  # no time to copy it to the host: nothing is gained
-                    self.compute = inf
-                    return
+                if group not in placement.released:  # never short of memory, and no time to copy it: kept
+                    self.unreleased.pop()
+                    continue
                 self.h2d = max(self.h2d, self.compute)
                 needs[group] = self.h2d + profile.back_ahead[group]
                 self.h2d += profile.copy_back[group]
@@ -163,7 +163,7 @@ class _Run:
                 placement.reloaded[group] = k
             self.resident -= profile.nbytes[k]
             self._need(profile.in_backward[k])
-            self.host += cost.host_backward + (self.host_seconds * len(cost.saved) if k in self.offloaded else 0.0)
+            self.host += cost.host_backward + (self.host_seconds * len(cost.saved) if k in placement.reloaded else 0.0)
             self.compute = max(max(self.compute, needs.get(k, 0.0)) + cost.backward, self.host)
             if self.compute > allowed:
                 return

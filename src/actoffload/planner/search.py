@@ -71,7 +71,7 @@ def choose(
     >>> layers = [LayerCost.even(256 * 2**20, forward=0.010, backward=0.020)] * 8
     >>> plan = choose([f"h.{k}" for k in range(8)], layers, Link(d2h=25.6 * 2**30, h2d=25.6 * 2**30))
     >>> plan.offloaded
-    (0, 1, 2, 3, 4)
+    (0, 1, 2, 3, 4, 5)
     """
     if not names or len(names) != len(layers):
         raise ValueError(f"There are {len(names)} groups but {len(layers)} costs; give one cost for each group.")

@@ -123,7 +123,12 @@ class LayerCost:
 
     @property
     def order_of_use(self) -> tuple[int, ...]:
-        """Positions in `saved` as backward needs them; of two needed at once, the last saved comes first."""
+        """Positions in `saved` as backward needs them; of two needed at once, the last saved comes first.
+
+        A backward that unpacks all of them at once does it in the order in which they were saved.
+        """
+        if self.unpacks_at_once:
+            return tuple(range(len(self.saved)))
         return tuple(sorted(range(len(self.saved)), key=lambda k: (self.saved[k].needed_at, -k)))
 
     @classmethod

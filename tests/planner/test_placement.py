@@ -1,0 +1,43 @@
+"""Releases and reloads of given groups: what `place` predicts is what `simulate` predicts for its plan."""
+
+from __future__ import annotations
+
+from math import inf
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from planning import links, steps
+
+from actoffload.planner.placement import place
+from actoffload.planner.profile import Profile
+from actoffload.schedule import simulate
+
+
+@settings(max_examples=1000)
+@given(st.data(), steps(), links, st.sampled_from([inf, 40000, 20000, 10000, 5000, 0]))
+def test_time_and_peak_are_those_of_the_simulation(data, costs, link, limit):
+    profile = Profile.of(costs, link)
+    number = data.draw(st.integers(0, len(profile.movable)))
+    placement = place(profile, profile.movable[:number], limit)
+    result = simulate(placement.plan(), costs, link)
+    offloaded = placement.plan().offloaded
+    assert offloaded == tuple(profile.movable[: len(offloaded)])
+    assert result.device_peak_bytes == placement.peak_bytes
+    assert result.step_time == pytest.approx(placement.seconds)
+    assert result.reloaded_on_demand == 0
+
+
+@given(st.data(), steps(), links)
+def test_no_placement_has_a_smaller_peak_than_the_leanest(data, costs, link):
+    profile = Profile.of(costs, link)
+    number = data.draw(st.integers(0, len(profile.movable)))
+    groups, least = profile.movable[:number], profile.leanest[number]
+    limit = data.draw(st.integers(0, 2 * least))
+    placement = place(profile, groups, limit)
+    assert placement.peak_bytes >= least
+    lean = place(profile, groups, least)
+    assert lean.peak_bytes == least
+    if limit >= least:
+        assert placement.peak_bytes <= limit
+        assert placement.seconds <= lean.seconds * (1 + 1e-9)

@@ -1,0 +1,98 @@
+"""The chosen plan: within its limit, never slower with more memory, and about the best of all that there are."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from math import inf
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from planning import links, names_of, steps
+
+from actoffload.planner import choose
+from actoffload.planner.profile import Profile
+from actoffload.schedule import Action, DefaultSchedule, Do, Event, LayerCost, Link, Plan, When, simulate
+
+TOLERANCE = 0.002
+
+
+@settings(max_examples=1000)
+@given(st.data(), steps(), links, st.sampled_from([0.0, 0.125]))
+def test_the_peak_is_within_every_limit_that_can_be_reached(data, costs, link, host_seconds):
+    leanest = min(Profile.of(costs, link).leanest)
+    limit = data.draw(st.integers(0, 2 * leanest))
+    plan = choose(names_of(costs), costs, link, limit=limit, host_seconds=host_seconds)
+    result = simulate(plan.plan, costs, link, host_seconds=host_seconds)
+    assert (plan.peak_bytes, plan.seconds) == (result.device_peak_bytes, result.step_time)
+    assert plan.peak_bytes <= max(limit, leanest)
+    assert ("No plan is within the limit" in plan.because) == (limit < leanest)
+
+
+@settings(max_examples=1000)
+@given(st.data(), steps(), links)
+def test_a_larger_limit_is_never_slower(data, costs, link):
+    leanest = min(Profile.of(costs, link).leanest)
+    small, large = sorted((data.draw(st.integers(leanest, 3 * leanest)), data.draw(st.integers(leanest, 3 * leanest))))
+    plans = [choose(names_of(costs), costs, link, limit=limit) for limit in (small, large, None)]
+    for before, after in zip(plans, plans[1:], strict=False):
+        assert after.seconds <= before.seconds * (1 + TOLERANCE) + 1e-9
+
+
+@settings(max_examples=1000)
+@given(steps(), links, st.sampled_from([0.0, 0.125]))
+def test_without_a_limit_no_plan_costs_time(costs, link, host_seconds):
+    plan = choose(names_of(costs), costs, link, host_seconds=host_seconds)
+    keep = simulate(Plan(len(costs)), costs, link)
+    assert plan.baseline_seconds == keep.step_time
+    assert plan.seconds <= keep.step_time * (1 + TOLERANCE)
+    assert plan.peak_bytes <= keep.device_peak_bytes
+
+
+def plans_of_prefixes(costs: list[LayerCost]) -> Iterator[Plan]:
+    """All plans that offload the first groups, release each after so many others and reload it so many ahead."""
+    count = len(costs)
+    for number in range(count):
+        for behind in range(count):
+            for ahead in range(count):
+                calls = []
+                for k in range(number):
+                    calls += [
+                        (Event(When.FORWARD_START, k), Action(Do.OFFLOAD, k)),
+                        (Event(When.FORWARD_END, min(k + behind, count - 1)), Action(Do.RELEASE, k)),
+                        (Event(When.BACKWARD_START, min(k + ahead, count - 1)), Action(Do.RELOAD, k)),
+                    ]
+                yield Plan.of(count, calls)
+
+
+@settings(max_examples=1000)
+@given(st.data(), steps(most=5), links)
+def test_it_is_about_the_best_of_all_plans(data, costs, link):
+    results = [simulate(plan, costs, link) for plan in plans_of_prefixes(costs)]
+    limit = data.draw(st.sampled_from(sorted({result.device_peak_bytes for result in results})))
+    best = min(result.step_time for result in results if result.device_peak_bytes <= limit)
+    plan = choose(names_of(costs), costs, link, limit=limit)
+    assert plan.peak_bytes <= limit
+    assert plan.seconds <= best * 1.03 + 1e-9
+
+
+@settings(max_examples=1000)
+@given(st.data(), steps(plain=True), links)
+def test_it_is_never_slower_than_the_default_schedule_at_its_peak(data, costs, link):
+    schedule = DefaultSchedule(data.draw(st.integers(0, len(costs) - 1)), len(costs))
+    default = simulate(schedule.plan(), costs, link)
+    plan = choose(names_of(costs), costs, link, limit=default.device_peak_bytes)
+    assert plan.peak_bytes <= default.device_peak_bytes
+    assert plan.seconds <= default.step_time * (1 + TOLERANCE) + 1e-9
+
+
+def test_planning_of_128_groups_takes_little_time():
+    costs = [LayerCost.even(50 * 10**6, 0.001, 0.002, pieces=12)] * 128
+    names, link, seconds = names_of(costs), Link(20e9, 20e9), []
+    for limit in (None, 3 * 10**9, 3 * 10**9):
+        start = time.perf_counter()
+        choose(names, costs, link, limit=limit)
+        seconds.append(time.perf_counter() - start)
+    assert min(seconds) < 0.050 * 8  # machines that run tests are slow and shared
