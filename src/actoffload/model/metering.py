@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import enum
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from statistics import median
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from ..schedule.costs import LayerCost, Link, Saved
 from ..schedule.execution_order import GroupKey
 from ..schedule.timeline import Kind
 
-__all__ = ["Border", "Meter", "Stage", "TimedPass", "Times", "layer_costs", "measured_link"]
+__all__ = ["Border", "Meter", "Stage", "TimedPass", "Times", "hook_seconds", "layer_costs", "measured_link"]
 
 
 class Stage(enum.Enum):
@@ -50,7 +51,7 @@ class Border:
     layer: int
     ends: bool
     event: StreamEvent
-    host: float  # seconds
+    host: float  # seconds, without those that measuring took
     allocated: int  # bytes of device memory; 0 if not known
     other_bytes: int  # the part of it that is no activation which can be offloaded
 
@@ -83,6 +84,7 @@ class Meter(TimelineRecorder):
         self._copies: list[tuple[Kind, StreamEvent, StreamEvent, int]] = []
         self._answers: list[tuple[int, float]] = []
         self._owner: object = None
+        self._spent = 0.0  # seconds of the host in here
 
     def begin(self, owner: object, kind: Kind, layer: int) -> None:
         """Note the start of a group's forward or backward."""
@@ -97,13 +99,14 @@ class Meter(TimelineRecorder):
 
     @contextmanager
     def span(self, kind: Kind, layer: int, stream: Stream, nbytes: int) -> Iterator[None]:
-        """Record a copy as one span; stalls are not needed."""
-        if kind is Kind.STALL:
-            yield
-            return
+        """Record a copy or a stall as one span."""
+        now = time.perf_counter()
         begun = self._backend.record_timed(stream)
+        self._spent += time.perf_counter() - now
         yield
+        now = time.perf_counter()
         self._copies.append((kind, begun, self._backend.record_timed(stream), nbytes))
+        self._spent += time.perf_counter() - now
 
     def _note(self, owner: object, kind: Kind, layer: int, *, ends: bool) -> None:
         if self._owner is None:
@@ -112,12 +115,14 @@ class Meter(TimelineRecorder):
             return
         event = self._backend.record_timed(_current(self._backend))
         now, borders = time.perf_counter(), self.borders
+        host = now - self._spent
         allocated = (self._backend.allocated() or 0) if self._memory else 0
         other = max(allocated - _on_device(owner), 0) if allocated else 0
-        borders.append(Border(kind, layer, ends, event, now, allocated, other))
+        borders.append(Border(kind, layer, ends, event, host, allocated, other))
         while self._passed < len(borders) and self._backend.passed(borders[self._passed].event):
             self._passed += 1
         self._answers.append((self._passed, now))
+        self._spent += time.perf_counter() - now
 
     @property
     def ready(self) -> bool:
@@ -233,8 +238,26 @@ def measured_link(meter: Meter) -> Link | None:
     return None if out is None or back is None else Link(out, back)
 
 
+def hook_seconds(sizes: Sequence[Sequence[int]], offloaded: Meter, without: Meter) -> float | None:
+    """Return how long the host takes for one tensor that is offloaded, with all that is saved beside it.
+
+    Of the second to the fifth group: the first has costs of its own, and later the host may wait for the device.
+    """
+    hooked, plain = offloaded.times().host, without.times().host
+
+    def forward(host: dict[tuple[Kind, int, bool], float], k: int) -> float:
+        return host[Kind.FORWARD, k, True] - host[Kind.FORWARD, k, False]
+
+    each = [(forward(hooked, k) - forward(plain, k)) / len(sizes[k]) for k in range(1, min(5, len(sizes))) if sizes[k]]
+    return max(median(each), 0.0) if each else None
+
+
 def layer_costs(
-    sizes: Sequence[Sequence[int]], timed: Meter, memory: Meter, temporary: int = 0
+    sizes: Sequence[Sequence[int]],
+    timed: Meter,
+    memory: Meter,
+    temporary: int = 0,
+    compiled: Collection[int] = (),
 ) -> tuple[LayerCost, ...]:
     """Return the cost of each group.
 
@@ -248,6 +271,12 @@ def layer_costs(
         A step in which device memory was read.
     temporary : int
         Bytes by which the peak between two borders is higher than at the borders.
+    compiled : collection of int
+        Groups that are compiled: they save everything at the end of their forward.
+
+    Notes
+    -----
+    When backward needs each tensor of a group is not known.  All count as needed when it starts.
 
     Raises
     ------
@@ -264,7 +293,7 @@ def layer_costs(
         backward.append(clock.span(Kind.BACKWARD, k))
     for k, (ahead, behind) in enumerate(zip(forward, reversed(backward), strict=True)):
         count = len(sizes[k])
-        saved = [Saved(n, (j + 1) / count, (count - 1 - j) / count) for j, n in enumerate(sizes[k])]
+        saved = [Saved(n, 1.0 if k in compiled else (j + 1) / count) for j, n in enumerate(sizes[k])]
         levels: Any = tuple(other[kind, k, ends] for kind in (Kind.FORWARD, Kind.BACKWARD) for ends in (False, True))
         costs.append(
             LayerCost(
@@ -278,6 +307,7 @@ def layer_costs(
                 other_bytes=levels,
                 forward_temporary=temporary,
                 backward_temporary=temporary,
+                unpacks_at_once=k in compiled,
             )
         )
     return tuple(costs)

@@ -13,14 +13,17 @@ later; the host waits for the device at most twice, where the device is more tha
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import deque
 from collections.abc import Generator, Sequence
 from dataclasses import replace
+from functools import partial
 from statistics import median
 from typing import Any, NamedTuple
 
+from .._torch import is_compiled
 from ..engine.engine import Engine
 from ..engine.layer import tensors_in
 from ..engine.model_pass import ModelPass
@@ -28,7 +31,7 @@ from ..planner import GroupPlan, choose
 from ..schedule.execution_order import GroupKey, GroupPlans
 from ..schedule.plan import Plan
 from ..schedule.timeline import milliseconds, size
-from .metering import Meter, Stage, TimedPass, layer_costs, measured_link
+from .metering import Meter, Stage, TimedPass, hook_seconds, layer_costs, measured_link
 from .reporting import PassLog, group_names
 from .steering import RolesOfPlan
 from .tracker import Conduct, FollowedModule, Mode
@@ -40,6 +43,8 @@ logger = logging.getLogger("actoffload")
 TOLERANCE, SHORT_TOLERANCE, SHORT = 0.01, 0.02, 0.020  # of the time of a pass; for passes shorter than so many seconds
 ROOM = 0.03  # fraction of the device memory that predictions leave free
 MOVED = 0.10  # change of a cost from which on another plan is looked for
+CAUTION = 0.7  # a plan that turned out to cost too much is cut to this part of what its cost allows
+MOST = 0.03  # cost, as a fraction of the time of a pass, from which on nothing is offloaded
 WINDOW = 8  # passes over which costs are compared
 PATIENCE = 64  # passes before a plan is replaced, doubled each time
 HOST_SECONDS = 60e-6  # of the host for one tensor that is offloaded, unless measured
@@ -179,10 +184,10 @@ class Tuner:
         if bare is None or not plan.offloaded:
             return plan
         self._chosen = RolesOfPlan(self._groups, plan)
-        offloaded, without = [], []
-        for _ in range(2):
-            offloaded.append((yield Stage.PLAN))
+        offloaded, without = [(yield Stage.PLAN)], []
+        for _ in range(2):  # in turn, because the device gets slower when it gets warm
             without.append((yield Stage.NONE))
+            offloaded.append((yield Stage.PLAN))
         return self._compare(plan, offloaded, without)
 
     def _fits(self, lean: TimedPass) -> bool:
@@ -212,30 +217,38 @@ class Tuner:
             because = "The groups ran in another order in each of the first passes, so their costs are not known."
             return self._keep(because) if bare is not None else self._leanest(because)
         temporary = 0 if bare is None or bare.peak <= lean.peak else max(bare.peak - max(lean.levels()), 0)
-        layers = layer_costs(lean.sizes, timed.meter, lean.meter, temporary)
-        plan = choose(names, layers, link, limit=self._limit, host_seconds=HOST_SECONDS)
+        compiled = {k for k, key in enumerate(lean.sequence) if is_compiled(self._groups[key.group].module)}
+        layers = layer_costs(lean.sizes, timed.meter, lean.meter, temporary, compiled)
+        each = hook_seconds(lean.sizes, lean.meter, timed.meter) if timed is not lean else None
+        each = HOST_SECONDS if each is None else each
+        self._choose_among = partial(choose, names, layers, link, limit=self._limit, host_seconds=each)
+        plan = self._choose_among()
         device = sum(layer.forward + layer.backward + layer.gap_forward + layer.gap_backward for layer in layers)
         tensors = sum(len(layers[k].saved) for k in plan.offloaded)
-        host = sum(layer.host_forward + layer.host_backward for layer in layers) + 2 * tensors * HOST_SECONDS
+        host = sum(layer.host_forward + layer.host_backward for layer in layers) + 2 * tensors * each
         self._least_size = round(self._size * min(host / device, 1.0)) if device else 0
         self._planning = time.perf_counter() - begun
         return plan
 
     def _compare(self, plan: GroupPlan, offloaded: list[TimedPass], without: list[TimedPass]) -> GroupPlan:
-        """Return the plan if passes with it are as short as without, and otherwise one that keeps everything."""
+        """Return the plan if passes with it are as short as without, and otherwise one that offloads less."""
         backend = self._engine.backend
-        without[-1].wait(backend)
+        offloaded[-1].wait(backend)
         slow, fast = (min(timed.seconds(backend) for timed in passes) for passes in (offloaded, without))
         numbers = [timed.number for timed in (*offloaded, *without)]
-        times = StepTimes(slow, fast, min(numbers), max(numbers))
-        if slow > fast * (1 + (SHORT_TOLERANCE if fast < SHORT else TOLERANCE)):
-            tried = f"{size(plan.offloaded_bytes)} of {len(plan.offloaded)} groups"
-            return self._keep(
-                f"Passes took {milliseconds(slow)} with {tried} offloaded and {milliseconds(fast)} without, although "
-                "the copies should have taken no time."
-            )
-        self.times = times
-        return replace(plan, seconds=plan.seconds, baseline_seconds=plan.baseline_seconds)
+        self.times = StepTimes(slow, fast, min(numbers), max(numbers))
+        allowed, cost = SHORT_TOLERANCE if fast < SHORT else TOLERANCE, slow / fast - 1
+        if cost <= allowed:
+            return plan
+        number = len(plan.offloaded)
+        less = math.floor(number * min(CAUTION * allowed / cost, 1.0))
+        tried = f"with {number} groups offloaded ({size(plan.offloaded_bytes)}) a pass took {milliseconds(slow)}"
+        because = f"{tried}, without offloading {milliseconds(fast)}, although copies should have taken no time"
+        self.times = None
+        if cost > MOST or not less:
+            return self._keep(f"Nothing is offloaded, because {because}.")
+        found = self._choose_among(among=plan.offloaded[:less])
+        return replace(found, because=f"{less} groups are offloaded, because {because}.")
 
     def _keep(self, because: str) -> GroupPlan:
         names = group_names(self._groups, self._plans.order)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -42,10 +42,10 @@ class Profile:
     latest: Sequence[int]  # group at whose BACKWARD_START a group is reloaded at the latest, so that nothing waits
 
     @staticmethod
-    def of(costs: Sequence[LayerCost], link: Link) -> Profile:
-        """Return the profile of groups, given in execution order."""
+    def of(costs: Sequence[LayerCost], link: Link, among: Collection[int] | None = None) -> Profile:
+        """Return the profile of groups, given in execution order; of those `among`, or of all, some can be offloaded."""
         nbytes = [cost.nbytes for cost in costs]
-        movable = [k for k in range(len(costs) - 1) if nbytes[k]]
+        movable = [k for k in range(len(costs) - 1) if nbytes[k] and (among is None or k in among)]
         out_seconds, out_after = zip(*(_copies_out(cost, link) for cost in costs), strict=True)
         back_seconds, back_ahead = zip(*(_copies_back(cost, link) for cost in costs), strict=True)
         before_forward, in_forward, before_backward, in_backward = zip(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import inf
@@ -28,6 +28,7 @@ def choose(
     limit: int | None = None,
     host_seconds: float = 0.0,
     tolerance: float = 0.002,
+    among: Collection[int] | None = None,
 ) -> GroupPlan:
     """Return the fastest plan whose peak is within a limit.
 
@@ -48,6 +49,8 @@ def choose(
         Seconds that the host spends on each saved tensor of an offloaded group, in forward and again in backward.
     tolerance : float
         Part of the time of a step.
+    among : collection of int, optional
+        Positions of the groups that may be offloaded; None for all.
 
     Returns
     -------
@@ -56,8 +59,9 @@ def choose(
 
     Notes
     -----
-    The plans that are tried offload the first groups of the sequence that save anything, for each number of them, and
-    never the last group, because backward begins there.
+    The plans that are tried offload the first groups of the sequence that save anything, for each number of them, or
+    those of the first groups that fit beside each other without a cost; never the last group, because backward begins
+    there.
 
     Raises
     ------
@@ -75,7 +79,7 @@ def choose(
     """
     if not names or len(names) != len(layers):
         raise ValueError(f"There are {len(names)} groups but {len(layers)} costs; give one cost for each group.")
-    search = _Search(Profile.of(layers, link), link, host_seconds, inf if limit is None else limit, tolerance)
+    search = _Search(Profile.of(layers, link, among), link, host_seconds, inf if limit is None else limit, tolerance)
     return search.result(tuple(names))
 
 
@@ -127,6 +131,26 @@ class _Search:
             low, best = (middle, best) if lean is None else (low, lean)
         if best is not fastest:
             yield best
+        if fastest is self.keep:
+            yield self.free(allowed)
+
+    def free(self, allowed: float) -> Placement:
+        """Return the placement of each group, one after the other, that fits beside those before it without a cost.
+
+        The first groups of a sequence may have to stay: a host that waits for the device between two steps is not yet
+        ahead of it, and the time of the hooks shows.
+        """
+        found, chosen, refused = self.keep, list[int](), 0
+        for k in self.profile.movable:
+            placement = self.place((*chosen, k), self.limit, allowed=allowed)
+            if placement.seconds < inf and placement.peak_bytes <= found.peak_bytes:
+                chosen.append(k)
+                found, refused = placement, 0
+                continue
+            refused += 1
+            if refused >= (SOME if chosen else 2 * SOME):
+                break
+        return found
 
     def first(self, number: int) -> Sequence[int]:
         return self.profile.movable[:number]
@@ -163,9 +187,9 @@ class _Search:
             return ""
         if not self.profile.movable:
             return "No group before the last one saves anything that can be offloaded."
-        one = self.first(1)
-        if self.place(one, allowed=allowed).seconds < inf:
+        ones = [(k,) for k in self.profile.movable]
+        if any(self.place(one, allowed=allowed).seconds < inf for one in ones):
             return "Nothing is offloaded, because no plan without a cost in time has a smaller peak."
-        if place(self.profile, one, allowed=allowed).seconds < inf:
+        if any(place(self.profile, one, allowed=allowed).seconds < inf for one in ones):
             return "Nothing is offloaded, because the host is as slow as the device, so that hooks would cost time."
         return "Nothing is offloaded, because no copy fits beside the compute."
