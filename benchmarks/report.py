@@ -39,6 +39,7 @@ def numbers(arms: Iterable[Data]) -> str:
 def targets(results: dict[str, Data]) -> list[Data]:
     """Return the lines of the targets whose figures were measured."""
     found = _trainer_targets(results["trainer"]) if "trainer" in results else []
+    found += _predict_targets(results["predict"]) if "predict" in results else []
     four, ten = (arm(results.get("gpt", {"arms": []}), OURS, count) for count in (4, 10))
     if four is not None and ten is not None:
         found += [target("gpt4", four["ratio"]), target("gpt10", ten["bound_ratio"])]
@@ -93,6 +94,33 @@ def _trainer_targets(data: Data) -> list[Data]:
     return found
 
 
+def _predict_targets(data: Data) -> list[Data]:
+    found: list[Data] = []
+    for part in data["parts"].values():
+        plans = [plan for plan in part["plans"] if plan.get("distance")]
+        for key, what in (("seconds", "step time"), ("peak_bytes", "peak")):
+            if plans:
+                worst = max(plans, key=lambda plan: abs(plan["distance"][key]))
+                values = {"stack": _stack(part), "what": what, "plan": _plan(worst)}
+                found.append(target("predict", abs(worst["distance"][key]), **values))
+    return found
+
+
+def _stack(part: Data) -> str:
+    settings = part["settings"]
+    return f"{settings['layers']} {'compiled ' * part['compiled']}layers, {settings['tokens']} tokens"
+
+
+def _plan(plan: Data) -> str:
+    return {"none": "no offload", "default": "default"}.get(plan["plan"], f"{plan['plan']} layers")
+
+
+def predict_sections(data: Data) -> list[str]:
+    """Return the section of predictions."""
+    rows = [{**p, "stack": _stack(part), "name": _plan(p)} for part in data["parts"].values() for p in part["plans"]]
+    return ["## Predictions", text("predict"), table("predict", rows), origin(data)]
+
+
 def _by_method(row: Data) -> dict[str, Data]:
     return {a["method"]: a for a in row["arms"]}
 
@@ -106,7 +134,13 @@ def trainer_sections(data: Data) -> list[str]:
         rows += [{**a, "name": names.get(a["method"], a["method"])} for a in arms]
         plans += [text("plan", **row), f"```text\n{_by_method(row)[OURS]['plan']}\n```"]
     noise = "; ".join(text("trainer_noise", **row) for row in data["rows"])
-    return ["## Hugging Face Trainer", text("trainer", **data["settings"], noise=noise), table("trainer", rows), *plans]
+    return [
+        "## Hugging Face Trainer",
+        text("trainer", **data["settings"], noise=noise),
+        table("trainer", rows),
+        *plans,
+        origin(data),
+    ]
 
 
 def model_line(data: Data) -> str:
@@ -203,8 +237,8 @@ def report(results: dict[str, Data], folder: Path = RESULTS) -> str:
     if not results:
         return parts[0] + "\n\nNo results are recorded yet.\n"
     parts += ["## Targets", table("targets", targets(results))]
-    if "trainer" in results:
-        parts += [*trainer_sections(results["trainer"]), origin(results["trainer"])]
+    for name, sections in (("trainer", trainer_sections), ("predict", predict_sections)):
+        parts += sections(results[name]) if name in results else []
     for name in TITLES:
         parts += layers_sections(name, results[name]) if name in results else []
     parts += llama_sections(results["llama"]) if "llama" in results else []
@@ -253,7 +287,7 @@ def notes(folder: Path = RESULTS) -> str:
 
 def load(folder: Path) -> dict[str, Data]:
     """Read all results of a folder."""
-    found = {name: read(folder, name) for name in ("trainer", "gpt", "linear", "llama", "overhead")}
+    found = {name: read(folder, name) for name in ("trainer", "predict", "gpt", "linear", "llama", "overhead")}
     return {name: data for name, data in found.items() if data is not None}
 
 

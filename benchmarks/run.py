@@ -4,7 +4,8 @@
 
 `linear` and `gpt` compare offload with checkpointing and `save_on_cpu`; `llama` measures every number of layers at 8k
 and 32k tokens, and host time; `overhead` measures the host time of one saved tensor; `trainer` trains a Llama with the
-Trainer of Hugging Face.  ``--rehearse`` takes small sizes, for machines without accelerator.
+Trainer of Hugging Face; `predict` compares the predictions of plans with what they take.  ``--rehearse`` takes small
+sizes, for machines without accelerator.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ from __future__ import annotations
 import argparse
 import gc
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
+from typing import Any
 
+import predict
 import torch
 from harness import measure
 from host_time import measure_layers, measure_tensors
@@ -22,22 +24,30 @@ from results_file import RESULTS, write
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from workloads import FULL, REHEARSAL
 
-LLAMA = ("host", "8k", "32k")
+PARTS = {"llama": ("host", "8k", "32k"), "predict": tuple(predict.PARTS)}
+
+
+def measure_one(name: str, part: str, device: torch.device, *, rehearse: bool) -> dict[str, Any]:
+    """Measure one part of a benchmark."""
+    if name == "predict":
+        return predict.measure_part((predict.SMALL_PARTS if rehearse else predict.PARTS)[part], device)
+    settings = (REHEARSAL if rehearse else FULL)[part]
+    if part == "host":
+        return measure_layers(settings, device, 3 if rehearse else 60)
+    return measure(settings, device)
 
 
 def run(options: argparse.Namespace, device: torch.device) -> None:
-    """Run one benchmark and write its result; that of `llama` after every part."""
-    sizes = REHEARSAL if options.rehearse else FULL
+    """Run one benchmark and write its result; one with parts after every part."""
     name, command = options.benchmark, f"PYTHONPATH=src python benchmarks/run.py {options.benchmark}"
     if name == "overhead":
         data = measure_tensors(5 if options.rehearse else 100, device)
-    elif name == "llama":
+    elif name in PARTS:
         command += f" --only {options.only}" if options.only else ""
         data = {"parts": {}}
-        for part in options.only.split(",") if options.only else LLAMA:
+        for part in options.only.split(",") if options.only else PARTS[name]:
             print(f"{part}:", flush=True)
-            host = partial(measure_layers, repeats=3 if options.rehearse else 60)
-            data["parts"][part] = (host if part == "host" else measure)(sizes[part], device)
+            data["parts"][part] = measure_one(name, part, device, rehearse=options.rehearse)
             write(options.out, name, data, command)
             gc.collect()
             if device.type != "cpu":
@@ -48,21 +58,22 @@ def run(options: argparse.Namespace, device: torch.device) -> None:
         settings = trainer.REHEARSAL if options.rehearse else trainer.FULL
         data = trainer.measure_trainer(settings, device, lambda data: write(options.out, name, data, command))
     else:
-        data = measure(sizes[name], device)
+        data = measure((REHEARSAL if options.rehearse else FULL)[name], device)
     print(f"wrote {write(options.out, name, data, command).name}")
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Run what the command line names."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("benchmark", choices=("linear", "gpt", "llama", "overhead", "trainer"))
+    parser.add_argument("benchmark", choices=("linear", "gpt", "overhead", "trainer", *PARTS))
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the result")
-    parser.add_argument("--only", metavar="PARTS", help=f"parts of llama, with commas between: {', '.join(LLAMA)}")
+    parser.add_argument("--only", metavar="PARTS", help="parts of llama or predict, with commas between")
     parser.add_argument("--rehearse", action="store_true", help="small sizes")
     options = parser.parse_args(arguments)
-    unknown = sorted(set((options.only or LLAMA[0]).split(",")) - set(LLAMA))
-    if unknown or (options.only and options.benchmark != "llama"):
-        parser.error(f"--only {options.only}: expected parts of llama: {', '.join(LLAMA)}.")
+    known = PARTS.get(options.benchmark, ())
+    if options.only and not set(options.only.split(",")) <= set(known):
+        expected = f"parts of {options.benchmark}: {', '.join(known)}" if known else "llama or predict"
+        parser.error(f"--only {options.only}: expected {expected}.")
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     # Slower attention than the flash kernel would hide copies; Trainer is measured as a user runs it.
     flash = device.type == "cuda" and options.benchmark != "trainer"

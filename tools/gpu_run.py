@@ -5,16 +5,17 @@
 Needs Python 3.12, torch, pytest, pytest-timeout and matplotlib, transformers for the Llama layers, accelerate for
 ``trainer``, and for the gallery the packages of the `docs` extra; no network, no nox and no installation of the
 library.  Each step is a process with its own time limit, and one that fails does not stop the others.  The output
-folder holds at most nine files:
+folder holds at most ten files:
 
 run.log                      all output of all steps
 tests.xml                    the results of the tests, as JUnit XML
 gallery-recording.tar.gz     for ``python docs/tools/record_gallery.py unpack``
-gpu-tests.json, gpt.json, linear.json, overhead.json, llama.json, trainer.json     for benchmarks/results
+gpu-tests.json and a file for each benchmark, such as trainer.json      for benchmarks/results
 
 ``--only tests,gallery,benchmarks`` chooses steps; ``benchmarks`` stands for overhead, linear and gpt.  Run only when
-they are named: ``trainer``, ``llama``, and ``host`` (the host time of Llama layers alone, under a minute), whose file
-takes the place of that of ``llama``.  ``--rehearse`` takes small sizes, for a machine without a GPU.
+they are named: ``trainer``, ``predict``, ``llama``, and ``host`` (the host time of Llama layers alone, under a
+minute), whose file takes the place of that of ``llama``.  ``--rehearse`` takes small sizes, for a machine without a
+GPU.
 """
 
 # ruff: noqa: T201 - a script that prints
@@ -78,6 +79,7 @@ def steps(out: Path, *, rehearse: bool, select: str) -> dict[str, Step]:
         Step("linear", (benchmark, "linear", *target, *small), 70),
         Step("gpt", (benchmark, "gpt", *target, *small), 300),
         Step("trainer", (benchmark, "trainer", *target, *small), 170),
+        Step("predict", (benchmark, "predict", *target, *small), 330),
         Step("host", (benchmark, "llama", "--only", "host", *target, *small), 60),
         Step("llama", (benchmark, "llama", *target, *small), 330),
     ]
@@ -191,7 +193,7 @@ def summary(outcomes: list[Outcome], out: Path) -> None:
             print("\n".join(line[:200] for line in outcome.last_lines))
     if any(outcome.step.name == "tests" for outcome in outcomes):
         print("\n".join(["", "--- failed tests", *failures(out / "tests.xml")]))
-    if any(outcome.step.name in ("overhead", "linear", "gpt", "trainer", "host", "llama") for outcome in outcomes):
+    if any(outcome.step.name not in ("tests", "gallery") for outcome in outcomes):
         print("\n".join(["", "--- benchmarks", *benchmark_lines(out)]))
     print("\n=== summary")
     for outcome in outcomes:

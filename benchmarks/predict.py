@@ -1,0 +1,124 @@
+"""What plans are predicted to take, beside what they take: Llama layers, eager and compiled, with several plans.
+
+`offload(model)` measures the costs of the groups in its first passes and gives them to the planner.  Here they are also
+given to `simulate`, for the plans with some numbers of layers.  Then steps with these plans are measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from statistics import median
+from typing import Any
+
+import torch
+from workloads import FULL, REHEARSAL, Settings, Stack
+
+import actoffload
+from actoffload.measure import measure_peak, measure_step_times
+from actoffload.schedule import simulate
+
+DEFAULT, NONE = "default", "none"
+PASSES = 10  # of which the first eight measure
+REPEATS = 3
+
+
+@dataclass(frozen=True)
+class Part:
+    """A stack of layers, compiled one by one or not."""
+
+    settings: Settings
+    compiled: bool
+
+
+def _parts(eight: Settings, thirty_two: Settings) -> dict[str, Part]:
+    stacks = {"8k": eight, "32k": thirty_two}
+    return {f"{name}{'-compiled' * how}": Part(of, how) for how in (False, True) for name, of in stacks.items()}
+
+
+PARTS = _parts(replace(FULL["8k"], layers=16, counts=(4, 8, 12, 15)), replace(FULL["32k"], layers=4, counts=(1, 2, 3)))
+SMALL_PARTS = _parts(replace(REHEARSAL["8k"], counts=(1, 3)), replace(REHEARSAL["32k"], counts=(1, 2)))
+
+Predict = Callable[[Any], dict[str, float]]
+"""From a plan to seconds and bytes."""
+
+
+@contextmanager
+def measured_costs(device: torch.device) -> Iterator[list[Predict]]:
+    """Collect a function that predicts plans, each time when the default plans; nothing on the reference device."""
+    found: list[Predict] = []
+    if device.type == "cpu":
+        yield found
+        return
+    from actoffload.model import tuning
+
+    choose = tuning.choose
+
+    def choosing(names: Any, layers: Any, link: Any, **more: Any) -> Any:
+        found.append(partial(predicted, layers, link, more.get("host_seconds", 0.0)))
+        return choose(names, layers, link, **more)
+
+    tuning.choose = choosing
+    try:
+        yield found
+    finally:
+        tuning.choose = choose
+
+
+def predicted(layers: Any, link: Any, host_seconds: float, plan: Any) -> dict[str, float]:
+    """Return what `simulate` gives for a plan."""
+    result = simulate(plan, layers, link, host_seconds=host_seconds)
+    return {"seconds": result.step_time, "peak_bytes": result.device_peak_bytes}
+
+
+class Plans:
+    """The model of a stack with the plan of the default, then with numbers of layers; its twin is without offload."""
+
+    def __init__(self, part: Part, device: torch.device) -> None:
+        self.stack = Stack(part.settings, device)
+        if part.compiled:
+            for layer in (*self.stack.model.layers, *self.stack.twin.layers):
+                layer.compile()
+        with measured_costs(device) as costs:
+            self.handle = actoffload.offload(self.stack.model, min_bytes=part.settings.min_bytes)
+            for _ in range(PASSES):
+                self.step(DEFAULT)
+        self.predict: Predict | None = costs[-1] if costs else None
+        self._count: int | str = DEFAULT
+
+    def step(self, plan: int | str) -> None:
+        """Run a step with a plan; the plan is changed only if it has to be, so not in what is timed."""
+        if isinstance(plan, int) and plan != self._count:
+            self._count = plan
+            self.handle.reschedule(num_layers=plan)
+        self.stack.step(self.stack.twin if plan == NONE else self.stack.model)
+
+    def measure(self, plans: list[int | str]) -> list[dict[str, Any]]:
+        """Measure plans side by side, without offload first; peaks in the order that is given."""
+        names: list[int | str] = [NONE, *plans]
+        rows: dict[int | str, dict[str, Any]] = {}
+        for plan in names:
+            row = rows[plan] = {"plan": plan, "peak_bytes": measure_peak(partial(self.step, plan), warmup=2)}
+            if plan == DEFAULT:
+                of_plan = {key: getattr(self.handle.plan, key, None) for key in ("seconds", "peak_bytes")}
+                row["predicted"] = {key: value for key, value in of_plan.items() if value is not None}
+                row["text"] = str(self.handle.plan)
+            elif plan != NONE and self.predict is not None:
+                row["predicted"] = self.predict(self.handle.plan.plan)
+        times: Any = measure_step_times({plan: partial(self.step, plan) for plan in names}, repeats=REPEATS, warmup=0)
+        for plan, row in rows.items():
+            row |= {"seconds": median(times[plan]), "ratio": median(times[plan]) / median(times[NONE])}
+            row["distance"] = {key: value / row[key] - 1 for key, value in row.get("predicted", {}).items()}
+            print(f"  {plan}: {row['seconds'] * 1e3:.1f} ms, {row['peak_bytes'] / 2**30:.2f} GiB", flush=True)
+        return list(rows.values())
+
+
+def measure_part(part: Part, device: torch.device) -> dict[str, Any]:
+    """Measure the plan of the default, then those with numbers of layers, from the most on."""
+    plans = Plans(part, device)
+    rows = plans.measure([DEFAULT])
+    _, *others = plans.measure(sorted(part.settings.counts, reverse=True))
+    plans.handle.remove()
+    return {"settings": part.settings.to_json(), "compiled": part.compiled, "plans": [*rows, *others]}
