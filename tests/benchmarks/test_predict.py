@@ -13,11 +13,15 @@ import torch
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "benchmarks")]
+sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "tests" / "model")]
 
 import predict  # noqa: E402 - lies in benchmarks, as the next one
 import report  # noqa: E402
+from timed_device import Timed, TimedModel  # noqa: E402 - lies in tests/model
 
+import actoffload  # noqa: E402
+from actoffload.device import use  # noqa: E402
+from actoffload.model import tuning  # noqa: E402
 from actoffload.schedule import DefaultSchedule, LayerCost, Link  # noqa: E402
 
 CPU = torch.device("cpu")
@@ -59,6 +63,26 @@ def test_plans_are_predicted_from_costs() -> None:
     costs, link = [LayerCost.even(1000, forward=1.0, backward=2.0)] * 4, Link(1e9, 1e9)
     found = predict.predicted(costs, link, 0.0, DefaultSchedule(1, 4).plan())
     assert found["seconds"] == pytest.approx(12.0)
+
+
+@pytest.mark.parametrize("memory", [None, 2**40])
+def test_predictions_are_those_of_the_planner(memory: int | None) -> None:
+    device, x = Timed(d2h=1e9, h2d=1e9, memory=memory), torch.ones(4, requires_grad=True)
+    choose = tuning.choose
+    with use(device):
+        model = TimedModel(device, nbytes=2**23)
+        with predict.measured_costs(torch.device("cuda")) as found:
+            handle = actoffload.offload(model)
+            for _ in range(predict.PASSES):
+                model(x).sum().backward()
+        (of_plan,) = found
+        plan = handle.plan
+        assert len(plan.offloaded) >= 4
+        assert of_plan(plan.plan) == {"seconds": plan.seconds, "peak_bytes": plan.peak_bytes}
+        handle.reschedule(num_layers=7)
+        assert of_plan(handle.plan.plan)["peak_bytes"] <= plan.peak_bytes
+        handle.remove()
+    assert tuning.choose is choose
 
 
 def test_page_has_the_worst_plan_of_each_stack() -> None:
