@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 PAGE = Path(__file__).parents[2] / "docs" / "api.md"
-PACKAGES = ("", ".schedule", ".report", ".context", ".moe", ".device")
+PACKAGES = ("", ".planner", ".schedule", ".report", ".context", ".moe", ".device")
 
 
 def public() -> set[str]:

@@ -55,7 +55,7 @@ def choose(
     Returns
     -------
     GroupPlan
-        The plan, with its expected time and peak, and the reason in `GroupPlan.because`.
+        The plan, with its expected time and peak, and the reason in ``because``.
 
     Notes
     -----
