@@ -97,7 +97,7 @@ def test_repr():
 
 def test_the_plan_is_that_of_the_schedule():
     handle = offload(Waves(6), num_layers=3, max_inflight=2)
-    assert handle.plan == actoffload.schedule.GroupSchedule(3, max_inflight=2).plan(["layer"] * 6)
+    assert handle.plan.plan == actoffload.schedule.GroupSchedule(3, max_inflight=2).plan(["layer"] * 6)
 
 
 # Change of mind

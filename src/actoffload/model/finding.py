@@ -14,15 +14,19 @@ from .._torch import warn
 from ..engine.model_pass import ModelPass
 from ..engine.statistics import Reason
 from ..planner import GroupPlan
+from ..report.groups import WEIGHTS
 from ..schedule.execution_order import GroupKey, GroupPlans
 from ..schedule.plan import Roles
-from .discovery import MODULE, Measurement, choose_groups, coverage_warning
+from .discovery import BLOCK, MODULE, Measurement, choose_groups, coverage_warning
 from .follow import detach
 from .reporting import PassLog, PassStatistics
 from .select import Chosen
 from .tracker import DROPPED, Conduct, FollowedModule, Mode, Steering
 
 __all__ = ["Finder"]
+
+
+CERTAIN = WEIGHTS | {Reason.KEPT}  # kept whatever the groups are
 
 
 class Stretch(NamedTuple):
@@ -96,11 +100,14 @@ class Finder:
         for (call, around), name, (_, row) in zip(stretches, names, latest.groups, strict=True):
             measured.called(name, [of_call[each] for each in around])
             measured.add(name, row.activation_bytes)
-        measured.add(None, sum(nbytes for _, nbytes in latest.outside.values()))
+        measured.add(None, sum(nbytes for reason, (_, nbytes) in latest.outside.items() if reason not in CERTAIN))
         followed = [Chosen(of.name, of.module, of.kind) for of in self._groups if of.ref() is not None]
         modules = measured.modules(followed)
-        named = {of.name for of in self._groups if of.kind not in self._default}
-        chosen = {*choose_groups(modules, measured.outside), *named}
+        chosen = {*choose_groups(modules, measured.outside)}
+        ran, blocks = {of.name for of in modules}, {of.name for of in self._groups if of.kind == BLOCK}
+        if chosen & blocks:  # a block that did not run this time runs another time
+            chosen |= blocks - ran
+        chosen |= {of.name for of in self._groups if of.kind not in self._default}
         root = self._root()
         title = "model" if root is None else type(root).__name__
         warning = coverage_warning(title, modules, chosen, measured.outside, default=True)
