@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 
 import designs
@@ -10,8 +9,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from saving import default_groups, measure, share_in
-from structures import Attention, Block, Mlp, Parts, blocks
+from saving import default_groups, share_in
+from structures import Block, Mlp, Parts, blocks
 from torch import nn
 
 from actoffload.model.discovery import (
@@ -20,12 +19,8 @@ from actoffload.model.discovery import (
     MODULE,
     Measured,
     Measurement,
-    bypass_warning,
-    bypassed,
     candidates,
     choose_groups,
-    coverage,
-    coverage_warning,
     covered,
 )
 from actoffload.model.select import choose, find_kept, split_default
@@ -314,72 +309,3 @@ def test_groups_cover_what_modules_save(modules, outside):
 def test_the_choice_depends_on_shares_only(modules, factor):
     larger = [replace(of, saved=of.saved * factor) for of in modules]
     assert choose_groups(larger) == choose_groups(modules)
-
-
-# What is not covered
-
-
-def test_coverage():
-    assert coverage(1, 4) == 0.25
-    assert coverage(0, 0) == 1.0
-
-
-@pytest.mark.parametrize("layers", ["*.attentions.*", "*.transformer_blocks.*.0", "conv_in", "*.time"])
-def test_obeying_the_warning_raises_the_coverage_above_one_half(layers):
-    torch.manual_seed(0)
-    model, x = designs.UNet(), torch.randn(2, 3, 32, 32)
-    named = choose(model, layers)
-    followed = candidates(model, named)
-    measurement = measure(lambda: model(x), model, followed)
-    modules = measurement.modules(followed)
-    warning = coverage_warning("UNet", modules, set(names(named)), measurement.outside, default=False)
-    before = share_in(lambda: model(x), model, named)
-    if before >= 0.5:
-        assert warning is None
-        return
-    assert warning is not None
-    assert f"cover {before:.0%}" in warning
-    (entry,) = re.findall(r"add '(.*)' to layers", warning) or [...]
-    default, others = split_default([layers, entry])
-    groups = choose(model, others)
-    if default:
-        groups = [of for of in followed if of.name in choose_groups(modules, measurement.outside, set(names(groups)))]
-    assert share_in(lambda: model(x), model, groups) >= max(0.5, before)
-
-
-def test_where_the_model_saves_most_itself_no_module_is_named():
-    modules = [block(f"layers.{k}", 10) for k in range(4)]
-    groups = choose_groups(modules, 60)
-    warning = coverage_warning("Net", modules, groups, 60, default=True)
-    assert "cover 40%" in warning
-    assert "the model's own forward" in warning
-    assert coverage_warning("Net", modules, groups, 40, default=True) is None
-
-
-def test_blocks_that_ran_without_a_call_are_found():
-    class Direct(Parts):
-        def forward(self, x):
-            x = self.used(x)
-            for each in self.layers:
-                x = each.forward(x)
-            return x
-
-    width = 8
-    model = Direct(used=nn.Linear(width, width), layers=nn.ModuleList(designs.FeedForward(width) for _ in range(3)))
-    model.idle = nn.ModuleList(Attention(width) for _ in range(3))
-    saved, x = set(), torch.randn(4, width)
-    hooks = torch.autograd.graph.saved_tensors_hooks(
-        lambda t: (saved.add(t.untyped_storage().data_ptr()), t)[1], lambda t: t
-    )
-    with hooks:
-        model(x).sum()
-
-    def parameters(module):
-        return [p.untyped_storage().data_ptr() for p in module.parameters()]
-
-    skipped = {of.name: parameters(of.module) for of in candidates(model) if of.kind == BLOCK}
-    assert bypassed(skipped, saved) == tuple(LAYERS)
-    assert bypassed({name: parameters(model.idle) for name in skipped}, saved) == ()
-    warning = bypass_warning(bypassed(skipped, saved))
-    assert "'layers.0' and 2 more" in warning
-    assert "`block(x)`" in warning

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+import convolutions
 import designs
 import pytest
 import torch
@@ -23,9 +24,9 @@ def check(model, *args, **kwargs):
     return dict(Counter(starred(of.name) for of in groups))
 
 
-@pytest.mark.parametrize("name", designs.IMAGES)
+@pytest.mark.parametrize("name", convolutions.IMAGES)
 def test_models_of_images(name):
-    check(designs.IMAGES[name](), torch.randn(2, 3, 32, 32))
+    check(convolutions.IMAGES[name](), torch.randn(2, 3, 32, 32))
 
 
 def test_the_blocks_of_a_model_whose_blocks_are_pairs():
