@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from dataclasses import replace
+from math import inf
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from planning import links, names_of, steps

@@ -125,10 +125,9 @@ class Measurement:
 
     def called(self, name: str, around: Sequence[str]) -> None:
         """Note a call of a module inside of the calls of others that are in progress, outermost first."""
-        if name in around:  # [guard: module that calls itself]
-            return
         before = self._around.get(name)
         self._saved.setdefault(name, 0)
+        # [guard: module that runs in several others]
         self._around[name] = tuple(around) if before is None else _common(before, around)
 
     def add(self, name: str | None, nbytes: int) -> None:
