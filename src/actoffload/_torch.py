@@ -213,12 +213,12 @@ class SavedTensorHooks:
 def registered(module: Module) -> tuple[Mapping[str, Any], Mapping[str, Any], Mapping[str, Any]]:
     """Return the parameters, buffers and children of a module by name; the module's own tables where there are such."""
     tables = vars(module)
-    try:
+    if isinstance(tables.get("_modules"), dict):
         return tables["_parameters"], tables["_buffers"], tables["_modules"]
-    except KeyError:  # compiled by TorchScript
-        parameters = dict(module.named_parameters(recurse=False, remove_duplicate=False))
-        buffers = dict(module.named_buffers(recurse=False, remove_duplicate=False))
-        return parameters, buffers, dict(module.named_children())
+    # TorchScript keeps them in tables of its own, or in none.
+    parameters = dict(module.named_parameters(recurse=False, remove_duplicate=False))
+    buffers = dict(module.named_buffers(recurse=False, remove_duplicate=False))
+    return parameters, buffers, dict(module.named_children())
 
 
 WRAPPED_AS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")

@@ -54,6 +54,7 @@ TESTS: dict[str, list[str]] = {
         "tests/model/test_offload_exceptions.py::test_an_exception_in_forward",
     ],
     "model/blocks.py": ["tests/model/test_stacks.py", "tests/model/test_select.py"],
+    "model/discovery.py": ["tests/model/test_discovery.py"],
     "model/reporting.py": ["tests/model/test_offload_memory.py", "tests/model/test_offload_report.py"],
     "model/select.py": ["tests/model/test_select.py", "tests/model/test_select_wrappers.py"],
     "schedule/": ["tests/schedule"],

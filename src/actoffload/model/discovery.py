@@ -7,7 +7,7 @@ innermost followed module.  A `Measurement` collects these bytes, and which modu
 names, because a forward may call the children of a module that it never calls itself.  `choose_groups` then walks from
 the outermost modules inwards:
 
-- The repeated blocks of `find_stacks` are the groups if they save nearly everything.
+- If the repeated blocks of `find_stacks` save nearly everything, only they are walked through.
 - A module that saves at most one eighth of all, or that is one of three or more that save about the same, is a group.
 - A larger one is divided into the modules inside of it.  If these do not save nearly all of it, it is a group as well:
   its own stretches, between the calls of the inner ones, are parts of that group.
@@ -17,7 +17,7 @@ the outermost modules inwards:
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch.jit import ScriptModule
@@ -25,7 +25,7 @@ from torch.nn import Module
 
 from .._torch import PARAMETRIZATIONS, is_compiled, registered
 from .blocks import find_stacks, shapes
-from .module_names import Names, block_type, runs, starred
+from .module_names import CONTAINERS, Names, block_type, children, runs, starred, unwrap
 from .select import Chosen
 
 __all__ = [
@@ -46,6 +46,7 @@ BLOCK, MODULE = "layer", "module"  # kinds of candidates: a repeated block, and 
 
 ENOUGH = 0.8  # share of all saved bytes that groups cover where that is possible
 _NEARLY = 0.85  # share of a module's bytes that the modules inside of it save if they replace it
+_ALIKE = 3  # so many modules that are alike are not divided
 _FEW, _MANY = 4, 128  # number of groups
 _LEAST = 500  # a group saves at least this part of all
 # Largest and smallest part of all that a group saves; the later pairs are for models that the first does not fit.
@@ -69,33 +70,35 @@ def candidates(root: Module, named: Iterable[Chosen] = (), kept: Iterable[Module
     """
     blocks = {block for stack in find_stacks(root) for block in stack}
     found = dict.fromkeys(kept, "")  # [guard: kept modules]
-    _follow(root, blocks, _repeated(blocks), found, compiled=is_compiled(root))
-    found |= {of.module: of.kind for of in named}
+    _follow(root, blocks, _repeated(blocks), found, is_compiled(root))
+    found |= {of.module: of.kind for of in named if found.get(of.module) != BLOCK}  # [guard: named modules]
     return tuple(
         Chosen(of.full, of.module, found[of.module]) for of in Names(root).first.values() if found.get(of.module)
     )
 
 
-def _follow(
-    module: Module, blocks: set[Module], whole: set[Module], found: dict[Module, str], *, compiled: bool
-) -> None:
-    """Add the candidates inside of a module to `found`; of compiled code only the blocks in it."""
+def _follow(module: Module, blocks: set[Module], whole: set[Module], found: dict[Module, str], compiled: bool) -> None:
+    """Add the candidates inside of a module to `found`; inside of compiled code only the blocks."""
     for name, child in registered(module)[2].items():
         if child is None or child in found or name == PARAMETRIZATIONS or isinstance(child, ScriptModule):
             continue
         block = child in blocks
         if runs(child) and (block or not compiled):  # [guard: modules in compiled code]
             found[child] = BLOCK if block else MODULE
-        if child not in whole:
-            _follow(child, blocks, whole, found, compiled=compiled or is_compiled(child))
+        if child not in whole:  # [guard: modules inside of repeated blocks]
+            _follow(child, blocks, whole, found, compiled or is_compiled(child))
 
 
 def _repeated(blocks: Iterable[Module]) -> set[Module]:
-    """Return the blocks of which there are three or more with parameters of the same shapes: nobody divides them."""
+    """Return blocks of which three or more have parameters of the same shapes: they will not be divided.
+
+    A block that holds a list may be a stage, and stages save different numbers of bytes: they may be divided.
+    """
     alike = defaultdict[tuple[object, ...], list[Module]](list)
     for block in blocks:
-        alike[(block_type(block), shapes(block))].append(block)
-    return {block for same in alike.values() if len(same) >= 3 for block in same}
+        if not any(isinstance(child, CONTAINERS) for child in children(unwrap(block))):
+            alike[(block_type(block), shapes(block))].append(block)
+    return {block for same in alike.values() if len(same) >= _ALIKE for block in same}
 
 
 # In the first forward
@@ -122,10 +125,9 @@ class Measurement:
 
     def called(self, name: str, around: Sequence[str]) -> None:
         """Note a call of a module inside of the calls of others that are in progress, outermost first."""
-        if name in around:  # [guard: module that calls itself]
-            return
         before = self._around.get(name)
         self._saved.setdefault(name, 0)
+        # [guard: module that runs in several others]
         self._around[name] = tuple(around) if before is None else _common(before, around)
 
     def add(self, name: str | None, nbytes: int) -> None:
@@ -144,7 +146,8 @@ class Measurement:
                 nbytes,
                 self._around[name][-1] if self._around[name] else None,
                 block_type(chosen[name].module),
-                chosen[name].kind == BLOCK,
+                # Leaves in a Sequential repeat too, but they are no reason to divide the module around them.
+                chosen[name].kind == BLOCK and bool(children(unwrap(chosen[name].module))),
             )
             for name, nbytes in self._saved.items()
         )
@@ -160,7 +163,7 @@ def _common(before: tuple[str, ...], now: Sequence[str]) -> tuple[str, ...]:
 # After it
 
 
-def choose_groups(modules: Sequence[Measured], outside: int = 0) -> tuple[str, ...]:
+def choose_groups(modules: Sequence[Measured], outside: int = 0, named: Collection[str] = ()) -> tuple[str, ...]:
     """Return the names of the modules that together cover what a forward saved, in the order of `modules`.
 
     Parameters
@@ -169,6 +172,8 @@ def choose_groups(modules: Sequence[Measured], outside: int = 0) -> tuple[str, .
         The modules that ran, in the order of their first calls, so that each comes after its parent.
     outside : int
         Bytes that were saved outside of all these.
+    named : collection of str
+        Modules that are groups in any case, if they saved anything.
 
     Examples
     --------
@@ -179,19 +184,19 @@ def choose_groups(modules: Sequence[Measured], outside: int = 0) -> tuple[str, .
     """
     tree = _Tree(modules)
     everything = tree.inside + outside
-    blocks = [of for of in modules if of.block and not tree.in_block(of)]
+    blocks = [of for of in modules if of.block and not any(each.block for each in tree.parents(of))]
     in_blocks = sum(tree.total[of.name] for of in blocks)
-    if in_blocks and in_blocks >= min(ENOUGH * everything, tree.inside - 0.05 * everything):
-        start = blocks
-    else:
-        start = [of for of in modules if of.parent is None]
+    starts = [tree.children[None]]
+    if in_blocks >= min(ENOUGH * everything, tree.inside - 0.05 * everything):
+        starts.insert(0, blocks)
 
     def fit(names: Collection[str]) -> tuple[float, bool]:
-        share = round(tree.covered(names) / everything, 2) if everything else 0.0
-        return min(share, ENOUGH), _FEW <= len(names) <= _MANY
+        share = coverage(tree.covered(names), everything)
+        return round(min(share, ENOUGH), 2), _FEW <= len(names) <= _MANY
 
-    chosen = max((tree.divide(start, *sizes) for sizes in _SIZES), key=fit)  # the first of those that fit equally well
-    return tuple(of.name for of in modules if of.name in chosen)
+    # Of choices that fit equally well, the first.
+    chosen = max((tree.divide(start, *sizes) for start in starts for sizes in _SIZES), key=fit)
+    return tuple(of.name for of in modules if of.name in chosen or (of.name in named and tree.total[of.name]))
 
 
 class _Tree:
@@ -219,10 +224,6 @@ class _Tree:
             of = self.by_name[of.parent]
             yield of
 
-    def in_block(self, of: Measured) -> bool:
-        """Return whether a module ran inside of a block."""
-        return any(each.block for each in self.parents(of))
-
     def covered(self, names: Collection[str]) -> int:
         """Return the number of bytes that these save, those inside of them included, each counted once."""
         chosen = (self.by_name[name] for name in names)
@@ -246,10 +247,10 @@ class _Tree:
         return {of.name, *found} if share > 1 - _NEARLY else {of.name}
 
     def _alike(self, of: Measured) -> bool:
-        """Return whether a module is one of three or more of a type that save about the same, a quarter of all at most."""
+        """Return whether a module is one of three or more of a type that save about the same."""
         total = self.total[of.name]
         same = sum(0.9 * total <= other <= 1.1 * total for other in self.of_type[of.type])
-        return same >= 3 and _FEW * total <= self.inside
+        return same >= _ALIKE
 
 
 # What is not covered
@@ -306,15 +307,15 @@ def coverage_warning(
     return f"{begin}; '{most}' saves {nbytes / everything:.0%} of it outside of them: add {add} to layers."
 
 
-def bypassed(skipped: Mapping[str, Iterable[int]], saved: Collection[int]) -> tuple[str, ...]:
-    """Return which of the blocks that were never called computed all the same.
+def bypassed(skipped: Mapping[str, Iterable[Hashable]], saved: Collection[Hashable]) -> tuple[str, ...]:
+    """Return which of the blocks that were never called computed all the same: autograd saved their parameters.
 
     Parameters
     ----------
-    skipped : mapping of str to iterables of int
-        The ids of the parameters of each block that was never called.
-    saved : collection of int
-        The ids of the parameters that autograd saved outside of all blocks.
+    skipped : mapping of str to iterables
+        The parameters of each block that was never called, as anything that identifies them.
+    saved : collection
+        The parameters that were saved outside of all blocks.
     """
     return tuple(name for name, parameters in skipped.items() if any(each in saved for each in parameters))
 

@@ -8,6 +8,7 @@
   not all that is in them.  The root has no name that a pattern could match.
 - A module means itself, and must be part of the model.  A ``Sequential`` that is given alone means its children.
 - A type means all modules of that class, also nested ones.
+- ``...`` among other entries means the default as well: ``[..., "*.lm_head"]``.
 - A module without a forward, such as a ``ModuleList``, is never called, so it always means its children.
 
 Names are compared without the parts that wrappers add (``module.``, ``_orig_mod.``, ``_checkpoint_wrapped_module.``),
@@ -29,7 +30,7 @@ from torch.nn import Module
 from .blocks import find_stacks
 from .module_names import CONTAINERS, Named, Names, block_type, children, runs, starred, unwrap
 
-__all__ = ["Chosen", "choose", "find_kept"]
+__all__ = ["Chosen", "choose", "find_kept", "split_default"]
 
 _EXPECTED = "a dotted path or glob pattern, a module, a module type, or an iterable of these"
 
@@ -42,27 +43,45 @@ class Chosen(NamedTuple):
     kind: str  # modules of one kind are scheduled alike
 
 
+def split_default(layers: Any) -> tuple[bool, Any]:
+    """Return whether the argument `layers` includes the default, and its other entries; none is an empty tuple.
+
+    >>> from actoffload.model.select import split_default
+    >>> split_default(None), split_default([..., "*.lm_head"]), split_default("*.mlp")
+    ((True, ()), (True, ('*.lm_head',)), (False, '*.mlp'))
+    """
+    if layers is None or layers is ...:
+        return True, ()
+    if not _is_several(layers):
+        return False, layers
+    entries = tuple(layers)
+    others = tuple(entry for entry in entries if entry is not ...)
+    return len(others) < len(entries), others
+
+
 def choose(root: Module, layers: str | Module | type[Module] | Iterable[Any] | None) -> tuple[Chosen, ...]:
     """Return the modules that `layers` means, in registration order, each once; at least one.
 
-    Repeated blocks, which None means, are of the kind ``"layer"``.  Otherwise the kind is the pattern, the name of the
-    class, or the path with ``*`` in place of indices; with the name of the module's class after it if modules of
-    several classes would be of one kind.  The first entry that means a module decides.
+    Repeated blocks, which None and ``...`` mean, are of the kind ``"layer"``.  Otherwise the kind is the pattern, the
+    name of the class, or the path with ``*`` in place of indices; with the name of the module's class after it if
+    modules of several classes would be of one kind.  The first entry that means a module decides.
     """
     names = Names(root)
-    if layers is None:
-        found = [(block, "layer") for stack in find_stacks(root) for block in stack]
-        if not found:
-            raise ValueError(_nothing_repeats(names))
-        return _in_order(names, dict(found))
+    default, entries = split_default(layers)
     meant: dict[Module, str] = {}
-    for entry, alone in _entries(names, layers, "layers"):
+    if default:
+        meant = {block: "layer" for stack in find_stacks(root) for block in stack}
+        if not meant and not entries:
+            raise ValueError(_nothing_repeats(names))
+    blocks = set(meant)
+    for entry, alone in _entries(names, entries, "layers"):
         for module, kind in _meaning(names, entry, alone, "layers"):
             meant.setdefault(module, kind)  # [guard: first entry that means a module]
     if not meant:
         raise ValueError(f"layers is empty; expected None for the repeated blocks, {_EXPECTED}.")
-    kinds = Counter(kind for kind, _ in {(kind, block_type(module)) for module, kind in meant.items()})
-    several = {kind for kind, classes in kinds.items() if classes > 1}  # [guard: kinds of several classes]
+    classes = {(kind, block_type(module)) for module, kind in meant.items() if module not in blocks}
+    kinds = Counter(kind for kind, _ in classes)
+    several = {kind for kind, number in kinds.items() if number > 1}  # [guard: kinds of several classes]
     named = {m: f"{kind} ({block_type(m).__name__})" if kind in several else kind for m, kind in meant.items()}
     return _in_order(names, named)
 
@@ -88,10 +107,15 @@ def _entries(names: Names, given: Any, argument: str) -> Iterator[tuple[Any, boo
         yield from ((child, False) for child in children(given))
     elif isinstance(given, (str, Module, type)):
         yield given, True
-    elif isinstance(given, Iterable) and not isinstance(given, (Mapping, bytes, Tensor)):
+    elif _is_several(given):
         yield from ((entry, False) for entry in given)
     else:
         raise TypeError(f"{argument} got {_called(given)}; expected {_EXPECTED}.")
+
+
+def _is_several(given: Any) -> bool:
+    single = (str, Module, type, Mapping, bytes, Tensor)
+    return isinstance(given, Iterable) and not isinstance(given, single)
 
 
 def _meaning(names: Names, entry: Any, alone: bool, argument: str) -> Iterator[tuple[Module, str]]:

@@ -1,0 +1,311 @@
+"""Choosing groups from measurements: candidates, the call tree, the choice and what is said where it covers little."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import designs
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from saving import default_groups, share_in
+from structures import Block, Mlp, Parts, blocks
+from torch import nn
+
+from actoffload.model.discovery import (
+    BLOCK,
+    ENOUGH,
+    MODULE,
+    Measured,
+    Measurement,
+    candidates,
+    choose_groups,
+    covered,
+)
+from actoffload.model.select import choose, find_kept, split_default
+
+
+def names(followed) -> list[str]:
+    return [of.name for of in followed]
+
+
+def language_model(depth: int = 3) -> Parts:
+    return Parts(embed=nn.Embedding(9, 4), layers=blocks(depth), head=nn.Linear(4, 9))
+
+
+LAYERS = ["layers.0", "layers.1", "layers.2"]
+
+
+# Candidates
+
+
+def test_repeated_blocks_are_followed_as_a_whole_and_all_else_module_by_module():
+    model = Parts(lm=language_model(), vision=Block())
+    followed = candidates(model)
+    blocks_of_it = [f"lm.{name}" for name in LAYERS]
+    inside = [f"vision.{name}" for name, _ in Block().named_modules() if name]
+    assert names(followed) == ["lm", "lm.embed", *blocks_of_it, "lm.head", "vision", *inside]
+    assert [of.name for of in followed if of.kind == BLOCK] == blocks_of_it
+    assert {of.kind for of in followed} == {BLOCK, MODULE}
+
+
+def test_blocks_of_which_there_are_few_can_be_divided():
+    assert "layers.1.mlp.up" in names(candidates(language_model(2)))
+    assert "layers.1.mlp.up" not in names(candidates(language_model(3)))
+
+
+def test_blocks_that_hold_lists_can_be_divided():
+    model = Parts(stages=nn.ModuleList(Parts(inner=nn.ModuleList([Mlp()])) for _ in range(4)))
+    assert "stages.3.inner.0.up" in names(candidates(model))
+
+
+def test_without_a_list_all_modules_are_candidates():
+    assert names(candidates(Parts(a=Parts(b=nn.Linear(2, 2)), c=nn.ReLU()))) == ["a", "a.b", "c"]
+    assert candidates(nn.Linear(2, 2)) == ()
+
+
+def test_nothing_in_compiled_modules_is_followed_but_blocks():
+    model = language_model()
+    model.head = Parts(a=nn.Linear(4, 4), b=nn.Linear(4, 9))
+    assert "head.a" in names(candidates(model))
+    model.head.compile(backend="eager")
+    assert names(candidates(model)) == ["embed", *LAYERS, "head"]
+    model.compile(backend="eager")
+    assert names(candidates(model)) == LAYERS
+    assert names(candidates(torch.compile(language_model(), backend="eager"))) == [
+        f"_orig_mod.{name}" for name in LAYERS
+    ]
+
+
+def test_nothing_in_compiled_blocks_is_followed():
+    model = language_model(2)
+    model.layers[0] = torch.compile(model.layers[0], backend="eager")
+    model.layers[1].forward = torch.compile(model.layers[1].forward, backend="eager")
+    assert names(candidates(model)) == ["embed", "layers.0", "layers.1", "head"]
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_scripted_modules_and_parametrizations_are_no_candidates():
+    model = language_model()
+    model.scripted = torch.jit.script(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
+    nn.utils.parametrizations.weight_norm(model.head)
+    assert names(candidates(model)) == ["embed", *LAYERS, "head"]
+
+
+def test_kept_modules_are_no_candidates_nor_is_what_is_in_them_unless_it_is_named():
+    model = Parts(lm=language_model(2), vision=Block())
+    kept = [module for _, module in find_kept(model, ["lm.layers.1", "vision"])]
+    followed = names(candidates(model, kept=kept))
+    assert not [name for name in followed if name.startswith(("lm.layers.1", "vision"))]
+    named = choose(model, "vision.mlp")
+    assert names(candidates(model, named, kept))[-1] == "vision.mlp"
+
+
+def test_named_modules_keep_their_kinds_and_blocks_remain_blocks():
+    model = language_model()
+    named = choose(model, ["layers.0", "layers.2.mlp", "head"])
+    kinds = {of.name: of.kind for of in candidates(model, named)}
+    assert kinds["layers.0"] == BLOCK
+    assert kinds["layers.2.mlp"] == "layers.*.mlp"
+    assert kinds["head"] == "head"
+
+
+# `layers` that extends the default
+
+
+def test_an_ellipsis_means_the_default_as_well():
+    model = language_model()
+    assert split_default(None) == split_default(...) == (True, ())
+    assert split_default([..., "head"]) == (True, ("head",))
+    assert split_default(name for name in ["head", "embed"]) == (False, ("head", "embed"))
+    assert split_default("head") == (False, "head")
+    assert split_default(nn.Linear) == (False, nn.Linear)
+    chosen = choose(model, [..., "head", "layers.1"])
+    assert [(of.name, of.kind) for of in chosen] == [*((name, "layer") for name in LAYERS), ("head", "head")]
+    assert names(choose(Parts(a=Block(), head=nn.Linear(2, 2)), [..., "head"])) == ["head"]
+    with pytest.raises(ValueError, match="no repeated blocks"):
+        choose(Parts(a=Block(), head=nn.Linear(2, 2)), [...])
+
+
+# The measurement
+
+
+def chosen_modules(*of: str):
+    return candidates(Parts(**{name: nn.Linear(1, 1) for name in of}))
+
+
+def test_a_module_that_runs_in_several_others_is_inside_of_what_is_around_all_of_them():
+    measurement = Measurement()
+    for name, around in [
+        ("a", []),
+        ("b", ["a"]),
+        ("d", ["a", "b"]),
+        ("c", ["a"]),
+        ("d", ["a", "c"]),
+        ("e", ["a", "c"]),
+    ]:
+        measurement.called(name, around)
+        measurement.add(name, 10)
+    measurement.add(None, 5)
+    found = measurement.modules(chosen_modules(*"abcde"))
+    assert [(of.name, of.parent, of.saved) for of in found] == [
+        ("a", None, 10), ("b", "a", 10), ("d", "a", 20), ("c", "a", 10), ("e", "c", 10),
+    ]  # fmt: skip
+    assert measurement.outside == 5
+
+
+def test_a_module_that_calls_itself():
+    measurement = Measurement()
+    measurement.called("a", [])
+    measurement.called("b", ["a"])
+    measurement.called("a", ["a", "b"])
+    measurement.add("a", 7)
+    found = measurement.modules(chosen_modules("a", "b"))
+    assert [(of.name, of.parent, of.saved) for of in found] == [("a", None, 7), ("b", "a", 0)]
+
+
+def test_a_shared_module_is_a_group_of_its_own():
+    class Shared(Parts):
+        def forward(self, x):
+            return self.second(self.shared(self.first(self.shared(x))).sin())
+
+    model = Shared(first=designs.FeedForward(8), shared=designs.FeedForward(8), second=designs.FeedForward(8))
+    x = torch.randn(64, 8)
+    groups, _ = default_groups(lambda: model(x), model)
+    assert share_in(lambda: model(x), model, groups) >= ENOUGH
+    assert {name.partition(".")[0] for name in names(groups)} == {"first", "shared", "second"}
+
+
+# The choice
+
+
+def block(name: str, saved: int, **more) -> Measured:
+    return Measured(name, saved, type="Block", block=True, **more)
+
+
+def test_blocks_that_save_nearly_everything_are_the_groups():
+    head = Measured("head", 15, type="Linear")
+    layers = [block(f"layers.{k}", 20) for k in range(5)]
+    assert choose_groups([*layers, head]) == tuple(of.name for of in layers)
+    assert choose_groups([*layers, replace(head, saved=40)]) == (*(of.name for of in layers), "head")
+    # Where most is saved by the code of the model itself, other modules are no help.
+    assert choose_groups([*layers, replace(head, saved=1)], outside=500) == tuple(of.name for of in layers)
+
+
+def test_modules_that_saved_nothing_are_no_groups():
+    student = [block(f"student.{k}", 20) for k in range(5)]
+    teacher = [block(f"teacher.{k}", 0) for k in range(5)]
+    assert choose_groups([*teacher, *student], named={"teacher.1"}) == tuple(of.name for of in student)
+    assert choose_groups(teacher) == choose_groups([]) == ()
+
+
+def test_named_modules_are_groups():
+    layers = [block(f"layers.{k}", 20) for k in range(5)]
+    head = Measured("head", 1)
+    assert choose_groups([*layers, head], named={"head"})[-1] == "head"
+    assert choose_groups([*layers, head])[-1] == "layers.4"
+
+
+def stage(name: str, inner: int, own: int = 0, number: int = 4) -> list[Measured]:
+    return [Measured(name, own), *(Measured(f"{name}.{k}", inner, name) for k in range(number))]
+
+
+def test_a_large_module_is_divided_into_the_modules_inside_of_it():
+    small = stage("small", 5)
+    assert choose_groups([*stage("large", 45), *small]) == (*(f"large.{k}" for k in range(4)), "small")
+
+
+def test_a_large_module_that_saves_much_itself_is_a_group_beside_those_inside_of_it():
+    assert choose_groups(stage("large", 20, own=20)) == ("large", *(f"large.{k}" for k in range(4)))
+    # Where the inner ones save next to nothing, they are not followed.
+    assert choose_groups([*stage("large", 1, own=100), *stage("other", 45)])[0] == "large"
+    assert "large.0" not in choose_groups([*stage("large", 1, own=100), *stage("other", 45)])
+
+
+def test_modules_that_are_alike_are_kept_whole_however_large_they_are():
+    def alike(number: int) -> list[Measured]:
+        every = [stage(f"layer{k}", 10) for k in range(number)]
+        return [replace(of, type="Layer" if of.parent is None else "Part") for each in every for of in each]
+
+    assert choose_groups(alike(3)) == ("layer0", "layer1", "layer2")
+    assert len(choose_groups(alike(2))) == 8
+
+
+def test_modules_that_hold_blocks_are_divided_although_they_are_small():
+    tower = [Measured("tower", 1), *(block(f"tower.{k}", 2, parent="tower") for k in range(6))]
+    rest = [Measured(f"m{k}", 20) for k in range(6)]
+    assert choose_groups([*tower, *rest])[:6] == tuple(f"tower.{k}" for k in range(6))
+
+
+def test_there_are_four_groups_if_modules_can_be_divided_further():
+    halves = [Measured("root", 0), *(Measured(f"leaf{k}", 1, "root") for k in range(7)), Measured("x", 100)]
+    assert len(choose_groups(halves)) >= 4
+
+
+def test_very_small_modules_belong_to_what_is_around_them():
+    tiny = [Measured(f"large.norm{k}", 1, "large") for k in range(3)]
+    found = choose_groups([Measured("large", 3000), *(Measured(f"large.{k}", 1000, "large") for k in range(9)), *tiny])
+    assert "large" in found
+    assert not any("norm" in name for name in found)
+
+
+def test_many_small_modules_are_groups_where_nothing_else_is():
+    assert len(choose_groups([Measured(f"leaf{k}", 1) for k in range(1000)])) == 1000
+
+
+@st.composite
+def forwards(draw):
+    """A call tree: modules with the bytes they save themselves, in the order of their calls."""
+    number = draw(st.integers(1, 30))
+    parents = [None, *(draw(st.sampled_from([None, *range(k)])) for k in range(1, number))]
+    children = {k: [j for j in range(number) if parents[j] == k] for k in (None, *range(number))}
+    order: list[int] = []
+
+    def visit(k):
+        order.append(k)
+        for child in children[k]:
+            visit(child)
+
+    for k in children[None]:
+        visit(k)
+    saved = st.one_of(st.just(0), st.integers(1, 1000), st.integers(10**5, 10**6))
+    return [
+        Measured(
+            f"m{k}",
+            draw(saved),
+            None if parents[k] is None else f"m{parents[k]}",
+            draw(st.sampled_from("AB")),
+            draw(st.booleans()),
+        )
+        for k in order
+    ]
+
+
+def saved_in(modules: list[Measured], groups: set[str]) -> int:
+    """Return what lies in groups: a byte does if the module that saved it, or one around it, is a group."""
+    parents = {of.name: of.parent for of in modules}
+
+    def inside(name: str | None) -> bool:
+        return name is not None and (name in groups or inside(parents[name]))
+
+    return sum(of.saved for of in modules if inside(of.name))
+
+
+@settings(deadline=None, max_examples=150)
+@given(forwards(), st.integers(0, 10**6))
+def test_groups_cover_what_modules_save(modules, outside):
+    groups = choose_groups(modules, outside)
+    inside = sum(of.saved for of in modules)
+    assert covered(modules, groups) == saved_in(modules, set(groups))
+    assert covered(modules, groups) >= min(ENOUGH * (inside + outside), 0.8 * inside) * 0.99
+    assert [of.name for of in modules if of.name in groups] == list(groups)
+    total = {of.name: saved_in(modules, {of.name}) for of in modules}
+    assert all(total[name] > 0 for name in groups)
+
+
+@settings(deadline=None, max_examples=50)
+@given(forwards(), st.integers(2, 1000))
+def test_the_choice_depends_on_shares_only(modules, factor):
+    larger = [replace(of, saved=of.saved * factor) for of in modules]
+    assert choose_groups(larger) == choose_groups(modules)

@@ -1,0 +1,97 @@
+"""The groups of models without arguments cover nearly all that a forward saves."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import convolutions
+import designs
+import pytest
+import torch
+from saving import default_groups, share_in
+from test_stacks_of_models import BART, HUGGING_FACE, SMALL, TEXT, library
+
+from actoffload.model.discovery import ENOUGH
+from actoffload.model.module_names import starred
+
+
+def check(model, *args, **kwargs):
+    """Return the names of the groups, with how many there are of each, and check what they cover."""
+    torch.manual_seed(0)
+    groups, _ = default_groups(lambda: model(*args, **kwargs), model)
+    assert share_in(lambda: model(*args, **kwargs), model, groups) >= ENOUGH
+    assert 4 <= len(groups) <= 128
+    return dict(Counter(starred(of.name) for of in groups))
+
+
+@pytest.mark.parametrize("name", convolutions.IMAGES)
+def test_models_of_images(name):
+    check(convolutions.IMAGES[name](), torch.randn(2, 3, 32, 32))
+
+
+def test_the_blocks_of_a_model_whose_blocks_are_pairs():
+    found = check(designs.VisionTransformer(), torch.randn(2, 3, 32, 32))
+    assert found["transformer.layers.*.*"] == 12
+    assert not any(name.startswith("transformer.layers.*.*.") for name in found)
+
+
+def test_the_blocks_of_a_unet():
+    found = check(designs.UNet((16, 32)), torch.randn(2, 3, 32, 32))
+    assert found["up_blocks.*.resnets.*"] == 6
+
+
+def test_lists_of_norm_block_and_residual():
+    found = check(designs.Decoder(), torch.randint(0, 64, (2, 16)))
+    assert found["layers.*.*"] == 8
+
+
+def test_a_network_of_volumes():
+    check(designs.UNet3D(), torch.randn(1, 1, 8, 16, 16))
+
+
+TOKENS = {"input_ids": torch.randint(0, 64, (2, 32))}
+PIXELS = {"pixel_values": torch.randn(2, 3, 32, 32)}
+BOTH = {**TOKENS, **PIXELS}
+FRAMES = {"input_features": torch.randn(1, 80, 64), "decoder_input_ids": TOKENS["input_ids"][:1]}
+INPUTS = {
+    "WhisperForConditionalGeneration": FRAMES,
+    "CLIPModel": BOTH,
+    "BlipForConditionalGeneration": {**BOTH, "labels": TOKENS["input_ids"]},
+    "SwinModel": {"pixel_values": torch.randn(1, 3, 64, 64)},
+    "ResNetModel": PIXELS,
+    "ConvNextModel": PIXELS,
+    "SegformerModel": {"pixel_values": torch.randn(1, 3, 64, 64)},
+    "MobileViTModel": {"pixel_values": torch.randn(1, 3, 64, 64)},
+    "Wav2Vec2Model": {"input_values": torch.randn(1, 4000)},
+    "T5ForConditionalGeneration": {**TOKENS, "decoder_input_ids": TOKENS["input_ids"]},
+}
+# Smaller than the defaults, of which the structure is tested elsewhere without weights.
+SMALLER = {
+    "WhisperForConditionalGeneration": {**BART, "pad_token_id": 0, "max_source_positions": 32},
+    "DeepseekV3ForCausalLM": {**HUGGING_FACE["DeepseekV3ForCausalLM"][0], "n_group": 2, "topk_group": 1}
+    | {"num_experts_per_tok": 2},
+    "SwinModel": {"embed_dim": 12, "depths": [2, 2, 2, 2], "image_size": 64, "window_size": 2},
+    "ResNetModel": {"embedding_size": 8, "hidden_sizes": [16, 32, 64, 128]},
+    "ConvNextModel": {"hidden_sizes": [8, 16, 32, 64]},
+    "SegformerModel": {"hidden_sizes": [16, 16, 32, 32]},
+}
+
+
+@pytest.mark.parametrize("name", HUGGING_FACE)
+def test_hugging_face(name):
+    transformers = library("transformers")
+    model_class = getattr(transformers, name)
+    options = SMALLER.get(name, HUGGING_FACE[name][0])
+    check(model_class(model_class.config_class(**options)), **INPUTS.get(name, TOKENS))
+
+
+def test_the_one_shared_block_of_albert():
+    transformers = library("transformers")
+    options = {**SMALL, "num_hidden_layers": 6, "embedding_size": 16}
+    groups = check(transformers.AlbertModel(transformers.AlbertConfig(**options)), **TOKENS)
+    assert any("albert_layers" in name for name in groups)
+
+
+def test_the_blocks_of_a_language_model_are_its_groups():
+    transformers = library("transformers")
+    assert check(transformers.LlamaForCausalLM(transformers.LlamaConfig(**TEXT)), **TOKENS) == {"model.layers.*": 4}
