@@ -54,6 +54,7 @@ class ModelPass(Pass, Generic[Key]):
         self._between = Layer(OUTSIDE, engine.backend.capturing())
         self._withheld = Layer(OUTSIDE, engine.backend.capturing())
         self.kept_outside: dict[Reason, list[int]] = {}  # count and bytes
+        self.inputs: frozenset[int] = frozenset()  # addresses of the inputs of the model, which the caller may hold
         self._inputs: dict[int, StorageRef] = {}  # of the groups that built no graph, since the last that did
         self._region_saved = False  # what checkpointed them has saved them
         super().__init__(engine, roles_of(order.sequence))
@@ -64,6 +65,10 @@ class ModelPass(Pass, Generic[Key]):
         if self.aborted or self.backward_begun or self.order.complete:
             return False
         return not self.layers or self.layers[-1].continues
+
+    def take_inputs(self, inputs: Iterable[torch.Tensor]) -> None:
+        """Note what the model is called with."""
+        self.inputs = frozenset(address(memory) for tensor in inputs for memory in _storages(tensor))
 
     def group_start(self, key: Key, inputs: Iterable[torch.Tensor], owned: ModuleTensors) -> Layer:
         """Begin the forward of a group, whose module is called with `inputs` and owns `owned`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch.nn import Module
@@ -17,6 +17,7 @@ from ..schedule.plan import Plan
 from ..schedule.schedules import GroupSchedule
 from .follow import followers_of, refuse_scripted
 from .handle import OffloadHandle
+from .outside import written
 from .select import choose, find_kept
 from .tracker import GROUP, KEPT, ROOT, FollowedModule
 
@@ -47,7 +48,7 @@ def offload(
     layers : str, module, type or iterable of these, optional
         What to offload.  None finds the repeated blocks.  A string is the dotted path of a module, of a list of
         modules, whose children are meant then, or a glob pattern over dotted names: ``"*.self_attn"``.  Several
-        entries give several kinds of groups.
+        entries give several kinds of groups; the entry ``...`` means what None does: ``[..., "*.head"]``.
     num_layers : int, optional
         Number of groups of each kind to offload, from the first on; the last of a kind is always kept.  None offloads
         all but the last two; with several kinds, all but the last of each, and not the last two of all.
@@ -104,6 +105,9 @@ def offload(
             "This model is offloaded already: call remove() of its handle first; OffloadHandle.of(model) returns it."
         )
     schedule = GroupSchedule(num_layers, fraction, max_inflight)
+    # An iterator is read once.
+    layers = list(layers) if isinstance(layers, Iterator) else layers
+    keep = list(keep) if isinstance(keep, Iterator) else keep
     chosen = choose(module, layers)
     kept = find_kept(module, keep)
     both = {name for name, _ in kept} & {of.name for of in chosen}
@@ -121,7 +125,16 @@ def offload(
         *(FollowedModule(KEPT, name, weakref.ref(of)) for name, of in kept),
     ]
     engine = Engine(Plan(1), devices.backend(), max_host_bytes, min_bytes=min_bytes)
-    handle = OffloadHandle(modules, plans, engine)
+    arguments = {
+        "layers": written(module, layers),
+        "num_layers": num_layers,
+        "keep": written(module, keep),
+        "min_bytes": min_bytes,
+        "fraction": fraction,
+        "max_host_bytes": max_host_bytes,
+        "max_inflight": max_inflight,
+    }
+    handle = OffloadHandle(modules, plans, engine, arguments=arguments)
     problem = unsupported()
     if problem is not None:
         warn(problem)

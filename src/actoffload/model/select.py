@@ -8,6 +8,7 @@
   not all that is in them.  The root has no name that a pattern could match.
 - A module means itself, and must be part of the model.  A ``Sequential`` that is given alone means its children.
 - A type means all modules of that class, also nested ones.
+- ``...`` means what is chosen without the argument, for `layers` only.
 - A module without a forward, such as a ``ModuleList``, is never called, so it always means its children.
 
 Names are compared without the parts that wrappers add (``module.``, ``_orig_mod.``, ``_checkpoint_wrapped_module.``),
@@ -57,6 +58,9 @@ def choose(root: Module, layers: str | Module | type[Module] | Iterable[Any] | N
         return _in_order(names, dict(found))
     meant: dict[Module, str] = {}
     for entry, alone in _entries(names, layers, "layers"):
+        if entry is ...:
+            meant.update({block: "layer" for stack in find_stacks(root) for block in stack if block not in meant})
+            continue
         for module, kind in _meaning(names, entry, alone, "layers"):
             meant.setdefault(module, kind)  # [guard: first entry that means a module]
     if not meant:
@@ -86,7 +90,7 @@ def _entries(names: Names, given: Any, argument: str) -> Iterator[tuple[Any, boo
     if isinstance(given, CONTAINERS) and given not in names.first:
         # model.layers[:8] is a new list of modules of the model.
         yield from ((child, False) for child in children(given))
-    elif isinstance(given, (str, Module, type)):
+    elif isinstance(given, (str, Module, type)) or given is ...:
         yield given, True
     elif isinstance(given, Iterable) and not isinstance(given, (Mapping, bytes, Tensor)):
         yield from ((entry, False) for entry in given)
