@@ -78,6 +78,9 @@ class ModelPass(Pass, Generic[Key]):
         layer = self.forward_start()
         layer.owned = owned
         layer.layouts = self.engine.layouts.setdefault(key, {})
+        if self.engine.recorder is not None:
+            inputs = list(inputs)
+            self.record_inputs(layer, inputs)
         graph = torch.is_grad_enabled()
         if graph or self._region_saved:
             self._inputs = {}
