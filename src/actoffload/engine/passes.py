@@ -75,6 +75,7 @@ class Pass:
         self.backward_begun = False
         self.roles = engine.roles if roles is None else roles
         self.registry = StorageRegistry(engine)
+        self.forward_ended: Callable[[Pass], None] | None = None  # called when backward begins, with the lock
         self._backwards: dict[int, _Backward] = {}  # those that run, by autograd's id
         self._reached: set[int] = set()  # layers that one of them, or one that overlapped with them, has started
         with engine.lock:
@@ -212,6 +213,8 @@ class Pass:
         # [guard: gradient inside a layer -> True]
         self.backward_begun = self.layers[-1].phase is not Phase.FORWARD
         after_backward(ended)
+        if self.backward_begun and self.forward_ended is not None:
+            self.forward_ended(self)
         return backward
 
     def _end_backward(self, backward: _Backward) -> None:

@@ -98,7 +98,8 @@ class PassLog:
     def forward_done(self, done: ModelPass[GroupKey], sequence: Sequence[GroupKey]) -> None:
         """Take the statistics of a pass whose forward has ended."""
         latest = LatestPass.of(done, sequence, None if self.latest is None else self.latest.sequence)
-        self.latest = replace(latest, statistics=self.history.add(done, latest.statistics))
+        self.history.add(done)
+        self.latest = replace(latest, statistics=self.history.before(done, latest.statistics))
         if self.recording is not None and self.recording.open:
             self.recording.note(self.latest)
 

@@ -83,6 +83,11 @@ def _extended(report: Report, entries: Iterable[Any]) -> list[Any]:
     return [*((...,) if given is None else given), *entries]
 
 
+def _has(report: Report, argument: str) -> bool:
+    """Whether what made the report takes an argument; all do if that is not known."""
+    return report.arguments is None or argument in report.arguments
+
+
 # What is offloaded
 
 
@@ -139,6 +144,8 @@ def _amount(report: Report, count: int, nbytes: int, reason: Reason) -> str:
 
 def _to_do(report: Report, reason: Reason, count: int, nbytes: int) -> tuple[str, dict[str, Any]]:
     """Return what to do, and the arguments that do it; an empty text if nothing can be done."""
+    if reason is Reason.SMALL and not _has(report, "min_bytes"):
+        return "", {}
     if reason is Reason.SMALL:
         mean = max(nbytes // max(count, 1), 1)
         lower = 1 << max(mean.bit_length() - 2, 0)  # smaller ones than half the mean have less than half the bytes
@@ -200,7 +207,7 @@ def _outside(report: Report) -> Iterator[Advice]:
     elif report.step_passes:
         yield Advice(f"{what}the code of the model itself saves them, in no module; move it into modules.", nbytes)
     else:
-        do = "record a step with handle.recording() to find the modules that save them"
+        do = f"record a step with {report.record} to find the modules that save them"
         yield Advice(f"{what}{do}.", nbytes)
 
 
@@ -230,7 +237,7 @@ def _not_freed(report: Report) -> Iterator[Advice]:
         for names, nbytes, holders in merge_held(some)
     ]
     rest = +unnamed  # those that are positive
-    unknown = "something that refers to them; record a step with handle.recording() to find it"
+    unknown = f"something that refers to them; record a step with {report.record} to find it"
     for names, nbytes, because, least in [*found, (tuple(rest), rest.total(), unknown, TOLERANCE * offloaded.total())]:
         if nbytes > least:
             of = sum(offloaded[name] for name in names)
@@ -281,6 +288,8 @@ def _fewer(report: Report) -> tuple[str, dict[str, Any]]:
     """Return how to offload less, and the arguments that do."""
     if report.next_choice:
         return report.next_choice.rstrip("."), {}
+    if not _has(report, "num_layers"):
+        return "offload fewer groups", {}
     offloaded = Counter(group.kind for group in report.offloaded_groups)
     number = min(max(offloaded.values(), default=1), report.num_layers or len(report.groups)) - 1
     return f"offload fewer groups: pass num_layers={number}", {"num_layers": number}

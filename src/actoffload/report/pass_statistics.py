@@ -9,12 +9,13 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from .._torch import address
-from ..engine.layer import Layer
+from ..engine.layer import Layer, Phase
 from ..engine.passes import Pass
 from ..engine.reload import Residency
 from ..engine.statistics import Reason
 from ..engine.storage import Resident
 from ..engine.tensor_marks import StorageRef
+from ..schedule.plan import OUTSIDE
 from .groups import GroupReport
 
 __all__ = ["Held", "PassHistory", "PassStatistics"]
@@ -48,6 +49,8 @@ class PassStatistics:
         The caller has the lock of the pass.
         """
         stay, expected, freed = done.roles.stay, 0, 0
+        if not done.roles.planned:  # the program calls for each transfer
+            stay = frozenset({OUTSIDE, *(layer.index for layer in done.layers if layer.phase is Phase.SAVED)})
         groups, held = list[tuple[Layer, GroupReport]](), list[Held]()
         residents: set[Resident] = set()  # each counts in the first group that saved it
         for layer in done.layers:
@@ -80,17 +83,20 @@ class PassStatistics:
 
 
 class PassHistory:
-    """The passes whose backward is still to come, oldest first; they are referenced weakly."""
+    """The passes that are in flight, in the order of their forwards; they are referenced weakly."""
 
     def __init__(self) -> None:
         self._passes: list[weakref.ref[Pass]] = []
 
-    def add(self, done: Pass, statistics: PassStatistics) -> PassStatistics:
-        """Add a pass whose forward has ended; return its statistics with those of the earlier ones that wait."""
-        waiting = [(ref, earlier) for ref in self._passes if (earlier := ref()) is not None and _waits(earlier)]
-        self._passes = [*(ref for ref, _ in waiting), weakref.ref(done)]
-        nbytes = sum(_on_device(earlier) for _, earlier in waiting)
-        return replace(statistics, waiting=len(waiting), waiting_bytes=nbytes)
+    def add(self, done: Pass) -> None:
+        """Add a pass."""
+        self._passes = [*(ref for ref in self._passes if ref() is not None), weakref.ref(done)]
+
+    def before(self, done: Pass, statistics: PassStatistics) -> PassStatistics:
+        """Return the statistics of a pass with the earlier passes whose backward is still to come."""
+        passes = [each for ref in self._passes if (each := ref()) is not None]
+        waiting = [each for each in passes[: passes.index(done)] if _waits(each)] if done in passes else []
+        return replace(statistics, waiting=len(waiting), waiting_bytes=sum(map(_on_device, waiting)))
 
 
 def _waits(done: Pass) -> bool:

@@ -38,6 +38,8 @@ class StepFacts:
         The arguments of `offload`; entries of ``layers`` and ``keep`` are strings, classes and ``...``.
     kept_outside : bool
         Whether modules in `keep` lie outside of the groups.
+    record : str
+        The call that records a step.
     times : bool
         Whether durations are those of a real device; otherwise there is no advice about time.
     """
@@ -52,6 +54,7 @@ class StepFacts:
     coverage: float | None = None
     arguments: Mapping[str, Any] | None = None
     kept_outside: bool = False
+    record: str = "handle.recording()"
     times: bool = True
 
     @property
