@@ -267,7 +267,7 @@ def test_advice_when_min_bytes_is_too_large():
     _, report = reported(Inside(6), min_bytes=UNIT + 1)
     assert report.kept[Reason.SMALL] == (12, 12 * UNIT)
     assert f"min_bytes={UNIT // 2} " in said(report)
-    assert "100.0 % of the activations (24.0 KiB in 12 tensors)" in said(report)
+    assert "66.7 % of the activations (16.0 KiB in 8 tensors)" in said(report)  # in the groups that are offloaded
     assert "Nothing was offloaded, although the plan offloads 4 of 6 groups" in said(report)
     _, report = reported(Inside(6), min_bytes=UNIT // 2)  # as was said
     assert report.advice[0].startswith("Nothing to do: 16.0 KiB of 24.0 KiB of activations (66.7 %)")
@@ -283,14 +283,16 @@ def test_advice_when_much_is_saved_outside():
 
 def test_advice_when_much_is_kept():
     _, report = reported(Transformer(6), keep=Attention)
-    assert "remove their module from keep" in said(report)
+    assert "pass keep=[]" in said(report)
     _, report = reported(Transformer(6), keep=[Mlp, Attention])
-    assert "remove their module from keep" in said(report)
+    assert "pass keep=[]" in said(report)
+    _, report = reported(Transformer(6), keep=[Mlp, Attention], layers="*.norm1")
+    assert 'pass keep=[] and layers=["*.norm1", Mlp, Attention]' in said(report)
 
 
 def test_advice_when_nothing_is_offloaded():
     _, report = reported(Inside(6), num_layers=0)
-    assert "None of 6 groups is offloaded: raise num_layers above 0." in said(report)
+    assert "None of 6 groups is offloaded: pass num_layers=1 or more." in said(report)
     with pytest.warns(UserWarning, match="None of the groups"):
         _, report = reported(Inside(2))
     assert "None of 2 groups is offloaded" in said(report)

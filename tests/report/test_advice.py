@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import re
 
 import pytest
@@ -74,7 +76,9 @@ def test_weights_are_not_mentioned():
 
 def kept_for(reason: Reason, nbytes: int, count: int = 4, **more: object) -> Report:
     groups = tuple(block(k, offloaded=k < 3, kept={reason: (count, nbytes)} if k == 0 else {}) for k in range(4))
-    return report(*groups, **more)
+    if reason is Reason.OUTSIDE:
+        return report(outside={reason: (count, nbytes)}, **more)
+    return report(*groups, **{"num_layers": 2, **more})  # one more could be offloaded
 
 
 @pytest.mark.parametrize("reason", [reason for reason in Reason if reason not in IN_ORDER])
@@ -119,11 +123,24 @@ def test_a_full_host_is_always_named_with_the_missing_bytes():
 def test_what_is_saved_outside_names_the_module_to_choose():
     outside = {Reason.OUTSIDE: (3, 400 * MIB)}
     named = report(outside=outside, outside_modules={"head": 190 * MIB, "layers.*.norm": 170 * MIB, "*.b": 40 * MIB})
-    assert "add `layers.*.norm`, which saves 170.0 MiB of them, to layers" in only(advise(named))
-    # One module alone is the last of its kind, and would be kept.
-    alone = report(outside=outside, outside_modules={"head": 350 * MIB, "layers.*.norm": 50 * MIB})
-    assert_has(only(advise(alone)), "`head` saves 350.0 MiB", "only one of its kind")
-    assert_has(only(advise(report(outside=outside))), "handle.recording()", "layers")
+    chosen = [..., "layers.*.norm", "*.b"]
+    assert 'pass layers=[..., "layers.*.norm", "*.b"], and groups save 210.0 MiB' in only(advise(named))
+    assert only(advise(named)).change == {"layers": chosen}
+    given = report(outside=outside, outside_modules={"*.b": 350 * MIB}, arguments={"layers": ["a.*", Report]})
+    assert 'pass layers=["a.*", Report, "*.b"], and' in only(advise(given))
+    assert only(advise(given)).change == {"layers": ["a.*", Report, "*.b"]}
+    # One module alone is the last of its kind, and would be kept; unless the plan does not go by kinds.
+    modules = {"head": 350 * MIB, "layers.*.norm": 10 * MIB}
+    alone = report(outside=outside, outside_modules=modules)
+    assert_has(only(advise(alone)), "`head` saves most, 350.0 MiB", "last group of a kind is always kept")
+    assert not only(advise(alone)).change
+    free = report(outside=outside, outside_modules=modules, num_layers=None)
+    assert only(advise(free)).change == {"layers": [..., "head"]}
+    # Names of which one pattern would mean others too.
+    alike = report(outside=outside, outside_modules={"a.0.b, a.7.b": 360 * MIB})
+    assert only(advise(alike)).change == {"layers": [..., "a.0.b", "a.7.b"]}
+    assert_has(only(advise(report(outside=outside))), "record a step with handle.recording()", "modules")
+    assert_has(only(advise(report(outside=outside, step_passes=1))), "the code of the model itself", "in no module")
 
 
 # Not freed
@@ -161,6 +178,15 @@ def test_what_hardly_counts_is_passed_over():
     assert only(advise(report(*groups))).startswith("Nothing to do")  # 4 of 900 MiB
 
 
+@pytest.mark.parametrize(("nbytes", "said"), [(119 * MIB, False), (121 * MIB, True)])
+def test_an_input_of_the_model_is_named_only_if_it_is_large(nbytes, said):
+    groups = [block(k, offloaded=k < 3, bytes_not_freed=nbytes if k == 0 else 0) for k in range(4)]
+    held = HeldStorage("layers.0", nbytes, (Holder("input", ("",), "the model"),), is_input=True)
+    sentence = only(advise(report(*groups, held=(held,))))
+    assert ("because of the input of the model: inputs are freed" in sentence) is said
+    assert sentence.startswith("Nothing to do") is not said
+
+
 # Reloads on demand, stalls, nothing offloaded
 
 
@@ -189,9 +215,58 @@ def test_measured_stalls_are_named_from_half_a_percent_on():
     assert only(stalled(0.0004)).startswith("Compute stalled")  # 0.6 %
 
 
+def stalled(**more: object) -> Report:
+    groups = [block(k, offloaded=k < 3, backward_stall_seconds=0.01 * (k < 3)) for k in range(4)]
+    return report(*groups, step_seconds=0.1, **more)
+
+
+def test_advice_about_time_says_how_many_groups_to_offload():
+    assert only(advise(stalled())).change == {"num_layers": 2}
+    assert "offload fewer groups: pass num_layers=2." in only(advise(stalled()))
+    choice = only(advise(stalled(next_choice="Two groups cost 1 ms less.")))
+    assert choice.endswith(": Two groups cost 1 ms less.")
+    assert not choice.change
+
+
+def test_there_is_no_advice_about_time_where_times_mean_nothing():
+    slow = {"step_seconds_without": 0.1, "step_seconds_with": 0.2}
+    sentence = only(advise(stalled(times=False, **slow)))
+    assert sentence.startswith("Nothing to do")
+    assert "stalled" not in sentence
+    assert "takes" not in sentence
+
+
+@pytest.mark.parametrize(("seconds", "said"), [(0.2019, False), (0.2021, True)])
+def test_a_step_that_got_slower_is_named(seconds, said):
+    slow = report(step_seconds_without=0.2, step_seconds_with=seconds, because="the model did not fit otherwise")
+    sentence = only(advise(slow))
+    assert sentence.startswith("Nothing to do") is not said
+    if said:
+        assert_has(sentence, "A step takes 202.1 ms, 1.010 x the 200.0 ms", "because the model did not fit", "fewer")
+        assert sentence.change == {"num_layers": 2}
+    else:
+        assert "a step takes 201.9 ms, 1.009 x" in sentence
+
+
+def test_nothing_to_do_needs_groups_that_cover_the_activations():
+    outside = {Reason.SMALL: (900, 1300 * MIB), Reason.PARAMETER: (1, MIB)}
+    sentence = only(advise(report(outside=outside, coverage=0.48)))
+    assert_has(sentence, "Only 48.0 % of the activations lie in groups", '"smaller than the limit"')
+    assert only(advise(report(outside=outside, coverage=0.5))).startswith("Nothing to do")
+
+
+def test_advice_is_pickled_and_copied_with_its_arguments():
+    advice = only(advise(stalled()))
+    for again in (pickle.loads(pickle.dumps(advice)), copy.deepcopy(advice)):
+        assert again == advice
+        assert again.change == {"num_layers": 2}
+
+
 def test_nothing_is_offloaded():
     none = tuple(block(k, offloaded=False) for k in range(3))
     assert_has(only(advise(report(*none, num_layers=0))), "None of 3 groups", "num_layers")
+    because = report(*none, num_layers=0, because="no copy fits beside the compute")
+    assert only(advise(because)) == "None of 3 groups is offloaded: no copy fits beside the compute."
     copied_none = tuple(block(k, bytes_offloaded=0) for k in range(3))
     assert_has(only(advise(report(*copied_none))), "3 of 3 groups", "900.0 MiB of 900.0 MiB")
     some = [block(0, bytes_offloaded=0, kept={Reason.SMALL: (1, 8 * MIB)}), block(1, bytes_offloaded=0)]
@@ -218,8 +293,9 @@ def test_no_sentence_is_without_a_number():
     ]
     reports = [kept_for(reason, 300 * MIB) for reason in Reason]
     reports += [Report(), report(), report(*late, step_seconds=0.1, num_layers=11), report(num_layers=2)]
+    reports += [report(outside={Reason.OUTSIDE: (3, 400 * MIB)}, step_passes=1)]
     sentences = {s for one in reports for s in advise(one)}
-    assert len(sentences) == len(Reason) - len(IN_ORDER) + 3 + 3  # all is well, what is wrong
+    assert len(sentences) == len(Reason) - len(IN_ORDER) + 3 + 3 + 1  # all is well, what is wrong
     for sentence in sentences:
         assert re.search(r"\d", sentence)
         assert sentence.endswith(".")

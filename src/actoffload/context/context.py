@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from .. import device as devices
-from .._torch import SavedTensorHooks
+from .._torch import SavedTensorHooks, warn
 from ..engine.engine import Engine
 from ..engine.layer import Layer, Phase, tensors_in
 from ..engine.ownership import unwatch, watch
@@ -18,7 +18,9 @@ from ..engine.recorder import TimelineRecorder
 from ..engine.statistics import Statistics
 from ..engine.tensor_marks import running
 from ..engine.unpack import unpack
+from ..report.report import Report
 from ..schedule.plan import Do, Plan
+from .reporting import PassLog
 
 __all__ = ["ManualController", "OffloadContext"]
 
@@ -46,6 +48,9 @@ class OffloadContext(ContextDecorator):
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._cursor = _Cursor()
+        self._log = PassLog(engine)
+        self._short: set[int] = set()  # numbers of layers of passes that had fewer than the plan
+        self._warned = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OffloadContext:
         # A copied model gets its own context, with its own passes and limit.
@@ -70,7 +75,9 @@ class OffloadContext(ContextDecorator):
             )
         current, last = cursor.current, cursor.layer
         if current is None or not current.open:
+            self._check_layers(current)
             current = Pass(self._engine)
+            self._log.begin(current)
         elif last is not None and not last.synchronized:
             raise RuntimeError(
                 f"Layer {last.index} was left without its synchronization function: call sync_function(output) "
@@ -143,6 +150,24 @@ class OffloadContext(ContextDecorator):
 
     # Passes
 
+    def _check_layers(self, last: Pass | None) -> None:
+        """Warn, once, if passes have too few layers, and none with all has a backward of its own in between."""
+        roles = self._engine.roles
+        if last is None or last.aborted or not last.backward_begun or not roles.planned:
+            return
+        ran, expected = len(last.layers), roles.plan.model_layers
+        if ran == expected:
+            self._short.clear()  # [guard: early exits between whole passes]
+            return
+        if ran in self._short and not self._warned:  # one alone may be an early exit
+            self._warned = True
+            warn(
+                f"Backward began after {ran} layer{'s' * (ran > 1)} of a pass, but model_layers is {expected}: layers "
+                "are offloaded and reloaded at the wrong time, or for nothing. Set model_layers to the number of times "
+                "that one forward enters the context. This is reported once."
+            )
+        self._short.add(ran)
+
     def new_pass(self) -> None:
         """Start a new pass: the next entry is layer 0.
 
@@ -180,10 +205,19 @@ class OffloadContext(ContextDecorator):
         recorder = TimelineRecorder(self._engine.backend, self._engine.counters)
         self._engine.record(recorder)
         try:
-            yield recorder
-            recorder.level()
+            with self._log.recording(recorder):
+                yield recorder
+                recorder.level()
         finally:
             self._engine.record(None)
+
+    def report(self) -> Report:
+        """Return what the latest pass with a backward did, layer by layer, with advice.
+
+        Times, stalls, and the names of what else references offloaded memory need a step inside `record_timeline`.
+        Raises a `RuntimeError` if no backward has begun since the context was created.
+        """
+        return self._log.report()
 
     def trim(self) -> int:
         """Free pinned memory that no saved tensor uses now, as after a huge batch, and return the bytes freed."""

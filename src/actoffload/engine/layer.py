@@ -85,7 +85,7 @@ class Layer:
         self.ahead = 0
         self.bytes_reloaded = 0
         self._grad_mode = torch.is_grad_enabled()
-        self._graphless = False
+        self._graphless = self._returned = False
         self.owned = ModuleTensors()
         self.layouts: dict[int, Layout] = {}  # of what was saved in an earlier pass, by its place in the order
         self.next_place = count().__next__
@@ -105,6 +105,7 @@ class Layer:
         outputs = list(outputs)
         if self._alive() is None:
             self._graphless = not any(output.requires_grad for output in outputs)
+            self._returned = bool(outputs)
         hook = _Reached(reached, self.index, self.revive())  # also if nothing was saved: the outputs may have a graph
         self._outputs = [weakref.ref(output) for output in outputs]
         for node in {output.grad_fn for output in outputs if output.grad_fn is not None}:
@@ -116,6 +117,11 @@ class Layer:
         # A layer that saved nothing and whose outputs need no gradient has no graph.
         alive = self._alive() is not None or any(ref() is not None for ref in self._outputs)
         return alive or (self._graphless and self._grad_mode == torch.is_grad_enabled())
+
+    @property
+    def no_graph(self) -> bool:
+        """Whether it ran without building a graph, and was not aborted."""
+        return not self._grad_mode or (self._graphless and self._returned)
 
     def revive(self) -> LivenessToken:
         """Return the token, or a new one if nothing holds it any more."""

@@ -56,6 +56,7 @@ class ModelPass(Pass, Generic[Key]):
         self._between = Layer(OUTSIDE, engine.backend.capturing())
         self._withheld = Layer(OUTSIDE, engine.backend.capturing())
         self.kept_outside: dict[Reason, list[int]] = {}  # count and bytes
+        self.inputs: frozenset[int] = frozenset()  # addresses of the inputs of the model, which the caller may hold
         self._inputs: dict[int, StorageRef] = {}  # of the groups that built no graph, since the last that did
         self._region_saved = False  # what checkpointed them has saved them
         self.adopted = 0  # bytes saved between the groups that are offloaded with one of them
@@ -69,6 +70,10 @@ class ModelPass(Pass, Generic[Key]):
             return False
         return not self.layers or self.layers[-1].continues
 
+    def take_inputs(self, inputs: Iterable[torch.Tensor]) -> None:
+        """Note what the model is called with."""
+        self.inputs = frozenset(address(memory) for tensor in inputs for memory in _storages(tensor))
+
     def group_start(self, key: Key, inputs: Iterable[torch.Tensor], owned: ModuleTensors) -> Layer:
         """Begin the forward of a group, whose module is called with `inputs` and owns `owned`."""
         if not self.order.start(key):
@@ -79,6 +84,9 @@ class ModelPass(Pass, Generic[Key]):
         layer = self.forward_start()
         layer.owned = owned
         layer.layouts = self.engine.layouts.setdefault(key, {})
+        if self.engine.recorder is not None:
+            inputs = list(inputs)
+            self.record_inputs(layer, inputs)
         graph = torch.is_grad_enabled()
         if graph or self._region_saved:
             self._inputs = {}

@@ -6,18 +6,19 @@ A pass belongs to its graph and ends when that is freed.  Several may be in flig
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 
-from .._torch import NO_BACKWARD, after_backward, backward_id
+from .._torch import NO_BACKWARD, after_backward, backward_id, opaque
 from ..device.base import Backend
 from ..schedule.plan import OUTSIDE, Do, Roles, When
 from ..schedule.timeline import Kind
 from .engine import Engine
-from .layer import Layer, Phase
+from .layer import GRAPH_BREAK, Layer, Phase
 from .layout import View
 from .pack import Pack, Packer
 from .registry import StorageRegistry
@@ -41,6 +42,23 @@ class _Backward:
     ended: set[int] = field(default_factory=set)
 
 
+@dataclass(slots=True, eq=False)
+class _Left:
+    """The hook where backward leaves a layer for its input: ends the recorded span."""
+
+    of: weakref.ref[Pass]
+    index: int
+
+    def __call__(self, gradients: Any) -> None:
+        of = self.of()
+        if of is not None:
+            with of.lock:
+                of._finish(Kind.BACKWARD, self.index)
+
+
+opaque(_Left.__call__, GRAPH_BREAK)
+
+
 class Pass:
     """State of one pass."""
 
@@ -57,6 +75,7 @@ class Pass:
         self.backward_begun = False
         self.roles = engine.roles if roles is None else roles
         self.registry = StorageRegistry(engine)
+        self.forward_ended: Callable[[Pass], None] | None = None  # called when backward begins, with the lock
         self._backwards: dict[int, _Backward] = {}  # those that run, by autograd's id
         self._reached: set[int] = set()  # layers that one of them, or one that overlapped with them, has started
         with engine.lock:
@@ -93,6 +112,15 @@ class Pass:
                 self.counters.keep(reason, nbytes, count)
             self._finish(Kind.FORWARD, layer.index)
             self._event(When.FORWARD_END, layer.index)
+
+    def record_inputs(self, layer: Layer, inputs: Iterable[torch.Tensor]) -> None:
+        """Let the recorded backward of a layer end where the gradient of an input is complete.
+
+        Autograd runs what was computed before a layer after all of the layer.
+        """
+        hook = _Left(weakref.ref(self), layer.index)
+        for node in {tensor.grad_fn for tensor in inputs if tensor.grad_fn is not None}:
+            node.register_prehook(hook)  # [guard: recorded end of a backward]
 
     def packer(self, layer: Layer) -> Pack:
         """Return the pack hook of a layer: it takes each tensor that autograd saves."""
@@ -185,6 +213,8 @@ class Pass:
         # [guard: gradient inside a layer -> True]
         self.backward_begun = self.layers[-1].phase is not Phase.FORWARD
         after_backward(ended)
+        if self.backward_begun and self.forward_ended is not None:
+            self.forward_ended(self)
         return backward
 
     def _end_backward(self, backward: _Backward) -> None:

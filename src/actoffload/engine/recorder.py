@@ -11,7 +11,7 @@ from functools import partial
 
 import torch
 
-from .._torch import has_nvtx
+from .._torch import backward_id, has_nvtx
 from ..device.base import Backend, Stream, StreamEvent
 from ..schedule.timeline import Kind, Span, Timeline
 from .layout import union
@@ -32,7 +32,8 @@ class TimelineRecorder:
         self._spans: list[tuple[Kind, int, StreamEvent, StreamEvent, int]] = []  # start, end and bytes at the end
         self._starts: list[StreamEvent] = []
         self._resident: list[tuple[StreamEvent, int]] = []
-        self._running: dict[tuple[int, Kind, int], tuple[Stream, StreamEvent, object]] = {}
+        # By owner, kind, layer and backward.
+        self._running: dict[tuple[int, Kind, int, int], tuple[Stream, StreamEvent, object]] = {}
         self.name_of: Callable[[int], str] | None = None  # of layers, for NVTX ranges of compute and copies
         self._gaps: list[tuple[StreamEvent, StreamEvent]] = []
         self._done: Timeline | None = None
@@ -59,18 +60,27 @@ class TimelineRecorder:
         self._spans.append((kind, layer, begun, end, nbytes))
 
     def begin(self, owner: object, kind: Kind, layer: int) -> None:
-        """Start a span of compute on the current stream."""
+        """Start a span of compute on the current stream; that of another owner in the same backward ends."""
         stream = self._stream()
+        if kind is Kind.BACKWARD:
+            # Autograd runs what was computed last first, so backward does not return to a pass that it has left.
+            for key, (on, *_) in list(self._running.items()):
+                if key[1] is kind and key[0] != id(owner) and key[3] == backward_id() and on == stream:
+                    self._finish(key)  # [guard: recorded backward of an earlier pass]
         event = self._backend.record_timed(stream)
         shown = self._start_range(kind, layer)
         self._starts.append(event)
-        self._running[(id(owner), kind, layer)] = stream, event, shown
+        self._running[(id(owner), kind, layer, backward_id())] = stream, event, shown
 
     def finish(self, owner: object, kind: Kind, layer: int) -> None:
         """End a span of compute that `begin` started; nothing happens if there is none."""
-        begun = self._running.pop((id(owner), kind, layer), None)
+        for key in [key for key in list(self._running) if key[:3] == (id(owner), kind, layer)]:
+            self._finish(key)
+
+    def _finish(self, key: tuple[int, Kind, int, int]) -> None:
+        begun = self._running.pop(key, None)
         if begun is not None:
-            self._add(kind, layer, *begun, 0)
+            self._add(*key[1:3], *begun, 0)
 
     def level(self) -> None:
         """Note the resident bytes as of the present end of the current stream."""

@@ -10,23 +10,21 @@ from typing import Any, NamedTuple
 
 from torch.nn import Module
 
-from .._torch import warn
+from .._torch import after_backward, warn
+from ..engine.layer import tensors_in
 from ..engine.model_pass import ModelPass
 from ..engine.statistics import Reason
 from ..planner import GroupPlan
-from ..report.groups import WEIGHTS
+from ..report.groups import GroupReport
 from ..schedule.execution_order import GroupKey, GroupPlans
 from ..schedule.plan import Roles
-from .discovery import BLOCK, MODULE, Measurement, choose_groups, coverage_warning
+from .discovery import BLOCK, MODULE, Measurement, bypass_warning, choose_groups, coverage_warning
 from .follow import detach
-from .reporting import PassLog, PassStatistics
+from .reporting import LatestPass, PassLog
 from .select import Chosen
 from .tracker import DROPPED, Conduct, FollowedModule, Mode, Steering
 
 __all__ = ["Finder"]
-
-
-CERTAIN = WEIGHTS | {Reason.KEPT}  # kept whatever the groups are
 
 
 class Stretch(NamedTuple):
@@ -53,6 +51,7 @@ class Finder:
         default: frozenset[str],
     ) -> None:
         self._groups, self._plans, self._log, self._root, self._then = groups, plans, log, root, then
+        self._skipped: list[tuple[str, Module]] = []  # blocks without gradients that the forward did not call
         self._alone = False  # the groups are called, and not the model
         self._default = default  # the kinds of what was found
         # Where blocks are all that there is, their schedule is known.
@@ -71,7 +70,19 @@ class Finder:
         return Conduct(Mode.WHOLE, (), lambda order: roles)
 
     def forward_ends(self, output: Any) -> None:
-        """Do nothing: times do not matter yet."""
+        """Look at the end of the backward whether blocks were passed over that took part."""
+
+        def ended() -> None:
+            names = [name for name, block in self._skipped if any(p.grad is not None for p in block.parameters())]
+            self._skipped = []
+            if names:
+                warn(bypass_warning(names))
+
+        def reached(_: Any) -> None:
+            after_backward(ended)
+
+        for node in {tensor.grad_fn for tensor in tensors_in(output) if tensor.grad_fn is not None}:
+            node.register_prehook(reached)
 
     def pass_ends(
         self, done: ModelPass[GroupKey], sequence: Sequence[GroupKey]
@@ -81,8 +92,12 @@ class Finder:
             self._plans.learn(sequence)
             self._log.forward_done(done, sequence)
             return None
+        called = {key.group for key in sequence}
+        skipped = [of for of in self._groups if of.group not in called and of.kind == BLOCK]
+        without = [(of.name, of.module) for of in skipped if all(p.grad is None for p in of.module.parameters())]
+        self._skipped = without
         stretches = list(_stretches(sequence))
-        latest = PassStatistics.of(done, sequence, None)
+        latest = LatestPass.of(done, sequence, None)
         chosen = self._choose(sequence, stretches, latest)
         dropped = [of for of in self._groups if of.name not in chosen]
         for of in dropped:
@@ -93,21 +108,23 @@ class Finder:
         self._log.take(_regrouped(latest, keys))
         return self._then, partial(detach, dropped)
 
-    def _choose(self, sequence: Sequence[GroupKey], stretches: Sequence[Stretch], latest: PassStatistics) -> set[str]:
+    def _choose(self, sequence: Sequence[GroupKey], stretches: Sequence[Stretch], latest: LatestPass) -> set[str]:
         measured = Measurement()
         names = [self._groups[key.group].name for key in sequence]
         of_call = {stretch.call: name for stretch, name in zip(stretches, names, strict=True)}
-        for (call, around), name, (_, row) in zip(stretches, names, latest.groups, strict=True):
+        for (call, around), name, (_, row) in zip(stretches, names, latest.statistics.groups, strict=True):
             measured.called(name, [of_call[each] for each in around])
             measured.add(name, row.activation_bytes)
-        measured.add(None, sum(nbytes for reason, (_, nbytes) in latest.outside.items() if reason not in CERTAIN))
+        others = {reason: amount for reason, amount in latest.outside.items() if reason is not Reason.KEPT}
+        measured.add(None, GroupReport("outside", kept=others).activation_bytes)
         followed = [Chosen(of.name, of.module, of.kind) for of in self._groups if of.ref() is not None]
         modules = measured.modules(followed)
-        chosen = {*choose_groups(modules, measured.outside)}
-        ran, blocks = {of.name for of in modules}, {of.name for of in self._groups if of.kind == BLOCK}
-        if chosen & blocks:  # a block that did not run this time runs another time
+        named = {of.name for of in self._groups if of.kind not in self._default}
+        chosen = {*choose_groups(modules, measured.outside, named)}
+        blocks = {of.name for of in self._groups if of.kind == BLOCK}
+        if chosen & blocks:  # a block that was skipped, or dropped its path, saves something another time
+            ran = {name for name, (layer, _) in zip(names, latest.statistics.groups, strict=True) if layer.no_graph}
             chosen |= blocks - ran
-        chosen |= {of.name for of in self._groups if of.kind not in self._default}
         root = self._root()
         title = "model" if root is None else type(root).__name__
         warning = coverage_warning(title, modules, chosen, measured.outside, default=True)
@@ -143,17 +160,19 @@ def _keys(sequence: Sequence[GroupKey], stretches: Sequence[Stretch], groups: se
         yield None if inner is None else GroupKey(group_of[inner], parts[inner])
 
 
-def _regrouped(latest: PassStatistics, keys: Sequence[GroupKey | None]) -> PassStatistics:
-    """Return the statistics of a pass as if only some of its groups had been followed."""
+def _regrouped(latest: LatestPass, keys: Sequence[GroupKey | None]) -> LatestPass:
+    """Return what a pass did as if only some of its groups had been followed."""
+    statistics, outside = latest.statistics, dict(latest.outside)
     places = [k for k, key in enumerate(keys) if key is not None]
-    rows, outside, before = [], dict(latest.outside), None
-    for key, (layer, row) in zip(keys, latest.groups, strict=True):
+    rows, before = [], None
+    for key, (layer, row) in zip(keys, statistics.groups, strict=True):
         if key is not None:
             rows.append((layer, replace(row, calls=int(key != before))))
         elif row.activation_bytes:
             count, nbytes = outside.get(Reason.OUTSIDE, (0, 0))
             outside[Reason.OUTSIDE] = count + row.storages, nbytes + row.activation_bytes
         before = key
-    held = tuple(entry._replace(place=places.index(entry.place)) for entry in latest.held if entry.place in places)
+    held = [each._replace(place=places.index(each.place)) for each in statistics.held if each.place in places]
     sequence = tuple(key for key in keys if key is not None)
-    return replace(latest, groups=tuple(rows), outside=outside, held=held, sequence=sequence)
+    statistics = replace(statistics, groups=tuple(rows), held=tuple(held))
+    return replace(latest, statistics=statistics, outside=outside, sequence=sequence)

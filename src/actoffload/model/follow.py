@@ -9,7 +9,8 @@ stands outside of hooks and of compiled code, whenever either is added.  It cost
 for a followed module, ``isinstance`` is true.
 
 What follows a module is an entry in its ``__dict__``, so replicas have it and copies do not: they are plain modules of
-the original class.  A class that another library derived from ours (FSDP2, parametrizations) stays after removal.
+the original class.  A copy for a process that is started with it (``multiprocessing`` with ``spawn``) warns there.  A
+class that another library derived from ours (FSDP2, parametrizations) stays after removal.
 
 An interrupt in the cleanup itself is the reason why there are two ``finally``.  One interrupt, at any bytecode, leaves
 nothing installed.  A second one that arrives while the first is being cleaned up may; Python has no way to defer it.
@@ -24,12 +25,13 @@ import copyreg
 import types
 from collections.abc import Iterable, Sequence
 from functools import partial
+from multiprocessing.context import get_spawning_popen
 from typing import Any, TypeAlias
 
 from torch.jit import ScriptModule
 from torch.nn import Module
 
-from .._torch import CALLS, opaque
+from .._torch import CALLS, opaque, warn
 from .tracker import ROOT, FollowedModule, Tracker
 
 __all__ = ["Followers", "detach", "followers_of", "original_class", "refuse_scripted"]
@@ -107,7 +109,10 @@ def _followed_class(original: type[Module]) -> type[Module]:
         arguments = tuple(map(original_class, arguments))
         if function is copyreg.__newobj__:  # type: ignore[attr-defined]  # pickle requires the present class there
             function = arguments[0].__new__
-        return original_class(function), arguments, *rest
+        function = original_class(function)
+        if get_spawning_popen() is not None and any(of.role is ROOT for _, of in _pairs(self)):
+            return _in_worker, (function, *arguments), *rest  # [guard: model that a new process gets]
+        return function, arguments, *rest
 
     opaque(__call__, REASON, compile_callees=True)
     CALLS.add(__call__.__code__)  # reports name the tensors that a call refers to
@@ -157,6 +162,16 @@ def detach(modules: Iterable[FollowedModule]) -> None:
             if not _pairs(module):  # [guard: class of a module after removal]
                 vars(module).pop(_ENTRY, None)
                 _set_class(module, original_class(type(module)))
+
+
+def _in_worker(function: Any, *arguments: Any) -> Any:
+    """Make a copy of an offloaded model in a process that was started with it, and warn."""
+    made = function(*arguments)
+    warn(
+        f"Offloading of this {type(made).__name__} ended where it was passed to a new process: call actoffload.offload "
+        "in that process."
+    )
+    return made
 
 
 def followers_of(model: Module) -> Followers | None:

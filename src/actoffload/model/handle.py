@@ -16,13 +16,13 @@ from ..engine.engine import Engine
 from ..engine.recorder import TimelineRecorder
 from ..engine.statistics import Statistics
 from ..planner import GroupPlan
-from ..report.report import Report
+from ..report.report import Report, StepFacts
 from ..report.step_timeline import StepTimeline
 from ..schedule.execution_order import GroupKey, GroupPlans
 from ..schedule.plan import Plan
 from ..schedule.schedules import GroupSchedule
 from .follow import Followers, followers_of
-from .reporting import PassLog, Recording, build_report, describe, group_names
+from .reporting import PassLog, Recording, build_report, describe, group_names, kept_outside
 from .steering import BySchedule
 from .tracker import FollowedModule, Steering, Tracker
 
@@ -46,12 +46,14 @@ class OffloadHandle:
         engine: Engine,
         steer: Steer = BySchedule,
         *,
+        arguments: dict[str, Any] | None = None,
         follow: bool = True,
     ) -> None:
         self._modules = tuple(modules)
         self._groups = tuple(of for of in modules if of.group >= 0)
         self._plans = plans
         self._engine = engine
+        self._arguments = arguments  # of `offload`
         self._log = PassLog()
         self._tracker = Tracker(self._modules, engine, steer(self._groups, plans, self._log))
         if follow:
@@ -128,6 +130,8 @@ class OffloadHandle:
         check_num_layers(num_layers, [of.kind for of in self._groups], self._plans.kinds(self._plans.order))
         self._plans.reschedule(schedule)
         self._tracker.steering = BySchedule(self._groups, self._plans, self._log)
+        if self._arguments is not None:
+            self._arguments.update(num_layers=num_layers, fraction=fraction, max_inflight=max_inflight)
 
     def _check_installed(self, what: str) -> None:
         if not self.installed:
@@ -242,7 +246,8 @@ class OffloadHandle:
         """
         if self._log.latest is None:
             raise RuntimeError("There is nothing to report yet: no forward of the model has ended. Run a step first.")
-        return build_report(self._plans, self._groups, self._log.latest, self._log.recording, self.statistics())
+        facts = StepFacts(arguments=self._arguments, kept_outside=kept_outside(self._modules))
+        return build_report(self._plans, self._groups, self._log.latest, self._log.recording, self.statistics(), facts)
 
 
 def _removed(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from os import PathLike
 from typing import Any
 
@@ -18,13 +18,14 @@ from ..planner import GroupPlan
 from ..schedule.execution_order import GroupKey, GroupPlans
 from ..schedule.plan import Plan
 from ..schedule.schedules import GroupSchedule
-from .follow import followers_of, refuse_scripted
 from .blocks import find_stacks
 from .discovery import BLOCK, MODULE, candidates
 from .finding import Finder
+from .follow import followers_of, refuse_scripted
 from .handle import OffloadHandle
+from .outside import written
 from .reporting import PassLog
-from .select import choose, find_kept
+from .select import choose, find_kept, split_default
 from .steering import ByPlan, BySchedule
 from .tracker import GROUP, KEPT, ROOT, FollowedModule, Steering
 from .tuning import Tuner
@@ -62,7 +63,7 @@ def offload(
     layers : str, module, type or iterable of these, optional
         What to offload.  None finds the repeated blocks.  A string is the dotted path of a module, of a list of
         modules, whose children are meant then, or a glob pattern over dotted names: ``"*.self_attn"``.  Several
-        entries give several kinds of groups.
+        entries give several kinds of groups; the entry ``...`` means what None does: ``[..., "*.head"]``.
     num_layers : int, optional
         Number of groups of each kind to offload, from the first on; the last of a kind is always kept.  None offloads
         all but the last two; with several kinds, all but the last of each, and not the last two of all.
@@ -122,12 +123,19 @@ def offload(
         )
     if plan is not None:
         if by_hand or layers is not None:
-            raise ValueError("plan says which groups are offloaded; leave out layers, num_layers, fraction, max_inflight.")
+            raise ValueError("plan says what is offloaded: leave out layers, num_layers, fraction and max_inflight.")
         plan = plan if isinstance(plan, GroupPlan) else GroupPlan.load(plan)
         layers = [re.sub(r" \(part \d+\)$", "", name) for name in plan.names]
+    # An iterator is read once.
+    layers = list(layers) if isinstance(layers, Iterator) else layers
+    keep = list(keep) if isinstance(keep, Iterator) else keep
     kept = find_kept(module, keep)
-    searching = layers is None and not (by_hand and find_stacks(module))
-    chosen = candidates(module, kept=[of for _, of in kept]) if searching else choose(module, layers)
+    default, others = split_default(layers)
+    searching = default and not (by_hand and find_stacks(module))
+    if searching:
+        chosen = candidates(module, choose(module, others) if others else (), [of for _, of in kept])
+    else:
+        chosen = choose(module, [..., *others] if default and others else None if default else others)
     if not chosen:
         raise ValueError(f"This {type(module).__name__} has no modules inside that could be offloaded.")
     both = {name for name, _ in kept} & {of.name for of in chosen}
@@ -157,7 +165,16 @@ def offload(
             return steering
         return Finder(groups, plans, log, weakref.ref(module), steering, default=frozenset((BLOCK, MODULE)))
 
-    handle = OffloadHandle(modules, plans, engine, steer)
+    arguments = {
+        "layers": written(module, layers),
+        "num_layers": num_layers,
+        "keep": written(module, keep),
+        "min_bytes": min_bytes,
+        "fraction": fraction,
+        "max_host_bytes": max_host_bytes,
+        "max_inflight": max_inflight,
+    }
+    handle = OffloadHandle(modules, plans, engine, steer, arguments=arguments)
     problem = unsupported()
     if problem is not None:
         warn(problem)

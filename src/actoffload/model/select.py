@@ -105,7 +105,7 @@ def _entries(names: Names, given: Any, argument: str) -> Iterator[tuple[Any, boo
     if isinstance(given, CONTAINERS) and given not in names.first:
         # model.layers[:8] is a new list of modules of the model.
         yield from ((child, False) for child in children(given))
-    elif isinstance(given, (str, Module, type)):
+    elif isinstance(given, (str, Module, type)) or given is ...:
         yield given, True
     elif _is_several(given):
         yield from ((entry, False) for entry in given)

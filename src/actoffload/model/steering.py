@@ -39,7 +39,7 @@ class BySchedule:
         """Return the plan for the order of the latest pass."""
         order = self._plans.order
         names = group_names(self._groups, order)
-        return GroupPlan(names, self._plans.roles(order).plan, self._log.bytes_of(names), because=self._because)
+        return GroupPlan(names, self._plans.roles(order).plan, self._log.bytes_of(order), because=self._because)
 
 
 class RolesOfPlan:

@@ -220,6 +220,8 @@ class Tracker:
                     "place is not offloaded. Call remove() of the handle, then offload again."
                 )
             self._begin_forward(conduct, alone=alone)
+            if of.role is ROOT and thread.current is not None:
+                thread.current.take_inputs(tensors_in((args, kwargs)))
         call = _Call(of)
         thread.calls.append(call)
         if of.role is GROUP:

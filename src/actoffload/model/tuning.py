@@ -252,12 +252,12 @@ class Tuner:
 
     def _keep(self, because: str) -> GroupPlan:
         names = group_names(self._groups, self._plans.order)
-        return GroupPlan(names, Plan(max(len(names), 1)), self._log.bytes_of(names), because=because)
+        return GroupPlan(names, Plan(max(len(names), 1)), self._log.bytes_of(self._plans.order), because=because)
 
     def _leanest(self, because: str) -> GroupPlan:
         names = group_names(self._groups, self._plans.order)
         plan = self._plans.roles(self._plans.order).plan
-        return GroupPlan(names, plan, self._log.bytes_of(names), because=because)
+        return GroupPlan(names, plan, self._log.bytes_of(self._plans.order), because=because)
 
     def _settle(self, plan: GroupPlan) -> None:
         """Keep a plan from now on."""

@@ -2,13 +2,15 @@
 
 from ..engine.recorder import TimelineRecorder
 from ..engine.statistics import Reason, Statistics
+from .advice import Advice
 from .groups import GroupReport, HeldStorage, Holder
 from .ranks import RankReports, gather_reports
-from .report import Report
+from .report import Report, StepFacts
 from .step_timeline import LayerTimes, StepTimeline
 from .synchronization import Synchronization, Synchronizations, find_synchronizations
 
 __all__ = [
+    "Advice",
     "GroupReport",
     "HeldStorage",
     "Holder",
@@ -17,6 +19,7 @@ __all__ = [
     "Reason",
     "Report",
     "Statistics",
+    "StepFacts",
     "StepTimeline",
     "Synchronization",
     "Synchronizations",

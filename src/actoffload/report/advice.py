@@ -4,26 +4,23 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from typing import TypeAlias
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 from .._folding import fold_names
 from ..engine.slabs import GRANULE
 from ..engine.statistics import Reason
 from ..schedule.timeline import milliseconds, percent, size
-from .groups import WEIGHTS, Holder, merge_held
-from .report import Report
+from .groups import WEIGHTS, Amounts, GroupReport, Holder, add_amounts, merge_held
+from .report import Report, step_time
 
-__all__ = ["advise"]
+__all__ = ["Advice", "advise"]
 
 DOING = {
     Reason.MARKED: "remove the calls of mark_not_offload to offload them",
-    Reason.KEPT: "remove their module from keep to offload them",
     Reason.LEAF: "the program refers to them too, so a copy would free nothing; pass them without requires_grad if "
     "their gradients are not needed",
     Reason.SUBCLASS: "define __tensor_flatten__ and __tensor_unflatten__, or prepare_for_saving, in their class",
-    Reason.SHARED: "they are offloaded only if all groups that save them are; raise num_layers, unless the last group "
-    "of a kind, which is always kept, saves them",
     Reason.LAYOUT: "only strided tensors can be offloaded; use a dense layout",
 }
 
@@ -36,89 +33,217 @@ RETURN_LESS = (
 )
 KEEP_ARGUMENTS = "inputs are freed after the call if the caller drops them; use mark_not_offload to avoid their copies"
 LARGE = 0.1  # of the activations: what is worth a sentence
+LITTLE = 0.02  # of the activations: what is not worth an entry of layers
+HALF = 0.5  # of the activations: fewer in groups are worth a sentence
 TOLERANCE = 0.005  # of the step time, or of the offloaded bytes: what is reported at all
+SLOWER = 0.01  # of the step without offloading: a slowdown that is worth a sentence
 
-Weighted: TypeAlias = tuple[int, str]  # the bytes that a sentence is about, and the sentence
 IN_ORDER = WEIGHTS | {Reason.DEVICE}  # always kept; and on another device, where they take no memory of this one
 
 
-def advise(report: Report) -> tuple[str, ...]:
+class Advice(str):
+    """A sentence on what to change; its attribute `change` has the arguments of `offload` that do it.
+
+    It is empty where the program has to be changed, and where nothing can be.
+    """
+
+    change: Mapping[str, Any]
+    nbytes: int  # that the sentence is about
+
+    def __new__(cls, sentence: str, nbytes: int = 0, **change: Any) -> Advice:
+        """Return the sentence; the arguments are those of `offload`."""
+        made = super().__new__(cls, sentence)
+        made.change, made.nbytes = change, nbytes
+        return made
+
+
+def advise(report: Report) -> tuple[Advice, ...]:
     """Return what to change, one sentence each, about the most bytes first."""
     if not report.groups or not any(group.calls for group in report.groups):
-        return (f"No group has run in {report.passes} forward passes with a graph since the statistics began.",)
-    found = [*_offloaded(report), *_kept(report), *_not_freed(report), *_on_demand(report), *_stalled(report)]
-    return tuple(words for _, words in sorted(found, key=lambda entry: (-entry[0], entry[1]))) or (_fine(report),)
+        return (Advice(f"No group has run in {report.passes} forward passes with a graph since the statistics began."),)
+    found = [*_offloaded(report), *_kept(report), *_outside(report), *_not_freed(report), *_on_demand(report)]
+    found += [*_slower(report), *_stalled(report)]
+    return tuple(sorted(found, key=lambda advice: (-advice.nbytes, advice))) or (_all(report),)
 
 
-def _offloaded(report: Report) -> Iterator[Weighted]:
+def _literal(value: Any) -> str:
+    """Return an argument as it is written in a program."""
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_literal, value))}]"
+    return "..." if value is ... else value.__name__ if isinstance(value, type) else repr(value).replace("'", '"')
+
+
+def _given(report: Report, argument: str) -> Any:
+    return None if report.arguments is None else report.arguments.get(argument)
+
+
+def _extended(report: Report, entries: Iterable[Any]) -> list[Any]:
+    """Return the argument `layers` with further entries."""
+    given = _given(report, "layers")
+    return [*((...,) if given is None else given), *entries]
+
+
+def _has(report: Report, argument: str) -> bool:
+    """Whether what made the report takes an argument; all do if that is not known."""
+    return report.arguments is None or argument in report.arguments
+
+
+# What is offloaded
+
+
+def _offloaded(report: Report) -> Iterator[Advice]:
     totals, groups = report.totals, len(report.groups)
+    none = f"None of {groups} groups is offloaded"
     if not report.offloaded_groups:
         calls = Counter[str]()
         for group in report.groups:
             calls[group.kind] += group.calls
-        do = "raise fraction" if report.num_layers else "raise num_layers above 0"
-        if max(calls.values()) < 2:
+        change: dict[str, Any] = {}
+        if report.because:
+            do = report.because
+        elif max(calls.values()) < 2:
             do = "only one group of each kind ran, and the last of a kind is always kept; choose several with layers"
-        yield totals.bytes_saved, f"None of {groups} groups is offloaded: {do}."
+        elif report.num_layers:
+            change["fraction"] = fraction = -(-100 // report.num_layers) / 100
+            do = f"pass fraction={fraction} or more"
+        else:
+            change["num_layers"] = 1
+            do = "pass num_layers=1 or more"
+        yield Advice(f"{none}: {do}.", totals.bytes_saved, **change)
     elif not totals.bytes_offloaded:
         could = size(sum(group.bytes_saved for group in report.offloaded_groups))
         everything = size(sum(group.activation_bytes for group in report.offloaded_groups))
         but = f"Nothing was offloaded, although the plan offloads {len(report.offloaded_groups)} of {groups} groups"
-        yield (
-            report.activation_bytes,
-            f"{but}: {could} of {everything} of activations in these groups can be offloaded.",
-        )
+        sentence = f"{but}: {could} of {everything} of activations in these groups can be offloaded."
+        yield Advice(sentence, report.activation_bytes)
 
 
-def _kept(report: Report) -> Iterator[Weighted]:
-    everything = report.activation_bytes
-    for reason, (count, nbytes) in report.kept.items():
-        share = nbytes / everything if everything else 0.0
+# What is kept
+
+
+def _kept(report: Report) -> Iterator[Advice]:
+    """Advise on what the groups that are offloaded keep, and on what `keep` names, wherever it lies."""
+    inside = add_amounts(group.kept for group in report.offloaded_groups or report.groups)
+    kept = {reason: amount for reason, amount in report.kept.items() if reason is Reason.KEPT} | {
+        reason: amount for reason, amount in inside.items() if reason is not Reason.OUTSIDE
+    }
+    for reason, (count, nbytes) in kept.items():
+        share = nbytes / report.activation_bytes if report.activation_bytes else 0.0
         if reason in IN_ORDER or (share < LARGE and reason is not Reason.HOST_FULL):
             continue
-        what = f"{percent(share)} of the activations ({size(nbytes)} in {count} tensor{'s' * (count > 1)})"
-        yield nbytes, f'{what} were kept for the reason "{reason.value}": {_to_do(report, reason, count, nbytes)}.'
+        do, change = _to_do(report, reason, count, nbytes)
+        if do:
+            yield Advice(f"{_amount(report, count, nbytes, reason)}: {do}.", nbytes, **change)
 
 
-def _to_do(report: Report, reason: Reason, count: int, nbytes: int) -> str:
+def _amount(report: Report, count: int, nbytes: int, reason: Reason) -> str:
+    share = percent(nbytes / report.activation_bytes)
+    what = f"{share} of the activations ({size(nbytes)} in {count} tensor{'s' * (count > 1)})"
+    return f'{what} were kept for the reason "{reason.value}"'
+
+
+def _to_do(report: Report, reason: Reason, count: int, nbytes: int) -> tuple[str, dict[str, Any]]:
+    """Return what to do, and the arguments that do it; an empty text if nothing can be done."""
+    if reason is Reason.SMALL and not _has(report, "min_bytes"):
+        return "", {}
     if reason is Reason.SMALL:
         mean = max(nbytes // max(count, 1), 1)
         lower = 1 << max(mean.bit_length() - 2, 0)  # smaller ones than half the mean have less than half the bytes
-        return f"they have {size(mean)} on average; with min_bytes={lower} most of these bytes can be offloaded"
+        do = f"they have {size(mean)} on average; with min_bytes={lower} most of these bytes can be offloaded"
+        return do, {"min_bytes": lower}
     if reason is Reason.HOST_FULL:
+        if report.arguments is not None and _given(report, "max_host_bytes") is None:
+            return "the host has no more page-locked memory; offload fewer groups, or free host memory", {}
         # More than the limit in any case, which did not allow these steps beside what is allocated.
         enough = max(report.host_bytes, report.host_bytes_high_water) + -(-nbytes // GRANULE) * GRANULE
-        limit = f"raise max_host_bytes to at least {enough} ({size(enough)})"
-        return f"{limit}; if no limit is set, the host has no more pinned memory"
-    if reason is not Reason.OUTSIDE:
-        return DOING[reason]
-    modules, everything = report.outside_modules, report.activation_bytes
-    if not modules:
-        return "record a step with handle.recording() to find the modules that save them, and add these to layers"
-    # A pattern means several modules; a single one would be kept, as the last of its kind.
-    several = {name: saved for name, saved in modules.items() if "*" in name and saved >= LARGE * everything}
-    name, saved = max((several or modules).items(), key=lambda item: (item[1], item[0]))
-    if "*" in name:
-        return f"add `{name}`, which saves {size(saved)} of them, to layers"
-    return f"`{name}` saves {size(saved)} of them, but would be kept as a group too, as the only one of its kind"
+        do = f"raise max_host_bytes to at least {enough} ({size(enough)})"
+        if report.arguments is None:
+            do += "; if no limit is set, the host has no more pinned memory"
+        return do, {"max_host_bytes": enough}
+    if reason is Reason.KEPT:
+        if not report.kept_outside:
+            return "remove their modules from keep to offload them: pass keep=[]", {"keep": []}
+        layers = _extended(report, _given(report, "keep") or ())
+        do = f"choose them with layers to offload them: pass keep=[] and layers={_literal(layers)}"
+        return do, {"keep": [], "layers": layers}
+    if reason is Reason.SHARED:
+        number, most = report.num_layers, _most_layers(report.groups)
+        if number is None or number >= most:
+            return "", {}  # a group that is always kept saves them
+        do = "they are offloaded only if all groups that save them are, and the last group of a kind never is; "
+        return do + f"pass num_layers={number + 1} or more", {"num_layers": number + 1}
+    return DOING[reason], {}
 
 
-def _not_freed(report: Report) -> Iterator[Weighted]:
+def _most_layers(groups: Sequence[GroupReport]) -> int:
+    """Return the largest num_layers that offloads more than the next smaller one."""
+    calls = Counter[str]()
+    for group in groups:
+        calls[group.kind] += group.calls
+    return max(calls.values(), default=1) - 1
+
+
+def _outside(report: Report) -> Iterator[Advice]:
+    """Advise on what no group saves: which modules to add to the groups."""
+    count, nbytes = report.outside.get(Reason.OUTSIDE, (0, 0))
+    everything, modules = report.activation_bytes, report.outside_modules
+    if not everything or nbytes < LARGE * everything:
+        if report.coverage is not None and report.coverage < HALF:
+            yield Advice(*_uncovered(report))
+        return
+    what = f"{_amount(report, count, nbytes, Reason.OUTSIDE)}: "
+    # The schedules that go by kinds keep the last group of each, so one module alone would be kept.
+    several = {name: saved for name, saved in modules.items() if report.num_layers is None or re.search("[*[,]", name)}
+    worth = {name: saved for name, saved in several.items() if saved >= LITTLE * everything}
+    if worth and sum(worth.values()) >= LARGE * nbytes:
+        most_first = sorted(worth, key=lambda name: (-worth[name], name))
+        layers = _extended(report, [name for names in most_first for name in names.split(", ")])
+        do = f"pass layers={_literal(layers)}, and groups save {size(sum(worth.values()))} of them"
+        yield Advice(f"{what}{do}.", nbytes, layers=layers)
+    elif modules:
+        name, saved = max(modules.items(), key=lambda item: (item[1], item[0]))
+        alone = f"no pattern of several modules means a large part of them; `{name}` saves most, {size(saved)}"
+        yield Advice(f"{what}{alone}, and the last group of a kind is always kept.", nbytes)
+    elif report.step_passes:
+        yield Advice(f"{what}the code of the model itself saves them, in no module; move it into modules.", nbytes)
+    else:
+        do = f"record a step with {report.record} to find the modules that save them"
+        yield Advice(f"{what}{do}.", nbytes)
+
+
+def _uncovered(report: Report) -> tuple[str, int]:
+    kept: Amounts = {reason: amount for reason, amount in report.outside.items() if reason not in IN_ORDER}
+    nbytes = sum(amount for _, amount in kept.values())
+    most = max(kept, key=lambda reason: kept[reason][1], default=Reason.OUTSIDE)
+    lie = f"Only {percent(report.coverage or 0.0)} of the activations lie in groups"
+    return f'{lie}; of the others, most were kept for the reason "{most.value}".', nbytes
+
+
+# What is not freed
+
+
+def _not_freed(report: Report) -> Iterator[Advice]:
     offloaded, unnamed = Counter[str](), Counter[str]()
     for group in report.groups:
         offloaded[group.name] += group.bytes_offloaded
         unnamed[group.name] += group.bytes_not_freed
     for held in report.held:
         unnamed[held.group] -= held.nbytes
-    found = [(names, nbytes, _because(holders, len(names))) for names, nbytes, holders in merge_held(report.held)]
+    inputs = [held for held in report.held if held.is_input]
+    others = [held for held in report.held if not held.is_input]
+    found = [
+        (names, nbytes, _because(holders, len(names)), least)
+        for some, least in ((inputs, LARGE * report.activation_bytes), (others, TOLERANCE * offloaded.total()))
+        for names, nbytes, holders in merge_held(some)
+    ]
     rest = +unnamed  # those that are positive
-    unknown = "something that refers to them; record a step with handle.recording() to find it"
-    for names, nbytes, because in [*found, (tuple(rest), rest.total(), unknown)]:
-        if nbytes > TOLERANCE * offloaded.total():
+    unknown = f"something that refers to them; record a step with {report.record} to find it"
+    for names, nbytes, because, least in [*found, (tuple(rest), rest.total(), unknown, TOLERANCE * offloaded.total())]:
+        if nbytes > least:
             of = sum(offloaded[name] for name in names)
             groups = fold_names(names) if len(names) == 1 else f"{len(names)} groups ({fold_names(names)})"
             share = f"{percent(nbytes / of)} of the bytes of {groups} ({size(nbytes)} of {size(of)})" if of else ""
-            yield nbytes, f"{share or size(nbytes)} were offloaded but not freed, because of {because}."
+            yield Advice(f"{share or size(nbytes)} were offloaded but not freed, because of {because}.", nbytes)
 
 
 def _because(holders: Sequence[Holder], groups: int) -> str:
@@ -132,7 +257,10 @@ def _because(holders: Sequence[Holder], groups: int) -> str:
     return f"{words}: {next(less, KEEP_ARGUMENTS)}"
 
 
-def _on_demand(report: Report) -> Iterator[Weighted]:
+# Time
+
+
+def _on_demand(report: Report) -> Iterator[Advice]:
     late = [group for group in report.groups if group.reloaded_on_demand]
     if not late:
         return
@@ -143,15 +271,36 @@ def _on_demand(report: Report) -> Iterator[Weighted]:
     if any(not group.calls for group in behind):
         why = "later groups, whose backward reloads them, did not run"
     reloads = f"{count} of {of} reloads ({percent(count / of)}) were on demand, when backward needed them"
-    yield sum(group.bytes_offloaded for group in late), f"{reloads}, for {fold_names(names)}: {why}."
+    nbytes = sum(group.bytes_offloaded for group in late)
+    yield Advice(f"{reloads}, for {fold_names(names)}: {why}.", nbytes)
+
+
+def _slower(report: Report) -> Iterator[Advice]:
+    if not report.times or report.slowdown is None or report.slowdown <= 1 + SLOWER:
+        return
+    do, change = _fewer(report)
+    because = f" because {report.because}" if report.because else ""
+    sentence = step_time(report)
+    yield Advice(f"{sentence[0].upper()}{sentence[1:]}{because}: {do}.", report.totals.bytes_offloaded, **change)
+
+
+def _fewer(report: Report) -> tuple[str, dict[str, Any]]:
+    """Return how to offload less, and the arguments that do."""
+    if report.next_choice:
+        return report.next_choice.rstrip("."), {}
+    if not _has(report, "num_layers"):
+        return "offload fewer groups", {}
+    offloaded = Counter(group.kind for group in report.offloaded_groups)
+    number = min(max(offloaded.values(), default=1), report.num_layers or len(report.groups)) - 1
+    return f"offload fewer groups: pass num_layers={number}", {"num_layers": number}
 
 
 def _stall_share(report: Report) -> float | None:
     waited = report.totals.stall_seconds
-    return None if not report.step_seconds or waited is None else waited / report.step_seconds
+    return None if not report.times or not report.step_seconds or waited is None else waited / report.step_seconds
 
 
-def _stalled(report: Report) -> Iterator[Weighted]:
+def _stalled(report: Report) -> Iterator[Advice]:
     share = _stall_share(report) or 0.0
     if share <= TOLERANCE:
         return
@@ -160,15 +309,22 @@ def _stalled(report: Report) -> Iterator[Weighted]:
     forward, backward = (milliseconds(s or 0.0) for s in (totals.forward_stall_seconds, totals.backward_stall_seconds))
     stalled = f"Compute stalled for {percent(share)} of the step ({forward} in forward, {backward} in backward)"
     longest = f"longest for copies of {worst.name} ({milliseconds(worst.stall_seconds or 0.0)})"
-    yield totals.bytes_offloaded, f"{stalled}, {longest}: offload fewer groups."
+    do, change = _fewer(report)
+    yield Advice(f"{stalled}, {longest}: {do}.", totals.bytes_offloaded, **change)
 
 
-def _fine(report: Report) -> str:
+# Nothing to do
+
+
+def _all(report: Report) -> Advice:
     totals, everything, stalled = report.totals, report.activation_bytes, _stall_share(report)
     left = totals.bytes_offloaded - totals.bytes_wasted
     share = percent(left / everything if everything else 0)
-    return (
-        f"Nothing to do: {size(left)} of {size(everything)} of activations ({share}) were offloaded from "
+    facts = (
+        f"{size(left)} of {size(everything)} of activations ({share}) were offloaded from "
         f"{len(report.offloaded_groups)} of {len(report.groups)} groups, and {totals.reloaded_on_demand} storages were "
-        f"reloaded on demand{'' if stalled is None else f'; compute stalled for {percent(stalled)} of the step'}."
+        f"reloaded on demand"
     )
+    facts += "" if stalled is None else f"; compute stalled for {percent(stalled)} of the step"
+    facts += f"; {step_time(report)}" if report.times and report.slowdown is not None else ""
+    return Advice(f"Nothing to do: {facts}.")

@@ -160,12 +160,15 @@ class HeldStorage:
     group, nbytes : str, int
         Name of the group that saved it; size in bytes.
     holders : tuple of Holder
-        What in Python refers to it.  Empty without a recording, or if only autograd of another graph or C++ does.
+        What in Python refers to it.  Empty if only autograd of another graph or C++ does.
+    is_input : bool
+        Whether it is an input of the model, which its caller may refer to.
     """
 
     group: str
     nbytes: int
     holders: tuple[Holder, ...] = ()
+    is_input: bool = False
 
 
 def merge_held(held: Sequence[HeldStorage]) -> list[tuple[tuple[str, ...], int, tuple[Holder, ...]]]:
@@ -185,9 +188,3 @@ def merge_held(held: Sequence[HeldStorage]) -> list[tuple[tuple[str, ...], int, 
             holders.append(replace(alike[0], paths=tuple(paths)))
         entries.append((groups, sum(storage.nbytes for storage in same), tuple(holders)))
     return sorted(entries, key=lambda entry: (-entry[1], entry[0], tuple(map(str, entry[2]))))
-
-
-def _merge_holders(holders: Sequence[Holder]) -> Holder:
-    """Return the first holder, with the paths of all that have the same owner."""
-    first = holders[0]
-    return replace(first, paths=tuple(dict.fromkeys(h.paths[0] for h in holders if h.owner == first.owner)))

@@ -13,26 +13,84 @@ from ..schedule.timeline import milliseconds, percent, size
 from .groups import WEIGHTS, Amounts, GroupReport, HeldStorage, add_amounts, amounts_to_dict, merge_held, sum_groups
 from .tables import Printable, Table, bytes_or_dash
 
-__all__ = ["Report"]
+__all__ = ["Report", "StepFacts", "step_time"]
 
 MOST_HELD = 12
 
 
+@dataclass(frozen=True, kw_only=True)
+class StepFacts:
+    """What is known beside the latest pass: whole steps with and without offloading, the plan, the arguments.
+
+    Parameters
+    ----------
+    step_seconds_without, step_seconds_with : float or None
+        Median duration of whole steps without offloading and with the present plan; None if not measured.
+    measured_steps : (int, int) or None
+        The first and the last of the steps that were measured, counted from 1.
+    peak_bytes_without, peak_bytes_with : int or None
+        Largest number of bytes allocated on the device in a whole step, without offloading and with the present plan.
+    because, next_choice : str
+        A clause on why the plan is what it is; a sentence on the next better choice.
+    coverage : float or None
+        Share of the activations that lie in groups, offloaded or not; None if unknown.  What modules in `keep` save
+        does not count.
+    arguments : mapping of str to object, or None
+        The arguments of `offload`; entries of ``layers`` and ``keep`` are strings, classes and ``...``.
+    kept_outside : bool
+        Whether modules in `keep` lie outside of the groups.
+    record : str
+        The call that records a step.
+    times : bool
+        Whether durations are those of a real device; otherwise there is no advice about time.
+    """
+
+    step_seconds_without: float | None = None
+    step_seconds_with: float | None = None
+    measured_steps: tuple[int, int] | None = None
+    peak_bytes_without: int | None = None
+    peak_bytes_with: int | None = None
+    because: str = ""
+    next_choice: str = ""
+    coverage: float | None = None
+    arguments: Mapping[str, Any] | None = None
+    kept_outside: bool = False
+    record: str = "handle.recording()"
+    times: bool = True
+
+    @property
+    def slowdown(self) -> float | None:
+        """Duration of a step divided by that without offloading; None if not measured."""
+        if not self.step_seconds_without or self.step_seconds_with is None:
+            return None
+        return self.step_seconds_with / self.step_seconds_without
+
+    @property
+    def peak_drop_bytes(self) -> int | None:
+        """Bytes by which the peak of whole steps is lower than without offloading; None if not measured."""
+        if self.peak_bytes_without is None or self.peak_bytes_with is None:
+            return None
+        return self.peak_bytes_without - self.peak_bytes_with
+
+
 @dataclass(frozen=True)
-class Report(Printable):
-    """What offloading a model did; ``print`` gives tables and advice, and a notebook shows them.
+class Report(StepFacts, Printable):
+    """What offloading did; ``print`` gives tables and advice, and a notebook shows them.
+
+    The parameters of `StepFacts` are parameters too.
 
     Parameters
     ----------
     groups : tuple of GroupReport
         Groups in execution order.
     outside, outside_modules : mapping of Reason to (int, int), mapping of str to int
-        What was saved outside of the groups and kept: number of tensors and bytes, by reason; and bytes by name or
-        pattern of modules, empty unless a step was recorded.
+        What was saved outside of the groups and kept: number of tensors and bytes, by reason; and bytes by modules, a
+        name, several names with commas between or a pattern, empty unless a step was recorded.
     passes, step_passes : int
         Forward passes since the statistics began; those in the recorded step, its microbatches.
     num_layers : int or None
-        Number of groups of a kind that are offloaded; an upper limit if a fraction was given.
+        Number of groups of a kind that are offloaded; an upper limit if a fraction was given; None if the plan does not
+        go by kinds.
     peak_resident_bytes : int
         Largest number of bytes of saved activations on the device since the statistics began.
     host_bytes, host_bytes_high_water : int
@@ -40,10 +98,13 @@ class Report(Printable):
     held : tuple of HeldStorage
         Storages that are not freed because something else refers to them.
     expected_bytes, dropped_bytes : int or None
-        Bytes that the plan frees on the device before the peak, and the part of them that was freed.
+        Bytes that the plan frees on the device before the end of the forward, and the part of them that was freed then.
+    waiting_passes, waiting_bytes : int
+        Earlier passes whose backward was still to come when the forward of the latest ended, and their bytes of saved
+        activations on the device: those of several forwards before one backward, or of a pipeline.
     step_seconds : float or None
-        Duration of the recorded step.
-    order, advice : str, tuple of str
+        Duration of the recorded step, from its first group to the end of the recording.
+    order, advice : str, tuple of Advice
         A note on the execution order, for instance that it changed; sentences on what to change.
     """
 
@@ -58,6 +119,8 @@ class Report(Printable):
     held: tuple[HeldStorage, ...] = ()
     expected_bytes: int | None = None
     dropped_bytes: int | None = None
+    waiting_passes: int = 0
+    waiting_bytes: int = 0
     step_seconds: float | None = None
     step_passes: int = 0
     order: str = ""
@@ -65,10 +128,21 @@ class Report(Printable):
 
     @property
     def r(self) -> float | None:
-        """Fraction of `expected_bytes` that was freed; None if it is not known or nothing should be freed."""
-        if self.dropped_bytes is None or not self.expected_bytes:
-            return None
-        return self.dropped_bytes / self.expected_bytes
+        """Fraction of `expected_bytes` by which the peak is lower; None if unknown or if nothing should be freed.
+
+        Where whole steps were measured with and without offloading it is the drop of the device's real peak, in forward
+        or in backward: `peak_drop_bytes` / `expected_bytes`.  Otherwise it is `dropped_bytes` / `expected_bytes`, what
+        was freed when the forward ended, where the peak lies unless backward needs more.
+        """
+        drop = self.dropped_bytes if self.peak_drop_bytes is None else self.peak_drop_bytes
+        return None if drop is None or not self.expected_bytes else drop / self.expected_bytes
+
+    @property
+    def share_in_groups(self) -> float | None:
+        """Share of the activations of the latest pass that lie in groups; None if nothing was saved."""
+        inside = self.totals.activation_bytes
+        kept = self.outside.get(Reason.KEPT, (0, 0))[1]  # as `keep` asks for
+        return inside / (self.activation_bytes - kept) if inside else None if self.activation_bytes == kept else 0.0
 
     @property
     def totals(self) -> GroupReport:
@@ -101,6 +175,10 @@ class Report(Printable):
             "kept": amounts_to_dict(self.kept),
             "held": [{**vars(held), "holders": list(map(str, held.holders))} for held in self.held],
             "activation_bytes": self.activation_bytes,
+            "arguments": None if self.arguments is None else {k: _plain(v) for k, v in self.arguments.items()},
+            "measured_steps": None if self.measured_steps is None else list(self.measured_steps),
+            "slowdown": self.slowdown,
+            "peak_drop_bytes": self.peak_drop_bytes,
             "r": self.r,
             "advice": list(self.advice),
         }
@@ -109,6 +187,13 @@ class Report(Printable):
         facts = Table(("", ""), tuple(_facts(self)), left=2)
         tables = _groups_table(self), facts, _kept_table(self), _held_table(self)
         return [table for table in tables if table.rows], self.advice
+
+
+def _plain(value: Any) -> Any:
+    """Return an argument ready for JSON."""
+    if isinstance(value, (list, tuple)):
+        return [_plain(entry) for entry in value]
+    return "..." if value is ... else value.__name__ if isinstance(value, type) else value
 
 
 @dataclass(frozen=True)
@@ -191,10 +276,25 @@ def _notes(report: Report, *, folded: bool) -> Iterator[str]:
 def _facts(report: Report) -> Iterator[tuple[str, str]]:
     totals = report.totals
     yield "passes", str(report.passes)
+    if report.coverage is not None:
+        yield "coverage", f"{percent(report.coverage)} of the activations lie in groups"
+    if report.because:
+        yield "plan", report.because
+    if report.next_choice:
+        yield "next choice", report.next_choice
+    if report.slowdown is not None and report.times:
+        yield "time", step_time(report)
     yield "at the peak", f"{size(report.peak_resident_bytes)} of saved activations on the device"
+    if report.waiting_passes:
+        passes = "1 earlier pass" if report.waiting_passes == 1 else f"{report.waiting_passes} earlier passes"
+        yield "in flight", f"{passes} with {size(report.waiting_bytes)} on the device until their backward"
     if report.r is not None:
         expected, dropped = size(report.expected_bytes or 0), size(report.dropped_bytes or 0)
-        yield "R", f"{percent(report.r, 2)}: {dropped} freed of {expected} that should be"
+        drop = f"{dropped} freed of {expected} that should be"
+        if report.peak_drop_bytes is not None:
+            lower = f"{'-' * (report.peak_drop_bytes < 0)}{size(abs(report.peak_drop_bytes))}"
+            drop = f"the peak of the device is {lower} lower than without offloading, of {expected} that are freed"
+        yield "R", f"{percent(report.r, 2)}: {drop}"
     if totals.bytes_offloaded:
         ahead, demand = totals.reloaded_ahead, totals.reloaded_on_demand
         yield "reloaded", f"{size(totals.bytes_reloaded)}: {ahead} storages ahead, {demand} on demand"
@@ -205,6 +305,14 @@ def _facts(report: Report) -> Iterator[tuple[str, str]]:
         yield "step", f"{milliseconds(report.step_seconds)}, {share}"
     if report.order:
         yield "order", report.order
+
+
+def step_time(report: StepFacts) -> str:
+    """Return what a step takes with and without offloading, as a clause."""
+    with_, without = (milliseconds(s or 0.0, 1) for s in (report.step_seconds_with, report.step_seconds_without))
+    steps = report.measured_steps
+    measured = "" if steps is None else f" (measured in steps {steps[0]} to {steps[1]})"
+    return f"a step takes {with_}, {report.slowdown or 0.0:.3f} x the {without} without offloading{measured}"
 
 
 def _kept_table(report: Report) -> Table:

@@ -1,0 +1,111 @@
+"""What a pass saved, offloaded and freed, counted when its forward ends."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from .._torch import address
+from ..engine.layer import Layer, Phase
+from ..engine.passes import Pass
+from ..engine.reload import Residency
+from ..engine.statistics import Reason
+from ..engine.storage import Resident
+from ..engine.tensor_marks import StorageRef
+from ..schedule.plan import OUTSIDE
+from .groups import GroupReport
+
+__all__ = ["Held", "PassHistory", "PassStatistics"]
+
+
+class Held(NamedTuple):
+    """Memory that was offloaded but not freed, because something else references it."""
+
+    place: int  # position of its group in the sequence of groups
+    nbytes: int
+    storage: StorageRef  # keeps the address from being given to another storage
+    address: int
+    is_input: bool  # an input of the model, which the caller may hold
+
+
+@dataclass(frozen=True)
+class PassStatistics:
+    """All groups of one pass, in the order in which they ran."""
+
+    groups: tuple[tuple[Layer, GroupReport], ...]  # its state, which backward changes, and what its forward saved
+    expected_bytes: int  # that only offloaded groups saved
+    freed_bytes: int  # of offloaded groups, in the forward
+    held: tuple[Held, ...]
+    waiting: int = 0  # earlier passes whose backward is still to come
+    waiting_bytes: int = 0  # their saved bytes on the device
+
+    @staticmethod
+    def of(done: Pass, inputs: Collection[int] = ()) -> PassStatistics:
+        """Return the statistics of a pass whose forward has just ended; `inputs` are addresses of the model's inputs.
+
+        The caller has the lock of the pass.
+        """
+        stay, expected, freed = done.roles.stay, 0, 0
+        if not done.roles.planned:  # the program calls for each transfer
+            stay = frozenset({OUTSIDE, *(layer.index for layer in done.layers if layer.phase is Phase.SAVED)})
+        groups, held = list[tuple[Layer, GroupReport]](), list[Held]()
+        residents: set[Resident] = set()  # each counts in the first group that saved it
+        for layer in done.layers:
+            offloaded, sums = layer.index not in stay, Counter[str]()
+            kept = {reason: (number, nbytes) for reason, (number, nbytes) in layer.kept.items()}
+            for storage in layer.living():
+                if min(storage.layers) != layer.index:  # [guard: storage that several groups saved]
+                    continue
+                shared = not stay.isdisjoint(storage.layers)  # [guard: storage shared with a kept group -> False]
+                sums.update(storages=1, bytes_saved=storage.nbytes, bytes_offloaded=storage.bytes_copied)
+                sums.update(bytes_wasted=storage.bytes_copied if shared else 0)
+                if offloaded:
+                    expected += 0 if shared else storage.nbytes
+                    freed += storage.nbytes if storage.residency is Residency.HOST else 0
+                if offloaded and (shared or storage.refused):  # [guard: reason of what an offloaded group keeps]
+                    reason = Reason.SHARED if shared else Reason.HOST_FULL
+                    before = kept.get(reason, (0, 0))
+                    kept[reason] = before[0] + 1, before[1] + storage.nbytes
+                memory = done.registry.held_elsewhere(storage)
+                if memory is not None:
+                    at = address(memory)
+                    held.append(Held(layer.index, storage.nbytes, StorageRef(memory), at, at in inputs))
+            for resident in filter(None, (ref() for ref in layer.residents)):
+                if resident not in residents:  # [guard: kept storage that several groups saved -> True]
+                    residents.add(resident)
+                    sums.update(storages=1, bytes_saved=resident.nbytes)
+                    expected += resident.nbytes if offloaded else 0
+            groups.append((layer, GroupReport("", "", offloaded=offloaded, kept=kept, **sums)))
+        return PassStatistics(tuple(groups), expected, freed, tuple(held))
+
+
+class PassHistory:
+    """The passes that are in flight, in the order of their forwards; they are referenced weakly."""
+
+    def __init__(self) -> None:
+        self._passes: list[weakref.ref[Pass]] = []
+
+    def add(self, done: Pass) -> None:
+        """Add a pass."""
+        self._passes = [*(ref for ref in self._passes if ref() is not None), weakref.ref(done)]
+
+    def before(self, done: Pass, statistics: PassStatistics) -> PassStatistics:
+        """Return the statistics of a pass with the earlier passes whose backward is still to come."""
+        passes = [each for ref in self._passes if (each := ref()) is not None]
+        waiting = [each for each in passes[: passes.index(done)] if _waits(each)] if done in passes else []
+        return replace(statistics, waiting=len(waiting), waiting_bytes=sum(map(_on_device, waiting)))
+
+
+def _waits(done: Pass) -> bool:
+    """Whether backward has not come to a pass that has a graph."""
+    return not done.backward_begun and any(not layer.freed for layer in done.layers)
+
+
+def _on_device(done: Pass) -> int:
+    storages = {storage for layer in done.layers for storage in layer.living()}
+    residents = {resident for layer in done.layers for ref in layer.residents if (resident := ref()) is not None}
+    on_device = (storage.nbytes for storage in storages if storage.residency is not Residency.HOST)
+    return sum(on_device) + sum(resident.nbytes for resident in residents)

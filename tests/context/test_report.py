@@ -1,0 +1,166 @@
+"""The report of a context, layer by layer, and the warning about a `model_layers` that does not match what ran."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+import torch
+from helpers import forward, make, make_manual
+from torch import nn
+from virtual_time import run
+
+import actoffload
+from actoffload.context.context import OffloadContext
+from actoffload.device import ReferenceDevice
+from actoffload.engine.engine import Engine
+from actoffload.report import Reason
+from actoffload.schedule import DefaultSchedule, LayerCost
+
+pytestmark = pytest.mark.usefixtures("offload_small_tensors")
+UNIT = 64 * 64 * 4
+
+
+@pytest.fixture
+def layers() -> nn.ModuleList:
+    torch.manual_seed(5)
+    return nn.ModuleList([nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(6)])
+
+
+def data() -> torch.Tensor:
+    return torch.randn(64, 64) * 1.0
+
+
+def step(layers, context, sync, count: int = 1) -> None:
+    sum(forward(list(layers), data(), context, sync).sum() for _ in range(count)).backward()
+
+
+def test_a_report_by_layer_agrees_with_the_statistics(layers):
+    context, sync = make(3, 6)
+    with pytest.raises(RuntimeError, match="nothing to report yet: no backward has begun"):
+        context.report()
+    x = forward(list(layers), data(), context, sync)
+    x.sum().backward()
+    report, statistics = context.report(), context.statistics()
+    assert [group.name for group in report.groups] == [f"layer {k}" for k in range(6)]
+    assert [group.offloaded for group in report.groups] == [True] * 3 + [False] * 3
+    # The input of the first layer, and what each layer returns, which the next one saves too.
+    assert [group.bytes_saved for group in report.groups] == [2 * UNIT] + [UNIT] * 5
+    assert report.totals.bytes_saved == statistics.bytes_saved
+    assert report.totals.bytes_offloaded == statistics.bytes_offloaded == 4 * UNIT
+    assert report.totals.bytes_reloaded == statistics.bytes_reloaded == 3 * UNIT
+    assert report.totals.kept[Reason.SHARED] == (1, UNIT)
+    assert (report.expected_bytes, report.dropped_bytes, report.r) == (3 * UNIT, 3 * UNIT, 1.0)
+    assert (report.passes, report.coverage, report.num_layers) == (1, None, 3)
+    assert "layer 0" in str(report)
+
+
+def test_advice_of_a_context_has_its_own_arguments(layers):
+    context, sync = make(3, 6, max_host_bytes=1)
+    with pytest.warns(actoffload.HostMemoryWarning):
+        step(layers, context, sync)
+    (change,) = [advice.change for advice in context.report().advice if "max_host_bytes" in advice.change]
+    context, sync = make(3, 6, **change)
+    step(layers, context, sync)
+    assert Reason.HOST_FULL not in context.report().kept
+
+
+def test_small_tensors_have_no_argument_here(layers):
+    layers = nn.ModuleList([nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64)) for _ in range(6)])
+    context, sync = make(3, 6)
+    step(layers, context, sync)
+    assert not any("min_bytes" in advice for advice in context.report().advice)
+
+
+def test_a_recorded_step_has_times_and_holders(layers):
+    cost, device = LayerCost.even(1024, forward=1.0, backward=2.0), ReferenceDevice()
+    context = OffloadContext(Engine(DefaultSchedule(2, 4).plan(), device))
+    run(context, context.synchronize, device, [cost] * 4)
+    report = context.report()
+    assert [group.forward_seconds for group in report.groups] == [1.0] * 4
+    assert [group.backward_seconds for group in report.groups] == [2.0] * 4
+    assert (report.step_seconds, report.step_passes, report.times) == (12.0, 1, False)
+    context, sync = make(3, 6)
+    layers[1].register_forward_hook(lambda module, args, output: setattr(module, "cache", args))
+    step(layers, context, sync)
+    assert context.report().held == ()
+    assert "record a step with context.record_timeline()" in " ".join(context.report().advice)
+    with context.record_timeline():
+        step(layers, context, sync)
+    (held,) = context.report().held
+    assert (held.group, held.nbytes) == ("layer 0", UNIT)  # whose output is the input of layer 1
+    assert ["cache[0]" in holder.paths[0] for holder in held.holders] == [True]
+
+
+def test_the_latest_of_several_passes_in_one_backward_is_reported(layers):
+    context, sync = make(3, 6)
+    step(layers, context, sync, count=3)
+    report = context.report()
+    assert (report.passes, report.waiting_passes) == (3, 2)
+    assert report.waiting_bytes == 2 * 4 * UNIT
+    step(layers, context, sync)
+    assert (context.report().passes, context.report().waiting_passes) == (4, 0)
+
+
+def test_with_manual_synchronization_the_report_has_what_was_called_for(layers):
+    context, sync, controller = make_manual(6)
+    x = forward(list(layers), data(), context, sync)
+    controller.start_offload_layer(1)
+    controller.release_activation_forward_gpu_memory(1)
+    x.sum().backward()
+    report = context.report()
+    assert [group.offloaded for group in report.groups] == [False, True, False, False, False, False]
+    assert report.totals.bytes_offloaded == context.statistics().bytes_offloaded > 0
+    assert "nothing is planned" in str(report)
+    assert not any(advice.change for advice in report.advice)
+
+
+def test_a_report_keeps_no_pass_alive(layers):
+    context, sync = make(3, 6)
+    x = forward(list(layers), data(), context, sync)
+    x.sum().backward(retain_graph=True)
+    report = context.report()
+    del x
+    assert context.statistics().resident_bytes == context.statistics().host_bytes_used == 0
+    assert report.totals.bytes_offloaded > 0
+
+
+def test_a_disabled_context_and_a_copy_have_nothing_to_report(layers):
+    context, _ = actoffload.get_cpu_offload_context()
+    with pytest.raises(RuntimeError, match="nothing to report"):
+        context.report()
+    context, sync = make(3, 6)
+    step(layers, context, sync)
+    with pytest.raises(RuntimeError, match="nothing to report"):
+        copy.deepcopy(context).report()
+
+
+# A model_layers that does not match
+
+
+@pytest.mark.parametrize(("declared", "ran"), [(8, 6), (5, 6)])
+def test_a_wrong_number_of_layers_is_warned_about_once(layers, declared, ran):
+    context, sync = make(3, declared)
+    least = min(ran, ran % declared)
+    step(layers, context, sync)
+    step(layers, context, sync)
+    with pytest.warns(UserWarning, match=f"after {least} layers? of a pass, but model_layers is {declared}") as caught:
+        step(layers, context, sync)
+    assert caught[0].filename.endswith("helpers.py")  # where the context is entered
+    step(layers, context, sync)
+
+
+def test_neither_an_early_exit_nor_an_aborted_pass_is_warned_about(layers):
+    context, sync = make(3, 6)
+    for _ in range(2):
+        x = forward(list(layers)[:4], data(), context, sync)
+        with pytest.raises(ZeroDivisionError), context:
+            raise ZeroDivisionError
+        x.sum().backward()
+    step(list(layers)[:5], context, sync)
+    step(layers, context, sync)
+    step(list(layers)[:3], context, sync)
+    with warnings.catch_warnings(), torch.no_grad():
+        forward(list(layers)[:2], data(), context, sync)
+    step(layers, context, sync)

@@ -1,0 +1,229 @@
+"""Advice is true and leads somewhere: its arguments are passed to `offload`, until there is nothing to do."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from virtual_time import Work
+from whole_model import UNIT, WIDTH, Attention, Block, Mlp, Transformer, data, offload
+
+from actoffload.device import ReferenceDevice
+from actoffload.report import Report
+
+Make = Callable[[], nn.Module]
+
+
+class Resnet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.conv1 = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.norm2, self.conv2 = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.conv1(nn.functional.silu(self.norm1(x)))
+        return x + self.conv2(nn.functional.silu(self.norm2(h)))
+
+
+class Spatial(nn.Module):
+    """An attention of a UNet, with transformer blocks inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.proj_in = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.transformer_blocks = nn.ModuleList([Block()])
+        self.proj_out = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.proj_in(self.norm(x))
+        for block in self.transformer_blocks:
+            h = block(h)
+        return x + self.proj_out(h)
+
+
+class Stage(nn.Module):
+    def __init__(self, count: int, attention: bool = True) -> None:
+        super().__init__()
+        self.resnets = nn.ModuleList([Resnet() for _ in range(count)])
+        self.attentions = nn.ModuleList([Spatial() for _ in range(count * attention)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for k, resnet in enumerate(self.resnets):
+            x = resnet(x)
+            x = self.attentions[k](x) if k < len(self.attentions) else x
+        return x
+
+
+class UNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv_in = nn.Linear(WIDTH, WIDTH)
+        self.down_blocks = nn.ModuleList([Stage(2), Stage(2), Stage(2, attention=False)])
+        self.mid_block = Stage(1)
+        self.up_blocks = nn.ModuleList([Stage(3, attention=False), Stage(3), Stage(3)])
+        self.conv_out = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.conv_in(x)
+        for stage in (*self.down_blocks, self.mid_block, *self.up_blocks):
+            x = stage(x)
+        return self.conv_out(x)
+
+
+class Pairs(nn.Module):
+    """Blocks that are lists of an attention and a feed-forward, as in `vit_pytorch`."""
+
+    def __init__(self, count: int = 12) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.ModuleList([Attention(), Mlp()]) for _ in range(count)])
+        self.head = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for attention, mlp in self.layers:
+            x = x + attention(x)
+            x = x + mlp(x)
+        return self.head(x)
+
+
+class Named(nn.Module):
+    """Six modules alike under names whose pattern would also match the groups."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stack = nn.ModuleDict({str(k): nn.ModuleDict({"first": Mlp(), "second": Resnet()}) for k in range(6)})
+        self.other = nn.ModuleList([Wide() for _ in range(4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for pair in self.stack.values():
+            x = pair["second"](pair["first"](x))
+        for wide in self.other:
+            x = wide(x)
+        return x
+
+
+class Wide(Mlp):
+    pass
+
+
+class Clock(ReferenceDevice):
+    """Virtual time that counts as that of a real device."""
+
+    name = "virtual"
+
+
+class Timed(nn.Module):
+    """Saves 1024 bytes, and computes one virtual second in each direction."""
+
+    def __init__(self, device: Clock) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+        self.device = device
+
+    def forward(self, x: Tensor) -> Tensor:
+        payload = torch.ones(1024, dtype=torch.uint8)
+        return Work.apply(x * self.scale, self.device, 1.0, 1.0, payload)
+
+
+class Slow(nn.Module):
+    """Eight blocks, over a link that takes twice as long as compute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.device = Clock(512.0, 512.0)
+        self.blocks = nn.ModuleList([Timed(self.device) for _ in range(8)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def followed(make: Make, options: dict[str, Any]) -> Report:
+    """Return the report of a recorded step with these arguments."""
+    model = make()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # of arguments that offload nothing, and of a full host
+        with offload(model, device=getattr(model, "device", None), **options) as handle:
+            step(model)
+            handle.reset_statistics()
+            with handle.recording():
+                step(model)
+            return handle.report()
+
+
+def step(model: nn.Module) -> None:
+    model(data() * 1.0).sum().backward()
+
+
+def measures(report: Report) -> dict[str, float]:
+    """Return what advice may improve: larger is better."""
+    stalled = (report.totals.stall_seconds or 0.0) if report.times else 0.0
+    offloaded = report.totals.bytes_offloaded - report.totals.bytes_wasted
+    return {
+        "coverage": round(report.coverage or 0.0, 3),
+        "groups": len(report.offloaded_groups),
+        "offloaded": offloaded,
+        "stalled": -round(stalled, 6),
+    }
+
+
+def obey(make: Make, **options: Any) -> list[Report]:
+    """Follow the advice with arguments that comes first, again and again; each time something has to improve."""
+    reports = [followed(make, options)]
+    while changes := [advice.change for advice in reports[-1].advice if advice.change]:
+        assert len(reports) < 12, options
+        for name, value in changes[0].items():
+            assert options.get(name) != value, (name, value)
+        options = {**options, **changes[0]}
+        reports.append(followed(make, options))
+        before, after = map(measures, reports[-2:])
+        assert any(after[name] > before[name] for name in after), (changes[0], before, after)
+    assert not any("pass " in advice or "add " in advice for advice in reports[-1].advice)
+    return reports
+
+
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [
+        (UNet, {}),
+        (UNet, {"layers": "*.transformer_blocks.*"}),
+        (UNet, {"layers": ["*.resnets.*"], "num_layers": 3}),
+        (Pairs, {}),
+        (Pairs, {"layers": Attention}),
+        (Named, {}),
+        (lambda: Transformer(8), {"layers": "*.attention"}),
+        (lambda: Transformer(8), {"layers": ["*.attention"], "keep": "*.mlp"}),
+        (lambda: Transformer(8), {"min_bytes": 16 * UNIT}),
+        (lambda: Transformer(8), {"max_host_bytes": 1}),
+        (lambda: Transformer(8), {"num_layers": 0}),
+        (lambda: Transformer(8), {"fraction": 0.0}),
+        (lambda: Transformer(8), {"num_layers": 0, "min_bytes": 16 * UNIT, "max_host_bytes": 1, "keep": Mlp}),
+    ],
+)
+def test_advice_that_is_followed_leads_to_a_good_report(make, options):
+    reports = obey(make, **options)
+    last = reports[-1]
+    assert last.coverage > 0.8
+    assert last.totals.bytes_offloaded > 0
+    assert [advice for advice in last.advice if advice.startswith("Nothing to do")] == list(last.advice)
+    assert len(reports) <= 5
+
+
+def test_advice_about_stalls_leads_to_a_step_without_any():
+    reports = obey(Slow)
+    stalls = [report.totals.stall_seconds for report in reports]
+    assert stalls[0] > 1.0
+    assert stalls == sorted(stalls, reverse=True)
+    assert stalls[-1] == 0.0
+    assert reports[-1].totals.bytes_offloaded > 0
+    assert reports[-1].advice[0].startswith("Nothing to do")
+    without = Clock.name
+    Clock.name = ReferenceDevice.name
+    try:
+        assert followed(Slow, {}).advice[0].startswith("Nothing to do")  # times of the reference device mean nothing
+    finally:
+        Clock.name = without
