@@ -61,6 +61,10 @@ class Finder:
         """Return the plan that follows."""
         return self._then.plan()
 
+    def facts(self) -> dict[str, Any]:
+        """Return nothing: no step was measured."""
+        return {}
+
     def forward_begins(self, inputs: tuple[Any, Any], *, alone: bool, busy: bool) -> Conduct:
         """Offload everything; by the schedule where groups are called alone, which shows nothing of the model."""
         roles = self._roles
@@ -112,10 +116,12 @@ class Finder:
         measured = Measurement()
         names = [self._groups[key.group].name for key in sequence]
         of_call = {stretch.call: name for stretch, name in zip(stretches, names, strict=True)}
-        for (call, around), name, (_, row) in zip(stretches, names, latest.statistics.groups, strict=True):
+        for (_, around), name, (_, row) in zip(stretches, names, latest.statistics.groups, strict=True):
             measured.called(name, [of_call[each] for each in around])
             measured.add(name, row.activation_bytes)
-        others = {reason: amount for reason, amount in latest.outside.items() if reason is not Reason.KEPT}
+        others: dict[Reason, tuple[int, int]] = {
+            reason: amount for reason, amount in latest.outside.items() if reason is not Reason.KEPT
+        }
         measured.add(None, GroupReport("outside", kept=others).activation_bytes)
         followed = [Chosen(of.name, of.module, of.kind) for of in self._groups if of.ref() is not None]
         modules = measured.modules(followed)

@@ -246,7 +246,9 @@ class OffloadHandle:
         """
         if self._log.latest is None:
             raise RuntimeError("There is nothing to report yet: no forward of the model has ended. Run a step first.")
-        facts = StepFacts(arguments=self._arguments, kept_outside=kept_outside(self._modules))
+        more = self._tracker.steering.facts()
+        outside, times = kept_outside(self._modules), self._engine.backend.times
+        facts = StepFacts(arguments=self._arguments, kept_outside=outside, times=times, **more)
         return build_report(self._plans, self._groups, self._log.latest, self._log.recording, self.statistics(), facts)
 
 

@@ -6,6 +6,7 @@ import re
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from os import PathLike
+from pathlib import Path
 from typing import Any
 
 from torch.nn import Module
@@ -56,29 +57,37 @@ def offload(
     the host while it computes, freed before a later group needs the memory, and reloaded before backward needs it.  The
     execution order of the groups is learned from the forward.
 
+    Without `num_layers`, `fraction` and `max_inflight` the first nine passes are measured, the first two of them with
+    everything offloaded.  Then groups are offloaded as far as that costs no time, or as far as the memory of the device
+    makes necessary.  The logger ``actoffload`` says once, at level INFO, what was measured and decided.  Without an
+    accelerator nothing is measured, and all groups but the last two are offloaded.
+
     Parameters
     ----------
     module : torch.nn.Module
         The model, or any part of it; wrapped or not.  Call this object in training.
     layers : str, module, type or iterable of these, optional
-        What to offload.  None finds the repeated blocks.  A string is the dotted path of a module, of a list of
-        modules, whose children are meant then, or a glob pattern over dotted names: ``"*.self_attn"``.  Several
-        entries give several kinds of groups; the entry ``...`` means what None does: ``[..., "*.head"]``.
+        What may be offloaded.  None finds the groups in the first forward: the repeated blocks, or the modules that
+        together save most.  A string is the dotted path of a module, of a list of modules, whose children are meant
+        then, or a glob pattern over dotted names: ``"*.self_attn"``.  Several entries give several kinds of groups; the
+        entry ``...`` means what None does: ``[..., "*.head"]``.
     num_layers : int, optional
-        Number of groups of each kind to offload, from the first on; the last of a kind is always kept.  None offloads
-        all but the last two; with several kinds, all but the last of each, and not the last two of all.
+        Number of groups of each kind to offload, from the first on; the last of a kind is always kept.
     keep : str, module, type or iterable of these
         Modules whose saved tensors are kept on the device, given like `layers`: the router, the head, a norm.  Where
         chosen and kept modules are nested, the innermost decides.
     min_bytes : int
         Smaller tensors are kept, in bytes.
-    fraction : float
-        Fraction of the eligible groups of each kind to offload, from the first on; 0.0 to 1.0.
+    fraction : float, optional
+        Fraction of the eligible groups of each kind to offload, from the first on; 0.0 to 1.0.  Eligible are all but
+        the last two; with several kinds, all but the last of each, and not the last two of all.
     max_host_bytes : int, optional
         Largest amount of page-locked host memory to hold for each device, in bytes; it is allocated in steps of 2 MiB.
         What does not fit is kept on the device, with one warning.
     max_inflight : int, optional
         Largest number of groups in flight whenever one has ended, in either direction; compute waits for the others.
+    plan : GroupPlan, str or PathLike, optional
+        A plan of another run, or the file to which ``handle.plan.save`` wrote it; nothing is measured then.
 
     Returns
     -------
@@ -124,7 +133,7 @@ def offload(
     if plan is not None:
         if by_hand or layers is not None:
             raise ValueError("plan says what is offloaded: leave out layers, num_layers, fraction and max_inflight.")
-        plan = plan if isinstance(plan, GroupPlan) else GroupPlan.load(plan)
+        plan = plan if isinstance(plan, GroupPlan) else GroupPlan.load(Path(plan))
         layers = [re.sub(r" \(part \d+\)$", "", name) for name in plan.names]
     # An iterator is read once.
     layers = list(layers) if isinstance(layers, Iterator) else layers

@@ -73,6 +73,7 @@ class LatestPass:
     saved_outside: tuple[tuple[int, weakref.ref[Module]], ...]  # bytes and module, a storage; only while recording
     sequence: tuple[GroupKey, ...]
     as_before: bool  # whether the groups ran in the order of the pass before
+    partly: bool = False  # groups that are kept were seen in an earlier pass only
 
     @staticmethod
     def of(done: ModelPass[GroupKey], sequence: Sequence[GroupKey], last: Sequence[GroupKey] | None) -> LatestPass:
@@ -85,6 +86,24 @@ class LatestPass:
         outside = {reason: (count, nbytes) for reason, (count, nbytes) in done.kept_outside.items()}
         return LatestPass(statistics, outside, saved, tuple(sequence), as_before)
 
+    def with_kept(self, whole: LatestPass) -> LatestPass:
+        """Return this pass with what its kept groups, and the code outside of groups, saved in another one."""
+        rows = dict(zip(whole.sequence, whole.statistics.groups, strict=True))
+        groups = tuple(
+            own if own[1].offloaded or key not in rows else (own[0], _kept(rows[key][1]))
+            for key, own in zip(self.sequence, self.statistics.groups, strict=True)
+        )
+        statistics = replace(self.statistics, groups=groups)
+        return replace(self, statistics=statistics, outside=whole.outside, partly=True)
+
+
+def _kept(row: GroupReport) -> GroupReport:
+    """Return what a group saves if it is kept."""
+    kept: dict[Reason, tuple[int, int]] = {
+        reason: amount for reason, amount in row.kept.items() if reason is not Reason.SHARED
+    }
+    return replace(row, offloaded=False, bytes_offloaded=0, bytes_wasted=0, kept=kept)
+
 
 @dataclass(eq=False)
 class PassLog:
@@ -92,6 +111,7 @@ class PassLog:
 
     latest: LatestPass | None = None
     recording: Recording | None = None
+    whole: LatestPass | None = None  # the latest pass in which all groups were seen
     history: PassHistory = field(default_factory=PassHistory)
 
     def bytes_of(self, order: Sequence[GroupKey]) -> tuple[int, ...]:
@@ -104,11 +124,22 @@ class PassLog:
     def forward_done(self, done: ModelPass[GroupKey], sequence: Sequence[GroupKey]) -> None:
         """Take the statistics of a pass whose forward has ended."""
         latest = LatestPass.of(done, sequence, None if self.latest is None else self.latest.sequence)
+        if done.partly and self.whole is not None:
+            latest = latest.with_kept(self.whole)
         self.history.add(done)
         self.take(replace(latest, statistics=self.history.before(done, latest.statistics)))
 
+    def nothing_offloaded(self) -> None:
+        """Note that the passes from here on are not followed, because every group is kept."""
+        if self.whole is not None:
+            groups = tuple((layer, _kept(row)) for layer, row in self.whole.statistics.groups)
+            statistics = replace(self.whole.statistics, groups=groups, expected_bytes=0, freed_bytes=0, held=())
+            self.take(replace(self.whole, statistics=statistics, partly=True))
+
     def take(self, latest: LatestPass) -> None:
         """Take the statistics of a pass."""
+        if not latest.partly:
+            self.whole = latest
         self.latest = latest
         if self.recording is not None and self.recording.open:
             self.recording.note(self.latest)

@@ -35,6 +35,10 @@ class BySchedule:
             self._log.forward_done(done, sequence)
         return None
 
+    def facts(self) -> dict[str, Any]:
+        """Return what is known of whole steps, as fields of `StepFacts`."""
+        return {"because": self._because}
+
     def plan(self) -> GroupPlan:
         """Return the plan for the order of the latest pass."""
         order = self._plans.order

@@ -91,6 +91,9 @@ class Steering(Protocol):
     def plan(self) -> GroupPlan:
         """Return the present plan."""
 
+    def facts(self) -> dict[str, Any]:
+        """Return what is known of whole steps, as fields of `StepFacts`."""
+
 
 def _obstacle() -> str | None:
     """Return where a forward runs if saved-tensor hooks installed now would not receive its saved tensors."""

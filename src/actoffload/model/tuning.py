@@ -67,7 +67,12 @@ class Tuner:
     """Measures, plans, and keeps the plan as long as costs stay what they were."""
 
     def __init__(
-        self, engine: Engine, groups: Sequence[FollowedModule], plans: GroupPlans, log: PassLog, title: str = "the model"
+        self,
+        engine: Engine,
+        groups: Sequence[FollowedModule],
+        plans: GroupPlans,
+        log: PassLog,
+        title: str = "the model",
     ) -> None:
         self._title = title
         self._engine, self._groups, self._plans, self._log = engine, groups, plans, log
@@ -113,7 +118,7 @@ class Tuner:
                 return Conduct(Mode.WHOLE, self._plans.order, self._plans.roles)
             if timed.stage is Stage.BARE:
                 return Conduct(Mode.SCOPED, self._plans.order)
-            return self._planned() if timed.stage is Stage.PLAN else Conduct(Mode.IDLE)
+            return self._planned() if timed.stage is Stage.PLAN else self._idle()
 
     def forward_ends(self, output: Any) -> None:
         """Time the pass until the end of its backward."""
@@ -126,7 +131,7 @@ class Tuner:
         timed = self._current
         if timed is not None:
             timed.saw(done, sequence)
-        if not done.partly:
+        if not done.partly or (timed is not None and timed.stage is Stage.PLAN):
             self._log.forward_done(done, sequence)
 
     def _begin(self, stage: Stage, elements: int) -> TimedPass:
@@ -161,9 +166,13 @@ class Tuner:
     def _planned(self) -> Conduct:
         chosen = self._chosen
         if chosen is None or not chosen.plan.offloaded:
-            return Conduct(Mode.IDLE)
+            return self._idle()
         mode = Mode.WHOLE if self._adopts or chosen.incremental else Mode.SCOPED
         return Conduct(mode, self._plans.order, chosen)
+
+    def _idle(self) -> Conduct:
+        self._engine.counters.passes += 1
+        return Conduct(Mode.IDLE)
 
     def _whole(self) -> Conduct:
         """Follow the whole forward, by the plan if there is one."""
@@ -269,12 +278,14 @@ class Tuner:
         self._patience *= 2
         self._reference = None
         self._seconds.clear()
+        if not plan.offloaded:
+            self._log.nothing_offloaded()
         self._report(plan)
 
     def _report(self, plan: GroupPlan) -> None:
-        model = self._title
-        what = f"{len(plan.offloaded)} of {len(plan.names)} groups of {model} are offloaded ({size(plan.offloaded_bytes)})"
-        measured = f"measured in passes 1 to {self._number - 1}"
+        number = f"{len(plan.offloaded)} of {len(plan.names)} groups of {self._title}"
+        what = f"{number} are offloaded ({size(plan.offloaded_bytes)})"
+        measured = f"measured in passes 1 to {self._number}"
         times = ""
         if self.times is not None:
             with_, without = milliseconds(self.times.offloaded), milliseconds(self.times.without)
@@ -282,6 +293,15 @@ class Tuner:
         because = f". {plan.because}" if plan.because else ""
         planned = f", planned in {milliseconds(self._planning)}" if self._planning else ""
         logger.info("%s: %s%s%s%s", what, measured, planned, times, because)
+
+    def facts(self) -> dict[str, Any]:
+        """Return what was measured of whole passes, as fields of `StepFacts`."""
+        plan, times = self.plan(), self.times
+        found: dict[str, Any] = {"because": plan.because}
+        if times is not None:
+            found["step_seconds_with"], found["step_seconds_without"] = times.offloaded, times.without
+            found["measured_steps"] = times.first, times.last
+        return found
 
     # Later
 
@@ -297,11 +317,11 @@ class Tuner:
             return Conduct(Mode.WHOLE, self._plans.order, self._plans.roles)
         if self._number % WINDOW == 0:
             self._current = TimedPass.begin(Stage.PLAN, self._number, elements, self._engine.backend)
-        if self._limit is not None and plan.peak_bytes is not None and elements > self._size * (1 + MOVED):
-            # An upper bound: activations grow with the inputs, weights do not.
-            if plan.peak_bytes * elements > self._limit * self._size:
-                return Conduct(Mode.WHOLE, self._plans.order, self._plans.roles)
-        return Conduct(Mode.IDLE) if elements < self._least_size else self._planned()
+        limit, peak = self._limit, plan.peak_bytes
+        # An upper bound: activations grow with the inputs, weights do not.
+        if limit is not None and peak is not None and peak * elements > limit * max(self._size, 1):
+            return Conduct(Mode.WHOLE, self._plans.order, self._plans.roles)
+        return self._idle() if elements < self._least_size else self._planned()
 
     def _moved(self) -> bool:
         """Return whether costs are others than those of the plan, and have been for some passes."""
@@ -313,7 +333,7 @@ class Tuner:
             self._seconds.clear()
         if self._number < self._replan_at:
             return False
-        if len(sizes) == WINDOW and self._size and max(sizes) <= min(sizes) * (1 + MOVED):
-            if abs(sizes[0] / self._size - 1) > MOVED:
-                return True
+        settled = len(sizes) == WINDOW and max(sizes) <= min(sizes) * (1 + MOVED)
+        if settled and self._size and abs(sizes[0] / self._size - 1) > MOVED:
+            return True
         return now is not None and self._reference is not None and abs(now / self._reference - 1) > MOVED
