@@ -14,7 +14,7 @@ from actoffload.planner.profile import Profile
 from actoffload.schedule import simulate
 
 
-@settings(max_examples=1000)
+@settings(max_examples=200)
 @given(st.data(), steps(), links, st.sampled_from([inf, 40000, 20000, 10000, 5000, 0]))
 def test_time_and_peak_are_those_of_the_simulation(data, costs, link, limit):
     profile = Profile.of(costs, link)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import replace
-from math import inf
+from itertools import pairwise
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from planning import links, names_of, steps
@@ -19,7 +17,7 @@ from actoffload.schedule import Action, DefaultSchedule, Do, Event, LayerCost, L
 TOLERANCE = 0.002
 
 
-@settings(max_examples=1000)
+@settings(max_examples=200)
 @given(st.data(), steps(), links, st.sampled_from([0.0, 0.125]))
 def test_the_peak_is_within_every_limit_that_can_be_reached(data, costs, link, host_seconds):
     leanest = min(Profile.of(costs, link).leanest)
@@ -31,17 +29,17 @@ def test_the_peak_is_within_every_limit_that_can_be_reached(data, costs, link, h
     assert ("No plan is within the limit" in plan.because) == (limit < leanest)
 
 
-@settings(max_examples=1000)
+@settings(max_examples=200)
 @given(st.data(), steps(), links)
 def test_a_larger_limit_is_never_slower(data, costs, link):
     leanest = min(Profile.of(costs, link).leanest)
     small, large = sorted((data.draw(st.integers(leanest, 3 * leanest)), data.draw(st.integers(leanest, 3 * leanest))))
     plans = [choose(names_of(costs), costs, link, limit=limit) for limit in (small, large, None)]
-    for before, after in zip(plans, plans[1:], strict=False):
+    for before, after in pairwise(plans):
         assert after.seconds <= before.seconds * (1 + TOLERANCE) + 1e-9
 
 
-@settings(max_examples=1000)
+@settings(max_examples=200)
 @given(steps(), links, st.sampled_from([0.0, 0.125]))
 def test_without_a_limit_no_plan_costs_time(costs, link, host_seconds):
     plan = choose(names_of(costs), costs, link, host_seconds=host_seconds)
@@ -67,7 +65,7 @@ def plans_of_prefixes(costs: list[LayerCost]) -> Iterator[Plan]:
                 yield Plan.of(count, calls)
 
 
-@settings(max_examples=1000)
+@settings(max_examples=200)
 @given(st.data(), steps(most=5), links)
 def test_it_is_about_the_best_of_all_plans(data, costs, link):
     results = [simulate(plan, costs, link) for plan in plans_of_prefixes(costs)]
@@ -78,7 +76,7 @@ def test_it_is_about_the_best_of_all_plans(data, costs, link):
     assert plan.seconds <= best * 1.03 + 1e-9
 
 
-@settings(max_examples=1000)
+@settings(max_examples=200)
 @given(st.data(), steps(plain=True), links)
 def test_it_is_never_slower_than_the_default_schedule_at_its_peak(data, costs, link):
     schedule = DefaultSchedule(data.draw(st.integers(0, len(costs) - 1)), len(costs))
