@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from planning import links, names_of, steps
@@ -94,3 +96,60 @@ def test_planning_of_128_groups_takes_little_time():
         choose(names, costs, link, limit=limit)
         seconds.append(time.perf_counter() - start)
     assert min(seconds) < 0.050 * 8  # machines that run tests are slow and shared
+
+
+EVEN = [LayerCost.even(1000, 1.0, 2.0, pieces=4)] * 8
+
+
+@pytest.mark.parametrize(
+    ("costs", "link", "options", "because"),
+    [
+        (EVEN, Link(1e6, 1e6), {}, ""),
+        (EVEN, Link(1e6, 1e6), {"limit": 2000}, ""),
+        (
+            EVEN,
+            Link(500.0, 500.0),
+            {"limit": 3 * 2**10},
+            "Without offloading the peak would be 7.8 KiB, above the limit of 3.0 KiB.",
+        ),
+        (EVEN, Link(1.0, 1.0), {}, "Nothing is offloaded, because no copy fits beside the compute."),
+        (EVEN[:1], Link(1e6, 1e6), {}, "No group before the last one saves anything that can be offloaded."),
+        (
+            [replace(cost, host_forward=1.0, host_backward=2.0) for cost in EVEN],
+            Link(1e6, 1e6),
+            {"host_seconds": 0.1},
+            "Nothing is offloaded, because the host is as slow as the device, so that hooks would cost time.",
+        ),
+        (
+            [replace(cost, gap_forward_temporary=10**6) for cost in EVEN[:1]] + EVEN[1:],
+            Link(1e6, 1e6),
+            {},
+            "Nothing is offloaded, because no plan without a cost in time has a smaller peak.",
+        ),
+        (
+            EVEN,
+            Link(1e6, 1e6),
+            {"limit": 512},
+            "No plan is within the limit of 512 bytes; this one has the smallest peak.",
+        ),
+    ],
+)
+def test_the_plan_says_why(costs, link, options, because):
+    plan = choose(names_of(costs), costs, link, **options)
+    assert plan.because == because
+    assert bool(plan.offloaded) == (not because.startswith(("Nothing", "No group")))
+
+
+def test_no_more_is_copied_than_the_peak_needs():
+    """The peak lies where the step begins and cannot be lower than 4000 bytes, so four of eight groups stay."""
+    costs = [replace(EVEN[0], forward_temporary=3000), *EVEN[1:]]
+    plan = choose(names_of(costs), costs, Link(1e6, 1e6))
+    assert plan.peak_bytes == 4000
+    assert plan.offloaded == (0, 1, 2, 3)
+
+
+def test_each_group_needs_its_costs():
+    with pytest.raises(ValueError, match="There are 1 groups but 2 costs; give one cost for each group"):
+        choose(["a"], EVEN[:2], Link(1.0, 1.0))
+    with pytest.raises(ValueError, match="There are 0 groups but 0 costs"):
+        choose([], [], Link(1.0, 1.0))

@@ -111,7 +111,6 @@ class _Run:
 
     def forward(self, k: int) -> None:
         profile, cost = self.profile, self.profile.costs[k]
-        self._need(profile.before_forward[k])
         self._need(profile.in_forward[k])
         start = self.compute + cost.gap_forward
         self.host += cost.host_forward
@@ -122,10 +121,8 @@ class _Run:
             self.d2h = done
             self.unreleased.append((k, done))
         self.compute = max(start + cost.forward, self.host)
-        if k + 1 < len(profile.costs):
-            self._release(k, max(profile.before_forward[k + 1], profile.in_forward[k + 1]))
-        else:
-            self._release(k, profile.before_backward[k])
+        last = k + 1 == len(profile.costs)
+        self._release(k, profile.before_backward[k] if last else profile.in_forward[k + 1])
 
     def _release(self, at: int, need: int) -> None:
         """Release groups at an event: what is copied, and as many as the bytes need that come next."""

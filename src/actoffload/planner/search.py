@@ -10,7 +10,7 @@ from math import inf
 from ..schedule.costs import LayerCost, Link
 from ..schedule.plan import Plan
 from ..schedule.simulate import simulate
-from ..schedule.timeline import Simulation, mebibytes
+from ..schedule.timeline import Simulation, size
 from .group_plan import GroupPlan
 from .placement import Placement, place
 from .profile import Profile
@@ -131,7 +131,7 @@ class _Search:
             low, best = (middle, best) if lean is None else (low, lean)
         if best is not fastest:
             yield best
-        if fastest is self.keep:
+        if fastest is self.keep and self.host_seconds:
             yield self.free(allowed)
 
     def free(self, allowed: float) -> Placement:
@@ -159,7 +159,7 @@ class _Search:
         """Return the fastest placement within a limit; with `known`, the first that takes at most `allowed` seconds.
 
         Few groups more than must be offloaded are best, since each costs copies: they are all tried, and some of the
-        others.  `known` is the number of groups that is tried first.
+        others.  `known` is the number of groups that is tried first if it may be enough.
         """
         found, leanest = None, self.profile.leanest
         least = next((k for k, peak in enumerate(leanest) if peak <= limit), len(leanest))
@@ -179,17 +179,19 @@ class _Search:
         """Return why this plan was chosen."""
         allowed = self.keep.seconds * (1 + self.tolerance)
         if result.device_peak_bytes > self.limit:
-            return f"No plan is within the limit of {mebibytes(int(self.limit))}; this one has the smallest peak."
+            return f"No plan is within the limit of {size(int(self.limit))}; this one has the smallest peak."
         if self.keep.peak_bytes > self.limit and result.step_time > allowed:
-            kept, limit = mebibytes(self.keep.peak_bytes), mebibytes(int(self.limit))
+            kept, limit = size(self.keep.peak_bytes), size(int(self.limit))
             return f"Without offloading the peak would be {kept}, above the limit of {limit}."
         if plan.offloaded:
             return ""
         if not self.profile.movable:
             return "No group before the last one saves anything that can be offloaded."
-        ones = [(k,) for k in self.profile.movable]
-        if any(self.place(one, allowed=allowed).seconds < inf for one in ones):
-            return "Nothing is offloaded, because no plan without a cost in time has a smaller peak."
-        if any(place(self.profile, one, allowed=allowed).seconds < inf for one in ones):
+        movable = self.profile.movable
+        ones = [(k,) for k in {movable[0], movable[len(movable) // 2], movable[-1]}]
+        alone = [place(self.profile, one, allowed=allowed) for one in ones]
+        if not any(placement.released and placement.seconds < inf for placement in alone):
+            return "Nothing is offloaded, because no copy fits beside the compute."
+        if all(self.place(one, allowed=allowed).seconds == inf for one in ones):
             return "Nothing is offloaded, because the host is as slow as the device, so that hooks would cost time."
-        return "Nothing is offloaded, because no copy fits beside the compute."
+        return "Nothing is offloaded, because no plan without a cost in time has a smaller peak."
