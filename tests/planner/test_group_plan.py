@@ -166,6 +166,26 @@ def test_the_next_event_takes_the_place_of_that_of_a_group_that_is_skipped():
     assert (skipped.seconds, skipped.baseline_seconds, skipped.peak_bytes) == (None, None, None)
 
 
+def test_actions_move_behind_those_before_them():
+    calls = [
+        (Event(When.FORWARD_START, 0), Action(Do.OFFLOAD, 0)),
+        (Event(When.FORWARD_END, 1), Action(Do.RELEASE, 0)),
+        (Event(When.BACKWARD_START, 2), Action(Do.RELOAD, 0)),
+    ]
+    plan = GroupPlan(tuple("abcd"), Plan.of(4, calls), (1, 2, 3, 4))
+    own = ("FORWARD_START a", "OFFLOAD", "a")
+    assert steps_of(plan.remapped(list("bacd"))) == [
+        own,
+        ("FORWARD_END a", "RELEASE", "a"),  # the forward of b is over
+        ("BACKWARD_START c", "RELOAD", "a"),
+    ]
+    assert steps_of(plan.remapped(list("cabd"))) == [
+        own,
+        ("FORWARD_END b", "RELEASE", "a"),
+        ("BACKWARD_START a", "RELOAD", "a"),  # that of c comes too late
+    ]
+
+
 def test_unknown_groups_and_the_last_one_are_kept():
     plan = GroupPlan(tuple("abcdef"), example().plan, (1, 2, 3, 4, 5, 6))
     more = plan.remapped(["new", *"abcdef", "a"])

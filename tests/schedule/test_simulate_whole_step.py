@@ -92,7 +92,7 @@ def test_both_directions_share_the_link():
     assert spans(simulate(plan, layers, Link(1.0, 1.0, both=2.0)), Kind.H2D) == [(0, 25.0, 35.0)]
 
 
-def test_a_copy_is_fast_until_the_other_direction_becomes_busy():
+def test_a_copy_has_the_whole_bandwidth_when_the_other_direction_is_done():
     calls = [
         (Event(When.FORWARD_START, 0), Action(Do.OFFLOAD, 0)),
         (Event(When.FORWARD_END, 0), Action(Do.RELEASE, 0)),

@@ -130,6 +130,7 @@ class _Run:
             k, done = self.unreleased[0]
             late = done + RELEASE_MARGIN * self.profile.copy_out[k]
             reload_due = at < 0 and self.profile.latest[k] >= ~at
+            # [guard: planned release]
             if k == ~at or (self.resident + need <= self.limit and (late > self.compute or reload_due)):
                 break
             self.unreleased.popleft()
@@ -151,7 +152,7 @@ class _Run:
             while reloads and (reloads[0] == k or self._fits(reloads[0], k)):
                 group = reloads.popleft()
                 if group not in placement.released:  # never short of memory, and no time to copy it: kept
-                    self.unreleased.pop()
+                    self.unreleased.pop()  # [guard: planned group that is kept]
                     continue
                 self.h2d = max(self.h2d, self.compute)
                 needs[group] = self.h2d + profile.back_ahead[group]
@@ -168,7 +169,7 @@ class _Run:
     def _fits(self, group: int, at: int) -> bool:
         """Return whether it is time to reload a group, and every backward until its own has enough memory then."""
         profile = self.profile
-        if at > profile.latest[group]:
+        if at > profile.latest[group]:  # [guard: planned reload]
             return False
         here = profile.in_backward[at] + profile.before[at]
         gap = profile.before_backward[group] + profile.before[group + 1]

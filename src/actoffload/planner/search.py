@@ -17,7 +17,8 @@ from .profile import Profile
 
 __all__ = ["choose"]
 
-FEW, SOME = 8, 16  # numbers of groups that are tried for one limit
+ROUNDING = 1e-9  # relative; of two plans that differ by less the one with fewer copies is as fast
+FEW, SOME = 4, 16  # numbers of groups that are tried for one limit
 
 
 def choose(
@@ -158,13 +159,16 @@ class _Search:
     def within(self, limit: float, allowed: float = inf, known: int | None = None) -> Placement | None:
         """Return the fastest placement within a limit; with `known`, the first that takes at most `allowed` seconds.
 
-        Few groups more than must be offloaded are best, since each costs copies: they are all tried, and some of the
-        others.  `known` is the number of groups that is tried first if it may be enough.
+        Few groups more than must be offloaded are best, since each costs copies: these are tried first, then `known`
+        or, without it, some of the others.
         """
         found, leanest = None, self.profile.leanest
         least = next((k for k, peak in enumerate(leanest) if peak <= limit), len(leanest))
-        numbers = [known] if known is not None and known >= least else []
-        numbers += [*range(least, len(leanest))[:FEW], *range(least, len(leanest), max(1, len(leanest) // SOME))]
+        numbers = [*range(least, len(leanest))[:FEW]]
+        if known is None:
+            numbers += range(least, len(leanest), max(1, len(leanest) // SOME))
+        elif known >= least:
+            numbers.append(known)
         for number in dict.fromkeys(numbers):
             placement = self.place(self.first(number), limit, allowed=allowed)
             if placement.peak_bytes > limit or placement.seconds == inf:
@@ -172,7 +176,7 @@ class _Search:
             if known is not None:
                 return placement
             if found is None or placement.seconds < found.seconds:
-                found, allowed = placement, placement.seconds
+                found, allowed = placement, placement.seconds * (1 - ROUNDING)
         return found
 
     def because(self, plan: Plan, result: Simulation) -> str:
