@@ -30,7 +30,7 @@ def test_time_and_peak_are_those_of_the_simulation(data, costs, link, limit):
 
 @given(st.data(), steps(), links)
 def test_no_placement_has_a_smaller_peak_than_the_leanest(data, costs, link):
-    profile = Profile.of(costs, link)
+    profile = Profile.of(costs, link, data.draw(st.one_of(st.none(), st.sets(st.integers(0, 8)))))
     number = data.draw(st.integers(0, len(profile.movable)))
     groups, least = profile.movable[:number], profile.leanest[number]
     limit = data.draw(st.integers(0, 2 * least))

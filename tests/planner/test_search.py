@@ -22,9 +22,11 @@ TOLERANCE = 0.002
 @settings(max_examples=200)
 @given(st.data(), steps(), links, st.sampled_from([0.0, 0.125]))
 def test_the_peak_is_within_every_limit_that_can_be_reached(data, costs, link, host_seconds):
-    leanest = min(Profile.of(costs, link).leanest)
+    among = data.draw(st.one_of(st.none(), st.sets(st.integers(0, 8))))
+    leanest = min(Profile.of(costs, link, among).leanest)
     limit = data.draw(st.integers(0, 2 * leanest))
-    plan = choose(names_of(costs), costs, link, limit=limit, host_seconds=host_seconds)
+    plan = choose(names_of(costs), costs, link, limit=limit, host_seconds=host_seconds, among=among)
+    assert among is None or among >= set(plan.offloaded)
     result = simulate(plan.plan, costs, link, host_seconds=host_seconds)
     assert (plan.peak_bytes, plan.seconds) == (result.device_peak_bytes, result.step_time)
     assert plan.peak_bytes <= max(limit, leanest)

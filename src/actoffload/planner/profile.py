@@ -42,7 +42,7 @@ class Profile:
 
     @staticmethod
     def of(costs: Sequence[LayerCost], link: Link, among: Collection[int] | None = None) -> Profile:
-        """Return the profile of groups, given in execution order; of those `among`, or of all, some can be offloaded."""
+        """Return the profile of groups, given in execution order, of which those `among`, or all, may be offloaded."""
         nbytes = [cost.nbytes for cost in costs]
         movable = [k for k in range(len(costs) - 1) if nbytes[k] and (among is None or k in among)]
         out_seconds, out_after = zip(*(_copies_out(cost, link) for cost in costs), strict=True)
@@ -72,13 +72,18 @@ class Profile:
 
         These plans release each group after its forward and reload it before its backward.
         """
-        before = self.before
+        before, count = self.before, len(self.costs)
+        may = set(self.movable)
+        stays = [0 if k in may else self.nbytes[k] for k in range(count)]
+        fixed = [0, *accumulate(stays)]
         need = list(map(max, self.in_forward, self.in_backward))
-        offloaded = [0, *accumulate(map(max, need, self.before_backward), max)]
-        kept = [before[k] + max(need[k], self.nbytes[k] + self.before_backward[k]) for k in range(len(self.costs))]
-        kept = list(accumulate(reversed(kept), max))[::-1]
-        firsts = [*self.movable, len(self.costs) - 1]  # the first group that is kept and saves anything
-        return [max(offloaded[first], kept[first] - before[first]) for first in firsts]
+        # By group: if all that can be offloaded up to it is, and if nothing before it is.
+        offloaded = [fixed[k] + max(need[k], stays[k] + self.before_backward[k]) for k in range(count)]
+        kept = [before[k] + max(need[k], self.nbytes[k] + self.before_backward[k]) for k in range(count)]
+        most_offloaded = [0, *accumulate(offloaded, max)]
+        most_kept = list(accumulate(reversed(kept), max))[::-1]
+        firsts = [*self.movable, count - 1]  # the first group that could be offloaded and is not, or the last one
+        return [max(most_offloaded[k], most_kept[k] - (before[k] - fixed[k])) for k in firsts]
 
 
 def _copies_out(cost: LayerCost, link: Link) -> tuple[float, float]:
