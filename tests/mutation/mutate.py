@@ -58,6 +58,7 @@ TESTS: dict[str, list[str]] = {
     "model/discovery.py": ["tests/model/test_discovery.py"],
     "model/select.py": ["tests/model/test_select.py", "tests/model/test_select_wrappers.py"],
     "report/": ["tests/model/test_offload_memory.py", "tests/model/test_offload_report.py"],
+    "planner/": ["tests/planner"],
     "schedule/": ["tests/schedule"],
 }
 """The tests that have to fail, by the longest matching beginning of the path in the package; likely ones first."""

@@ -11,10 +11,10 @@ from planning import links, steps
 
 from actoffload.planner.placement import place
 from actoffload.planner.profile import Profile
-from actoffload.schedule import simulate
+from actoffload.schedule import LayerCost, Link, simulate
 
 
-@settings(max_examples=1000)
+@settings(max_examples=200)
 @given(st.data(), steps(), links, st.sampled_from([inf, 40000, 20000, 10000, 5000, 0]))
 def test_time_and_peak_are_those_of_the_simulation(data, costs, link, limit):
     profile = Profile.of(costs, link)
@@ -30,7 +30,7 @@ def test_time_and_peak_are_those_of_the_simulation(data, costs, link, limit):
 
 @given(st.data(), steps(), links)
 def test_no_placement_has_a_smaller_peak_than_the_leanest(data, costs, link):
-    profile = Profile.of(costs, link)
+    profile = Profile.of(costs, link, data.draw(st.one_of(st.none(), st.sets(st.integers(0, 8)))))
     number = data.draw(st.integers(0, len(profile.movable)))
     groups, least = profile.movable[:number], profile.leanest[number]
     limit = data.draw(st.integers(0, 2 * least))
@@ -41,3 +41,23 @@ def test_no_placement_has_a_smaller_peak_than_the_leanest(data, costs, link):
     if limit >= least:
         assert placement.peak_bytes <= limit
         assert placement.seconds <= lean.seconds * (1 + 1e-9)
+
+
+def test_groups_are_released_when_they_are_copied_and_reloaded_just_in_time():
+    """A copy of a group takes a half of its forward and a quarter of its backward."""
+    costs = [LayerCost.even(1000, 1.0, 2.0, pieces=4)] * 8
+    placement = place(Profile.of(costs, Link(2000.0, 2000.0)), range(6))
+    assert placement.released == {k: k + 1 for k in range(6)}
+    assert placement.reloaded == {k: k + 1 for k in range(6)}
+    # Within the smallest limit each waits for its copies.
+    least = place(Profile.of(costs, Link(2000.0, 2000.0)), range(7), 1000)
+    assert least.released == least.reloaded == {k: k for k in range(7)}
+    assert least.seconds > placement.seconds
+
+
+def test_a_group_that_cannot_be_copied_in_time_is_kept():
+    """Nor is it released in a later backward that needs more than the limit."""
+    costs = [LayerCost(1.0, 2.0, backward_temporary=5000), *[LayerCost.even(1000, 1.0, 2.0, pieces=4)] * 2]
+    placement = place(Profile.of(costs, Link(1.0, 1.0)), [1], 4000)
+    assert placement.plan().offloaded == ()
+    assert (placement.seconds, placement.peak_bytes) == (9.0, 5000)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -144,12 +145,12 @@ class GroupPlan:
         expected = f"Expected: {'; '.join(parts)}." if parts else ""
         return " ".join(filter(None, (expected, self.because)))
 
-    def save(self, path: str | Path) -> None:
+    def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan to a JSON file.
 
         Parameters
         ----------
-        path : str or Path
+        path : str or path-like
             Replaced if it exists.
         """
         steps = [
@@ -161,12 +162,12 @@ class GroupPlan:
         Path(path).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
     @staticmethod
-    def load(path: str | Path) -> GroupPlan:
+    def load(path: str | os.PathLike[str]) -> GroupPlan:
         """Read a plan from a file that `save` wrote.
 
         Parameters
         ----------
-        path : str or Path
+        path : str or path-like
             The file.
 
         Raises

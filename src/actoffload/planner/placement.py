@@ -111,7 +111,6 @@ class _Run:
 
     def forward(self, k: int) -> None:
         profile, cost = self.profile, self.profile.costs[k]
-        self._need(profile.before_forward[k])
         self._need(profile.in_forward[k])
         start = self.compute + cost.gap_forward
         self.host += cost.host_forward
@@ -122,10 +121,8 @@ class _Run:
             self.d2h = done
             self.unreleased.append((k, done))
         self.compute = max(start + cost.forward, self.host)
-        if k + 1 < len(profile.costs):
-            self._release(k, max(profile.before_forward[k + 1], profile.in_forward[k + 1]))
-        else:
-            self._release(k, profile.before_backward[k])
+        last = k + 1 == len(profile.costs)
+        self._release(k, profile.before_backward[k] if last else profile.in_forward[k + 1])
 
     def _release(self, at: int, need: int) -> None:
         """Release groups at an event: what is copied, and as many as the bytes need that come next."""
@@ -133,6 +130,7 @@ class _Run:
             k, done = self.unreleased[0]
             late = done + RELEASE_MARGIN * self.profile.copy_out[k]
             reload_due = at < 0 and self.profile.latest[k] >= ~at
+            # [guard: planned release]
             if k == ~at or (self.resident + need <= self.limit and (late > self.compute or reload_due)):
                 break
             self.unreleased.popleft()
@@ -154,7 +152,7 @@ class _Run:
             while reloads and (reloads[0] == k or self._fits(reloads[0], k)):
                 group = reloads.popleft()
                 if group not in placement.released:  # never short of memory, and no time to copy it: kept
-                    self.unreleased.pop()
+                    self.unreleased.pop()  # [guard: planned group that is kept]
                     continue
                 self.h2d = max(self.h2d, self.compute)
                 needs[group] = self.h2d + profile.back_ahead[group]
@@ -171,7 +169,7 @@ class _Run:
     def _fits(self, group: int, at: int) -> bool:
         """Return whether it is time to reload a group, and every backward until its own has enough memory then."""
         profile = self.profile
-        if at > profile.latest[group]:
+        if at > profile.latest[group]:  # [guard: planned reload]
             return False
         here = profile.in_backward[at] + profile.before[at]
         gap = profile.before_backward[group] + profile.before[group + 1]

@@ -33,9 +33,8 @@ class Profile:
     out_after: Sequence[float]  # seconds from the start of forward until the copies are done, if the queue is free
     copy_back: Sequence[float]
     back_ahead: Sequence[float]  # seconds by which the copies must start before backward does, without a stall
-    before_forward: Sequence[int]  # bytes needed on top of the resident ones in the gap
-    in_forward: Sequence[int]  # and in the forward itself
-    before_backward: Sequence[int]
+    in_forward: Sequence[int]  # bytes needed on top of the resident ones, in the gap and in the forward
+    before_backward: Sequence[int]  # in the gap
     in_backward: Sequence[int]  # on top of the resident bytes of the other groups
     before: Sequence[int]  # bytes of all earlier groups; one entry more
     until: Sequence[int]  # bytes needed from the gap to the end of a backward, if all earlier groups are resident
@@ -43,14 +42,12 @@ class Profile:
 
     @staticmethod
     def of(costs: Sequence[LayerCost], link: Link, among: Collection[int] | None = None) -> Profile:
-        """Return the profile of groups, given in execution order; of those `among`, or of all, some can be offloaded."""
+        """Return the profile of groups, given in execution order, of which those `among`, or all, may be offloaded."""
         nbytes = [cost.nbytes for cost in costs]
         movable = [k for k in range(len(costs) - 1) if nbytes[k] and (among is None or k in among)]
         out_seconds, out_after = zip(*(_copies_out(cost, link) for cost in costs), strict=True)
         back_seconds, back_ahead = zip(*(_copies_back(cost, link) for cost in costs), strict=True)
-        before_forward, in_forward, before_backward, in_backward = zip(
-            *map(_needs, costs, _borders_before(costs)), strict=True
-        )
+        in_forward, before_backward, in_backward = zip(*map(_needs, costs, _borders_before(costs)), strict=True)
         before = (0, *accumulate(nbytes))
         until = [max(before[k + 1] + before_backward[k], before[k] + in_backward[k]) for k in range(len(costs))]
         return Profile(
@@ -61,7 +58,6 @@ class Profile:
             out_after=out_after,
             copy_back=back_seconds,
             back_ahead=back_ahead,
-            before_forward=before_forward,
             in_forward=in_forward,
             before_backward=before_backward,
             in_backward=in_backward,
@@ -76,14 +72,18 @@ class Profile:
 
         These plans release each group after its forward and reload it before its backward.
         """
-        before = self.before
-        sections = zip(self.before_forward, self.in_forward, self.in_backward, strict=True)
-        need = list(map(max, sections))
-        offloaded = [0, *accumulate(map(max, need, self.before_backward), max)]
-        kept = [before[k] + max(need[k], self.nbytes[k] + self.before_backward[k]) for k in range(len(self.costs))]
-        kept = list(accumulate(reversed(kept), max))[::-1]
-        firsts = [*self.movable, len(self.costs) - 1]  # the first group that is kept and saves anything
-        return [max(offloaded[first], kept[first] - before[first]) for first in firsts]
+        before, count = self.before, len(self.costs)
+        may = set(self.movable)
+        stays = [0 if k in may else self.nbytes[k] for k in range(count)]
+        fixed = [0, *accumulate(stays)]
+        need = list(map(max, self.in_forward, self.in_backward))
+        # By group: if all that can be offloaded up to it is, and if nothing before it is.
+        offloaded = [fixed[k] + max(need[k], stays[k] + self.before_backward[k]) for k in range(count)]
+        kept = [before[k] + max(need[k], self.nbytes[k] + self.before_backward[k]) for k in range(count)]
+        most_offloaded = [0, *accumulate(offloaded, max)]
+        most_kept = list(accumulate(reversed(kept), max))[::-1]
+        firsts = [*self.movable, count - 1]  # the first group that could be offloaded and is not, or the last one
+        return [max(most_offloaded[k], most_kept[k] - (before[k] - fixed[k])) for k in firsts]
 
 
 def _copies_out(cost: LayerCost, link: Link) -> tuple[float, float]:
@@ -140,12 +140,14 @@ def _borders_before(costs: Sequence[LayerCost]) -> list[tuple[int, int]]:
     return list(zip(forward, backward, strict=True))
 
 
-def _needs(cost: LayerCost, border: tuple[int, int]) -> tuple[int, int, int, int]:
+def _needs(cost: LayerCost, border: tuple[int, int]) -> tuple[int, int, int]:
     """Return the bytes that each section of a group needs on top of the resident bytes, of other groups if in it."""
     forward_start, forward_end, backward_start, backward_end = cost.other_bytes
     return (
-        max(border[0], forward_start) + cost.gap_forward_temporary,
-        max(forward_start, cost.nbytes + forward_end) + cost.forward_temporary,
+        max(
+            max(border[0], forward_start) + cost.gap_forward_temporary,
+            max(forward_start, cost.nbytes + forward_end) + cost.forward_temporary,
+        ),
         max(border[1], backward_start) + cost.gap_backward_temporary,
         max(cost.nbytes + backward_start, backward_end) + cost.backward_temporary,
     )

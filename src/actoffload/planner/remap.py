@@ -51,14 +51,14 @@ def _valid(
     valid: list[tuple[int, int, Action]] = []
     for place, number, action in actions:
         if action.do is Do.RELEASE:
-            earliest = max(earliest, order[Event(When.FORWARD_END, layer)])
+            earliest = max(earliest, order[Event(When.FORWARD_END, layer)])  # [guard: moved release]
         if action.do in ONLY:  # what follows does the rest
             moved = place < earliest or place >= begins or events[place].when is not ONLY[action.do]
             if moved or (action.do is Do.INCREMENTAL_RELEASE and place < order[Event(When.FORWARD_END, layer)]):
                 continue
-        earliest = max(earliest, place)
+        earliest = max(earliest, place)  # [guard: moved action]
         if action.do is Do.RELOAD:
-            earliest = min(earliest, begins)
+            earliest = min(earliest, begins)  # [guard: moved reload]
         if earliest > begins or (earliest == begins and action.do is Do.RELEASE):
             return []
         valid.append((earliest, number, action))

@@ -10,14 +10,15 @@ from math import inf
 from ..schedule.costs import LayerCost, Link
 from ..schedule.plan import Plan
 from ..schedule.simulate import simulate
-from ..schedule.timeline import Simulation, mebibytes
+from ..schedule.timeline import Simulation, size
 from .group_plan import GroupPlan
 from .placement import Placement, place
 from .profile import Profile
 
 __all__ = ["choose"]
 
-FEW, SOME = 8, 16  # numbers of groups that are tried for one limit
+ROUNDING = 1e-9  # relative; of two plans that differ by less the one with fewer copies is as fast
+FEW, SOME = 4, 16  # numbers of groups that are tried for one limit
 
 
 def choose(
@@ -131,7 +132,7 @@ class _Search:
             low, best = (middle, best) if lean is None else (low, lean)
         if best is not fastest:
             yield best
-        if fastest is self.keep:
+        if fastest is self.keep and self.host_seconds:
             yield self.free(allowed)
 
     def free(self, allowed: float) -> Placement:
@@ -158,13 +159,16 @@ class _Search:
     def within(self, limit: float, allowed: float = inf, known: int | None = None) -> Placement | None:
         """Return the fastest placement within a limit; with `known`, the first that takes at most `allowed` seconds.
 
-        Few groups more than must be offloaded are best, since each costs copies: they are all tried, and some of the
-        others.  `known` is the number of groups that is tried first.
+        Few groups more than must be offloaded are best, since each costs copies: these are tried first, then `known`
+        or, without it, some of the others.
         """
         found, leanest = None, self.profile.leanest
         least = next((k for k, peak in enumerate(leanest) if peak <= limit), len(leanest))
-        numbers = [known] if known is not None and known >= least else []
-        numbers += [*range(least, len(leanest))[:FEW], *range(least, len(leanest), max(1, len(leanest) // SOME))]
+        numbers = [*range(least, len(leanest))[:FEW]]
+        if known is None:
+            numbers += range(least, len(leanest), max(1, len(leanest) // SOME))
+        elif known >= least:
+            numbers.append(known)
         for number in dict.fromkeys(numbers):
             placement = self.place(self.first(number), limit, allowed=allowed)
             if placement.peak_bytes > limit or placement.seconds == inf:
@@ -172,24 +176,26 @@ class _Search:
             if known is not None:
                 return placement
             if found is None or placement.seconds < found.seconds:
-                found, allowed = placement, placement.seconds
+                found, allowed = placement, placement.seconds * (1 - ROUNDING)
         return found
 
     def because(self, plan: Plan, result: Simulation) -> str:
         """Return why this plan was chosen."""
         allowed = self.keep.seconds * (1 + self.tolerance)
         if result.device_peak_bytes > self.limit:
-            return f"No plan is within the limit of {mebibytes(int(self.limit))}; this one has the smallest peak."
+            return f"No plan is within the limit of {size(int(self.limit))}; this one has the smallest peak."
         if self.keep.peak_bytes > self.limit and result.step_time > allowed:
-            kept, limit = mebibytes(self.keep.peak_bytes), mebibytes(int(self.limit))
+            kept, limit = size(self.keep.peak_bytes), size(int(self.limit))
             return f"Without offloading the peak would be {kept}, above the limit of {limit}."
         if plan.offloaded:
             return ""
         if not self.profile.movable:
             return "No group before the last one saves anything that can be offloaded."
-        ones = [(k,) for k in self.profile.movable]
-        if any(self.place(one, allowed=allowed).seconds < inf for one in ones):
-            return "Nothing is offloaded, because no plan without a cost in time has a smaller peak."
-        if any(place(self.profile, one, allowed=allowed).seconds < inf for one in ones):
+        movable = self.profile.movable
+        ones = [(k,) for k in {movable[0], movable[len(movable) // 2], movable[-1]}]
+        alone = [place(self.profile, one, allowed=allowed) for one in ones]
+        if not any(placement.released and placement.seconds < inf for placement in alone):
+            return "Nothing is offloaded, because no copy fits beside the compute."
+        if all(self.place(one, allowed=allowed).seconds == inf for one in ones):
             return "Nothing is offloaded, because the host is as slow as the device, so that hooks would cost time."
-        return "Nothing is offloaded, because no copy fits beside the compute."
+        return "Nothing is offloaded, because no plan without a cost in time has a smaller peak."

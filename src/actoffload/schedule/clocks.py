@@ -17,7 +17,6 @@ class _Queue:
     kind: Kind
     bandwidth: float
     end: float = 0.0  # of the last copy
-    since: float = 0.0  # when the stretch of copies without a pause began that ends with the last one
 
 
 @dataclass(slots=True)
@@ -88,8 +87,6 @@ class Clocks:
 
     def _copy(self, queue: _Queue, other: _Queue, layer: int, nbytes: int, ready: float) -> float:
         start = max(queue.end, ready)
-        if start > queue.end:
-            queue.since = start
         if self.link.both is None or self.link.both >= queue.bandwidth + other.bandwidth or other.end <= start:
             queue.end = start + (self.link.latency + nbytes / queue.bandwidth)
         else:
@@ -100,11 +97,6 @@ class Clocks:
     @staticmethod
     def _shared(queue: _Queue, other: _Queue, start: float, left: float, both: float) -> float:
         """Return the end of a copy that has what the other direction leaves of the bandwidth while that is busy."""
-        before = max(other.since - start, 0.0)
-        if before and before >= left / queue.bandwidth:
-            return start + left / queue.bandwidth
-        left -= before * queue.bandwidth if before else 0.0
-        start += before
         rest, together = max(both - other.bandwidth, 0.0), max(other.end - start, 0.0)
         if left <= rest * together:
             return start + left / rest

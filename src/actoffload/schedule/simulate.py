@@ -245,7 +245,7 @@ class _Run:
                 self.prefetching, self.room = action.layer, -reserve(self.layers[layer].nbytes)
             else:
                 self._reload(action.layer)
-        if actions:
+        if actions:  # [guard: simulated peak of an event]
             self.memory.border(self.memory.other)
 
     def _offload(self, layer: int) -> None:

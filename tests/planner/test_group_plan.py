@@ -1,0 +1,219 @@
+"""Plans of models: their text, their files, and what they are for another sequence of groups."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+from adversary.plans import plans
+from hypothesis import given
+from hypothesis import strategies as st
+
+from actoffload.planner import Choice, GroupPlan
+from actoffload.schedule import Action, DefaultSchedule, Do, Event, Plan, When
+
+MIB = 2**20
+
+
+def example() -> GroupPlan:
+    names = tuple(f"h.{k}.{part}" for k in range(3) for part in ("attention", "mlp"))
+    calls = []
+    for k in range(3):
+        calls += [
+            (Event(When.FORWARD_START, k), Action(Do.OFFLOAD, k)),
+            (Event(When.FORWARD_END, k + 1), Action(Do.RELEASE, k)),
+            (Event(When.BACKWARD_START, k + 2), Action(Do.RELOAD, k)),
+        ]
+    plan = Plan.of(6, calls)
+    return GroupPlan(names, plan, (MIB, 3 * MIB) * 3, 0.2012, 0.2, 10 * MIB, "Why not.")
+
+
+def test_what_is_kept_and_offloaded():
+    plan = example()
+    assert plan.offloaded == (0, 1, 2)
+    assert plan.choices == (Choice.OFFLOAD,) * 3 + (Choice.KEEP,) * 3
+    assert (plan.offloaded_bytes, plan.kept_bytes) == (5 * MIB, 7 * MIB)
+
+
+def test_the_text_has_equal_groups_in_one_line():
+    assert [line.split() for line in str(example()).splitlines() if "---" not in line] == [
+        ["group", "number", "kept", "offloaded"],
+        ["h.0", "...", "1.attention", "2", "-", "2.0", "MiB"],
+        ["h.0.mlp", "1", "-", "3.0", "MiB"],
+        ["h.1", "...", "2.mlp", "2", "6.0", "MiB", "-"],
+        ["h.2.attention", "1", "1.0", "MiB", "-"],
+        ["6", "7.0", "MiB", "5.0", "MiB"],
+        [],
+        [
+            "Expected:",
+            "peak",
+            "10.0",
+            "MiB;",
+            "step",
+            "201.20",
+            "ms,",
+            "200.00",
+            "ms",
+            "without",
+            "offloading.",
+            "Why",
+            "not.",
+        ],
+    ]
+    unknown = replace(example(), seconds=None, peak_bytes=None, because="")
+    assert "Expected" not in str(unknown)
+
+
+def test_entries_for_each_layer_are_needed():
+    message = "nbytes has 1 entries, but the plan has 2 layers; give one for each layer."
+    with pytest.raises(ValueError, match=message):
+        GroupPlan(("a", "b"), Plan(2), (1,))
+
+
+@given(st.data(), st.integers(1, 5))
+def test_a_saved_plan_is_the_same(tmp_path_factory, data, groups):
+    plan = data.draw(plans(groups))
+    seconds = data.draw(st.one_of(st.none(), st.floats(0, 1e6)))
+    names = tuple(data.draw(st.text(max_size=3)) for _ in range(groups))
+    saved = GroupPlan(names, plan, tuple(range(groups)), seconds, None, data.draw(st.one_of(st.none(), st.just(5))))
+    path = tmp_path_factory.getbasetemp() / "plan.json"
+    saved.save(path)
+    loaded = GroupPlan.load(str(path))
+    assert loaded == saved
+    assert list(map(loaded.plan.at, *zip(*((e.when, e.layer) for e in plan.events()), strict=True))) == list(
+        map(plan.at, *zip(*((e.when, e.layer) for e in plan.events()), strict=True))
+    )
+
+
+def changed(**changes: object) -> str:
+    plan = {"format": "actoffload plan", "version": 1, "names": ["a", "b"], "plan": [], "nbytes": [1, 2]}
+    whole = {**plan, "seconds": 1.0, "baseline_seconds": None, "peak_bytes": 3, "because": "", **changes}
+    return json.dumps(whole)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{",
+        "[]",
+        "3",
+        "{}",
+        "[" * 100_000,
+        changed(version=2),
+        changed(format="else"),
+        changed(names=["a"]),
+        changed(names=[1, 2]),
+        changed(names=None),
+        changed(nbytes=[1, -2]),
+        changed(nbytes=[1, True]),
+        changed(seconds="1"),
+        changed(seconds=float("nan")),
+        changed(peak_bytes=1.5),
+        changed(because=None),
+        changed(plan=[["FORWARD_START", 0, "OFFLOAD", 5]]),
+        changed(plan=[["FORWARD_START", 0, "RELEASE", 0]]),
+        changed(plan=[["SOMETIME", 0, "OFFLOAD", 0]]),
+        changed(plan=[["FORWARD_START", 0]]),
+        changed(plan=[["FORWARD_START", "0", "OFFLOAD", 0]]),
+    ],
+)
+def test_a_file_that_is_no_plan_is_a_value_error(tmp_path, text):
+    path = tmp_path / "plan.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=r"plan.json is no plan that this version of actoffload can read .*; write it"):
+        GroupPlan.load(path)
+
+
+def test_bytes_that_are_no_text_and_missing_files(tmp_path):
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00\x81")
+    with pytest.raises(ValueError, match="is no plan"):
+        GroupPlan.load(tmp_path / "binary")
+    with pytest.raises(FileNotFoundError):
+        GroupPlan.load(tmp_path / "none.json")
+    (tmp_path / "right.json").write_text(changed())
+    assert GroupPlan.load(tmp_path / "right.json").names == ("a", "b")
+
+
+def test_the_same_groups_have_the_same_plan():
+    plan = example()
+    assert plan.matches(list(plan.names))
+    assert plan.remapped(list(plan.names)) is plan
+
+
+def steps_of(plan: GroupPlan) -> list[tuple[str, str, str]]:
+    """Return the actions by the names of the groups."""
+    return [
+        (f"{event.when.name} {plan.names[event.layer]}", action.do.name, plan.names[action.layer])
+        for event in plan.plan.events()
+        for action in plan.plan.at(event.when, event.layer)
+    ]
+
+
+def test_the_next_event_takes_the_place_of_that_of_a_group_that_is_skipped():
+    plan = GroupPlan(tuple("abcdef"), example().plan, (1, 2, 3, 4, 5, 6))
+    skipped = plan.remapped(list("acdef"))
+    assert steps_of(skipped) == [
+        ("FORWARD_START a", "OFFLOAD", "a"),
+        ("FORWARD_START c", "RELEASE", "a"),  # instead of the end of b
+        ("FORWARD_START c", "OFFLOAD", "c"),
+        ("FORWARD_END d", "RELEASE", "c"),
+        ("BACKWARD_START e", "RELOAD", "c"),
+        ("BACKWARD_START c", "RELOAD", "a"),
+    ]
+    assert skipped.nbytes == (1, 3, 4, 5, 6)
+    assert (skipped.seconds, skipped.baseline_seconds, skipped.peak_bytes) == (None, None, None)
+
+
+def test_actions_move_behind_those_before_them():
+    calls = [
+        (Event(When.FORWARD_START, 0), Action(Do.OFFLOAD, 0)),
+        (Event(When.FORWARD_END, 1), Action(Do.RELEASE, 0)),
+        (Event(When.BACKWARD_START, 2), Action(Do.RELOAD, 0)),
+    ]
+    plan = GroupPlan(tuple("abcd"), Plan.of(4, calls), (1, 2, 3, 4))
+    own = ("FORWARD_START a", "OFFLOAD", "a")
+    assert steps_of(plan.remapped(list("bacd"))) == [
+        own,
+        ("FORWARD_END a", "RELEASE", "a"),  # the forward of b is over
+        ("BACKWARD_START c", "RELOAD", "a"),
+    ]
+    assert steps_of(plan.remapped(list("cabd"))) == [
+        own,
+        ("FORWARD_END b", "RELEASE", "a"),
+        ("BACKWARD_START a", "RELOAD", "a"),  # that of c comes too late
+    ]
+
+
+def test_unknown_groups_and_the_last_one_are_kept():
+    plan = GroupPlan(tuple("abcdef"), example().plan, (1, 2, 3, 4, 5, 6))
+    more = plan.remapped(["new", *"abcdef", "a"])
+    assert more.offloaded == (1, 2, 3)
+    assert more.nbytes == (0, 1, 2, 3, 4, 5, 6, 0)
+    assert plan.remapped(["a"]).offloaded == ()
+    assert plan.remapped(["b", "a"]).offloaded == ()
+
+
+def test_each_call_of_a_group_has_its_own_place():
+    plan = GroupPlan(tuple("aab"), DefaultSchedule(1, 3).plan(), (1, 2, 3))
+    assert plan.remapped(["a", "c", "a", "b"]).offloaded == (0,)
+    assert plan.remapped(["a", "c", "a", "b"]).nbytes == (1, 0, 2, 3)
+
+
+@given(st.data(), st.lists(st.sampled_from("abcd"), min_size=1, max_size=6))
+def test_every_sequence_has_a_valid_plan(data, names):
+    plan = data.draw(plans(len(names)))
+    others = data.draw(st.lists(st.sampled_from("abcdx"), min_size=1, max_size=8))
+    earlier = GroupPlan(tuple(names), plan, tuple(range(1, len(names) + 1)))
+    moved = earlier.remapped(others)  # an invalid plan is a ValueError
+    assert moved.names == tuple(others)
+    if tuple(others) == tuple(names):
+        return
+    assert len(others) - 1 not in moved.offloaded
+    assert set(moved.offloaded) <= {k for k, nbytes in enumerate(moved.nbytes) if nbytes}
+    for k in moved.offloaded:
+        was = moved.nbytes[k] - 1
+        assert was in plan.offloaded
+        for do in (Do.RELEASE, Do.RELOAD):
+            assert (moved.plan.find(do, k) is None) == (plan.find(do, was) is None)
