@@ -1,4 +1,4 @@
-"""Choosing groups from measurements: candidates, the call tree, the choice and what is said where it covers little."""
+"""Groups from measurement: candidates, the call tree and the choice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is said where groups cover little, and where blocks ran without being called."""
+"""Warnings where groups cover little, and where blocks ran without being called."""
 
 from __future__ import annotations
 
