@@ -68,7 +68,9 @@ class TimedBlock(nn.Module):
 class TimedModel(nn.Module):
     """Blocks that are alike."""
 
-    def __init__(self, device: Timed, count: int = 8, forward: float = 0.01, backward: float = 0.02, nbytes: int = 2**22):
+    def __init__(
+        self, device: Timed, count: int = 8, forward: float = 0.01, backward: float = 0.02, nbytes: int = 2**22
+    ) -> None:
         super().__init__()
         self.blocks = nn.ModuleList([TimedBlock(device, forward, backward, nbytes) for _ in range(count)])
 
