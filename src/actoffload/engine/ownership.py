@@ -174,21 +174,63 @@ def _addresses(tensor: torch.Tensor) -> Sequence[int]:
 
 
 class ModelTensors:
-    """The parameters and buffers of a model, by the address of their storage, as of the first question of a pass."""
+    """The parameters and buffers of a model, by the address of their storage, as of the first question of a pass.
 
-    def __init__(self, model: Module) -> None:
+    To read all tables of a model takes about as long as to pack all that a layer saves.  So what an earlier pass has
+    read is used again if every table still holds the same tensors in the same memory.
+    """
+
+    def __init__(self, model: Module, earlier: ModelTensors | None = None) -> None:
         self._model = weakref.ref(model)
+        self._earlier = earlier
         self._reasons: dict[int, Reason] | None = None
+        self._held: list[tuple[Mapping[str, Any], str, weakref.ref[Any], int]] | None = None
+        self._sizes: list[tuple[Mapping[str, Any], int]] = []
         self.sharded = False
 
     def reason(self, key: int) -> Reason | None:
         """Return why the storage at an address is kept, or None if the model did not own it."""
         if self._reasons is None:
-            model = self._model()
-            modules = [] if model is None else _modules_in(model)
-            self._reasons = {key: reason for key, (_, _, reason) in _places(modules).items()}
-            self.sharded = any(hasattr(kind, RESHARD) for kind in {type(module) for module in modules})
+            earlier, self._earlier = self._earlier, None
+            if earlier is not None and earlier._is_current():  # [guard: tensors of an earlier pass -> True]
+                self._reasons, self._held, self._sizes = earlier._reasons, earlier._held, earlier._sizes
+            else:
+                self._read()
+        assert self._reasons is not None
         return self._reasons.get(key)
+
+    def _read(self) -> None:
+        model = self._model()
+        modules = [] if model is None else _modules_in(model)
+        self._reasons = {key: reason for key, (_, _, reason) in _places(modules).items()}
+        self.sharded = any(hasattr(kind, RESHARD) for kind in {type(module) for module in modules})
+        held: list[tuple[Mapping[str, Any], str, weakref.ref[Any], int]] = []
+        for module in modules:
+            parameters, buffers, children = registered(module)
+            self._sizes += [(table, len(table)) for table in (parameters, buffers, children)]
+            for table in (parameters, buffers):
+                for name, tensor in table.items():
+                    if tensor is None:
+                        continue
+                    if type(tensor) not in (Parameter, torch.Tensor) or tensor.layout is not torch.strided:
+                        return  # a wrapper may replace its parts: read again in each pass
+                    held.append((table, name, weakref.ref(tensor), tensor.data_ptr()))
+            held += [(children, name, weakref.ref(of), 0) for name, of in children.items() if of is not None]
+        if not self.sharded:
+            self._held = held
+
+    def _is_current(self) -> bool:
+        """Return whether the model still holds what was read."""
+        if self._reasons is None or self._held is None:
+            return False
+        if any(len(table) != size for table, size in self._sizes):  # [guard: parameter added since]
+            return False
+        for table, name, ref, pointer in self._held:
+            found = table.get(name)
+            # [guard: parameter replaced since]
+            if found is None or found is not ref() or (pointer and found.data_ptr() != pointer):
+                return False
+        return True
 
 
 class GroupTensors(ModuleTensors):

@@ -39,8 +39,8 @@ class Stage(enum.Enum):
     LEAN = "everything is offloaded, measured by group"
     WARM = "nothing is offloaded, to warm up"
     BARE = "nothing is offloaded, measured by group"
-    PLAN = "the plan, timed"
     NONE = "nothing is offloaded, timed"
+    PLAN = "the plan, timed"
 
 
 @dataclass(frozen=True, slots=True)

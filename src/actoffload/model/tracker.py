@@ -243,7 +243,7 @@ class Tracker:
         if not alone or current is None or not current.open:  # [guard: pass of a loop over the groups -> True]
             if current is not None and alone:  # [guard: learned order of a loop]
                 self._learn(current)  # a loop over the groups has no call of the root that ends its forward
-            thread.owned = ModelTensors(self._modules[0].module)
+            thread.owned = ModelTensors(self._modules[0].module, thread.owned)
             order = ExecutionOrder(conduct.order)
             owned, scoped = GroupTensors(None, thread.owned), conduct.mode is Mode.SCOPED
             current = ModelPass(self._engine, order, conduct.roles_of, owned, partly=scoped)

@@ -73,6 +73,8 @@ class Tuner:
         plans: GroupPlans,
         log: PassLog,
         title: str = "the model",
+        *,
+        warm: bool = False,
     ) -> None:
         self._title = title
         self._engine, self._groups, self._plans, self._log = engine, groups, plans, log
@@ -80,7 +82,7 @@ class Tuner:
         self._current: TimedPass | None = None
         self._number = 0
         self._unfinished = 0
-        self._script: Script | None = self._measure(warm=False)
+        self._script: Script | None = self._measure(warm=warm)
         self._stage: Stage | None = next(self._script)
         self._chosen: RolesOfPlan | None = None
         self._adopts = False  # groups are offloaded with what was saved before them
@@ -193,11 +195,12 @@ class Tuner:
         if bare is None or not plan.offloaded:
             return plan
         self._chosen = RolesOfPlan(self._groups, plan)
-        offloaded, without = [(yield Stage.PLAN)], []
-        for _ in range(2):  # in turn, because the device gets slower when it gets warm
-            without.append((yield Stage.NONE))
-            offloaded.append((yield Stage.PLAN))
-        return self._compare(plan, offloaded, without)
+        # The first pass after a change warms up; without offloading is timed before and behind, because the device gets
+        # slower when it gets warm.
+        yield Stage.PLAN
+        offloaded = [(yield Stage.PLAN), (yield Stage.PLAN)]
+        yield Stage.WARM
+        return self._compare(plan, offloaded, [bare, (yield Stage.NONE)])
 
     def _fits(self, lean: TimedPass) -> bool:
         """Return whether a pass without offloading fits into the memory of the device."""
@@ -242,7 +245,7 @@ class Tuner:
     def _compare(self, plan: GroupPlan, offloaded: list[TimedPass], without: list[TimedPass]) -> GroupPlan:
         """Return the plan if passes with it are as short as without, and otherwise one that offloads less."""
         backend = self._engine.backend
-        offloaded[-1].wait(backend)
+        without[-1].wait(backend)
         slow, fast = (min(timed.seconds(backend) for timed in passes) for passes in (offloaded, without))
         numbers = [timed.number for timed in (*offloaded, *without)]
         self.times = StepTimes(slow, fast, min(numbers), max(numbers))
