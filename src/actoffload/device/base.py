@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol, TypeAlias
@@ -56,6 +57,10 @@ class Backend(Protocol):
 
     def wait_stream(self, stream: Stream, other: Stream) -> None:
         """Make later work of a stream wait for all work queued so far on another; the host does not wait."""
+
+    def host_time(self) -> float:
+        """Return seconds of the host's clock."""
+        return time.perf_counter()
 
     def elapsed(self, start: StreamEvent, end: StreamEvent) -> float:
         """Return seconds between two events of `record_timed` that have passed."""

@@ -182,7 +182,8 @@ class ModelTensors:
 
     def __init__(self, model: Module, earlier: ModelTensors | None = None) -> None:
         self._model = weakref.ref(model)
-        self._earlier = earlier
+        # A pass that asked nothing read nothing.
+        self._earlier = earlier if earlier is None or earlier._reasons is not None else earlier._earlier
         self._reasons: dict[int, Reason] | None = None
         self._held: list[tuple[Mapping[str, Any], str, weakref.ref[Any], int]] | None = None
         self._sizes: list[tuple[Mapping[str, Any], int]] = []
@@ -228,7 +229,7 @@ class ModelTensors:
         for table, name, ref, pointer in self._held:
             found = table.get(name)
             # [guard: parameter replaced since]
-            if found is None or found is not ref() or (pointer and found.data_ptr() != pointer):
+            if found is not ref() or (pointer and (found is None or found.data_ptr() != pointer)):
                 return False
         return True
 

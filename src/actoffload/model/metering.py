@@ -9,7 +9,6 @@ difference between the two clocks, and the bounds of a step leave little between
 from __future__ import annotations
 
 import enum
-import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -100,13 +99,13 @@ class Meter(TimelineRecorder):
     @contextmanager
     def span(self, kind: Kind, layer: int, stream: Stream, nbytes: int) -> Iterator[None]:
         """Record a copy or a stall as one span."""
-        now = time.perf_counter()
+        now = self._backend.host_time()
         begun = self._backend.record_timed(stream)
-        self._spent += time.perf_counter() - now
+        self._spent += self._backend.host_time() - now
         yield
-        now = time.perf_counter()
+        now = self._backend.host_time()
         self._copies.append((kind, begun, self._backend.record_timed(stream), nbytes))
-        self._spent += time.perf_counter() - now
+        self._spent += self._backend.host_time() - now
 
     def _note(self, owner: object, kind: Kind, layer: int, *, ends: bool) -> None:
         if self._owner is None:
@@ -114,7 +113,7 @@ class Meter(TimelineRecorder):
         if owner is not self._owner or not isinstance(owner, Pass):
             return
         event = self._backend.record_timed(_current(self._backend))
-        now, borders = time.perf_counter(), self.borders
+        now, borders = self._backend.host_time(), self.borders
         host = now - self._spent
         allocated = (self._backend.allocated() or 0) if self._memory else 0
         other = max(allocated - _on_device(owner), 0) if allocated else 0
@@ -122,7 +121,7 @@ class Meter(TimelineRecorder):
         while self._passed < len(borders) and self._backend.passed(borders[self._passed].event):
             self._passed += 1
         self._answers.append((self._passed, now))
-        self._spent += time.perf_counter() - now
+        self._spent += self._backend.host_time() - now
 
     @property
     def ready(self) -> bool:
