@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -131,6 +132,38 @@ def test_what_only_passes_through_the_call_of_the_model_is_named_as_that():
     assert (holder.kind, holder.paths) == ("local variable", ("x",))
 
 
+@pytest.mark.parametrize(("count", "said_so"), [(4, True), (12, False)])
+@pytest.mark.parametrize("record", [False, True])
+def test_an_input_that_the_caller_holds_is_named_only_if_it_is_large(count, said_so, record):
+    model, x = Waves(count), data()
+    handle = offload(model)
+    with handle.recording() if record else nullcontext():
+        model(x).sum().backward()
+    report = handle.report()
+    ((held,),) = [report.held]
+    assert (held.group, held.nbytes, held.is_input) == ("blocks.0", UNIT, True)
+    name = "local variable `x`" if record else "the input of the model"
+    assert name in str(held.holders[0])
+    assert report.r < 1.0
+    assert (name in said(report)) is said_so  # an eighth, or less than a twentieth of all
+    assert said(report).startswith("Nothing to do") is not said_so
+
+
+def test_an_input_that_the_model_keeps_is_named_as_that():
+    class Keeping(Waves):
+        def forward(self, x):
+            self.seen = [x]
+            return super().forward(x)
+
+    model = Keeping(12)
+    handle = offload(model)
+    with handle.recording():
+        model(data()).sum().backward()
+    report = handle.report()
+    assert [held.is_input for held in report.held] == [False]
+    assert "attribute `seen[0]` of the model" in said(report)
+
+
 def test_the_modules_that_save_outside_are_named_and_may_be_chosen():
     model = Transformer(5)
     handle, report = reported(model, layers="*.attention", record=True)
@@ -150,7 +183,7 @@ def test_a_name_stands_for_itself_where_its_pattern_would_mean_others_too():
     model = nn.Sequential(
         nn.Linear(WIDTH, WIDTH), nn.Sequential(nn.Linear(WIDTH, WIDTH), inner), nn.Linear(WIDTH, WIDTH)
     )
-    _, report = reported(model, record=True)
+    _, report = reported(model, record=True, layers="1.1")
     # "*" is also 0, which saves nothing.
     assert report.outside_modules == {"1": UNIT, "2": UNIT}
     alone = Transformer(3)

@@ -121,7 +121,7 @@ def test_the_cache_that_a_hugging_face_model_returns_by_default_is_one_line():
     sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4}
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, num_hidden_layers=4, num_key_value_heads=2))
     tokens = torch.randint(0, 64, (2, 16))
-    handle = offload(model)
+    handle = offload(model, layers="model.layers")
     with handle.recording():
         model(input_ids=tokens, labels=tokens).loss.backward()
     ((groups, _, (holder,)),) = merge_held(handle.report().held)

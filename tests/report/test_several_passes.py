@@ -56,7 +56,7 @@ def device() -> ReferenceDevice:
 @pytest.mark.parametrize("nested", [False, True])
 def test_each_group_is_timed_from_its_first_node_to_its_last(device, passes, nested):
     model = Model(device)
-    handle = offload(model, device=device)
+    handle = offload(model, layers="blocks", device=device)
     x = torch.ones(1, requires_grad=True) * 1.0
     with handle.recording():
         if nested:  # each forward has the result of the one before
@@ -93,7 +93,7 @@ def test_layers_in_contexts_are_timed_until_another_pass_is_reached(device):
 
 def test_the_peak_of_several_passes_is_explained(device):
     model = Model(device)
-    handle = offload(model, device=device)
+    handle = offload(model, layers="blocks", device=device)
     losses = [model(torch.ones(1)) for _ in range(3)]
     report = handle.report()
     # Each keeps its last two blocks, its stem and its head; those of the blocks are followed.
@@ -110,7 +110,7 @@ def test_the_peak_of_several_passes_is_explained(device):
 def test_a_backward_in_a_hook_of_another_pass_ends_nothing(device):
     """The gradient that a hook takes through one pass lies within the backward of another."""
     model = Model(device)
-    handle = offload(model, device=device)
+    handle = offload(model, layers="blocks", device=device)
     inner = model(torch.ones(1))
 
     def hook(module, args, output):

@@ -22,9 +22,9 @@ from ..schedule.execution_order import GroupKey, GroupPlans
 from ..schedule.plan import Plan
 from ..schedule.schedules import GroupSchedule
 from .follow import Followers, followers_of
-from .reporting import PassLog, Recording, build_report, describe, group_names, kept_outside
+from .reporting import PassLog, Recording, build_report, describe, group_names
 from .steering import BySchedule
-from .tracker import FollowedModule, Steering, Tracker
+from .tracker import KEPT, FollowedModule, Steering, Tracker
 
 __all__ = ["OffloadHandle"]
 
@@ -246,9 +246,9 @@ class OffloadHandle:
         """
         if self._log.latest is None:
             raise RuntimeError("There is nothing to report yet: no forward of the model has ended. Run a step first.")
+        kept, times = tuple(of.name for of in self._modules if of.role is KEPT), self._engine.backend.times
         more = self._tracker.steering.facts()
-        outside, times = kept_outside(self._modules), self._engine.backend.times
-        facts = StepFacts(arguments=self._arguments, kept_outside=outside, times=times, **more)
+        facts = StepFacts(arguments=self._arguments, kept_modules=kept, times=times, **more)
         return build_report(self._plans, self._groups, self._log.latest, self._log.recording, self.statistics(), facts)
 
 

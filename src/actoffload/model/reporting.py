@@ -26,7 +26,7 @@ from ..schedule.schedules import GroupSchedule
 from .outside import patterns
 from .tracker import DROPPED, KEPT, FollowedModule
 
-__all__ = ["PassLog", "Recording", "build_report", "describe", "group_names", "kept_outside"]
+__all__ = ["PassLog", "Recording", "build_report", "describe", "group_names"]
 
 
 def group_names(groups: Sequence[FollowedModule], sequence: Iterable[tuple[int, int]]) -> tuple[str, ...]:
@@ -36,12 +36,6 @@ def group_names(groups: Sequence[FollowedModule], sequence: Iterable[tuple[int, 
         name = groups[group].name or "(the whole model)"
         names.append(f"{name} (part {part + 1})" if part else name)
     return tuple(names)
-
-
-def kept_outside(modules: Sequence[FollowedModule]) -> bool:
-    """Return whether modules that `keep` names lie outside of the groups."""
-    groups = [f"{of.name}." for of in modules if of.group >= 0 and of.role is not DROPPED]
-    return any(of.role is KEPT and not of.name.startswith(tuple(groups)) for of in modules)
 
 
 def describe(modules: Sequence[FollowedModule], plans: GroupPlans, plan: GroupPlan, state: str) -> str:
@@ -213,10 +207,17 @@ def build_report(
         absent=[GroupReport(name, groups[k].kind, calls=0) for (k, _), name in zip(absent, absent_names, strict=True)],
         facts=facts,
         outside_modules={} if same is None else dict(same.outside),
-        num_layers=_number(plans.schedule, kinds),
+        num_layers=None if _is_measured(facts) else _number(plans.schedule, kinds),
         step_passes=same.passes if same is not None and done else 0,
         order="" if latest.as_before else "The groups ran in another order than in the previous pass.",
     )
+
+
+def _is_measured(facts: StepFacts | None) -> bool:
+    """Return whether the plan comes from measurement, which does not go by kinds of groups."""
+    if facts is None or not facts.times or facts.arguments is None:
+        return False
+    return all(facts.arguments.get(name) is None for name in ("num_layers", "fraction", "max_inflight"))
 
 
 def _number(schedule: GroupSchedule, kinds: Sequence[str]) -> int:

@@ -32,7 +32,7 @@ RETURN_LESS = (
     (r"", "return only what the loss needs from forward while training"),
 )
 KEEP_ARGUMENTS = "inputs are freed after the call if the caller drops them; use mark_not_offload to avoid their copies"
-LARGE = 0.1  # of the activations: what is worth a sentence
+LARGE = 0.1  # of the activations, or of those in the groups that are offloaded: what is worth a sentence
 LITTLE = 0.02  # of the activations: what is not worth an entry of layers
 HALF = 0.5  # of the activations: fewer in groups are worth a sentence
 TOLERANCE = 0.005  # of the step time, or of the offloaded bytes: what is reported at all
@@ -95,20 +95,18 @@ def _offloaded(report: Report) -> Iterator[Advice]:
     totals, groups = report.totals, len(report.groups)
     none = f"None of {groups} groups is offloaded"
     if not report.offloaded_groups:
-        calls = Counter[str]()
-        for group in report.groups:
-            calls[group.kind] += group.calls
         change: dict[str, Any] = {}
-        if report.because:
-            do = report.because
-        elif max(calls.values()) < 2:
+        if report.because and report.num_layers is None:
+            yield Advice(f"{none}. {report.because[0].upper()}{report.because[1:].rstrip('.')}.", totals.bytes_saved)
+            return
+        if _most_layers(report.groups) < 1:
             do = "only one group of each kind ran, and the last of a kind is always kept; choose several with layers"
         elif report.num_layers:
-            change["fraction"] = fraction = -(-100 // report.num_layers) / 100
-            do = f"pass fraction={fraction} or more"
+            change = {"fraction": -(-100 // report.num_layers) / 100}
         else:
-            change["num_layers"] = 1
-            do = "pass num_layers=1 or more"
+            change = {"num_layers": 1} | ({} if _given(report, "fraction") in (None, 1.0) else {"fraction": 1.0})
+        if change:
+            do = f"pass {' and '.join(f'{name}={value}' for name, value in change.items())} or more"
         yield Advice(f"{none}: {do}.", totals.bytes_saved, **change)
     elif not totals.bytes_offloaded:
         could = size(sum(group.bytes_saved for group in report.offloaded_groups))
@@ -123,17 +121,17 @@ def _offloaded(report: Report) -> Iterator[Advice]:
 
 def _kept(report: Report) -> Iterator[Advice]:
     """Advise on what the groups that are offloaded keep, and on what `keep` names, wherever it lies."""
-    inside = add_amounts(group.kept for group in report.offloaded_groups or report.groups)
-    kept = {reason: amount for reason, amount in report.kept.items() if reason is Reason.KEPT} | {
-        reason: amount for reason, amount in inside.items() if reason is not Reason.OUTSIDE
-    }
-    for reason, (count, nbytes) in kept.items():
-        share = nbytes / report.activation_bytes if report.activation_bytes else 0.0
-        if reason in IN_ORDER or (share < LARGE and reason is not Reason.HOST_FULL):
-            continue
-        do, change = _to_do(report, reason, count, nbytes)
-        if do:
-            yield Advice(f"{_amount(report, count, nbytes, reason)}: {do}.", nbytes, **change)
+    groups = report.offloaded_groups
+    everything = sum(group.activation_bytes for group in groups)
+    inside = add_amounts(group.kept for group in groups)
+    kept = {reason: (amount, everything) for reason, amount in inside.items() if reason not in IN_ORDER}
+    if groups and Reason.KEPT in report.kept:
+        kept[Reason.KEPT] = report.kept[Reason.KEPT], report.activation_bytes
+    for reason, ((count, nbytes), of) in kept.items():
+        if nbytes >= LARGE * of or reason is Reason.HOST_FULL:
+            do, change = _to_do(report, reason, count, nbytes)
+            if do:
+                yield Advice(f"{_amount(report, count, nbytes, reason)}: {do}.", nbytes, **change)
 
 
 def _amount(report: Report, count: int, nbytes: int, reason: Reason) -> str:
@@ -161,11 +159,7 @@ def _to_do(report: Report, reason: Reason, count: int, nbytes: int) -> tuple[str
             do += "; if no limit is set, the host has no more pinned memory"
         return do, {"max_host_bytes": enough}
     if reason is Reason.KEPT:
-        if not report.kept_outside:
-            return "remove their modules from keep to offload them: pass keep=[]", {"keep": []}
-        layers = _extended(report, _given(report, "keep") or ())
-        do = f"choose them with layers to offload them: pass keep=[] and layers={_literal(layers)}"
-        return do, {"keep": [], "layers": layers}
+        return _to_keep_less(report)
     if reason is Reason.SHARED:
         number, most = report.num_layers, _most_layers(report.groups)
         if number is None or number >= most:
@@ -173,6 +167,19 @@ def _to_do(report: Report, reason: Reason, count: int, nbytes: int) -> tuple[str
         do = "they are offloaded only if all groups that save them are, and the last group of a kind never is; "
         return do + f"pass num_layers={number + 1} or more", {"num_layers": number + 1}
     return DOING[reason], {}
+
+
+def _to_keep_less(report: Report) -> tuple[str, dict[str, Any]]:
+    def lie_in(groups: Iterable[GroupReport]) -> list[bool]:
+        names = tuple(f"{group.name.partition(' (part')[0]}." for group in groups)
+        return [name.startswith(names) for name in report.kept_modules]
+
+    if any(lie_in(report.offloaded_groups)) or not report.kept_modules:
+        return "pass keep=[] to offload them", {"keep": []}
+    if all(lie_in(report.groups)):
+        return "", {}  # these groups are kept
+    layers = _extended(report, _given(report, "keep") or ())
+    return f"pass keep=[] and layers={_literal(layers)} to offload them", {"keep": [], "layers": layers}
 
 
 def _most_layers(groups: Sequence[GroupReport]) -> int:
@@ -279,9 +286,8 @@ def _slower(report: Report) -> Iterator[Advice]:
     if not report.times or report.slowdown is None or report.slowdown <= 1 + SLOWER:
         return
     do, change = _fewer(report)
-    because = f" because {report.because}" if report.because else ""
     sentence = step_time(report)
-    yield Advice(f"{sentence[0].upper()}{sentence[1:]}{because}: {do}.", report.totals.bytes_offloaded, **change)
+    yield Advice(f"{sentence[0].upper()}{sentence[1:]}: {do}.", report.totals.bytes_offloaded, **change)
 
 
 def _fewer(report: Report) -> tuple[str, dict[str, Any]]:

@@ -31,14 +31,14 @@ class StepFacts:
     peak_bytes_without, peak_bytes_with : int or None
         Largest number of bytes allocated on the device in a whole step, without offloading and with the present plan.
     because, next_choice : str
-        A clause on why the plan is what it is; a sentence on the next better choice.
+        Why the plan is what it is; what the next better choice is.
     coverage : float or None
         Share of the activations that lie in groups, offloaded or not; None if unknown.  What modules in `keep` save
         does not count.
     arguments : mapping of str to object, or None
         The arguments of `offload`; entries of ``layers`` and ``keep`` are strings, classes and ``...``.
-    kept_outside : bool
-        Whether modules in `keep` lie outside of the groups.
+    kept_modules : tuple of str
+        Names of the modules in `keep`.
     record : str
         The call that records a step.
     times : bool
@@ -54,7 +54,7 @@ class StepFacts:
     next_choice: str = ""
     coverage: float | None = None
     arguments: Mapping[str, Any] | None = None
-    kept_outside: bool = False
+    kept_modules: tuple[str, ...] = ()
     record: str = "handle.recording()"
     times: bool = True
 
@@ -179,6 +179,7 @@ class Report(StepFacts, Printable):
             "measured_steps": None if self.measured_steps is None else list(self.measured_steps),
             "slowdown": self.slowdown,
             "peak_drop_bytes": self.peak_drop_bytes,
+            "kept_modules": list(self.kept_modules),
             "r": self.r,
             "advice": list(self.advice),
         }
