@@ -100,8 +100,9 @@ def _offloaded(report: Report) -> Iterator[Advice]:
             calls[group.kind] += group.calls
         change: dict[str, Any] = {}
         if report.because:
-            do = report.because
-        elif max(calls.values()) < 2:
+            yield Advice(report.because, totals.bytes_saved)
+            return
+        if max(calls.values()) < 2:
             do = "only one group of each kind ran, and the last of a kind is always kept; choose several with layers"
         elif report.num_layers:
             change["fraction"] = fraction = -(-100 // report.num_layers) / 100
