@@ -183,7 +183,9 @@ class ModelTensors:
     def __init__(self, model: Module, earlier: ModelTensors | None = None) -> None:
         self._model = weakref.ref(model)
         # A pass that asked nothing read nothing.
-        self._earlier: ModelTensors | None = earlier if earlier is None or earlier._reasons is not None else earlier._earlier
+        self._earlier: ModelTensors | None = (
+            earlier if earlier is None or earlier._reasons is not None else earlier._earlier
+        )
         self._reasons: dict[int, Reason] | None = None
         self._held: list[tuple[Mapping[str, Any], str, weakref.ref[Any], int]] | None = None
         self._sizes: list[tuple[Mapping[str, Any], int]] = []

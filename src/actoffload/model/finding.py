@@ -57,6 +57,9 @@ class Finder:
         # Where blocks are all that there is, their schedule is known.
         self._roles = Roles.offload_all() if any(of.kind == MODULE for of in groups) else None
 
+    def retire(self) -> None:
+        """Do nothing: nothing is measured yet."""
+
     def plan(self) -> GroupPlan:
         """Return the plan that follows."""
         return self._then.plan()

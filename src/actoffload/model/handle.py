@@ -93,6 +93,7 @@ class OffloadHandle:
         """
         if self.installed:
             assert self._followers is not None
+            self._tracker.steering.retire()
             self._followers.remove()
             self._engine.close()
         self._followers = None
@@ -129,6 +130,7 @@ class OffloadHandle:
         schedule = GroupSchedule(num_layers, fraction, max_inflight)
         check_num_layers(num_layers, [of.kind for of in self._groups], self._plans.kinds(self._plans.order))
         self._plans.reschedule(schedule)
+        self._tracker.steering.retire()
         self._tracker.steering = BySchedule(self._groups, self._plans, self._log)
         if self._arguments is not None:
             self._arguments.update(num_layers=num_layers, fraction=fraction, max_inflight=max_inflight)

@@ -9,6 +9,8 @@ difference between the two clocks, and the bounds of a step leave little between
 from __future__ import annotations
 
 import enum
+import threading
+import weakref
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -82,7 +84,8 @@ class Meter(TimelineRecorder):
         self.borders: list[Border] = []
         self._copies: list[tuple[Kind, StreamEvent, StreamEvent, int]] = []
         self._answers: list[tuple[int, float]] = []
-        self._owner: object = None
+        self._owner: weakref.ref[Pass] | None = None  # which refers to this meter
+        self._thread = threading.get_ident()  # that runs the forward
         self._spent = 0.0  # seconds of the host in here
 
     def begin(self, owner: object, kind: Kind, layer: int) -> None:
@@ -108,9 +111,11 @@ class Meter(TimelineRecorder):
         self._spent += self._backend.host_time() - now
 
     def _note(self, owner: object, kind: Kind, layer: int, *, ends: bool) -> None:
-        if self._owner is None:
-            self._owner = owner
-        if owner is not self._owner or not isinstance(owner, Pass):
+        if not isinstance(owner, Pass):
+            return
+        if self._owner is None and threading.get_ident() == self._thread:  # of the threads that run the model
+            self._owner = weakref.ref(owner)
+        if self._owner is None or owner is not self._owner():
             return
         event = self._backend.record_timed(_current(self._backend))
         now, borders = self._backend.host_time(), self.borders
@@ -122,11 +127,6 @@ class Meter(TimelineRecorder):
             self._passed += 1
         self._answers.append((self._passed, now))
         self._spent += self._backend.host_time() - now
-
-    @property
-    def ready(self) -> bool:
-        """Whether the device has passed all that was recorded."""
-        return bool(self.borders) and self._backend.passed(self.borders[-1].event)
 
     def times(self) -> Times:
         """Return the times of the borders; see [Note: clocks]."""
@@ -172,6 +172,7 @@ class TimedPass:
     sizes: list[tuple[int, ...]] = field(default_factory=list)  # by group: bytes of the storages that it saves
     adopted: int = 0  # bytes saved between the groups and offloaded with one
     peak: int = 0  # largest number of bytes allocated until its end, since the program last reset it
+    waiting: int = 0  # earlier passes whose backward is still to come
 
     @staticmethod
     def begin(stage: Stage, number: int, elements: int, backend: Backend) -> TimedPass:
@@ -182,7 +183,7 @@ class TimedPass:
         """Note the end of the first backward that comes to one of the outputs."""
 
         def ended() -> None:
-            if self.ended is None:
+            if self.ended is None and not backend.capturing():
                 self.peak = backend.peak_allocated() or 0
                 self.ended = backend.record_timed(_current(backend))
 
@@ -214,6 +215,16 @@ class TimedPass:
         assert self.ended is not None
         return backend.elapsed(self.begun, self.ended)
 
+    def pace(self, backend: Backend) -> float:
+        """Return the seconds for each element of the inputs, whose number may differ from pass to pass."""
+        return self.seconds(backend) / max(self.elements, 1)
+
+    @property
+    def between(self) -> int:
+        """The most bytes allocated for a time between two of its borders, or more if the peak lay outside of it."""
+        assert self.meter is not None
+        return max(self.peak - max((border.allocated for border in self.meter.borders), default=0), 0)
+
     def levels(self) -> list[int]:
         """Return the bytes on the device at its borders if nothing were offloaded."""
         assert self.meter is not None
@@ -240,14 +251,16 @@ def measured_link(meter: Meter) -> Link | None:
 def hook_seconds(sizes: Sequence[Sequence[int]], offloaded: Meter, without: Meter) -> float | None:
     """Return how long the host takes for one tensor that is offloaded, with all that is saved beside it.
 
-    Of the second to the fifth group: the first has costs of its own, and later the host may wait for the device.
+    Of the first four groups behind the first that save anything: the first has costs of its own, and later the host may
+    wait for the device.
     """
     hooked, plain = offloaded.times().host, without.times().host
 
     def forward(host: dict[tuple[Kind, int, bool], float], k: int) -> float:
         return host[Kind.FORWARD, k, True] - host[Kind.FORWARD, k, False]
 
-    each = [(forward(hooked, k) - forward(plain, k)) / len(sizes[k]) for k in range(1, min(5, len(sizes))) if sizes[k]]
+    saving = [k for k in range(1, len(sizes)) if sizes[k]][:4]
+    each = [(forward(hooked, k) - forward(plain, k)) / len(sizes[k]) for k in saving]
     return max(median(each), 0.0) if each else None
 
 
@@ -275,12 +288,8 @@ def layer_costs(
 
     Notes
     -----
-    When backward needs each tensor of a group is not known.  All count as needed when it starts.
-
-    Raises
-    ------
-    KeyError
-        If a step lacks the forward or the backward of a group.
+    When backward needs each tensor of a group is not known.  All count as needed when it starts.  A group that has no
+    backward, because its weights and inputs need no gradients, takes no time in it.
     """
     times = timed.times()
     other = {(border.kind, border.layer, border.ends): border.other_bytes for border in memory.borders}
@@ -293,7 +302,9 @@ def layer_costs(
     for k, (ahead, behind) in enumerate(zip(forward, reversed(backward), strict=True)):
         count = len(sizes[k])
         saved = [Saved(n, 1.0 if k in compiled else (j + 1) / count) for j, n in enumerate(sizes[k])]
-        levels: Any = tuple(other[kind, k, ends] for kind in (Kind.FORWARD, Kind.BACKWARD) for ends in (False, True))
+        borders = [(kind, k, ends) for kind in (Kind.FORWARD, Kind.BACKWARD) for ends in (False, True)]
+        least = min((other[border] for border in borders if border in other), default=0)
+        levels: Any = tuple(other.get(border, least) for border in borders)
         costs.append(
             LayerCost(
                 ahead.seconds,
@@ -328,8 +339,10 @@ class _Clock:
         self._host = 0.0  # of the host, never before the device began
 
     def span(self, kind: Kind, layer: int) -> _Span:
-        start, end = self._times.device[kind, layer, False], self._times.device[kind, layer, True]
-        host = max(self._times.host[kind, layer, True], self._host)
+        device, ends = self._times.device, (kind, layer, True)
+        if ends not in device:
+            return _Span(0.0, 0.0, 0.0)
+        start, end, host = device[kind, layer, False], device[ends], max(self._times.host[ends], self._host)
         found = _Span(max(end - start, 0.0), max(start - self._at, 0.0), host - self._host)
         self._at, self._host = max(end, self._at), host
         return found

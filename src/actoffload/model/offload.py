@@ -169,7 +169,7 @@ def offload(
         elif by_hand or not engine.backend.times:
             steering = BySchedule(groups, plans, log, "" if by_hand else ON_REFERENCE)
         else:
-            steering = Tuner(engine, groups, plans, log, type(module).__name__, warm=searching)
+            steering = Tuner(engine, groups, plans, log, type(module).__name__, passes=int(searching))
         if not searching:
             return steering
         return Finder(groups, plans, log, weakref.ref(module), steering, default=frozenset((BLOCK, MODULE)))

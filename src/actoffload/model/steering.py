@@ -35,6 +35,9 @@ class BySchedule:
             self._log.forward_done(done, sequence)
         return None
 
+    def retire(self) -> None:
+        """Do nothing: nothing is measured."""
+
     def facts(self) -> dict[str, Any]:
         """Return what is known of whole steps, as fields of `StepFacts`."""
         return {"because": self._because}

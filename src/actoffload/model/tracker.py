@@ -88,6 +88,9 @@ class Steering(Protocol):
         Returns what steers from now on, and what to call when no forward is in progress; None for no change.
         """
 
+    def retire(self) -> None:
+        """Stop measuring: the model is followed no longer, or something else steers."""
+
     def plan(self) -> GroupPlan:
         """Return the present plan."""
 

@@ -1,0 +1,169 @@
+"""The first steps of the default: measure a few passes, and choose a plan from what they show.
+
+`[Note: the first steps]`  Nothing is known before the first step, and it must not run out of memory where any plan
+fits.  So the first two passes offload everything that can be: the first warms up, in the second the bytes, the device
+memory and the rates of the copies are measured.  If the model fits without offloading too, two passes run without; the
+times of the groups come from the second of these.  The planner then chooses, from costs alone.  Because costs do not
+say everything that makes a step longer, whole passes with the plan and without are compared before it is kept.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Generator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import NamedTuple, TypeAlias
+
+from .._torch import is_compiled
+from ..device.base import Backend
+from ..planner import GroupPlan, choose
+from ..schedule.execution_order import GroupPlans
+from ..schedule.plan import Plan
+from ..schedule.timeline import milliseconds, size
+from .metering import Stage, TimedPass, hook_seconds, layer_costs, measured_link
+from .reporting import PassLog, group_names
+from .steering import RolesOfPlan
+from .tracker import FollowedModule
+
+__all__ = ["FirstSteps", "Script", "StepTimes"]
+
+TOLERANCE, SHORT_TOLERANCE, SHORT = 0.01, 0.02, 0.020  # of the time of a pass; for passes shorter than so many seconds
+ROOM = 0.03  # fraction of the device memory that predictions leave free
+CAUTION = 0.7  # a plan that turned out to cost too much is cut to this part of what its cost allows
+MOST = 0.03  # cost, as a fraction of the time of a pass, from which on nothing is offloaded
+HOST_SECONDS = 60e-6  # of the host for one tensor that is offloaded, unless measured
+
+
+class StepTimes(NamedTuple):
+    """Seconds of a pass with the plan and without offloading, and the numbers of the first and last pass compared."""
+
+    offloaded: float
+    without: float
+    first: int
+    last: int
+
+
+Script: TypeAlias = Generator[Stage, TimedPass, GroupPlan]
+
+
+class FirstSteps:
+    """What the first steps showed, and the plan that follows from it.
+
+    It does not reference the `Tuner`, which holds the generator that `run` returns: no cycle keeps either alive.
+    """
+
+    def __init__(self, backend: Backend, groups: Sequence[FollowedModule], plans: GroupPlans, log: PassLog) -> None:
+        self._backend, self._groups, self._plans, self._log = backend, groups, plans, log
+        self.roles: RolesOfPlan | None = None  # of the plan that is tried, and in the end chosen
+        self.adopts = False  # groups are offloaded with what was saved before them
+        self.limit: int | None = None  # bytes of device memory
+        self.size = 0  # elements of the inputs
+        self.least_size = 0  # fewest elements for which hooks cost nothing
+        self.planning = 0.0  # seconds
+        self.times: StepTimes | None = None
+        self._bare_peak = 0  # bytes of device memory without offloading
+
+    def run(self, *, warm: bool) -> Script:
+        """Yield what the next pass is for, get it when it is over, and return a plan; see [Note: the first steps]."""
+        if not warm:
+            yield from _next(Stage.FIRST)
+        lean = yield from _next(Stage.LEAN)
+        bare = None
+        if self._fits_bare(lean):
+            yield from _next(Stage.WARM)
+            bare = yield from _next(Stage.BARE)
+        plan = self._choose(lean, bare)
+        self.roles = RolesOfPlan(self._groups, plan)
+        if bare is None or not plan.offloaded:
+            return plan
+        # The first pass after a change warms up.  Passes without offloading are timed before and behind, because the
+        # device gets slower when it gets warm.
+        yield from _next(Stage.PLAN)
+        offloaded = [(yield from _next(Stage.PLAN)), (yield from _next(Stage.PLAN))]
+        yield from _next(Stage.WARM)
+        plan = self._compare(plan, offloaded, [bare, (yield from _next(Stage.NONE))])
+        self.roles = RolesOfPlan(self._groups, plan)
+        return plan
+
+    def fits(self, elements: int) -> bool:
+        """Return whether a pass with so many elements as inputs fits with the plan, or without one if there is none."""
+        peak = None if self.roles is None else self.roles.plan.peak_bytes
+        peak = self._bare_peak if peak is None else peak
+        # An upper bound: activations grow with the inputs, weights do not.
+        return self.limit is None or elements <= self.size or peak * elements <= self.limit * self.size
+
+    def _fits_bare(self, lean: TimedPass) -> bool:
+        """Return whether a pass without offloading fits into the memory of the device."""
+        assert lean.meter is not None
+        limit, self.size = self._backend.memory_limit(), lean.elements
+        if limit is None or not lean.meter.borders:
+            return True
+        in_flight = lean.waiting * sum(map(sum, lean.sizes))  # of earlier passes, if they keep everything
+        self.limit = round(limit * (1 - ROOM)) - in_flight
+        self._bare_peak = max(lean.levels()) + lean.between
+        return self._bare_peak <= self.limit
+
+    def _choose(self, lean: TimedPass, bare: TimedPass | None) -> GroupPlan:
+        """Plan from what was measured in a pass that offloaded everything and one that offloaded nothing."""
+        timed = lean if bare is None else bare
+        assert lean.meter is not None
+        assert timed.meter is not None
+        timed.wait(self._backend)
+        begun = time.perf_counter()
+        self.adopts, names = lean.adopted > 0, group_names(self._groups, lean.sequence)
+        link = measured_link(lean.meter)
+        if link is None:
+            return self._keep("Nothing is offloaded: only the last groups, which are kept, save anything that can be.")
+        if timed.sequence != lean.sequence:
+            return self._keep("The groups ran in another order in each of the first passes: their costs are not known.")
+        temporary = lean.between if bare is None else max(bare.peak - max(lean.levels()), 0)
+        compiled = {k for k, key in enumerate(lean.sequence) if is_compiled(self._groups[key.group].module)}
+        # Activations grow with the inputs.
+        larger = timed.elements / lean.elements if lean.elements else 1.0
+        sizes = [[round(nbytes * larger) for nbytes in of_group] for of_group in lean.sizes]
+        layers = layer_costs(sizes, timed.meter, lean.meter, temporary, compiled)
+        each = hook_seconds(lean.sizes, lean.meter, timed.meter) if timed is not lean else None
+        each = HOST_SECONDS if each is None else each
+        self._choose_among = partial(choose, names, layers, link, limit=self.limit, host_seconds=each)
+        plan = self._choose_among()
+        device = sum(layer.forward + layer.backward + layer.gap_forward + layer.gap_backward for layer in layers)
+        tensors = sum(len(layers[k].saved) for k in plan.offloaded)
+        host = sum(layer.host_forward + layer.host_backward for layer in layers) + 2 * tensors * each
+        self.size = timed.elements
+        self.least_size = round(self.size * min(host / device, 1.0)) if device else 0
+        self.planning = time.perf_counter() - begun
+        return plan
+
+    def _compare(self, plan: GroupPlan, offloaded: list[TimedPass], without: list[TimedPass]) -> GroupPlan:
+        """Return the plan if passes with it are as short as without, and otherwise one that offloads less."""
+        backend, elements = self._backend, max(self.size, 1)
+        without[-1].wait(backend)
+        slow, fast = (min(timed.pace(backend) for timed in passes) * elements for passes in (offloaded, without))
+        numbers = [timed.number for timed in (*offloaded, *without)]
+        allowed, cost = SHORT_TOLERANCE if fast < SHORT else TOLERANCE, slow / fast - 1
+        if cost <= allowed:
+            self.times = StepTimes(slow, fast, min(numbers), max(numbers))
+            return plan
+        number = len(plan.offloaded)
+        less = math.floor(number * min(CAUTION * allowed / cost, 1.0))
+        tried = f"with {number} groups offloaded ({size(plan.offloaded_bytes)}) a pass took {milliseconds(slow)}"
+        because = f"{tried}, without offloading {milliseconds(fast)}, although copies should have taken no time"
+        if cost > MOST or not less:
+            return self._keep(f"Nothing is offloaded, because {because}.")
+        found = self._choose_among(among=plan.offloaded[:less])
+        return replace(found, because=f"Only {len(found.offloaded)} groups are offloaded, because {because}.")
+
+    def _keep(self, because: str) -> GroupPlan:
+        order = self._plans.order
+        names = group_names(self._groups, order)
+        return GroupPlan(names, Plan(max(len(names), 1)), self._log.bytes_of(order), because=because)
+
+
+def _next(stage: Stage) -> Generator[Stage, TimedPass, TimedPass]:
+    """Yield a stage until a pass of it is over, and return that pass."""
+    while True:
+        timed = yield stage
+        if timed.stage is stage:
+            return timed
