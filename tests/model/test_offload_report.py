@@ -294,7 +294,7 @@ def test_advice_when_nothing_is_offloaded():
     _, report = reported(Inside(6), num_layers=0)
     assert "None of 6 groups is offloaded: pass num_layers=1 or more." in said(report)
     with pytest.warns(UserWarning, match="None of the groups"):
-        _, report = reported(Inside(2))
+        _, report = reported(Inside(2), layers="blocks")
     assert "None of 2 groups is offloaded" in said(report)
 
 
