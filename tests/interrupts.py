@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import actoffload
+from actoffload.engine.finalizers import settle
 
 SOURCES = Path(actoffload.__file__).parent
 
@@ -54,6 +55,8 @@ def interrupted(run: Callable[[], Any], after: int, files: tuple[str, ...]) -> b
     sys.settrace(Interrupt(after, files))
     try:
         run()
+        sys.settrace(None)
+        settle()  # raises an interrupt that came while a finalizer ran
     except KeyboardInterrupt:
         return True
     finally:

@@ -165,16 +165,19 @@ def equal(got: list[Tensor], want: list[Tensor]) -> None:
 
 
 def agrees(
-    model: nn.Module, run: Run = call, steps: int = 3, **options: Any
+    model: nn.Module, run: Run = call, steps: int = 3, *, before: int = 0, **options: Any
 ) -> tuple[actoffload.OffloadHandle, actoffload.report.Statistics]:
     """Train a copy of a model as it is, and the model with offload: equal bits, and nothing is held in the end.
 
-    Returns the handle and the statistics of all steps.
+    Returns the handle and the statistics of all steps but the first `before`, such as the one that finds the groups.
     """
-    want = train(copy.deepcopy(model), run, steps)
+    reference = copy.deepcopy(model)
+    want = train(reference, run, before) + train(reference, run, steps)
     handle = offload(model, **options)
     with no_gc():
-        got = train(model, run, steps)
+        got = train(model, run, before)
+        handle.reset_statistics()
+        got += train(model, run, steps)
         nothing_held(handle)  # type: ignore[arg-type]
     equal(got, want)
     return handle, handle.statistics()

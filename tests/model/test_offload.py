@@ -59,7 +59,7 @@ def test_one_call():
     ],
 )
 def test_plain_pytorch_models(model, number):
-    handle, statistics = agrees(model())
+    handle, statistics = agrees(model(), before=1)
     assert len(handle.plan.offloaded) == number
     assert statistics.reloaded_on_demand == 0
     # The output of the last offloaded group, which it saves itself, is saved by a kept one too: copied, not freed.
@@ -89,7 +89,9 @@ def test_a_hugging_face_model_as_it_is():
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(config)
     tokens = torch.randint(64, (2, 12), generator=torch.Generator().manual_seed(1))
-    handle, statistics = agrees(model, lambda model, x: model(input_ids=tokens, labels=tokens, use_cache=False).loss)
+    handle, statistics = agrees(
+        model, lambda model, x: model(input_ids=tokens, labels=tokens, use_cache=False).loss, before=1
+    )
     assert handle.groups == tuple(f"model.layers.{k}" for k in range(5))
     assert statistics.reloaded_on_demand == 0
     # The tables of the rotary embedding are saved in every layer, also in kept ones: copied and not freed.
@@ -252,8 +254,9 @@ def test_max_inflight(inflight, distance, ahead):
 )
 def test_keep_inside_of_chosen_modules(keep):
     model = Transformer(5)
-    all_of_it = agrees(copy.deepcopy(model), steps=1)[1]
-    handle, statistics = agrees(model, steps=1, keep=keep(model) if callable(keep) and keep is not Attention else keep)
+    keep = keep(model) if callable(keep) and keep is not Attention else keep
+    all_of_it = agrees(copy.deepcopy(model), steps=1, before=1)[1]
+    handle, statistics = agrees(model, steps=1, before=1, keep=keep)
     attention = UNIT + 3 * UNIT + ROWS * ROWS * 4 + UNIT
     assert all_of_it.bytes_offloaded - statistics.bytes_offloaded == 3 * attention
     assert statistics.bytes_kept[Reason.KEPT] >= 5 * attention
@@ -292,7 +295,7 @@ def test_chosen_inside_of_kept_inside_of_chosen():
 
 def test_keep_around_chosen_modules_and_the_whole_model():
     model = Transformer(5)
-    _, statistics = agrees(model, steps=1, keep=[model])
+    _, statistics = agrees(model, steps=1, before=1, keep=[model])
     assert statistics.tensors_offloaded > 0
     assert Reason.OUTSIDE not in statistics.bytes_kept
     assert statistics.bytes_kept[Reason.KEPT] >= UNIT  # the input of the head

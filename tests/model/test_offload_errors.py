@@ -10,7 +10,9 @@ import pytest
 import torch
 from torch import nn
 from whole_model import (
+    UNIT,
     Transformer,
+    Wave,
     Waves,
     data,
     nothing_installed,
@@ -18,6 +20,7 @@ from whole_model import (
 )
 
 import actoffload
+from actoffload.report import Reason
 
 
 def step(model, seed: int = 0) -> None:
@@ -89,18 +92,26 @@ def test_what_is_no_module_is_refused():
         offload([nn.Linear(2, 2)])  # type: ignore[arg-type]
 
 
-def test_nothing_found_lists_the_candidates():
+def test_a_model_without_modules_inside_is_refused():
+    with pytest.raises(ValueError, match="This Linear has no modules inside that could be offloaded"):
+        offload(nn.Linear(4, 4))
+    with pytest.raises(ValueError, match="This Waves has no modules inside that could be offloaded"):
+        offload(Waves(6), keep="blocks.*")
+
+
+def test_modules_that_do_not_repeat_are_groups():
     class Two(nn.Module):
         def __init__(self):
             super().__init__()
-            self.stem, self.head = nn.Linear(4, 4), nn.Linear(4, 4)
+            self.stem, self.head = Wave(), Wave()
 
-    with pytest.raises(ValueError, match="Found no repeated blocks in this Two") as raised:
-        offload(Two())
-    for said in ("'stem' (Linear)", "'head' (Linear)", "layers="):
-        assert said in str(raised.value)
-    with pytest.raises(ValueError, match=r"Its lists are the model itself \(1 Linear, 1 ReLU\)\."):
-        offload(nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
+        def forward(self, x):
+            return self.head(self.stem(x))
+
+    model = Two()
+    handle = offload(model)
+    step(model)
+    assert handle.groups == ("stem", "head")
 
 
 def test_a_module_of_another_model():
@@ -127,7 +138,7 @@ def test_offloaded_twice_though_the_first_handle_was_thrown_away():
 
 def test_so_few_groups_that_none_is_offloaded_warns():
     with pytest.warns(UserWarning, match=r"None of the groups that were found \(\d\) is offloaded") as caught:
-        handle = offload(Waves(2))
+        handle = offload(Waves(2), layers="blocks")
     assert handle.plan.offloaded == ()
     assert "0 of 2 groups are offloaded" in str(handle)
     assert caught[0].filename == str(Path(__file__).parents[1] / "whole_model.py")  # where offload was called
@@ -154,9 +165,13 @@ def test_the_handle_of_what_is_no_module():
         actoffload.OffloadHandle.of(5)
 
 
-def test_keep_of_a_default_block_names_keep_alone():
-    with pytest.raises(ValueError, match=r"'blocks.2' is chosen by default, as a repeated block, and by keep"):
-        offload(Waves(6), keep="blocks.2")
+def test_a_default_block_that_keep_names_is_no_group():
+    model = Waves(6)
+    handle = offload(model, keep="blocks.2")
+    step(model)
+    assert handle.groups == tuple(f"blocks.{k}" for k in (0, 1, 3, 4, 5))
+    assert handle.plan.offloaded == (0, 1, 2)
+    assert handle.statistics().bytes_kept[Reason.KEPT] == Wave.SAVES * UNIT
 
 
 def test_disabled_saved_tensor_hooks_have_a_sentence_of_their_own():

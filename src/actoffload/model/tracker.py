@@ -210,6 +210,11 @@ class Tracker:
             if self.paused or not torch.is_grad_enabled():
                 return
             alone = of.role is not ROOT
+            current = thread.current
+            # [guard: pass of a loop over the groups -> False]
+            if alone and current is not None and not current.open:
+                thread.current = None
+                self._learn(current)  # [guard: learned order of a loop] its forward ends with no call of the root
             conduct = self.steering.forward_begins((args, kwargs), alone=alone, busy=bool(self._running))
             if conduct.mode is Mode.IDLE:
                 thread.calls.append(_Call(of))
@@ -243,9 +248,7 @@ class Tracker:
     def _begin_forward(self, conduct: Conduct, *, alone: bool) -> None:
         thread = self._thread
         current = thread.current
-        if not alone or current is None or not current.open:  # [guard: pass of a loop over the groups -> True]
-            if current is not None and alone:  # [guard: learned order of a loop]
-                self._learn(current)  # a loop over the groups has no call of the root that ends its forward
+        if not alone or current is None:
             thread.owned = ModelTensors(self._modules[0].module, thread.owned)
             order = ExecutionOrder(conduct.order)
             owned, scoped = GroupTensors(None, thread.owned), conduct.mode is Mode.SCOPED
