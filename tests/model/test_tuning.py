@@ -33,7 +33,7 @@ def test_stages(layers):
 
 
 @pytest.mark.parametrize("layers", BOTH)
-@pytest.mark.parametrize("count", [3, 8, 33])
+@pytest.mark.parametrize("count", [3, 16])
 @pytest.mark.parametrize("link", [1e7, 4e7, 1e8, 1.3e8, 2e8, 1e9])
 def test_from_the_tenth_pass_on_a_pass_costs_nothing(layers, count, link):
     device = Timed(link, link)
