@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from actoffload.device import ReferenceDevice
+import actoffload
+from actoffload.device import ReferenceDevice, use
+from actoffload.device.reference import CreatedStorages
 
-__all__ = ["Timed", "TimedBlock", "TimedModel"]
+__all__ = ["Timed", "TimedBlock", "TimedModel", "offload", "seconds", "stages", "step"]
 
 
 class Timed(ReferenceDevice):
-    """A device with memory of a given size, whose host is never in the way unless it is told to be."""
+    """A device with memory of a given size, whose host is never in the way unless it is told to be.
+
+    Its memory is what the blocks save and what is reloaded.
+    """
 
     times = True
 
@@ -23,6 +29,8 @@ class Timed(ReferenceDevice):
         self.behind = True  # the device lags behind the host
         self.synchronized = 0
         self.host = 0.0  # seconds; the host takes no time unless a test lets it
+        self.created = CreatedStorages()
+        self.slow: Callable[[], float] = lambda: 1.0  # factor of all compute
 
     def host_time(self) -> float:
         return self.host
@@ -33,6 +41,23 @@ class Timed(ReferenceDevice):
     def synchronize(self, device: torch.device) -> None:
         self.synchronized += 1
 
+    def compute(self, seconds: float) -> None:
+        super().compute(seconds * self.slow())
+
+    def empty_device(self, *args: Any, **kwargs: Any) -> Tensor:
+        return self.count(super().empty_device(*args, **kwargs))
+
+    def count(self, tensor: Tensor) -> Tensor:
+        """Count a tensor as memory of this device."""
+        self.created._follow(tensor.untyped_storage(), set())
+        return tensor
+
+    def allocated(self) -> int | None:
+        return None if self.memory is None else self.created.now
+
+    def peak_allocated(self) -> int | None:
+        return None if self.memory is None else self.created.peak
+
     def memory_limit(self) -> int | None:
         return self.memory
 
@@ -42,7 +67,7 @@ class _Work(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, device: Timed, seconds: tuple[float, float], nbytes: int) -> Tensor:
         device.compute(seconds[0])
         ctx.device, ctx.seconds = device, seconds[1]
-        ctx.save_for_backward(torch.zeros(nbytes // 4))
+        ctx.save_for_backward(device.count(torch.zeros(nbytes // 4)))
         return x.view_as(x)
 
     @staticmethod
@@ -64,8 +89,9 @@ class TimedBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
-        for _ in range(4):
-            x = _Work.apply(x, self.device, self.seconds, self.nbytes)
+        for _ in range(4):  # for an input of 4 elements
+            forward, backward = (seconds * x.numel() / 4 for seconds in self.seconds)
+            x = _Work.apply(x, self.device, (forward, backward), self.nbytes * x.numel() // 4)
         return x * self.scale
 
 
@@ -77,8 +103,37 @@ class TimedModel(nn.Module):
     ) -> None:
         super().__init__()
         self.blocks = nn.ModuleList([TimedBlock(device, forward, backward, nbytes) for _ in range(count)])
+        self.skipped: set[int] = set()
 
     def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
+        for k, block in enumerate(self.blocks):
+            x = x if k in self.skipped else block(x)
         return x
+
+
+def offload(model: nn.Module, device: Timed, **options: Any) -> actoffload.OffloadHandle:
+    """Offload a model on a device, also its small tensors."""
+    with use(device):
+        return actoffload.offload(model, **{"layers": "blocks", "min_bytes": 64, **options})
+
+
+def step(model: nn.Module, elements: int = 4) -> None:
+    """Run a step."""
+    model(torch.zeros(elements, requires_grad=True)).sum().backward()
+
+
+def seconds(model: nn.Module, device: Timed, elements: int = 4) -> float:
+    """Run a step and return its virtual seconds."""
+    begun = device.main.now
+    step(model, elements)
+    return device.main.now - begun
+
+
+def stages(handle: actoffload.OffloadHandle, run: Callable[[], None], passes: int) -> list[str]:
+    """Run passes; return the name of the stage of each, "" for those that follow a plan."""
+    found = []
+    for _ in range(passes):
+        run()
+        stage = getattr(handle._tracker.steering, "_stage", None)
+        found.append("" if stage is None else stage.name)
+    return found

@@ -33,6 +33,7 @@ TOLERANCE, SHORT_TOLERANCE, SHORT = 0.01, 0.02, 0.020  # of the time of a pass; 
 ROOM = 0.03  # fraction of the device memory that predictions leave free
 CAUTION = 0.7  # a plan that turned out to cost too much is cut to this part of what its cost allows
 MOST = 0.03  # cost, as a fraction of the time of a pass, from which on nothing is offloaded
+HOST_CAUTION = 1.5  # factor of the host time of hooks: it varies, and the first tensors of a pass take longer
 HOST_SECONDS = 60e-6  # of the host for one tensor that is offloaded, unless measured
 
 
@@ -125,7 +126,7 @@ class FirstSteps:
         sizes = [[round(nbytes * larger) for nbytes in of_group] for of_group in lean.sizes]
         layers = layer_costs(sizes, timed.meter, lean.meter, temporary, compiled)
         each = hook_seconds(lean.sizes, lean.meter, timed.meter) if timed is not lean else None
-        each = HOST_SECONDS if each is None else each
+        each = HOST_CAUTION * (HOST_SECONDS if each is None else each)
         self._choose_among = partial(choose, names, layers, link, limit=self.limit, host_seconds=each)
         plan = self._choose_among()
         device = sum(layer.forward + layer.backward + layer.gap_forward + layer.gap_backward for layer in layers)

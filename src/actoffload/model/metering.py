@@ -11,9 +11,11 @@ from __future__ import annotations
 import enum
 import threading
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import accumulate
 from statistics import median
 from typing import Any
 
@@ -59,7 +61,10 @@ class Border:
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Seconds since the first border of the step, of the device and of the host, for each border of a group."""
+    """Seconds since the first border of the step, of the device and of the host, for each border of a group.
+
+    Those of the device are without stalls: what it would take if no copy were waited for.
+    """
 
     device: dict[tuple[Kind, int, bool], float]
     host: dict[tuple[Kind, int, bool], float]
@@ -82,7 +87,7 @@ class Meter(TimelineRecorder):
         self._passed = 0  # borders that the device is known to have passed
         self._least, self._most = float("-inf"), float("inf")  # difference of the clocks
         self.borders: list[Border] = []
-        self._copies: list[tuple[Kind, StreamEvent, StreamEvent, int]] = []
+        self._recorded: list[tuple[Kind, StreamEvent, StreamEvent, int]] = []
         self._answers: list[tuple[int, float]] = []
         self._owner: weakref.ref[Pass] | None = None  # which refers to this meter
         self._thread = threading.get_ident()  # that runs the forward
@@ -107,7 +112,7 @@ class Meter(TimelineRecorder):
         self._spent += self._backend.host_time() - now
         yield
         now = self._backend.host_time()
-        self._copies.append((kind, begun, self._backend.record_timed(stream), nbytes))
+        self._recorded.append((kind, begun, self._backend.record_timed(stream), nbytes))
         self._spent += self._backend.host_time() - now
 
     def _note(self, owner: object, kind: Kind, layer: int, *, ends: bool) -> None:
@@ -138,11 +143,25 @@ class Meter(TimelineRecorder):
         shift = max(most, least)
         keys = [(border.kind, border.layer, border.ends) for border in borders]
         host = [border.host - shift for border in borders]
-        return Times(dict(zip(keys, device, strict=True)), dict(zip(keys, host, strict=True)))
+        stalled = self._stalls()
+        computing = [seconds - stalled(seconds) for seconds in device]
+        return Times(dict(zip(keys, computing, strict=True)), dict(zip(keys, host, strict=True)))
+
+    def _stalls(self) -> Callable[[float], float]:
+        """Return a function: for how many seconds compute had stalled at a time since the first border."""
+        first, elapsed = self.borders[0].event, self._backend.elapsed
+        stalls = [
+            (elapsed(first, end), elapsed(begun, end)) for of, begun, end, _ in self._recorded if of is Kind.STALL
+        ]
+        stalls = sorted((end, seconds) for end, seconds in stalls if seconds > self._backend.resolution and end > 0)
+        ends, until = [end for end, _ in stalls], [0.0, *accumulate(seconds for _, seconds in stalls)]
+        return lambda now: until[bisect_right(ends, now)]
 
     def rate(self, kind: Kind) -> float | None:
         """Return the bytes per second of the copies in one direction, as they ran; None without copies."""
-        copies = [(self._backend.elapsed(begun, end), nbytes) for of, begun, end, nbytes in self._copies if of is kind]
+        copies = [
+            (self._backend.elapsed(begun, end), nbytes) for of, begun, end, nbytes in self._recorded if of is kind
+        ]
         seconds = sum(each for each, _ in copies)
         return sum(nbytes for _, nbytes in copies) / seconds if seconds > 0 else None
 

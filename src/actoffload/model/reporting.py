@@ -196,7 +196,7 @@ def build_report(
     there = {GroupKey(k) for k, of in enumerate(groups) if of.role is not DROPPED}
     absent = sorted(there - {GroupKey(key.group) for key in latest.sequence})
     absent_names = group_names(groups, absent)
-    return build(
+    report = build(
         names,
         kinds,
         latest.statistics,
@@ -211,6 +211,7 @@ def build_report(
         step_passes=same.passes if same is not None and done else 0,
         order="" if latest.as_before else "The groups ran in another order than in the previous pass.",
     )
+    return replace(report, peak_resident_bytes=None) if latest.partly else report
 
 
 def _is_measured(facts: StepFacts | None) -> bool:

@@ -116,7 +116,7 @@ class RankReports(Printable):
         if any(report.r is not None for report in reports):
             columns.append(("R", ["-" if report.r is None else percent(report.r, 2) for report in reports], ""))
         # No sum of peaks: each device has its own, at another time.
-        columns.append(("at the peak", [bytes_or_dash(report.peak_resident_bytes) for report in reports], ""))
+        columns.append(("at the peak", [bytes_or_dash(report.peak_resident_bytes or 0) for report in reports], ""))
         columns.append(_with_sum("host memory", [report.host_bytes for report in reports]))
         lines, rows = fold(range(len(reports)), lambda k: tuple(cells[k] for _, cells, _ in columns)), []
         for same in lines:

@@ -91,8 +91,9 @@ class Report(StepFacts, Printable):
     num_layers : int or None
         Number of groups of a kind that are offloaded; an upper limit if a fraction was given; None if the plan does not
         go by kinds.
-    peak_resident_bytes : int
-        Largest number of bytes of saved activations on the device since the statistics began.
+    peak_resident_bytes : int or None
+        Largest number of bytes of saved activations on the device since the statistics began; None if what kept groups
+        save is not followed.
     host_bytes, host_bytes_high_water : int
         Pinned memory in bytes: allocated now, and the largest part of it ever in use.
     held : tuple of HeldStorage
@@ -113,7 +114,7 @@ class Report(StepFacts, Printable):
     outside_modules: Mapping[str, int] = field(default_factory=dict)
     passes: int = 0
     num_layers: int | None = None
-    peak_resident_bytes: int = 0
+    peak_resident_bytes: int | None = 0
     host_bytes: int = 0
     host_bytes_high_water: int = 0
     held: tuple[HeldStorage, ...] = ()
@@ -285,7 +286,8 @@ def _facts(report: Report) -> Iterator[tuple[str, str]]:
         yield "next choice", report.next_choice
     if report.slowdown is not None and report.times:
         yield "time", step_time(report)
-    yield "at the peak", f"{size(report.peak_resident_bytes)} of saved activations on the device"
+    if report.peak_resident_bytes is not None:
+        yield "at the peak", f"{size(report.peak_resident_bytes)} of saved activations on the device"
     if report.waiting_passes:
         passes = "1 earlier pass" if report.waiting_passes == 1 else f"{report.waiting_passes} earlier passes"
         yield "in flight", f"{passes} with {size(report.waiting_bytes)} on the device until their backward"

@@ -1,0 +1,233 @@
+"""The measured default in virtual time: which passes measure, what is chosen, what it costs, and what is said."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from timed_device import Timed, TimedModel, offload, seconds, stages, step
+from torch import nn
+
+import actoffload
+from actoffload._torch import saved_tensor_hooks
+from actoffload.model.tuning import WINDOW
+from actoffload.planner import GroupPlan
+
+MIB = 2**20
+BOTH = ["blocks", None]  # layers: the groups are given, or found in a first pass of its own
+ALL = ["FIRST", "LEAN", "WARM", "BARE", "PLAN", "NONE", "PLAN", "NONE", "PLAN"]
+
+
+def fast(**more) -> tuple[Timed, TimedModel]:
+    """Return a device whose link copies a block while half of the next computes, and a model of 8 blocks."""
+    device = Timed(1e9, 1e9, **more)
+    return device, TimedModel(device)
+
+
+@pytest.mark.parametrize("layers", BOTH)
+def test_stages(layers):
+    device, model = fast()
+    handle = offload(model, device, layers=layers)
+    assert stages(handle, lambda: step(model), 12)[layers is None :][:10] == [*ALL, ""]
+
+
+@pytest.mark.parametrize("layers", BOTH)
+@pytest.mark.parametrize("count", [3, 16])
+@pytest.mark.parametrize("link", [1e7, 4e7, 1e8, 1.3e8, 2e8, 1e9])
+def test_from_the_tenth_pass_on_a_pass_costs_nothing(layers, count, link):
+    device = Timed(link, link)
+    model = TimedModel(device, count)
+    without = seconds(model, device)
+    handle = offload(model, device, layers=layers)
+    times = [seconds(model, device) for _ in range(14)]
+    assert max(times[9:]) <= 1.01 * without
+    assert handle.report().because or handle.plan.offloaded
+    assert handle.plan.seconds == pytest.approx(times[-1], rel=0.01)
+    assert device.synchronized <= 2
+
+
+@pytest.mark.parametrize(("link", "offloaded"), [(1e9, 6), (2e8, 3), (1e7, 0)])
+def test_what_travels_for_free_is_offloaded(link, offloaded):
+    device = Timed(link, link)
+    model = TimedModel(device)
+    handle = offload(model, device)
+    for _ in range(10):
+        step(model)
+    handle.reset_statistics()
+    step(model)
+    assert handle.plan.offloaded == tuple(range(offloaded))
+    assert handle.statistics().bytes_offloaded == offloaded * 4 * MIB
+    assert handle.statistics().reloaded_on_demand == 0
+
+
+def test_of_equally_fast_plans_the_one_with_the_smallest_peak():
+    peaks = []
+    for link in (5e7, 1e8, 2e8, 1e9):
+        device = Timed(link, link, memory=2**40)
+        model = TimedModel(device)
+        handle = offload(model, device)
+        for _ in range(10):
+            step(model)
+        device.created.peak = 0
+        step(model)
+        peaks.append(device.created.peak)
+        assert handle.plan.peak_bytes == pytest.approx(device.created.peak, rel=0.15)
+    assert peaks == sorted(peaks, reverse=True)
+    assert peaks[0] > 2 * peaks[-1]
+    assert peaks[-1] <= 3 * 4 * MIB
+
+
+class Watching(nn.Module):
+    """A block that notes whether saved-tensor hooks are installed in it."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block, self.seen = block, []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.append(saved_tensor_hooks() is not None)
+        return self.block(x)
+
+
+@pytest.mark.parametrize(("link", "hooked"), [(1e7, 0), (1e9, 6)])
+def test_saved_tensor_hooks_only_where_tensors_are_offloaded(link, hooked):
+    device = Timed(link, link)
+    model = TimedModel(device)
+    model.blocks = nn.ModuleList(map(Watching, model.blocks))
+    handle = offload(model, device)
+    for _ in range(12):
+        step(model)
+    assert all(block.seen[0] and block.seen[1] for block in model.blocks), "the first passes offload everything"
+    assert not any(block.seen[2] or block.seen[3] for block in model.blocks), "the next two offload nothing"
+    assert [block.seen[-1] for block in model.blocks] == [k < hooked for k in range(8)]
+    with handle.recording():
+        step(model)
+    assert all(block.seen[-1] for block in model.blocks), "a recorded step is followed as a whole"
+    step(model)
+    assert [block.seen[-1] for block in model.blocks] == [k < hooked for k in range(8)]
+
+
+def test_nothing_is_free_and_the_report_says_so():
+    device = Timed(1e7, 1e7)
+    model = TimedModel(device)
+    handle = offload(model, device)
+    for _ in range(12):
+        step(model)
+    report = handle.report()
+    because = "Nothing is offloaded, because no copy fits beside the compute."
+    assert handle.plan.because == report.because == because
+    assert report.advice == (because,)
+    assert report.coverage == 1.0
+    assert [(group.offloaded, group.bytes_saved, group.bytes_offloaded) for group in report.groups] == [
+        (False, 4 * MIB, 0)
+    ] * 8
+    assert not report.expected_bytes
+    assert not report.held
+    assert "at the peak" not in str(report), "saved activations are not followed, so their peak is not known"
+
+
+def test_report_of_a_plan_in_the_steady_state():
+    device, model = fast()
+    handle = offload(model, device)
+    for _ in range(10 + WINDOW):
+        step(model)
+    report = handle.report()
+    assert [group.offloaded for group in report.groups] == [k < 6 for k in range(8)]
+    assert [group.bytes_saved for group in report.groups] == [4 * MIB] * 8
+    assert [group.bytes_offloaded for group in report.groups] == [4 * MIB * (k < 6) for k in range(8)]
+    assert report.coverage == 1.0
+    assert report.measured_steps == (5, 9)
+    assert report.slowdown == 1.0
+    assert report.step_seconds_with == pytest.approx(0.24)
+    assert report.r == 1.0
+    assert report.advice[0].startswith("Nothing to do: 24.0 MiB of 32.0 MiB")
+
+
+def test_one_log_line(caplog):
+    device, model = fast()
+    offload(model, device)
+    with caplog.at_level(logging.INFO, "actoffload"):
+        for _ in range(30):
+            step(model)
+    (line,) = (record.getMessage() for record in caplog.records)
+    for part in ("6 of 8 groups of TimedModel are offloaded (24.0 MiB)", "passes 1 to 9", "240.00 ms", "planned in"):
+        assert part in line
+
+
+# Before there is a plan
+
+
+def test_the_plan_of_the_first_steps():
+    device, model = fast()
+    handle = offload(model, device)
+    assert "first steps" in handle.plan.because
+    step(model)
+    assert "first steps" in str(handle)
+    assert handle.plan.nbytes == (4 * MIB,) * 8
+    assert handle.plan.offloaded == tuple(range(6))
+
+
+def test_a_number_switches_measuring_off():
+    device = Timed(1e7, 1e7)
+    model = TimedModel(device)
+    handle = offload(model, device, num_layers=2)
+    for _ in range(12):
+        step(model)
+    assert handle.plan.offloaded == (0, 1)
+    assert device.synchronized == 0
+
+
+def test_the_reference_device_measures_nothing():
+    device = actoffload.device.ReferenceDevice(1e7, 1e7)
+    model = TimedModel(Timed())
+    handle = offload(model, device)
+    for _ in range(12):
+        step(model)
+    assert handle.plan.offloaded == tuple(range(6))
+    assert "without an accelerator" in handle.plan.because
+
+
+# A saved plan
+
+
+@pytest.mark.parametrize("link", [1e8, 2e8, 1e9])
+def test_a_saved_plan_repeats_copies_and_peak(tmp_path, link):
+    device = Timed(link, link, memory=2**40)
+    model = TimedModel(device)
+    handle = offload(model, device)
+    for _ in range(12):
+        step(model)
+    handle.plan.save(tmp_path / "plan.json")
+
+    def one() -> tuple[int, int, float]:
+        handle.reset_statistics()
+        device.created.peak = 0
+        took = seconds(model, device)
+        return handle.statistics().bytes_offloaded, device.created.peak, pytest.approx(took)
+
+    want = one()
+    text = str(handle.plan)
+    handle.remove()
+    for plan in (tmp_path / "plan.json", str(tmp_path / "plan.json"), GroupPlan.load(tmp_path / "plan.json")):
+        handle = offload(model, device, layers=None, plan=plan)
+        assert [one() for _ in range(3)] == [want] * 3
+        assert str(handle.plan) == text
+        handle.remove()
+
+
+def test_a_saved_plan_with_other_groups(tmp_path):
+    device, model = fast()
+    handle = offload(model, device)
+    for _ in range(12):
+        step(model)
+    handle.plan.save(tmp_path / "plan.json")
+    handle.remove()
+    handle = offload(model, device, layers=None, plan=tmp_path / "plan.json")
+    model.skipped = {1, 7}
+    for _ in range(3):
+        handle.reset_statistics()
+        step(model)
+    assert handle.plan.names == tuple(f"blocks.{k}" for k in (0, 2, 3, 4, 5, 6))
+    assert handle.statistics().bytes_offloaded == 5 * 4 * MIB
+    assert handle.plan.nbytes == (4 * MIB,) * 6
