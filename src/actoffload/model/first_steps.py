@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple, TypeAlias
@@ -33,6 +33,7 @@ TOLERANCE, SHORT_TOLERANCE, SHORT = 0.01, 0.02, 0.020  # of the time of a pass; 
 ROOM = 0.03  # fraction of the device memory that predictions leave free
 CAUTION = 0.7  # a plan that turned out to cost too much is cut to this part of what its cost allows
 MOST = 0.03  # cost, as a fraction of the time of a pass, from which on nothing is offloaded
+SMALLER = 0.9  # of a peak: the next choice that a report names
 HOST_CAUTION = 1.5  # factor of the host time of hooks: it varies, and the first tensors of a pass take longer
 HOST_SECONDS = 60e-6  # of the host for one tensor that is offloaded, unless measured
 
@@ -65,6 +66,7 @@ class FirstSteps:
         self.planning = 0.0  # seconds
         self.times: StepTimes | None = None
         self._bare_peak = 0  # bytes of device memory without offloading
+        self._choose_among: Callable[..., GroupPlan] | None = None
 
     def run(self, *, warm: bool) -> Script:
         """Yield what the next pass is for, get it when it is over, and return a plan; see [Note: the first steps]."""
@@ -87,6 +89,22 @@ class FirstSteps:
         plan = self._compare(plan, offloaded, [bare, (yield from _next(Stage.NONE))])
         self.roles = RolesOfPlan(self._groups, plan)
         return plan
+
+    def next_choice(self) -> str:
+        """Return what a smaller peak would cost, in a sentence; empty if that is not known or there is none."""
+        if self.roles is None or self._choose_among is None:
+            return ""
+        plan = self.roles.plan
+        if plan.peak_bytes is None or not plan.baseline_seconds:
+            return ""
+        found = self._choose_among(limit=round(plan.peak_bytes * SMALLER))
+        if found.seconds is None or found.peak_bytes is None or found.peak_bytes >= plan.peak_bytes:
+            return ""
+        cost = found.seconds / plan.baseline_seconds
+        return (
+            f"A peak of {size(found.peak_bytes)} instead of {size(plan.peak_bytes)} would cost {cost:.2f} x the time of a "
+            f"pass without offloading: num_layers={len(found.offloaded)}."
+        )
 
     def fits(self, elements: int) -> bool:
         """Return whether a pass with so many elements as inputs fits with the plan, or without one if there is none."""
@@ -153,6 +171,7 @@ class FirstSteps:
         because = f"{tried}, without offloading {milliseconds(fast)}, although copies should have taken no time"
         if cost > MOST or not less:
             return self._keep(f"Nothing is offloaded, because {because}.")
+        assert self._choose_among is not None
         found = self._choose_among(among=plan.offloaded[:less])
         return replace(found, because=f"Only {len(found.offloaded)} groups are offloaded, because {because}.")
 

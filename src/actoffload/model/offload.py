@@ -122,8 +122,8 @@ def offload(
     refuse_scripted(module, type(module).__name__)
     check_whole(num_layers=num_layers, max_inflight=max_inflight, optional=True)
     by_hand = not (num_layers is None and fraction is None and max_inflight is None)
-    fraction = 1.0 if fraction is None else fraction
-    check_fraction(fraction)
+    part = 1.0 if fraction is None else fraction
+    check_fraction(part)
     check_bytes(min_bytes=min_bytes)
     check_bytes(max_host_bytes=max_host_bytes, optional=True)
     if followers_of(module) is not None:
@@ -151,7 +151,7 @@ def offload(
     if both:
         raise ValueError(f"The module '{min(both)}' is chosen by layers and by keep: take it out of one of them.")
     kinds = [group.kind for group in chosen]
-    plans = GroupPlans(GroupSchedule(num_layers, fraction, max_inflight), kinds)
+    plans = GroupPlans(GroupSchedule(num_layers, part, max_inflight), kinds)
     if searching:  # the others are groups only if the first forward shows that they are needed
         plans.learn([GroupKey(k) for k, of in enumerate(chosen) if of.kind == BLOCK])
     check_num_layers(num_layers, kinds)
@@ -188,7 +188,7 @@ def offload(
     if problem is not None:
         warn(problem)
         return handle
-    if not searching and not handle.plan.offloaded and num_layers != 0 and fraction:
+    if not searching and not handle.plan.offloaded and num_layers != 0 and part:
         warn(
             f"None of the groups that were found ({len(chosen)}) is offloaded: the last of each kind and the last two "
             "of all are kept, because backward begins there. Choose modules with layers of which there are several of "

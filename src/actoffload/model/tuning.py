@@ -89,6 +89,8 @@ class Tuner:
         """Return what was measured of whole passes, as fields of `StepFacts`."""
         times = None if self._chosen is None else self._chosen.times
         found: dict[str, Any] = {"because": self.plan().because}
+        if self._chosen is not None:
+            found["next_choice"] = self._chosen.next_choice()
         if times is not None:
             found["step_seconds_with"], found["step_seconds_without"] = times.offloaded, times.without
             found["measured_steps"] = times.first, times.last
