@@ -101,10 +101,9 @@ class FirstSteps:
         if found.seconds is None or found.peak_bytes is None or found.peak_bytes >= plan.peak_bytes:
             return ""
         cost = found.seconds / plan.baseline_seconds
-        return (
-            f"A peak of {size(found.peak_bytes)} instead of {size(plan.peak_bytes)} would cost {cost:.2f} x the time of a "
-            f"pass without offloading: num_layers={len(found.offloaded)}."
-        )
+        peaks = f"A peak of {size(found.peak_bytes)} instead of {size(plan.peak_bytes)}"
+        number = len(found.offloaded)
+        return f"{peaks} would cost {cost:.2f} x the time of a pass without offloading: num_layers={number}."
 
     def fits(self, elements: int) -> bool:
         """Return whether a pass with so many elements as inputs fits with the plan, or without one if there is none."""
