@@ -34,8 +34,8 @@ from .tuning import Tuner
 __all__ = ["offload"]
 
 ON_REFERENCE = (
-    "Nothing is measured on this machine without an accelerator: the plan is the one with the smallest peak, whatever "
-    "it costs."
+    "Nothing is measured on a machine without an accelerator: all groups but the last two are offloaded, whatever that "
+    "costs."
 )
 
 
