@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -210,11 +211,13 @@ def test_checkpoint_around_the_context(reentrant):
             h = layer(h)
         return sync(h)
 
-    for _ in range(2):
+    for k in range(2):
         h = x
         for layer in layers:
             h = checkpoint(block, h, layer, use_reentrant=reentrant)
-        h.square().sum().backward()
+        recomputed = reentrant and k == 0  # each layer is then a pass of its own
+        with pytest.warns(UserWarning, match="Backward began after 1 layer") if recomputed else nullcontext():
+            h.square().sum().backward()
         got = [x.grad, *(p.grad for p in layers.parameters())]
         assert all(same_bits(a, b) for a, b in zip(want, got, strict=True))
         x.grad = None

@@ -346,3 +346,31 @@ def test_parts_of_a_module_have_lines_of_their_own():
     names = [group.name for group in report.groups]
     assert names[:3] == ["blocks.0", "blocks.0.mlp", "blocks.0 (part 2)"]
     assert handle.timeline().names == tuple(names)
+
+
+def test_a_step_that_finds_the_groups_is_recorded_with_the_names_of_all_that_was_followed():
+    model = Transformer(4)
+    handle = offload(model)
+    with pytest.warns(UserWarning, match="The groups of the model were found in the recorded step"), handle.recording():
+        step(model)
+    blocks = tuple(f"blocks.{k}" for k in range(4))
+    timeline, report = handle.timeline(), handle.report()
+    assert handle.groups == tuple(group.name for group in report.groups) == blocks
+    assert timeline.names == ("inp", *blocks, "norm", "head")
+    assert {span.layer for span in timeline.timeline.spans} == set(range(7))
+    assert report.step_seconds is None
+    assert [group.forward_seconds for group in report.groups] == [None] * 4
+    with handle.recording():
+        step(model)
+    assert handle.timeline().names == blocks
+    assert all(group.forward_seconds is not None for group in handle.report().groups)
+
+
+def test_micro_batches_of_a_step_that_finds_the_groups_have_no_names():
+    """A layer of the timeline is another module in each of them."""
+    model = Transformer(4)
+    handle = offload(model)
+    with pytest.warns(UserWarning, match="The groups of the model were found in the recorded step"), handle.recording():
+        (model(data()) + model(data(1))).sum().backward()
+    assert handle.timeline().names == ()
+    assert handle.report().step_seconds is None

@@ -173,6 +173,14 @@ def _addresses(tensor: torch.Tensor) -> Sequence[int]:
     return [address(part.untyped_storage()) for part in plain_parts(tensor) if part.layout is torch.strided]
 
 
+class _Tables(NamedTuple):
+    """What the tables of a module held: references are weak, because a graph refers to the tensors of its model."""
+
+    module: weakref.ref[Module]
+    sizes: list[int]
+    held: list[tuple[int, str, weakref.ref[Any], int]]  # number of the table, name, tensor or module, and its address
+
+
 class ModelTensors:
     """The parameters and buffers of a model, by the address of their storage, as of the first question of a pass.
 
@@ -187,8 +195,7 @@ class ModelTensors:
             earlier if earlier is None or earlier._reasons is not None else earlier._earlier
         )
         self._reasons: dict[int, Reason] | None = None
-        self._held: list[tuple[Mapping[str, Any], str, weakref.ref[Any], int]] | None = None
-        self._sizes: list[tuple[Mapping[str, Any], int]] = []
+        self._read_from: list[_Tables] | None = None
         self.sharded = False
 
     def reason(self, key: int) -> Reason | None:
@@ -196,7 +203,7 @@ class ModelTensors:
         if self._reasons is None:
             earlier, self._earlier = self._earlier, None
             if earlier is not None and earlier._is_current():  # [guard: tensors of an earlier pass -> True]
-                self._reasons, self._held, self._sizes = earlier._reasons, earlier._held, earlier._sizes
+                self._reasons, self._read_from = earlier._reasons, earlier._read_from
             else:
                 self._read()
         assert self._reasons is not None
@@ -207,32 +214,39 @@ class ModelTensors:
         modules = [] if model is None else _modules_in(model)
         self._reasons = {key: reason for key, (_, _, reason) in _places(modules).items()}
         self.sharded = any(hasattr(kind, RESHARD) for kind in {type(module) for module in modules})
-        held: list[tuple[Mapping[str, Any], str, weakref.ref[Any], int]] = []
+        read = []
         for module in modules:
-            parameters, buffers, children = registered(module)
-            self._sizes += [(table, len(table)) for table in (parameters, buffers, children)]
-            for table in (parameters, buffers):
-                for name, tensor in table.items():
-                    if tensor is None:
+            tables, held = registered(module), []
+            for k, table in enumerate(tables):
+                for name, of in table.items():
+                    pointer = 0
+                    if of is None:
                         continue
-                    if type(tensor) not in (Parameter, torch.Tensor) or tensor.layout is not torch.strided:
-                        return  # a wrapper may replace its parts: read again in each pass
-                    held.append((table, name, weakref.ref(tensor), tensor.data_ptr()))
-            held += [(children, name, weakref.ref(of), 0) for name, of in children.items() if of is not None]
+                    if not isinstance(of, Module):
+                        if type(of) not in (Parameter, torch.Tensor) or of.layout is not torch.strided:
+                            return  # a wrapper may replace its parts: read again in each pass
+                        pointer = of.data_ptr()
+                    held.append((k, name, weakref.ref(of), pointer))
+            read.append(_Tables(weakref.ref(module), [len(table) for table in tables], held))
         if not self.sharded:
-            self._held = held
+            self._read_from = read
 
     def _is_current(self) -> bool:
         """Return whether the model still holds what was read."""
-        if self._reasons is None or self._held is None:
+        if self._reasons is None or self._read_from is None:
             return False
-        if any(len(table) != size for table, size in self._sizes):  # [guard: parameter added since]
-            return False
-        for table, name, ref, pointer in self._held:
-            found = table.get(name)
-            # [guard: parameter replaced since]
-            if found is not ref() or (pointer and (found is None or found.data_ptr() != pointer)):
+        for read in self._read_from:
+            module = read.module()
+            if module is None:
                 return False
+            tables = registered(module)
+            if [len(table) for table in tables] != read.sizes:  # [guard: parameter added since]
+                return False
+            for k, name, ref, pointer in read.held:
+                found = tables[k].get(name)
+                # [guard: parameter replaced since]
+                if found is not ref() or (pointer and (found is None or found.data_ptr() != pointer)):
+                    return False
         return True
 
 

@@ -112,7 +112,7 @@ class Finder:
         groups = {k for k, of in enumerate(self._groups) if of.name in chosen}
         keys = list(_keys(sequence, stretches, groups))
         self._plans.learn([key for k, key in enumerate(keys) if key is not None and key not in keys[:k]])
-        self._log.take(_regrouped(latest, keys))
+        self._log.take(_regrouped(latest, keys), sequence)
         return self._then, partial(detach, dropped)
 
     def _choose(self, sequence: Sequence[GroupKey], stretches: Sequence[Stretch], latest: LatestPass) -> set[str]:

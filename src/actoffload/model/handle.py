@@ -201,7 +201,8 @@ class OffloadHandle:
         Warns
         -----
         UserWarning
-            If no forward ended in the block; the previous recording is kept then.
+            If no forward ended in the block; the previous recording is kept then.  If the groups were found in the
+            block; the report has no times then.
         """
         self._check_installed("record a step")
         before = self._log.recording
@@ -220,6 +221,11 @@ class OffloadHandle:
                 warn(
                     "Nothing was recorded: no forward of the model with a graph ended in the recording block. Run a "
                     "whole training step there."
+                )
+            if recording.finding:
+                warn(
+                    "The groups of the model were found in the recorded step, so the report has no times of them. "
+                    "Record a later step."
                 )
         finally:
             self._engine.record(None)

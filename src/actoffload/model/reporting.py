@@ -130,13 +130,13 @@ class PassLog:
             statistics = replace(self.whole.statistics, groups=groups, expected_bytes=0, freed_bytes=0, held=())
             self.take(replace(self.whole, statistics=statistics, partly=True))
 
-    def take(self, latest: LatestPass) -> None:
-        """Take the statistics of a pass."""
+    def take(self, latest: LatestPass, followed: Sequence[GroupKey] | None = None) -> None:
+        """Take the statistics of a pass; `followed` is what ran in it if that was not the groups alone."""
         if not latest.partly:
             self.whole = latest
         self.latest = latest
         if self.recording is not None and self.recording.open:
-            self.recording.note(self.latest)
+            self.recording.note(self.latest, followed)
 
 
 @dataclass(eq=False)
@@ -149,6 +149,7 @@ class Recording:
     names: tuple[str, ...]  # of the groups as they run
     open: bool = True
     passes: int = 0
+    finding: bool = False  # other modules than the groups were followed in one of the passes
     outside: dict[str, int] = field(default_factory=dict)
     held: tuple[Held, ...] = ()
     holders: dict[int, tuple[Holder, ...]] = field(default_factory=dict)
@@ -161,10 +162,13 @@ class Recording:
         """Return the name of a group by its position in the pass."""
         return self.names[layer] if layer < len(self.names) else f"group {layer}"
 
-    def note(self, latest: LatestPass) -> None:
+    def note(self, latest: LatestPass, followed: Sequence[GroupKey] | None = None) -> None:
         """Note the names of a pass, and what else references its memory, as long as that can be found."""
         self.passes += 1
-        self.names = group_names(self.groups, latest.sequence)
+        names = group_names(self.groups, latest.sequence if followed is None else followed)
+        self.finding |= names != group_names(self.groups, latest.sequence)
+        # Layers of the timeline are numbered by pass: in the pass that found the groups there are others.
+        self.names = names if self.passes == 1 or not self.finding else ()
         self.held, self.holders = latest.statistics.held, {}
         root, saved = self.root(), Counter[Module]()
         modules = {} if root is None else {module: name or "the model" for name, module in root.named_modules()}
