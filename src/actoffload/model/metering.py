@@ -151,14 +151,18 @@ class Meter(TimelineRecorder):
     def _stalls(self) -> Callable[[float], float]:
         """Return a function: for how many seconds compute had stalled at a time since the first border."""
         first, elapsed = self.borders[0].event, self._backend.elapsed
-        stalls = [(elapsed(first, end), elapsed(begun, end)) for of, begun, end, _ in self._recorded if of is Kind.STALL]
+        stalls = [
+            (elapsed(first, end), elapsed(begun, end)) for of, begun, end, _ in self._recorded if of is Kind.STALL
+        ]
         stalls = sorted((end, seconds) for end, seconds in stalls if seconds > self._backend.resolution and end > 0)
         ends, until = [end for end, _ in stalls], [0.0, *accumulate(seconds for _, seconds in stalls)]
         return lambda now: until[bisect_right(ends, now)]
 
     def rate(self, kind: Kind) -> float | None:
         """Return the bytes per second of the copies in one direction, as they ran; None without copies."""
-        copies = [(self._backend.elapsed(begun, end), nbytes) for of, begun, end, nbytes in self._recorded if of is kind]
+        copies = [
+            (self._backend.elapsed(begun, end), nbytes) for of, begun, end, nbytes in self._recorded if of is kind
+        ]
         seconds = sum(each for each, _ in copies)
         return sum(nbytes for _, nbytes in copies) / seconds if seconds > 0 else None
 

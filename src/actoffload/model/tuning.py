@@ -75,8 +75,7 @@ class Tuner:
         self._begin(passes + 1, warm=False)
         self._replan_at = 0
         self._patience = PATIENCE
-        self._sizes: deque[int] = deque(maxlen=WINDOW)
-        self._later: deque[TimedPass] = deque(maxlen=WINDOW)
+        self._later: deque[TimedPass] = deque(maxlen=WINDOW)  # one of so many
         self._pace: float | None = None  # seconds for each element of the inputs when the plan was new
 
     def plan(self) -> GroupPlan:
@@ -238,29 +237,29 @@ class Tuner:
         """Return how a pass is followed once there is a plan."""
         chosen = self._chosen
         assert chosen is not None
-        self._sizes.append(elements)
-        if self._moved(chosen):
+        if self._number % WINDOW == 0 and self._moved(chosen):
             self._begin(self._number, warm=True)
             return self._measure(elements)
+        if self._number % WINDOW == 0 or not self._later:
+            self._time(Stage.PLAN, elements)
         if not chosen.fits(elements):
             return Conduct(Mode.WHOLE, self._plans.order, self._plans.roles)
-        if elements < chosen.least_size:
-            return self._idle()
-        if self._number % WINDOW == 0:
-            self._time(Stage.PLAN, elements)
-        return self._planned(chosen)
+        return self._idle() if elements < chosen.least_size else self._planned(chosen)
 
     def _moved(self, chosen: FirstSteps) -> bool:
         """Return whether costs are others than those of the plan, and have been for some passes."""
-        backend, sizes = self._engine.backend, self._sizes
-        done = [timed.pace(backend) for timed in self._later if timed.ended and backend.passed(timed.ended)]
-        now = median(done) if len(done) == WINDOW else None
-        if self._pace is None and now is not None:
+        backend = self._engine.backend
+        done = [timed for timed in self._later if timed.ended and backend.passed(timed.ended)]
+        if len(done) < WINDOW:
+            return False
+        now, sizes = median(timed.pace(backend) for timed in done), sorted(timed.elements for timed in done)
+        if self._pace is None:
             self._pace = now
-            self._later.clear()
         if self._number < self._replan_at:
             return False
-        settled = len(sizes) == WINDOW and max(sizes) <= min(sizes) * (1 + MOVED)
-        if settled and chosen.size and abs(sizes[0] / chosen.size - 1) > MOVED:
-            return True
-        return now is not None and self._pace is not None and abs(now / self._pace - 1) > MOVED
+        settled = sizes[-1] <= sizes[0] * (1 + MOVED)  # else inputs vary, and a plan for some is as good as any
+        return (settled and _differ(sizes[0], chosen.size)) or _differ(now, self._pace)
+
+
+def _differ(now: float, before: float) -> bool:
+    return abs(now - before) > MOVED * before
