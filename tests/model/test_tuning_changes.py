@@ -17,7 +17,7 @@ MIB = 2**20
 KIB = 2**10
 
 
-def settled(link: float = 1e6, passes: int = 10) -> tuple[Timed, TimedModel, object]:
+def settled(link: float = 1e4, passes: int = 10) -> tuple[Timed, TimedModel, object]:
     """Return a device, a model of 8 blocks of 4 KiB, and the handle with a plan."""
     device = Timed(link, link)
     device.behind = False  # events are read as soon as they may be
@@ -35,7 +35,7 @@ class Contended(Timed):
     """Copies slow compute down: by so many seconds for each copied byte."""
 
     def __init__(self, cost: float) -> None:
-        super().__init__(1e9, 1e9)
+        super().__init__(1e7, 1e7)
         self.cost = cost
 
     def to_host(self, pairs, stream):
@@ -45,17 +45,17 @@ class Contended(Timed):
 
 @pytest.mark.parametrize(("slower", "offloaded"), [(0.0, 6), (0.009, 6), (0.015, 2), (0.025, 1), (0.035, 0), (0.5, 0)])
 def test_a_plan_that_costs_more_than_predicted_is_cut_or_dropped(slower, offloaded, caplog):
-    device = Contended(slower * 0.24 / (24 * MIB))
+    device = Contended(slower * 24 / (24 * MIB))
     model = TimedModel(device)
     handle = offload(model, device)
     with caplog.at_level(logging.INFO, "actoffload"):
         times = [seconds(model, device) for _ in range(12)]
     assert len(handle.plan.offloaded) == offloaded
-    assert times[-1] <= 0.24 * 1.01
+    assert times[-1] <= 24 * 1.01
     (line,) = (record.getMessage() for record in caplog.records)
     if offloaded < 6:
         reason_begins = "Nothing is offloaded, because"
-        reason = f"because with 6 groups offloaded (24.0 MiB) a pass took {0.24e3 * (1 + slower):.2f} ms"
+        reason = f"because with 6 groups offloaded (24.0 MiB) a pass took {24e3 * (1 + slower):.2f} ms"
         assert reason in line
         assert reason in handle.report().because
         assert reason in handle.plan.because
@@ -90,11 +90,11 @@ def test_noise_of_5_percent_changes_nothing():
     device, model, handle = settled()
     source = random.Random(0)
     device.slow = lambda: source.uniform(0.95, 1.05)
-    assert plans(handle, model, device, 500) == 0
+    assert plans(handle, model, device, 400) == 0
 
 
 def test_a_slower_device_is_measured_again():
-    device, model, handle = settled(2.5e5)
+    device, model, handle = settled(2.5e3)
     before = handle.plan.offloaded_bytes
     step_times = WINDOW * WINDOW
     assert plans(handle, model, device, step_times) == 0
@@ -116,8 +116,8 @@ def test_costs_that_change_all_the_time_are_measured_again_ever_more_rarely():
         passes[0] += 1
         return 4
 
-    count = plans(handle, model, device, 1000, elements)
-    assert 1 <= count <= 4
+    count = plans(handle, model, device, 700, elements)
+    assert 1 <= count <= 3
 
 
 @pytest.mark.parametrize("elements", [2, 8])
@@ -133,14 +133,14 @@ def test_other_inputs_are_measured_after_a_while(elements):
 def test_variable_lengths_are_not_measured_again():
     device, model, handle = settled()
     source = random.Random(1)
-    count = plans(handle, model, device, 500, lambda: source.choice([2, 4, 8, 16]))
+    count = plans(handle, model, device, 300, lambda: source.choice([2, 4, 8]))
     assert count == 0
 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_variable_lengths_while_measuring(seed):
     """What passes of other lengths take does not count for or against the plan."""
-    device = Timed(1e9, 1e9)
+    device = Timed(1e7, 1e7)
     model = TimedModel(device)
     handle = offload(model, device)
     source = random.Random(seed)
@@ -152,7 +152,7 @@ def test_variable_lengths_while_measuring(seed):
 
 def test_lengths_that_alternate_between_training_and_evaluation():
     device, model, handle = settled()
-    for _ in range(20):
+    for _ in range(12):
         assert plans(handle, model, device, 10) == 0
         for _ in range(10):
             model(torch.zeros(16, requires_grad=True))  # with a graph, without a backward
@@ -160,14 +160,14 @@ def test_lengths_that_alternate_between_training_and_evaluation():
 
 
 def test_the_first_steps_are_warm_the_second_time():
-    device, model, handle = settled()
+    _device, model, handle = settled()
     seen = stages(handle, lambda: step(model, 8), PATIENCE + 20)
     assert [stage for stage in seen if stage] == ["LEAN", "WARM", "BARE", "PLAN", "NONE", "PLAN", "NONE", "PLAN"]
 
 
 def test_numbers_of_the_passes_in_the_log(caplog):
     with caplog.at_level(logging.INFO, "actoffload"):
-        device, model, handle = settled()
+        _device, model, handle = settled()
         seen = stages(handle, lambda: step(model, 8), PATIENCE + 20)
     first, second = (record.getMessage() for record in caplog.records)
     begun = 11 + seen.index("LEAN")

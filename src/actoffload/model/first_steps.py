@@ -65,8 +65,11 @@ class FirstSteps:
         self.times: StepTimes | None = None
         self._bare_peak = 0  # bytes of device memory without offloading
 
-    def run(self, *, warm: bool) -> Script:
-        """Yield what the next pass is for, get it when it is over, and return a plan; see [Note: the first steps]."""
+    def run(self, *, warm: bool, searched: bool) -> Script:
+        """Yield what the next pass is for, get it when it is over, and return a plan; see [Note: the first steps].
+
+        Nine passes are enough, with the one in which groups were searched; fewer if passes before have warmed up.
+        """
         if not warm:
             yield from _next(Stage.FIRST)
         lean = yield from _next(Stage.LEAN)
@@ -78,9 +81,11 @@ class FirstSteps:
         self.roles = RolesOfPlan(self._groups, plan)
         if bare is None or not plan.offloaded:
             return plan
-        offloaded, without = [(yield from _next(Stage.PLAN))], list[TimedPass]()
+        offloaded, without = list[TimedPass](), list[TimedPass]()
         for _ in range(2):  # in turn, because the device gets slower when it gets warm
+            offloaded.append((yield from _next(Stage.PLAN)))
             without.append((yield from _next(Stage.NONE)))
+        if not searched:
             offloaded.append((yield from _next(Stage.PLAN)))
         plan = self._compare(plan, offloaded, without)
         self.roles = RolesOfPlan(self._groups, plan)

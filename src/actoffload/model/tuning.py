@@ -37,7 +37,8 @@ PATIENCE = 64  # passes before a plan is replaced, doubled each time
 UNFINISHED = 4  # forwards in a row that run before the backward of the one before
 
 MEASURING = "This is the plan of the first steps, which are measured."
-NOT_TIMED = "Several forwards run before a backward, so no pass can be timed."
+ALONE = "The groups are called and not the model, so no pass can be timed."
+UNTIMED = "Several forwards run before a backward, so no pass can be timed."
 
 
 class Tuner:
@@ -50,7 +51,7 @@ class Tuner:
     title : str
         What the log calls the model.
     passes : int
-        Number of passes that ran before and were not measured.
+        Number of passes that ran before, to search the groups.
     """
 
     def __init__(
@@ -68,11 +69,12 @@ class Tuner:
         self._current: TimedPass | None = None  # in progress, or the latest
         self._thread = 0  # that runs its forward
         self._unfinished = 0
+        self._alone = False  # the groups are called, and not the model
         self._chosen: FirstSteps | None = None  # whose plan is kept
         self._measuring: FirstSteps
         self._script: Script | None
         self._stage: Stage | None
-        self._begin(passes + 1, warm=False)
+        self._begin(passes + 1, warm=False, searched=passes > 0)
         self._replan_at = 0
         self._patience = PATIENCE
         self._later: deque[TimedPass] = deque(maxlen=WINDOW)  # one of so many
@@ -81,7 +83,7 @@ class Tuner:
     def plan(self) -> GroupPlan:
         """Return the plan, or what is done until there is one."""
         if self._chosen is None or self._chosen.roles is None:
-            return self._leanest(NOT_TIMED if self._unfinished >= UNFINISHED else MEASURING)
+            return self._leanest(ALONE if self._alone else UNTIMED if self._unfinished >= UNFINISHED else MEASURING)
         return self._chosen.roles.plan.remapped(group_names(self._groups, self._plans.order))
 
     def facts(self) -> dict[str, Any]:
@@ -99,7 +101,9 @@ class Tuner:
         """Return how this pass is followed; plan first if enough was measured."""
         with self._lock:
             if alone or busy:
+                self._alone = not busy
                 return self._whole()
+            self._alone = False
             if self._engine.backend.capturing() or not isinstance(self._engine.recorder, Meter | None):
                 self._drop()  # [guard: pass measured while a graph is captured or a step is recorded]
                 return self._whole()
@@ -200,11 +204,11 @@ class Tuner:
 
     # The plan
 
-    def _begin(self, number: int, *, warm: bool) -> None:
+    def _begin(self, number: int, *, warm: bool, searched: bool = False) -> None:
         """Measure the first steps, or measure them again; `number` is that of the first pass."""
         self._begun = number
         self._measuring = FirstSteps(self._engine.backend, self._groups, self._plans, self._log)
-        script = self._measuring.run(warm=warm)
+        script = self._measuring.run(warm=warm, searched=searched)
         self._stage, self._script = next(script), script
 
     def _settle(self, plan: GroupPlan) -> None:
