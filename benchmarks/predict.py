@@ -21,7 +21,7 @@ from actoffload.measure import measure_peak, measure_step_times
 from actoffload.schedule import simulate
 
 DEFAULT, NONE = "default", "none"
-PASSES = 10  # of which the first eight measure
+PASSES = 10  # of which the first nine measure
 REPEATS = 3
 
 
@@ -52,19 +52,19 @@ def measured_costs(device: torch.device) -> Iterator[list[Predict]]:
     if device.type == "cpu":
         yield found
         return
-    from actoffload.model import tuning
+    from actoffload.model import first_steps
 
-    choose = tuning.choose
+    choose = first_steps.choose
 
     def choosing(names: Any, layers: Any, link: Any, **more: Any) -> Any:
         found.append(partial(predicted, layers, link, more.get("host_seconds", 0.0)))
         return choose(names, layers, link, **more)
 
-    tuning.choose = choosing
+    first_steps.choose = choosing
     try:
         yield found
     finally:
-        tuning.choose = choose
+        first_steps.choose = choose
 
 
 def predicted(layers: Any, link: Any, host_seconds: float, plan: Any) -> dict[str, float]:

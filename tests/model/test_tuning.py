@@ -21,7 +21,7 @@ ALL = ["FIRST", "LEAN", "WARM", "BARE", "PLAN", "NONE", "PLAN", "NONE", "PLAN"]
 
 def fast(**more) -> tuple[Timed, TimedModel]:
     """Return a device whose link copies a block while half of the next computes, and a model of 8 blocks."""
-    device = Timed(1e9, 1e9, **more)
+    device = Timed(1e7, 1e7, **more)
     return device, TimedModel(device)
 
 
@@ -29,12 +29,14 @@ def fast(**more) -> tuple[Timed, TimedModel]:
 def test_stages(layers):
     device, model = fast()
     handle = offload(model, device, layers=layers)
-    assert stages(handle, lambda: step(model), 12)[layers is None :][:10] == [*ALL, ""]
+    seen = stages(handle, lambda: step(model), 12)
+    assert seen[:9] == (ALL if layers else ["FIRST", *ALL[:-1]]), "the first pass searched the groups"
+    assert seen[9:] == [""] * 3
 
 
 @pytest.mark.parametrize("layers", BOTH)
 @pytest.mark.parametrize("count", [3, 16])
-@pytest.mark.parametrize("link", [1e7, 4e7, 1e8, 1.3e8, 2e8, 1e9])
+@pytest.mark.parametrize("link", [1e5, 4e5, 1e6, 1.3e6, 2e6, 1e7])
 def test_from_the_tenth_pass_on_a_pass_costs_nothing(layers, count, link):
     device = Timed(link, link)
     model = TimedModel(device, count)
@@ -47,7 +49,7 @@ def test_from_the_tenth_pass_on_a_pass_costs_nothing(layers, count, link):
     assert device.synchronized <= 2
 
 
-@pytest.mark.parametrize(("link", "offloaded"), [(1e9, 6), (2e8, 3), (1e7, 0)])
+@pytest.mark.parametrize(("link", "offloaded"), [(1e7, 6), (2e6, 3), (1e5, 0)])
 def test_what_travels_for_free_is_offloaded(link, offloaded):
     device = Timed(link, link)
     model = TimedModel(device)
@@ -63,7 +65,7 @@ def test_what_travels_for_free_is_offloaded(link, offloaded):
 
 def test_of_equally_fast_plans_the_one_with_the_smallest_peak():
     peaks = []
-    for link in (5e7, 1e8, 2e8, 1e9):
+    for link in (5e5, 1e6, 2e6, 1e7):
         device = Timed(link, link, memory=2**40)
         model = TimedModel(device)
         handle = offload(model, device)
@@ -90,7 +92,7 @@ class Watching(nn.Module):
         return self.block(x)
 
 
-@pytest.mark.parametrize(("link", "hooked"), [(1e7, 0), (1e9, 6)])
+@pytest.mark.parametrize(("link", "hooked"), [(1e5, 0), (1e7, 6)])
 def test_saved_tensor_hooks_only_where_tensors_are_offloaded(link, hooked):
     device = Timed(link, link)
     model = TimedModel(device)
@@ -109,7 +111,7 @@ def test_saved_tensor_hooks_only_where_tensors_are_offloaded(link, hooked):
 
 
 def test_nothing_is_free_and_the_report_says_so():
-    device = Timed(1e7, 1e7)
+    device = Timed(1e5, 1e5)
     model = TimedModel(device)
     handle = offload(model, device)
     for _ in range(12):
@@ -139,7 +141,7 @@ def test_report_of_a_plan_in_the_steady_state():
     assert report.coverage == 1.0
     assert report.measured_steps == (5, 9)
     assert report.slowdown == 1.0
-    assert report.step_seconds_with == pytest.approx(0.24)
+    assert report.step_seconds_with == pytest.approx(24.0)
     assert report.r == 1.0
     assert report.advice[0].startswith("Nothing to do: 24.0 MiB of 32.0 MiB")
 
@@ -151,7 +153,7 @@ def test_one_log_line(caplog):
         for _ in range(30):
             step(model)
     (line,) = (record.getMessage() for record in caplog.records)
-    for part in ("6 of 8 groups of TimedModel are offloaded (24.0 MiB)", "passes 1 to 9", "240.00 ms", "planned in"):
+    for part in ("6 of 8 groups of TimedModel are offloaded (24.0 MiB)", "passes 1 to 9", "24000.00 ms", "planned in"):
         assert part in line
 
 
@@ -169,7 +171,7 @@ def test_the_plan_of_the_first_steps():
 
 
 def test_a_number_switches_measuring_off():
-    device = Timed(1e7, 1e7)
+    device = Timed(1e5, 1e5)
     model = TimedModel(device)
     handle = offload(model, device, num_layers=2)
     for _ in range(12):
@@ -179,7 +181,7 @@ def test_a_number_switches_measuring_off():
 
 
 def test_the_reference_device_measures_nothing():
-    device = actoffload.device.ReferenceDevice(1e7, 1e7)
+    device = actoffload.device.ReferenceDevice(1e5, 1e5)
     model = TimedModel(Timed())
     handle = offload(model, device)
     for _ in range(12):
@@ -191,7 +193,7 @@ def test_the_reference_device_measures_nothing():
 # A saved plan
 
 
-@pytest.mark.parametrize("link", [1e8, 2e8, 1e9])
+@pytest.mark.parametrize("link", [1e6, 2e6, 1e7])
 def test_a_saved_plan_repeats_copies_and_peak(tmp_path, link):
     device = Timed(link, link, memory=2**40)
     model = TimedModel(device)

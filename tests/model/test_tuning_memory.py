@@ -16,7 +16,7 @@ MIB = 2**20
 BLOCK = 4 * MIB
 
 
-def limited(limit: int, link: float = 1e9, count: int = 12, **more) -> tuple[Timed, TimedModel]:
+def limited(limit: int, link: float = 1e7, count: int = 12, **more) -> tuple[Timed, TimedModel]:
     device = Timed(link, link, memory=limit)
     return device, TimedModel(device, count, **more)
 
@@ -42,7 +42,7 @@ def test_the_first_passes_need_as_much_as_the_leanest_plan():
 
 
 @pytest.mark.parametrize("layers", ["blocks", None])
-@pytest.mark.parametrize("link", [5e7, 2e8, 1e9])
+@pytest.mark.parametrize("link", [5e5, 2e6, 1e7])
 def test_passes_without_offloading_are_skipped_if_they_do_not_fit(layers, link, caplog):
     limit = 40 * MIB
     device, model = limited(limit, link)
@@ -56,11 +56,11 @@ def test_passes_without_offloading_are_skipped_if_they_do_not_fit(layers, link, 
     assert handle.plan.peak_bytes <= limit
     (line,) = (record.getMessage() for record in caplog.records)
     costs = re.search(r"Without offloading the peak would be 4[89].0 MiB, above the limit of 38.8 MiB.", line)
-    assert bool(costs) == (link == 5e7), "what is free needs no reason"
+    assert bool(costs) == (link == 5e5), "what is free needs no reason"
 
 
-@settings(max_examples=25)
-@given(st.integers(10, 60), st.sampled_from([5e7, 2e8, 4e8, 1e9]))
+@settings(max_examples=12)
+@given(st.integers(10, 60), st.sampled_from([5e5, 2e6, 4e6, 1e7]))
 def test_no_pass_exceeds_the_memory(mebibytes, link):
     limit = max(mebibytes * MIB, leanest() * 100 // 97 + 1)
     device, model = limited(limit, link)
@@ -75,7 +75,7 @@ def test_the_plan_that_fits_uses_the_memory_that_there_is():
     """More memory, fewer copies."""
     copied = []
     for limit in (20, 30, 40, 60):
-        device, model = limited(limit * MIB, 5e7)
+        device, model = limited(limit * MIB, 5e5)
         handle = offload(model, device)
         for _ in range(12):
             step(model)
@@ -86,7 +86,7 @@ def test_the_plan_that_fits_uses_the_memory_that_there_is():
 
 def test_larger_inputs_are_run_by_the_leanest_plan():
     """Inputs twice as large: without offloading they need 96 MiB."""
-    device, model = limited(60 * MIB, 1e8)
+    device, model = limited(60 * MIB, 1e6)
     handle = offload(model, device)
     for _ in range(12):
         step(model)
@@ -99,7 +99,7 @@ def test_larger_inputs_are_run_by_the_leanest_plan():
 
 
 def test_larger_inputs_while_measuring():
-    device, model = limited(60 * MIB, 1e8)
+    device, model = limited(60 * MIB, 1e6)
     handle = offload(model, device)
     sizes = iter([4, 4, 8, 4, 8, 4, 8, 8, 4, 4, 4, 8])
     seen = stages(handle, lambda: step(model, next(sizes)), 12)
@@ -108,7 +108,7 @@ def test_larger_inputs_while_measuring():
 
 
 def test_smaller_inputs_first():
-    device, model = limited(60 * MIB, 1e8)
+    device, model = limited(60 * MIB, 1e6)
     handle = offload(model, device)
     sizes = [1, 1, 1, 2, 4, 8, 4, 8, 8, 1, 2, 4, 8, 8, 8]
     for elements in sizes:
@@ -118,7 +118,7 @@ def test_smaller_inputs_first():
 
 
 def test_several_forwards_before_one_backward_need_memory_together():
-    device, model = limited(70 * MIB, 1e9)  # one pass without offloading needs 48 MiB, two need 96
+    device, model = limited(70 * MIB, 1e7)  # one pass without offloading needs 48 MiB, two need 96
     offload(model, device)
     for _ in range(12):
         outputs = [model(torch.zeros(4, requires_grad=True)) for _ in range(2)]
@@ -129,7 +129,7 @@ def test_several_forwards_before_one_backward_need_memory_together():
 
 def test_temporary_memory_between_the_borders_counts():
     """Half of the limit is needed for a moment in each block."""
-    device, model = limited(45 * MIB, 1e9)
+    device, model = limited(45 * MIB, 1e7)
     extra = 20 * MIB
 
     def hook(module, args):

@@ -5,14 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
+from helpers import nothing_held
 from torch import Tensor, nn
+from whole_model import nothing_installed
 
 import actoffload
 from actoffload.device import ReferenceDevice, use
 from actoffload.device.reference import CreatedStorages
 
-__all__ = ["Timed", "TimedBlock", "TimedModel", "offload", "seconds", "stages", "step"]
+__all__ = ["Timed", "TimedBlock", "TimedModel", "done", "offload", "seconds", "small", "stages", "step"]
+
+KIB = 2**10
+LAYERS = ["blocks", None]
+"""How groups are given: by name, or found in a first pass of its own."""
+PASSES = (0, 1, 2, 3, 4, 5, 8, 9)
+"""Numbers of passes before each stage, and before the first two passes with the plan."""
 
 
 class Timed(ReferenceDevice):
@@ -96,10 +105,10 @@ class TimedBlock(nn.Module):
 
 
 class TimedModel(nn.Module):
-    """Blocks that are alike."""
+    """Blocks that are alike; beside their seconds the time of the host is nothing, on any machine."""
 
     def __init__(
-        self, device: Timed, count: int = 8, forward: float = 0.01, backward: float = 0.02, nbytes: int = 2**22
+        self, device: Timed, count: int = 8, forward: float = 1.0, backward: float = 2.0, nbytes: int = 2**22
     ) -> None:
         super().__init__()
         self.blocks = nn.ModuleList([TimedBlock(device, forward, backward, nbytes) for _ in range(count)])
@@ -137,3 +146,22 @@ def stages(handle: actoffload.OffloadHandle, run: Callable[[], None], passes: in
         stage = getattr(handle._tracker.steering, "_stage", None)
         found.append("" if stage is None else stage.name)
     return found
+
+
+def small(link: float = 1e4, count: int = 6, **more) -> tuple[Timed, TimedModel, actoffload.OffloadHandle]:
+    """Return a device, a model of blocks of 4 KiB, and its handle."""
+    device = Timed(link, link)
+    device.behind = False
+    model = TimedModel(device, count, nbytes=4 * KIB)
+    return device, model, offload(model, device, **more)
+
+
+def done(handle: actoffload.OffloadHandle, model: nn.Module, device: Timed, passes: int = 12) -> None:
+    """Check that the model is measured after some steps, that steps are as fast as without, and nothing is left."""
+    for _ in range(passes):
+        step(model)
+    assert handle.plan.offloaded == tuple(range(len(model.blocks) - 2))
+    assert seconds(model, device) == pytest.approx(3 * len(model.blocks), rel=1e-6)
+    assert handle._engine.recorder is None
+    nothing_held(handle)
+    nothing_installed(model)

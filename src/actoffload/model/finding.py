@@ -72,7 +72,9 @@ class Finder:
         """Offload everything; by the schedule where groups are called alone, which shows nothing of the model."""
         roles = self._roles
         self._alone = alone or busy
-        if self._alone or roles is None:
+        if self._alone:
+            return self._then.forward_begins(inputs, alone=alone, busy=busy)
+        if roles is None:
             return Conduct(Mode.WHOLE, self._plans.order, self._plans.roles)
         return Conduct(Mode.WHOLE, (), lambda order: roles)
 

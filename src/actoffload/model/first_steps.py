@@ -69,7 +69,10 @@ class FirstSteps:
         self._choose_among: Callable[..., GroupPlan] | None = None
 
     def run(self, *, warm: bool) -> Script:
-        """Yield what the next pass is for, get it when it is over, and return a plan; see [Note: the first steps]."""
+        """Yield what the next pass is for, get it when it is over, and return a plan; see [Note: the first steps].
+
+        `warm`: a pass has offloaded everything before.
+        """
         if not warm:
             yield from _next(Stage.FIRST)
         lean = yield from _next(Stage.LEAN)

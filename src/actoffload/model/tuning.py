@@ -37,7 +37,8 @@ PATIENCE = 64  # passes before a plan is replaced, doubled each time
 UNFINISHED = 4  # forwards in a row that run before the backward of the one before
 
 MEASURING = "This is the plan of the first steps, which are measured."
-NOT_TIMED = "Several forwards run before a backward, so no pass can be timed."
+ALONE = "The groups are called and not the model, so no pass can be timed."
+UNTIMED = "Several forwards run before a backward, so no pass can be timed."
 
 
 class Tuner:
@@ -68,6 +69,7 @@ class Tuner:
         self._current: TimedPass | None = None  # in progress, or the latest
         self._thread = 0  # that runs its forward
         self._unfinished = 0
+        self._alone = False  # the groups are called, and not the model
         self._chosen: FirstSteps | None = None  # whose plan is kept
         self._measuring: FirstSteps
         self._script: Script | None
@@ -75,14 +77,13 @@ class Tuner:
         self._begin(passes + 1, warm=passes > 0)
         self._replan_at = 0
         self._patience = PATIENCE
-        self._sizes: deque[int] = deque(maxlen=WINDOW)
-        self._later: deque[TimedPass] = deque(maxlen=WINDOW)
+        self._later: deque[TimedPass] = deque(maxlen=WINDOW)  # one of so many
         self._pace: float | None = None  # seconds for each element of the inputs when the plan was new
 
     def plan(self) -> GroupPlan:
         """Return the plan, or what is done until there is one."""
         if self._chosen is None or self._chosen.roles is None:
-            return self._leanest(NOT_TIMED if self._unfinished >= UNFINISHED else MEASURING)
+            return self._leanest(ALONE if self._alone else UNTIMED if self._unfinished >= UNFINISHED else MEASURING)
         return self._chosen.roles.plan.remapped(group_names(self._groups, self._plans.order))
 
     def facts(self) -> dict[str, Any]:
@@ -102,7 +103,9 @@ class Tuner:
         """Return how this pass is followed; plan first if enough was measured."""
         with self._lock:
             if alone or busy:
+                self._alone = not busy
                 return self._whole()
+            self._alone = False
             if self._engine.backend.capturing() or not isinstance(self._engine.recorder, Meter | None):
                 self._drop()  # [guard: pass measured while a graph is captured or a step is recorded]
                 return self._whole()
@@ -203,7 +206,7 @@ class Tuner:
 
     # The plan
 
-    def _begin(self, number: int, *, warm: bool) -> None:
+    def _begin(self, number: int, *, warm: bool = False) -> None:
         """Measure the first steps, or measure them again; `number` is that of the first pass."""
         self._begun = number
         self._measuring = FirstSteps(self._engine.backend, self._groups, self._plans, self._log)
@@ -240,29 +243,29 @@ class Tuner:
         """Return how a pass is followed once there is a plan."""
         chosen = self._chosen
         assert chosen is not None
-        self._sizes.append(elements)
-        if self._moved(chosen):
+        if self._number % WINDOW == 0 and self._moved(chosen):
             self._begin(self._number, warm=True)
             return self._measure(elements)
+        if self._number % WINDOW == 0 or not self._later:
+            self._time(Stage.PLAN, elements)
         if not chosen.fits(elements):
             return Conduct(Mode.WHOLE, self._plans.order, self._plans.roles)
-        if elements < chosen.least_size:
-            return self._idle()
-        if self._number % WINDOW == 0:
-            self._time(Stage.PLAN, elements)
-        return self._planned(chosen)
+        return self._idle() if elements < chosen.least_size else self._planned(chosen)
 
     def _moved(self, chosen: FirstSteps) -> bool:
         """Return whether costs are others than those of the plan, and have been for some passes."""
-        backend, sizes = self._engine.backend, self._sizes
-        done = [timed.pace(backend) for timed in self._later if timed.ended and backend.passed(timed.ended)]
-        now = median(done) if len(done) == WINDOW else None
-        if self._pace is None and now is not None:
+        backend = self._engine.backend
+        done = [timed for timed in self._later if timed.ended and backend.passed(timed.ended)]
+        if len(done) < WINDOW:
+            return False
+        now, sizes = median(timed.pace(backend) for timed in done), sorted(timed.elements for timed in done)
+        if self._pace is None:
             self._pace = now
-            self._later.clear()
         if self._number < self._replan_at:
             return False
-        settled = len(sizes) == WINDOW and max(sizes) <= min(sizes) * (1 + MOVED)
-        if settled and chosen.size and abs(sizes[0] / chosen.size - 1) > MOVED:
-            return True
-        return now is not None and self._pace is not None and abs(now / self._pace - 1) > MOVED
+        settled = sizes[-1] <= sizes[0] * (1 + MOVED)  # else inputs vary, and a plan for some is as good as any
+        return (settled and _differ(sizes[0], chosen.size)) or _differ(now, self._pace)
+
+
+def _differ(now: float, before: float) -> bool:
+    return abs(now - before) > MOVED * before

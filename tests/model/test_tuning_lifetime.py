@@ -1,0 +1,159 @@
+"""The measured default: threads, graphs that are captured, what it references and for how long, and its host time."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+
+import pytest
+import torch
+from helpers import no_gc
+from interrupts import SOURCES
+from timed_device import LAYERS, PASSES, done, small, step
+
+from actoffload.engine.recorder import TimelineRecorder
+from actoffload.model.metering import Border, Meter, TimedPass
+
+# Threads
+
+
+def test_two_threads():
+    device, model, handle = small()
+    errors: list[BaseException] = []
+    barrier = threading.Barrier(2)
+
+    def run() -> None:
+        try:
+            for _ in range(15):
+                barrier.wait(10)
+                step(model)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    done(handle, model, device)
+
+
+def test_a_forward_in_another_thread_during_each_measured_forward():
+    """Its outputs do not end the pass that is measured, and what it saves is not taken for that pass."""
+    _, model, handle = small()
+    inside = [False]
+
+    def other(module, args):
+        if not inside[0]:
+            inside[0] = True
+            thread = threading.Thread(target=step, args=(model,))
+            thread.start()
+            thread.join()
+            inside[0] = False
+
+    hook = model.blocks[3].register_forward_pre_hook(other)
+    for _ in range(9):
+        step(model)
+    hook.remove()
+    step(model)
+    assert handle._tracker.steering._stage is None
+
+
+# Graphs
+
+
+def test_nothing_is_measured_while_a_graph_is_captured():
+    device, model, handle = small()
+    events: list[bool] = []
+
+    def capturing() -> bool:
+        return captured[0]
+
+    def watched(stream):
+        events.append(captured[0])
+        return record(stream)
+
+    captured, record = [False], device.record_timed
+    device.capturing, device.record_timed = capturing, watched
+    passed = device.passed
+    device.passed = lambda event: (events.append(captured[0]), passed(event))[1]
+    for at in range(12):
+        y = model(torch.zeros(4, requires_grad=True)).sum()
+        captured[0] = at % 2 == 0
+        if not captured[0]:
+            y.backward()
+        step(model)
+        captured[0] = False
+    del y
+    assert events
+    assert not any(events)
+    done(handle, model, device)
+
+
+# Lifetime
+
+
+@pytest.mark.parametrize("layers", LAYERS)
+@pytest.mark.parametrize("at", PASSES)
+@pytest.mark.parametrize("pending", [False, True], ids=["after backward", "before backward"])
+def test_no_cycles(at, layers, pending):
+    with no_gc():
+        _device, model, handle = small(layers=layers)
+        for _ in range(at):
+            step(model)
+        y = model(torch.zeros(4, requires_grad=True)).sum()
+        if not pending:
+            y.backward()
+        tracker = handle._tracker
+        refs = [weakref.ref(thing) for thing in (model, handle, handle._engine, tracker, tracker.steering)]
+        del model, handle, tracker, y
+        assert [ref() for ref in refs if ref() is not None] == []
+        assert gc.collect() == 0
+
+
+def test_events_are_dropped_after_planning():
+    with no_gc():
+        device, model, handle = small()
+        done(handle, model, device)
+        kinds = {Meter, Border, TimelineRecorder}
+        assert not [thing for thing in gc.get_objects() if type(thing) in kinds]
+        assert sum(type(thing) is TimedPass for thing in gc.get_objects()) <= 10
+
+
+# Host time
+
+
+def calls(run: Callable[[], None]) -> int:
+    """Return how many calls of Python functions of the package, and of built-in ones there, something makes."""
+    count = [0]
+
+    def profile(frame, event, arg):
+        if event in ("call", "c_call") and frame.f_code.co_filename.startswith(str(SOURCES)):
+            count[0] += 1
+
+    sys.setprofile(profile)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return count[0]
+
+
+@pytest.mark.parametrize("link", [1.0, 1e4])
+def test_calls_of_a_forward_in_the_steady_state(link):
+    """A few for each group; for those that are offloaded a few for each tensor."""
+    found = []
+    for count in (10, 20, 40):
+        _device, model, handle = small(link, count)
+        for _ in range(18):
+            step(model)
+        assert bool(handle.plan.offloaded) == (link == 1e4)
+        x = torch.zeros(4, requires_grad=True)
+        found.append(min(calls(lambda model=model, x=x: model(x)) for _ in range(3)))
+    first, second = found[1] - found[0], found[2] - found[1]
+    assert second == pytest.approx(2 * first, rel=0.02), "linear in the number of groups"
+    assert first / 10 <= (60 if link == 1.0 else 600)

@@ -1,0 +1,268 @@
+"""The measured default in each stage: other orders of forwards and backwards, failures, calls of the handle."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+
+import pytest
+import torch
+from helpers import nothing_held
+from interrupts import SOURCES, interrupted
+from timed_device import KIB, LAYERS, PASSES, Timed, TimedModel, done, offload, seconds, small, step
+from torch import nn
+from whole_model import nothing_installed
+
+TUNING = tuple(str(SOURCES / "model" / name) for name in ("tuning.py", "first_steps.py", "metering.py"))
+
+
+# Other orders of forwards and backwards
+
+
+def several(count: int) -> Callable[[nn.Module], None]:
+    def run(model: nn.Module) -> None:
+        outputs = [model(torch.zeros(4, requires_grad=True)) for _ in range(count)]
+        sum(outputs).sum().backward()
+
+    return run
+
+
+def no_backward(model: nn.Module) -> None:
+    model(torch.zeros(4, requires_grad=True))
+    step(model)
+
+
+def no_grad(model: nn.Module) -> None:
+    with torch.no_grad():
+        model(torch.zeros(4))
+    step(model)
+
+
+def two_backwards(model: nn.Module) -> None:
+    y = model(torch.zeros(4, requires_grad=True)).sum()
+    y.backward(retain_graph=True)
+    y.backward()
+
+
+def in_a_loop(model: nn.Module) -> None:
+    x = torch.zeros(4, requires_grad=True)
+    for block in model.blocks:
+        x = block(x)
+    x.sum().backward()
+    step(model)
+
+
+@pytest.mark.parametrize("layers", LAYERS)
+@pytest.mark.parametrize("run", [several(2), several(3), no_backward, no_grad, two_backwards, in_a_loop])
+def test_a_plan_is_found(run, layers):
+    device, model, handle = small(layers=layers)
+    for _ in range(11):
+        run(model)
+    assert handle._tracker.steering._stage is None
+    done(handle, model, device, 1)
+
+
+@pytest.mark.parametrize("layers", LAYERS)
+def test_many_forwards_before_a_backward_cannot_be_timed(layers):
+    device, model, handle = small(layers=layers)
+    for _ in range(20):
+        several(9)(model)
+    assert "Several forwards run before a backward" in handle.plan.because
+    assert handle.plan.offloaded == tuple(range(4)), "the leanest plan"
+    nothing_held(handle)
+    done(handle, model, device)
+
+
+def test_evaluation_with_graphs_before_training():
+    device, model, handle = small()
+    for _ in range(30):
+        model(torch.zeros(4, requires_grad=True))
+    done(handle, model, device)
+
+
+@pytest.mark.parametrize("layers", LAYERS)
+def test_a_loop_over_the_groups_is_not_measured(layers):
+    _device, model, handle = small(layers=layers)
+    for _ in range(12):
+        x = torch.zeros(4, requires_grad=True)
+        for block in model.blocks:
+            x = block(x)
+        x.sum().backward()
+    assert handle.plan.offloaded == tuple(range(4))
+    assert "called and not the model" in handle.plan.because
+    nothing_held(handle)
+
+
+class Frozen(nn.Module):
+    """Its first blocks need no gradients, nor does the input; the next saves nothing before its weight."""
+
+    def __init__(self, device: Timed) -> None:
+        super().__init__()
+        self.model = TimedModel(device, 8, nbytes=4 * KIB)
+        self.blocks = self.model.blocks
+        for block in self.blocks[:3]:
+            block.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.model(x.detach())
+
+
+@pytest.mark.parametrize("layers", LAYERS)
+def test_groups_without_a_backward(layers):
+    device = Timed(1e4, 1e4)
+    model = Frozen(device)
+    handle = offload(model, device, layers=layers)
+    for _ in range(13):
+        step(model)
+    assert handle.plan.offloaded_bytes == 2 * 4 * KIB
+    assert seconds(model, device) == pytest.approx(8 * 1.0 + 4 * 2.0)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_blocks_that_are_skipped_at_random(seed):
+    _device, model, handle = small(count=8)
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(30):
+        model.skipped = set(torch.randperm(8, generator=generator)[:2].tolist())
+        step(model)
+        nothing_held(handle)
+    print(handle, handle.plan, handle.report())
+
+
+# Failures in each stage
+
+
+class BrokenError(Exception):
+    pass
+
+
+@pytest.mark.parametrize("layers", LAYERS)
+@pytest.mark.parametrize("at", PASSES)
+def test_an_exception_in_forward_and_in_backward(at, layers):
+    device, model, handle = small(layers=layers)
+    for _ in range(at):
+        step(model)
+
+    def broken(*args):
+        raise BrokenError
+
+    hook = model.blocks[3].register_forward_pre_hook(broken)
+    with pytest.raises(BrokenError):
+        step(model)
+    hook.remove()
+    nothing_installed(model)
+    y = model(torch.zeros(4, requires_grad=True) * 1.0)
+    hook = model.blocks[2].scale.register_hook(broken)
+    with pytest.raises(BrokenError):
+        y.sum().backward()
+    del y
+    hook.remove()
+    done(handle, model, device)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("at", PASSES)
+def test_an_interrupt_anywhere_in_a_stage(at):
+    n, more = at, True
+    while more:
+        _device, model, handle = small(count=3)
+        for _ in range(at):
+            step(model)
+        more = interrupted(lambda model=model: step(model), n, TUNING)
+        nothing_installed(model)
+        for _ in range(12):
+            step(model)
+        assert handle.plan.offloaded == (0,)
+        assert handle._tracker.steering._stage is None
+        assert handle._engine.recorder is None
+        n += 397
+    assert n > 397 + at
+
+
+# The handle in each stage
+
+
+@pytest.mark.parametrize("at", PASSES)
+def test_recording_in_each_stage(at):
+    device, model, handle = small()
+    for _ in range(at):
+        step(model)
+    with handle.recording():
+        step(model)
+    report = handle.report()
+    assert [group.bytes_saved for group in report.groups] == [4 * KIB] * 6
+    assert sum(group.bytes_offloaded for group in report.groups) == 16 * KIB
+    assert [group.forward_seconds for group in report.groups] == [pytest.approx(1.0)] * 6
+    assert [group.backward_seconds for group in report.groups] == [pytest.approx(2.0)] * 6
+    done(handle, model, device)
+
+
+@pytest.mark.parametrize("at", PASSES)
+def test_recording_that_begins_between_forward_and_backward(at):
+    device, model, handle = small()
+    for _ in range(at):
+        step(model)
+    y = model(torch.zeros(4, requires_grad=True)).sum()
+    with handle.recording():
+        y.backward()
+        step(model)
+    done(handle, model, device)
+
+
+@pytest.mark.parametrize("at", PASSES)
+def test_paused_in_each_stage(at):
+    device, model, handle = small()
+    for _ in range(at):
+        step(model)
+    y = model(torch.zeros(4, requires_grad=True)).sum()
+    with handle.paused():
+        for _ in range(3):
+            step(model)
+    y.backward()
+    del y
+    done(handle, model, device)
+
+
+@pytest.mark.parametrize("at", PASSES)
+@pytest.mark.parametrize("pending", [False, True], ids=["after backward", "before backward"])
+def test_reschedule_and_remove_in_each_stage(at, pending):
+    _, model, handle = small()
+    for _ in range(at):
+        step(model)
+    y = model(torch.zeros(4, requires_grad=True)).sum()
+    if not pending:
+        y.backward()
+    handle.reschedule(num_layers=2)
+    assert handle._engine.recorder is None
+    if pending:
+        y.backward()
+    del y
+    for _ in range(12):
+        handle.reset_statistics()
+        step(model)
+        assert handle.statistics().bytes_offloaded == 8 * KIB
+    assert handle.plan.offloaded == (0, 1)
+    _, model, handle = small()
+    for _ in range(at):
+        step(model)
+    y = model(torch.zeros(4, requires_grad=True)).sum()
+    engine = handle._engine
+    handle.remove()
+    assert engine.recorder is None
+    y.backward()
+    del y
+    assert engine.statistics().host_bytes == 0
+    nothing_installed(model)
+
+
+@pytest.mark.parametrize("at", PASSES)
+def test_copies_of_the_handle_and_the_model_in_each_stage(at):
+    device, model, handle = small()
+    for _ in range(at):
+        step(model)
+    for other in (copy.copy(handle), copy.deepcopy(handle), pickle.loads(pickle.dumps(handle))):
+        assert not other.installed
+        assert "offload of TimedModel (removed)" in str(other)
+        assert other.groups == handle.groups
+    done(handle, model, device)
