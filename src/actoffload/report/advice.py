@@ -97,7 +97,7 @@ def _offloaded(report: Report) -> Iterator[Advice]:
     if not report.offloaded_groups:
         change: dict[str, Any] = {}
         if report.because and report.num_layers is None:
-            yield Advice(f"{none}. {report.because[0].upper()}{report.because[1:].rstrip('.')}.", totals.bytes_saved)
+            yield Advice(f"{report.because[0].upper()}{report.because[1:].rstrip('.')}.", totals.bytes_saved)
             return
         if _most_layers(report.groups) < 1:
             do = "only one group of each kind ran, and the last of a kind is always kept; choose several with layers"
