@@ -211,7 +211,9 @@ def both(
 
     def offload(module: nn.Module, **options: Any) -> actoffload.OffloadHandle:
         spy.watched = module if watch else None
-        handles.append(actoffload.offload(module, **{"layers": "*blocks.?", "min_bytes": 64, **options}))
+        # Nothing is measured where a fraction is given.
+        chosen = {"layers": "*blocks.?", "min_bytes": 64, "fraction": 1.0, **options}
+        handles.append(actoffload.offload(module, **chosen))
         return handles[-1]
 
     torch.manual_seed(0)

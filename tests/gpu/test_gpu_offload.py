@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import random
 from collections import Counter
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -56,6 +57,20 @@ def test_other_blocks_bit_by_bit_with_shapes_that_change(kind: str) -> None:
     assert statistics.reloaded_on_demand == 0
 
 
+@pytest.mark.parametrize("kind", ["linear", "mlp", "attention"])
+def test_the_first_steps_that_are_measured_and_those_after_bit_by_bit(kind: str) -> None:
+    model = make(kind, 8)
+    with flash() if kind == "attention" else nullcontext():
+        want = expected(model, range(4))
+        handle = offload(model, fraction=None)
+        for seed in range(16):
+            assert step(model, seed % 4).differences(want[seed % 4]) == []
+    statistics = handle.statistics()
+    assert statistics.tensors_offloaded > 0
+    assert statistics.resident_bytes == statistics.host_bytes_used == 0
+    assert handle.plan.because or handle.plan.offloaded
+
+
 # Memory
 
 
@@ -80,7 +95,7 @@ def test_the_peak_drops_by_the_offloaded_bytes(num_layers: int) -> None:
     statistics = handle.statistics()
     assert statistics.bytes_offloaded == num_layers * NBYTES
     # The stem saves its input, which is kept and not part of the plan.
-    assert statistics.peak_resident_bytes == planned_peak(handle.plan) + NBYTES
+    assert statistics.peak_resident_bytes == planned_peak(handle.plan.plan) + NBYTES
 
 
 @needs_cuda

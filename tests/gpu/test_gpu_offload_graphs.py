@@ -46,6 +46,18 @@ def test_a_whole_step_in_one_graph(kind: str) -> None:
 
 
 @needs_cuda
+def test_a_graph_captured_while_passes_are_measured() -> None:
+    model = make("mlp", 8)
+    want = expected(model, range(3), 2048)
+    handle = offload(model, fraction=None)
+    graph = WholeStep(model, called, 2048)
+    for seed in range(12):
+        assert graph.replay(seed % 3).differences(want[seed % 3]) == []
+        assert step(model, seed % 3, 2048).differences(want[seed % 3]) == []
+    assert handle.statistics().bytes_offloaded > 0
+
+
+@needs_cuda
 def test_a_graph_keeps_the_drop() -> None:
     plain = WholeStep(make("linear"), called, ROWS)
     model = make("linear")

@@ -43,7 +43,11 @@ TESTS: dict[str, list[str]] = {
     "engine/recorder.py": ["tests/report/test_several_passes.py"],
     "engine/registry.py": ["tests/engine/test_saved_again.py", *STREAMS],
     "engine/model_pass.py": ["tests/integration/test_compose_checkpoint.py"],
-    "engine/ownership.py": ["tests/engine/test_limits.py", "tests/engine/test_weights_stay.py"],
+    "engine/ownership.py": [
+        "tests/engine/test_tables_of_models.py",
+        "tests/engine/test_limits.py",
+        "tests/engine/test_weights_stay.py",
+    ],
     "engine/unpack.py": [*STREAMS, "tests/integration/test_compose_compiled_autograd.py"],
     "engine/tensor_marks.py": ["tests/engine/test_limits.py", *STREAMS],
     "measure.py": ["tests/test_measure.py"],

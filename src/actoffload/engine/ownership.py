@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -178,7 +178,11 @@ class _Tables(NamedTuple):
 
     module: weakref.ref[Module]
     sizes: list[int]
-    held: list[tuple[int, str, weakref.ref[Any], int]]  # number of the table, name, tensor or module, and its address
+    held: list[tuple[int, str, Callable[[], Any], int]]  # table, name, tensor or module, address of its storage or 0
+
+
+def _nothing() -> None:
+    """Return what a table holds in place of a parameter that a module lacks."""
 
 
 class ModelTensors:
@@ -219,14 +223,12 @@ class ModelTensors:
             tables, held = registered(module), []
             for k, table in enumerate(tables):
                 for name, of in table.items():
-                    pointer = 0
-                    if of is None:
-                        continue
-                    if not isinstance(of, Module):
+                    at = 0
+                    if of is not None and not isinstance(of, Module):
                         if type(of) not in (Parameter, torch.Tensor) or of.layout is not torch.strided:
                             return  # a wrapper may replace its parts: read again in each pass
-                        pointer = of.data_ptr()
-                    held.append((k, name, weakref.ref(of), pointer))
+                        at = address(of.untyped_storage())
+                    held.append((k, name, _nothing if of is None else weakref.ref(of), at))
             read.append(_Tables(weakref.ref(module), [len(table) for table in tables], held))
         if not self.sharded:
             self._read_from = read
@@ -242,10 +244,10 @@ class ModelTensors:
             tables = registered(module)
             if [len(table) for table in tables] != read.sizes:  # [guard: parameter added since]
                 return False
-            for k, name, ref, pointer in read.held:
+            for k, name, ref, at in read.held:
                 found = tables[k].get(name)
                 # [guard: parameter replaced since]
-                if found is not ref() or (pointer and (found is None or found.data_ptr() != pointer)):
+                if found is not ref() or (at and (found is None or address(found.untyped_storage()) != at)):
                     return False
         return True
 
