@@ -13,6 +13,7 @@ import actoffload
 from actoffload._torch import saved_tensor_hooks
 from actoffload.model.tuning import WINDOW
 from actoffload.planner import GroupPlan
+from actoffload.schedule.plan import Plan
 
 MIB = 2**20
 BOTH = ["blocks", None]  # layers: the groups are given, or found in a first pass of its own
@@ -233,3 +234,62 @@ def test_a_saved_plan_with_other_groups(tmp_path):
     assert handle.plan.names == tuple(f"blocks.{k}" for k in (0, 2, 3, 4, 5, 6))
     assert handle.statistics().bytes_offloaded == 5 * 4 * MIB
     assert handle.plan.nbytes == (4 * MIB,) * 6
+
+
+@pytest.mark.parametrize("more", [{"num_layers": 1}, {"fraction": 0.5}, {"max_inflight": 1}, {"layers": "blocks"}])
+def test_a_plan_and_something_else(more):
+    _, model = fast()
+    plan = GroupPlan(("blocks.0", "blocks.1"), Plan(2), (0, 0))
+    with pytest.raises(
+        ValueError, match=r"^plan says what is offloaded: leave out layers, num_layers, fraction and max"
+    ):
+        actoffload.offload(model, plan=plan, **more)
+    assert actoffload.OffloadHandle.of(model) is None
+
+
+def test_a_plan_of_another_model(tmp_path):
+    _, model = fast()
+    plan = GroupPlan(("blocks.0", "blocks.9"), Plan(2), (0, 0))
+    with pytest.raises(ValueError, match=r"blocks\.9"):
+        actoffload.offload(model, plan=plan)
+    with pytest.raises(FileNotFoundError):
+        actoffload.offload(model, plan=tmp_path / "none.json")
+    (tmp_path / "bad.json").write_text("[]")
+    with pytest.raises(ValueError, match=r"bad.json is no plan that this version of actoffload can read"):
+        actoffload.offload(model, plan=tmp_path / "bad.json")
+    assert actoffload.OffloadHandle.of(model) is None
+
+
+def test_plans_print_bytes(tmp_path):
+    """On the reference device too, where nothing is measured."""
+    model = TimedModel(Timed())
+    handle = offload(model, actoffload.device.ReferenceDevice())
+    for _ in range(2):
+        step(model)
+    assert "blocks.0 ... 5         6        -     24.0 MiB" in str(handle.plan)
+    handle.plan.save(tmp_path / "plan.json")
+    handle.remove()
+    handle = offload(model, actoffload.device.ReferenceDevice(), layers=None, plan=tmp_path / "plan.json")
+    assert "blocks.0 ... 5         6        -     24.0 MiB" in str(handle.plan)
+    step(model)
+    assert handle.statistics().bytes_offloaded == 24 * MIB
+
+
+def test_a_saved_plan_of_groups_in_parts(tmp_path):
+    """A group around others has parts; its plan names them."""
+    device = Timed(1e7, 1e7)
+    model = nn.Sequential(*(TimedModel(device, 2) for _ in range(3)))
+    handle = offload(model, device, layers=["0", "1", "2", "*.blocks.*"])
+    for _ in range(12):
+        step(model)
+    handle.reset_statistics()
+    step(model)
+    copied, plan = handle.statistics().bytes_offloaded, handle.plan
+    assert copied == plan.offloaded_bytes > 0
+    plan.save(tmp_path / "plan.json")
+    handle.remove()
+    handle = offload(model, device, layers=None, plan=tmp_path / "plan.json")
+    for _ in range(3):
+        handle.reset_statistics()
+        step(model)
+    assert handle.statistics().bytes_offloaded == copied

@@ -88,17 +88,18 @@ class Meter(TimelineRecorder):
         self._least, self._most = float("-inf"), float("inf")  # difference of the clocks
         self.borders: list[Border] = []
         self._recorded: list[tuple[Kind, StreamEvent, StreamEvent, int]] = []
+        self._noted: set[tuple[Kind, int, bool]] = set()
         self._answers: list[tuple[int, float]] = []
         self._owner: weakref.ref[Pass] | None = None  # which refers to this meter
         self._thread = threading.get_ident()  # that runs the forward
         self._spent = 0.0  # seconds of the host in here
 
     def begin(self, owner: object, kind: Kind, layer: int) -> None:
-        """Note the start of a group's forward or backward."""
+        """Note the start of a group's forward or first backward."""
         self._note(owner, kind, layer, ends=False)
 
     def finish(self, owner: object, kind: Kind, layer: int) -> None:
-        """Note the end of a group's forward or backward."""
+        """Note the end of a group's forward or first backward, where it is noted first."""
         self._note(owner, kind, layer, ends=True)
 
     def level(self) -> None:
@@ -120,8 +121,12 @@ class Meter(TimelineRecorder):
             return
         if self._owner is None and threading.get_ident() == self._thread:  # of the threads that run the model
             self._owner = weakref.ref(owner)
-        if self._owner is None or owner is not self._owner():
+        border = kind, layer, ends
+        if self._owner is None or owner is not self._owner() or border in self._noted:
             return
+        if ends and (kind, layer, False) not in self._noted:  # [guard: end without a start]
+            return
+        self._noted.add(border)
         event = self._backend.record_timed(_current(self._backend))
         now, borders = self._backend.host_time(), self.borders
         host = now - self._spent

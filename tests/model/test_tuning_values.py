@@ -1,0 +1,268 @@
+"""The measured default changes no bit: random models and known ones, in every stage, on the adversarial device."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections import Counter
+from collections.abc import Iterator
+from fnmatch import fnmatch
+from typing import Any
+
+import pytest
+import torch
+from adversary.device import AdversarialDevice
+from adversary.harness import check, same, scaled_down
+from adversary.trees import TreeProgram, tree_programs
+from helpers import no_gc, nothing_held
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_offload_adversary import Run, chain, mixed, nested
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from whole_model import UNIT, Block, Transformer, Wave, Waves, data, equal, nothing_installed, offload, train
+
+import actoffload
+from actoffload.device import use
+from actoffload.model import first_steps
+from actoffload.model.steering import BySchedule
+from actoffload.model.tracker import Conduct, Mode
+from actoffload.planner import GroupPlan
+from actoffload.schedule.plan import Action, Do, Event, Plan, When
+
+ORDERS = ("late", "early", "random")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _scaled_down() -> Iterator[None]:
+    with scaled_down():
+        yield
+
+
+class AnyMode(BySchedule):
+    """Follow each forward in another mode."""
+
+    def __init__(self, handle: actoffload.OffloadHandle, seed: int, modes: Counter[Mode]) -> None:
+        super().__init__(handle._groups, handle._plans, handle._log)
+        self._random, self._modes = random.Random(seed), modes
+
+    def forward_begins(self, inputs: tuple[Any, Any], *, alone: bool, busy: bool) -> Conduct:
+        whole = super().forward_begins(inputs, alone=alone, busy=busy)
+        mode = Mode.WHOLE if alone or busy else self._random.choice([*Mode, Mode.SCOPED])
+        self._modes[mode] += 1
+        return Conduct(mode, whole.order, whole.roles_of)
+
+
+def run(program: TreeProgram, device: AdversarialDevice | None, seed: int, modes: Counter[Mode]) -> list[torch.Tensor]:
+    """Run the steps of a program three times."""
+    with use(device) if device is not None else torch.enable_grad():
+        going, seen = Run(program, device), list[torch.Tensor]()
+        if device is not None:
+            going.handle._tracker.steering = AnyMode(going.handle, seed, modes)
+        for _ in range(3):
+            seen += [tensor.clone() for tensor in going.go()]
+            going.seen.clear()
+            going.inputs.clear()
+        if device is not None:
+            check(device, going.handle)
+        return seen
+
+
+def trial(program: TreeProgram, seed: int, order: Any) -> Counter[Mode]:
+    modes: Counter[Mode] = Counter()
+    expected = run(program, None, 0, modes)
+    with no_gc():
+        got = run(program, AdversarialDevice(seed, order), seed, modes)
+    assert same(got, expected), f"other gradients than without offloading: {program}, seed {seed}, {order}"
+    return modes
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize(("streams", "examples"), [(False, 8), (True, 4)], ids=["one stream", "side streams"])
+def test_random_models_in_any_mode(streams, examples):
+    seen: Counter[Mode] = Counter()
+
+    @settings(max_examples=examples)
+    @given(tree_programs(streams=streams), st.integers(0, 99), st.sampled_from(ORDERS))
+    def of(program: TreeProgram, seed: int, order: Any) -> None:
+        seen.update(trial(program, seed, order))
+
+    of()
+    assert min(seen[mode] for mode in Mode) > 2
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("program", [chain(), chain(5, "part"), chain(4, "first"), nested(), mixed()])
+def test_known_models_in_any_mode(program, order):
+    seen = sum((trial(program, seed, order) for seed in range(2)), Counter[Mode]())
+    assert seen[Mode.WHOLE] + seen[Mode.SCOPED]
+
+
+# The stages of the first steps
+
+
+class Timely(AdversarialDevice):
+    """An adversary on which every pass takes as long as another."""
+
+    times = True
+
+    def __init__(self, seed: int, order: Any, memory: int | None) -> None:
+        super().__init__(seed, order)
+        self.memory = memory
+
+    def passed(self, event: object) -> bool:
+        return True
+
+    def record_timed(self, stream: Any) -> Any:
+        self.time = getattr(self, "time", 0) + 1
+        return self.time
+
+    def elapsed(self, start: int, end: int) -> float:
+        return 1e-3 * (end - start)
+
+    def allocated(self) -> int | None:
+        return 0
+
+    def peak_allocated(self) -> int | None:
+        return 0
+
+    def memory_limit(self) -> int | None:
+        return self.memory
+
+
+MODELS = {
+    "waves": lambda: Waves(6),
+    "transformer": lambda: Transformer(6),
+    "checkpoint": lambda: Transformer(6, lambda: Checkpointed(use_reentrant=False)),
+    "reentrant": lambda: Transformer(6, lambda: Checkpointed(use_reentrant=True)),
+    "on the host": lambda: Transformer(6, OnHost),
+    "half on the host": lambda: Transformer(6, HalfOnHost),
+}
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, *, use_reentrant: bool) -> None:
+        super().__init__()
+        self.block, self.use_reentrant = Block(), use_reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.block, x, use_reentrant=self.use_reentrant)
+
+
+class OnHost(Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autograd.graph.save_on_cpu():
+            return super().forward(x)
+
+
+class HalfOnHost(Block):
+    """Its attention is a nested group under hooks of the program, its multilayer perceptron is not."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autograd.graph.save_on_cpu():
+            x = x + self.attention(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize(
+    ("layers", "order", "memory"),
+    [
+        (None, "late", None),
+        ("blocks", "early", None),
+        ("blocks", "random", 2**14),
+        (["blocks.*", "*.attention", "*.mlp", "*.block"], "random", None),
+    ],
+)
+@pytest.mark.parametrize("name", MODELS)
+def test_values_in_each_stage(name, layers, order, memory, monkeypatch):
+    monkeypatch.setattr(first_steps, "HOST_SECONDS", 0.0)
+    torch.manual_seed(0)
+    model = MODELS[name]()
+    if isinstance(layers, list):
+        there = [name for name, _ in model.named_modules()]
+        layers = [glob for glob in layers if any(fnmatch(path, glob) for path in there)]
+    want = train(copy.deepcopy(model), steps=12)
+    device = Timely(0, order, memory)
+    handle = offload(model, device=device, layers=layers)
+    with no_gc():
+        equal(train(model, steps=12), want)
+        check(device, handle)
+    assert handle._tracker.steering._stage is None
+    nothing_installed()
+
+
+# Hooks where only groups are followed
+
+
+@pytest.fixture
+def scoped() -> Iterator[tuple[nn.Module, actoffload.OffloadHandle]]:
+    """A model with six blocks in whose first four saved-tensor hooks are installed, and nowhere else."""
+    model = Waves(6)
+    handle = offload(model)
+    calls = []
+    for k in range(4):
+        calls.append((Event(When.FORWARD_START, k), Action(Do.OFFLOAD, k)))
+        calls.append((Event(When.FORWARD_END, k + 1), Action(Do.RELEASE, k)))
+        calls.append((Event(When.BACKWARD_START, k + 1), Action(Do.RELOAD, k)))
+    plan = GroupPlan(handle.groups, Plan.of(6, calls), (0,) * 6)
+    handle.remove()
+    handle = offload(model, plan=plan)
+    train(model, steps=1)
+    assert handle._tracker.steering._mode is Mode.SCOPED
+    yield model, handle
+    nothing_held(handle)
+    nothing_installed()
+
+
+def test_in_place_edits_are_caught(scoped):
+    model, _ = scoped
+    for k in range(6):
+        kept: list[torch.Tensor] = []
+        hook = model.blocks[k].register_forward_hook(lambda module, args, y, kept=kept: kept.append(args[0]))
+        x = data().requires_grad_() * 1.0
+        y = model(x)
+        with torch.no_grad():
+            kept[0].add_(1.0)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()
+        hook.remove()
+        kept.clear()
+        del x, y
+        model.zero_grad(set_to_none=True)
+
+
+def test_hooks_of_the_program_around_and_inside_of_groups(scoped):
+    model, handle = scoped
+    want = train(copy.deepcopy(model), steps=1)
+    handle.reset_statistics()
+    with torch.autograd.graph.save_on_cpu(), pytest.warns(UserWarning, match="of another library"):
+        equal(train(model, steps=1), want)
+    assert handle.statistics().bytes_offloaded == 0
+    forward = Wave.forward
+
+    def on_host(self: Wave, x: torch.Tensor) -> torch.Tensor:
+        with torch.autograd.graph.save_on_cpu():
+            return forward(self, x)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Wave, "forward", on_host)
+        equal(train(model, steps=1), want)
+    assert handle.statistics().bytes_offloaded == 0
+    equal(train(model, steps=1), want)
+    assert handle.statistics().bytes_offloaded == 8 * UNIT
+
+
+@pytest.mark.parametrize("where", range(6))
+def test_a_group_that_raises_leaves_no_hooks(scoped, where):
+    model, handle = scoped
+    want = train(copy.deepcopy(model), steps=1)
+    hook = model.blocks[where].register_forward_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model(data())
+    nothing_installed()
+    hook.remove()
+    handle.reset_statistics()
+    equal(train(model, steps=1), want)
+    assert handle.statistics().bytes_offloaded == 8 * UNIT
