@@ -65,11 +65,22 @@ def test_a_plan_that_costs_more_than_predicted_is_cut_or_dropped(slower, offload
         assert not handle.plan.because
 
 
+class SlowHost(Timed):
+    """The host takes as long as the device, and longer for each copy."""
+
+    def compute(self, seconds):
+        super().compute(seconds)
+        self.host += seconds
+
+    def to_host(self, pairs, stream):
+        super().to_host(pairs, stream)
+        self.host += 0.01
+
+
 def test_host_time_of_hooks_counts():
-    """On short passes the hooks of a slow host cost more than what they free is worth."""
-    device = Timed(1e13, 1e13)
+    device = SlowHost(1e9, 1e9)
     device.behind = False
-    model = TimedModel(device, forward=1e-5, backward=2e-5)
+    model = TimedModel(device)
     handle = offload(model, device)
     for _ in range(12):
         step(model)
@@ -162,7 +173,7 @@ def test_lengths_that_alternate_between_training_and_evaluation():
 def test_the_first_steps_are_warm_the_second_time():
     _device, model, handle = settled()
     seen = stages(handle, lambda: step(model, 8), PATIENCE + 20)
-    assert [stage for stage in seen if stage] == ["LEAN", "WARM", "BARE", "PLAN", "NONE", "PLAN", "NONE", "PLAN"]
+    assert [stage for stage in seen if stage] == ["LEAN", "WARM", "BARE", "PLAN", "PLAN", "PLAN", "WARM", "NONE"]
 
 
 def test_numbers_of_the_passes_in_the_log(caplog):
@@ -173,4 +184,4 @@ def test_numbers_of_the_passes_in_the_log(caplog):
     begun = 11 + seen.index("LEAN")
     assert "measured in passes 1 to 9" in first
     assert f"measured in passes {begun} to {begun + 7}" in second
-    assert handle.report().measured_steps == (begun + 3, begun + 7)
+    assert handle.report().measured_steps == (begun + 2, begun + 7)

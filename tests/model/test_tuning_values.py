@@ -114,6 +114,9 @@ class Timely(AdversarialDevice):
     def passed(self, event: object) -> bool:
         return True
 
+    def host_time(self) -> float:
+        return 0.0
+
     def record_timed(self, stream: Any) -> Any:
         self.time = getattr(self, "time", 0) + 1
         return self.time

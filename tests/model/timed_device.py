@@ -20,8 +20,8 @@ __all__ = ["Timed", "TimedBlock", "TimedModel", "done", "offload", "seconds", "s
 KIB = 2**10
 LAYERS = ["blocks", None]
 """How groups are given: by name, or found in a first pass of its own."""
-PASSES = (0, 1, 2, 3, 4, 5, 8, 9)
-"""Numbers of passes before each stage, and before the first two passes with the plan."""
+PASSES = (0, 1, 3, 4, 7, 9)
+"""Numbers of passes before the stages, and before the first passes with the plan."""
 
 
 class Timed(ReferenceDevice):
