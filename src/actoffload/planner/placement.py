@@ -103,7 +103,11 @@ class _Run:
     d2h: float = 0.0
     h2d: float = 0.0
     resident: int = 0
+    latest: dict[int, int] = field(init=False)  # events of the reloads
     unreleased: deque[tuple[int, float]] = field(default_factory=deque)  # and when the copies are done
+
+    def __post_init__(self) -> None:
+        self.latest = self.profile.latest_reloads(self.offloaded)
 
     def _need(self, nbytes: int) -> None:
         if self.resident + nbytes > self.placement.peak_bytes:
@@ -129,7 +133,7 @@ class _Run:
         while self.unreleased:
             k, done = self.unreleased[0]
             late = done + RELEASE_MARGIN * self.profile.copy_out[k]
-            reload_due = at < 0 and self.profile.latest[k] >= ~at
+            reload_due = at < 0 and self.latest[k] >= ~at
             # [guard: planned release]
             if k == ~at or (self.resident + need <= self.limit and (late > self.compute or reload_due)):
                 break
@@ -169,7 +173,7 @@ class _Run:
     def _fits(self, group: int, at: int) -> bool:
         """Return whether it is time to reload a group, and every backward until its own has enough memory then."""
         profile = self.profile
-        if at > profile.latest[group]:  # [guard: planned reload]
+        if at > self.latest[group]:  # [guard: planned reload]
             return False
         here = profile.in_backward[at] + profile.before[at]
         gap = profile.before_backward[group] + profile.before[group + 1]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -38,7 +38,8 @@ class Profile:
     in_backward: Sequence[int]  # on top of the resident bytes of the other groups
     before: Sequence[int]  # bytes of all earlier groups; one entry more
     until: Sequence[int]  # bytes needed from the gap to the end of a backward, if all earlier groups are resident
-    latest: Sequence[int]  # group at whose BACKWARD_START a group is reloaded at the latest, so that nothing waits
+    starts: Sequence[float]  # when backward of a group starts if nothing is offloaded
+    early: float  # seconds by which a reload is begun before it has to be
 
     @staticmethod
     def of(costs: Sequence[LayerCost], link: Link, among: Collection[int] | None = None) -> Profile:
@@ -49,6 +50,7 @@ class Profile:
         back_seconds, back_ahead = zip(*(_copies_back(cost, link) for cost in costs), strict=True)
         in_forward, before_backward, in_backward = zip(*map(_needs, costs, _borders_before(costs)), strict=True)
         before = (0, *accumulate(nbytes))
+        starts, backward = _backward_starts(costs)
         until = [max(before[k + 1] + before_backward[k], before[k] + in_backward[k]) for k in range(len(costs))]
         return Profile(
             costs=costs,
@@ -63,8 +65,22 @@ class Profile:
             in_backward=in_backward,
             before=before,
             until=until,
-            latest=_latest_reloads(costs, movable, back_seconds, back_ahead),
+            starts=starts,
+            early=EARLY * backward,
         )
+
+    def latest_reloads(self, offloaded: Iterable[int]) -> dict[int, int]:
+        """Return the group at whose BACKWARD_START each offloaded group is reloaded at the latest without a stall."""
+        costs, last = self.costs, len(self.costs) - 1
+        latest, free, event = dict[int, int](), float("inf"), 1
+        for k in sorted(offloaded):
+            margin = min(self.early, costs[k].backward) + RELOAD_MARGIN * self.copy_back[k]
+            free = min(self.starts[k] - self.back_ahead[k] - margin, free - (1 + RELOAD_MARGIN) * self.copy_back[k])
+            event = max(event, k + 1)
+            while event < last and self.starts[event] > free:
+                event += 1
+            latest[k] = event
+        return latest
 
     @cached_property
     def leanest(self) -> list[int]:
@@ -106,10 +122,8 @@ def _copies_back(cost: LayerCost, link: Link) -> tuple[float, float]:
     return total, ahead
 
 
-def _latest_reloads(
-    costs: Sequence[LayerCost], movable: Sequence[int], seconds: Sequence[float], ahead: Sequence[float]
-) -> list[int]:
-    """Return the group at whose backward the reload of each group begins at the latest."""
+def _backward_starts(costs: Sequence[LayerCost]) -> tuple[list[float], float]:
+    """Return when the backward of each group starts without any offloading, and the seconds of the whole backward."""
     count = len(costs)
     starts, compute, host = [0.0] * count, 0.0, 0.0
     for cost in costs:
@@ -121,16 +135,7 @@ def _latest_reloads(
         starts[k] = compute + cost.gap_backward
         host += cost.host_backward
         compute = max(starts[k] + cost.backward, host)
-    early = EARLY * (compute - begin)
-    latest, free, event = [count - 1] * count, float("inf"), 1
-    for k in movable:
-        margin = min(early, costs[k].backward) + RELOAD_MARGIN * seconds[k]
-        free = min(starts[k] - ahead[k] - margin, free - (1 + RELOAD_MARGIN) * seconds[k])
-        event = max(event, k + 1)
-        while event < count - 1 and starts[event] > free:
-            event += 1
-        latest[k] = event
-    return latest
+    return starts, compute - begin
 
 
 def _borders_before(costs: Sequence[LayerCost]) -> list[tuple[int, int]]:
