@@ -63,6 +63,32 @@ def test_a_forward_in_another_thread_during_each_measured_forward():
     assert handle._tracker.steering._stage is None
 
 
+def test_replicas_in_threads():
+    """As torch.nn.DataParallel makes them: each calls the model of its own, with the entries of the original."""
+    device, model, handle = small()
+
+    def replica(module):
+        other = module._replicate_for_data_parallel()
+        other._modules = {name: replica(child) for name, child in module._modules.items()}
+        return other
+
+    for _ in range(12):
+        outputs: dict[int, torch.Tensor] = {}
+        replicas = [replica(model) for _ in range(2)]
+
+        def run(k: int, replicas=replicas, outputs=outputs) -> None:
+            outputs[k] = replicas[k](torch.zeros(4, requires_grad=True))
+
+        threads = [threading.Thread(target=run, args=(k,)) for k in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        sum(outputs.values()).sum().backward()
+        outputs.clear()
+    done(handle, model, device, 24)
+
+
 # Graphs
 
 

@@ -228,14 +228,15 @@ class Tuner:
     def _decision(self, plan: GroupPlan, found: FirstSteps) -> str:
         """Return what was measured and decided, in a line."""
         number = f"{len(plan.offloaded)} of {len(plan.names)} groups of {self._title}"
-        parts = [f"{number} are offloaded ({size(plan.offloaded_bytes)}): measured in passes {self._begun} to "]
-        parts[0] += f"{self._number}"
+        line = (
+            f"{number} are offloaded ({size(plan.offloaded_bytes)}): measured in passes {self._begun} to {self._number}"
+        )
         if found.planning:
-            parts.append(f", planned in {milliseconds(found.planning)}")
+            line += f", planned in {milliseconds(found.planning)}"
         if found.times is not None:
             with_, without = milliseconds(found.times.offloaded), milliseconds(found.times.without)
-            parts.append(f"; a pass takes {with_}, {without} without offloading")
-        return "".join(parts) + (f". {plan.because}" if plan.because else "")
+            line += f"; a pass takes {with_}, {without} without offloading"
+        return f"{line}. {plan.because}" if plan.because else line
 
     # Later
 
