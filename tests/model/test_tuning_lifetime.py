@@ -55,7 +55,7 @@ def test_two_threads():
 def test_a_forward_in_another_thread_during_each_measured_forward():
     """Its outputs do not end the pass that is measured, and what it saves is not taken for that pass."""
     _, model, handle = small()
-    inside = [False]
+    inside, seen = [False], list[bool]()
 
     def other(module, args):
         if not inside[0]:
@@ -64,12 +64,15 @@ def test_a_forward_in_another_thread_during_each_measured_forward():
             thread.start()
             thread.join()
             inside[0] = False
+            timed = handle._tracker.steering._current
+            seen.append(timed is None or (timed.ended is None and not timed.sequence))
 
     hook = model.blocks[3].register_forward_pre_hook(other)
     for _ in range(9):
         step(model)
     hook.remove()
     step(model)
+    assert all(seen)
     assert handle._tracker.steering._stage is None
 
 
