@@ -10,9 +10,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from helpers import no_gc
+from helpers import no_gc, nothing_held
 from interrupts import SOURCES
 from timed_device import LAYERS, PASSES, done, small, step
+from whole_model import nothing_installed
 
 from actoffload.engine.recorder import TimelineRecorder
 from actoffload.model.metering import Border, Meter, TimedPass
@@ -20,8 +21,14 @@ from actoffload.model.metering import Border, Meter, TimedPass
 # Threads
 
 
+def left(handle, model) -> None:
+    assert handle._engine.recorder is None
+    nothing_held(handle)
+    nothing_installed(model)
+
+
 def test_two_threads():
-    device, model, handle = small()
+    _, model, handle = small()
     errors: list[BaseException] = []
     barrier = threading.Barrier(2)
 
@@ -39,13 +46,16 @@ def test_two_threads():
     for thread in threads:
         thread.join()
     assert not errors
-    done(handle, model, device)
+    for _ in range(12):
+        step(model)
+    assert handle._tracker.steering._stage is None
+    left(handle, model)
 
 
 def test_a_forward_in_another_thread_during_each_measured_forward():
     """Its outputs do not end the pass that is measured, and what it saves is not taken for that pass."""
     _, model, handle = small()
-    inside = [False]
+    inside, seen = [False], list[bool]()
 
     def other(module, args):
         if not inside[0]:
@@ -54,22 +64,29 @@ def test_a_forward_in_another_thread_during_each_measured_forward():
             thread.start()
             thread.join()
             inside[0] = False
+            timed = handle._tracker.steering._current
+            seen.append(timed is None or (timed.ended is None and not timed.sequence))
 
     hook = model.blocks[3].register_forward_pre_hook(other)
     for _ in range(9):
         step(model)
     hook.remove()
     step(model)
+    assert all(seen)
     assert handle._tracker.steering._stage is None
 
 
 def test_replicas_in_threads():
     """As torch.nn.DataParallel makes them: each calls the model of its own, with the entries of the original."""
-    device, model, handle = small()
+    _, model, handle = small()
 
     def replica(module):
         other = module._replicate_for_data_parallel()
         other._modules = {name: replica(child) for name, child in module._modules.items()}
+        for name, child in other._modules.items():
+            setattr(other, name, child)
+        for name, parameter in module._parameters.items():  # as replicate does for copies of the weights
+            setattr(other, name, parameter * 1.0)
         return other
 
     for _ in range(12):
@@ -86,7 +103,9 @@ def test_replicas_in_threads():
             thread.join()
         sum(outputs.values()).sum().backward()
         outputs.clear()
-    done(handle, model, device, 24)
+    for _ in range(12):
+        step(model)
+    left(handle, model)
 
 
 # Graphs
