@@ -35,7 +35,8 @@ CHECKPOINTING = _NEW if _NEW in TrainingArguments.__dataclass_fields__ else _OLD
 class Training:
     """The model, the batches, and the steps that are measured; the defaults are those of the recorded results.
 
-    `tokens` has the lengths of the sequences; each is measured in `rounds` rounds, in the steps `first` to `last`.
+    `tokens` has the lengths of the sequences, and `rounds` the number of rounds of each; the steps `first` to `last` are
+    measured.  Short sequences have more rounds: their steps take as long as the host, which varies.
     """
 
     layers: int = 22
@@ -46,7 +47,7 @@ class Training:
     vocabulary: int = 32000
     tokens: tuple[int, ...] = (4096, 512)
     batch: int = 2
-    rounds: int = 2
+    rounds: tuple[int, ...] = (2, 4)
     first: int = 10
     last: int = 22
 
@@ -66,7 +67,7 @@ class Training:
 
 
 FULL = Training()
-REHEARSAL = Training(6, 128, 256, 4, 2, 128, (1024, 64), rounds=1, last=12)
+REHEARSAL = Training(6, 128, 256, 4, 2, 128, (1024, 64), rounds=(1, 1), last=12)
 """The same, small enough for the reference device; never published."""
 
 
@@ -219,8 +220,8 @@ def measure_trainer(
     """Measure all lengths and methods; `save` gets the data after each round of a length."""
     runs: dict[int, list[dict[str, dict[str, Any]]]] = {}
     data: dict[str, Any] = {}
-    for number in range(settings.rounds):
-        for tokens in settings.tokens:
+    for number in range(max(settings.rounds)):
+        for tokens in [of for of, rounds in zip(settings.tokens, settings.rounds, strict=True) if number < rounds]:
             done = {}
             for method in METHODS:
                 done[method] = train(method, settings, tokens, device)

@@ -79,8 +79,8 @@ def test_predictions_are_those_of_the_planner(memory: int | None) -> None:
         plan = handle.plan
         assert len(plan.offloaded) >= 4
         assert of_plan(plan.plan) == {"seconds": plan.seconds, "peak_bytes": plan.peak_bytes}
-        handle.reschedule(num_layers=7)
-        assert of_plan(handle.plan.plan)["peak_bytes"] <= plan.peak_bytes
+        handle.reschedule(num_layers=1)
+        assert of_plan(handle.plan.plan)["peak_bytes"] > plan.peak_bytes
         handle.remove()
     assert first_steps.choose is choose
 

@@ -25,7 +25,7 @@ from harness import AGAIN, CHECKPOINT, NOTHING, OURS  # noqa: E402
 
 CPU = torch.device("cpu")
 GIB = 2**30
-TINY = replace(trainer.REHEARSAL, layers=4, tokens=(1024,), first=2, last=4)
+TINY = replace(trainer.REHEARSAL, layers=4, tokens=(1024,), rounds=(1,), first=2, last=4)
 
 
 def run(seconds: float, gib: float, **more: Any) -> dict[str, Any]:

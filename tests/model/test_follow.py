@@ -11,11 +11,14 @@ import torch
 from helpers import alive, no_gc
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from whole_model import UNIT, Transformer, Wave, Waves, data, equal, nothing_installed, offload, train
+from whole_model import UNIT, Transformer, Wave, Waves, data, equal, measured, nothing_installed, offload, train
 
 import actoffload
+from actoffload._torch import saved_tensor_hooks
 from actoffload.engine.model_pass import ModelPass
+from actoffload.planner import GroupPlan
 from actoffload.report import Reason
+from actoffload.schedule import Action, Do, Event, Plan, When
 
 
 class Final(Wave):
@@ -164,3 +167,32 @@ def test_a_recomputed_block_begins_no_pass():
         warnings.simplefilter("error")
         model(data().requires_grad_()).sum().backward()
     assert handle.statistics().passes == 1
+
+
+def test_saved_tensor_hooks_are_installed_in_the_groups_that_a_plan_offloads_alone():
+    seen = []
+
+    class Asking(Wave):
+        def forward(self, x):
+            seen.append(saved_tensor_hooks() is not None)
+            return super().forward(x)
+
+    model = Waves(6, Asking)
+    calls = [
+        call
+        for k in (0, 1, 3)
+        for call in (
+            (Event(When.FORWARD_START, k), Action(Do.OFFLOAD, k)),
+            (Event(When.FORWARD_END, k + 1), Action(Do.RELEASE, k)),
+            (Event(When.BACKWARD_END, k + 2), Action(Do.RELOAD, k)),
+        )
+    ]
+    names = tuple(f"blocks.{k}" for k in range(6))
+    handle = offload(model, plan=GroupPlan(names, Plan.of(6, calls), (2 * UNIT,) * 6))
+    want = [True] * 6, [True, True, False, True, False, False]  # the first forward shows what is saved between groups
+    for hooks in want:
+        seen.clear()
+        statistics = measured(handle, lambda: model(data()).sum().backward())
+        assert seen == hooks
+        assert statistics.bytes_offloaded == 3 * Wave.SAVES * UNIT
+    nothing_installed()

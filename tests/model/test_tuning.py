@@ -17,7 +17,7 @@ from actoffload.schedule.plan import Plan
 
 MIB = 2**20
 BOTH = ["blocks", None]  # layers: the groups are given, or found in a first pass of its own
-ALL = ["FIRST", "LEAN", "WARM", "BARE", "PLAN", "PLAN", "PLAN", "WARM", "NONE"]
+ALL = ["FIRST", "LEAN", "MEMORY", "BARE", "PLAN", "PLAN", "PLAN", "WARM", "NONE"]
 
 
 def fast(**more) -> tuple[Timed, TimedModel]:
@@ -75,7 +75,7 @@ def test_of_equally_fast_plans_the_one_with_the_smallest_peak():
         device.created.peak = 0
         step(model)
         peaks.append(device.created.peak)
-        assert handle.plan.peak_bytes == pytest.approx(device.created.peak, rel=0.15)
+        assert handle.plan.peak_bytes == pytest.approx(device.created.peak, rel=0.03)
     assert peaks == sorted(peaks, reverse=True)
     assert peaks[0] > 2 * peaks[-1]
     assert peaks[-1] <= 3 * 4 * MIB

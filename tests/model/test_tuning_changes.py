@@ -173,7 +173,7 @@ def test_lengths_that_alternate_between_training_and_evaluation():
 def test_the_first_steps_are_warm_the_second_time():
     _device, model, handle = settled()
     seen = stages(handle, lambda: step(model, 8), PATIENCE + 20)
-    assert [stage for stage in seen if stage] == ["LEAN", "WARM", "BARE", "PLAN", "PLAN", "PLAN", "WARM", "NONE"]
+    assert [stage for stage in seen if stage] == ["LEAN", "MEMORY", "BARE", "PLAN", "PLAN", "PLAN", "WARM", "NONE"]
 
 
 def test_numbers_of_the_passes_in_the_log(caplog):

@@ -25,8 +25,8 @@ from whole_model import UNIT, Block, Transformer, Wave, Waves, data, equal, noth
 import actoffload
 from actoffload.device import use
 from actoffload.model import first_steps
+from actoffload.model.conduct import Conduct, Mode
 from actoffload.model.steering import BySchedule
-from actoffload.model.tracker import Conduct, Mode
 from actoffload.planner import GroupPlan
 from actoffload.schedule.plan import Action, Do, Event, Plan, When
 
@@ -124,11 +124,8 @@ class Timely(AdversarialDevice):
     def elapsed(self, start: int, end: int) -> float:
         return 1e-3 * (end - start)
 
-    def allocated(self) -> int | None:
-        return 0
-
-    def peak_allocated(self) -> int | None:
-        return 0
+    def allocated(self) -> tuple[int, int] | None:
+        return 0, 0
 
     def memory_limit(self) -> int | None:
         return self.memory

@@ -61,11 +61,12 @@ class Timed(ReferenceDevice):
         self.created._follow(tensor.untyped_storage(), set())
         return tensor
 
-    def allocated(self) -> int | None:
-        return None if self.memory is None else self.created.now
-
-    def peak_allocated(self) -> int | None:
-        return None if self.memory is None else self.created.peak
+    def allocated(self) -> tuple[int, int] | None:
+        if self.memory is None:
+            return None
+        found = self.created.now, self.created.peak
+        self.created.peak = self.created.now
+        return found
 
     def memory_limit(self) -> int | None:
         return self.memory

@@ -74,11 +74,13 @@ class Accelerator(Backend):
         done: bool = event.query()
         return done
 
-    def allocated(self) -> int | None:
-        return None if self._memory is None else self._memory.memory_allocated()
-
-    def peak_allocated(self) -> int | None:
-        return None if self._memory is None else self._memory.max_memory_allocated()
+    def allocated(self) -> tuple[int, int] | None:
+        if self._memory is None:
+            return None
+        # One call for both numbers, and without sorting all the others.
+        found = self._memory.memory_stats_as_nested_dict().get("allocated_bytes", {}).get("all")
+        self._memory.reset_peak_memory_stats()
+        return None if found is None else (found["current"], found["peak"])
 
     def memory_limit(self) -> int | None:
         if self._memory is None:

@@ -69,12 +69,11 @@ class Backend(Protocol):
         """Return whether the device has reached an event; does not wait."""
         return True
 
-    def allocated(self) -> int | None:
-        """Return the bytes of device memory that tensors of this process use now; None if that is not known."""
-        return None
+    def allocated(self) -> tuple[int, int] | None:
+        """Return the bytes of device memory that tensors of this process use now, and the most since the last call.
 
-    def peak_allocated(self) -> int | None:
-        """Return the largest such number since the program last reset it; None if that is not known."""
+        It resets the count of the most bytes that the program may read too.  None if they are not known.
+        """
         return None
 
     def memory_limit(self) -> int | None:

@@ -57,7 +57,7 @@ class TimelineRecorder:
         end = self._backend.record_timed(stream)
         if shown is not None:
             torch.cuda.nvtx.range_end(shown)
-        self._spans.append((kind, layer, begun, end, nbytes))
+        self._spans.append((kind, layer, begun, end, 0 if kind is Kind.STALL else nbytes))
 
     def begin(self, owner: object, kind: Kind, layer: int) -> None:
         """Start a span of compute on the current stream; that of another owner in the same backward ends."""

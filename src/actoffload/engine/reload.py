@@ -114,14 +114,14 @@ class HostCopy:
         current = transfers.backend.current_stream(transfers.device)
         if current != self.stream:
             # [wait: another stream's use for the copy in]
-            transfers.use(current, copied_in, layer, captured)
+            transfers.use(current, copied_in, layer, captured, self.nbytes)
             # [guard: users on other streams]
             # [guard: streams that waited]
             self._users = (*self._users, current)
             self.__class__ = self.in_flight
         elif not self._awaited:
             # [wait: use on the compute stream for the copy in]
-            transfers.use(current, copied_in, layer, captured)
+            transfers.use(current, copied_in, layer, captured, self.nbytes)
             self._awaited = True
             self.resources.in_flight = None
             if not self._users:

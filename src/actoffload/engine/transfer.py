@@ -176,14 +176,14 @@ class Transfers:
                 self.backend.to_device(pairs, self.back)
         return _position((self.backend.record(self.back), H2D, next(self._orders), captured))
 
-    def use(self, stream: Stream, copied_in: StreamPosition, layer: int, captured: bool) -> None:
-        """Let a stream wait for a copy in before it reads."""
+    def use(self, stream: Stream, copied_in: StreamPosition, layer: int, captured: bool, nbytes: int) -> None:
+        """Let a stream wait for a copy in of so many bytes before it reads."""
         recorder = self.recorder
         if recorder is None:
             if copied_in.captured == captured:  # [guard: use across a capture -> True]
                 self.backend.wait(stream, copied_in.event)  # [wait: use for the copy in]
         else:
-            with recorder.span(Kind.STALL, layer, stream, 0):
+            with recorder.span(Kind.STALL, layer, stream, nbytes):
                 self.wait(stream, copied_in, captured)  # [wait: use for the copy in, recorded]
 
 

@@ -18,11 +18,11 @@ from ..planner import GroupPlan
 from ..report.groups import GroupReport
 from ..schedule.execution_order import GroupKey, GroupPlans
 from ..schedule.plan import Roles
+from .conduct import DROPPED, Conduct, FollowedModule, Mode, Steering
 from .discovery import BLOCK, MODULE, Measurement, bypass_warning, choose_groups, coverage_warning
 from .follow import detach
 from .reporting import LatestPass, PassLog
 from .select import Chosen
-from .tracker import DROPPED, Conduct, FollowedModule, Mode, Steering
 
 __all__ = ["Finder"]
 

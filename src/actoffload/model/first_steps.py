@@ -1,10 +1,11 @@
 """The first steps of the default: measure a few passes, and choose a plan from what they show.
 
 `[Note: the first steps]`  Nothing is known before the first step, and it must not run out of memory where any plan
-fits.  So the first two passes offload everything that can be: the first warms up, in the second the bytes, the device
-memory and the rates of the copies are measured.  If the model fits without offloading too, two passes run without; the
-times of the groups come from the second of these.  The planner then chooses, from costs alone.  Because costs do not
-say everything that makes a step longer, whole passes with the plan and without are compared before it is kept.
+fits.  So the first two passes offload everything that can be: the first warms up, in the second are measured the bytes,
+when they are saved and needed, and the rates of the copies.  If the model fits without offloading too, two passes run
+without: the device memory that the groups take comes from the first of these, their times from the second.  The
+planner then chooses, from costs alone.  Because costs do not say everything that makes a step longer, whole passes with
+the plan and without are compared before it is kept.
 """
 
 from __future__ import annotations
@@ -22,10 +23,11 @@ from ..planner import GroupPlan, choose
 from ..schedule.execution_order import GroupPlans
 from ..schedule.plan import Plan
 from ..schedule.timeline import milliseconds, size
-from .metering import Stage, TimedPass, hook_seconds, layer_costs, measured_link
+from .conduct import FollowedModule
+from .group_costs import hook_seconds, layer_costs, measured_link
 from .reporting import PassLog, group_names
 from .steering import RolesOfPlan
-from .tracker import FollowedModule
+from .timed_pass import Stage, TimedPass
 
 __all__ = ["FirstSteps", "Script", "StepTimes"]
 
@@ -76,11 +78,12 @@ class FirstSteps:
         if not warm:
             yield from _next(Stage.FIRST)
         lean = yield from _next(Stage.LEAN)
-        bare = None
+        memory = bare = None
         if self._fits_bare(lean):
-            yield from _next(Stage.WARM)
+            memory = yield from _next(Stage.MEMORY)
+            self._bare_peak = memory.peak
             bare = yield from _next(Stage.BARE)
-        plan = self._choose(lean, bare)
+        plan = self._choose(lean, memory, bare)
         self.roles = RolesOfPlan(self._groups, plan)
         if bare is None or not plan.offloaded:
             return plan
@@ -126,7 +129,7 @@ class FirstSteps:
         self._bare_peak = max(lean.levels()) + lean.between
         return self._bare_peak <= self.limit
 
-    def _choose(self, lean: TimedPass, bare: TimedPass | None) -> GroupPlan:
+    def _choose(self, lean: TimedPass, memory: TimedPass | None, bare: TimedPass | None) -> GroupPlan:
         """Plan from what was measured in a pass that offloaded everything and one that offloaded nothing."""
         timed = lean if bare is None else bare
         assert lean.meter is not None
@@ -139,19 +142,19 @@ class FirstSteps:
             return self._keep("Nothing is offloaded: only the last groups, which are kept, save anything that can be.")
         if timed.sequence != lean.sequence:
             return self._keep("The groups ran in another order in each of the first passes: their costs are not known.")
-        temporary = lean.between if bare is None else max(bare.peak - max(lean.levels()), 0)
         compiled = {k for k, key in enumerate(lean.sequence) if is_compiled(self._groups[key.group].module)}
-        # Activations grow with the inputs.
-        larger = timed.elements / lean.elements if lean.elements else 1.0
-        sizes = [[round(nbytes * larger) for nbytes in of_group] for of_group in lean.sizes]
-        layers = layer_costs(sizes, timed.meter, lean.meter, temporary, compiled)
-        each = hook_seconds(lean.sizes, lean.meter, timed.meter) if timed is not lean else None
-        each = HOST_CAUTION * (HOST_SECONDS if each is None else each)
-        self._choose_among = partial(choose, names, layers, link, limit=self.limit, host_seconds=each)
+        if memory is not None and memory.sequence != lean.sequence:
+            memory = None
+        layers = layer_costs(lean, timed, memory, compiled)
+        found = hook_seconds(lean.sizes, lean.meter, timed.meter) if timed is not lean else None
+        each = HOST_SECONDS if found is None else found
+        self._choose_among = partial(
+            choose, names, layers, link, limit=self.limit, host_seconds=each, host_caution=HOST_CAUTION
+        )
         plan = self._choose_among()
         device = sum(layer.forward + layer.backward + layer.gap_forward + layer.gap_backward for layer in layers)
         tensors = sum(len(layers[k].saved) for k in plan.offloaded)
-        host = sum(layer.host_forward + layer.host_backward for layer in layers) + 2 * tensors * each
+        host = sum(layer.host_forward + layer.host_backward for layer in layers) + 2 * tensors * each * HOST_CAUTION
         self.size = timed.elements
         self.least_size = round(self.size * min(host / device, 1.0)) if device else 0
         self.planning = time.perf_counter() - begun

@@ -32,7 +32,8 @@ from torch.jit import ScriptModule
 from torch.nn import Module
 
 from .._torch import CALLS, opaque, warn
-from .tracker import ROOT, FollowedModule, Tracker
+from .conduct import ROOT, FollowedModule
+from .tracker import Tracker
 
 __all__ = ["Followers", "detach", "followers_of", "original_class", "refuse_scripted"]
 

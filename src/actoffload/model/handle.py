@@ -21,10 +21,11 @@ from ..report.step_timeline import StepTimeline
 from ..schedule.execution_order import GroupKey, GroupPlans
 from ..schedule.plan import Plan
 from ..schedule.schedules import GroupSchedule
+from .conduct import KEPT, FollowedModule, Steering
 from .follow import Followers, followers_of
 from .reporting import PassLog, Recording, build_report, describe, group_names
 from .steering import BySchedule
-from .tracker import KEPT, FollowedModule, Steering, Tracker
+from .tracker import Tracker
 
 __all__ = ["OffloadHandle"]
 

@@ -20,6 +20,7 @@ from ..schedule.execution_order import GroupKey, GroupPlans
 from ..schedule.plan import Plan
 from ..schedule.schedules import GroupSchedule
 from .blocks import find_stacks
+from .conduct import GROUP, KEPT, ROOT, FollowedModule, Steering
 from .discovery import BLOCK, MODULE, candidates
 from .finding import Finder
 from .follow import followers_of, refuse_scripted
@@ -28,7 +29,6 @@ from .outside import written
 from .reporting import PassLog
 from .select import choose, find_kept, split_default
 from .steering import ByPlan, BySchedule
-from .tracker import GROUP, KEPT, ROOT, FollowedModule, Steering
 from .tuning import Tuner
 
 __all__ = ["offload"]

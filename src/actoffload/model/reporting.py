@@ -23,8 +23,8 @@ from ..report.step_timeline import StepTimeline
 from ..schedule.execution_order import GroupKey, GroupPlans
 from ..schedule.plan import OUTSIDE
 from ..schedule.schedules import GroupSchedule
+from .conduct import DROPPED, KEPT, FollowedModule
 from .outside import patterns
-from .tracker import DROPPED, KEPT, FollowedModule
 
 __all__ = ["PassLog", "Recording", "build_report", "describe", "group_names"]
 

@@ -9,8 +9,8 @@ from ..engine.model_pass import ModelPass
 from ..planner import GroupPlan
 from ..schedule.execution_order import GroupKey, GroupPlans
 from ..schedule.plan import REST, Roles
+from .conduct import Conduct, FollowedModule, Mode
 from .reporting import PassLog, group_names
-from .tracker import Conduct, FollowedModule, Mode
 
 __all__ = ["ByPlan", "BySchedule", "RolesOfPlan"]
 

@@ -1,22 +1,13 @@
-"""Follows one model as it runs: which of its groups runs in a thread, and what autograd saves there.
-
-`[Note: modes]`  Where the whole forward is followed, saved-tensor hooks are installed once, around the call of the
-model, and the calls of its modules only change the group that packs.  Every saved tensor then costs host time, also in
-groups that keep everything.  A plan that was chosen from measurements needs no more than the tensors of the groups that
-it offloads: there the hooks are installed around these groups alone, and a forward that offloads nothing runs without.
-"""
+"""Follows one model as it runs: which of its groups runs in a thread, and what autograd saves there."""
 
 from __future__ import annotations
 
-import enum
 import threading
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch.nn import Module
 
 from .._torch import (
     NO_BACKWARD,
@@ -35,67 +26,10 @@ from ..engine.ownership import GroupTensors, ModelTensors
 from ..engine.pack import Pack, Packer
 from ..engine.tensor_marks import running
 from ..engine.unpack import unpack
-from ..planner import GroupPlan
 from ..schedule.execution_order import ExecutionOrder, GroupKey
-from ..schedule.plan import Roles
+from .conduct import DROPPED, GROUP, KEPT, ROOT, Conduct, FollowedModule, Mode, Steering
 
-__all__ = ["DROPPED", "GROUP", "KEPT", "ROOT", "Conduct", "FollowedModule", "Mode", "Steering", "Tracker"]
-
-ROOT, GROUP, KEPT, DROPPED = "root", "group", "kept", "dropped"
-
-
-class Mode(enum.Enum):
-    """Where saved-tensor hooks are installed in a forward; see [Note: modes]."""
-
-    IDLE = "nowhere"
-    SCOPED = "in the groups that are offloaded"
-    WHOLE = "in the whole forward"
-
-
-@dataclass(frozen=True, slots=True)
-class Conduct:
-    """How one forward is followed: the mode, the expected order of the groups, and what a plan for an order means."""
-
-    mode: Mode
-    order: Sequence[GroupKey] = ()
-    roles_of: Callable[[tuple[GroupKey, ...]], Roles] = lambda order: Roles.keep_all(len(order))
-
-
-class Steering(Protocol):
-    """Decides how the forwards of a model are followed, and sees what they did."""
-
-    def forward_begins(self, inputs: tuple[Any, Any], *, alone: bool, busy: bool) -> Conduct:
-        """Return how the forward that begins now is followed.
-
-        Parameters
-        ----------
-        inputs : tuple
-            Arguments and keyword arguments of the module that is called.
-        alone : bool
-            A group is called, and not the model itself.
-        busy : bool
-            Another thread runs a forward of the model.
-        """
-
-    def forward_ends(self, output: Any) -> None:
-        """Note that the model returns `output`."""
-
-    def pass_ends(
-        self, done: ModelPass[GroupKey], sequence: Sequence[GroupKey]
-    ) -> tuple[Steering, Callable[[], None]] | None:
-        """Note a followed forward that has ended, and the sequence of its groups; not called in `Mode.IDLE`.
-
-        Returns what steers from now on, and what to call when no forward is in progress; None for no change.
-        """
-
-    def retire(self) -> None:
-        """Stop measuring: the model is followed no longer, or something else steers."""
-
-    def plan(self) -> GroupPlan:
-        """Return the present plan."""
-
-    def facts(self) -> dict[str, Any]:
-        """Return what is known of whole steps, as fields of `StepFacts`."""
+__all__ = ["Tracker"]
 
 
 def _obstacle() -> str | None:
@@ -119,24 +53,6 @@ def _obstacle() -> str | None:
         "under saved-tensor hooks of another library, such as those of torch.utils.checkpoint around the whole model "
         "or torch.autograd.graph.save_on_cpu. Use them around parts of the model only."
     )
-
-
-@dataclass(eq=False)
-class FollowedModule:
-    """A module whose calls are followed.  It is referenced weakly, because the module itself refers to this object."""
-
-    role: str  # ROOT, GROUP or KEPT; DROPPED for one that turned out to be no group
-    name: str
-    ref: weakref.ref[Module]
-    group: int = -1  # its index among the chosen modules
-    kind: str = ""  # groups of one kind are scheduled alike
-
-    @property
-    def module(self) -> Module:
-        """The module, which must still exist."""
-        found = self.ref()
-        assert found is not None
-        return found
 
 
 @dataclass(eq=False, slots=True)
@@ -219,6 +135,7 @@ class Tracker:
             if conduct.mode is Mode.IDLE:
                 thread.calls.append(_Call(of))
                 thread.idle = True
+                self._running.add(threading.get_ident())  # [guard: thread in a forward that is not followed]
                 return
             obstacle = _obstacle()
             if obstacle is not None:
@@ -361,6 +278,8 @@ class Tracker:
         """End a forward that was not followed; may be repeated after an interrupt."""
         self._thread.calls.clear()
         self._thread.idle = False
+        self._running.discard(threading.get_ident())  # [guard: thread whose idle forward has ended]
+        self._finish()
 
     def _end_group(self, call: _Call, output: Any) -> None:
         current, layer = self._thread.current, call.layer

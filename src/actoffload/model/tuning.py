@@ -22,10 +22,11 @@ from ..engine.model_pass import ModelPass
 from ..planner import GroupPlan
 from ..schedule.execution_order import GroupKey, GroupPlans
 from ..schedule.timeline import milliseconds, size
+from .conduct import Conduct, FollowedModule, Mode
 from .first_steps import FirstSteps, Script
-from .metering import Meter, Stage, TimedPass
+from .metering import Meter
 from .reporting import PassLog, group_names
-from .tracker import Conduct, FollowedModule, Mode
+from .timed_pass import Stage, TimedPass
 
 __all__ = ["Tuner"]
 
@@ -142,12 +143,12 @@ class Tuner:
         if self._unfinished >= UNFINISHED or not (stage in (Stage.FIRST, Stage.LEAN) or self._measuring.fits(elements)):
             stage = Stage.FIRST
         timed = self._time(stage, elements)
-        if stage in (Stage.LEAN, Stage.BARE):
-            timed.meter = Meter(self._engine.backend, self._engine.counters, memory=stage is Stage.LEAN)
+        if stage in (Stage.LEAN, Stage.MEMORY, Stage.BARE):
+            timed.meter = Meter(self._engine.backend, self._engine.counters, memory=stage is not Stage.BARE)
             self._engine.record(timed.meter)
         if stage in (Stage.FIRST, Stage.LEAN):
             return Conduct(Mode.WHOLE, self._plans.order, self._plans.roles)
-        if stage is Stage.BARE:
+        if stage in (Stage.MEMORY, Stage.BARE):
             return Conduct(Mode.SCOPED, self._plans.order)
         return self._planned(self._measuring) if stage is Stage.PLAN else self._idle()
 

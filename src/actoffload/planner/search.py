@@ -28,6 +28,7 @@ def choose(
     *,
     limit: int | None = None,
     host_seconds: float = 0.0,
+    host_caution: float = 1.0,
     tolerance: float = 0.002,
     among: Collection[int] | None = None,
 ) -> GroupPlan:
@@ -48,6 +49,8 @@ def choose(
         Bytes of device memory in forward and backward; None for no limit.
     host_seconds : float
         Seconds that the host spends on each saved tensor of an offloaded group, in forward and again in backward.
+    host_caution : float
+        Factor of `host_seconds` in the choice, for a host that may be as much slower; not in the expected time.
     tolerance : float
         Part of the time of a step.
     among : collection of int, optional
@@ -80,7 +83,14 @@ def choose(
     """
     if not names or len(names) != len(layers):
         raise ValueError(f"There are {len(names)} groups but {len(layers)} costs; give one cost for each group.")
-    search = _Search(Profile.of(layers, link, among), link, host_seconds, inf if limit is None else limit, tolerance)
+    search = _Search(
+        Profile.of(layers, link, among),
+        link,
+        host_seconds,
+        host_seconds * host_caution,
+        inf if limit is None else limit,
+        tolerance,
+    )
     return search.result(tuple(names))
 
 
@@ -88,6 +98,7 @@ def choose(
 class _Search:
     profile: Profile
     link: Link
+    expected_host_seconds: float
     host_seconds: float
     limit: float
     tolerance: float
@@ -98,23 +109,25 @@ class _Search:
 
     def result(self, names: tuple[str, ...]) -> GroupPlan:
         """Return the best of the few best plans, by `simulate`."""
-        found = [(placement.plan(), self.simulate(placement.plan())) for placement in self.finalists()]
+        plans = [placement.plan() for placement in self.finalists()]
+        found = [(plan, self.simulate(plan, self.host_seconds)) for plan in plans]
         fitting = [(plan, result) for plan, result in found if result.device_peak_bytes <= self.limit]
         fastest = min((result.step_time for _, result in fitting), default=inf)
         good = [(plan, result) for plan, result in fitting if result.step_time <= fastest * (1 + self.tolerance)]
         plan, result = min(good or found, key=lambda each: (each[1].device_peak_bytes, each[1].step_time))
+        because, expected = self.because(plan, result), self.simulate(plan, self.expected_host_seconds)
         return GroupPlan(
             names,
             plan,
             tuple(self.profile.nbytes),
-            seconds=result.step_time,
-            baseline_seconds=result.baseline,
-            peak_bytes=result.device_peak_bytes,
-            because=self.because(plan, result),
+            seconds=expected.step_time,
+            baseline_seconds=expected.baseline,
+            peak_bytes=expected.device_peak_bytes,
+            because=because,
         )
 
-    def simulate(self, plan: Plan) -> Simulation:
-        return simulate(plan, self.profile.costs, self.link, host_seconds=self.host_seconds)
+    def simulate(self, plan: Plan, host_seconds: float) -> Simulation:
+        return simulate(plan, self.profile.costs, self.link, host_seconds=host_seconds)
 
     def finalists(self) -> Iterator[Placement]:
         """Yield the fastest plan, and the one with the smallest peak that is about as fast."""

@@ -74,7 +74,8 @@ class LayerCost:
     gap_forward_temporary, gap_backward_temporary : int
         The same of the gaps, such as the logits of a loss.
     unpacks_at_once : bool
-        Whether backward needs all saved tensors when it starts and frees them when it ends, as a compiled one does.
+        Whether backward needs all saved tensors when it starts and frees them when it ends, and forward writes all
+        before it saves the first, as in a compiled layer.
 
     Examples
     --------

@@ -117,6 +117,10 @@ class _Memory:
             self.highest = max(self.highest, self.nbytes)
             self.resident.append((time, self.nbytes))
 
+    def reserve(self, nbytes: int) -> None:
+        """Count memory that is allocated before `occupy` says what for."""
+        self.highest = max(self.highest, self.nbytes + nbytes)
+
     def border(self, other: int, temporary: int = 0) -> None:
         """End a section of the step, in which so much was allocated for a time."""
         between = self.highest - max(self.at_border, self.nbytes)
@@ -160,6 +164,8 @@ class _Run:
         self._gap(cost.gap_forward, cost.other_bytes[0], cost.gap_forward_temporary)
         self._act(When.FORWARD_START, layer)
         clocks.begin(Kind.FORWARD, layer)
+        if cost.unpacks_at_once:
+            self.memory.reserve(cost.nbytes)  # its forward has written all before it saves any
         for saved in cost.saved:
             clocks.reach(saved.saved_at * cost.forward, saved.saved_at * cost.host_forward)
             tensors.append(_Held(saved, ready=clocks.compute))

@@ -1,0 +1,104 @@
+"""One pass of a model that is timed, and what it is for."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from .._torch import after_backward
+from ..device.base import Backend, StreamEvent
+from ..engine.model_pass import ModelPass
+from ..schedule.execution_order import GroupKey
+from .metering import Meter, current_stream
+
+__all__ = ["Stage", "TimedPass"]
+
+
+class Stage(enum.Enum):
+    """What a pass is for."""
+
+    FIRST = "everything is offloaded, to warm up"
+    LEAN = "everything is offloaded, measured by group"
+    MEMORY = "nothing is offloaded, memory measured by group"
+    WARM = "nothing is offloaded, to warm up"
+    BARE = "nothing is offloaded, timed by group"
+    NONE = "nothing is offloaded, timed"
+    PLAN = "the plan, timed"
+
+
+@dataclass(eq=False)
+class TimedPass:
+    """One pass of the model: what it was for, when it began and ended, and what it saved."""
+
+    stage: Stage
+    number: int  # of the pass, from 1
+    elements: int  # of the inputs
+    begun: StreamEvent
+    ended: StreamEvent | None = None
+    meter: Meter | None = None
+    sequence: tuple[GroupKey, ...] = ()
+    sizes: list[tuple[int, ...]] = field(default_factory=list)  # by group: bytes of the storages that it saves
+    adopted: int = 0  # bytes saved between the groups and offloaded with one
+    peak: int = 0  # the most bytes of device memory in it
+    waiting: int = 0  # earlier passes whose backward is still to come
+
+    @staticmethod
+    def begin(stage: Stage, number: int, elements: int, backend: Backend) -> TimedPass:
+        """Return a pass that begins now."""
+        return TimedPass(stage, number, elements, backend.record_timed(current_stream(backend)))
+
+    def watch(self, backend: Backend, outputs: Iterable[torch.Tensor]) -> None:
+        """Note the end of the first backward that comes to one of the outputs."""
+
+        def ended() -> None:
+            if self.ended is None and not backend.capturing():
+                if self.meter is not None:
+                    self.peak = max([self.meter.sample()[1], *(border.peak for border in self.meter.borders)])
+                self.ended = backend.record_timed(current_stream(backend))
+
+        def reached(_: Any) -> None:
+            after_backward(ended)
+
+        for node in {output.grad_fn for output in outputs if output.grad_fn is not None}:
+            node.register_prehook(reached)
+
+    def saw(self, done: ModelPass[GroupKey], sequence: Sequence[GroupKey]) -> None:
+        """Take what the groups saved in the forward; storages count in the last group that saved them."""
+        if self.sequence:
+            return
+        self.sequence, self.adopted = tuple(sequence), done.adopted
+        counted = set[object]()
+        for layer in done.layers:
+            residents = {resident: None for ref in layer.residents if (resident := ref()) and resident not in counted}
+            counted.update(residents)
+            own = [storage.nbytes for storage in layer.living() if max(storage.layers) == layer.index]
+            self.sizes.append((*own, *(resident.nbytes for resident in residents)))
+
+    def wait(self, backend: Backend) -> None:
+        """Wait until the device has run it."""
+        if self.ended is not None and not backend.passed(self.ended):
+            backend.synchronize(backend.current_device())
+
+    def seconds(self, backend: Backend) -> float:
+        """Return how long the device took from the start of its forward to the end of its backward."""
+        assert self.ended is not None
+        return backend.elapsed(self.begun, self.ended)
+
+    def pace(self, backend: Backend) -> float:
+        """Return the seconds for each element of the inputs, whose number may differ from pass to pass."""
+        return self.seconds(backend) / max(self.elements, 1)
+
+    @property
+    def between(self) -> int:
+        """The bytes by which its peak is higher than what is allocated at any border."""
+        assert self.meter is not None
+        return max(self.peak - max((border.allocated for border in self.meter.borders), default=0), 0)
+
+    def levels(self) -> list[int]:
+        """Return the bytes on the device at its borders if nothing were offloaded."""
+        assert self.meter is not None
+        return [border.other_bytes + border.activations(self.sizes) for border in self.meter.borders]

@@ -1,0 +1,112 @@
+"""The costs that are measured in the first steps: rates of copies, when storages are saved and needed, memory."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from timed_device import Timed, TimedModel, offload, step
+
+from actoffload.model import first_steps
+from actoffload.model.group_costs import measured_link
+from actoffload.model.metering import Copy
+from actoffload.schedule import Link
+from actoffload.schedule.timeline import Kind
+
+MIB = 2**20
+
+
+def link(out: list[tuple[float, float, int]], back: list[tuple[float, float, int]]) -> Link | None:
+    copies = {Kind.D2H: [Copy(*of) for of in out], Kind.H2D: [Copy(*of) for of in back]}
+    meter: Any = SimpleNamespace(copies=copies.__getitem__)
+    return measured_link(meter)
+
+
+def test_rates_are_those_of_copies_that_run_alone():
+    assert link([(0, 1, 100), (1, 3, 200)], [(5, 6, 50)]) == Link(100, 50)
+    assert link([(0, 1, 100)], []) is None
+    assert link([(1, 1, 100)], [(2, 3, 50)]) is None
+
+
+def test_rate_of_both_directions_at_once():
+    # From 2 to 4 both are busy: 60 and 40 bytes each second, while one alone copies 100.
+    both = link([(0, 2, 200), (2, 4, 120)], [(2, 4, 80), (4, 6, 200)])
+    assert both == Link(100, 100, both=100)
+    # The same with one copy each way: the bytes outside of the common time are copied as fast as alone.
+    parts = link([(0, 1, 100), (1, 4, 220)], [(2, 5, 180), (5, 6, 100)])
+    assert parts == Link(100, 100, both=100)
+
+
+def test_a_short_common_time_says_nothing():
+    assert link([(0, 10, 1000)], [(9.9, 20, 1000)]) == Link(100, 1000 / 10.1)
+
+
+@pytest.mark.parametrize("shared", [10, 500])
+def test_the_common_rate_is_never_out_of_bounds(shared):
+    found = link([(0, 1, 100), (1, 3, shared)], [(1, 3, shared), (3, 4, 100)])
+    assert found is not None
+    assert found.both == (100 if shared == 10 else 200)
+
+
+class _Temporary(torch.autograd.Function):
+    """Allocates for a time, in forward and in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, device: Timed, nbytes: tuple[int, int]) -> torch.Tensor:
+        ctx.device, ctx.nbytes = device, nbytes[1]
+        device.count(torch.zeros(nbytes[0] // 4))
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        ctx.device.count(torch.zeros(ctx.nbytes // 4))
+        return grad, None, None
+
+
+def costs(monkeypatch, device: Timed, model: torch.nn.Module, **options: Any) -> tuple[Any, Any]:
+    """Return the costs of the groups of a model, and its handle."""
+    found = []
+    choose = first_steps.choose
+    monkeypatch.setattr(first_steps, "choose", lambda *a, **k: (found.append(a[1]), choose(*a, **k))[1])
+    handle = offload(model, device, **options)
+    for _ in range(10):
+        step(model)
+    return found[0], handle
+
+
+def test_when_storages_are_saved_and_needed(monkeypatch):
+    device = Timed(1e7, 1e7)
+    device.behind = False
+    layers, _ = costs(monkeypatch, device, TimedModel(device))
+    for layer in layers:  # the last two were not offloaded, and are like the others
+        assert [saved.saved_at for saved in layer.saved] == pytest.approx([0.25, 0.5, 0.75, 1.0])
+        assert [saved.needed_at for saved in layer.saved] == pytest.approx([0.75, 0.5, 0.25, 0.0])
+
+
+@pytest.mark.parametrize("memory", [2**40, 20 * MIB])
+@pytest.mark.parametrize("at", [0, 3, 7])
+@pytest.mark.parametrize("nbytes", [(6 * MIB, 0), (0, 6 * MIB)])
+def test_temporary_memory_of_each_group(monkeypatch, memory, at, nbytes):
+    """What one group allocates for a time counts in that group; without a pass that shows it, in every group."""
+    device = Timed(1e7, 1e7, memory=memory)
+    device.behind = False
+    model = TimedModel(device, nbytes=4 * MIB)
+    inner = model.blocks[at].forward
+    model.blocks[at].forward = lambda x: _Temporary.apply(inner(x), device, nbytes)
+    layers, handle = costs(monkeypatch, device, model)
+    forward, backward = (
+        [getattr(layer, name) for layer in layers] for name in ("forward_temporary", "backward_temporary")
+    )
+    if memory == 2**40:
+        want = [6 * MIB * (k == at) for k in range(8)]
+        assert (forward, backward) == ((want, [0] * 8) if nbytes[0] else ([0] * 8, want))
+    else:
+        assert min(forward) == max(backward) > 0
+    device.created.peak = 0
+    step(model)
+    if memory == 2**40:
+        assert handle.plan.peak_bytes == device.created.peak
+    else:
+        assert device.created.peak <= handle.plan.peak_bytes
