@@ -74,11 +74,11 @@ def steps(out: Path, *, rehearse: bool, select: str) -> dict[str, Step]:
     benchmark, target = "benchmarks/run.py", ("--out", str(out))
     every = [
         Step("tests", tuple(pytest), 180),
-        Step("gallery", ("docs/tools/record_gallery.py", "record", *target), 130),
+        Step("gallery", ("docs/tools/record_gallery.py", "record", *target), 200),
         Step("overhead", (benchmark, "overhead", *target, *small), 60),
         Step("linear", (benchmark, "linear", *target, *small), 70),
         Step("gpt", (benchmark, "gpt", *target, *small), 300),
-        Step("trainer", (benchmark, "trainer", *target, *small), 170),
+        Step("trainer", (benchmark, "trainer", *target, *small), 240),
         Step("predict", (benchmark, "predict", *target, *small), 330),
         Step("host", (benchmark, "llama", "--only", "host", *target, *small), 60),
         Step("llama", (benchmark, "llama", *target, *small), 330),

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from .context import OffloadContext
+from .device.accelerator import Accelerator
 from .device.reference import CreatedStorages
 from .model import OffloadHandle
 from .report.tables import Printable, Table
@@ -97,6 +98,7 @@ class MemoryMeter:
     def __init__(self) -> None:
         self._device = torch.accelerator.current_accelerator(check_available=True)
         self._storages = CreatedStorages()
+        self._earlier = 0  # peak of a meter around this one
         self._marks: list[tuple[Any, int]] = []  # an event, or seconds of the host
         self.peak_bytes = 0
         self.samples: list[tuple[float, int]] = []
@@ -107,6 +109,7 @@ class MemoryMeter:
         else:
             torch.accelerator.synchronize()
             torch.accelerator.reset_peak_memory_stats()
+            self._earlier, Accelerator.peak_before_resets = Accelerator.peak_before_resets, 0
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -115,7 +118,8 @@ class MemoryMeter:
             self.peak_bytes = self._storages.peak
         else:
             torch.accelerator.synchronize()
-            self.peak_bytes = torch.accelerator.max_memory_allocated()
+            self.peak_bytes = max(torch.accelerator.max_memory_allocated(), Accelerator.peak_before_resets)
+            Accelerator.peak_before_resets = max(self._earlier, self.peak_bytes)
         for mark, nbytes in self._marks:
             first = self._marks[0][0]
             seconds = mark - first if isinstance(first, float) else first.elapsed_time(mark) * 1e-3

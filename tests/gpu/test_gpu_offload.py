@@ -14,6 +14,8 @@ from gpu_harness import CUDA, DEVICE, WIDTH, driver_calls, flash, lenient, make_
 from offload_harness import LAYERS, NBYTES, Net, expected, make, offload, peak, run_step, settled_peak, step
 from torch import Tensor, nn
 
+from actoffload.measure import MemoryMeter
+from actoffload.model.first_steps import FirstSteps
 from actoffload.schedule import LayerCost, Link, Plan, Saved, simulate
 
 pytestmark = [pytest.mark.gpu, *lenient]
@@ -71,7 +73,54 @@ def test_the_first_steps_that_are_measured_and_those_after_bit_by_bit(kind: str)
     assert handle.plan.because or handle.plan.offloaded
 
 
+@needs_cuda
+def test_a_step_that_is_measured_costs_at_most_5_percent_more() -> None:
+    """Passes with a meter beside others with the same plan: the fastest of several that measure again."""
+    model, seconds = make("mlp", 8), dict[str, list[float]]()
+    script = FirstSteps.run
+
+    def watched(self: FirstSteps, *, warm: bool) -> Any:
+        inner = script(self, warm=False)  # the first pass offloads everything, without a meter
+        stage = next(inner)
+        while True:
+            timed = yield stage
+            torch.cuda.synchronize()
+            seconds.setdefault(timed.stage.name, []).append(timed.seconds(self._backend))
+            try:
+                stage = inner.send(timed)
+            except StopIteration as stop:
+                return stop.value
+
+    with patched(FirstSteps, "run", watched):
+        for _ in range(5):
+            handle = offload(model, fraction=None)
+            for seed in range(10):
+                run_step(model, seed, 32768)
+            handle.remove()
+    fastest = {stage: min(found) for stage, found in seconds.items()}
+    assert fastest["LEAN"] <= 1.05 * fastest["FIRST"]
+    assert max(fastest["MEMORY"], fastest["BARE"]) <= 1.05 * fastest["NONE"]
+
+
 # Memory
+
+
+@needs_cuda
+def test_the_peak_of_a_pass_is_seen_though_measuring_resets_it() -> None:
+    model = make("linear")
+    settled_peak(model)
+
+    def allocated() -> int:
+        with MemoryMeter() as meter:
+            run_step(model, 0)
+        return meter.peak_bytes
+
+    without = allocated()
+    handle = offload(model, fraction=None)
+    passes = [allocated() for _ in range(4)]
+    assert passes[2] == passes[3] == without  # of which the first reads memory
+    assert passes[1] < without
+    handle.remove()
 
 
 def planned_peak(plan: Plan) -> int:

@@ -12,7 +12,7 @@ from .. import device as devices
 from .._torch import SavedTensorHooks, warn
 from ..engine.engine import Engine
 from ..engine.layer import Layer, Phase, tensors_in
-from ..engine.ownership import unwatch, watch
+from ..engine.module_tensors import unwatch, watch
 from ..engine.passes import Pass, latest_pass, pass_in_backward
 from ..engine.recorder import TimelineRecorder
 from ..engine.statistics import Statistics

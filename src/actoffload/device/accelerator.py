@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 from operator import attrgetter
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -22,6 +22,9 @@ class Accelerator(Backend):
     RuntimeError
         If the machine has no accelerator.
     """
+
+    peak_before_resets: ClassVar[int] = 0
+    """The most bytes that were allocated before `allocated` reset the count; who measures a peak sets it to 0."""
 
     def __init__(self) -> None:
         found = torch.accelerator.current_accelerator()
@@ -79,8 +82,11 @@ class Accelerator(Backend):
             return None
         # One call for both numbers, and without sorting all the others.
         found = self._memory.memory_stats_as_nested_dict().get("allocated_bytes", {}).get("all")
+        if found is None:
+            return None
         self._memory.reset_peak_memory_stats()
-        return None if found is None else (found["current"], found["peak"])
+        Accelerator.peak_before_resets = max(Accelerator.peak_before_resets, found["peak"])
+        return found["current"], found["peak"]
 
     def memory_limit(self) -> int | None:
         if self._memory is None:

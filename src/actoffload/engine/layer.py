@@ -15,7 +15,7 @@ from .._torch import opaque
 from ..device.base import Stream, StreamPosition
 from ..schedule.plan import reserve
 from .layout import Layout
-from .ownership import ModuleTensors
+from .module_tensors import ModuleTensors
 from .reload import Residency, reload
 from .statistics import Reason
 from .storage import CompiledState, Resident, SavedStorage

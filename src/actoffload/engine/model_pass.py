@@ -23,7 +23,8 @@ from ..schedule.execution_order import ExecutionOrder, Key
 from ..schedule.plan import OUTSIDE, Roles
 from .engine import Engine
 from .layer import Layer
-from .ownership import ModuleTensors, stays
+from .module_tensors import ModuleTensors
+from .ownership import stays
 from .pack import Pack, Saved, keep
 from .passes import Pass
 from .reload import Residency

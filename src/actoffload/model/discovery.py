@@ -17,7 +17,7 @@ the outermost modules inwards:
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from torch.jit import ScriptModule
@@ -34,7 +34,6 @@ __all__ = [
     "Measured",
     "Measurement",
     "bypass_warning",
-    "bypassed",
     "candidates",
     "choose_groups",
     "coverage",
@@ -305,19 +304,6 @@ def coverage_warning(
     enough = tree.covered(with_pattern) >= 0.5 * everything
     add = f"'{most}'" if enough else "`...`, which stands for the default,"
     return f"{begin}; '{most}' saves {nbytes / everything:.0%} of it outside of them: add {add} to layers."
-
-
-def bypassed(skipped: Mapping[str, Iterable[Hashable]], saved: Collection[Hashable]) -> tuple[str, ...]:
-    """Return which of the blocks that were never called computed all the same: autograd saved their parameters.
-
-    Parameters
-    ----------
-    skipped : mapping of str to iterables
-        The parameters of each block that was never called, as anything that identifies them.
-    saved : collection
-        The parameters that were saved outside of all blocks.
-    """
-    return tuple(name for name, parameters in skipped.items() if any(each in saved for each in parameters))
 
 
 def bypass_warning(names: Sequence[str]) -> str:

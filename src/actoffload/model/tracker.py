@@ -22,7 +22,7 @@ from .._torch import (
 from ..engine.engine import Engine
 from ..engine.layer import Layer, tensors_in
 from ..engine.model_pass import ModelPass
-from ..engine.ownership import GroupTensors, ModelTensors
+from ..engine.module_tensors import GroupTensors, ModelTensors
 from ..engine.pack import Pack, Packer
 from ..engine.tensor_marks import running
 from ..engine.unpack import unpack
@@ -231,7 +231,7 @@ class Tracker:
     # End
 
     def end(self, depth: int, output: Any) -> None:
-        """End the forward of a module that returned `output`; `depth` is what it was before `begin`."""
+        """End the forward of a module that returned `output`, before `unwind`; `depth` is that before `begin`."""
         thread = self._thread
         if len(thread.calls) <= depth:  # [guard: end of a call that was not begun]
             return
@@ -239,7 +239,6 @@ class Tracker:
         if call.of.role is ROOT:
             self.steering.forward_ends(output)
         if thread.idle:
-            self._end_idle()
             return
         if call.layer is not None:
             self._end_group(call, output)
@@ -250,13 +249,13 @@ class Tracker:
             self._end_forward(finished=call.of.role is ROOT)
 
     def unwind(self, depth: int) -> None:
-        """End without an output what began since `depth`; nothing to do after `end`.
+        """End without an output what began since `depth` and has not ended; note that a thread is in no forward.
 
         An interrupt may stop it anywhere; called again, it does what is left.
         """
         thread = self._thread
         if thread.hooks is None and not depth:
-            self._end_idle()
+            self._leave()
         if len(thread.calls) <= depth and (depth or thread.hooks is None):
             return
         if thread.current is not None:
@@ -267,18 +266,17 @@ class Tracker:
                     self._end_group(thread.calls[-1], ())
                 thread.calls.pop()
         finally:
-            del thread.calls[depth:]  # [guard: calls of an interrupted cleanup]
             if not depth:
                 self._end_forward(finished=False)  # [guard: end of a failed forward]
             elif thread.between is not None:
                 # The model may handle the exception.
                 thread.packer.take_aside(thread.between)  # [guard: packer after a handled exception]
 
-    def _end_idle(self) -> None:
-        """End a forward that was not followed; may be repeated after an interrupt."""
+    def _leave(self) -> None:
+        """Note that this thread is in no forward; may be repeated after an interrupt."""
         self._thread.calls.clear()
         self._thread.idle = False
-        self._running.discard(threading.get_ident())  # [guard: thread whose idle forward has ended]
+        self._running.discard(threading.get_ident())  # [guard: thread whose forward has ended]
         self._finish()
 
     def _end_group(self, call: _Call, output: Any) -> None:
@@ -301,14 +299,12 @@ class Tracker:
         del running.backends[thread.backends :]  # [guard: is_cpu_offload_enabled after a forward]
         thread.packer.end()  # [guard: pass that the packer refers to]
         thread.between = None
-        self._running.discard(threading.get_ident())  # [guard: thread whose forward has ended]
         thread.hooks = None
         # [guard: end of a loop over the groups -> True]
         if finished or (current.order.complete and not current.aborted):
             current.forward_done()
             self._learn(current)
             thread.current = None
-        self._finish()
 
     def _learn(self, current: ModelPass[GroupKey]) -> None:
         if not current.aborted:  # [guard: order of an aborted pass -> True]
