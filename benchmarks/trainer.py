@@ -1,7 +1,9 @@
 """The Trainer of Hugging Face: a Llama of 1.1 billion weights without offload, with `offload(model)`, and checkpointed.
 
-Every run trains a new model, because `offload(model)` measures and decides in its first steps; the steps after them are
-timed.  The arms take turns.  The first and the last of a round are without offload: their difference is the noise.
+One run trains a model without offload, then with `offload(model)`, which measures and decides in its first steps, then
+without again: the two parts without are compared with each other, too, and their difference is the noise.  A host may
+be a third slower in one process than in the next, which says nothing about offloading; so these parts share a run.
+Checkpointing has a run of its own.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import logging
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from statistics import mean, median
 from typing import Any
@@ -35,8 +37,9 @@ CHECKPOINTING = _NEW if _NEW in TrainingArguments.__dataclass_fields__ else _OLD
 class Training:
     """The model, the batches, and the steps that are measured; the defaults are those of the recorded results.
 
-    `tokens` has the lengths of the sequences, and `rounds` the number of rounds of each; the steps `first` to `last` are
-    measured.  Short sequences have more rounds: their steps take as long as the host, which varies.
+    `tokens` has the lengths of the sequences, and `rounds` the number of rounds of each.  Short sequences have more
+    rounds: their steps take as long as the host, which varies.  Of each method `steps` steps are measured, behind
+    `warm_up` others; `offload(model)` measures in `measuring` steps before.
     """
 
     layers: int = 22
@@ -48,8 +51,9 @@ class Training:
     tokens: tuple[int, ...] = (4096, 512)
     batch: int = 2
     rounds: tuple[int, ...] = (2, 4)
-    first: int = 10
-    last: int = 22
+    warm_up: int = 3
+    measuring: int = 9
+    steps: int = 12
 
     def model(self) -> LlamaForCausalLM:
         """Return a model with random weights in float32."""
@@ -67,7 +71,7 @@ class Training:
 
 
 FULL = Training()
-REHEARSAL = Training(6, 128, 256, 4, 2, 128, (1024, 64), rounds=(1, 1), last=12)
+REHEARSAL = Training(6, 128, 256, 4, 2, 128, (1024, 64), rounds=(1, 1), steps=3)
 """The same, small enough for the reference device; never published."""
 
 
@@ -84,16 +88,27 @@ class Tokens(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         return {"input_ids": self._rows[index], "labels": self._rows[index]}
 
 
-class StepMeter(TrainerCallback):  # type: ignore[misc]
-    """Measure the steps `first` to `last`: seconds of each and of its forward and backward, and the peak of all."""
+@dataclass
+class Part:
+    """So many measured steps of a run behind others: seconds of each and of its forward and backward, and the peak."""
 
-    def __init__(self, first: int, last: int, begin: Callable[[], object] = lambda: None) -> None:
-        self._first, self._last, self._begin = first, last, begin
-        self._meter = MemoryMeter()
-        self._measuring = False
-        self.seconds: list[float] = []
-        self.pass_seconds: list[float] = []
-        self.peak_bytes = 0
+    before: int
+    steps: int
+    begin: Callable[[], object] = lambda: None  # before all of them
+    measure: Callable[[], object] = lambda: None  # before the measured ones
+    seconds: list[float] = field(default_factory=list)
+    pass_seconds: list[float] = field(default_factory=list)
+    peak_bytes: int = 0
+
+
+class Parts(TrainerCallback):  # type: ignore[misc]
+    """Run and measure the parts of a run, one after the other."""
+
+    def __init__(self, *parts: Part) -> None:
+        self._waiting = list(parts)
+        self._left = 0
+        self._meter: MemoryMeter | None = None
+        self.steps = sum(part.before + part.steps for part in parts)
 
     def time_passes(self, trainer: Trainer) -> None:
         """Sample before and after each forward and backward of a Trainer."""
@@ -108,24 +123,40 @@ class StepMeter(TrainerCallback):  # type: ignore[misc]
         trainer.training_step = training_step
 
     def _sample(self) -> None:
-        if self._measuring:
+        if self._meter is not None:
             self._meter.sample()
 
+    def on_train_begin(self, arguments: Any, state: Any, control: Any, **more: Any) -> None:
+        """Begin the first part."""
+        self._begin()
+
+    def _begin(self) -> None:
+        part = self._waiting[0]
+        self._left = part.before
+        part.begin()
+
     def on_step_end(self, arguments: Any, state: Any, control: Any, **more: Any) -> None:
-        """Begin after the step before the first one, and end after the last one."""
-        step = state.global_step
-        if step == self._first - 1:
-            self._begin()
-            self._meter.__enter__()
-            self._measuring = True
+        """Begin to measure where the first measured step begins, and end after the last one of a part."""
         self._sample()
-        if step == self._last:
-            self._measuring = False
-            self._meter.__exit__()
-            self.peak_bytes = self._meter.peak_bytes
-            times = [seconds for seconds, _ in self._meter.samples]  # an end of a step, then three for each step
-            self.seconds = [end - start for start, end in pairwise(times[::3])]
-            self.pass_seconds = [end - start for start, end in zip(times[1::3], times[2::3], strict=True)]
+        self._left -= 1
+        if self._left or not self._waiting:
+            return
+        part = self._waiting[0]
+        if self._meter is None:
+            part.measure()
+            self._left, self._meter = part.steps, MemoryMeter()
+            self._meter.__enter__()
+            self._sample()
+            return
+        self._meter.__exit__()
+        part.peak_bytes = self._meter.peak_bytes
+        times = [seconds for seconds, _ in self._meter.samples]  # an end of a step, then three for each step
+        part.seconds = [end - start for start, end in pairwise(times[::3])]
+        part.pass_seconds = [end - start for start, end in zip(times[1::3], times[2::3], strict=True)]
+        self._meter = None
+        self._waiting.pop(0)
+        if self._waiting:
+            self._begin()
 
 
 @contextmanager
@@ -144,38 +175,55 @@ def messages() -> Iterator[list[str]]:
         logger.setLevel(level)
 
 
-def train(method: str, settings: Training, tokens: int, device: torch.device) -> dict[str, Any]:
-    """Train a new model with one method; return the seconds of its steps, its peak, and what was offloaded."""
+def train(settings: Training, tokens: int, device: torch.device, *, checkpoint: bool = False) -> dict[str, Any]:
+    """Train a new model; return by method the seconds of its steps, its peak, and what was offloaded."""
     with device:  # a billion weights are slow to make on the host
         model = settings.model()
-    handle = actoffload.offload(model) if method == OURS else None
-    meter = StepMeter(settings.first, settings.last, handle.reset_statistics if handle else lambda: None)
+    handles: list[actoffload.OffloadHandle] = []
+    found: dict[str, Any] = {}
+
+    def end() -> None:
+        (handle,) = handles
+        found["bytes_offloaded"] = handle.statistics().bytes_offloaded / settings.steps
+        found.update(planned(handle.plan), report=str(handle.report()))
+        handle.remove()
+
+    before, steps = settings.warm_up, settings.steps
+    parts = {CHECKPOINT if checkpoint else NOTHING: Part(before, steps)}
+    if not checkpoint:
+        parts[OURS] = Part(
+            settings.measuring,
+            steps,
+            begin=lambda: handles.append(actoffload.offload(model)),
+            measure=lambda: handles[0].reset_statistics(),
+        )
+        parts[AGAIN] = Part(before, steps, begin=end)
+    run = Parts(*parts.values())
     with tempfile.TemporaryDirectory() as folder, messages() as logged:
         arguments = TrainingArguments(
             output_dir=folder,
-            max_steps=settings.last,
+            max_steps=run.steps,
             per_device_train_batch_size=settings.batch,
             bf16=True,
             optim="adamw_torch_fused",
             use_cpu=device.type == "cpu",
-            **({CHECKPOINTING: True} if method == CHECKPOINT else {}),
+            **({CHECKPOINTING: True} if checkpoint else {}),
             logging_strategy="no",
             save_strategy="no",
             report_to="none",
             disable_tqdm=True,
         )
-        data = Tokens(settings.last * settings.batch, tokens, settings.vocabulary)
-        trainer = Trainer(model, arguments, train_dataset=data, callbacks=[meter])
+        data = Tokens(run.steps * settings.batch, tokens, settings.vocabulary)
+        trainer = Trainer(model, arguments, train_dataset=data, callbacks=[run])
         trainer.remove_callback(PrinterCallback)
-        meter.time_passes(trainer)
+        run.time_passes(trainer)
         trainer.train()
-    found: dict[str, Any] = {name: getattr(meter, name) for name in ("seconds", "pass_seconds", "peak_bytes")}
-    if handle is not None:
-        found["bytes_offloaded"] = handle.statistics().bytes_offloaded / len(meter.seconds)
-        found |= planned(handle.plan) | {"report": str(handle.report()), "log": logged}
-        handle.remove()
     trainer.accelerator.free_memory()
-    return found
+    names = "seconds", "pass_seconds", "peak_bytes"
+    measured: dict[str, Any] = {method: {name: getattr(of, name) for name in names} for method, of in parts.items()}
+    if not checkpoint:
+        measured[OURS] |= {**found, "log": logged}
+    return measured
 
 
 def planned(plan: Any) -> dict[str, Any]:
@@ -188,7 +236,7 @@ def planned(plan: Any) -> dict[str, Any]:
 def rows(runs: dict[int, list[dict[str, dict[str, Any]]]]) -> list[dict[str, Any]]:
     """Return the data of each length from its rounds, whose runs are given by method.
 
-    The ratio of an arm is the median over the rounds, each to the mean of the two arms without offload of its round.
+    The ratio of an arm is the median over the rounds, each to the mean of the two parts without offload of its round.
     """
     found = []
     for tokens, rounds in runs.items():
@@ -223,12 +271,13 @@ def measure_trainer(
     for number in range(max(settings.rounds)):
         for tokens in [of for of, rounds in zip(settings.tokens, settings.rounds, strict=True) if number < rounds]:
             done = {}
-            for method in METHODS:
-                done[method] = train(method, settings, tokens, device)
+            for checkpoint in (False, True):
+                done |= train(settings, tokens, device, checkpoint=checkpoint)
                 gc.collect()  # Trainer and its parts refer to each other
                 if device.type != "cpu":
                     torch.accelerator.empty_cache()
-                step, peak = median(done[method]["seconds"]) * 1e3, done[method]["peak_bytes"] / 2**30
+            for method, of in done.items():
+                step, peak = median(of["seconds"]) * 1e3, of["peak_bytes"] / 2**30
                 print(f"  round {number + 1}, {tokens} tokens, {method}: {step:.1f} ms, {peak:.2f} GiB", flush=True)
             runs.setdefault(tokens, []).append(done)
             data = {"settings": asdict(settings), "rows": rows(runs)}

@@ -25,7 +25,7 @@ from harness import AGAIN, CHECKPOINT, NOTHING, OURS  # noqa: E402
 
 CPU = torch.device("cpu")
 GIB = 2**30
-TINY = replace(trainer.REHEARSAL, layers=4, tokens=(1024,), rounds=(1,), first=2, last=4)
+TINY = replace(trainer.REHEARSAL, layers=4, tokens=(1024,), rounds=(1,), warm_up=1, measuring=2, steps=3)
 
 
 def run(seconds: float, gib: float, **more: Any) -> dict[str, Any]:
@@ -45,7 +45,7 @@ def data() -> dict[str, Any]:
     return {"settings": vars(trainer.FULL), "rows": row, "device": device, **origin}
 
 
-def test_ratios_refer_to_the_runs_without_offload_of_the_same_round(data: dict[str, Any]) -> None:
+def test_ratios_refer_to_the_parts_without_offload_of_the_same_round(data: dict[str, Any]) -> None:
     (row,) = data["rows"]
     arms = {arm["method"]: arm for arm in row["arms"]}
     assert arms[OURS]["ratios"] == pytest.approx([1.0, 1.1])
@@ -94,7 +94,7 @@ def test_messages_of_the_library_are_collected() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning")
-def test_each_method_trains_a_new_model_and_frees_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_run_trains_a_new_model_and_frees_it(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("accelerate", reason="accelerate is not installed")
     models, saved, make = [], [], trainer.Training.model
 
@@ -114,4 +114,4 @@ def test_each_method_trains_a_new_model_and_frees_it(monkeypatch: pytest.MonkeyP
     assert arms[CHECKPOINT]["peak_bytes"] < arms[NOTHING]["peak_bytes"] == arms[AGAIN]["peak_bytes"]
     assert saved == [1]
     gc.collect()
-    assert [alive() for alive in models] == [None] * 4
+    assert [alive() for alive in models] == [None] * 2

@@ -35,6 +35,14 @@ def test_stages(layers):
     assert seen[9:] == [""] * 3
 
 
+def test_stages_where_nothing_is_free():
+    device = Timed(1e5, 1e5, memory=2**40)
+    handle = offload(model := TimedModel(device), device)
+    assert stages(handle, lambda: step(model), 7) == [*ALL[:4], "NONE", "NONE", ""]
+    assert handle.plan.seconds == handle.plan.baseline_seconds == pytest.approx(24)
+    assert device.synchronized <= 2
+
+
 @pytest.mark.parametrize("layers", BOTH)
 @pytest.mark.parametrize("count", [3, 16])
 @pytest.mark.parametrize("link", [1e5, 4e5, 1e6, 1.3e6, 2e6, 1e7])

@@ -43,7 +43,9 @@ class Contended(Timed):
         self.main.now += self.cost * sum(host.nbytes for host, _ in pairs)
 
 
-@pytest.mark.parametrize(("slower", "offloaded"), [(0.0, 6), (0.009, 6), (0.015, 2), (0.025, 1), (0.035, 0), (0.5, 0)])
+@pytest.mark.parametrize(
+    ("slower", "offloaded"), [(0.0, 6), (0.006, 6), (0.009, 4), (0.015, 2), (0.025, 1), (0.035, 0)]
+)
 def test_a_plan_that_costs_more_than_predicted_is_cut_or_dropped(slower, offloaded, caplog):
     device = Contended(slower * 24 / (24 * MIB))
     model = TimedModel(device)

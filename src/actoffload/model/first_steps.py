@@ -33,7 +33,7 @@ __all__ = ["FirstSteps", "Script", "StepTimes"]
 
 TOLERANCE, SHORT_TOLERANCE, SHORT = 0.01, 0.02, 0.020  # of the time of a pass; for passes shorter than so many seconds
 ROOM = 0.03  # fraction of the device memory that predictions leave free
-CAUTION = 0.7  # a plan that turned out to cost too much is cut to this part of what its cost allows
+CAUTION = 0.7  # part of the tolerance that a plan may cost when it is measured, for passes that take longer later
 MOST = 0.03  # cost, as a fraction of the time of a pass, from which on nothing is offloaded
 SMALLER = 0.9  # of a peak: the next choice that a report names
 HOST_CAUTION = 2.5  # factor of the host time of hooks: on shared machines it varies by as much
@@ -85,7 +85,13 @@ class FirstSteps:
             bare = yield from _next(Stage.BARE)
         plan = self._choose(lean, memory, bare)
         self.roles = RolesOfPlan(self._groups, plan)
-        if bare is None or not plan.offloaded:
+        if bare is None:
+            return plan
+        if not plan.offloaded:
+            without = [bare, (yield from _next(Stage.NONE)), (yield from _next(Stage.NONE))]
+            without[-1].wait(self._backend)
+            plan = self._timed(plan, self._fastest(without))
+            self.roles = RolesOfPlan(self._groups, plan)
             return plan
         # The first pass after a change warms up.  Passes without offloading are timed before and behind, because the
         # device gets slower when it gets warm.
@@ -106,7 +112,7 @@ class FirstSteps:
         found = self._choose_among(limit=round(plan.peak_bytes * SMALLER))
         if found.seconds is None or found.peak_bytes is None or found.peak_bytes >= plan.peak_bytes:
             return ""
-        cost = found.seconds / plan.baseline_seconds
+        cost = found.seconds / (found.baseline_seconds or plan.baseline_seconds)
         peaks = f"A peak of {size(found.peak_bytes)} instead of {size(plan.peak_bytes)}"
         number = len(found.offloaded)
         return f"{peaks} would cost {cost:.2f} x the time of a pass without offloading: num_layers={number}."
@@ -162,23 +168,33 @@ class FirstSteps:
 
     def _compare(self, plan: GroupPlan, offloaded: list[TimedPass], without: list[TimedPass]) -> GroupPlan:
         """Return the plan if passes with it are as short as without, and otherwise one that offloads less."""
-        backend, elements = self._backend, max(self.size, 1)
-        without[-1].wait(backend)
-        slow, fast = (min(timed.pace(backend) for timed in passes) * elements for passes in (offloaded, without))
+        without[-1].wait(self._backend)
+        fast, slow = self._fastest(without), self._fastest(offloaded)
         numbers = [timed.number for timed in (*offloaded, *without)]
-        allowed, cost = SHORT_TOLERANCE if fast < SHORT else TOLERANCE, slow / fast - 1
+        allowed, cost = CAUTION * (SHORT_TOLERANCE if fast < SHORT else TOLERANCE), slow / fast - 1
         if cost <= allowed:
             self.times = StepTimes(slow, fast, min(numbers), max(numbers))
-            return plan
+            return self._timed(plan, fast)
         number = len(plan.offloaded)
-        less = math.floor(number * min(CAUTION * allowed / cost, 1.0))
+        less = math.floor(number * min(allowed / cost, 1.0))
         tried = f"with {number} groups offloaded ({size(plan.offloaded_bytes)}) a pass took {milliseconds(slow)}"
         because = f"{tried}, without offloading {milliseconds(fast)}, although copies should have taken no time"
         if cost > MOST or not less:
-            return self._keep(f"Nothing is offloaded, because {because}.")
+            kept = self._keep(f"Nothing is offloaded, because {because}.")
+            return replace(kept, seconds=fast, baseline_seconds=fast, peak_bytes=self._bare_peak or None)
         assert self._choose_among is not None
-        found = self._choose_among(among=plan.offloaded[:less])
+        found = self._timed(self._choose_among(among=plan.offloaded[:less]), fast)
         return replace(found, because=f"Only {len(found.offloaded)} groups are offloaded, because {because}.")
+
+    def _fastest(self, passes: list[TimedPass]) -> float:
+        """Return the seconds of the fastest of some passes, for as many elements as were planned for."""
+        return min(timed.pace(self._backend) for timed in passes) * max(self.size, 1)
+
+    def _timed(self, plan: GroupPlan, without: float) -> GroupPlan:
+        """Return a plan whose expected time refers to the measured time of whole passes without offloading."""
+        if plan.seconds is None or not plan.baseline_seconds:
+            return plan
+        return replace(plan, seconds=plan.seconds / plan.baseline_seconds * without, baseline_seconds=without)
 
     def _keep(self, because: str) -> GroupPlan:
         order = self._plans.order
