@@ -54,7 +54,6 @@ TESTS: dict[str, list[str]] = {
     "engine/unpack.py": [
         "tests/integration/test_compose_compiled_autograd.py::" + EDITED,
         *STREAMS,
-        "tests/integration/test_compose_compiled_autograd.py",
     ],
     "engine/tensor_marks.py": ["tests/engine/test_limits.py", *STREAMS],
     "measure.py": ["tests/test_measure.py"],
