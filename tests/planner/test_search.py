@@ -155,3 +155,9 @@ def test_each_group_needs_its_costs():
         choose(["a"], EVEN[:2], Link(1.0, 1.0))
     with pytest.raises(ValueError, match="There are 0 groups but 0 costs"):
         choose([], [], Link(1.0, 1.0))
+
+
+def test_peaks_of_a_few_bytes():
+    layers = [LayerCost.even(size, forward=1.0, backward=2.0, pieces=2) for size in (3, 1, 2)]
+    plan = choose(["a", "b", "c"], layers, Link(d2h=1.0, h2d=1.0), limit=5)
+    assert plan.peak_bytes <= 5

@@ -139,7 +139,7 @@ class _Search:
         yield fastest
         allowed = fastest.seconds * (1 + self.tolerance)
         low, best = smallest, fastest
-        while best.peak_bytes - low > best.peak_bytes >> 8:
+        while best.peak_bytes - low > max(best.peak_bytes >> 8, 1):
             middle = (low + best.peak_bytes) // 2
             lean = self.within(middle, allowed, len(best.released))
             low, best = (middle, best) if lean is None else (low, lean)
