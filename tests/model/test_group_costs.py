@@ -89,7 +89,7 @@ def test_when_storages_are_saved_and_needed(monkeypatch):
 @pytest.mark.parametrize("at", [0, 3, 7])
 @pytest.mark.parametrize("nbytes", [(6 * MIB, 0), (0, 6 * MIB)])
 def test_temporary_memory_of_each_group(monkeypatch, memory, at, nbytes):
-    """What one group allocates for a time counts in that group; without a pass that shows it, in every group."""
+    """What one group allocates for a time counts in that group; also where the model fits with offloading only."""
     device = Timed(1e7, 1e7, memory=memory)
     device.behind = False
     model = TimedModel(device, nbytes=4 * MIB)
@@ -99,14 +99,8 @@ def test_temporary_memory_of_each_group(monkeypatch, memory, at, nbytes):
     forward, backward = (
         [getattr(layer, name) for layer in layers] for name in ("forward_temporary", "backward_temporary")
     )
-    if memory == 2**40:
-        want = [6 * MIB * (k == at) for k in range(8)]
-        assert (forward, backward) == ((want, [0] * 8) if nbytes[0] else ([0] * 8, want))
-    else:
-        assert min(forward) == max(backward) > 0
+    want = [6 * MIB * (k == at) for k in range(8)]
+    assert (forward, backward) == ((want, [0] * 8) if nbytes[0] else ([0] * 8, want))
     device.created.peak = 0
     step(model)
-    if memory == 2**40:
-        assert handle.plan.peak_bytes == device.created.peak
-    else:
-        assert device.created.peak <= handle.plan.peak_bytes
+    assert handle.plan.peak_bytes == device.created.peak

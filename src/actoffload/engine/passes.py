@@ -260,6 +260,8 @@ class Pass:
 
     def _event(self, when: When, index: int) -> None:
         recorder = self.engine.recorder
+        if recorder is not None:
+            recorder.before_actions()
         for action in self.roles.actions.get((when._name_, index), ()):
             if action.layer < len(self.layers):
                 self.do(action.do, action.layer, index)

@@ -82,6 +82,9 @@ class TimelineRecorder:
         if begun is not None:
             self._add(*key[1:3], *begun, 0)
 
+    def before_actions(self) -> None:
+        """Do nothing; a meter notes the memory that an event of the plan finds."""
+
     def level(self) -> None:
         """Note the resident bytes as of the present end of the current stream."""
         event = self._backend.record_timed(self._stream())

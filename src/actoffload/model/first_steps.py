@@ -81,7 +81,7 @@ class FirstSteps:
         memory = bare = None
         if self._fits_bare(lean):
             memory = yield from _next(Stage.MEMORY)
-            self._bare_peak = memory.peak
+            self._bare_peak = memory.peak_without()
             bare = yield from _next(Stage.BARE)
         plan = self._choose(lean, memory, bare)
         self.roles = RolesOfPlan(self._groups, plan)
@@ -132,7 +132,7 @@ class FirstSteps:
             return True
         in_flight = lean.waiting * sum(map(sum, lean.sizes))  # of earlier passes, if they keep everything
         self.limit = round(limit * (1 - ROOM)) - in_flight
-        self._bare_peak = max(lean.levels()) + lean.between
+        self._bare_peak = lean.peak_without()
         return self._bare_peak <= self.limit
 
     def _choose(self, lean: TimedPass, memory: TimedPass | None, bare: TimedPass | None) -> GroupPlan:

@@ -107,7 +107,7 @@ def layer_costs(
     assert timed.meter is not None
     sizes, moments = lean.sizes, lean.meter.moments()
     clock, larger = _Clock(timed.meter.times()), _ratio(timed, lean)
-    other = _other_bytes(lean, timed) if memory is None else _other_bytes_without_offloading(lean, timed, memory)
+    other = _other_bytes(lean, timed, memory)
     alike = {tuple(sorted(sizes[k])): k for kind, k in moments if kind is Kind.BACKWARD}
     costs, forward, backward = [], [], []
     for k in range(len(sizes)):
@@ -157,24 +157,15 @@ _Bytes: TypeAlias = dict[tuple[Kind, int, bool], tuple[int, int]]
 """By border: the bytes that are no activations, and those that were allocated for a time before it."""
 
 
-def _other_bytes(lean: TimedPass, timed: TimedPass) -> _Bytes:
-    """Return what is known from a pass that offloaded everything: the temporary bytes of all sections are the same."""
-    assert lean.meter is not None
-    temporary = round(lean.between * _ratio(timed, lean))
-    return {(of.kind, of.layer, of.ends): (of.other_bytes, temporary) for of in lean.meter.borders}
-
-
-def _other_bytes_without_offloading(lean: TimedPass, timed: TimedPass, memory: TimedPass) -> _Bytes:
-    """Return what is known from a pass that offloaded nothing."""
-    assert memory.meter is not None
+def _other_bytes(lean: TimedPass, timed: TimedPass, memory: TimedPass | None) -> _Bytes:
+    """Return what is known from a pass that read device memory: `memory`, which offloaded nothing, if there is one."""
     found: _Bytes = {}
-    sizes, larger = _scaled(lean.sizes, _ratio(memory, lean)), _ratio(timed, memory)
-    before = memory.meter.allocated
-    for of in memory.meter.borders:
-        temporary = max(of.peak - max(before, of.allocated), 0)
-        other = max(of.allocated - of.activations(sizes), 0)
-        found[of.kind, of.layer, of.ends] = other, round(temporary * larger)
-        before = of.allocated
+    of_pass = lean if memory is None else memory
+    assert of_pass.meter is not None
+    sizes, larger = _scaled(lean.sizes, _ratio(of_pass, lean)), _ratio(timed, of_pass)
+    for of in of_pass.meter.borders:
+        other = of.other_bytes if memory is None else max(of.allocated - of.activations(sizes), 0)
+        found[of.kind, of.layer, of.ends] = other, round(of.temporary * larger)
     return found
 
 

@@ -37,7 +37,7 @@ class Border:
     event: StreamEvent
     host: float  # seconds, without those that measuring took
     allocated: int = 0  # bytes of device memory; 0 if not known
-    peak: int = 0  # the most since the border before
+    temporary: int = 0  # bytes allocated for a time since the border before, on top of what is allocated at both
     other_bytes: int = 0  # the part of `allocated` that is no activation which can be offloaded
 
     def activations(self, sizes: Sequence[Sequence[int]]) -> int:
@@ -96,7 +96,9 @@ class Meter(TimelineRecorder):
     def __init__(self, backend: Backend, counters: Counters, *, memory: bool) -> None:
         super().__init__(backend, counters)
         self._memory = memory
-        self.allocated = self.sample()[0]  # when it began
+        self._between = True  # no group runs
+        self._temporary = 0
+        self._allocated = self._sample()[0]
         self._passed = 0  # borders that the device is known to have passed
         self._least, self._most = float("-inf"), float("inf")  # difference of the clocks
         self.borders: list[Border] = []
@@ -115,8 +117,14 @@ class Meter(TimelineRecorder):
         """Note the end of a group's forward or first backward, where it is noted first."""
         self._note(owner, kind, layer, ends=True)
 
+    def before_actions(self) -> None:
+        """Note the memory that an event of the plan finds."""
+        self.level()
+
     def level(self) -> None:
-        """Do nothing: resident bytes are read at the borders."""
+        """Note the memory that an action leaves: what it frees or allocates between groups is nothing temporary."""
+        if self._between:
+            self._take_memory()
 
     @contextmanager
     def span(self, kind: Kind, layer: int, stream: Stream, nbytes: int) -> Iterator[None]:
@@ -145,17 +153,24 @@ class Meter(TimelineRecorder):
         event = self._backend.record_timed(current_stream(self._backend))
         now, borders = self._backend.host_time(), self.borders
         host = now - self._spent
-        allocated, peak = self.sample()
+        self._take_memory()
+        allocated, temporary = self._allocated, self._temporary
+        self._between, self._temporary = ends, 0
         other = max(allocated - _on_device(owner), 0) if allocated else 0
-        borders.append(Border(kind, layer, ends, event, host, allocated, peak, other))
+        borders.append(Border(kind, layer, ends, event, host, allocated, temporary, other))
         while self._passed < len(borders) and self._backend.passed(borders[self._passed].event):
             self._passed += 1
         self._answers.append((self._passed, now))
         self._spent += self._backend.host_time() - now
 
-    def sample(self) -> tuple[int, int]:
+    def _sample(self) -> tuple[int, int]:
         """Return the bytes of device memory that are allocated, and the most since this was called before."""
         return (self._backend.allocated() if self._memory else None) or (0, 0)
+
+    def _take_memory(self) -> None:
+        now, peak = self._sample()
+        self._temporary = max(self._temporary, peak - max(self._allocated, now))
+        self._allocated = now
 
     def times(self) -> Times:
         """Return the times of the borders; see [Note: clocks]."""

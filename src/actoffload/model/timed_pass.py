@@ -43,7 +43,6 @@ class TimedPass:
     sequence: tuple[GroupKey, ...] = ()
     sizes: list[tuple[int, ...]] = field(default_factory=list)  # by group: bytes of the storages that it saves
     adopted: int = 0  # bytes saved between the groups and offloaded with one
-    peak: int = 0  # the most bytes of device memory in it
     waiting: int = 0  # earlier passes whose backward is still to come
 
     @staticmethod
@@ -56,8 +55,6 @@ class TimedPass:
 
         def ended() -> None:
             if self.ended is None and not backend.capturing():
-                if self.meter is not None:
-                    self.peak = max([self.meter.sample()[1], *(border.peak for border in self.meter.borders)])
                 self.ended = backend.record_timed(current_stream(backend))
 
         def reached(_: Any) -> None:
@@ -92,13 +89,11 @@ class TimedPass:
         """Return the seconds for each element of the inputs, whose number may differ from pass to pass."""
         return self.seconds(backend) / max(self.elements, 1)
 
-    @property
-    def between(self) -> int:
-        """The bytes by which its peak is higher than what is allocated at any border."""
+    def peak_without(self) -> int:
+        """Return the peak of device memory in it if nothing were offloaded, from its first border on."""
         assert self.meter is not None
-        return max(self.peak - max((border.allocated for border in self.meter.borders), default=0), 0)
-
-    def levels(self) -> list[int]:
-        """Return the bytes on the device at its borders if nothing were offloaded."""
-        assert self.meter is not None
-        return [border.other_bytes + border.activations(self.sizes) for border in self.meter.borders]
+        peak = before = 0
+        for border in self.meter.borders:
+            level = border.other_bytes + border.activations(self.sizes)
+            peak, before = max(peak, max(before, level) + border.temporary), level
+        return peak

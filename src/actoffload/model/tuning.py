@@ -21,6 +21,7 @@ from ..engine.layer import tensors_in
 from ..engine.model_pass import ModelPass
 from ..planner import GroupPlan
 from ..schedule.execution_order import GroupKey, GroupPlans
+from ..schedule.plan import Roles
 from ..schedule.timeline import milliseconds, size
 from .conduct import Conduct, FollowedModule, Mode
 from .first_steps import FirstSteps, Script
@@ -147,7 +148,7 @@ class Tuner:
             timed.meter = Meter(self._engine.backend, self._engine.counters, memory=stage is not Stage.BARE)
             self._engine.record(timed.meter)
         if stage in (Stage.FIRST, Stage.LEAN):
-            return Conduct(Mode.WHOLE, self._plans.order, self._plans.roles)
+            return Conduct(Mode.WHOLE, self._plans.order, lambda order: Roles.leanest(len(order)))
         if stage in (Stage.MEMORY, Stage.BARE):
             return Conduct(Mode.SCOPED, self._plans.order)
         return self._planned(self._measuring) if stage is Stage.PLAN else self._idle()

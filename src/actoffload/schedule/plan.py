@@ -8,6 +8,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from types import MappingProxyType
 
 __all__ = ["OUTSIDE", "Action", "Do", "Event", "Plan", "Roles", "When", "reserve"]
@@ -238,6 +239,20 @@ class Roles:
     def keep_all(layers: int) -> Roles:
         """Return the roles in a plan that offloads nothing."""
         return Roles.of(Plan(max(layers, 1)), planned=True)
+
+    @staticmethod
+    @lru_cache(maxsize=64)
+    def leanest(layers: int) -> Roles:
+        """Return the roles in the plan with the smallest peak: each layer leaves as soon as its forward has ended.
+
+        It is reloaded right before its backward; the last one stays.  Compute waits for every copy.
+        """
+        calls: list[tuple[Event, Action]] = []
+        for k in range(layers - 1):
+            calls.append((Event(When.FORWARD_START, k), Action(Do.OFFLOAD, k)))
+            calls.append((Event(When.FORWARD_END, k), Action(Do.RELEASE, k)))
+            calls.append((Event(When.BACKWARD_END, k + 1), Action(Do.RELOAD, k)))
+        return Roles.of(Plan.of(max(layers, 1), calls), planned=True)
 
     @staticmethod
     def offload_all() -> Roles:
