@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from numbers import Integral, Real
 
-__all__ = ["check_bytes", "check_fraction", "check_num_layers", "check_whole"]
+__all__ = ["budget_bytes", "check_bytes", "check_fraction", "check_num_layers", "check_whole"]
 
 
 def check_whole(*, optional: bool = False, **arguments: object) -> None:
@@ -30,6 +31,42 @@ def check_fraction(fraction: object) -> None:
     """Raise a `TypeError` for a fraction of groups that is not a number; `GroupSchedule` checks its range."""
     if isinstance(fraction, bool) or not isinstance(fraction, Real):
         raise TypeError(f"fraction is {fraction!r}; expected a part of the groups, from 0.0 to 1.0.")
+
+
+UNITS: dict[str, int] = {
+    f"{prefix}{unit}": base**power
+    for power, prefix in enumerate("KMGT", 1)
+    for unit, base in (("iB", 1024), ("B", 1000))
+}
+    f"{prefix}{unit}": base**k for k, prefix in enumerate("KMGT", 1) for unit, base in (("iB", 1024), ("B", 1000))
+}
+"""Units of a memory budget: binary as in "24GiB", and decimal as in "24GB"."""
+
+
+def budget_bytes(budget: object, device_bytes: int | None) -> int | None:
+    """Return a memory budget in bytes, or None for a fraction of a device whose memory is not known.
+
+    A budget is a number of bytes, text such as "24GiB", or a fraction of the device; anything else raises a `TypeError`
+    or a `ValueError`.
+    """
+    expected = "expected bytes, such as 24 * 2**30 or '24GiB', or a fraction of the device up to 1.0"
+    if isinstance(budget, str):
+        found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?B|B)\s*", budget)
+        if found is None:
+            raise ValueError(f"memory_budget is {budget!r}; {expected}.")
+        unit: int = UNITS.get(found[2], 1)
+        nbytes = round(float(found[1]) * unit)
+    elif isinstance(budget, bool) or not isinstance(budget, Real):
+        raise TypeError(f"memory_budget is {budget!r}; {expected}.")
+    elif isinstance(budget, Integral):
+        nbytes = int(budget)
+    else:
+        if not 0.0 < float(budget) <= 1.0:
+            raise ValueError(f"memory_budget is {budget!r}; {expected}.")
+        return None if device_bytes is None else int(float(budget) * device_bytes)
+    if nbytes <= 0:
+        raise ValueError(f"memory_budget is {budget!r}; {expected}.")
+    return nbytes
 
 
 def check_num_layers(num_layers: int | None, *sequences: Sequence[str]) -> None:

@@ -37,6 +37,7 @@ class Timed(ReferenceDevice):
         self.memory = memory
         self.behind = True  # the device lags behind the host
         self.synchronized = 0
+        self.highest = 0  # peak before `allocated` reset it
         self.host = 0.0  # seconds; the host takes no time unless a test lets it
         self.created = CreatedStorages()
         self.slow: Callable[[], float] = lambda: 1.0  # factor of all compute
@@ -65,8 +66,12 @@ class Timed(ReferenceDevice):
         if self.memory is None:
             return None
         found = self.created.now, self.created.peak
+        self.highest = max(self.highest, self.created.peak)
         self.created.peak = self.created.now
         return found
+
+    def total_memory(self) -> int | None:
+        return self.memory
 
     def memory_limit(self) -> int | None:
         return self.memory

@@ -88,6 +88,12 @@ class Accelerator(Backend):
         Accelerator.peak_before_resets = max(Accelerator.peak_before_resets, found["peak"])
         return found["current"], found["peak"]
 
+    def total_memory(self) -> int | None:
+        if self._memory is None:
+            return None
+        total: int = self._memory.mem_get_info()[1]
+        return total
+
     def memory_limit(self) -> int | None:
         if self._memory is None:
             return None

@@ -80,6 +80,10 @@ class Backend(Protocol):
         """Return the bytes of device memory that tensors of this process may use; None if that is not known."""
         return None
 
+    def total_memory(self) -> int | None:
+        """Return the bytes of memory that the device has; None if that is not known."""
+        return None
+
     def synchronize(self, device: torch.device) -> None:
         """Wait on the host for all work of a device.  Never called in a step."""
         return

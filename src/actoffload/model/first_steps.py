@@ -32,6 +32,7 @@ from .timed_pass import Stage, TimedPass
 __all__ = ["FirstSteps", "Script", "StepTimes"]
 
 TOLERANCE, SHORT_TOLERANCE, SHORT = 0.01, 0.02, 0.020  # of the time of a pass; for passes shorter than so many seconds
+FREE = 0.002  # of the time of a pass; plans that differ by less are equally fast
 ROOM = 0.03  # fraction of the device memory that predictions leave free
 CAUTION = 0.7  # part of the tolerance that a plan may cost when it is measured, for passes that take longer later
 MOST = 0.03  # cost, as a fraction of the time of a pass, from which on nothing is offloaded
@@ -58,8 +59,15 @@ class FirstSteps:
     It does not reference the `Tuner`, which holds the generator that `run` returns: no cycle keeps either alive.
     """
 
-    def __init__(self, backend: Backend, groups: Sequence[FollowedModule], plans: GroupPlans, log: PassLog) -> None:
-        self._backend, self._groups, self._plans, self._log = backend, groups, plans, log
+    def __init__(
+        self,
+        backend: Backend,
+        groups: Sequence[FollowedModule],
+        plans: GroupPlans,
+        log: PassLog,
+        budget: int | None = None,
+    ) -> None:
+        self._backend, self._groups, self._plans, self._log, self._budget = backend, groups, plans, log, budget
         self.roles: RolesOfPlan | None = None  # of the plan that is tried, and in the end chosen
         self.adopts = False  # groups are offloaded with what was saved before them
         self.limit: int | None = None  # bytes of device memory
@@ -132,6 +140,8 @@ class FirstSteps:
             return True
         in_flight = lean.waiting * sum(map(sum, lean.sizes))  # of earlier passes, if they keep everything
         self.limit = round(limit * (1 - ROOM)) - in_flight
+        if self._budget is not None:
+            self.limit = min(self.limit, self._budget - in_flight)
         self._bare_peak = lean.peak_without()
         return self._bare_peak <= self.limit
 
@@ -155,7 +165,14 @@ class FirstSteps:
         found = hook_seconds(lean.sizes, lean.meter, timed.meter) if timed is not lean else None
         each = HOST_SECONDS if found is None else found
         self._choose_among = partial(
-            choose, names, layers, link, limit=self.limit, host_seconds=each, host_caution=HOST_CAUTION
+            choose,
+            names,
+            layers,
+            link,
+            limit=self.limit,
+            host_seconds=each,
+            host_caution=HOST_CAUTION,
+            tolerance=FREE if self._budget is None else TOLERANCE,
         )
         plan = self._choose_among()
         device = sum(layer.forward + layer.backward + layer.gap_forward + layer.gap_backward for layer in layers)

@@ -12,7 +12,7 @@ from typing import Any
 from torch.nn import Module
 
 from .. import device as devices
-from .._arguments import check_bytes, check_fraction, check_num_layers, check_whole
+from .._arguments import budget_bytes, check_bytes, check_fraction, check_num_layers, check_whole
 from .._torch import unsupported, warn
 from ..engine.engine import Engine
 from ..planner import GroupPlan
@@ -49,6 +49,7 @@ def offload(
     fraction: float | None = None,
     max_host_bytes: int | None = None,
     max_inflight: int | None = None,
+    memory_budget: int | float | str | None = None,
     plan: GroupPlan | str | PathLike[str] | None = None,
 ) -> OffloadHandle:
     """Offload the activations of a model, whose code stays as it is.
@@ -86,6 +87,10 @@ def offload(
         What does not fit is kept on the device, with one warning.
     max_inflight : int, optional
         Largest number of groups in flight whenever one has ended, in either direction; compute waits for the others.
+    memory_budget : int, str or float, optional
+        Limit for the peak of device memory in forward and backward: bytes, text such as ``"24GiB"``, or a fraction of
+        the memory of the device.  The fastest plan within it is chosen, in passes that are within it too.  None is the
+        memory of the device.
     plan : GroupPlan, str or PathLike, optional
         A plan of another run, or the file to which ``handle.plan.save`` wrote it; nothing is measured then.
 
@@ -105,7 +110,8 @@ def offload(
     Warns
     -----
     UserWarning
-        If so few groups were found that none is offloaded.
+        If so few groups were found that none is offloaded; once the first passes are measured, if no plan is within the
+        memory budget.
 
     Examples
     --------
@@ -126,6 +132,13 @@ def offload(
     check_fraction(part)
     check_bytes(min_bytes=min_bytes)
     check_bytes(max_host_bytes=max_host_bytes, optional=True)
+    if memory_budget is not None:
+        budget_bytes(memory_budget, None)
+        if by_hand or plan is not None:
+            raise ValueError(
+                "memory_budget is kept by measuring: leave out num_layers, fraction, max_inflight and plan, which say "
+                "by hand what is offloaded."
+            )
     if followers_of(module) is not None:
         raise ValueError(
             "This model is offloaded already: call remove() of its handle first; OffloadHandle.of(model) returns it."
@@ -169,7 +182,9 @@ def offload(
         elif by_hand or not engine.backend.times:
             steering = BySchedule(groups, plans, log, "" if by_hand else ON_REFERENCE)
         else:
-            steering = Tuner(engine, groups, plans, log, type(module).__name__, passes=int(searching))
+            budget = None if memory_budget is None else budget_bytes(memory_budget, engine.backend.total_memory())
+            title = type(module).__name__
+            steering = Tuner(engine, groups, plans, log, title, passes=int(searching), budget=budget)
         if not searching:
             return steering
         return Finder(groups, plans, log, weakref.ref(module), steering, default=frozenset((BLOCK, MODULE)))
@@ -182,6 +197,7 @@ def offload(
         "fraction": fraction,
         "max_host_bytes": max_host_bytes,
         "max_inflight": max_inflight,
+        "memory_budget": memory_budget,
     }
     handle = OffloadHandle(modules, plans, engine, steer, arguments=arguments)
     problem = unsupported()

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
+from .._torch import warn
 from ..engine.engine import Engine
 from ..engine.layer import tensors_in
 from ..engine.model_pass import ModelPass
@@ -54,6 +55,8 @@ class Tuner:
         What the log calls the model.
     passes : int
         Number of passes that offloaded everything before, and were not measured.
+    budget : int, optional
+        Bytes of device memory that forward and backward may take; None for all that there are.
     """
 
     def __init__(
@@ -64,8 +67,10 @@ class Tuner:
         log: PassLog,
         title: str = "the model",
         passes: int = 0,
+        budget: int | None = None,
     ) -> None:
         self._engine, self._groups, self._plans, self._log, self._title = engine, groups, plans, log, title
+        self._budget = budget
         self._lock = threading.Lock()
         self._number = passes
         self._current: TimedPass | None = None  # in progress, or the latest
@@ -148,7 +153,7 @@ class Tuner:
             timed.meter = Meter(self._engine.backend, self._engine.counters, memory=stage is not Stage.BARE)
             self._engine.record(timed.meter)
         if stage in (Stage.FIRST, Stage.LEAN):
-            return Conduct(Mode.WHOLE, self._plans.order, lambda order: Roles.leanest(len(order)))
+            return self._lean()
         if stage in (Stage.MEMORY, Stage.BARE):
             return Conduct(Mode.SCOPED, self._plans.order)
         return self._planned(self._measuring) if stage is Stage.PLAN else self._idle()
@@ -192,6 +197,9 @@ class Tuner:
         mode = Mode.WHOLE if chosen.adopts or chosen.roles.incremental else Mode.SCOPED
         return Conduct(mode, self._plans.order, chosen.roles)
 
+    def _lean(self) -> Conduct:
+        return Conduct(Mode.WHOLE, self._plans.order, lambda order: Roles.leanest(len(order)))
+
     def _idle(self) -> Conduct:
         self._engine.counters.passes += 1
         return Conduct(Mode.IDLE)
@@ -211,7 +219,7 @@ class Tuner:
     def _begin(self, number: int, *, warm: bool = False) -> None:
         """Measure the first steps, or measure them again; `number` is that of the first pass."""
         self._begun = number
-        self._measuring = FirstSteps(self._engine.backend, self._groups, self._plans, self._log)
+        self._measuring = FirstSteps(self._engine.backend, self._groups, self._plans, self._log, self._budget)
         script = self._measuring.run(warm=warm)
         self._stage, self._script = next(script), script
 
@@ -225,6 +233,11 @@ class Tuner:
         self._later.clear()
         if not plan.offloaded:
             self._log.nothing_offloaded()
+        if self._budget is not None and plan.peak_bytes is not None and plan.peak_bytes > self._budget:
+            warn(
+                f"memory_budget is {size(self._budget)}, but the smallest peak that a plan reaches is "
+                f"{size(plan.peak_bytes)}: that plan is used."
+            )
         logger.info("%s", self._decision(plan, self._chosen))
 
     def _decision(self, plan: GroupPlan, found: FirstSteps) -> str:
@@ -252,7 +265,7 @@ class Tuner:
         if self._number % WINDOW == 0 or not self._later:
             self._time(Stage.PLAN, elements)
         if not chosen.fits(elements):
-            return Conduct(Mode.WHOLE, self._plans.order, self._plans.roles)
+            return self._lean()
         return self._idle() if elements < chosen.least_size else self._planned(chosen)
 
     def _moved(self, chosen: FirstSteps) -> bool:

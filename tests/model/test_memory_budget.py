@@ -1,0 +1,127 @@
+"""A memory budget on a device with virtual times: kept in every pass, used, refused where it is none."""
+
+from __future__ import annotations
+
+import warnings
+from itertools import pairwise
+
+import pytest
+import torch
+from timed_device import Timed, TimedModel, offload, seconds, step
+from torch import nn
+
+import actoffload
+from actoffload._arguments import budget_bytes
+from actoffload.model.tuning import Tuner
+
+MIB = 2**20
+
+
+def peaks(model: TimedModel, device: Timed, passes: int) -> list[int]:
+    """Return the peak of each of some passes."""
+    found = []
+    for _ in range(passes):
+        device.created.peak, device.highest = device.created.now, 0
+        step(model)
+        found.append(max(device.created.peak, device.highest))
+    return found
+
+
+def budgets(link: float) -> tuple[int, list[int]]:
+    """Return the peak without offloading, and ten budgets from the smallest peak on."""
+    device = Timed(link, link, memory=2**40)
+    model = TimedModel(device, 12)
+    (without,) = peaks(model, device, 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        handle = offload(model, device, memory_budget=1)
+        step(model)
+        (smallest,) = set(peaks(model, device, 12)[4:])
+    handle.remove()
+    return without, [smallest + (without - smallest) * k // 9 for k in range(10)]
+
+
+@pytest.mark.parametrize("link", [3e5, 1e6, 1e7])
+def test_ten_budgets_are_never_exceeded_and_more_memory_is_never_slower(link):
+    without, limits = budgets(link)
+    times = []
+    for limit in limits:
+        device = Timed(link, link, memory=2**40)
+        model = TimedModel(device, 12)
+        handle = offload(model, device, memory_budget=limit)
+        assert max(peaks(model, device, 14)) <= limit, "in the passes that are measured, too"
+        times.append(seconds(model, device))
+        assert handle.plan.peak_bytes <= limit
+        assert handle.plan.seconds == pytest.approx(times[-1], rel=0.01)
+    assert all(later <= earlier * 1.01 for earlier, later in pairwise(times))
+    assert times[-1] <= 36 * 1.01
+    assert limits[0] < without / 3
+
+
+@pytest.mark.parametrize("memory", [20 * MIB, 2**40])
+def test_a_budget_that_no_plan_reaches(memory):
+    device = Timed(1e6, 1e6, memory=memory)
+    model = TimedModel(device)
+    handle = offload(model, device, memory_budget="1MiB")
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for _ in range(12):
+            step(model)
+    (warning,) = found
+    want = "memory_budget is 1.0 MiB, but the smallest peak that a plan reaches is 4.0 MiB: that plan is used."
+    assert str(warning.message) == want
+    assert "smallest peak" in handle.plan.because
+    assert peaks(model, device, 2) == [4 * MIB] * 2
+
+
+def test_a_fraction_of_the_device():
+    device = Timed(1e6, 1e6, memory=64 * MIB)
+    model = TimedModel(device)
+    handle = offload(model, device, memory_budget=0.25)
+    for _ in range(10):
+        step(model)
+    assert 8 * MIB < handle.plan.peak_bytes <= 16 * MIB
+
+
+def test_on_the_reference_device_the_plan_is_the_leanest():
+    model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(6)])
+    handle = actoffload.offload(model, memory_budget="24GiB", min_bytes=0)
+    assert not isinstance(handle._tracker.steering, Tuner)
+    model(torch.ones(4, 8, requires_grad=True)).sum().backward()
+    assert handle.statistics().tensors_offloaded
+    handle.remove()
+
+
+@pytest.mark.parametrize(
+    ("budget", "nbytes"),
+    [
+        (5, 5),
+        ("24GiB", 24 * 2**30),
+        (" 1.5 GB ", 1_500_000_000),
+        ("512MiB", 2**29),
+        ("7B", 7),
+        ("2TiB", 2**41),
+        (0.5, 500),
+        (1.0, 1000),
+    ],
+)
+def test_budgets_in_bytes(budget, nbytes):
+    assert budget_bytes(budget, 1000) == nbytes
+
+
+def test_a_fraction_of_an_unknown_device():
+    assert budget_bytes(0.5, None) is None
+
+
+@pytest.mark.parametrize("budget", [True, "24", "GiB", "-1GiB", "24 gib", 0, -5, 0.0, 1.5, float("nan"), [1], "0MiB"])
+def test_what_is_no_budget(budget):
+    model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(6)])
+    with pytest.raises((TypeError, ValueError), match=r"memory_budget is .*; expected bytes, such as .*'24GiB', or a"):
+        actoffload.offload(model, memory_budget=budget)
+
+
+@pytest.mark.parametrize("by_hand", [{"num_layers": 2}, {"fraction": 0.5}, {"max_inflight": 1}, {"plan": "plan.json"}])
+def test_a_budget_and_a_choice_by_hand(by_hand):
+    model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(6)])
+    with pytest.raises(ValueError, match="memory_budget is kept by measuring: leave out num_layers"):
+        actoffload.offload(model, memory_budget="1GiB", **by_hand)
