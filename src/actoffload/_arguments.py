@@ -38,8 +38,6 @@ UNITS: dict[str, int] = {
     for power, prefix in enumerate("KMGT", 1)
     for unit, base in (("iB", 1024), ("B", 1000))
 }
-    f"{prefix}{unit}": base**k for k, prefix in enumerate("KMGT", 1) for unit, base in (("iB", 1024), ("B", 1000))
-}
 """Units of a memory budget: binary as in "24GiB", and decimal as in "24GB"."""
 
 

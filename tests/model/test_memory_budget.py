@@ -125,3 +125,61 @@ def test_a_budget_and_a_choice_by_hand(by_hand):
     model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(6)])
     with pytest.raises(ValueError, match="memory_budget is kept by measuring: leave out num_layers"):
         actoffload.offload(model, memory_budget="1GiB", **by_hand)
+
+
+# The frontier
+
+
+def test_the_frontier_of_a_measured_model():
+    device = Timed(1e6, 1e6, memory=2**40)
+    model = TimedModel(device, 12)
+    (without,) = peaks(model, device, 1)
+    handle = offload(model, device)
+    with pytest.raises(RuntimeError, match="not known yet: run ten steps"):
+        handle.frontier()
+    for _ in range(10):
+        step(model)
+    found = handle.frontier()
+    assert found.present is handle.plan or found.present == handle.plan
+    of_peak, times = [plan.peak_bytes for plan in found.plans], [plan.seconds for plan in found.plans]
+    assert of_peak == sorted(of_peak)
+    assert times == sorted(times, reverse=True)
+    assert len(set(times)) == len(times) >= 5
+    assert times[-1] == pytest.approx(36)
+    assert of_peak[-1] < without
+    for plan in found.plans[::3]:  # what the data say is what these plans take
+        other = TimedModel(device, 12)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            repeated = offload(other, device, layers=None, plan=plan)
+        step(other)
+        assert peaks(other, device, 1) == [plan.peak_bytes]
+        assert seconds(other, device) == pytest.approx(plan.seconds, rel=0.01)
+        repeated.remove()
+    text = str(found)
+    assert "x no offload" in text
+    assert "present plan" in text
+    assert text.count("MiB") == 2 * (len(found.plans) + 1)
+
+
+def test_the_figure_of_a_frontier():
+    pytest.importorskip("matplotlib").use("agg")
+    device = Timed(1e6, 1e6, memory=2**40)
+    model = TimedModel(device)
+    handle = offload(model, device)
+    for _ in range(10):
+        step(model)
+    axes = handle.frontier().plot()
+    plans, present = axes.get_lines()
+    assert len(plans.get_xdata()) == len(handle.frontier().plans)
+    assert present.get_xdata() == pytest.approx([handle.plan.peak_bytes / MIB])
+    assert axes.get_xlabel() == "peak of device memory (MiB)"
+    assert handle.frontier().figure().axes
+
+
+def test_no_frontier_without_measurements():
+    model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(6)])
+    handle = actoffload.offload(model, num_layers=2)
+    with pytest.raises(RuntimeError, match="nothing is measured: on an accelerator, call offload"):
+        handle.frontier()
+    handle.remove()

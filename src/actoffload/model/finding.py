@@ -64,6 +64,10 @@ class Finder:
         """Return the plan that follows."""
         return self._then.plan()
 
+    def frontier(self) -> Sequence[GroupPlan]:
+        """Refuse, or ask what steers next."""
+        return self._then.frontier()
+
     def facts(self) -> dict[str, Any]:
         """Return nothing: no step was measured."""
         return {}

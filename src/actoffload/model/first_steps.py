@@ -19,7 +19,7 @@ from typing import NamedTuple, TypeAlias
 
 from .._torch import is_compiled
 from ..device.base import Backend
-from ..planner import GroupPlan, choose
+from ..planner import GroupPlan, choose, frontier
 from ..schedule.execution_order import GroupPlans
 from ..schedule.plan import Plan
 from ..schedule.timeline import milliseconds, size
@@ -77,6 +77,7 @@ class FirstSteps:
         self.times: StepTimes | None = None
         self._bare_peak = 0  # bytes of device memory without offloading
         self._choose_among: Callable[..., GroupPlan] | None = None
+        self._search_frontier: Callable[..., tuple[GroupPlan, ...]] | None = None
 
     def run(self, *, warm: bool) -> Script:
         """Yield what the next pass is for, get it when it is over, and return a plan; see [Note: the first steps].
@@ -109,6 +110,10 @@ class FirstSteps:
         plan = self._compare(plan, offloaded, [bare, (yield from _next(Stage.NONE))])
         self.roles = RolesOfPlan(self._groups, plan)
         return plan
+
+    def frontier(self) -> tuple[GroupPlan, ...]:
+        """Return the plans that are worth having; none if the costs are not known."""
+        return () if self._search_frontier is None else self._search_frontier()
 
     def next_choice(self) -> str:
         """Return what a smaller peak would cost, in a sentence; empty if that is not known or there is none."""
@@ -164,17 +169,11 @@ class FirstSteps:
         layers = layer_costs(lean, timed, memory, compiled)
         found = hook_seconds(lean.sizes, lean.meter, timed.meter) if timed is not lean else None
         each = HOST_SECONDS if found is None else found
-        self._choose_among = partial(
-            choose,
-            names,
-            layers,
-            link,
-            limit=self.limit,
-            host_seconds=each,
-            host_caution=HOST_CAUTION,
-            tolerance=FREE if self._budget is None else TOLERANCE,
-        )
-        plan = self._choose_among()
+        among = partial(choose, names, layers, link, host_seconds=each, host_caution=HOST_CAUTION)
+        among = partial(among, limit=self.limit, tolerance=FREE if self._budget is None else TOLERANCE)
+        self._choose_among = among
+        self._search_frontier = partial(frontier, names, layers, link, host_seconds=each, host_caution=HOST_CAUTION)
+        plan = among()
         device = sum(layer.forward + layer.backward + layer.gap_forward + layer.gap_backward for layer in layers)
         tensors = sum(len(layers[k].saved) for k in plan.offloaded)
         host = sum(layer.host_forward + layer.host_backward for layer in layers) + 2 * tensors * each * HOST_CAUTION

@@ -16,6 +16,7 @@ from ..engine.engine import Engine
 from ..engine.recorder import TimelineRecorder
 from ..engine.statistics import Statistics
 from ..planner import GroupPlan
+from ..report.frontier import Frontier
 from ..report.report import Report, StepFacts
 from ..report.step_timeline import StepTimeline
 from ..schedule.execution_order import GroupKey, GroupPlans
@@ -246,6 +247,15 @@ class OffloadHandle:
                 "timeline() after the block."
             )
         return recording.timeline()
+
+    def frontier(self) -> Frontier:
+        """Return the plans that are worth having, time against peak, from what the first steps measured.
+
+        They are for the groups and the shapes of the first steps, and they are searched anew in each call, which takes
+        some tenths of a second.  Raises a `RuntimeError` if the costs are not known: before the first ten steps, after
+        a choice by hand, and without an accelerator.
+        """
+        return Frontier(tuple(self._tracker.steering.frontier()), self.plan)
 
     def report(self) -> Report:
         """Return what the latest pass did, group by group, with advice.

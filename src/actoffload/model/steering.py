@@ -42,6 +42,13 @@ class BySchedule:
         """Return what is known of whole steps, as fields of `StepFacts`."""
         return {"because": self._because}
 
+    def frontier(self) -> Sequence[GroupPlan]:
+        """Refuse: nothing is measured."""
+        raise RuntimeError(
+            "What other plans cost is not known, because nothing is measured: on an accelerator, call offload(model) "
+            "without num_layers, fraction, max_inflight and plan, and run ten steps."
+        )
+
     def plan(self) -> GroupPlan:
         """Return the plan for the order of the latest pass."""
         order = self._plans.order

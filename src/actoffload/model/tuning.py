@@ -93,6 +93,13 @@ class Tuner:
             return self._leanest(ALONE if self._alone else UNTIMED if self._unfinished >= UNFINISHED else MEASURING)
         return self._chosen.roles.plan.remapped(group_names(self._groups, self._plans.order))
 
+    def frontier(self) -> Sequence[GroupPlan]:
+        """Return the plans that are worth having, for what was measured."""
+        found = () if self._chosen is None else self._chosen.frontier()
+        if not found:
+            raise RuntimeError(f"What other plans cost is not known yet: run ten steps. {self.plan().because}".rstrip())
+        return found
+
     def facts(self) -> dict[str, Any]:
         """Return what was measured of whole passes, as fields of `StepFacts`."""
         times = None if self._chosen is None else self._chosen.times

@@ -1,6 +1,7 @@
 """What to offload: from measured costs and a limit of memory to a plan of the groups of a model."""
 
+from .frontier import frontier
 from .group_plan import Choice, GroupPlan
 from .search import choose
 
-__all__ = ["Choice", "GroupPlan", "choose"]
+__all__ = ["Choice", "GroupPlan", "choose", "frontier"]

@@ -3,6 +3,7 @@
 from ..engine.recorder import TimelineRecorder
 from ..engine.statistics import Reason, Statistics
 from .advice import Advice
+from .frontier import Frontier
 from .groups import GroupReport, HeldStorage, Holder
 from .ranks import RankReports, gather_reports
 from .report import Report, StepFacts
@@ -11,6 +12,7 @@ from .synchronization import Synchronization, Synchronizations, find_synchroniza
 
 __all__ = [
     "Advice",
+    "Frontier",
     "GroupReport",
     "HeldStorage",
     "Holder",

@@ -11,6 +11,7 @@ from dataclasses import replace
 from itertools import cycle, groupby, takewhile
 from typing import TYPE_CHECKING, Any
 
+from ..planner import GroupPlan
 from ..schedule.timeline import Kind, Span, Timeline
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from matplotlib.text import Text
 
-__all__ = ["plot_memory", "plot_step", "plot_timeline"]
+__all__ = ["plot_frontier", "plot_memory", "plot_step", "plot_timeline"]
 
 # Okabe and Ito's palette, distinct with any colour vision; all light enough for dark labels.
 COLOURS = {Kind.FORWARD: "#56b4e9", Kind.BACKWARD: "#e69f00", Kind.D2H: "#cc79a7", Kind.H2D: "#2fb28a"}
@@ -156,6 +157,24 @@ def without_stalls(timeline: Timeline) -> list[Span]:
                     start = stall.end
         cut.append(replace(span, start=start))
     return sorted((span for span in cut if span.seconds > 0 or span.nbytes), key=lambda span: span.start)
+
+
+def plot_frontier(plans: Sequence[GroupPlan], present: GroupPlan, ax: Axes | None = None) -> Axes:
+    """Draw the expected time of plans against their peaks, and mark the present one."""
+    if ax is None:
+        ax = _pyplot().subplots(figsize=(5.6, 3.4), layout="constrained")[1]
+    known = [(plan.peak_bytes, plan.seconds) for plan in plans if plan.peak_bytes is not None and plan.seconds]
+    unit, name = _byte_unit(max((peak for peak, _ in known), default=0))
+    peaks, times = [peak / unit for peak, _ in known], [seconds * 1e3 for _, seconds in known]
+    ax.plot(peaks, times, color=LINES[0][0], marker="o", markersize=4, linewidth=1.2, label="plans")
+    if present.peak_bytes is not None and present.seconds:
+        style: dict[str, Any] = {"color": LINES[1][0], "marker": "D", "markersize": 7, "linestyle": "none"}
+        ax.plot(present.peak_bytes / unit, present.seconds * 1e3, label="present plan", **style)
+    ax.set_xlabel(f"peak of device memory ({name})")
+    ax.set_ylabel("forward and backward (ms)")
+    ax.set_ylim(bottom=0)
+    _legend(ax, None, 2)
+    return ax
 
 
 def _draw_box(ax: Axes, kind: Kind, label: str, pieces: list[tuple[float, float]], lane: int) -> Text | None:

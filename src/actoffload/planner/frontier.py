@@ -1,0 +1,70 @@
+"""The plans that are worth having: each is faster than all with a smaller peak."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..schedule.costs import LayerCost, Link
+from ..schedule.plan import Plan
+from ..schedule.simulate import simulate
+from .group_plan import GroupPlan
+from .search import choose
+
+__all__ = ["frontier"]
+
+
+def frontier(
+    names: Sequence[str],
+    layers: Sequence[LayerCost],
+    link: Link,
+    *,
+    host_seconds: float = 0.0,
+    host_caution: float = 1.0,
+    points: int = 16,
+) -> tuple[GroupPlan, ...]:
+    """Return plans from the smallest peak to that without offloading, each faster than those before it.
+
+    Parameters
+    ----------
+    names, layers, link, host_seconds, host_caution
+        As in `choose`.
+    points : int
+        Number of limits of device memory, at equal distances, for which a plan is searched.
+
+    Examples
+    --------
+    >>> from actoffload.planner import frontier
+    >>> from actoffload.schedule import LayerCost, Link
+    >>> layers = [LayerCost.even(2**30, forward=0.010, backward=0.020)] * 4
+    >>> for plan in frontier(["a", "b", "c", "d"], layers, Link(d2h=5e10, h2d=5e10), points=3):
+    ...     print(f"{plan.peak_bytes / 2**30:.2f} GiB {plan.seconds * 1e3:.0f} ms")
+    1.00 GiB 170 ms
+    2.00 GiB 134 ms
+    3.00 GiB 120 ms
+    """
+    keep = Plan(len(names))
+    without = simulate(keep, layers, link)
+    kept = GroupPlan(
+        tuple(names),
+        keep,
+        tuple(layer.nbytes for layer in layers),
+        seconds=without.step_time,
+        baseline_seconds=without.baseline,
+        peak_bytes=without.device_peak_bytes,
+        because="This plan offloads nothing.",
+    )
+
+    def search(limit: int | None) -> GroupPlan:
+        return choose(names, layers, link, limit=limit, host_seconds=host_seconds, host_caution=host_caution)
+
+    leanest, free = search(0), search(None)
+    assert leanest.peak_bytes is not None
+    assert free.peak_bytes is not None
+    width = free.peak_bytes - leanest.peak_bytes
+    limits = [leanest.peak_bytes + width * k // max(points - 1, 1) for k in range(1, points - 1)]
+    plans = [leanest, *map(search, limits), free, kept]
+    found: list[GroupPlan] = []
+    for plan in sorted(plans, key=lambda plan: (plan.peak_bytes, plan.seconds)):
+        if not found or (plan.seconds or 0.0) < (found[-1].seconds or 0.0):
+            found.append(plan)
+    return tuple(found)
