@@ -325,3 +325,14 @@ if torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
 
 has_nvtx: bool = _find("_C._nvtx") is not None
 """Whether PyTorch was built with NVTX; the functions of `torch.cuda.nvtx` raise without it."""
+
+
+def alias_below_autograd(tensor: torch.Tensor) -> torch.Tensor:
+    """Return an alias of a tensor that shares its version counter, also inside of `__torch_dispatch__`."""
+    if _SetExclude is None:
+        return tensor.detach()
+    with _SetExclude(torch._C.DispatchKey.ADInplaceOrView, False):
+        return tensor.detach()
+
+
+_SetExclude = getattr(torch._C, "_SetExcludeDispatchKeyGuard", None)

@@ -1,0 +1,52 @@
+"""Which outputs of operators are saved in a region that is recomputed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import torch
+
+__all__ = ["Policy", "never", "saveable", "worth_saving"]
+
+Policy: TypeAlias = Callable[[Any, int, tuple[Any, ...]], bool]
+"""From an operator, how often the region has called it before, and its arguments, to whether its outputs are saved."""
+
+_aten = torch.ops.aten
+COSTLY = {
+    _aten.mm.default,
+    _aten.addmm.default,
+    _aten.bmm.default,
+    _aten.baddbmm.default,
+    _aten.convolution.default,
+    _aten._scaled_dot_product_flash_attention.default,
+    _aten._scaled_dot_product_flash_attention_for_cpu.default,
+    _aten._scaled_dot_product_efficient_attention.default,
+    _aten._scaled_dot_product_cudnn_attention.default,
+}
+"""Matrix products, convolutions and attention: their time is large beside the bytes of their outputs."""
+
+
+def never(operator: Any, number: int, arguments: tuple[Any, ...]) -> bool:
+    """Save nothing: all of the region is recomputed."""
+    return False
+
+
+def worth_saving(operator: Any, number: int, arguments: tuple[Any, ...]) -> bool:
+    """Save the outputs of matrix products, convolutions and attention."""
+    return operator in COSTLY
+
+
+def saveable(operator: Any) -> bool:
+    """Return whether outputs of an operator may stand for running it again.
+
+    Not those of an operator that draws random numbers: those behind it would be others.  Not those of one that writes
+    to its arguments or returns views of them: there is more to it than its outputs.  Not casts: autocast keeps those of
+    weights, so a region may call a cast in its forward and not when it is recomputed, or the other way round.
+    """
+    if operator is _aten._to_copy.default:
+        return False
+    if torch.Tag.nondeterministic_seeded in operator.tags:
+        return False
+    schema = operator._schema
+    return not any(of.alias_info is not None for of in (*schema.arguments, *schema.returns))

@@ -1,0 +1,164 @@
+"""Recomputed regions: equal bits, what is saved and what is run again, and nothing that is left."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from actoffload.recompute import Region, never, recomputed, worth_saving
+
+POLICIES = {"nothing": never, "products": worth_saving, "everything": lambda *_: True}
+
+
+class Seen(TorchDispatchMode):
+    """Counts operators."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        self.names.append(operator.overloadpacket.__name__)
+        return operator(*args, **(kwargs or {}))
+
+
+class Dropped(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x):
+        return x + F.dropout(self.two(F.dropout(F.gelu(self.one(x)), 0.3)), 0.3)
+
+
+class InPlace(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        y = self.one(x)
+        y.mul_(2.0).relu_()
+        z = self.two(y)
+        z += x
+        return z.sin()
+
+
+class Views(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).view(x.shape[0], 3, 2, 4).unbind(1)
+        scores = (q @ k.transpose(1, 2)).softmax(-1)
+        return self.out((scores @ v).reshape(x.shape[0], 8)), q[:, 0].sum()
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, batch_first=True, norm_first=True)
+
+    def forward(self, x):
+        return self.layer(x[None])[0]
+
+
+MODELS = {"dropout": Dropped, "in place": InPlace, "views": Views, "attention": Attention}
+
+
+def total(outputs):
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    return sum((output.float() * torch.linspace(0.1, 1, output.numel()).view(output.shape)).sum() for output in outputs)
+
+
+def run(model, call, times=1, autocast=False, **backward):
+    torch.manual_seed(1)
+    model.zero_grad()
+    x = torch.randn(6, 8, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        value = sum(total(call(x * (k + 1.0))) for k in range(times))
+    value.backward(**backward)
+    after = torch.rand(1)
+    return [value, x.grad, after, *(p.grad.clone() for p in model.parameters())]
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("times", [1, 3])
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("kind", MODELS)
+def test_equal_bits(kind, policy, times, autocast):
+    torch.manual_seed(0)
+    model = MODELS[kind]()
+    want = run(model, model, times, autocast)
+    found = run(model, lambda x: recomputed(model, Region(POLICIES[policy]), x), times, autocast)
+    for a, b in zip(want, found, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_products_are_not_run_again():
+    model = Attention()
+    names = {}
+    for name, policy in POLICIES.items():
+        value = total(recomputed(model, Region(policy), torch.randn(6, 8)))
+        with Seen() as seen:
+            value.backward()
+        names[name] = seen.names
+    forward = names["nothing"].count("addmm")
+    assert forward >= 3
+    assert names["products"].count("addmm") == 0
+    assert names["products"].count("gelu") == names["nothing"].count("gelu")
+
+
+def test_a_graph_may_be_used_twice_and_is_freed_with_all_that_was_saved():
+    model = Views()
+    region = Region(worth_saving)
+    alive = weakref.ref(region)
+    x = torch.randn(6, 8, requires_grad=True)
+    value = total(recomputed(model, region, x))
+    first = torch.autograd.grad(value, [x, *model.parameters()], retain_graph=True)
+    second = torch.autograd.grad(value, [x, *model.parameters()])
+    for a, b in zip(first, second, strict=True):
+        assert torch.equal(a, b)
+    gc.disable()
+    try:
+        del region, value
+        assert alive() is None
+    finally:
+        gc.enable()
+
+
+def test_gradients_of_gradients():
+    model = Dropped().eval()
+    x = torch.randn(6, 8, requires_grad=True)
+    want = torch.autograd.grad(total(model(x)).square(), x, create_graph=True)[0].square().sum()
+    want = torch.autograd.grad(want, x)[0]
+    first = torch.autograd.grad(total(recomputed(model, Region(worth_saving), x)).square(), x, create_graph=True)[0]
+    assert torch.equal(torch.autograd.grad(first.square().sum(), x)[0], want)
+
+
+def test_hooks_pack_what_the_policy_saves():
+    packed, unpacked = [], []
+
+    def pack(tensor):
+        packed.append(tensor.numel())
+        return tensor.clone()
+
+    def unpack(held):
+        unpacked.append(held.numel())
+        return held
+
+    region = Region(worth_saving, pack, unpack)
+    model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+    value = total(recomputed(model, region, torch.randn(6, 8)))
+    assert packed == [96, 48]
+    assert not unpacked
+    value.backward()
+    assert unpacked == [96]  # recomputation stops before it comes to the second product, which nothing needs
+    assert len(region.used) == 1
