@@ -13,7 +13,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from operator import attrgetter
 from types import FrameType
 from typing import Any, TypeVar
@@ -327,12 +327,7 @@ has_nvtx: bool = _find("_C._nvtx") is not None
 """Whether PyTorch was built with NVTX; the functions of `torch.cuda.nvtx` raise without it."""
 
 
-def alias_below_autograd(tensor: torch.Tensor) -> torch.Tensor:
-    """Return an alias of a tensor that shares its version counter, also inside of `__torch_dispatch__`."""
-    if _SetExclude is None:
-        return tensor.detach()
-    with _SetExclude(torch._C.DispatchKey.ADInplaceOrView, False):
-        return tensor.detach()
-
-
-_SetExclude = getattr(torch._C, "_SetExcludeDispatchKeyGuard", None)
+def versions_shared() -> AbstractContextManager[object]:
+    """Let aliases made in this block share the version counter of their tensor, also inside `__torch_dispatch__`."""
+    guard = getattr(torch._C, "_SetExcludeDispatchKeyGuard", None)
+    return nullcontext() if guard is None else guard(torch._C.DispatchKey.ADInplaceOrView, False)

@@ -135,12 +135,14 @@ def test_a_graph_may_be_used_twice_and_is_freed_with_all_that_was_saved():
 
 
 def test_gradients_of_gradients():
-    model = Dropped().eval()
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))
     x = torch.randn(6, 8, requires_grad=True)
-    want = torch.autograd.grad(total(model(x)).square(), x, create_graph=True)[0].square().sum()
-    want = torch.autograd.grad(want, x)[0]
-    first = torch.autograd.grad(total(recomputed(model, Region(worth_saving), x)).square(), x, create_graph=True)[0]
-    assert torch.equal(torch.autograd.grad(first.square().sum(), x)[0], want)
+
+    def twice(call):
+        first = torch.autograd.grad(total(call(x)).square(), x, create_graph=True)[0]
+        return torch.autograd.grad(first.square().sum(), x)[0]
+
+    assert torch.equal(twice(lambda x: recomputed(model, Region(worth_saving), x)), twice(model))
 
 
 def test_hooks_pack_what_the_policy_saves():
@@ -162,3 +164,49 @@ def test_hooks_pack_what_the_policy_saves():
     value.backward()
     assert unpacked == [96]  # recomputation stops before it comes to the second product, which nothing needs
     assert len(region.used) == 1
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_llama_layer_bit_by_bit(policy, autocast):
+    llama = pytest.importorskip("transformers.models.llama.modeling_llama")
+    from transformers import LlamaConfig
+
+    config = LlamaConfig(hidden_size=32, intermediate_size=64, num_attention_heads=4, num_key_value_heads=2)
+    config._attn_implementation = "sdpa"
+    torch.manual_seed(0)
+    layers = nn.ModuleList([llama.LlamaDecoderLayer(config, k) for k in range(3)])
+    rotary = llama.LlamaRotaryEmbedding(config)
+
+    def call(how):
+        layers.zero_grad()
+        x = torch.linspace(-1, 1, 16 * 32).view(1, 16, 32).requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            y, angles = x, rotary(x, torch.arange(16)[None])
+            for layer in layers:
+                y = how(layer, y, position_embeddings=angles)
+                y = y[0] if isinstance(y, tuple) else y
+            total(y).backward()
+        return [x.grad, *(p.grad.clone() for p in layers.parameters())]
+
+    found = call(lambda layer, *args, **more: recomputed(layer, Region(POLICIES[policy]), *args, **more))
+    for a, b in zip(found, call(lambda layer, *args, **more: layer(*args, **more)), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_what_a_region_returns_may_be_edited_outside():
+    """The last product is the output, and written to: it is run again instead of being taken from what was saved."""
+    model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+
+    def call(how):
+        model.zero_grad()
+        x = torch.linspace(-1, 1, 48).view(6, 8).requires_grad_()
+        y = how(x)
+        y.mul_(2.0)
+        total(y.sin()).backward()
+        return [x.grad, *(p.grad.clone() for p in model.parameters())]
+
+    for policy in POLICIES.values():
+        found = call(lambda x, policy=policy: recomputed(model, Region(policy), x))
+        for a, b in zip(found, call(model), strict=True):
+            assert torch.equal(a, b)

@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import enum
 import weakref
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from torch.nn import Module
 
 from ..engine.model_pass import ModelPass
 from ..planner import GroupPlan
+from ..recompute.policy import Policy
 from ..schedule.execution_order import GroupKey
 from ..schedule.plan import Roles
 
@@ -41,6 +42,7 @@ class Conduct:
     mode: Mode
     order: Sequence[GroupKey] = ()
     roles_of: Callable[[tuple[GroupKey, ...]], Roles] = lambda order: Roles.keep_all(len(order))
+    recompute: Mapping[int, Policy] = field(default_factory=dict)  # by group: what is saved where it is recomputed
 
 
 class Steering(Protocol):

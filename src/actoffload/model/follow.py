@@ -32,6 +32,7 @@ from torch.jit import ScriptModule
 from torch.nn import Module
 
 from .._torch import CALLS, opaque, warn
+from ..recompute import Region, recomputed
 from .conduct import ROOT, FollowedModule
 from .tracker import Tracker
 
@@ -83,13 +84,17 @@ def _followed_class(original: type[Module]) -> type[Module]:
 
     def __call__(self: Module, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
         began: list[tuple[Tracker, int]] = []
+        region: Region | None = None
         try:
             try:
                 for followers, of in _pairs(self):
                     tracker = followers.tracker
                     began.append((tracker, tracker.depth))
-                    tracker.begin(of, args, kwargs)
-                result = original.__call__(self, *args, **kwargs)
+                    region = tracker.begin(of, args, kwargs) or region
+                if region is None:
+                    result = original.__call__(self, *args, **kwargs)
+                else:
+                    result = recomputed(partial(original.__call__, self), region, *args, **kwargs)
                 for tracker, depth in reversed(began):
                     tracker.end(depth, result)  # [guard: end of a call]
                 return result

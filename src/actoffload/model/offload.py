@@ -16,6 +16,7 @@ from .._arguments import budget_bytes, check_bytes, check_fraction, check_num_la
 from .._torch import unsupported, warn
 from ..engine.engine import Engine
 from ..planner import GroupPlan
+from ..recompute import Policy, repeatable, worth_saving
 from ..schedule.execution_order import GroupKey, GroupPlans
 from ..schedule.plan import Plan
 from ..schedule.schedules import GroupSchedule
@@ -50,6 +51,7 @@ def offload(
     max_host_bytes: int | None = None,
     max_inflight: int | None = None,
     memory_budget: int | float | str | None = None,
+    recompute: bool | Policy = False,
     plan: GroupPlan | str | PathLike[str] | None = None,
 ) -> OffloadHandle:
     """Offload the activations of a model, whose code stays as it is.
@@ -91,6 +93,9 @@ def offload(
         Limit for the peak of device memory in forward and backward: bytes, text such as ``"24GiB"``, or a fraction of
         the memory of the device.  The fastest plan within it is chosen, in passes that are within it too.  None is the
         memory of the device.
+    recompute : bool or Policy
+        Recompute the groups in backward, but for what the policy saves, which is kept or offloaded; True saves the
+        outputs of matrix products, convolutions and attention.  Groups that change buffers are never recomputed.
     plan : GroupPlan, str or PathLike, optional
         A plan of another run, or the file to which ``handle.plan.save`` wrote it; nothing is measured then.
 
@@ -175,16 +180,21 @@ def offload(
     ]
     engine = Engine(Plan(1), devices.backend(), max_host_bytes, min_bytes=min_bytes)
 
+    policy = worth_saving if recompute is True else recompute or None
+    policies = {} if policy is None else {k: policy for k, of in enumerate(chosen) if repeatable(of.module)}
+
     def steer(groups: Sequence[FollowedModule], plans: GroupPlans, log: PassLog) -> Steering:
         steering: Steering
         if isinstance(plan, GroupPlan):
             steering = ByPlan(groups, plans, log, plan)
         elif by_hand or not engine.backend.times:
-            steering = BySchedule(groups, plans, log, "" if by_hand else ON_REFERENCE)
+            steering = BySchedule(groups, plans, log, "" if by_hand else ON_REFERENCE, policies)
         else:
             budget = None if memory_budget is None else budget_bytes(memory_budget, engine.backend.total_memory())
             title = type(module).__name__
-            steering = Tuner(engine, groups, plans, log, title, passes=int(searching), budget=budget)
+            steering = Tuner(
+                engine, groups, plans, log, title, passes=int(searching), budget=budget, recompute=policies
+            )
         if not searching:
             return steering
         return Finder(groups, plans, log, weakref.ref(module), steering, default=frozenset((BLOCK, MODULE)))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..engine.model_pass import ModelPass
 from ..planner import GroupPlan
+from ..recompute import Policy
 from ..schedule.execution_order import GroupKey, GroupPlans
 from ..schedule.plan import REST, Roles
 from .conduct import Conduct, FollowedModule, Mode
@@ -18,12 +19,20 @@ __all__ = ["ByPlan", "BySchedule", "RolesOfPlan"]
 class BySchedule:
     """Follow each forward as a whole, and offload by a schedule; `because` says why by this one."""
 
-    def __init__(self, groups: Sequence[FollowedModule], plans: GroupPlans, log: PassLog, because: str = "") -> None:
+    def __init__(
+        self,
+        groups: Sequence[FollowedModule],
+        plans: GroupPlans,
+        log: PassLog,
+        because: str = "",
+        recompute: Mapping[int, Policy] | None = None,
+    ) -> None:
         self._groups, self._plans, self._log, self._because = groups, plans, log, because
+        self._recompute = recompute or {}
 
     def forward_begins(self, inputs: tuple[Any, Any], *, alone: bool, busy: bool) -> Conduct:
         """Follow the whole forward."""
-        return Conduct(Mode.WHOLE, self._plans.order, self._plans.roles)
+        return Conduct(Mode.WHOLE, self._plans.order, self._plans.roles, self._recompute)
 
     def forward_ends(self, output: Any) -> None:
         """Do nothing: times do not matter."""

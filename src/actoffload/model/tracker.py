@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,9 +23,10 @@ from ..engine.engine import Engine
 from ..engine.layer import Layer, tensors_in
 from ..engine.model_pass import ModelPass
 from ..engine.module_tensors import GroupTensors, ModelTensors
-from ..engine.pack import Pack, Packer
+from ..engine.pack import Pack, Packer, Saved
 from ..engine.tensor_marks import running
 from ..engine.unpack import unpack
+from ..recompute import Policy, Region
 from ..schedule.execution_order import ExecutionOrder, GroupKey
 from .conduct import DROPPED, GROUP, KEPT, ROOT, Conduct, FollowedModule, Mode, Steering
 
@@ -64,6 +65,14 @@ class _Call:
     layer: Layer | None = None
 
 
+def _unpack_unless_edited(saved: Saved) -> torch.Tensor | None:
+    """Return a tensor that was packed, or None if it was written to since."""
+    try:
+        return unpack(saved)
+    except RuntimeError:
+        return None
+
+
 class _Thread(threading.local):
     """The pass and the calls of one thread."""
 
@@ -73,6 +82,7 @@ class _Thread(threading.local):
         self.calls: list[_Call] = []
         self.hooks: SavedTensorHooks | None = None  # of the forward, installed or not
         self.scoped = False  # they are installed in groups that are offloaded
+        self.recompute: Mapping[int, Policy] = {}
         self.idle = False  # a forward runs that is not followed
         self.backends = 0  # length of `running.backends` outside of the outermost call
         # A gradient taken inside a forward saves tensors in autograd's threads, which share this object.
@@ -108,8 +118,25 @@ class Tracker:
 
     # Begin
 
-    def begin(self, of: FollowedModule, args: Any, kwargs: Any) -> None:
-        """Begin the forward of a module."""
+    def begin(self, of: FollowedModule, args: Any, kwargs: Any) -> Region | None:
+        """Begin the forward of a module; return a region if the call is to be recomputed in backward."""
+        self._begin(of, args, kwargs)
+        calls = self._thread.calls
+        return self._region(calls[-1]) if calls and calls[-1].of is of else None
+
+    def _region(self, call: _Call) -> Region | None:
+        """Return what saves in a call that is recomputed: where the group is offloaded, the engine."""
+        thread = self._thread
+        policy = thread.recompute.get(call.of.group) if call.layer is not None and not call.part else None
+        if policy is None:
+            return None
+        assert thread.current is not None
+        assert call.layer is not None
+        if thread.scoped and call.layer.index in thread.current.roles.stay:
+            return Region(policy)
+        return Region(policy, thread.packer.pack, _unpack_unless_edited)
+
+    def _begin(self, of: FollowedModule, args: Any, kwargs: Any) -> None:
         thread = self._thread
         if thread.idle or of.role is DROPPED:
             return
@@ -174,7 +201,7 @@ class Tracker:
         thread.packer = Packer()
         thread.between = current.packer_outside()
         thread.backends = len(running.backends)
-        thread.scoped = conduct.mode is Mode.SCOPED
+        thread.scoped, thread.recompute = conduct.mode is Mode.SCOPED, conduct.recompute
         thread.hooks = SavedTensorHooks(thread.packer.pack, unpack)
         if not thread.scoped:
             thread.hooks.install()  # [guard: saved-tensor hooks]

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
@@ -21,6 +21,7 @@ from ..engine.engine import Engine
 from ..engine.layer import tensors_in
 from ..engine.model_pass import ModelPass
 from ..planner import GroupPlan
+from ..recompute import Policy
 from ..schedule.execution_order import GroupKey, GroupPlans
 from ..schedule.plan import Roles
 from ..schedule.timeline import milliseconds, size
@@ -55,6 +56,8 @@ class Tuner:
         What the log calls the model.
     passes : int
         Number of passes that offloaded everything before, and were not measured.
+    recompute : mapping of int to Policy, optional
+        By group: what is saved of a group that is recomputed in backward.
     budget : int, optional
         Bytes of device memory that forward and backward may take; None for all that there are.
     """
@@ -68,9 +71,10 @@ class Tuner:
         title: str = "the model",
         passes: int = 0,
         budget: int | None = None,
+        recompute: Mapping[int, Policy] | None = None,
     ) -> None:
         self._engine, self._groups, self._plans, self._log, self._title = engine, groups, plans, log, title
-        self._budget = budget
+        self._budget, self._recompute = budget, recompute or {}
         self._lock = threading.Lock()
         self._number = passes
         self._current: TimedPass | None = None  # in progress, or the latest
@@ -162,7 +166,7 @@ class Tuner:
         if stage in (Stage.FIRST, Stage.LEAN):
             return self._lean()
         if stage in (Stage.MEMORY, Stage.BARE):
-            return Conduct(Mode.SCOPED, self._plans.order)
+            return Conduct(Mode.SCOPED, self._plans.order, recompute=self._recompute)
         return self._planned(self._measuring) if stage is Stage.PLAN else self._idle()
 
     def _time(self, stage: Stage, elements: int) -> TimedPass:
@@ -202,19 +206,21 @@ class Tuner:
         if not chosen.roles.plan.offloaded:
             return self._idle()
         mode = Mode.WHOLE if chosen.adopts or chosen.roles.incremental else Mode.SCOPED
-        return Conduct(mode, self._plans.order, chosen.roles)
+        return Conduct(mode, self._plans.order, chosen.roles, self._recompute)
 
     def _lean(self) -> Conduct:
-        return Conduct(Mode.WHOLE, self._plans.order, lambda order: Roles.leanest(len(order)))
+        return Conduct(Mode.WHOLE, self._plans.order, lambda order: Roles.leanest(len(order)), self._recompute)
 
     def _idle(self) -> Conduct:
+        if self._recompute:
+            return Conduct(Mode.SCOPED, self._plans.order, recompute=self._recompute)
         self._engine.counters.passes += 1
         return Conduct(Mode.IDLE)
 
     def _whole(self) -> Conduct:
         """Follow the whole forward, by the plan if there is one."""
         roles = None if self._chosen is None else self._chosen.roles
-        return Conduct(Mode.WHOLE, self._plans.order, self._plans.roles if roles is None else roles)
+        return Conduct(Mode.WHOLE, self._plans.order, self._plans.roles if roles is None else roles, self._recompute)
 
     def _leanest(self, because: str) -> GroupPlan:
         order = self._plans.order

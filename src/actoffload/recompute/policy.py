@@ -6,8 +6,10 @@ from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import torch
+from torch.nn import Module
+from torch.nn.modules.batchnorm import _NormBase
 
-__all__ = ["Policy", "never", "saveable", "worth_saving"]
+__all__ = ["Policy", "never", "repeatable", "saveable", "worth_saving"]
 
 Policy: TypeAlias = Callable[[Any, int, tuple[Any, ...]], bool]
 """From an operator, how often the region has called it before, and its arguments, to whether its outputs are saved."""
@@ -50,3 +52,8 @@ def saveable(operator: Any) -> bool:
         return False
     schema = operator._schema
     return not any(of.alias_info is not None for of in (*schema.arguments, *schema.returns))
+
+
+def repeatable(module: Module) -> bool:
+    """Return whether a module may run twice in a step: none inside of it counts what it has seen, as BatchNorm does."""
+    return not any(isinstance(of, _NormBase) and of.training and of.track_running_stats for of in module.modules())

@@ -2,12 +2,12 @@
 
 `[Note: two modes]`  `torch.utils.checkpoint` runs the function under one dispatch mode in forward and under another one
 when it is recomputed.  The first hands the outputs that a policy chooses to `pack`, which keeps or offloads them; the
-second returns them where the same operator comes again, instead of running it.  Both see what autograd runs, below
-autograd itself, so the graph of the recomputation is that of the forward.  Nothing is consumed: a graph may be used
-several times, and a split backward may come back to a region.
+second returns them where the same operator comes again, instead of running it, unless they were written to.  Both see
+what autograd runs, below autograd itself, so the graph of the recomputation is that of the forward.  Nothing is
+consumed: a graph may be used several times, and a split backward may come back to a region.
 
-Autograd holds the region through the frame of the checkpoint, and the region what `pack` returned.  So all of it is freed
-with the graph.
+Autograd holds the region through the frame of the checkpoint, and the region what `pack` returned.  So all of it is
+freed with the graph.
 """
 
 from __future__ import annotations
@@ -16,19 +16,27 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint
 
-from .._torch import alias_below_autograd
+from .._torch import version_of, versions_shared
 from .policy import Policy, never, saveable
 
 __all__ = ["Region", "recomputed"]
 
 T = TypeVar("T")
 Key = tuple[Any, int]  # an operator, and how often the region has called it before
+
+
+def _keep(tensor: Tensor) -> Any:
+    return tensor, version_of(tensor)
+
+
+def _kept(held: Any) -> Tensor | None:
+    alias, version = held
+    return alias if version_of(alias) == version else None
 
 
 class Region:
@@ -39,51 +47,43 @@ class Region:
     policy : Policy
         Which outputs are saved.
     pack, unpack : callable
-        As for `torch.autograd.graph.saved_tensors_hooks`: what is held for a tensor, and the tensor again.
+        As for `torch.autograd.graph.saved_tensors_hooks`: what is held for a tensor, which is an alias without a graph,
+        and the tensor again; or None if it was written to in the meantime.  Without them the tensors are kept.
     """
 
     def __init__(
         self,
         policy: Policy = never,
-        pack: Callable[[Tensor], Any] = lambda tensor: tensor,
-        unpack: Callable[[Any], Tensor] = lambda held: held,
+        pack: Callable[[Tensor], Any] = _keep,
+        unpack: Callable[[Any], Tensor | None] = _kept,
     ) -> None:
         self.policy, self.pack, self.unpack = policy, pack, unpack
-        self.saved: dict[Key, Any] = {}  # the outputs of an operator, with what `pack` returned in place of tensors
+        self.saved: dict[Key, Any] = {}  # the outputs of an operator, with `_Held` in place of tensors
         self.used: set[Key] = set()
 
     def modes(self) -> tuple[TorchDispatchMode, TorchDispatchMode]:
-        """Return the modes for the forward and for one recomputation; see [Note: two modes]."""
+        """Return the modes for the forward and for all recomputations; see [Note: two modes]."""
         return _Saving(self), _Returning(self)
 
 
 class _Held:
-    """Stands for a tensor among the outputs of an operator.
+    """Stands for a tensor among the outputs of an operator; not a container that `tree_map` would enter."""
 
-    It has an alias, without the graph: the graph refers to the region.
-    """
+    __slots__ = ("held",)
 
-    __slots__ = ("alias", "held", "version")
-
-    def __init__(self, tensor: Tensor, pack: Callable[[Tensor], Any]) -> None:
-        self.alias, self.version = alias_below_autograd(tensor), tensor._version
-        self.held = pack(self.alias)
-
-    @property
-    def current(self) -> bool:
-        """Whether nothing has written to the tensor since."""
-        return self.alias._version == self.version
+    def __init__(self, held: Any) -> None:
+        self.held = held
 
 
-class _Mode(TorchDispatchMode):
+class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, region: Region) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.region = region
         self.calls = Counter[Any]()
 
     def __enter__(self) -> Any:
         self.calls.clear()  # a graph that is used twice is recomputed twice
-        return super().__enter__()
+        return super().__enter__()  # type: ignore[no-untyped-call]
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -94,26 +94,31 @@ class _Mode(TorchDispatchMode):
         return operator, self.calls[operator] - 1
 
 
-class _Saving(_Mode):
+class _Saving(_Mode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         outputs = operator(*args, **(kwargs or {}))
         key, region = self.key(operator), self.region
         if saveable(operator) and region.policy(operator, key[1], args):
-            region.saved[key] = tree_map_only(Tensor, lambda tensor: _Held(tensor, region.pack), outputs)
+            with versions_shared():  # an alias, as the tensor itself refers to the graph, and the graph to the region
+                region.saved[key] = tree_map_only(Tensor, lambda of: _Held(region.pack(of.detach())), outputs)
         return outputs
 
 
-class _Returning(_Mode):
+class _Returning(_Mode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         key, region = self.key(operator), self.region
-        saved = region.saved.get(key)
-        if saved is None or not all(of.current for of in tree_leaves(saved) if isinstance(of, _Held)):
-            return operator(*args, **(kwargs or {}))
-        region.used.add(key)
-        return tree_map_only(_Held, lambda of: region.unpack(of.held), saved)
+        outputs = region.saved.get(key)
+        if outputs is not None:
+            found = [region.unpack(of.held) for of in tree_leaves(outputs) if isinstance(of, _Held)]
+            if all(tensor is not None for tensor in found):
+                region.used.add(key)
+                tensors = iter(found)
+                return tree_map_only(_Held, lambda of: next(tensors), outputs)
+        return operator(*args, **(kwargs or {}))
 
 
 def recomputed(function: Callable[..., T], region: Region, *args: Any, **kwargs: Any) -> T:
     """Call a function, and recompute in backward what autograd saves in it, except what the region saves."""
-    result: T = checkpoint(function, *args, use_reentrant=False, context_fn=region.modes, **kwargs)
+    modes: dict[str, Any] = {} if region.policy is never else {"context_fn": region.modes}
+    result: T = checkpoint(function, *args, use_reentrant=False, **modes, **kwargs)
     return result

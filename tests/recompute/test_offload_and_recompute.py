@@ -1,0 +1,53 @@
+"""A model whose groups are recomputed and offloaded: equal bits, and what is saved."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from test_region import MODELS, total
+from torch import nn
+from whole_model import nothing_installed, offload
+
+from actoffload.recompute import never, worth_saving
+
+
+def make(kind):
+    torch.manual_seed(0)
+    return nn.Sequential(*[First(MODELS[kind]()) for _ in range(5)])
+
+
+class First(nn.Module):
+    """Returns the first output."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        y = self.inner(x)
+        return y[0] if isinstance(y, tuple) else y
+
+
+def step(model):
+    torch.manual_seed(1)
+    model.zero_grad()
+    x = torch.linspace(-1, 1, 48).view(6, 8).requires_grad_()
+    total(model(x * 1.0)).backward()
+    return [x.grad, *(p.grad.clone() for p in model.parameters())]
+
+
+@pytest.mark.parametrize("policy", [never, worth_saving], ids=["nothing", "products"])
+@pytest.mark.parametrize("num_layers", [None, 0, 3])
+@pytest.mark.parametrize("kind", MODELS)
+def test_equal_bits(kind, num_layers, policy):
+    model = make(kind)
+    want = step(model)
+    handle = offload(model, recompute=policy, num_layers=num_layers, min_bytes=0)
+    for _ in range(3):
+        for a, b in zip(step(model), want, strict=True):
+            assert torch.equal(a, b)
+    statistics = handle.statistics()
+    assert (statistics.bytes_offloaded > 0) == (num_layers != 0)
+    assert statistics.resident_bytes == statistics.host_bytes_used == 0
+    handle.remove()
+    nothing_installed(model)
