@@ -2,6 +2,7 @@
 
 from .frontier import frontier
 from .group_plan import Choice, GroupPlan
+from .recomputation import choose_recomputed
 from .search import choose
 
-__all__ = ["Choice", "GroupPlan", "choose", "frontier"]
+__all__ = ["Choice", "GroupPlan", "choose", "choose_recomputed", "frontier"]

@@ -47,6 +47,8 @@ class GroupPlan:
         Expected peak of device memory in forward and backward.
     because : str
         One sentence on why this plan was chosen; may be empty.
+    recomputed_nbytes : tuple of int
+        Bytes that each group computes again in backward instead of saving them; empty if none does.
 
     Raises
     ------
@@ -69,11 +71,14 @@ class GroupPlan:
     baseline_seconds: float | None = None
     peak_bytes: int | None = None
     because: str = ""
+    recomputed_nbytes: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "names", tuple(self.names))
         object.__setattr__(self, "nbytes", tuple(self.nbytes))
-        for what in ("names", "nbytes"):
+        object.__setattr__(self, "recomputed_nbytes", tuple(self.recomputed_nbytes))
+        whats = ("names", "nbytes", "recomputed_nbytes") if self.recomputed_nbytes else ("names", "nbytes")
+        for what in whats:
             if len(getattr(self, what)) != self.plan.model_layers:
                 raise ValueError(
                     f"{what} has {len(getattr(self, what))} entries, but the plan has {self.plan.model_layers} layers; "
@@ -84,6 +89,11 @@ class GroupPlan:
     def offloaded(self) -> tuple[int, ...]:
         """Positions of the groups that are offloaded, ascending."""
         return self.plan.offloaded
+
+    @property
+    def recomputed(self) -> tuple[int, ...]:
+        """Positions of the groups that are recomputed, ascending; what they save all the same is kept or offloaded."""
+        return tuple(k for k, nbytes in enumerate(self.recomputed_nbytes) if nbytes)
 
     @property
     def choices(self) -> tuple[Choice, ...]:
@@ -115,24 +125,25 @@ class GroupPlan:
             return self
         plan, earlier = remap(self.plan, self.names, names)
         nbytes = tuple(0 if k is None else self.nbytes[k] for k in earlier)
-        return GroupPlan(tuple(names), plan, nbytes, because=self.because)
+        less = tuple(0 if k is None else self.recomputed_nbytes[k] for k in earlier) if self.recomputed_nbytes else ()
+        return GroupPlan(tuple(names), plan, nbytes, because=self.because, recomputed_nbytes=less)
 
     def __str__(self) -> str:
-        groups = zip(self.names, self.choices, self.nbytes, strict=True)
+        less = self.recomputed_nbytes or (0,) * len(self.names)
+        groups = zip(self.names, self.choices, self.nbytes, less, strict=True)
         rows = []
         for same in fold(groups, lambda group: (numberless(group[0]), *group[1:])):
-            (names, choices, sizes) = zip(*same, strict=True)
-            rows.append(self._row(fold_names(names), len(names), {choices[0]: sum(sizes)}))
+            names, choices, sizes, again = zip(*same, strict=True)
+            rows.append(self._row(fold_names(names), len(names), {choices[0]: sum(sizes)}, sum(again)))
         total = {Choice.KEEP: self.kept_bytes, Choice.OFFLOAD: self.offloaded_bytes}
-        rows += [[SEPARATING_LINE], self._row("", len(self.names), total)]
-        header = ["group", "number", "kept", "offloaded"]
-        table = tabulate(rows, header, colalign=("left", *["right"] * 3), disable_numparse=True)
+        rows += [[SEPARATING_LINE], self._row("", len(self.names), total, sum(less))]
+        header = ["group", "number", "kept", "offloaded", *(["recomputed"] if self.recomputed else [])]
+        table = tabulate(rows, header, colalign=("left", *["right"] * (len(header) - 1)), disable_numparse=True)
         return "\n\n".join(filter(None, (table, self._expected())))
 
-    @staticmethod
-    def _row(name: str, number: int, nbytes: dict[Choice, int]) -> list[str]:
-        sizes = [mebibytes(nbytes[choice]) if nbytes.get(choice) else "-" for choice in (Choice.KEEP, Choice.OFFLOAD)]
-        return [name, str(number), *sizes]
+    def _row(self, name: str, number: int, nbytes: dict[Choice, int], recomputed: int) -> list[str]:
+        sizes = [nbytes.get(Choice.KEEP), nbytes.get(Choice.OFFLOAD), *([recomputed] if self.recomputed else [])]
+        return [name, str(number), *(mebibytes(size) if size else "-" for size in sizes)]
 
     def _expected(self) -> str:
         """Return the expected costs and the reason, in sentences."""
@@ -199,11 +210,13 @@ def _read(content: dict[str, Any]) -> GroupPlan:
         (Event(When[when], _number(at, int)), Action(Do[do], _number(layer, int)))
         for when, at, do, layer in content["plan"]
     ]
+    less = [_number(value, int) for value in content.get("recomputed_nbytes", ())]
     numbers = {name: content[name] for name in ("seconds", "baseline_seconds", "peak_bytes")}
     for name, value in numbers.items():
         if value is not None:
             _number(value, *((int,) if name == "peak_bytes" else (int, float)))
-    return GroupPlan(tuple(names), Plan.of(len(names), calls), tuple(nbytes), because=because, **numbers)
+    plan = Plan.of(len(names), calls)
+    return GroupPlan(tuple(names), plan, tuple(nbytes), because=because, recomputed_nbytes=tuple(less), **numbers)
 
 
 def _number(value: Any, *types: type) -> Any:
