@@ -12,14 +12,16 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from math import inf
 from typing import NamedTuple, TypeAlias
 
 from .._torch import is_compiled
 from ..device.base import Backend
-from ..planner import GroupPlan, choose, frontier
+from ..planner import GroupPlan, choose, choose_recomputed, frontier
+from ..recompute import Policy
 from ..schedule.execution_order import GroupPlans
 from ..schedule.plan import Plan
 from ..schedule.timeline import milliseconds, size
@@ -66,17 +68,20 @@ class FirstSteps:
         plans: GroupPlans,
         log: PassLog,
         budget: int | None = None,
+        policies: Mapping[int, Policy] | None = None,
     ) -> None:
         self._backend, self._groups, self._plans, self._log, self._budget = backend, groups, plans, log, budget
+        self._policies = policies or {}  # by group: how it may be recomputed where the memory is not enough
         self.roles: RolesOfPlan | None = None  # of the plan that is tried, and in the end chosen
         self.adopts = False  # groups are offloaded with what was saved before them
         self.limit: int | None = None  # bytes of device memory
         self.size = 0  # elements of the inputs
         self.least_size = 0  # fewest elements for which hooks cost nothing
         self.planning = 0.0  # seconds
+        self.recompute: Mapping[int, Policy] = {}  # by group, in the plan
         self.times: StepTimes | None = None
         self._bare_peak = 0  # bytes of device memory without offloading
-        self._choose_among: Callable[..., GroupPlan] | None = None
+        self._choose_among: partial[GroupPlan] | None = None
         self._search_frontier: Callable[..., tuple[GroupPlan, ...]] | None = None
 
     def run(self, *, warm: bool) -> Script:
@@ -95,6 +100,13 @@ class FirstSteps:
         plan = self._choose(lean, memory, bare)
         self.roles = RolesOfPlan(self._groups, plan)
         if bare is None:
+            if self._policies and not self._is_free(plan):
+                again = yield from _next(Stage.AGAIN)
+                bare_again = None
+                if again.peak_without() <= (self.limit or inf):
+                    bare_again = yield from _next(Stage.BARE_AGAIN)
+                plan = self._choose_recomputed(plan, again, bare_again)
+                self.roles = RolesOfPlan(self._groups, plan)
             return plan
         if not plan.offloaded:
             without = [bare, (yield from _next(Stage.NONE)), (yield from _next(Stage.NONE))]
@@ -181,6 +193,29 @@ class FirstSteps:
         self.least_size = round(self.size * min(host / device, 1.0)) if device else 0
         self.planning = time.perf_counter() - begun
         return plan
+
+    def _is_free(self, plan: GroupPlan) -> bool:
+        """Return whether a plan is within the limit, and as fast as without offloading; also if its cost is unknown."""
+        if plan.seconds is None or plan.peak_bytes is None or not plan.baseline_seconds:
+            return True
+        return plan.peak_bytes <= (self.limit or inf) and plan.seconds <= plan.baseline_seconds * (1 + TOLERANCE)
+
+    def _choose_recomputed(self, plan: GroupPlan, again: TimedPass, bare_again: TimedPass | None) -> GroupPlan:
+        """Return the plan in which groups may be recomputed, from passes in which all of them were."""
+        timed = again if bare_again is None else bare_again
+        timed.wait(self._backend)
+        assert self._choose_among is not None
+        names, layers, link = self._choose_among.args
+        if again.sequence != timed.sequence or group_names(self._groups, again.sequence) != names:
+            return plan
+        begun = time.perf_counter()
+        costs = layer_costs(again, timed)
+        may = [cost if key.group in self._policies else None for key, cost in zip(again.sequence, costs, strict=True)]
+        self._choose_among = partial(choose_recomputed, names, layers, may, link, **self._choose_among.keywords)
+        found: GroupPlan = self._choose_among()
+        self.planning += time.perf_counter() - begun
+        self.recompute = {again.sequence[k].group: self._policies[again.sequence[k].group] for k in found.recomputed}
+        return found
 
     def _compare(self, plan: GroupPlan, offloaded: list[TimedPass], without: list[TimedPass]) -> GroupPlan:
         """Return the plan if passes with it are as short as without, and otherwise one that offloads less."""

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from torch.nn import Module
 
@@ -51,7 +51,7 @@ def offload(
     max_host_bytes: int | None = None,
     max_inflight: int | None = None,
     memory_budget: int | float | str | None = None,
-    recompute: bool | Policy = False,
+    recompute: bool | Policy | Literal["auto"] = "auto",
     plan: GroupPlan | str | PathLike[str] | None = None,
 ) -> OffloadHandle:
     """Offload the activations of a model, whose code stays as it is.
@@ -93,9 +93,11 @@ def offload(
         Limit for the peak of device memory in forward and backward: bytes, text such as ``"24GiB"``, or a fraction of
         the memory of the device.  The fastest plan within it is chosen, in passes that are within it too.  None is the
         memory of the device.
-    recompute : bool or Policy
-        Recompute the groups in backward, but for what the policy saves, which is kept or offloaded; True saves the
-        outputs of matrix products, convolutions and attention.  Groups that change buffers are never recomputed.
+    recompute : "auto", bool or Policy
+        Recompute groups in backward, but for what a policy saves, which is kept or offloaded: the outputs of matrix
+        products, convolutions and attention, or what the given one says.  True and a policy recompute all groups;
+        ``"auto"`` recomputes as many as are needed where memory is too small for keeping and offloading at no cost.
+        Groups that change buffers are never recomputed.
     plan : GroupPlan, str or PathLike, optional
         A plan of another run, or the file to which ``handle.plan.save`` wrote it; nothing is measured then.
 
@@ -180,21 +182,20 @@ def offload(
     ]
     engine = Engine(Plan(1), devices.backend(), max_host_bytes, min_bytes=min_bytes)
 
-    policy = worth_saving if recompute is True else recompute or None
-    policies = {} if policy is None else {k: policy for k, of in enumerate(chosen) if repeatable(of.module)}
+    policy = worth_saving if isinstance(recompute, bool | str) else recompute
+    policies = {k: policy for k, of in enumerate(chosen) if recompute is not False and repeatable(of.module)}
+    always = {} if recompute == "auto" else policies
 
     def steer(groups: Sequence[FollowedModule], plans: GroupPlans, log: PassLog) -> Steering:
         steering: Steering
         if isinstance(plan, GroupPlan):
             steering = ByPlan(groups, plans, log, plan)
         elif by_hand or not engine.backend.times:
-            steering = BySchedule(groups, plans, log, "" if by_hand else ON_REFERENCE, policies)
+            steering = BySchedule(groups, plans, log, "" if by_hand else ON_REFERENCE, always)
         else:
             budget = None if memory_budget is None else budget_bytes(memory_budget, engine.backend.total_memory())
-            title = type(module).__name__
-            steering = Tuner(
-                engine, groups, plans, log, title, passes=int(searching), budget=budget, recompute=policies
-            )
+            more: dict[str, Any] = {"budget": budget, "recompute": always, "policies": {} if always else policies}
+            steering = Tuner(engine, groups, plans, log, type(module).__name__, passes=int(searching), **more)
         if not searching:
             return steering
         return Finder(groups, plans, log, weakref.ref(module), steering, default=frozenset((BLOCK, MODULE)))

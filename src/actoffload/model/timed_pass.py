@@ -24,6 +24,8 @@ class Stage(enum.Enum):
     FIRST = "everything is offloaded, to warm up"
     LEAN = "everything is offloaded, measured by group"
     MEMORY = "nothing is offloaded, memory measured by group"
+    AGAIN = "everything is recomputed and offloaded, measured by group"
+    BARE_AGAIN = "everything is recomputed and nothing offloaded, timed by group"
     WARM = "nothing is offloaded, to warm up"
     BARE = "nothing is offloaded, timed by group"
     NONE = "nothing is offloaded, timed"

@@ -109,6 +109,7 @@ class Tracker:
         self._warned: set[str] = set()
         self._running: set[int] = set()  # threads in a forward
         self._when_idle: list[Callable[[], None]] = []
+        self._known_alone: dict[int, bool] = {}  # by group
         self.paused = int(unsupported() is not None)
 
     @property
@@ -128,13 +129,20 @@ class Tracker:
         """Return what saves in a call that is recomputed: where the group is offloaded, the engine."""
         thread = self._thread
         policy = thread.recompute.get(call.of.group) if call.layer is not None and not call.part else None
-        if policy is None:
+        if policy is None or not self._alone(call.of):
             return None
         assert thread.current is not None
         assert call.layer is not None
         if thread.scoped and call.layer.index in thread.current.roles.stay:
             return Region(policy)
         return Region(policy, thread.packer.pack, _unpack_unless_edited)
+
+    def _alone(self, of: FollowedModule) -> bool:
+        """Return whether no other module inside of a group is followed: what it saves has a place of its own."""
+        if of.group not in self._known_alone:
+            others = [each.name for each in self._modules[1:] if each.role is not DROPPED]
+            self._known_alone[of.group] = not any(name.startswith(f"{of.name}.") for name in others)
+        return self._known_alone[of.group]
 
     def _begin(self, of: FollowedModule, args: Any, kwargs: Any) -> None:
         thread = self._thread

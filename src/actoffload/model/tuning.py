@@ -40,6 +40,9 @@ WINDOW = 8  # passes over which costs are compared
 PATIENCE = 64  # passes before a plan is replaced, doubled each time
 UNFINISHED = 4  # forwards in a row that run before the backward of the one before
 
+LEAN = (Stage.FIRST, Stage.LEAN, Stage.AGAIN)  # everything is offloaded
+BY_GROUP = (Stage.LEAN, Stage.MEMORY, Stage.BARE, Stage.AGAIN, Stage.BARE_AGAIN)  # measured by group
+
 MEASURING = "This is the plan of the first steps, which are measured."
 ALONE = "The groups are called and not the model, so no pass can be timed."
 UNTIMED = "Several forwards run before a backward, so no pass can be timed."
@@ -58,6 +61,8 @@ class Tuner:
         Number of passes that offloaded everything before, and were not measured.
     recompute : mapping of int to Policy, optional
         By group: what is saved of a group that is recomputed in backward.
+    policies : mapping of int to Policy, optional
+        By group: what is saved of it if it is recomputed because the memory is not enough otherwise.
     budget : int, optional
         Bytes of device memory that forward and backward may take; None for all that there are.
     """
@@ -72,9 +77,10 @@ class Tuner:
         passes: int = 0,
         budget: int | None = None,
         recompute: Mapping[int, Policy] | None = None,
+        policies: Mapping[int, Policy] | None = None,
     ) -> None:
         self._engine, self._groups, self._plans, self._log, self._title = engine, groups, plans, log, title
-        self._budget, self._recompute = budget, recompute or {}
+        self._budget, self._recompute, self._policies = budget, recompute or {}, policies or {}
         self._lock = threading.Lock()
         self._number = passes
         self._current: TimedPass | None = None  # in progress, or the latest
@@ -157,16 +163,18 @@ class Tuner:
         """Begin a pass of the first steps; one that may not fit offloads everything and does not count."""
         stage = self._stage
         assert stage is not None
-        if self._unfinished >= UNFINISHED or not (stage in (Stage.FIRST, Stage.LEAN) or self._measuring.fits(elements)):
+        if self._unfinished >= UNFINISHED or not (stage in LEAN or self._measuring.fits(elements)):
             stage = Stage.FIRST
         timed = self._time(stage, elements)
-        if stage in (Stage.LEAN, Stage.MEMORY, Stage.BARE):
-            timed.meter = Meter(self._engine.backend, self._engine.counters, memory=stage is not Stage.BARE)
+        if stage in BY_GROUP:
+            memory = stage not in (Stage.BARE, Stage.BARE_AGAIN)
+            timed.meter = Meter(self._engine.backend, self._engine.counters, memory=memory)
             self._engine.record(timed.meter)
-        if stage in (Stage.FIRST, Stage.LEAN):
-            return self._lean()
-        if stage in (Stage.MEMORY, Stage.BARE):
-            return Conduct(Mode.SCOPED, self._plans.order, recompute=self._recompute)
+        recompute = self._policies if stage in (Stage.AGAIN, Stage.BARE_AGAIN) else self._recompute
+        if stage in LEAN:
+            return self._lean(recompute)
+        if stage in BY_GROUP:
+            return Conduct(Mode.SCOPED, self._plans.order, recompute=recompute)
         return self._planned(self._measuring) if stage is Stage.PLAN else self._idle()
 
     def _time(self, stage: Stage, elements: int) -> TimedPass:
@@ -203,13 +211,14 @@ class Tuner:
 
     def _planned(self, chosen: FirstSteps) -> Conduct:
         assert chosen.roles is not None
-        if not chosen.roles.plan.offloaded:
+        recompute = {**self._recompute, **chosen.recompute}
+        if not chosen.roles.plan.offloaded and not recompute:
             return self._idle()
         mode = Mode.WHOLE if chosen.adopts or chosen.roles.incremental else Mode.SCOPED
-        return Conduct(mode, self._plans.order, chosen.roles, self._recompute)
+        return Conduct(mode, self._plans.order, chosen.roles, recompute)
 
-    def _lean(self) -> Conduct:
-        return Conduct(Mode.WHOLE, self._plans.order, lambda order: Roles.leanest(len(order)), self._recompute)
+    def _lean(self, recompute: Mapping[int, Policy]) -> Conduct:
+        return Conduct(Mode.WHOLE, self._plans.order, lambda order: Roles.leanest(len(order)), recompute)
 
     def _idle(self) -> Conduct:
         if self._recompute:
@@ -232,7 +241,9 @@ class Tuner:
     def _begin(self, number: int, *, warm: bool = False) -> None:
         """Measure the first steps, or measure them again; `number` is that of the first pass."""
         self._begun = number
-        self._measuring = FirstSteps(self._engine.backend, self._groups, self._plans, self._log, self._budget)
+        self._measuring = FirstSteps(
+            self._engine.backend, self._groups, self._plans, self._log, self._budget, self._policies
+        )
         script = self._measuring.run(warm=warm)
         self._stage, self._script = next(script), script
 
@@ -278,7 +289,7 @@ class Tuner:
         if self._number % WINDOW == 0 or not self._later:
             self._time(Stage.PLAN, elements)
         if not chosen.fits(elements):
-            return self._lean()
+            return self._lean({**self._policies, **self._recompute})
         return self._idle() if elements < chosen.least_size else self._planned(chosen)
 
     def _moved(self, chosen: FirstSteps) -> bool:

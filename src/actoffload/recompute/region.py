@@ -17,11 +17,9 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint
 
-from .._torch import version_of, versions_shared
+from .._torch import DispatchMode, version_of, versions_shared
 from .policy import Policy, never, saveable
 
 __all__ = ["Region", "recomputed"]
@@ -61,7 +59,7 @@ class Region:
         self.saved: dict[Key, Any] = {}  # the outputs of an operator, with `_Held` in place of tensors
         self.used: set[Key] = set()
 
-    def modes(self) -> tuple[TorchDispatchMode, TorchDispatchMode]:
+    def modes(self) -> tuple[DispatchMode, DispatchMode]:
         """Return the modes for the forward and for all recomputations; see [Note: two modes]."""
         return _Saving(self), _Returning(self)
 
@@ -75,15 +73,18 @@ class _Held:
         self.held = held
 
 
-class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+_Base: Any = object if DispatchMode is None else DispatchMode
+
+
+class _Mode(_Base):  # type: ignore[misc]
     def __init__(self, region: Region) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.region = region
         self.calls = Counter[Any]()
 
     def __enter__(self) -> Any:
         self.calls.clear()  # a graph that is used twice is recomputed twice
-        return super().__enter__()  # type: ignore[no-untyped-call]
+        return super().__enter__()
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -94,31 +95,45 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return operator, self.calls[operator] - 1
 
 
-class _Saving(_Mode):  # type: ignore[no-untyped-call]
+class _Saving(_Mode):
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         outputs = operator(*args, **(kwargs or {}))
         key, region = self.key(operator), self.region
         if saveable(operator) and region.policy(operator, key[1], args):
             with versions_shared():  # an alias, as the tensor itself refers to the graph, and the graph to the region
-                region.saved[key] = tree_map_only(Tensor, lambda of: _Held(region.pack(of.detach())), outputs)
+                region.saved[key] = _mapped(Tensor, lambda of: _Held(region.pack(of.detach())), outputs)
         return outputs
 
 
-class _Returning(_Mode):  # type: ignore[no-untyped-call]
+class _Returning(_Mode):
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         key, region = self.key(operator), self.region
         outputs = region.saved.get(key)
         if outputs is not None:
-            found = [region.unpack(of.held) for of in tree_leaves(outputs) if isinstance(of, _Held)]
-            if all(tensor is not None for tensor in found):
+            complete = True
+
+            def unpacked(of: _Held) -> Tensor | None:
+                nonlocal complete
+                tensor = region.unpack(of.held)
+                complete = complete and tensor is not None
+                return tensor
+
+            tensors = _mapped(_Held, unpacked, outputs)
+            if complete:
                 region.used.add(key)
-                tensors = iter(found)
-                return tree_map_only(_Held, lambda of: next(tensors), outputs)
+                return tensors
         return operator(*args, **(kwargs or {}))
+
+
+def _mapped(kind: type, function: Callable[[Any], Any], outputs: Any) -> Any:
+    """Return what an operator returned, a value or a flat sequence, with other values in place of those of a type."""
+    if isinstance(outputs, tuple | list):
+        return type(outputs)([function(of) if isinstance(of, kind) else of for of in outputs])
+    return function(outputs) if isinstance(outputs, kind) else outputs
 
 
 def recomputed(function: Callable[..., T], region: Region, *args: Any, **kwargs: Any) -> T:
     """Call a function, and recompute in backward what autograd saves in it, except what the region saves."""
-    modes: dict[str, Any] = {} if region.policy is never else {"context_fn": region.modes}
+    modes: dict[str, Any] = {} if region.policy is never or DispatchMode is None else {"context_fn": region.modes}
     result: T = checkpoint(function, *args, use_reentrant=False, **modes, **kwargs)
     return result

@@ -1,0 +1,53 @@
+"""What is recomputed where memory is not enough, in virtual time."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+from test_memory_budget import peaks
+from timed_device import Timed, TimedModel, offload, seconds, stages, step
+
+MIB = 2**20
+
+
+def make(link: float, budget: int | None, count: int = 12, **more):
+    device = Timed(link, link, memory=2**40)
+    model = TimedModel(device, count)
+    return device, model, offload(model, device, memory_budget=budget, **more)
+
+
+@pytest.mark.parametrize("budget", [12 * MIB, 20 * MIB, 30 * MIB, 36 * MIB])
+@pytest.mark.parametrize("link", [3e5, 1e6])
+def test_recomputation_is_faster_than_offloading_alone_within_the_same_budget(link, budget):
+    times = {}
+    for recompute in (False, "auto"):
+        device, model, handle = make(link, budget, recompute=recompute)
+        assert max(peaks(model, device, 14)) <= budget, "in the passes that are measured, too"
+        times[recompute] = seconds(model, device)
+        assert handle.plan.seconds == pytest.approx(times[recompute], rel=0.01)
+        assert handle.plan.peak_bytes <= budget
+        assert bool(handle.plan.recomputed) == (recompute == "auto")
+    assert times["auto"] < times[False]
+    assert times["auto"] <= 4 * 12 * 1.01  # of which recomputation of all groups takes a quarter
+
+
+def test_nothing_is_recomputed_where_offloading_is_free():
+    device, model, handle = make(1e7, 36 * MIB)
+    seen = stages(handle, lambda: step(model), 12)
+    assert handle.plan.recomputed == ()
+    assert "AGAIN" not in seen
+    assert seconds(model, device) <= 36 * 1.01
+
+
+def test_stages():
+    _, model, handle = make(3e5, 20 * MIB)
+    assert stages(handle, lambda: step(model), 5) == ["FIRST", "LEAN", "AGAIN", "BARE_AGAIN", ""]
+
+
+def test_a_budget_that_recomputation_alone_reaches_and_one_that_it_does_not():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        device, model, handle = make(1e6, 4 * MIB + 2**12)
+        assert max(peaks(model, device, 12)) <= 4 * MIB + 2**12
+    assert handle.plan.peak_bytes >= 4 * MIB
