@@ -8,6 +8,7 @@ wrappers and functions of PyTorch are here too.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import sys
 import warnings
@@ -331,3 +332,12 @@ def versions_shared() -> AbstractContextManager[object]:
     """Let aliases made in this block share the version counter of their tensor, also inside `__torch_dispatch__`."""
     guard = getattr(torch._C, "_SetExcludeDispatchKeyGuard", None)
     return nullcontext() if guard is None else guard(torch._C.DispatchKey.ADInplaceOrView, False)
+
+
+def load_dynamo() -> None:
+    """Import what `torch.utils.checkpoint` imports in its first call.
+
+    That import keeps the frames of its callers, and their tensors, until the garbage collector runs (torch 2.13).
+    """
+    with contextlib.suppress(ImportError):
+        importlib.import_module("torch._dynamo")

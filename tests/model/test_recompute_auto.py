@@ -51,3 +51,17 @@ def test_a_budget_that_recomputation_alone_reaches_and_one_that_it_does_not():
         device, model, handle = make(1e6, 4 * MIB + 2**12)
         assert max(peaks(model, device, 12)) <= 4 * MIB + 2**12
     assert handle.plan.peak_bytes >= 4 * MIB
+
+
+def test_a_plan_that_recomputes_is_saved_and_repeated(tmp_path):
+    device, model, handle = make(3e5, 20 * MIB)
+    for _ in range(8):
+        step(model)
+    plan = handle.plan
+    assert plan.recomputed
+    plan.save(tmp_path / "plan.json")
+    other = TimedModel(device, 12)
+    offload(other, device, layers=None, plan=tmp_path / "plan.json")
+    step(other)
+    assert peaks(other, device, 1) == [plan.peak_bytes]
+    assert seconds(other, device) == pytest.approx(plan.seconds, rel=0.01)

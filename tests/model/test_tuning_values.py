@@ -185,7 +185,9 @@ def test_values_in_each_stage(name, layers, order, memory, monkeypatch):
         layers = [glob for glob in layers if any(fnmatch(path, glob) for path in there)]
     want = train(copy.deepcopy(model), steps=12)
     device = Timely(0, order, memory)
-    handle = offload(model, device=device, layers=layers)
+    # On the CPU save_on_cpu holds the tensors themselves; in a graph that is only recomputed that makes a cycle.
+    recompute = False if "host" in name else "auto"
+    handle = offload(model, device=device, layers=layers, recompute=recompute)
     with no_gc():
         equal(train(model, steps=12), want)
         check(device, handle)

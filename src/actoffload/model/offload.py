@@ -13,7 +13,7 @@ from torch.nn import Module
 
 from .. import device as devices
 from .._arguments import budget_bytes, check_bytes, check_fraction, check_num_layers, check_whole
-from .._torch import unsupported, warn
+from .._torch import load_dynamo, unsupported, warn
 from ..engine.engine import Engine
 from ..planner import GroupPlan
 from ..recompute import Policy, repeatable, worth_saving
@@ -185,11 +185,14 @@ def offload(
     policy = worth_saving if isinstance(recompute, bool | str) else recompute
     policies = {k: policy for k, of in enumerate(chosen) if recompute is not False and repeatable(of.module)}
     always = {} if recompute == "auto" else policies
+    if always or (policies and engine.backend.times):
+        load_dynamo()
 
     def steer(groups: Sequence[FollowedModule], plans: GroupPlans, log: PassLog) -> Steering:
         steering: Steering
         if isinstance(plan, GroupPlan):
-            steering = ByPlan(groups, plans, log, plan)
+            again = {plan.names[k] for k in plan.recomputed}
+            steering = ByPlan(groups, plans, log, plan, {k: policies[k] for k in policies if chosen[k].name in again})
         elif by_hand or not engine.backend.times:
             steering = BySchedule(groups, plans, log, "" if by_hand else ON_REFERENCE, always)
         else:
@@ -215,7 +218,8 @@ def offload(
     if problem is not None:
         warn(problem)
         return handle
-    if not searching and not handle.plan.offloaded and num_layers != 0 and part:
+    idle = not handle.plan.offloaded and not handle.plan.recomputed
+    if not searching and idle and num_layers != 0 and part:
         warn(
             f"None of the groups that were found ({len(chosen)}) is offloaded: the last of each kind and the last two "
             "of all are kept, because backward begins there. Choose modules with layers of which there are several of "

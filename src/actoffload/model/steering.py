@@ -88,14 +88,22 @@ class RolesOfPlan:
 class ByPlan(BySchedule):
     """Offload by a plan that was given."""
 
-    def __init__(self, groups: Sequence[FollowedModule], plans: GroupPlans, log: PassLog, plan: GroupPlan) -> None:
-        super().__init__(groups, plans, log)
+    def __init__(
+        self,
+        groups: Sequence[FollowedModule],
+        plans: GroupPlans,
+        log: PassLog,
+        plan: GroupPlan,
+        recompute: Mapping[int, Policy] | None = None,
+    ) -> None:
+        super().__init__(groups, plans, log, recompute=recompute)
         self._roles = RolesOfPlan(groups, plan)
         self._mode = Mode.WHOLE  # until a forward has shown whether something is saved between the groups
 
     def forward_begins(self, inputs: tuple[Any, Any], *, alone: bool, busy: bool) -> Conduct:
         """Follow the forward, or the groups that are offloaded if that is enough."""
-        return Conduct(Mode.WHOLE if alone or busy else self._mode, self._plans.order, self._roles)
+        mode = Mode.WHOLE if alone or busy else self._mode
+        return Conduct(mode, self._plans.order, self._roles, self._recompute)
 
     def pass_ends(self, done: ModelPass[GroupKey], sequence: Sequence[GroupKey]) -> tuple[Any, Any] | None:
         """Learn the order of the groups."""

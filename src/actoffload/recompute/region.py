@@ -116,7 +116,8 @@ class _Returning(_Mode):
                 nonlocal complete
                 tensor = region.unpack(of.held)
                 complete = complete and tensor is not None
-                return tensor
+                # An alias: autograd makes what is returned part of a graph, which would then refer to itself.
+                return None if tensor is None else tensor.detach()
 
             tensors = _mapped(_Held, unpacked, outputs)
             if complete:
