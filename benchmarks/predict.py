@@ -93,7 +93,9 @@ class Plans:
         if isinstance(plan, int) and plan != self._count:
             self._count = plan
             self.handle.reschedule(num_layers=plan)
-        self.stack.step(self.stack.twin if plan == NONE else self.stack.model)
+        model = self.stack.twin if plan == NONE else self.stack.model
+        model.zero_grad()  # as in training: gradients come during backward, while activations go
+        self.stack.step(model)
 
     def measure(self, plans: list[int | str]) -> list[dict[str, Any]]:
         """Measure plans side by side, without offload first; peaks in the order that is given."""
