@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 Data: TypeAlias = dict[str, Any]
 PAGE = tomllib.loads(Path(__file__).with_name("page.toml").read_text(encoding="utf-8"))
-SCALES = {"": 1, "ms": 1e3, "us": 1e6, "MiB": 2**-20, "GiB": 2**-30, "GB": 1e-9, "pct": 100}
+SCALES = {"": 1, "ms": 1e3, "us": 1e6, "MiB": 2**-20, "GiB": 2**-30, "GB": 1e-9, "MHz": 1e-6, "pct": 100}
 
 
 class _Units(string.Formatter):

@@ -1,19 +1,24 @@
 """What plans are predicted to take, beside what they take: Llama layers, eager and compiled, with several plans.
 
 `offload(model)` measures the costs of the groups in its first passes and gives them to the planner.  Here they are also
-given to `simulate`, for the plans with some numbers of layers.  Then steps with these plans are measured.
+given to `simulate`, for the plans with some numbers of layers.  Then steps with these plans are measured, and the clock
+of the device during them: it falls where power is short, so steps that wait for copies compute faster.
 """
 
 from __future__ import annotations
 
+import shutil
+import subprocess
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 import torch
+from harness import AGAIN
 from workloads import FULL, REHEARSAL, Settings, Stack
 
 import actoffload
@@ -22,7 +27,8 @@ from actoffload.schedule import simulate
 
 DEFAULT, NONE = "default", "none"
 PASSES = 10  # of which the first nine measure
-REPEATS = 3
+REPEATS, FEWER = 5, 3  # of each arm beside the default's plan, and beside numbers of layers
+CLOCK_SECONDS = 1.5  # in which the clock is read, twenty times a second
 
 
 @dataclass(frozen=True)
@@ -93,13 +99,40 @@ class Plans:
         if isinstance(plan, int) and plan != self._count:
             self._count = plan
             self.handle.reschedule(num_layers=plan)
-        self.stack.step(self.stack.twin if plan == NONE else self.stack.model)
+        model = self.stack.twin if plan == NONE else self.stack.model
+        model.zero_grad()  # as in training: gradients come during backward, while activations go
+        self.stack.step(model)
 
-    def measure(self, plans: list[int | str]) -> list[dict[str, Any]]:
-        """Measure plans side by side, without offload first; peaks in the order that is given."""
-        names: list[int | str] = [NONE, *plans]
+    def clock(self, plan: int | str) -> dict[str, float]:
+        """Return the median clock in Hz during steps with a plan, as ``nvidia-smi`` reads it; nothing without that."""
+        if self.stack.device.type != "cuda" or shutil.which("nvidia-smi") is None:
+            return {}
+        number = torch.cuda.get_device_properties(self.stack.device).uuid
+        query = [
+            "nvidia-smi",
+            f"--id=GPU-{number}",
+            "--query-gpu=clocks.sm",
+            "--format=csv,noheader,nounits",
+            "-lms",
+            "50",
+        ]
+        with subprocess.Popen(query, stdout=subprocess.PIPE, text=True) as process:
+            end = time.monotonic() + CLOCK_SECONDS
+            while time.monotonic() < end:
+                self.step(plan)
+                torch.accelerator.synchronize()
+            process.terminate()
+            lines, _ = process.communicate()
+        values = [float(line) * 1e6 for line in lines.split() if line.isdecimal()]
+        return {"clock": median(values[len(values) // 3 :])} if values else {}  # behind those of the steps before
+
+    def measure(self, plans: list[int | str], repeats: int) -> list[dict[str, Any]]:
+        """Measure plans side by side, without offload first; peaks in the order that is given.
+
+        Steps without offload are timed as two arms; ratios refer to the mean of both, their difference is the noise.
+        """
         rows: dict[int | str, dict[str, Any]] = {}
-        for plan in names:
+        for plan in (NONE, *plans):
             row = rows[plan] = {"plan": plan, "peak_bytes": measure_peak(partial(self.step, plan), warmup=2)}
             if plan == DEFAULT:
                 of_plan = {key: getattr(self.handle.plan, key, None) for key in ("seconds", "peak_bytes")}
@@ -107,9 +140,14 @@ class Plans:
                 row["text"] = str(self.handle.plan)
             elif plan != NONE and self.predict is not None:
                 row["predicted"] = self.predict(self.handle.plan.plan)
-        times: Any = measure_step_times({plan: partial(self.step, plan) for plan in names}, repeats=REPEATS, warmup=0)
+            row |= self.clock(plan)
+        names = [*rows, AGAIN]
+        steps: Any = {plan: partial(self.step, NONE if plan == AGAIN else plan) for plan in names}
+        times = {plan: median(of) for plan, of in measure_step_times(steps, repeats=repeats, warmup=0).items()}
+        baseline = mean((times[NONE], times[AGAIN]))
+        rows[NONE]["noise"] = abs(times[AGAIN] - times[NONE]) / baseline
         for plan, row in rows.items():
-            row |= {"seconds": median(times[plan]), "ratio": median(times[plan]) / median(times[NONE])}
+            row |= {"seconds": times[plan], "ratio": times[plan] / baseline}
             row["distance"] = {key: value / row[key] - 1 for key, value in row.get("predicted", {}).items()}
             print(f"  {plan}: {row['seconds'] * 1e3:.1f} ms, {row['peak_bytes'] / 2**30:.2f} GiB", flush=True)
         return list(rows.values())
@@ -118,7 +156,8 @@ class Plans:
 def measure_part(part: Part, device: torch.device) -> dict[str, Any]:
     """Measure the plan of the default, then those with numbers of layers, from the most on."""
     plans = Plans(part, device)
-    rows = plans.measure([DEFAULT])
-    _, *others = plans.measure(sorted(part.settings.counts, reverse=True))
+    rows = plans.measure([DEFAULT], REPEATS)
+    none, *others = plans.measure(sorted(part.settings.counts, reverse=True), FEWER)
     plans.handle.remove()
-    return {"settings": part.settings.to_json(), "compiled": part.compiled, "plans": [*rows, *others]}
+    noise = max(none["noise"], rows[0]["noise"])
+    return {"settings": part.settings.to_json(), "compiled": part.compiled, "noise": noise, "plans": [*rows, *others]}

@@ -87,10 +87,8 @@ def _trainer_targets(data: Data) -> list[Data]:
         moved, length = _by_method(row)[OURS], f"{row['tokens']} tokens × {data['settings']['batch']}"
         found.append(target("trainer", moved["ratio"], length=length))
         for key, what in (("seconds", "forward and backward"), ("peak_bytes", "peak")):
-            if key in moved["predicted"]:
-                measured = moved["pass_seconds" if key == "seconds" else key]
-                distance = abs(moved["predicted"][key] / measured - 1)
-                found.append(target("predicted", distance, length=length, what=what))
+            if key in moved["distance"]:
+                found.append(target("predicted", abs(moved["distance"][key]), length=length, what=what))
     return found
 
 
@@ -118,7 +116,8 @@ def _plan(plan: Data) -> str:
 def predict_sections(data: Data) -> list[str]:
     """Return the section of predictions."""
     rows = [{**p, "stack": _stack(part), "name": _plan(p)} for part in data["parts"].values() for p in part["plans"]]
-    return ["## Predictions", text("predict"), table("predict", rows), origin(data)]
+    noise = max(part["noise"] for part in data["parts"].values())
+    return ["## Predictions", text("predict", noise=noise), table("predict", rows), origin(data)]
 
 
 def _by_method(row: Data) -> dict[str, Data]:

@@ -233,10 +233,17 @@ def planned(plan: Any) -> dict[str, Any]:
     return {"plan": str(plan), "predicted": {key: value for key, value in values.items() if value is not None}}
 
 
+def distances(run: dict[str, Any]) -> dict[str, float]:
+    """Return (predicted / measured) - 1 of a run, for each figure that its plan predicts."""
+    measured = {"seconds": median(run["pass_seconds"]), "peak_bytes": run["peak_bytes"]}
+    return {key: run["predicted"][key] / value - 1 for key, value in measured.items() if key in run["predicted"]}
+
+
 def rows(runs: dict[int, list[dict[str, dict[str, Any]]]]) -> list[dict[str, Any]]:
     """Return the data of each length from its rounds, whose runs are given by method.
 
     The ratio of an arm is the median over the rounds, each to the mean of the two parts without offload of its round.
+    So is the distance of what a plan predicts: each round has a plan of its own.
     """
     found = []
     for tokens, rounds in runs.items():
@@ -246,6 +253,7 @@ def rows(runs: dict[int, list[dict[str, dict[str, Any]]]]) -> list[dict[str, Any
         for method in METHODS:
             ratios = [each[method] / baseline for each, baseline in zip(times, baselines, strict=True)]
             last = rounds[-1][method]
+            predicted = [distances(each[method]) for each in rounds if each[method].get("predicted")]
             arms.append(
                 {
                     **{key: value for key, value in last.items() if key not in ("seconds", "report", "log")},
@@ -255,6 +263,7 @@ def rows(runs: dict[int, list[dict[str, dict[str, Any]]]]) -> list[dict[str, Any
                     "ratio": median(ratios),
                     "ratios": ratios,
                     "peak_bytes": max(each[method]["peak_bytes"] for each in rounds),
+                    "distance": {key: median(of[key] for of in predicted) for key in (predicted or [{}])[0]},
                 }
             )
         noise = max(abs(each[AGAIN] - each[NOTHING]) / base for each, base in zip(times, baselines, strict=True))

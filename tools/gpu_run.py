@@ -79,7 +79,7 @@ def steps(out: Path, *, rehearse: bool, select: str) -> dict[str, Step]:
         Step("linear", (benchmark, "linear", *target, *small), 70),
         Step("gpt", (benchmark, "gpt", *target, *small), 300),
         Step("trainer", (benchmark, "trainer", *target, *small), 240),
-        Step("predict", (benchmark, "predict", *target, *small), 330),
+        Step("predict", (benchmark, "predict", *target, *small), 400),
         Step("host", (benchmark, "llama", "--only", "host", *target, *small), 60),
         Step("llama", (benchmark, "llama", *target, *small), 330),
     ]

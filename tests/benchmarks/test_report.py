@@ -121,7 +121,8 @@ def test_headline_takes_the_most_layers_that_are_nearly_free(tmp_path: Path, res
         arm["ratio"] = 2.0 - arm["num_layers"] / 20
     store(tmp_path, results)
     assert "offloading 10 of 12" in report.headline(tmp_path)
-    results["gpt"]["device"]["reference"] = True
+    for data in results.values():
+        data["device"]["reference"] = True
     store(tmp_path, results)
     assert report.headline(tmp_path) == "No GPU results are recorded yet."
 

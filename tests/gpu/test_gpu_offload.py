@@ -94,7 +94,7 @@ def test_a_step_that_is_measured_costs_at_most_5_percent_more() -> None:
     with patched(FirstSteps, "run", watched):
         for _ in range(5):
             handle = offload(model, fraction=None)
-            for seed in range(10):
+            for seed in range(12):  # the first finds the groups, ten measure, and the next one ends the last of them
                 run_step(model, seed, 32768)
             handle.remove()
     fastest = {stage: min(found) for stage, found in seconds.items()}
