@@ -42,7 +42,7 @@ def test_nothing_is_recomputed_where_offloading_is_free():
 
 def test_stages():
     _, model, handle = make(3e5, 20 * MIB)
-    assert stages(handle, lambda: step(model), 5) == ["FIRST", "LEAN", "AGAIN", "BARE_AGAIN", ""]
+    assert stages(handle, lambda: step(model), 6) == ["FIRST", "LEAN", "FIRST_AGAIN", "AGAIN", "BARE_AGAIN", ""]
 
 
 def test_a_budget_that_recomputation_alone_reaches_and_one_that_it_does_not():

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from actoffload.recompute import Region, never, recomputed, worth_saving
+from actoffload.recompute import Reads, Region, never, recomputed, worth_saving
 
 POLICIES = {"nothing": never, "products": worth_saving, "everything": lambda *_: True}
 
@@ -164,6 +164,27 @@ def test_hooks_pack_what_the_policy_saves():
     value.backward()
     assert unpacked == [96]  # recomputation stops before it comes to the second product, which nothing needs
     assert len(region.used) == 1
+
+
+def test_what_recomputation_does_not_read_is_not_saved_the_next_time():
+    model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+    reads, saved, found = Reads(), [], []
+    for _ in range(3):
+        region = Region(worth_saving, reads=reads)
+        x = torch.linspace(-1, 1, 48).view(6, 8).requires_grad_()
+        total(recomputed(model, region, x)).backward()
+        saved.append(len(region.saved))
+        found.append(x.grad)
+    assert saved == [2, 1, 1]
+    assert torch.equal(found[0], found[1])
+    # If the output of the last product is needed later on, the product is run again.
+    x = torch.linspace(-1, 1, 48).view(6, 8).requires_grad_()
+    model.append(nn.Tanh())
+    total(recomputed(model, Region(worth_saving, reads=reads), x)).backward()
+    want = x.grad.clone()
+    x.grad = None
+    total(model(x)).backward()
+    assert torch.equal(x.grad, want)
 
 
 @pytest.mark.parametrize("autocast", [False, True])

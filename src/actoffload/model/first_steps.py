@@ -101,6 +101,7 @@ class FirstSteps:
         self.roles = RolesOfPlan(self._groups, plan)
         if bare is None:
             if self._policies and not self._is_free(plan):
+                yield from _next(Stage.FIRST_AGAIN)
                 again = yield from _next(Stage.AGAIN)
                 bare_again = None
                 if again.peak_without() <= (self.limit or inf):

@@ -24,6 +24,7 @@ class Stage(enum.Enum):
     FIRST = "everything is offloaded, to warm up"
     LEAN = "everything is offloaded, measured by group"
     MEMORY = "nothing is offloaded, memory measured by group"
+    FIRST_AGAIN = "everything is recomputed and offloaded, to warm up"
     AGAIN = "everything is recomputed and offloaded, measured by group"
     BARE_AGAIN = "everything is recomputed and nothing offloaded, timed by group"
     WARM = "nothing is offloaded, to warm up"

@@ -23,12 +23,13 @@ from ..engine.engine import Engine
 from ..engine.layer import Layer, tensors_in
 from ..engine.model_pass import ModelPass
 from ..engine.module_tensors import GroupTensors, ModelTensors
-from ..engine.pack import Pack, Packer, Saved
+from ..engine.pack import Pack, Packer
 from ..engine.tensor_marks import running
 from ..engine.unpack import unpack
 from ..recompute import Policy, Region
 from ..schedule.execution_order import ExecutionOrder, GroupKey
 from .conduct import DROPPED, GROUP, KEPT, ROOT, Conduct, FollowedModule, Mode, Steering
+from .regions import Regions
 
 __all__ = ["Tracker"]
 
@@ -63,14 +64,6 @@ class _Call:
     of: FollowedModule
     part: int = 0
     layer: Layer | None = None
-
-
-def _unpack_unless_edited(saved: Saved) -> torch.Tensor | None:
-    """Return a tensor that was packed, or None if it was written to since."""
-    try:
-        return unpack(saved)
-    except RuntimeError:
-        return None
 
 
 class _Thread(threading.local):
@@ -109,7 +102,7 @@ class Tracker:
         self._warned: set[str] = set()
         self._running: set[int] = set()  # threads in a forward
         self._when_idle: list[Callable[[], None]] = []
-        self._known_alone: dict[int, bool] = {}  # by group
+        self._regions = Regions(modules)
         self.paused = int(unsupported() is not None)
 
     @property
@@ -129,20 +122,12 @@ class Tracker:
         """Return what saves in a call that is recomputed: where the group is offloaded, the engine."""
         thread = self._thread
         policy = thread.recompute.get(call.of.group) if call.layer is not None and not call.part else None
-        if policy is None or not self._alone(call.of):
+        if policy is None:
             return None
         assert thread.current is not None
         assert call.layer is not None
-        if thread.scoped and call.layer.index in thread.current.roles.stay:
-            return Region(policy)
-        return Region(policy, thread.packer.pack, _unpack_unless_edited)
-
-    def _alone(self, of: FollowedModule) -> bool:
-        """Return whether no other module inside of a group is followed: what it saves has a place of its own."""
-        if of.group not in self._known_alone:
-            others = [each.name for each in self._modules[1:] if each.role is not DROPPED]
-            self._known_alone[of.group] = not any(name.startswith(f"{of.name}.") for name in others)
-        return self._known_alone[of.group]
+        stays = thread.scoped and call.layer.index in thread.current.roles.stay
+        return self._regions.region(call.of, policy, None if stays else thread.packer.pack)
 
     def _begin(self, of: FollowedModule, args: Any, kwargs: Any) -> None:
         thread = self._thread

@@ -40,7 +40,8 @@ WINDOW = 8  # passes over which costs are compared
 PATIENCE = 64  # passes before a plan is replaced, doubled each time
 UNFINISHED = 4  # forwards in a row that run before the backward of the one before
 
-LEAN = (Stage.FIRST, Stage.LEAN, Stage.AGAIN)  # everything is offloaded
+RECOMPUTED = (Stage.FIRST_AGAIN, Stage.AGAIN, Stage.BARE_AGAIN)  # all groups are recomputed
+LEAN = (Stage.FIRST, Stage.LEAN, Stage.FIRST_AGAIN, Stage.AGAIN)  # everything is offloaded
 BY_GROUP = (Stage.LEAN, Stage.MEMORY, Stage.BARE, Stage.AGAIN, Stage.BARE_AGAIN)  # measured by group
 
 MEASURING = "This is the plan of the first steps, which are measured."
@@ -170,7 +171,7 @@ class Tuner:
             memory = stage not in (Stage.BARE, Stage.BARE_AGAIN)
             timed.meter = Meter(self._engine.backend, self._engine.counters, memory=memory)
             self._engine.record(timed.meter)
-        recompute = self._policies if stage in (Stage.AGAIN, Stage.BARE_AGAIN) else self._recompute
+        recompute = self._policies if stage in RECOMPUTED else self._recompute
         if stage in LEAN:
             return self._lean(recompute)
         if stage in BY_GROUP:

@@ -13,7 +13,7 @@ freed with the graph.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from .._torch import DispatchMode, version_of, versions_shared
 from .policy import Policy, never, saveable
 
-__all__ = ["Region", "recomputed"]
+__all__ = ["Reads", "Region", "recomputed"]
 
 T = TypeVar("T")
 Key = tuple[Any, int]  # an operator, and how often the region has called it before
@@ -37,6 +37,26 @@ def _kept(held: Any) -> Tensor | None:
     return alias if version_of(alias) == version else None
 
 
+class Reads:
+    """Which of the saved outputs the recomputations of a function have read; the others need not be saved.
+
+    Recomputation ends early, and an operator whose output is not saved is run again: this only saves memory and time.
+    """
+
+    def __init__(self) -> None:
+        self._read: set[Key] = set()
+        self._unread: set[Key] = set()
+
+    def __contains__(self, key: Key) -> bool:
+        return key not in self._unread
+
+    def learn(self, saved: Iterable[Key], read: Iterable[Key]) -> None:
+        """Take what one recomputation read of what was saved."""
+        self._read.update(read)
+        self._unread.update(saved)
+        self._unread -= self._read
+
+
 class Region:
     """What one call saved.
 
@@ -47,6 +67,8 @@ class Region:
     pack, unpack : callable
         As for `torch.autograd.graph.saved_tensors_hooks`: what is held for a tensor, which is an alias without a graph,
         and the tensor again; or None if it was written to in the meantime.  Without them the tensors are kept.
+    reads : Reads, optional
+        What recomputations of earlier calls read; the others are not saved.
     """
 
     def __init__(
@@ -54,8 +76,10 @@ class Region:
         policy: Policy = never,
         pack: Callable[[Tensor], Any] = _keep,
         unpack: Callable[[Any], Tensor | None] = _kept,
+        reads: Reads | None = None,
     ) -> None:
         self.policy, self.pack, self.unpack = policy, pack, unpack
+        self.reads = Reads() if reads is None else reads
         self.saved: dict[Key, Any] = {}  # the outputs of an operator, with `_Held` in place of tensors
         self.used: set[Key] = set()
 
@@ -99,13 +123,17 @@ class _Saving(_Mode):
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         outputs = operator(*args, **(kwargs or {}))
         key, region = self.key(operator), self.region
-        if saveable(operator) and region.policy(operator, key[1], args):
+        if saveable(operator) and region.policy(operator, key[1], args) and key in region.reads:
             with versions_shared():  # an alias, as the tensor itself refers to the graph, and the graph to the region
                 region.saved[key] = _mapped(Tensor, lambda of: _Held(region.pack(of.detach())), outputs)
         return outputs
 
 
 class _Returning(_Mode):
+    def __exit__(self, *error: object) -> Any:
+        self.region.reads.learn(self.region.saved, self.region.used)
+        return super().__exit__(*error)
+
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         key, region = self.key(operator), self.region
         outputs = region.saved.get(key)
