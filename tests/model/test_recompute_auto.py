@@ -42,7 +42,10 @@ def test_nothing_is_recomputed_where_offloading_is_free():
 
 def test_stages():
     _, model, handle = make(3e5, 20 * MIB)
-    assert stages(handle, lambda: step(model), 6) == ["FIRST", "LEAN", "FIRST_AGAIN", "AGAIN", "BARE_AGAIN", ""]
+    assert stages(handle, lambda: step(model), 9) == [
+        *("FIRST", "LEAN", "FIRST_AGAIN", "AGAIN", "BARE_AGAIN"),
+        *("PLAN", "PLAN", "PLAN", ""),
+    ]
 
 
 def test_a_budget_that_recomputation_alone_reaches_and_one_that_it_does_not():
@@ -55,7 +58,7 @@ def test_a_budget_that_recomputation_alone_reaches_and_one_that_it_does_not():
 
 def test_a_plan_that_recomputes_is_saved_and_repeated(tmp_path):
     device, model, handle = make(3e5, 20 * MIB)
-    for _ in range(8):
+    for _ in range(10):
         step(model)
     plan = handle.plan
     assert plan.recomputed

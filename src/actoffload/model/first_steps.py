@@ -26,7 +26,7 @@ from ..schedule.execution_order import GroupPlans
 from ..schedule.plan import Plan
 from ..schedule.timeline import milliseconds, size
 from .conduct import FollowedModule
-from .group_costs import hook_seconds, layer_costs, measured_link
+from .group_costs import at_the_pace_of, hook_seconds, layer_costs, measured_link
 from .reporting import PassLog, group_names
 from .steering import RolesOfPlan
 from .timed_pass import Stage, TimedPass
@@ -108,6 +108,11 @@ class FirstSteps:
                     bare_again = yield from _next(Stage.BARE_AGAIN)
                 plan = self._choose_recomputed(plan, again, bare_again)
                 self.roles = RolesOfPlan(self._groups, plan)
+            yield from _next(Stage.PLAN)
+            timed = [(yield from _next(Stage.PLAN)), (yield from _next(Stage.PLAN))]
+            timed[-1].wait(self._backend)
+            plan = replace(plan, seconds=self._fastest(timed)) if plan.seconds is not None else plan
+            self.roles = RolesOfPlan(self._groups, plan)
             return plan
         if not plan.offloaded:
             without = [bare, (yield from _next(Stage.NONE)), (yield from _next(Stage.NONE))]
@@ -211,6 +216,7 @@ class FirstSteps:
             return plan
         begun = time.perf_counter()
         costs = layer_costs(again, timed)
+        layers = at_the_pace_of(costs, layers)
         may = [cost if key.group in self._policies else None for key, cost in zip(again.sequence, costs, strict=True)]
         self._choose_among = partial(choose_recomputed, names, layers, may, link, **self._choose_among.keywords)
         found: GroupPlan = self._choose_among()

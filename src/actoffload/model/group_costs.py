@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from statistics import median
 from typing import TypeAlias
@@ -15,7 +15,7 @@ from ..schedule.timeline import Kind
 from .metering import Copy, Meter, Times
 from .timed_pass import TimedPass
 
-__all__ = ["hook_seconds", "layer_costs", "measured_link"]
+__all__ = ["at_the_pace_of", "hook_seconds", "layer_costs", "measured_link"]
 
 
 SHARED = 0.05
@@ -142,6 +142,17 @@ def layer_costs(
             )
         )
     return tuple(costs)
+
+
+def at_the_pace_of(others: Sequence[LayerCost], layers: Sequence[LayerCost]) -> tuple[LayerCost, ...]:
+    """Return costs with times as they would be in another pass, whose forwards did the same work.
+
+    A device that waits for copies is cooler and computes faster than one that never waits.
+    """
+    seconds = sum(layer.forward for layer in layers)
+    pace = sum(other.forward for other in others) / seconds if seconds else 1.0
+    names = "forward", "backward", "gap_forward", "gap_backward"
+    return tuple(replace(layer, **{name: pace * getattr(layer, name) for name in names}) for layer in layers)
 
 
 def _ratio(larger: TimedPass, smaller: TimedPass) -> float:

@@ -50,7 +50,7 @@ class Border:
 class Times:
     """Seconds since the first border of the step, of the device and of the host, for each border of a group.
 
-    Those of the device are without stalls: what it would take if no copy were waited for.
+    They are without stalls: what it would take if no copy were waited for.
     """
 
     device: dict[tuple[Kind, int, bool], float]
@@ -181,8 +181,10 @@ class Meter(TimelineRecorder):
         least = max((now - device[k] for k, now in self._answers if k < len(borders)), default=most)
         shift = max(most, least)
         keys = [(border.kind, border.layer, border.ends) for border in borders]
-        host = [border.host - shift for border in borders]
         stalled = self._stalls()
+        host = [border.host - shift for border in borders]
+        # A host that is far ahead waits until the device has room for more work, and so for its stalls too.
+        host = [seconds - stalled(seconds) for seconds in host]
         computing = [seconds - stalled(seconds) for seconds in device]
         return Times(dict(zip(keys, computing, strict=True)), dict(zip(keys, host, strict=True)))
 
