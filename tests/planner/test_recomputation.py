@@ -3,52 +3,54 @@
 from __future__ import annotations
 
 import time
-from itertools import combinations
+from itertools import product
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actoffload.planner import GroupPlan, choose, choose_recomputed
+from actoffload.planner import GroupPlan, OperatorCost, Variant, choose, choose_recomputed, variants, worth_saving
 from actoffload.schedule import LayerCost, Link, Saved, simulate
 
 GIB = 2**30
 
 
-def groups(count: int, part: float = 0.25, again: float = 0.5) -> tuple[list[LayerCost], list[LayerCost]]:
-    """Return groups, and the same recomputed: they save a part, and run a part of their forward again."""
-    whole = LayerCost.even(GIB, forward=0.010, backward=0.020)
+def groups(count: int, part: float = 0.25, again: float = 0.5) -> list[tuple[Variant, ...]]:
+    """Return groups that may be recomputed: they save a part and run a part of their forward again, or all of it."""
+    plain = LayerCost.even(GIB, forward=0.010, backward=0.020)
     less = LayerCost.even(int(GIB * part), forward=0.010, backward=0.020 + 0.010 * again)
-    return [whole] * count, [less] * count
+    least = LayerCost.even(GIB // 32, forward=0.010, backward=0.020 + 0.010)
+    return [(Variant(plain), Variant(less, ("mm#0",)), Variant(least, ()))] * count
+
+
+def plain(of: list[tuple[Variant, ...]]) -> list[LayerCost]:
+    return [group[0].cost for group in of]
 
 
 def names(count: int) -> list[str]:
     return [f"h.{k}" for k in range(count)]
 
 
-def exhaustive(layers, less, link, limit) -> float:
-    """Return the time of the fastest plan of all: any groups recomputed."""
+def exhaustive(of, link, limit) -> float:
+    """Return the time of the fastest plan of all: any variant of any group."""
     best = float("inf")
-    for number in range(len(layers)):
-        for positions in combinations(range(len(layers) - 1), number):
-            mixed = [less[k] if k in positions else layers[k] for k in range(len(layers))]
-            plan = choose(names(len(layers)), mixed, link, limit=limit)
-            if plan.peak_bytes <= limit:
-                best = min(best, plan.seconds)
+    for chosen in product(*(group if k + 1 < len(of) else group[:1] for k, group in enumerate(of))):
+        plan = choose(names(len(of)), [variant.cost for variant in chosen], link, limit=limit)
+        if plan.peak_bytes <= limit:
+            best = min(best, plan.seconds)
     return best
 
 
 @pytest.mark.parametrize("rate", [2e10, 5e10, 1e11])
-@pytest.mark.parametrize("again", [0.3, 1.0])
+@pytest.mark.parametrize("again", [0.3, 0.8])
 def test_near_the_best_of_all(rate, again):
-    layers, less = groups(6, again=again)
-    link = Link(d2h=rate, h2d=rate)
-    smallest = choose_recomputed(names(6), layers, less, link, limit=0).peak_bytes
+    of, link = groups(6, again=again), Link(d2h=rate, h2d=rate)
+    smallest = choose_recomputed(names(6), of, link, limit=0).peak_bytes
     for k in range(6):
         limit = smallest + (6 * GIB - smallest) * k // 5
-        plan = choose_recomputed(names(6), layers, less, link, limit=limit)
+        plan = choose_recomputed(names(6), of, link, limit=limit)
         assert plan.peak_bytes <= limit
-        assert plan.seconds <= 1.03 * exhaustive(layers, less, link, limit)
+        assert plan.seconds <= 1.03 * exhaustive(of, link, limit)
 
 
 @given(
@@ -62,10 +64,11 @@ def test_near_the_best_of_all(rate, again):
 def test_never_above_the_limit_and_never_slower_than_without_recomputation(sizes, part, again, rate, more):
     layers = [LayerCost.even(size, forward=1.0, backward=2.0, pieces=2) for size in sizes]
     less = [LayerCost(1.0, 2.0 + again, (Saved(round(size * part)),) if round(size * part) else ()) for size in sizes]
+    of = [(Variant(one), Variant(two, ("mm#0",))) for one, two in zip(layers, less, strict=True)]
     link = Link(d2h=rate, h2d=rate)
-    smallest = choose_recomputed(names(len(sizes)), layers, less, link, limit=0)
+    smallest = choose_recomputed(names(len(sizes)), of, link, limit=0)
     limit = smallest.peak_bytes + more
-    plan = choose_recomputed(names(len(sizes)), layers, less, link, limit=limit)
+    plan = choose_recomputed(names(len(sizes)), of, link, limit=limit)
     without = choose(names(len(sizes)), layers, link, limit=limit)
     assert plan.peak_bytes <= limit
     if without.peak_bytes <= limit:
@@ -76,36 +79,88 @@ def test_never_above_the_limit_and_never_slower_than_without_recomputation(sizes
 
 
 def test_nothing_is_recomputed_without_need():
-    layers, less = groups(8)
-    link = Link(d2h=5e10, h2d=5e10)
+    of, link = groups(8), Link(d2h=5e10, h2d=5e10)
     for limit in (None, 8 * GIB):
-        plan = choose_recomputed(names(8), layers, less, link, limit=limit)
-        assert plan == choose(names(8), layers, link, limit=limit)
+        plan = choose_recomputed(names(8), of, link, limit=limit)
+        assert plan == choose(names(8), plain(of), link, limit=limit)
         assert plan.recomputed == ()
 
 
 def test_groups_that_may_not_be_recomputed():
-    layers, less = groups(8)
-    mixed = [None if k % 2 else cost for k, cost in enumerate(less)]
-    plan = choose_recomputed(names(8), layers, mixed, Link(d2h=2e10, h2d=2e10), limit=3 * GIB)
+    of = [group[: 1 if k % 2 else 3] for k, group in enumerate(groups(8))]
+    plan = choose_recomputed(names(8), of, Link(d2h=2e10, h2d=2e10), limit=3 * GIB)
     assert plan.recomputed
     assert not any(k % 2 for k in plan.recomputed)
 
 
 def test_what_is_recomputed_is_printed_saved_and_moved(tmp_path):
-    layers, less = groups(8)
-    plan = choose_recomputed(names(8), layers, less, Link(d2h=2e10, h2d=2e10), limit=3 * GIB)
+    of = groups(8)
+    plan = choose_recomputed(names(8), of, Link(d2h=2e10, h2d=2e10), limit=3 * GIB)
+    less = [GIB - next(one.cost for one in of[0] if one.saves == saves).nbytes for saves in plan.saves]
+    assert plan.recomputed_nbytes == tuple(less)
+    assert plan.recompute_seconds == pytest.approx(
+        sum({None: 0.0, ("mm#0",): 0.005, (): 0.010}[saves] for saves in plan.saves)
+    )
     assert "recomputed" in str(plan)
-    assert f"{768 * len(plan.recomputed)}.0 MiB" in str(plan)
+    assert f"{plan.recompute_seconds * 1e3:.2f} ms of it to recompute" in str(plan)
     plan.save(tmp_path / "plan.json")
     assert GroupPlan.load(tmp_path / "plan.json") == plan
     moved = plan.remapped(names(9)[1:])
     assert moved.recomputed == tuple(k - 1 for k in plan.recomputed if k)
+    assert moved.saves == (*plan.saves[1:], None)
 
 
-def test_planning_128_groups_takes_at_most_a_second():
-    layers, less = groups(128)
-    begun = time.process_time()
-    plan = choose_recomputed(names(128), layers, less, Link(d2h=2e10, h2d=2e10), limit=40 * GIB)
-    assert plan.peak_bytes <= 40 * GIB
-    print(time.process_time() - begun)
+@pytest.mark.parametrize("rate", [1e10, 2e10, 5e10])
+def test_planning_128_groups_takes_at_most_200_ms(rate):
+    of, link = groups(128), Link(d2h=rate, h2d=rate)
+    seconds = []
+    for limit in (6, 12, 24):
+        times = []
+        for _ in range(3):  # the fastest, because other processes share the cores
+            begun = time.process_time()
+            plan = choose_recomputed(names(128), of, link, limit=limit * GIB)
+            times.append(time.process_time() - begun)
+        seconds.append(min(times))
+        assert plan.peak_bytes <= limit * GIB
+        assert plan.recomputed
+    assert max(seconds) <= 0.2, seconds
+
+
+# Variants
+
+OPERATORS = [
+    OperatorCost("attention#0", 12.0, 8),
+    OperatorCost("mm#0", 6.0, 8),
+    OperatorCost("mul#0", 0.5, 8),
+    OperatorCost("view#0", 0.0, 0),
+    OperatorCost("mm#1", 6.0, 8),
+    OperatorCost("gelu#0", 0.5, 16),
+    OperatorCost("mm#2", 12.0, 16),
+]
+
+
+def test_outputs_that_take_much_time_for_their_bytes_are_worth_saving():
+    assert worth_saving(OPERATORS) == ("attention#0", "mm#0", "mm#1", "mm#2")
+    assert worth_saving([OperatorCost("mul#0", 0.5, 8), OperatorCost("gelu#0", 0.6, 8)]) == ()
+    assert worth_saving([]) == ()
+
+
+def test_variants_save_less_and_less_and_run_as_much_more_again():
+    costly = [of for of in OPERATORS if of.name in worth_saving(OPERATORS)]
+    plain = LayerCost.even(64, forward=40.0, backward=80.0, pieces=4)
+    recomputed = LayerCost(41.0, 82.0, (*(Saved(of.nbytes, 0.5, 0.5) for of in costly), Saved(4)))
+    found = variants(plain, recomputed, costly)
+    assert [variant.saves for variant in found] == [
+        None,
+        ("attention#0", "mm#0", "mm#1", "mm#2"),
+        ("attention#0", "mm#0", "mm#1"),
+        ("attention#0", "mm#0"),
+        ("attention#0",),
+        (),
+    ]
+    assert [variant.cost.nbytes for variant in found] == [64, 44, 28, 20, 12, 4]
+    assert [variant.cost.backward for variant in found] == [80.0, 82.0, 94.0, 100.0, 106.0, 118.0]
+    assert [variant.cost.forward_temporary for variant in found] == [0, 0, 16, 24, 32, 40]
+    assert [variant.cost.backward_temporary for variant in found] == [0, 0, 16, 24, 32, 40]
+    assert [variant.cost.forward for variant in found] == [40.0, 41.0, 41.0, 41.0, 41.0, 40.0]
+    assert all(0 <= each.needed_at <= 1 for variant in found for each in variant.cost.saved)

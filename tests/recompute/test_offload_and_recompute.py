@@ -6,9 +6,8 @@ import pytest
 import torch
 from test_region import MODELS, total
 from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy
 from whole_model import nothing_installed, offload
-
-from actoffload.recompute import never, worth_saving
 
 
 def make(kind):
@@ -36,18 +35,49 @@ def step(model):
     return [x.grad, *(p.grad.clone() for p in model.parameters())]
 
 
-@pytest.mark.parametrize("policy", [never, worth_saving], ids=["nothing", "products"])
+POLICIES = {
+    "nothing": [],
+    "products": True,
+    "operators": [torch.ops.aten.addmm.default],
+    "function": lambda ctx, op, *args, **kwargs: CheckpointPolicy(len(args) % 6),
+    "bool": lambda ctx, op, *args, **kwargs: "mm" in str(op),
+}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("num_layers", [None, 0, 3])
 @pytest.mark.parametrize("kind", MODELS)
 def test_equal_bits(kind, num_layers, policy):
     model = make(kind)
     want = step(model)
-    handle = offload(model, recompute=policy, num_layers=num_layers, min_bytes=0)
+    handle = offload(model, recompute=POLICIES[policy], num_layers=num_layers, min_bytes=0)
     for _ in range(3):
         for a, b in zip(step(model), want, strict=True):
             assert torch.equal(a, b)
     statistics = handle.statistics()
     assert (statistics.bytes_offloaded > 0) == (num_layers != 0)
     assert statistics.resident_bytes == statistics.host_bytes_used == 0
+    handle.remove()
+    nothing_installed(model)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ("sometimes", r"recompute is 'sometimes'; expected operators such as torch.ops.aten.mm.default"),
+        (3, "recompute is 3; expected"),
+        ([torch.ops.aten.mm], "recompute has aten.mm of type OpOverloadPacket; expected operators such as"),
+    ],
+)
+def test_what_is_no_policy(given, says):
+    with pytest.raises(TypeError, match=says):
+        offload(make("views"), recompute=given)
+
+
+def test_a_policy_that_returns_something_else():
+    model = make("views")
+    handle = offload(model, recompute=lambda ctx, op, *args, **kwargs: "save", min_bytes=0)
+    with pytest.raises(TypeError, match="The policy for recompute returned 'save' for aten"):
+        step(model)
     handle.remove()
     nothing_installed(model)

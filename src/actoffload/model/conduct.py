@@ -21,6 +21,7 @@ from ..planner import GroupPlan
 from ..recompute.policy import Policy
 from ..schedule.execution_order import GroupKey
 from ..schedule.plan import Roles
+from .operator_times import OperatorTimes
 
 __all__ = ["DROPPED", "GROUP", "KEPT", "ROOT", "Conduct", "FollowedModule", "Mode", "Steering"]
 
@@ -43,6 +44,7 @@ class Conduct:
     order: Sequence[GroupKey] = ()
     roles_of: Callable[[tuple[GroupKey, ...]], Roles] = lambda order: Roles.keep_all(len(order))
     recompute: Mapping[int, Policy] = field(default_factory=dict)  # by group: what is saved where it is recomputed
+    operators: OperatorTimes | None = None  # times the operators of these groups
 
 
 class Steering(Protocol):

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -20,8 +21,17 @@ from typing import NamedTuple, TypeAlias
 
 from .._torch import is_compiled
 from ..device.base import Backend
-from ..planner import GroupPlan, choose, choose_recomputed, frontier
-from ..recompute import Policy
+from ..planner import (
+    GroupPlan,
+    OperatorCost,
+    Variant,
+    choose,
+    choose_recomputed,
+    frontier,
+    variants,
+    worth_saving,
+)
+from ..recompute import Policy, saving
 from ..schedule.execution_order import GroupPlans
 from ..schedule.plan import Plan
 from ..schedule.timeline import milliseconds, size
@@ -78,7 +88,7 @@ class FirstSteps:
         self.size = 0  # elements of the inputs
         self.least_size = 0  # fewest elements for which hooks cost nothing
         self.planning = 0.0  # seconds
-        self.recompute: Mapping[int, Policy] = {}  # by group, in the plan
+        self.recompute: Mapping[int, Policy] = {}  # by group, in the present stage, and in the end in the plan
         self.times: StepTimes | None = None
         self._bare_peak = 0  # bytes of device memory without offloading
         self._choose_among: partial[GroupPlan] | None = None
@@ -101,12 +111,7 @@ class FirstSteps:
         self.roles = RolesOfPlan(self._groups, plan)
         if bare is None:
             if self._policies and not self._is_free(plan):
-                yield from _next(Stage.FIRST_AGAIN)
-                again = yield from _next(Stage.AGAIN)
-                bare_again = None
-                if again.peak_without() <= (self.limit or inf):
-                    bare_again = yield from _next(Stage.BARE_AGAIN)
-                plan = self._choose_recomputed(plan, again, bare_again)
+                plan = yield from self._recomputed(plan)
                 self.roles = RolesOfPlan(self._groups, plan)
             yield from _next(Stage.PLAN)
             timed = [(yield from _next(Stage.PLAN)), (yield from _next(Stage.PLAN))]
@@ -206,22 +211,37 @@ class FirstSteps:
             return True
         return plan.peak_bytes <= (self.limit or inf) and plan.seconds <= plan.baseline_seconds * (1 + TOLERANCE)
 
-    def _choose_recomputed(self, plan: GroupPlan, again: TimedPass, bare_again: TimedPass | None) -> GroupPlan:
-        """Return the plan in which groups may be recomputed, from passes in which all of them were."""
-        timed = again if bare_again is None else bare_again
+    def _recomputed(self, plan: GroupPlan) -> Script:
+        """Measure passes in which all groups are recomputed, and return the plan in which some may be."""
+        self.recompute = self._policies
+        first = yield from _next(Stage.FIRST_AGAIN)
+        assert first.operators is not None
+        first.wait(self._backend)
+        costly = {group: _worth_saving(of) for group, of in first.operators.costs().items()}
+        self.recompute = {group: saving(of.name for of in costly.get(group, ())) for group in self._policies}
+        again = timed = yield from _next(Stage.AGAIN)
+        if again.peak_without() <= (self.limit or inf):
+            timed = yield from _next(Stage.BARE_AGAIN)
         timed.wait(self._backend)
+        self.recompute = {}
         assert self._choose_among is not None
         names, layers, link = self._choose_among.args
         if again.sequence != timed.sequence or group_names(self._groups, again.sequence) != names:
             return plan
         begun = time.perf_counter()
         costs = layer_costs(again, timed)
-        layers = at_the_pace_of(costs, layers)
-        may = [cost if key.group in self._policies else None for key, cost in zip(again.sequence, costs, strict=True)]
-        self._choose_among = partial(choose_recomputed, names, layers, may, link, **self._choose_among.keywords)
+        times = Counter(key.group for key in again.sequence)
+        ways = [
+            # A module that runs several times in a pass would have one way for all of them.
+            variants(own, cost, costly.get(key.group, ()))
+            if key.group in self._policies and times[key.group] == 1
+            else (Variant(own),)
+            for key, own, cost in zip(again.sequence, at_the_pace_of(costs, layers), costs, strict=True)
+        ]
+        self._choose_among = partial(choose_recomputed, names, ways, link, **self._choose_among.keywords)
         found: GroupPlan = self._choose_among()
         self.planning += time.perf_counter() - begun
-        self.recompute = {again.sequence[k].group: self._policies[again.sequence[k].group] for k in found.recomputed}
+        self.recompute = {again.sequence[k].group: saving(found.saves[k] or ()) for k in found.recomputed}
         return found
 
     def _compare(self, plan: GroupPlan, offloaded: list[TimedPass], without: list[TimedPass]) -> GroupPlan:
@@ -258,6 +278,11 @@ class FirstSteps:
         order = self._plans.order
         names = group_names(self._groups, order)
         return GroupPlan(names, Plan(max(len(names), 1)), self._log.bytes_of(order), because=because)
+
+
+def _worth_saving(operators: Sequence[OperatorCost]) -> list[OperatorCost]:
+    names = set(worth_saving(operators))
+    return [of for of in operators if of.name in names]
 
 
 def _next(stage: Stage) -> Generator[Stage, TimedPass, TimedPass]:

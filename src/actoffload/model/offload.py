@@ -16,7 +16,7 @@ from .._arguments import budget_bytes, check_bytes, check_fraction, check_num_la
 from .._torch import load_dynamo, unsupported, warn
 from ..engine.engine import Engine
 from ..planner import GroupPlan
-from ..recompute import Policy, repeatable, worth_saving
+from ..recompute import Given, policy_of, repeatable, worth_saving
 from ..schedule.execution_order import GroupKey, GroupPlans
 from ..schedule.plan import Plan
 from ..schedule.schedules import GroupSchedule
@@ -51,7 +51,7 @@ def offload(
     max_host_bytes: int | None = None,
     max_inflight: int | None = None,
     memory_budget: int | float | str | None = None,
-    recompute: bool | Policy | Literal["auto"] = "auto",
+    recompute: bool | Given | Literal["auto"] = "auto",
     plan: GroupPlan | str | PathLike[str] | None = None,
 ) -> OffloadHandle:
     """Offload the activations of a model, whose code stays as it is.
@@ -93,10 +93,12 @@ def offload(
         Limit for the peak of device memory in forward and backward: bytes, text such as ``"24GiB"``, or a fraction of
         the memory of the device.  The fastest plan within it is chosen, in passes that are within it too.  None is the
         memory of the device.
-    recompute : "auto", bool or Policy
-        Recompute groups in backward, but for what a policy saves, which is kept or offloaded: the outputs of matrix
-        products, convolutions and attention, or what the given one says.  True and a policy recompute all groups;
-        ``"auto"`` recomputes as many as are needed where memory is too small for keeping and offloading at no cost.
+    recompute : "auto", bool, callable or list
+        Recompute groups in backward, but for outputs of operators that are saved, and kept or offloaded.  ``"auto"``
+        recomputes as many groups as are needed where memory is too small for keeping and offloading at no cost; which
+        outputs are saved follows from measured times.  True recomputes all groups, but for matrix products,
+        convolutions and attention.  A policy as `torch.utils.checkpoint.create_selective_checkpoint_contexts` takes one
+        recomputes all groups but for what it saves: a list of operators, or a function.  False recomputes nothing.
         Groups that change buffers are never recomputed.
     plan : GroupPlan, str or PathLike, optional
         A plan of another run, or the file to which ``handle.plan.save`` wrote it; nothing is measured then.
@@ -182,7 +184,7 @@ def offload(
     ]
     engine = Engine(Plan(1), devices.backend(), max_host_bytes, min_bytes=min_bytes)
 
-    policy = worth_saving if isinstance(recompute, bool | str) else recompute
+    policy = worth_saving if isinstance(recompute, bool) or recompute == "auto" else policy_of(recompute)
     policies = {k: policy for k, of in enumerate(chosen) if recompute is not False and repeatable(of.module)}
     always = {} if recompute == "auto" else policies
     if always or (policies and engine.backend.times):
@@ -191,8 +193,7 @@ def offload(
     def steer(groups: Sequence[FollowedModule], plans: GroupPlans, log: PassLog) -> Steering:
         steering: Steering
         if isinstance(plan, GroupPlan):
-            again = {plan.names[k] for k in plan.recomputed}
-            steering = ByPlan(groups, plans, log, plan, {k: policies[k] for k in policies if chosen[k].name in again})
+            steering = ByPlan(groups, plans, log, plan, policies)
         elif by_hand or not engine.backend.times:
             steering = BySchedule(groups, plans, log, "" if by_hand else ON_REFERENCE, always)
         else:

@@ -10,8 +10,8 @@ import torch
 from .._torch import is_compiled
 from ..engine.pack import Saved
 from ..engine.unpack import unpack
-from ..recompute import Policy, Reads, Region, never
-from .conduct import DROPPED, FollowedModule
+from ..recompute import Reads, Region, never
+from .conduct import DROPPED, Conduct, FollowedModule
 
 __all__ = ["Regions"]
 
@@ -32,16 +32,18 @@ class Regions:
         self._alone: dict[int, bool] = {}  # by group
         self._reads: dict[int, Reads] = {}
 
-    def region(self, of: FollowedModule, policy: Policy, pack: Callable[[torch.Tensor], Any] | None) -> Region | None:
-        """Return what saves in a call of a group, with `pack` or on the device; None if it cannot be recomputed."""
-        if not self._is_alone(of):
+    def region(self, of: FollowedModule, conduct: Conduct, pack: Callable[[torch.Tensor], Any] | None) -> Region | None:
+        """Return what saves in a call of a group, with `pack` or on the device; None if it is not recomputed."""
+        policy = conduct.recompute.get(of.group)
+        if policy is None or not self._is_alone(of):
             return None
         if policy is not never and any(map(is_compiled, of.module.modules())):
             policy = never  # compiled code is one operator
         reads = self._reads.setdefault(of.group, Reads())
+        timed = conduct.operators.of(of.group) if conduct.operators is not None else None
         if pack is None:
-            return Region(policy, reads=reads)
-        return Region(policy, pack, _unpack_unless_edited, reads)
+            return Region(policy, reads=reads, timed=timed)
+        return Region(policy, pack, _unpack_unless_edited, reads, timed)
 
     def _is_alone(self, of: FollowedModule) -> bool:
         """Return whether no other module inside of a group is followed: what it saves has a place of its own."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from ..engine.model_pass import ModelPass
 from ..planner import GroupPlan
-from ..recompute import Policy
+from ..recompute import Policy, saving
 from ..schedule.execution_order import GroupKey, GroupPlans
 from ..schedule.plan import REST, Roles
 from .conduct import Conduct, FollowedModule, Mode
@@ -86,7 +86,7 @@ class RolesOfPlan:
 
 
 class ByPlan(BySchedule):
-    """Offload by a plan that was given."""
+    """Offload and recompute by a plan that was given; `recompute` has the groups that may be recomputed."""
 
     def __init__(
         self,
@@ -96,7 +96,9 @@ class ByPlan(BySchedule):
         plan: GroupPlan,
         recompute: Mapping[int, Policy] | None = None,
     ) -> None:
-        super().__init__(groups, plans, log, recompute=recompute)
+        saves = {name: of for name, of in zip(plan.names, plan.saves, strict=False) if of is not None}
+        again = {k: saving(saves[groups[k].name]) for k in recompute or () if groups[k].name in saves}
+        super().__init__(groups, plans, log, recompute=again)
         self._roles = RolesOfPlan(groups, plan)
         self._mode = Mode.WHOLE  # until a forward has shown whether something is saved between the groups
 

@@ -14,6 +14,7 @@ from ..device.base import Backend, StreamEvent
 from ..engine.model_pass import ModelPass
 from ..schedule.execution_order import GroupKey
 from .metering import Meter, current_stream
+from .operator_times import OperatorTimes
 
 __all__ = ["Stage", "TimedPass"]
 
@@ -24,7 +25,7 @@ class Stage(enum.Enum):
     FIRST = "everything is offloaded, to warm up"
     LEAN = "everything is offloaded, measured by group"
     MEMORY = "nothing is offloaded, memory measured by group"
-    FIRST_AGAIN = "everything is recomputed and offloaded, to warm up"
+    FIRST_AGAIN = "everything is recomputed and offloaded, operators timed"
     AGAIN = "everything is recomputed and offloaded, measured by group"
     BARE_AGAIN = "everything is recomputed and nothing offloaded, timed by group"
     WARM = "nothing is offloaded, to warm up"
@@ -47,6 +48,7 @@ class TimedPass:
     sizes: list[tuple[int, ...]] = field(default_factory=list)  # by group: bytes of the storages that it saves
     adopted: int = 0  # bytes saved between the groups and offloaded with one
     waiting: int = 0  # earlier passes whose backward is still to come
+    operators: OperatorTimes | None = None  # of the groups that are recomputed
 
     @staticmethod
     def begin(stage: Stage, number: int, elements: int, backend: Backend) -> TimedPass:

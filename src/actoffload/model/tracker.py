@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,7 @@ from ..engine.module_tensors import GroupTensors, ModelTensors
 from ..engine.pack import Pack, Packer
 from ..engine.tensor_marks import running
 from ..engine.unpack import unpack
-from ..recompute import Policy, Region
+from ..recompute import Region
 from ..schedule.execution_order import ExecutionOrder, GroupKey
 from .conduct import DROPPED, GROUP, KEPT, ROOT, Conduct, FollowedModule, Mode, Steering
 from .regions import Regions
@@ -75,7 +75,7 @@ class _Thread(threading.local):
         self.calls: list[_Call] = []
         self.hooks: SavedTensorHooks | None = None  # of the forward, installed or not
         self.scoped = False  # they are installed in groups that are offloaded
-        self.recompute: Mapping[int, Policy] = {}
+        self.conduct = Conduct(Mode.IDLE)
         self.idle = False  # a forward runs that is not followed
         self.backends = 0  # length of `running.backends` outside of the outermost call
         # A gradient taken inside a forward saves tensors in autograd's threads, which share this object.
@@ -121,13 +121,11 @@ class Tracker:
     def _region(self, call: _Call) -> Region | None:
         """Return what saves in a call that is recomputed: where the group is offloaded, the engine."""
         thread = self._thread
-        policy = thread.recompute.get(call.of.group) if call.layer is not None and not call.part else None
-        if policy is None:
+        if call.layer is None or call.part or not thread.conduct.recompute:
             return None
         assert thread.current is not None
-        assert call.layer is not None
         stays = thread.scoped and call.layer.index in thread.current.roles.stay
-        return self._regions.region(call.of, policy, None if stays else thread.packer.pack)
+        return self._regions.region(call.of, thread.conduct, None if stays else thread.packer.pack)
 
     def _begin(self, of: FollowedModule, args: Any, kwargs: Any) -> None:
         thread = self._thread
@@ -194,7 +192,7 @@ class Tracker:
         thread.packer = Packer()
         thread.between = current.packer_outside()
         thread.backends = len(running.backends)
-        thread.scoped, thread.recompute = conduct.mode is Mode.SCOPED, conduct.recompute
+        thread.scoped, thread.conduct = conduct.mode is Mode.SCOPED, conduct
         thread.hooks = SavedTensorHooks(thread.packer.pack, unpack)
         if not thread.scoped:
             thread.hooks.install()  # [guard: saved-tensor hooks]

@@ -13,6 +13,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from statistics import median
 from typing import Any
 
@@ -28,6 +29,7 @@ from ..schedule.timeline import milliseconds, size
 from .conduct import Conduct, FollowedModule, Mode
 from .first_steps import FirstSteps, Script
 from .metering import Meter
+from .operator_times import OperatorTimes
 from .reporting import PassLog, group_names
 from .timed_pass import Stage, TimedPass
 
@@ -40,7 +42,6 @@ WINDOW = 8  # passes over which costs are compared
 PATIENCE = 64  # passes before a plan is replaced, doubled each time
 UNFINISHED = 4  # forwards in a row that run before the backward of the one before
 
-RECOMPUTED = (Stage.FIRST_AGAIN, Stage.AGAIN, Stage.BARE_AGAIN)  # all groups are recomputed
 LEAN = (Stage.FIRST, Stage.LEAN, Stage.FIRST_AGAIN, Stage.AGAIN)  # everything is offloaded
 BY_GROUP = (Stage.LEAN, Stage.MEMORY, Stage.BARE, Stage.AGAIN, Stage.BARE_AGAIN)  # measured by group
 
@@ -171,9 +172,11 @@ class Tuner:
             memory = stage not in (Stage.BARE, Stage.BARE_AGAIN)
             timed.meter = Meter(self._engine.backend, self._engine.counters, memory=memory)
             self._engine.record(timed.meter)
-        recompute = self._policies if stage in RECOMPUTED else self._recompute
+        recompute = {**self._recompute, **self._measuring.recompute}
+        if stage is Stage.FIRST_AGAIN:
+            timed.operators = OperatorTimes(self._engine.backend)
         if stage in LEAN:
-            return self._lean(recompute)
+            return replace(self._lean(recompute), operators=timed.operators)
         if stage in BY_GROUP:
             return Conduct(Mode.SCOPED, self._plans.order, recompute=recompute)
         return self._planned(self._measuring) if stage is Stage.PLAN else self._idle()

@@ -4,5 +4,16 @@ from .frontier import frontier
 from .group_plan import Choice, GroupPlan
 from .recomputation import choose_recomputed
 from .search import choose
+from .variants import OperatorCost, Variant, variants, worth_saving
 
-__all__ = ["Choice", "GroupPlan", "choose", "choose_recomputed", "frontier"]
+__all__ = [
+    "Choice",
+    "GroupPlan",
+    "OperatorCost",
+    "Variant",
+    "choose",
+    "choose_recomputed",
+    "frontier",
+    "variants",
+    "worth_saving",
+]

@@ -48,7 +48,12 @@ class GroupPlan:
     because : str
         One sentence on why this plan was chosen; may be empty.
     recomputed_nbytes : tuple of int
-        Bytes that each group computes again in backward instead of saving them; empty if none does.
+        Bytes that each group computes again in backward instead of saving them; empty if none is recomputed.
+    recompute_seconds : float
+        Expected time that backward takes longer for it.
+    saves : tuple
+        For each group None if it is not recomputed, otherwise the names of the operators whose outputs are saved, such
+        as ``aten.mm.default#0`` for the first matrix product; empty if no group is recomputed.
 
     Raises
     ------
@@ -72,12 +77,15 @@ class GroupPlan:
     peak_bytes: int | None = None
     because: str = ""
     recomputed_nbytes: tuple[int, ...] = ()
+    recompute_seconds: float = 0.0
+    saves: tuple[tuple[str, ...] | None, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "names", tuple(self.names))
         object.__setattr__(self, "nbytes", tuple(self.nbytes))
         object.__setattr__(self, "recomputed_nbytes", tuple(self.recomputed_nbytes))
-        whats = ("names", "nbytes", "recomputed_nbytes") if self.recomputed_nbytes else ("names", "nbytes")
+        object.__setattr__(self, "saves", tuple(self.saves))
+        whats = ("names", "nbytes", *(name for name in ("recomputed_nbytes", "saves") if getattr(self, name)))
         for what in whats:
             if len(getattr(self, what)) != self.plan.model_layers:
                 raise ValueError(
@@ -93,7 +101,7 @@ class GroupPlan:
     @property
     def recomputed(self) -> tuple[int, ...]:
         """Positions of the groups that are recomputed, ascending; what they save all the same is kept or offloaded."""
-        return tuple(k for k, nbytes in enumerate(self.recomputed_nbytes) if nbytes)
+        return tuple(k for k, saves in enumerate(self.saves) if saves is not None)
 
     @property
     def choices(self) -> tuple[Choice, ...]:
@@ -126,7 +134,8 @@ class GroupPlan:
         plan, earlier = remap(self.plan, self.names, names)
         nbytes = tuple(0 if k is None else self.nbytes[k] for k in earlier)
         less = tuple(0 if k is None else self.recomputed_nbytes[k] for k in earlier) if self.recomputed_nbytes else ()
-        return GroupPlan(tuple(names), plan, nbytes, because=self.because, recomputed_nbytes=less)
+        saves = tuple(None if k is None else self.saves[k] for k in earlier) if self.saves else ()
+        return GroupPlan(tuple(names), plan, nbytes, because=self.because, recomputed_nbytes=less, saves=saves)
 
     def __str__(self) -> str:
         less = self.recomputed_nbytes or (0,) * len(self.names)
@@ -153,6 +162,8 @@ class GroupPlan:
         if self.seconds is not None:
             beside = f", {milliseconds(self.baseline_seconds)} without offloading" if self.baseline_seconds else ""
             parts.append(f"step {milliseconds(self.seconds)}{beside}")
+        if self.recompute_seconds:
+            parts.append(f"{milliseconds(self.recompute_seconds)} of it to recompute")
         expected = f"Expected: {'; '.join(parts)}." if parts else ""
         return " ".join(filter(None, (expected, self.because)))
 
@@ -211,12 +222,15 @@ def _read(content: dict[str, Any]) -> GroupPlan:
         for when, at, do, layer in content["plan"]
     ]
     less = [_number(value, int) for value in content.get("recomputed_nbytes", ())]
+    saves = [None if of is None else tuple(map(str, of)) for of in content.get("saves", ())]
+    again = _number(content.get("recompute_seconds", 0.0), int, float)
     numbers = {name: content[name] for name in ("seconds", "baseline_seconds", "peak_bytes")}
     for name, value in numbers.items():
         if value is not None:
             _number(value, *((int,) if name == "peak_bytes" else (int, float)))
     plan = Plan.of(len(names), calls)
-    return GroupPlan(tuple(names), plan, tuple(nbytes), because=because, recomputed_nbytes=tuple(less), **numbers)
+    more = {"recomputed_nbytes": tuple(less), "recompute_seconds": again, "saves": tuple(saves)}
+    return GroupPlan(tuple(names), plan, tuple(nbytes), because=because, **more, **numbers)
 
 
 def _number(value: Any, *types: type) -> Any:

@@ -6,10 +6,14 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
+from typing import TypeAlias
 
 from ..schedule.costs import LayerCost, Link
 
 __all__ = ["Profile"]
+
+Copies: TypeAlias = dict[int, tuple[int, float, float, float, float]]
+"""By the identity of a cost: bytes, and seconds of its copies as in `Profile`."""
 
 RELOAD_MARGIN = 0.05
 """Part of the time of a copy by which it is planned to be done earlier than needed."""
@@ -42,13 +46,21 @@ class Profile:
     early: float  # seconds by which a reload is begun before it has to be
 
     @staticmethod
-    def of(costs: Sequence[LayerCost], link: Link, among: Collection[int] | None = None) -> Profile:
+    def copies(costs: Iterable[LayerCost], link: Link) -> Copies:
+        """Return what profiles need of the copies of each group, for profiles of many choices among these costs."""
+        return {id(cost): (cost.nbytes, *_copies_out(cost, link), *_copies_back(cost, link)) for cost in costs}
+
+    @staticmethod
+    def of(
+        costs: Sequence[LayerCost], link: Link, among: Collection[int] | None = None, copies: Copies | None = None
+    ) -> Profile:
         """Return the profile of groups, given in execution order, of which those `among`, or all, may be offloaded."""
-        nbytes = [cost.nbytes for cost in costs]
+        copies = Profile.copies(costs, link) if copies is None else copies
+        found = [copies[id(cost)] for cost in costs]
+        nbytes, out_seconds, out_after, back_seconds, back_ahead = zip(*found, strict=True)
         movable = [k for k in range(len(costs) - 1) if nbytes[k] and (among is None or k in among)]
-        out_seconds, out_after = zip(*(_copies_out(cost, link) for cost in costs), strict=True)
-        back_seconds, back_ahead = zip(*(_copies_back(cost, link) for cost in costs), strict=True)
-        in_forward, before_backward, in_backward = zip(*map(_needs, costs, _borders_before(costs)), strict=True)
+        needs = map(_needs, costs, nbytes, _borders_before(costs))
+        in_forward, before_backward, in_backward = zip(*needs, strict=True)
         before = (0, *accumulate(nbytes))
         starts, backward = _backward_starts(costs)
         until = [max(before[k + 1] + before_backward[k], before[k] + in_backward[k]) for k in range(len(costs))]
@@ -145,14 +157,14 @@ def _borders_before(costs: Sequence[LayerCost]) -> list[tuple[int, int]]:
     return list(zip(forward, backward, strict=True))
 
 
-def _needs(cost: LayerCost, border: tuple[int, int]) -> tuple[int, int, int]:
+def _needs(cost: LayerCost, nbytes: int, border: tuple[int, int]) -> tuple[int, int, int]:
     """Return the bytes that each section of a group needs on top of the resident bytes, of other groups if in it."""
     forward_start, forward_end, backward_start, backward_end = cost.other_bytes
     return (
         max(
             max(border[0], forward_start) + cost.gap_forward_temporary,
-            max(forward_start, cost.nbytes + forward_end) + cost.forward_temporary,
+            max(forward_start, nbytes + forward_end) + cost.forward_temporary,
         ),
         max(border[1], backward_start) + cost.gap_backward_temporary,
-        max(cost.nbytes + backward_start, backward_end) + cost.backward_temporary,
+        max(nbytes + backward_start, backward_end) + cost.backward_temporary,
     )

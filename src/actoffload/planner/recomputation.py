@@ -1,38 +1,48 @@
-"""Search the plan where groups may also be recomputed: which ones, beside what is offloaded."""
+"""Search the plan where groups may also be recomputed: which ones and how, beside what is offloaded."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from math import inf
-from typing import Any
+from typing import TypeAlias
 
-from ..schedule.costs import LayerCost, Link
+from ..schedule.costs import Link
 from .group_plan import GroupPlan
-from .search import choose
+from .placement import Placement
+from .profile import Profile
+from .search import Search
+from .variants import Variant
 
 __all__ = ["choose_recomputed"]
 
-TRIES = 12  # numbers of recomputed groups that are tried for each pattern
+TRIES = 80  # choices of variants that are tried
+FINAL = 2  # of them for which a plan is simulated
+
+Chosen: TypeAlias = tuple[int, ...]
+"""For each group the position of its variant."""
+Rank: TypeAlias = tuple[bool, float]
+"""Whether the limit is exceeded; then the peak, otherwise the time."""
 
 
 def choose_recomputed(
     names: Sequence[str],
-    layers: Sequence[LayerCost],
-    recomputed: Sequence[LayerCost | None],
+    groups: Sequence[Sequence[Variant]],
     link: Link,
     *,
     limit: int | None = None,
-    **more: Any,
+    host_seconds: float = 0.0,
+    host_caution: float = 1.0,
+    tolerance: float = 0.002,
 ) -> GroupPlan:
     """Return the fastest plan within a limit, in which groups are kept, offloaded, recomputed, or both of the latter.
 
     Parameters
     ----------
-    names, layers, link, limit, **more
+    names, link, limit, host_seconds, host_caution, tolerance
         As in `choose`.
-    recomputed : sequence of LayerCost or None
-        The cost of each group if it is recomputed: what it saves then, and the longer backward.  None if it may not be.
+    groups : sequence of sequence of Variant
+        The ways to run each group; the first is without recomputation.
 
     Returns
     -------
@@ -41,107 +51,121 @@ def choose_recomputed(
 
     Notes
     -----
-    Without a limit that forces it nothing is recomputed.  Blocks are alike, so the search is for a number: the last
-    groups are recomputed, for whose copies there is the least time, or groups at equal distances.  The time of the step
-    first falls with that number, because compute waits less for copies, and then rises.
+    Without a limit that forces it nothing is recomputed.  Blocks are alike, so the search is for numbers of groups:
+    it begins with the best plan in which all groups run in the same way, and changes as many groups as makes the plan
+    better, first a quarter of them, at last single ones: the first, the last, or some at equal distances.
 
     Examples
     --------
-    >>> from actoffload.planner import choose_recomputed
+    >>> from actoffload.planner import Variant, choose_recomputed
     >>> from actoffload.schedule import LayerCost, Link
-    >>> layers = [LayerCost.even(2**30, forward=0.010, backward=0.020)] * 8
-    >>> less = [LayerCost.even(2**28, forward=0.010, backward=0.024)] * 8
-    >>> plan = choose_recomputed("abcdefgh", layers, less, Link(d2h=5e10, h2d=5e10), limit=3 * 2**30)
-    >>> plan.peak_bytes <= 3 * 2**30, sum(map(bool, plan.recomputed_nbytes)) > 0, plan.seconds < 0.30
+    >>> plain = LayerCost.even(2**30, forward=0.010, backward=0.020)
+    >>> recomputed = LayerCost.even(2**28, forward=0.010, backward=0.024)
+    >>> group = (Variant(plain), Variant(recomputed, saves=("aten.mm.default#0",)))
+    >>> plan = choose_recomputed("abcdefgh", [group] * 8, Link(d2h=5e10, h2d=5e10), limit=3 * 2**30)
+    >>> plan.peak_bytes <= 3 * 2**30, len(plan.recomputed) > 0, plan.seconds < 0.30
     (True, True, True)
     """
+    copies = Profile.copies([variant.cost for group in groups for variant in group], link)
 
-    def search(positions: tuple[int, ...]) -> GroupPlan:
-        mixed, less = list(layers), [0] * len(layers)
-        for k in positions:
-            cost = recomputed[k]
-            assert cost is not None
-            mixed[k], less[k] = cost, layers[k].nbytes - cost.nbytes
-        found = choose(names, mixed, link, limit=limit, **more)
-        return replace(found, recomputed_nbytes=tuple(less)) if positions else found
+    def search(chosen: Chosen) -> Search:
+        costs = [group[k].cost for group, k in zip(groups, chosen, strict=True)]
+        profile = Profile.of(costs, link, copies=copies)
+        return Search(
+            profile, link, host_seconds, host_seconds * host_caution, inf if limit is None else limit, tolerance
+        )
 
-    def rank(plan: GroupPlan) -> tuple[float, float]:
-        """Return what is to be small: the time of a plan within the limit; of the others the peak."""
-        peak, seconds = plan.peak_bytes or 0, plan.seconds or 0.0
-        return (0.0, seconds) if limit is None or peak <= limit else (1.0, float(peak))
-
-    best = search(())
-    without = best.baseline_seconds or inf
-    may = [k for k in range(len(layers) - 1) if (of := recomputed[k]) is not None and of.nbytes < layers[k].nbytes]
-    if limit is None or not may or (rank(best)[0] == 0.0 and rank(best)[1] <= without * (1 + more.get("tolerance", 0))):
-        return best
-    for pattern in (_last, _spread, _first):
-        positions = [pattern(may, number) for number in range(1, len(may) + 1)]
-        best = min(best, _smallest(search, positions, rank), key=rank)
-    best = _improved(search, best, may, rank)
-    return replace(best, baseline_seconds=without) if best.recomputed_nbytes else best
+    plain = (0,) * len(groups)
+    without = search(plain)
+    baseline, most = without.keep.seconds, inf if limit is None else limit
+    placed = without.quick()
+    if placed.peak_bytes <= most and placed.seconds <= baseline * (1 + tolerance):
+        return without.result(tuple(names))
+    found = _Choices(groups, lambda chosen: search(chosen).quick(), most).best()
+    # Placement leaves out what the host delays inside of a group; the next one is taken if a limit does not allow that.
+    plans = [(search(found[0]).result(tuple(names)), found[0])]
+    while (plans[-1][0].peak_bytes or 0) > most and len(plans) < len(found):
+        chosen = found[len(plans)]
+        plans.append((search(chosen).result(tuple(names)), chosen))
+    plan, chosen = min(plans, key=lambda each: each[0].peak_bytes or 0) if len(plans) > 1 else plans[0]
+    return _described(plan, groups, chosen, baseline) if any(chosen) else plan
 
 
-def _improved(
-    search: Callable[[tuple[int, ...]], GroupPlan],
-    best: GroupPlan,
-    may: Sequence[int],
-    rank: Callable[[GroupPlan], tuple[float, float]],
+def _described(
+    plan: GroupPlan, groups: Sequence[Sequence[Variant]], chosen: Chosen, baseline_seconds: float
 ) -> GroupPlan:
-    """Return a plan that is as good or better, in which single groups were moved, left out or added."""
-    left, tried = 2 * TRIES, {best.recomputed}
-    better = True
-    while better and left > 0:
-        better, now = False, set(best.recomputed)
-        moves = [now ^ {k, other} for k in now for other in (k - 1, k + 1) if other in may and other not in now]
-        moves += [now ^ {k} for k in may]
-        for move in moves:
-            positions = tuple(sorted(move))
-            if positions in tried or left <= 0:
-                continue
-            tried.add(positions)
-            left -= 1
-            found = search(positions)
-            if rank(found) < rank(best):
-                best, better = found, True
-                break
-    return best
+    """Return a plan that says what is recomputed and what that costs."""
+    variants = [group[k] for group, k in zip(groups, chosen, strict=True)]
+    pairs = [(variant.cost, group[0].cost) for variant, group in zip(variants, groups, strict=True)]
+    return replace(
+        plan,
+        baseline_seconds=baseline_seconds,
+        recomputed_nbytes=tuple(max(own.nbytes - cost.nbytes, 0) for cost, own in pairs),
+        recompute_seconds=sum(cost.backward - own.backward for cost, own in pairs),
+        saves=tuple(variant.saves for variant in variants),
+    )
 
 
-def _last(may: Sequence[int], number: int) -> tuple[int, ...]:
-    return tuple(may[len(may) - number :])
+class _Choices:
+    """Searches which variant of each group is best."""
+
+    def __init__(self, groups: Sequence[Sequence[Variant]], place: Callable[[Chosen], Placement], limit: float) -> None:
+        self._groups, self._place, self._limit = groups, place, limit
+        # Backward begins with the last group, which is not worth recomputing.
+        self._may = [k for k in range(len(groups) - 1) if len(groups[k]) > 1]
+        self._known: dict[Chosen, Rank] = {}
+
+    def rank(self, chosen: Chosen) -> Rank:
+        if chosen not in self._known:
+            placement = self._place(chosen)
+            exceeds = placement.peak_bytes > self._limit
+            self._known[chosen] = exceeds, placement.peak_bytes if exceeds else placement.seconds
+        return self._known[chosen]
+
+    def best(self) -> list[Chosen]:
+        """Return the best few, the best one first."""
+        most = max((len(group) for group in self._groups), default=1)
+        alike = [self._changed((0,) * len(self._groups), self._may, variant) for variant in range(most)]
+        best = min(alike, key=self.rank)
+        size = max(len(self._may) // 2, 1)
+        while size and len(self._known) < TRIES:
+            better = next((found for found in self._near(best, size) if self.rank(found) < self.rank(best)), None)
+            if better is None:
+                size //= 2
+            else:
+                best = better
+        return sorted(self._known, key=self.rank)[:FINAL]
+
+    def _near(self, chosen: Chosen, size: int) -> Iterator[Chosen]:
+        """Yield choices in which so many groups of one variant have another one."""
+        most = max(len(group) for group in self._groups)
+        present = sorted({chosen[k] for k in self._may}, key=lambda variant: -sum(k == variant for k in chosen))
+        for variant in present:
+            of = [k for k in self._may if chosen[k] == variant]
+            others = sorted((other for other in range(most) if other != variant), key=lambda n: abs(n - variant))
+            for other in others:
+                for some in dict.fromkeys((_last(of, size), _spread(of, size), _first(of, size))):
+                    found = self._changed(chosen, some, other)
+                    if len(self._known) < TRIES or found in self._known:
+                        yield found
+
+    def _changed(self, chosen: Chosen, groups: Sequence[int], variant: int) -> Chosen:
+        """Return a choice in which some groups have another variant, or the leanest one if they have fewer."""
+        found = list(chosen)
+        for k in groups:
+            found[k] = min(variant, len(self._groups[k]) - 1)
+        return tuple(found)
 
 
-def _first(may: Sequence[int], number: int) -> tuple[int, ...]:
-    return tuple(may[:number])
+def _last(of: Sequence[int], number: int) -> Chosen:
+    return tuple(of[-number:])
 
 
-def _spread(may: Sequence[int], number: int) -> tuple[int, ...]:
+def _first(of: Sequence[int], number: int) -> Chosen:
+    return tuple(of[:number])
+
+
+def _spread(of: Sequence[int], number: int) -> Chosen:
     """Return so many at equal distances, the last of them at the end."""
-    return tuple(may[(k + 1) * len(may) // number - 1] for k in range(number))
-
-
-def _smallest(
-    search: Callable[[tuple[int, ...]], GroupPlan],
-    positions: Sequence[tuple[int, ...]],
-    rank: Callable[[GroupPlan], tuple[float, float]],
-) -> GroupPlan:
-    """Return the plan with the smallest rank, if ranks along the sequence first fall and then rise."""
-    known: dict[int, GroupPlan] = {}
-
-    def at(number: int) -> tuple[float, float]:
-        if number not in known:
-            known[number] = search(positions[number])
-        return rank(known[number])
-
-    low, high = 0, len(positions) - 1
-    while high - low > TRIES // 2 and len(known) < TRIES:
-        third = max((high - low) // 3, 1)
-        left, right = low + third, high - third
-        if at(left) <= at(right):
-            high = right
-        else:
-            low = left
-    for number in {*range(low, high, max((high - low) // (TRIES // 2), 1)), high}:
-        at(number)
-    return min(known.values(), key=rank)
+    number = min(number, len(of))
+    return tuple(of[(k + 1) * len(of) // number - 1] for k in range(number))

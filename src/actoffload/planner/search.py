@@ -15,10 +15,10 @@ from .group_plan import GroupPlan
 from .placement import Placement, place
 from .profile import Profile
 
-__all__ = ["choose"]
+__all__ = ["Search", "choose"]
 
 ROUNDING = 1e-9  # relative; of two plans that differ by less the one with fewer copies is as fast
-FEW, SOME = 4, 16  # numbers of groups that are tried for one limit
+QUICK, FEW, SOME = 2, 4, 16  # numbers of groups that are tried for one limit
 
 
 def choose(
@@ -83,7 +83,7 @@ def choose(
     """
     if not names or len(names) != len(layers):
         raise ValueError(f"There are {len(names)} groups but {len(layers)} costs; give one cost for each group.")
-    search = _Search(
+    search = Search(
         Profile.of(layers, link, among),
         link,
         host_seconds,
@@ -95,7 +95,9 @@ def choose(
 
 
 @dataclass
-class _Search:
+class Search:
+    """The search for one limit."""
+
     profile: Profile
     link: Link
     expected_host_seconds: float
@@ -115,7 +117,9 @@ class _Search:
         fastest = min((result.step_time for _, result in fitting), default=inf)
         good = [(plan, result) for plan, result in fitting if result.step_time <= fastest * (1 + self.tolerance)]
         plan, result = min(good or found, key=lambda each: (each[1].device_peak_bytes, each[1].step_time))
-        because, expected = self.because(plan, result), self.simulate(plan, self.expected_host_seconds)
+        because, expected = self.because(plan, result), result
+        if self.expected_host_seconds != self.host_seconds:
+            expected = self.simulate(plan, self.expected_host_seconds)
         return GroupPlan(
             names,
             plan,
@@ -127,6 +131,7 @@ class _Search:
         )
 
     def simulate(self, plan: Plan, host_seconds: float) -> Simulation:
+        """Return what a plan gives."""
         return simulate(plan, self.profile.costs, self.link, host_seconds=host_seconds)
 
     def finalists(self) -> Iterator[Placement]:
@@ -148,6 +153,14 @@ class _Search:
         if fastest is self.keep and self.host_seconds:
             yield self.free(allowed)
 
+    def quick(self) -> Placement:
+        """Return about the fastest placement within the limit, or the one with the smallest peak."""
+        if self.keep.peak_bytes <= self.limit:
+            return self.keep
+        found = self.within(self.limit, few=QUICK)
+        smallest = min(self.profile.leanest)
+        return self.place(self.first(self.profile.leanest.index(smallest)), smallest) if found is None else found
+
     def free(self, allowed: float) -> Placement:
         """Return the placement of each group, one after the other, that fits beside those before it without a cost.
 
@@ -167,20 +180,23 @@ class _Search:
         return found
 
     def first(self, number: int) -> Sequence[int]:
+        """Return the first groups that can be offloaded."""
         return self.profile.movable[:number]
 
-    def within(self, limit: float, allowed: float = inf, known: int | None = None) -> Placement | None:
+    def within(
+        self, limit: float, allowed: float = inf, known: int | None = None, few: int | None = None
+    ) -> Placement | None:
         """Return the fastest placement within a limit; with `known`, the first that takes at most `allowed` seconds.
 
         Few groups more than must be offloaded are best, since each costs copies: these are tried first, then `known`
-        or, without it, some of the others.
+        or, without it, some of the others; with `few`, only so many.
         """
         found, leanest = None, self.profile.leanest
         least = next((k for k, peak in enumerate(leanest) if peak <= limit), len(leanest))
-        numbers = [*range(least, len(leanest))[:FEW]]
-        if known is None:
+        numbers = [*range(least, len(leanest))[: few or FEW]]
+        if known is None and few is None:
             numbers += range(least, len(leanest), max(1, len(leanest) // SOME))
-        elif known >= least:
+        elif known is not None and known >= least:
             numbers.append(known)
         for number in dict.fromkeys(numbers):
             placement = self.place(self.first(number), limit, allowed=allowed)

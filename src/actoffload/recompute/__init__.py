@@ -1,6 +1,33 @@
 """Recomputation in backward: whole regions of a model, or all of a region but the outputs of chosen operators."""
 
-from .policy import Policy, never, repeatable, worth_saving
+from .policy import (
+    Call,
+    Given,
+    Named,
+    Policy,
+    named,
+    never,
+    policy_of,
+    repeatable,
+    saveable,
+    saving,
+    worth_saving,
+)
 from .region import Reads, Region, recomputed
 
-__all__ = ["Policy", "Reads", "Region", "never", "recomputed", "repeatable", "worth_saving"]
+__all__ = [
+    "Call",
+    "Given",
+    "Named",
+    "Policy",
+    "Reads",
+    "Region",
+    "named",
+    "never",
+    "policy_of",
+    "recomputed",
+    "repeatable",
+    "saveable",
+    "saving",
+    "worth_saving",
+]

@@ -2,17 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeAlias
+import inspect
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch.nn import Module
 from torch.nn.modules.batchnorm import _NormBase
+from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
-__all__ = ["Policy", "never", "repeatable", "saveable", "worth_saving"]
+__all__ = [
+    "Call",
+    "Given",
+    "Named",
+    "Policy",
+    "named",
+    "never",
+    "policy_of",
+    "repeatable",
+    "saveable",
+    "saving",
+    "worth_saving",
+]
 
-Policy: TypeAlias = Callable[[Any, int, tuple[Any, ...]], bool]
-"""From an operator, how often the region has called it before, and its arguments, to whether its outputs are saved."""
+
+class Call(NamedTuple):
+    """One call of an operator in a region."""
+
+    operator: Any
+    number: int  # how often the region has called it before
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    outputs: Any
+
+
+Policy: TypeAlias = Callable[[Call], bool]
+"""From a call of an operator to whether its outputs are saved."""
+Given: TypeAlias = Callable[..., Any] | Collection[Any]
+"""A policy as `torch.utils.checkpoint.create_selective_checkpoint_contexts` takes one."""
 
 _aten = torch.ops.aten
 COSTLY = {
@@ -29,14 +57,90 @@ COSTLY = {
 """Matrix products, convolutions and attention: their time is large beside the bytes of their outputs."""
 
 
-def never(operator: Any, number: int, arguments: tuple[Any, ...]) -> bool:
+def never(call: Call) -> bool:
     """Save nothing: all of the region is recomputed."""
     return False
 
 
-def worth_saving(operator: Any, number: int, arguments: tuple[Any, ...]) -> bool:
+def worth_saving(call: Call) -> bool:
     """Save the outputs of matrix products, convolutions and attention."""
-    return operator in COSTLY
+    return call.operator in COSTLY
+
+
+SAVED = {policy for policy in CheckpointPolicy if not policy.name.endswith("RECOMPUTE")}
+_has_output = "op_output" in inspect.signature(SelectiveCheckpointContext).parameters
+
+
+def policy_of(given: Given) -> Policy:
+    """Return the policy for one as `torch.utils.checkpoint.create_selective_checkpoint_contexts` takes it.
+
+    Parameters
+    ----------
+    given : collection of torch.ops operators, or callable
+        The operators whose outputs are saved, or a function ``(ctx, op, *args, **kwargs)`` that returns a
+        `torch.utils.checkpoint.CheckpointPolicy` or a bool.  It is called in forward only.  Outputs with a policy for
+        the CPU are saved; the plan says whether they are offloaded.
+
+    Raises
+    ------
+    TypeError
+        If it is neither, or if the function returns anything else.
+    """
+    if not callable(given):
+        return _policy_of_operators(given)
+
+    def policy(call: Call) -> bool:
+        more = {"op_output": call.outputs} if _has_output else {}
+        context = SelectiveCheckpointContext(is_recompute=False, **more)
+        found = given(context, call.operator, *call.args, **call.kwargs)
+        if not isinstance(found, bool | CheckpointPolicy):
+            raise TypeError(
+                f"The policy for recompute returned {found!r} for {call.operator}; expected a CheckpointPolicy."
+            )
+        return found if isinstance(found, bool) else found in SAVED
+
+    return policy
+
+
+def _policy_of_operators(given: Any) -> Policy:
+    expected = "expected operators such as torch.ops.aten.mm.default, or a function (ctx, op, *args, **kwargs)"
+    if not isinstance(given, Collection) or isinstance(given, str):
+        raise TypeError(f"recompute is {given!r}; {expected}.")
+    for operator in given:
+        if not isinstance(operator, torch._ops.OpOverload):
+            raise TypeError(f"recompute has {operator} of type {type(operator).__name__}; {expected}.")
+    operators = frozenset(given)
+    return (lambda call: call.operator in operators) if operators else never
+
+
+def named(operator: Any, number: int) -> str:
+    """Return the name of a call of an operator, which the region has called so often before: ``aten.mm.default#0``."""
+    return f"{operator}#{number}"
+
+
+class Named:
+    """Save the outputs of the operators with given names; see `named`.  An operator that does not run is left out."""
+
+    def __init__(self, names: Collection[str]) -> None:
+        self.names = frozenset(names)
+        self._numbers = defaultdict[str, set[int]](set)
+        for name in self.names:
+            operator, _, number = name.rpartition("#")
+            self._numbers[operator].add(int(number))
+        self._known: dict[Any, Collection[int]] = {}  # by operator, as its name takes some time
+
+    def __call__(self, call: Call) -> bool:
+        """Return whether the outputs are saved."""
+        numbers = self._known.get(call.operator)
+        if numbers is None:
+            numbers = self._known[call.operator] = self._numbers.get(str(call.operator), ())
+        return call.number in numbers
+
+
+def saving(names: Iterable[str]) -> Policy:
+    """Return the policy that saves the outputs of the operators with given names."""
+    found = tuple(names)
+    return Named(found) if found else never
 
 
 def saveable(operator: Any) -> bool:

@@ -14,18 +14,20 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any, TypeAlias, TypeVar
 
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from .._torch import DispatchMode, version_of, versions_shared
-from .policy import Policy, never, saveable
+from .policy import Call, Policy, never, saveable
 
 __all__ = ["Reads", "Region", "recomputed"]
 
 T = TypeVar("T")
 Key = tuple[Any, int]  # an operator, and how often the region has called it before
+Timed: TypeAlias = Callable[[Any, int, Callable[[], Any]], Any]
 
 
 def _keep(tensor: Tensor) -> Any:
@@ -69,6 +71,9 @@ class Region:
         and the tensor again; or None if it was written to in the meantime.  Without them the tensors are kept.
     reads : Reads, optional
         What recomputations of earlier calls read; the others are not saved.
+    timed : callable, optional
+        Runs each operator of the forward, and times it: from an operator, how often it was called before, and a
+        function that runs it, to what that returns.
     """
 
     def __init__(
@@ -77,8 +82,9 @@ class Region:
         pack: Callable[[Tensor], Any] = _keep,
         unpack: Callable[[Any], Tensor | None] = _kept,
         reads: Reads | None = None,
+        timed: Timed | None = None,
     ) -> None:
-        self.policy, self.pack, self.unpack = policy, pack, unpack
+        self.policy, self.pack, self.unpack, self.timed = policy, pack, unpack, timed
         self.reads = Reads() if reads is None else reads
         self.saved: dict[Key, Any] = {}  # the outputs of an operator, with `_Held` in place of tensors
         self.used: set[Key] = set()
@@ -121,9 +127,12 @@ class _Mode(_Base):  # type: ignore[misc]
 
 class _Saving(_Mode):
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        outputs = operator(*args, **(kwargs or {}))
-        key, region = self.key(operator), self.region
-        if saveable(operator) and region.policy(operator, key[1], args) and key in region.reads:
+        key, region, kwargs = self.key(operator), self.region, kwargs or {}
+        if region.timed is None:
+            outputs = operator(*args, **kwargs)
+        else:
+            outputs = region.timed(*key, partial(operator, *args, **kwargs))
+        if saveable(operator) and key in region.reads and region.policy(Call(*key, args, kwargs, outputs)):
             with versions_shared():  # an alias, as the tensor itself refers to the graph, and the graph to the region
                 region.saved[key] = _mapped(Tensor, lambda of: _Held(region.pack(of.detach())), outputs)
         return outputs

@@ -1,0 +1,69 @@
+"""Time the operators of recomputed groups on the device."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+
+from .._torch import tree_leaves
+from ..device.base import Backend, StreamEvent
+from ..planner import OperatorCost
+from ..recompute import named, saveable
+from .metering import current_stream
+
+__all__ = ["OperatorTimes"]
+
+
+class _Run(NamedTuple):
+    name: str
+    begun: StreamEvent
+    ended: StreamEvent
+    nbytes: int  # of outputs that can be saved
+
+
+class OperatorTimes:
+    """Times each operator in the forward of the groups that are recomputed in one pass, with two events each."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._runs: dict[int, list[_Run]] = {}  # by group
+
+    def of(self, group: int) -> Callable[[Any, int, Callable[[], Any]], Any]:
+        """Return a function that runs an operator of a group, which has run so often before, and times it."""
+        if group in self._runs:  # only its first call is timed
+            return lambda operator, number, run: run()
+        runs, backend = self._runs.setdefault(group, []), self._backend
+
+        def timed(operator: Any, number: int, run: Callable[[], Any]) -> Any:
+            stream = current_stream(backend)
+            begun = backend.record_timed(stream)
+            outputs = run()
+            ended = backend.record_timed(stream)
+            nbytes = sum(of.nbytes for of in tree_leaves(outputs) if isinstance(of, torch.Tensor))
+            runs.append(_Run(named(operator, number), begun, ended, nbytes if saveable(operator) else 0))
+            return outputs
+
+        return timed
+
+    def costs(self) -> dict[int, list[OperatorCost]]:
+        """Return the operators of each group in the order in which they ran.
+
+        Groups that run the same operators with outputs of the same sizes take the same time: the median.
+        """
+        elapsed = self._backend.elapsed
+        alike: dict[tuple[tuple[str, int], ...], list[int]] = defaultdict(list)
+        for group, runs in self._runs.items():
+            alike[tuple((run.name, run.nbytes) for run in runs)].append(group)
+        found = {}
+        for operators, groups in alike.items():
+            times = [[elapsed(run.begun, run.ended) for run in self._runs[group]] for group in groups]
+            costs = [
+                OperatorCost(name, max(median(of), 0.0), nbytes)
+                for (name, nbytes), of in zip(operators, zip(*times, strict=True), strict=True)
+            ]
+            found.update(dict.fromkeys(groups, costs))
+        return found

@@ -1,0 +1,135 @@
+"""The ways to run a group: without recomputation, and recomputed with more or fewer outputs of operators saved."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from ..schedule.costs import LayerCost, Saved
+
+__all__ = ["OperatorCost", "Variant", "variants", "worth_saving"]
+
+COSTLY = 4.0  # times the time for each byte of operators that only read and write memory
+CHEAP = 0.25  # of the bytes are outputs of such operators, at least
+STEPS = 4  # into which the outputs that are worth saving are divided
+
+
+@dataclass(frozen=True, slots=True)
+class OperatorCost:
+    """One operator of a recomputed group.
+
+    Parameters
+    ----------
+    name : str
+        The operator, and how often the group has called it before, as ``aten.mm.default#2``.
+    seconds : float
+        Time of the device.
+    nbytes : int
+        Bytes of its outputs; 0 if they cannot be saved.
+    """
+
+    name: str
+    seconds: float
+    nbytes: int
+
+    @property
+    def density(self) -> float:
+        """Seconds that a saved byte is worth."""
+        return self.seconds / self.nbytes if self.nbytes else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One way to run a group.
+
+    Parameters
+    ----------
+    cost : LayerCost
+        What it costs.
+    saves : tuple of str, optional
+        Names of the operators whose outputs are saved where the group is recomputed; empty if all of it is run again.
+        None for a group that is not recomputed.
+    """
+
+    cost: LayerCost
+    saves: tuple[str, ...] | None = None
+
+
+def worth_saving(operators: Sequence[OperatorCost]) -> tuple[str, ...]:
+    """Return the operators that take much time for the bytes of their outputs.
+
+    These are matrix products, convolutions and attention; the others only read and write memory.
+    """
+    known = sorted((of for of in operators if of.nbytes), key=lambda of: of.density)
+    left, floor = CHEAP * sum(of.nbytes for of in known), 0.0
+    for of in known:
+        floor = of.density
+        left -= of.nbytes
+        if left <= 0:
+            break
+    return tuple(of.name for of in operators if of.nbytes and of.density >= COSTLY * floor > 0)
+
+
+def variants(plain: LayerCost, recomputed: LayerCost, operators: Sequence[OperatorCost]) -> tuple[Variant, ...]:
+    """Return the ways to run a group, from the most bytes saved to none.
+
+    Parameters
+    ----------
+    plain : LayerCost
+        The group without recomputation.
+    recomputed : LayerCost
+        The group when it was recomputed, and the outputs of all of `operators` were saved.
+    operators : sequence of OperatorCost
+        The operators whose outputs are worth saving.
+
+    Notes
+    -----
+    The outputs that take the least time for their bytes are run again first.  An output that is not saved is allocated
+    for a time in forward, and again in backward: at most as long as both take.
+    """
+    dense = sorted(operators, key=lambda of: -of.density)
+    found = [Variant(plain), Variant(recomputed, tuple(of.name for of in dense))]
+    for number in _steps([of.nbytes for of in dense]):
+        again = dense[number:]
+        cost = _without(recomputed, again)
+        if not number:  # run without dispatch modes
+            host = plain.host_forward, plain.host_forward + plain.host_backward
+            cost = replace(cost, forward=plain.forward, host_forward=host[0], host_backward=host[1])
+        found.append(Variant(cost, tuple(of.name for of in dense[:number])))
+    return tuple(found)
+
+
+def _steps(sizes: Sequence[int]) -> Iterator[int]:
+    """Yield how many outputs are saved, from all but some to none, at about equal distances of bytes."""
+    before, total = len(sizes), sum(sizes)
+    for step in range(1, STEPS):
+        until, number = total * (STEPS - step) / STEPS, 0
+        while number < len(sizes) and until >= sizes[number]:
+            until -= sizes[number]
+            number += 1
+        if 0 < number < before:
+            yield number
+            before = number
+    if sizes:
+        yield 0
+
+
+def _without(cost: LayerCost, again: Sequence[OperatorCost]) -> LayerCost:
+    """Return the cost of a group in which some outputs are run again instead of saved."""
+    less, saved, gone = Counter(of.nbytes for of in again), list[Saved](), 0
+    backward = cost.backward + sum(of.seconds for of in again)
+    scale = cost.backward / backward if backward else 1.0
+    for each in cost.saved:
+        if less[each.nbytes]:
+            less[each.nbytes] -= 1
+            gone += each.nbytes
+        else:
+            saved.append(replace(each, needed_at=each.needed_at * scale))
+    return replace(
+        cost,
+        backward=backward,
+        saved=tuple(saved),
+        forward_temporary=cost.forward_temporary + gone,
+        backward_temporary=cost.backward_temporary + gone,
+    )

@@ -1,0 +1,122 @@
+"""Which outputs of operators are saved is chosen from their measured times, in virtual time."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from test_memory_budget import peaks
+from timed_device import Timed, offload, seconds, step
+from torch import nn
+
+MIB = 2**20
+DEVICES: list[Timed] = []  # the one that runs the operators comes last
+
+
+@torch.library.custom_op("actoffload_tests::work", mutates_args=())
+def work(x: torch.Tensor, forward: float, backward: float, nbytes: int) -> torch.Tensor:
+    """Take virtual seconds and return so many bytes; the backward needs the output."""
+    DEVICES[-1].compute(forward)
+    return DEVICES[-1].count(torch.full((nbytes // 4,), float(x.flatten()[0])))
+
+
+@work.register_fake
+def _(x, forward, backward, nbytes):
+    return x.new_empty((nbytes // 4,))
+
+
+def _save(ctx, inputs, output):
+    ctx.save_for_backward(output)
+    ctx.shape, ctx.seconds = inputs[0].shape, inputs[2]
+
+
+def _backward(ctx, grad):
+    (output,) = ctx.saved_tensors
+    DEVICES[-1].compute(ctx.seconds)
+    return grad.new_full(ctx.shape, float(output[0]) * 1e-3), None, None, None
+
+
+work.register_autograd(_backward, setup_context=_save)
+
+
+class Block(nn.Module):
+    """Two operators whose outputs are worth saving, and two that only fill memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, x):
+        attended = work(x * self.scale, 0.4, 0.8, MIB)
+        wide = work(attended, 0.02, 0.04, 4 * MIB)
+        product = work(wide, 0.4, 0.8, 2 * MIB)
+        wide = work(product, 0.02, 0.04, 4 * MIB)
+        return x + wide[: x.numel()].view(x.shape)
+
+
+class Blocks(nn.Module):
+    def __init__(self, count=10):
+        super().__init__()
+        self.blocks = nn.ModuleList([Block() for _ in range(count)])
+        self.skipped = set()
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def make(link, budget, **more):
+    device = Timed(link, link, memory=2**40)
+    DEVICES.append(device)
+    model = Blocks()
+    return device, model, offload(model, device, memory_budget=budget, min_bytes=2**16, **more)
+
+
+def gradients(model):
+    model.zero_grad()
+    x = torch.linspace(0.5, 1.0, 4).requires_grad_()
+    model(x).sum().backward()
+    return [x.grad, *(weight.grad.clone() for weight in model.parameters())]
+
+
+@pytest.mark.parametrize("link", [1e6, 3e6])
+@pytest.mark.parametrize("budget", [24 * MIB, 32 * MIB])
+def test_costly_operators_are_saved_and_the_others_run_again(link, budget):
+    device, model, handle = make(link, budget)
+    assert max(peaks(model, device, 16)) <= budget, "in the passes that are measured, too"
+    plan = handle.plan
+    assert plan.recomputed
+    for k in plan.recomputed:
+        assert len(plan.saves[k]) <= 2
+        assert {name.partition("#")[0] for name in plan.saves[k]} <= {"actoffload_tests.work.default"}
+        assert set(plan.saves[k]) <= {"actoffload_tests.work.default#0", "actoffload_tests.work.default#2"}
+    assert plan.peak_bytes <= budget
+    assert seconds(model, device) == pytest.approx(plan.seconds, rel=0.01)
+    (peak,) = set(peaks(model, device, 3))
+    assert peak <= plan.peak_bytes
+    assert peak >= 0.9 * plan.peak_bytes
+    handle.remove()
+
+
+def test_a_slower_link_saves_less():
+    numbers, budget = [], 18 * MIB
+    for link in (2e5, 3e6):
+        _, model, handle = make(link, budget)
+        for _ in range(14):
+            step(model)
+        saves = [of for of in handle.plan.saves if of is not None]
+        numbers.append(sum(map(len, saves)) / len(saves))
+        assert handle.plan.peak_bytes <= budget
+        handle.remove()
+    assert numbers[0] < numbers[1]
+
+
+def test_bits_are_those_without_offload_in_each_step():
+    DEVICES.append(Timed(2e6, 2e6, memory=2**40))
+    torch.manual_seed(0)
+    want = gradients(Blocks())
+    _, model, handle = make(2e6, 24 * MIB)
+    for _ in range(14):
+        for a, b in zip(gradients(model), want, strict=True):
+            assert torch.equal(a, b)
+    assert handle.plan.recomputed
