@@ -159,7 +159,31 @@ def test_the_frontier_of_a_measured_model():
     text = str(found)
     assert "x no offload" in text
     assert "present plan" in text
-    assert text.count("MiB") == 2 * (len(found.plans) + 1)
+    assert text.count("MiB") == 3 * (len(found.plans) + 1)
+
+
+def test_the_frontier_of_a_measured_model_with_recomputation():
+    device = Timed(3e5, 3e5, memory=2**40)
+    model = TimedModel(device, 12)
+    handle = offload(model, device, memory_budget=24 * MIB)
+    for _ in range(12):
+        step(model)
+    found = handle.frontier()
+    of_peak, times = [plan.peak_bytes for plan in found.plans], [plan.seconds for plan in found.plans]
+    assert of_peak == sorted(of_peak)
+    assert times == sorted(times, reverse=True)
+    assert of_peak[0] < 12 * MIB
+    assert of_peak[-1] >= 40 * MIB
+    assert found.plans[0].recomputed
+    assert not found.plans[-1].recomputed
+    for plan in found.plans[::3]:
+        other = TimedModel(device, 12)
+        repeated = offload(other, device, layers=None, plan=plan)
+        step(other)
+        (peak,) = peaks(other, device, 1)
+        assert 0.97 * plan.peak_bytes <= peak <= plan.peak_bytes
+        assert seconds(other, device) == pytest.approx(plan.seconds, rel=0.01)
+        repeated.remove()
 
 
 def test_the_figure_of_a_frontier():

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from math import inf
@@ -92,7 +92,7 @@ class FirstSteps:
         self.times: StepTimes | None = None
         self._bare_peak = 0  # bytes of device memory without offloading
         self._choose_among: partial[GroupPlan] | None = None
-        self._search_frontier: Callable[..., tuple[GroupPlan, ...]] | None = None
+        self._search_frontier: partial[tuple[GroupPlan, ...]] | None = None
 
     def run(self, *, warm: bool) -> Script:
         """Yield what the next pass is for, get it when it is over, and return a plan; see [Note: the first steps].
@@ -195,7 +195,8 @@ class FirstSteps:
         among = partial(choose, names, layers, link, host_seconds=each, host_caution=HOST_CAUTION)
         among = partial(among, limit=self.limit, tolerance=FREE if self._budget is None else TOLERANCE)
         self._choose_among = among
-        self._search_frontier = partial(frontier, names, layers, link, host_seconds=each, host_caution=HOST_CAUTION)
+        ways = [(Variant(layer),) for layer in layers]
+        self._search_frontier = partial(frontier, names, ways, link, host_seconds=each, host_caution=HOST_CAUTION)
         plan = among()
         device = sum(layer.forward + layer.backward + layer.gap_forward + layer.gap_backward for layer in layers)
         tensors = sum(len(layers[k].saved) for k in plan.offloaded)
@@ -239,6 +240,8 @@ class FirstSteps:
             for key, own, cost in zip(again.sequence, at_the_pace_of(costs, layers), costs, strict=True)
         ]
         self._choose_among = partial(choose_recomputed, names, ways, link, **self._choose_among.keywords)
+        assert self._search_frontier is not None
+        self._search_frontier = partial(frontier, names, ways, link, **self._search_frontier.keywords)
         found: GroupPlan = self._choose_among()
         self.planning += time.perf_counter() - begun
         self.recompute = {again.sequence[k].group: saving(found.saves[k] or ()) for k in found.recomputed}

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..schedule.costs import LayerCost, Link
+from ..schedule.costs import Link
 from ..schedule.plan import Plan
 from ..schedule.simulate import simulate
 from .group_plan import GroupPlan
-from .search import choose
+from .recomputation import choose_recomputed
+from .variants import Variant
 
 __all__ = ["frontier"]
 
 
 def frontier(
     names: Sequence[str],
-    layers: Sequence[LayerCost],
+    groups: Sequence[Sequence[Variant]],
     link: Link,
     *,
     host_seconds: float = 0.0,
@@ -26,23 +27,23 @@ def frontier(
 
     Parameters
     ----------
-    names, layers, link, host_seconds, host_caution
-        As in `choose`.
+    names, groups, link, host_seconds, host_caution
+        As in `choose_recomputed`.
     points : int
         Number of limits of device memory, at equal distances, for which a plan is searched.
 
     Examples
     --------
-    >>> from actoffload.planner import frontier
+    >>> from actoffload.planner import Variant, frontier
     >>> from actoffload.schedule import LayerCost, Link
-    >>> layers = [LayerCost.even(2**30, forward=0.010, backward=0.020)] * 4
-    >>> for plan in frontier(["a", "b", "c", "d"], layers, Link(d2h=5e10, h2d=5e10), points=3):
+    >>> group = (Variant(LayerCost.even(2**30, forward=0.010, backward=0.020)),)
+    >>> for plan in frontier(["a", "b", "c", "d"], [group] * 4, Link(d2h=5e10, h2d=5e10), points=3):
     ...     print(f"{plan.peak_bytes / 2**30:.2f} GiB {plan.seconds * 1e3:.0f} ms")
     1.00 GiB 170 ms
     2.00 GiB 134 ms
     3.00 GiB 120 ms
     """
-    keep = Plan(len(names))
+    keep, layers = Plan(len(names)), [group[0].cost for group in groups]
     without = simulate(keep, layers, link)
     kept = GroupPlan(
         tuple(names),
@@ -55,7 +56,7 @@ def frontier(
     )
 
     def search(limit: int | None) -> GroupPlan:
-        return choose(names, layers, link, limit=limit, host_seconds=host_seconds, host_caution=host_caution)
+        return choose_recomputed(names, groups, link, limit=limit, host_seconds=host_seconds, host_caution=host_caution)
 
     leanest, free = search(0), search(None)
     assert leanest.peak_bytes is not None

@@ -38,7 +38,7 @@ class Frontier(Printable):
     def _content(self) -> tuple[Sequence[Table], Sequence[str]]:
         rows = [self._row(plan, "") for plan in self.plans]
         rows.append(self._row(self.present, "present plan"))
-        header = "", "peak", "forward and backward", "x no offload", "groups", "offloaded"
+        header = "", "peak", "forward and backward", "x no offload", "offloaded", "recomputed"
         return [Table(header, tuple(rows), left=1)], []
 
     @staticmethod
@@ -49,8 +49,8 @@ class Frontier(Printable):
             "-" if plan.peak_bytes is None else mebibytes(plan.peak_bytes),
             "-" if seconds is None else milliseconds(seconds),
             "-" if seconds is None or not baseline else f"{seconds / baseline:.3f}",
-            str(len(plan.offloaded)),
             mebibytes(plan.offloaded_bytes),
+            mebibytes(sum(plan.recomputed_nbytes)),
         )
 
     def plot(self, ax: Axes | None = None) -> Axes:
