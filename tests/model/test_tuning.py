@@ -38,7 +38,7 @@ def test_stages(layers):
 def test_stages_where_nothing_is_free():
     device = Timed(1e5, 1e5, memory=2**40)
     handle = offload(model := TimedModel(device), device)
-    assert stages(handle, lambda: step(model), 7) == [*ALL[:4], "NONE", "NONE", ""]
+    assert stages(handle, lambda: step(model), 7) == [*ALL[:4], "WARM", "NONE", ""]
     assert handle.plan.seconds == handle.plan.baseline_seconds == pytest.approx(24)
     assert device.synchronized <= 2
 
@@ -68,8 +68,10 @@ def test_what_travels_for_free_is_offloaded(link, offloaded):
     handle.reset_statistics()
     step(model)
     assert handle.plan.offloaded == tuple(range(offloaded))
-    assert handle.statistics().bytes_offloaded == offloaded * 4 * MIB
-    assert handle.statistics().reloaded_on_demand == 0
+    statistics = handle.statistics()
+    assert statistics.bytes_offloaded == offloaded * 4 * MIB
+    assert statistics.reloaded_on_demand == 0
+    assert offloaded * 4 * MIB <= statistics.host_bytes <= 1.05 * offloaded * 4 * MIB, "the first passes needed more"
 
 
 def test_of_equally_fast_plans_the_one_with_the_smallest_peak():

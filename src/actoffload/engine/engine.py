@@ -84,10 +84,10 @@ class Engine:
                 host_bytes_high_water=sum(pool.high_water for pool in pools),
             )
 
-    def trim(self) -> int:
-        """Free the host memory that no saved tensor uses; return the bytes freed."""
+    def trim(self, keep: int = 0) -> int:
+        """Free the host memory that no saved tensor uses, but for `keep` bytes a device; return the bytes freed."""
         with self.lock:
-            return sum(transfers.pool.trim() for transfers in self._transfers.values())
+            return sum(transfers.pool.trim(keep) for transfers in self._transfers.values())
 
     def close(self) -> None:
         """Free the host memory; buffers of passes in flight are freed with them."""

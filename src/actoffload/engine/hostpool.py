@@ -78,11 +78,14 @@ class HostPool:
         with self.slabs.lock:
             self.slabs.settle()
 
-    def trim(self) -> int:
-        """Free slabs without a used byte, as many as there are free bytes in `bytes_held`; return the bytes freed."""
+    def trim(self, keep: int = 0) -> int:
+        """Free slabs without a used byte, as many as there are free bytes in `bytes_held`; return the bytes freed.
+
+        At least `keep` bytes stay, if so many are held.
+        """
         with self.slabs.lock:
             self.slabs.settle()
-            freed = self.slabs.trim(self._account)
+            freed = self.slabs.trim(self._account, keep)
         self._backend.release_host()
         return freed
 

@@ -178,13 +178,16 @@ class Slabs:
                 account.held += part
                 nbytes -= part
 
-    def trim(self, account: Account) -> int:
-        """Free slabs without a used byte, as many as an account has free bytes for; return the bytes freed."""
+    def trim(self, account: Account, keep: int = 0) -> int:
+        """Free slabs without a used byte, as many as an account has free bytes for; return the bytes freed.
+
+        So many bytes as `keep` says stay with the account.
+        """
         self._dissolve()
         unused = [s for s in self._free.segments if s.nbytes == self._slabs[s.slab].numel()]
         before = account.held
         for segment in sorted(unused, key=lambda s: -s.nbytes):
-            if segment.nbytes <= account.free:
+            if segment.nbytes <= min(account.free, account.held - keep):
                 self._remove(segment.slab, account)
         return before - account.held
 

@@ -86,6 +86,8 @@ class FirstSteps:
         self.adopts = False  # groups are offloaded with what was saved before them
         self.limit: int | None = None  # bytes of device memory
         self.size = 0  # elements of the inputs
+        self._in_flight = 1  # passes
+        self.host_bytes: int | None = None  # to which the host memory is to be reduced now
         self.least_size = 0  # fewest elements for which hooks cost nothing
         self.planning = 0.0  # seconds
         self.recompute: Mapping[int, Policy] = {}  # by group, in the present stage, and in the end in the plan
@@ -102,6 +104,7 @@ class FirstSteps:
         if not warm:
             yield from _next(Stage.FIRST)
         lean = yield from _next(Stage.LEAN)
+        self._in_flight = 1 + lean.waiting
         memory = bare = None
         if self._fits_bare(lean):
             memory = yield from _next(Stage.MEMORY)
@@ -113,14 +116,14 @@ class FirstSteps:
             if self._policies and not self._is_free(plan):
                 plan = yield from self._recomputed(plan)
                 self.roles = RolesOfPlan(self._groups, plan)
-            yield from _next(Stage.PLAN)
+            yield from self._trimming(Stage.PLAN, plan)
             timed = [(yield from _next(Stage.PLAN)), (yield from _next(Stage.PLAN))]
             timed[-1].wait(self._backend)
             plan = replace(plan, seconds=self._fastest(timed)) if plan.seconds is not None else plan
             self.roles = RolesOfPlan(self._groups, plan)
             return plan
         if not plan.offloaded:
-            without = [bare, (yield from _next(Stage.NONE)), (yield from _next(Stage.NONE))]
+            without = [bare, (yield from self._trimming(Stage.WARM, plan)), (yield from _next(Stage.NONE))]
             without[-1].wait(self._backend)
             plan = self._timed(plan, self._fastest(without))
             self.roles = RolesOfPlan(self._groups, plan)
@@ -129,10 +132,17 @@ class FirstSteps:
         # device gets slower when it gets warm.
         yield from _next(Stage.PLAN)
         offloaded = [(yield from _next(Stage.PLAN)), (yield from _next(Stage.PLAN))]
-        yield from _next(Stage.WARM)
+        yield from self._trimming(Stage.WARM, plan)
         plan = self._compare(plan, offloaded, [bare, (yield from _next(Stage.NONE))])
         self.roles = RolesOfPlan(self._groups, plan)
         return plan
+
+    def _trimming(self, stage: Stage, plan: GroupPlan) -> Generator[Stage, TimedPass, TimedPass]:
+        """Yield a stage that warms up, and let its pass begin with freeing host memory that the plan does not need."""
+        self.host_bytes = plan.offloaded_bytes * self._in_flight
+        timed = yield from _next(stage)
+        self.host_bytes = None
+        return timed
 
     def frontier(self) -> tuple[GroupPlan, ...]:
         """Return the plans that are worth having; none if the costs are not known."""

@@ -167,6 +167,8 @@ class Tuner:
         assert stage is not None
         if self._unfinished >= UNFINISHED or not (stage in LEAN or self._measuring.fits(elements)):
             stage = Stage.FIRST
+        if self._measuring.host_bytes is not None:
+            self._engine.trim(keep=self._measuring.host_bytes)
         timed = self._time(stage, elements)
         if stage in BY_GROUP:
             memory = stage not in (Stage.BARE, Stage.BARE_AGAIN)
