@@ -82,7 +82,7 @@ def train(limit=None, offloading=False, **how):
             optimizer.step()
             optimizer.zero_grad()
 
-        peak = measure_peak(step, warmup=2 if reference else 13)  # the first steps measure
+        peak = measure_peak(step, warmup=2 if reference else 14)  # the first steps measure
         seconds = median(measure_step_times({"": step}, repeats=1 if reference else 5, warmup=0)[""])
         if handle is None:
             return Run(peak, seconds)
