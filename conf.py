@@ -33,6 +33,7 @@ extensions = [
     "recordings",
     "python_refs",
     "schedule_figures",
+    "budget_figures",
 ]
 exclude_patterns = [
     "_*",

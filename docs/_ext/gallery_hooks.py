@@ -11,6 +11,8 @@ MB = 1e6  # sphinx-gallery prints the number followed by "MB"
 ORDER = (
     # Whole models, with one line.
     "never_slower.py",
+    "fit_a_budget.py",
+    "keep_offload_recompute.py",
     "hugging_face_llama.py",
     "not_freed.py",
     "offload_beside_checkpointing.py",

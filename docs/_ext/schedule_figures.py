@@ -8,10 +8,10 @@ written from the simulation.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import matplotlib
 from docutils import nodes
@@ -32,6 +32,9 @@ from actoffload.schedule import (
     Simulation,
     simulate,
 )
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 LAYERS = 5
 MIB, GIB = 2**20, 2**30
@@ -127,41 +130,56 @@ def describe(result: Simulation) -> str:
     )
 
 
-def draw(name: str, folder: Path) -> Drawn:
-    """Write the SVG files of a figure into a folder."""
+def write(title: str, folder: Path, plot: Callable[[], Figure]) -> dict[str, Path]:
+    """Write the SVG files of a figure into a folder, one for each colour scheme; return them by scheme."""
     matplotlib.use("agg")
     from matplotlib import pyplot
 
-    result = simulate(FIGURES[name](), [COST] * LAYERS, LINK)
     folder.mkdir(parents=True, exist_ok=True)
-    files = {page: folder / f"schedule-{name}-{page}.svg" for page in INK}
+    files = {page: folder / f"{title}-{page}.svg" for page in INK}
     for page, file in files.items():
         # Reset to the defaults of matplotlib: examples of the gallery run in this process and may change settings.
         with matplotlib.rc_context({**matplotlib.rcParamsDefault, **style(INK[page]), "backend": "agg"}):
-            figure = plot_step(result.timeline)
+            figure = plot()
             figure.savefig(file, metadata={"Date": None})
             pyplot.close(figure)
-    return Drawn(files, describe(result))
+    return files
 
 
-class ScheduleFigure(SphinxDirective):
-    """``{schedule-figure} NAME`` with the caption as its content."""
+def draw(name: str, folder: Path) -> Drawn:
+    """Write the SVG files of a schedule into a folder."""
+    result = simulate(FIGURES[name](), [COST] * LAYERS, LINK)
+    return Drawn(write(f"schedule-{name}", folder, lambda: plot_step(result.timeline)), describe(result))
+
+
+class DrawnFigure(SphinxDirective):
+    """``{KIND-figure} NAME`` with the caption as its content; a subclass says which figures there are."""
 
     required_arguments = 1
     has_content = True
     option_spec = {"name": directives.unchanged}
+    kind: str
+    names: Collection[str]
+
+    def draw(self, name: str, folder: Path) -> Drawn:
+        """Write the files of a figure into a folder."""
+        raise NotImplementedError
+
+    def sources(self) -> Sequence[Path]:
+        """Return the files that the figures depend on."""
+        raise NotImplementedError
 
     def run(self) -> list[nodes.Node]:
         """Draw the figure and return its nodes."""
         name = self.arguments[0]
-        if name not in FIGURES:
-            raise self.error(f"There is no schedule figure {name!r}; expected one of {', '.join(FIGURES)}.")
+        if name not in self.names:
+            raise self.error(f"There is no {self.kind} figure {name!r}; expected one of {', '.join(self.names)}.")
         if not self.content:
-            raise self.error(f"The schedule figure {name!r} has no caption; write one as the directive's text.")
-        for file in (Path(__file__), *sources()):
+            raise self.error(f"The {self.kind} figure {name!r} has no caption; write one as the directive's text.")
+        for file in (Path(__file__), *self.sources()):
             self.env.note_dependency(str(file))
-        drawn = draw(name, Path(self.env.doctreedir) / "schedule_figures")
-        figure = nodes.figure(classes=["schedule-figure"])
+        drawn = self.draw(name, Path(self.env.doctreedir) / f"{self.kind}_figures")
+        figure = nodes.figure(classes=[f"{self.kind}-figure"])
         # Separate from the caption: the theme hides a caption that follows the image of the other colour scheme.
         images = nodes.container()
         figure += images
@@ -174,6 +192,21 @@ class ScheduleFigure(SphinxDirective):
         self.set_source_info(figure)
         self.add_name(figure)
         return [figure]
+
+
+class ScheduleFigure(DrawnFigure):
+    """``{schedule-figure} NAME``."""
+
+    kind = "schedule"
+    names = FIGURES
+
+    def draw(self, name: str, folder: Path) -> Drawn:
+        """Write the files of a schedule into a folder."""
+        return draw(name, folder)
+
+    def sources(self) -> Sequence[Path]:
+        """Return the files of the library that the figures depend on."""
+        return sources()
 
 
 def setup(app: Sphinx) -> dict[str, Any]:
