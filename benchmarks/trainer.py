@@ -3,7 +3,8 @@
 One run trains a model without offload, then with `offload(model)`, which measures and decides in its first steps, then
 without again: the two parts without are compared with each other, too, and their difference is the noise.  A host may
 be a third slower in one process than in the next, which says nothing about offloading; so these parts share a run.
-Checkpointing has a run of its own.
+Checkpointing has a run of its own, which comes first.  Long sequences then have another part, with
+`offload(model, memory_budget=...)`: the peak with checkpointing and 3 %.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from transformers.trainer_callback import PrinterCallback
 import actoffload
 from actoffload.measure import MemoryMeter
 
-METHODS = (NOTHING, OURS, CHECKPOINT, AGAIN)
+BUDGET = "budget"
+METHODS = (NOTHING, OURS, BUDGET, CHECKPOINT, AGAIN)
 """The arms of a round, in their order."""
 _NEW, _OLD = "activation_checkpointing", "gradient_checkpointing"
 CHECKPOINTING = _NEW if _NEW in TrainingArguments.__dataclass_fields__ else _OLD
@@ -54,6 +56,8 @@ class Training:
     warm_up: int = 3
     measuring: int = 9
     steps: int = 12
+    budget_tokens: int = 4096
+    more: float = 1.03
 
     def model(self) -> LlamaForCausalLM:
         """Return a model with random weights in float32."""
@@ -71,7 +75,7 @@ class Training:
 
 
 FULL = Training()
-REHEARSAL = Training(6, 128, 256, 4, 2, 128, (1024, 64), rounds=(1, 1), steps=3)
+REHEARSAL = Training(6, 128, 256, 4, 2, 128, (1024, 64), rounds=(1, 1), steps=3, budget_tokens=1024)
 """The same, small enough for the reference device; never published."""
 
 
@@ -96,6 +100,7 @@ class Part:
     steps: int
     begin: Callable[[], object] = lambda: None  # before all of them
     measure: Callable[[], object] = lambda: None  # before the measured ones
+    end: Callable[[], object] = lambda: None  # behind all of them
     seconds: list[float] = field(default_factory=list)
     pass_seconds: list[float] = field(default_factory=list)
     peak_bytes: int = 0
@@ -155,6 +160,7 @@ class Parts(TrainerCallback):  # type: ignore[misc]
         part.pass_seconds = [end - start for start, end in zip(times[1::3], times[2::3], strict=True)]
         self._meter = None
         self._waiting.pop(0)
+        part.end()
         if self._waiting:
             self._begin()
 
@@ -175,29 +181,36 @@ def messages() -> Iterator[list[str]]:
         logger.setLevel(level)
 
 
-def train(settings: Training, tokens: int, device: torch.device, *, checkpoint: bool = False) -> dict[str, Any]:
+def train(
+    settings: Training, tokens: int, device: torch.device, *, checkpoint: bool = False, budget: int | None = None
+) -> dict[str, Any]:
     """Train a new model; return by method the seconds of its steps, its peak, and what was offloaded."""
     with device:  # a billion weights are slow to make on the host
         model = settings.model()
     handles: list[actoffload.OffloadHandle] = []
-    found: dict[str, Any] = {}
+    found: dict[str, dict[str, Any]] = {}
 
-    def end() -> None:
-        (handle,) = handles
-        found["bytes_offloaded"] = handle.statistics().bytes_offloaded / settings.steps
-        found.update(planned(handle.plan), report=str(handle.report()))
-        handle.remove()
+    def begin(**how: Any) -> Callable[[], object]:
+        return lambda: handles.append(actoffload.offload(model, **how))
+
+    def end(method: str) -> Callable[[], object]:
+        def ended() -> None:
+            handle = handles.pop()
+            moved = handle.statistics().bytes_offloaded / settings.steps
+            found[method] = {"bytes_offloaded": moved, **planned(handle.plan), "report": str(handle.report())}
+            handle.remove()
+
+        return ended
 
     before, steps = settings.warm_up, settings.steps
+    measured_steps = {"before": settings.measuring, "steps": steps, "measure": lambda: handles[0].reset_statistics()}
     parts = {CHECKPOINT if checkpoint else NOTHING: Part(before, steps)}
     if not checkpoint:
-        parts[OURS] = Part(
-            settings.measuring,
-            steps,
-            begin=lambda: handles.append(actoffload.offload(model)),
-            measure=lambda: handles[0].reset_statistics(),
-        )
-        parts[AGAIN] = Part(before, steps, begin=end)
+        parts[OURS] = Part(begin=begin(), end=end(OURS), **measured_steps)
+        if budget is not None:
+            how = begin(memory_budget=budget)
+            parts[BUDGET] = Part(begin=how, end=end(BUDGET), **measured_steps)
+        parts[AGAIN] = Part(before, steps)
     run = Parts(*parts.values())
     with tempfile.TemporaryDirectory() as folder, messages() as logged:
         arguments = TrainingArguments(
@@ -221,8 +234,8 @@ def train(settings: Training, tokens: int, device: torch.device, *, checkpoint: 
     trainer.accelerator.free_memory()
     names = "seconds", "pass_seconds", "peak_bytes"
     measured: dict[str, Any] = {method: {name: getattr(of, name) for name in names} for method, of in parts.items()}
-    if not checkpoint:
-        measured[OURS] |= {**found, "log": logged}
+    for method, more in found.items():
+        measured[method] |= {**more, "log": logged}
     return measured
 
 
@@ -250,7 +263,7 @@ def rows(runs: dict[int, list[dict[str, dict[str, Any]]]]) -> list[dict[str, Any
         times = [{method: median(run["seconds"]) for method, run in each.items()} for each in rounds]
         baselines = [mean((each[NOTHING], each[AGAIN])) for each in times]
         arms = []
-        for method in METHODS:
+        for method in [method for method in METHODS if method in rounds[0]]:
             ratios = [each[method] / baseline for each, baseline in zip(times, baselines, strict=True)]
             last = rounds[-1][method]
             predicted = [distances(each[method]) for each in rounds if each[method].get("predicted")]
@@ -271,6 +284,13 @@ def rows(runs: dict[int, list[dict[str, dict[str, Any]]]]) -> list[dict[str, Any
     return found
 
 
+def _free(device: torch.device) -> None:
+    """Free the memory of a run."""
+    gc.collect()  # Trainer and its parts refer to each other
+    if device.type != "cpu":
+        torch.accelerator.empty_cache()
+
+
 def measure_trainer(
     settings: Training, device: torch.device, save: Callable[[dict[str, Any]], object] = lambda data: None
 ) -> dict[str, Any]:
@@ -279,12 +299,13 @@ def measure_trainer(
     data: dict[str, Any] = {}
     for number in range(max(settings.rounds)):
         for tokens in [of for of, rounds in zip(settings.tokens, settings.rounds, strict=True) if number < rounds]:
-            done = {}
-            for checkpoint in (False, True):
-                done |= train(settings, tokens, device, checkpoint=checkpoint)
-                gc.collect()  # Trainer and its parts refer to each other
-                if device.type != "cpu":
-                    torch.accelerator.empty_cache()
+            done = train(settings, tokens, device, checkpoint=True)
+            _free(device)
+            peak = done[CHECKPOINT]["peak_bytes"]
+            done |= train(
+                settings, tokens, device, budget=int(peak * settings.more) if tokens >= settings.budget_tokens else None
+            )
+            _free(device)
             for method, of in done.items():
                 step, peak = median(of["seconds"]) * 1e3, of["peak_bytes"] / 2**30
                 print(f"  round {number + 1}, {tokens} tokens, {method}: {step:.1f} ms, {peak:.2f} GiB", flush=True)
