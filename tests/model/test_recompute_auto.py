@@ -42,10 +42,23 @@ def test_nothing_is_recomputed_where_offloading_is_free():
 
 def test_stages():
     _, model, handle = make(3e5, 20 * MIB)
-    assert stages(handle, lambda: step(model), 9) == [
-        *("FIRST", "LEAN", "FIRST_AGAIN", "AGAIN", "BARE_AGAIN"),
+    assert stages(handle, lambda: step(model), 10) == [
+        *("FIRST", "LEAN", "LEAN", "FIRST_AGAIN", "AGAIN", "BARE_AGAIN"),
         *("PLAN", "PLAN", "PLAN", ""),
     ]
+
+
+@pytest.mark.parametrize("layers", ["blocks", None])
+def test_new_host_memory_does_not_count_as_compute(layers):
+    device = Timed(3e5, 3e5, memory=2**40)
+    device.pinning = 1e-5
+    model = TimedModel(device, 12)
+    handle = offload(model, device, memory_budget=20 * MIB, layers=layers)
+    for _ in range(12):
+        step(model)
+    assert handle.plan.recomputed
+    assert handle.plan.baseline_seconds == pytest.approx(36, rel=0.01)
+    assert handle.plan.seconds == pytest.approx(seconds(model, device), rel=0.01)
 
 
 def test_a_budget_that_recomputation_alone_reaches_and_one_that_it_does_not():
@@ -58,7 +71,7 @@ def test_a_budget_that_recomputation_alone_reaches_and_one_that_it_does_not():
 
 def test_a_plan_that_recomputes_is_saved_and_repeated(tmp_path):
     device, model, handle = make(3e5, 20 * MIB)
-    for _ in range(10):
+    for _ in range(12):
         step(model)
     plan = handle.plan
     assert plan.recomputed

@@ -54,7 +54,7 @@ def test_passes_without_offloading_are_skipped_if_they_do_not_fit(layers, link, 
         seen = stages(handle, lambda: step(model), 12)
     assert "BARE" not in seen
     assert "NONE" not in seen
-    assert seen[6] == ""
+    assert seen[7] == ""
     assert device.created.peak <= limit
     assert handle.plan.peak_bytes <= limit
     (line,) = (record.getMessage() for record in caplog.records)

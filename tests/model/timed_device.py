@@ -41,6 +41,7 @@ class Timed(ReferenceDevice):
         self.host = 0.0  # seconds; the host takes no time unless a test lets it
         self.created = CreatedStorages()
         self.slow: Callable[[], float] = lambda: 1.0  # factor of all compute
+        self.pinning = 0.0  # seconds for each byte of new host memory, for which the device waits
 
     def host_time(self) -> float:
         return self.host
@@ -56,6 +57,10 @@ class Timed(ReferenceDevice):
 
     def empty_device(self, *args: Any, **kwargs: Any) -> Tensor:
         return self.count(super().empty_device(*args, **kwargs))
+
+    def empty_host(self, nbytes: int) -> Tensor:
+        super().compute(nbytes * self.pinning)
+        return super().empty_host(nbytes)
 
     def count(self, tensor: Tensor) -> Tensor:
         """Count a tensor as memory of this device."""

@@ -6,6 +6,10 @@ when they are saved and needed, and the rates of the copies.  If the model fits 
 without: the device memory that the groups take comes from the first of these, their times from the second.  The
 planner then chooses, from costs alone.  Because costs do not say everything that makes a step longer, whole passes with
 the plan and without are compared before it is kept.
+
+If it does not fit, a third pass that offloads everything is timed, and passes in which all groups are recomputed, if
+they may be: in the first the operators are timed, in the second the groups, in the third the same without offloading if
+that fits.
 """
 
 from __future__ import annotations
@@ -110,6 +114,8 @@ class FirstSteps:
             memory = yield from _next(Stage.MEMORY)
             self._bare_peak = memory.peak_without()
             bare = yield from _next(Stage.BARE)
+        else:  # its times count, and the pass before may have allocated host memory, for which the device waited
+            lean = yield from _next(Stage.LEAN)
         plan = self._choose(lean, memory, bare)
         self.roles = RolesOfPlan(self._groups, plan)
         if bare is None:

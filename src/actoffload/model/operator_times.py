@@ -12,14 +12,15 @@ import torch
 from .._torch import tree_leaves
 from ..device.base import Backend, StreamEvent
 from ..planner import OperatorCost
-from ..recompute import named, saveable
+from ..recompute import Reads, named, saveable
 from .metering import current_stream
 
 __all__ = ["OperatorTimes"]
 
 
 class _Run(NamedTuple):
-    name: str
+    operator: Any
+    number: int
     begun: StreamEvent
     ended: StreamEvent
     nbytes: int  # of outputs that can be saved
@@ -31,12 +32,17 @@ class OperatorTimes:
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self._runs: dict[int, list[_Run]] = {}  # by group
+        self._reads: dict[int, Reads] = {}
 
-    def of(self, group: int) -> Callable[[Any, int, Callable[[], Any]], Any]:
-        """Return a function that runs an operator of a group, which has run so often before, and times it."""
+    def of(self, group: int, reads: Reads) -> Callable[[Any, int, Callable[[], Any]], Any]:
+        """Return a function that runs an operator of a group, which has run so often before, and times it.
+
+        `reads` says which outputs recomputation reads.
+        """
         if group in self._runs:  # only its first call is timed
             return lambda operator, number, run: run()
         runs, backend = self._runs.setdefault(group, []), self._backend
+        self._reads[group] = reads
 
         def timed(operator: Any, number: int, run: Callable[[], Any]) -> Any:
             stream = current_stream(backend)
@@ -44,7 +50,7 @@ class OperatorTimes:
             outputs = run()
             ended = backend.record_timed(stream)
             nbytes = sum(of.nbytes for of in tree_leaves(outputs) if isinstance(of, torch.Tensor))
-            runs.append(_Run(named(operator, number), begun, ended, nbytes if saveable(operator) else 0))
+            runs.append(_Run(operator, number, begun, ended, nbytes if saveable(operator) else 0))
             return outputs
 
         return timed
@@ -57,7 +63,10 @@ class OperatorTimes:
         elapsed = self._backend.elapsed
         alike: dict[tuple[tuple[str, int], ...], list[int]] = defaultdict(list)
         for group, runs in self._runs.items():
-            alike[tuple((run.name, run.nbytes) for run in runs)].append(group)
+            reads = self._reads[group]
+            sizes = [run.nbytes if (run.operator, run.number) in reads else 0 for run in runs]
+            names = [named(run.operator, run.number) for run in runs]
+            alike[tuple(zip(names, sizes, strict=True))].append(group)
         found = {}
         for operators, groups in alike.items():
             times = [[elapsed(run.begun, run.ended) for run in self._runs[group]] for group in groups]

@@ -40,7 +40,7 @@ class Regions:
         if policy is not never and any(map(is_compiled, of.module.modules())):
             policy = never  # compiled code is one operator
         reads = self._reads.setdefault(of.group, Reads())
-        timed = conduct.operators.of(of.group) if conduct.operators is not None else None
+        timed = conduct.operators.of(of.group, reads) if conduct.operators is not None else None
         if pack is None:
             return Region(policy, reads=reads, timed=timed)
         return Region(policy, pack, _unpack_unless_edited, reads, timed)

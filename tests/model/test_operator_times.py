@@ -1,0 +1,32 @@
+"""Times of the operators in recomputed regions, in virtual time."""
+
+from __future__ import annotations
+
+import torch
+from test_recompute_operators import DEVICES, MIB, work
+from timed_device import Timed
+
+from actoffload.device import use
+from actoffload.model.operator_times import OperatorTimes
+from actoffload.planner import OperatorCost
+from actoffload.recompute import Reads, Region, recomputed
+
+
+def test_alike_groups_have_the_median_and_what_is_not_read_is_not_worth_saving():
+    device = Timed(1e6, 1e6)
+    DEVICES.append(device)
+    weight = torch.ones(1, requires_grad=True)
+    with use(device):
+        times, reads = OperatorTimes(device), Reads()
+        for group, seconds in enumerate((1.0, 2.0, 9.0)):
+            region = Region(lambda call: True, reads=reads, timed=times.of(group, reads))
+            recomputed(lambda x, seconds=seconds: work(x * weight, seconds, 1.0, MIB)[:1] * 2.0, region, torch.ones(2))
+        again = times.of(0, reads)
+        assert again("operator", 7, lambda: 5) == 5, "another call is not timed"
+        (costs,) = {tuple(of) for of in times.costs().values()}
+        name = str(torch.ops.actoffload_tests.work.default)
+        assert OperatorCost(f"{name}#0", 2.0, MIB) in costs
+        assert [of.nbytes for of in costs if "slice" in of.name] == [0], "views are not saved"
+        reads.learn([(torch.ops.actoffload_tests.work.default, 0)], [])
+        (costs,) = {tuple(of) for of in times.costs().values()}
+        assert OperatorCost(f"{name}#0", 2.0, 0) in costs
