@@ -27,7 +27,6 @@ from .._torch import is_compiled
 from ..device.base import Backend
 from ..planner import (
     GroupPlan,
-    OperatorCost,
     Variant,
     choose,
     choose_recomputed,
@@ -234,8 +233,10 @@ class FirstSteps:
         first = yield from _next(Stage.FIRST_AGAIN)
         assert first.operators is not None
         first.wait(self._backend)
-        costly = {group: _worth_saving(of) for group, of in first.operators.costs().items()}
-        self.recompute = {group: saving(of.name for of in costly.get(group, ())) for group in self._policies}
+        operators = first.operators.costs()
+        self.recompute = {
+            group: saving(of.name for of in worth_saving(operators.get(group, ()))) for group in self._policies
+        }
         again = timed = yield from _next(Stage.AGAIN)
         if again.peak_without() <= (self.limit or inf):
             timed = yield from _next(Stage.BARE_AGAIN)
@@ -250,7 +251,7 @@ class FirstSteps:
         times = Counter(key.group for key in again.sequence)
         ways = [
             # A module that runs several times in a pass would have one way for all of them.
-            variants(own, cost, costly.get(key.group, ()))
+            variants(own, cost, operators.get(key.group, ()))
             if key.group in self._policies and times[key.group] == 1
             else (Variant(own),)
             for key, own, cost in zip(again.sequence, at_the_pace_of(costs, layers), costs, strict=True)
@@ -297,11 +298,6 @@ class FirstSteps:
         order = self._plans.order
         names = group_names(self._groups, order)
         return GroupPlan(names, Plan(max(len(names), 1)), self._log.bytes_of(order), because=because)
-
-
-def _worth_saving(operators: Sequence[OperatorCost]) -> list[OperatorCost]:
-    names = set(worth_saving(operators))
-    return [of for of in operators if of.name in names]
 
 
 def _next(stage: Stage) -> Generator[Stage, TimedPass, TimedPass]:

@@ -12,7 +12,7 @@ import torch
 from .._torch import tree_leaves
 from ..device.base import Backend, StreamEvent
 from ..planner import OperatorCost
-from ..recompute import Reads, named, saveable
+from ..recompute import COSTLY, Reads, named, saveable
 from .metering import current_stream
 
 __all__ = ["OperatorTimes"]
@@ -61,18 +61,18 @@ class OperatorTimes:
         Groups that run the same operators with outputs of the same sizes take the same time: the median.
         """
         elapsed = self._backend.elapsed
-        alike: dict[tuple[tuple[str, int], ...], list[int]] = defaultdict(list)
+        alike: dict[tuple[tuple[Any, int, int], ...], list[int]] = defaultdict(list)
         for group, runs in self._runs.items():
             reads = self._reads[group]
-            sizes = [run.nbytes if (run.operator, run.number) in reads else 0 for run in runs]
-            names = [named(run.operator, run.number) for run in runs]
-            alike[tuple(zip(names, sizes, strict=True))].append(group)
+            keys = [(run.operator, run.number) for run in runs]
+            sizes = [run.nbytes if key in reads else 0 for key, run in zip(keys, runs, strict=True)]
+            alike[tuple((*key, nbytes) for key, nbytes in zip(keys, sizes, strict=True))].append(group)
         found = {}
         for operators, groups in alike.items():
             times = [[elapsed(run.begun, run.ended) for run in self._runs[group]] for group in groups]
             costs = [
-                OperatorCost(name, max(median(of), 0.0), nbytes)
-                for (name, nbytes), of in zip(operators, zip(*times, strict=True), strict=True)
+                OperatorCost(named(operator, number), max(median(of), 0.0), nbytes, costly=operator in COSTLY)
+                for (operator, number, nbytes), of in zip(operators, zip(*times, strict=True), strict=True)
             ]
             found.update(dict.fromkeys(groups, costs))
         return found

@@ -26,12 +26,15 @@ class OperatorCost:
     seconds : float
         Time of the device.
     nbytes : int
-        Bytes of its outputs; 0 if they cannot be saved.
+        Bytes of its outputs; 0 if they cannot be saved, or are not needed.
+    costly : bool
+        Whether it is known to take much time for the bytes of its outputs.
     """
 
     name: str
     seconds: float
     nbytes: int
+    costly: bool = False
 
     @property
     def density(self) -> float:
@@ -56,7 +59,7 @@ class Variant:
     saves: tuple[str, ...] | None = None
 
 
-def worth_saving(operators: Sequence[OperatorCost]) -> tuple[str, ...]:
+def worth_saving(operators: Sequence[OperatorCost]) -> tuple[OperatorCost, ...]:
     """Return the operators that take much time for the bytes of their outputs.
 
     These are matrix products, convolutions and attention; the others only read and write memory.
@@ -68,7 +71,7 @@ def worth_saving(operators: Sequence[OperatorCost]) -> tuple[str, ...]:
         left -= of.nbytes
         if left <= 0:
             break
-    return tuple(of.name for of in operators if of.nbytes and of.density >= COSTLY * floor > 0)
+    return tuple(of for of in operators if of.nbytes and (of.costly or of.density >= COSTLY * floor > 0))
 
 
 def variants(plain: LayerCost, recomputed: LayerCost, operators: Sequence[OperatorCost]) -> tuple[Variant, ...]:
@@ -79,16 +82,20 @@ def variants(plain: LayerCost, recomputed: LayerCost, operators: Sequence[Operat
     plain : LayerCost
         The group without recomputation.
     recomputed : LayerCost
-        The group when it was recomputed, and the outputs of all of `operators` were saved.
+        The group when it was recomputed, and the outputs of the operators that are worth it were saved.
     operators : sequence of OperatorCost
-        The operators whose outputs are worth saving.
+        All operators of the group.
 
     Notes
     -----
     The outputs that take the least time for their bytes are run again first.  An output that is not saved is allocated
     for a time in forward, and again in backward: at most as long as both take.
     """
-    dense = sorted(operators, key=lambda of: -of.density)
+    total = sum(of.seconds for of in operators)
+    # Where the host is as slow as the device, an operator that is timed alone takes longer than beside the others.
+    pace = min(1.0, recomputed.forward / total) if total else 1.0
+    dense = [replace(of, seconds=pace * of.seconds) for of in worth_saving(operators)]
+    dense.sort(key=lambda of: -of.density)
     found = [Variant(plain), Variant(recomputed, tuple(of.name for of in dense))]
     for number in _steps([of.nbytes for of in dense]):
         again = dense[number:]

@@ -1,6 +1,7 @@
 """Recomputation in backward: whole regions of a model, or all of a region but the outputs of chosen operators."""
 
 from .policy import (
+    COSTLY,
     Call,
     Given,
     Named,
@@ -16,6 +17,7 @@ from .policy import (
 from .region import Reads, Region, recomputed
 
 __all__ = [
+    "COSTLY",
     "Call",
     "Given",
     "Named",
