@@ -127,6 +127,38 @@ def test_a_budget_and_a_choice_by_hand(by_hand):
         actoffload.offload(model, memory_budget="1GiB", **by_hand)
 
 
+@pytest.mark.parametrize("recompute", [False, "auto"])
+def test_optimizer_states_that_come_later_count_too(recompute):
+    device = Timed(1e6, 1e6, memory=2**40)
+    model = TimedModel(device, 12)
+    handle = offload(model, device, memory_budget=24 * MIB, recompute=recompute)
+    for _ in range(12):
+        step(model)
+    before = handle.plan
+    assert before.peak_bytes > 16 * MIB
+    states = device.count(torch.zeros(8 * MIB // 4))
+    for _ in range(8):
+        step(model)
+    assert max(peaks(model, device, 20)) <= 24 * MIB
+    assert handle.plan.peak_bytes <= 24 * MIB
+    assert handle.plan.plan != before.plan
+    del states
+
+
+def test_a_budget_that_is_too_small_is_not_measured_again_and_again():
+    device = Timed(1e6, 1e6, memory=2**40)
+    model = TimedModel(device, 12)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        handle = offload(model, device, memory_budget="1MiB", recompute=False)
+        for _ in range(12):
+            step(model)
+        plan = handle.plan
+        for _ in range(40):
+            step(model)
+    assert handle.plan is plan
+
+
 # The frontier
 
 

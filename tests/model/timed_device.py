@@ -78,6 +78,9 @@ class Timed(ReferenceDevice):
     def total_memory(self) -> int | None:
         return self.memory
 
+    def in_use(self) -> int | None:
+        return self.created.now
+
     def memory_limit(self) -> int | None:
         return self.memory
 

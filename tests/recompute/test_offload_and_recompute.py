@@ -82,3 +82,26 @@ def test_a_policy_that_returns_something_else():
         step(model)
     handle.remove()
     nothing_installed(model)
+
+
+@pytest.mark.parametrize("policy", ["nothing", "products", "operators", "function"])
+def test_a_plan_that_was_given_by_hand_says_what_is_recomputed_and_is_repeated(policy, tmp_path):
+    model = make("views")
+    want = step(model)
+    handle = offload(model, recompute=POLICIES[policy], num_layers=2, min_bytes=0)
+    for _ in range(2):
+        step(model)
+    assert len(handle.plan.recomputed) == 5
+    assert str(handle.plan).splitlines()[0].split()[-1] == "recomputed"
+    assert "yes" in str(handle.plan).splitlines()[2]
+    moved = handle.statistics().bytes_offloaded
+    handle.plan.save(tmp_path / "plan.json")
+    handle.remove()
+    handle = offload(model, plan=tmp_path / "plan.json", min_bytes=0)
+    for _ in range(2):
+        for a, b in zip(step(model), want, strict=True):
+            assert torch.equal(a, b)
+    assert len(handle.plan.recomputed) == 5
+    handle.reset_statistics()
+    step(model)
+    assert handle.statistics().bytes_offloaded <= moved

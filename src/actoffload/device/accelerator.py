@@ -78,15 +78,24 @@ class Accelerator(Backend):
         return done
 
     def allocated(self) -> tuple[int, int] | None:
-        if self._memory is None:
-            return None
-        # One call for both numbers, and without sorting all the others.
-        found = self._memory.memory_stats_as_nested_dict().get("allocated_bytes", {}).get("all")
+        found = self._allocated()
         if found is None:
             return None
         self._memory.reset_peak_memory_stats()
         Accelerator.peak_before_resets = max(Accelerator.peak_before_resets, found["peak"])
         return found["current"], found["peak"]
+
+    def in_use(self) -> int | None:
+        found = self._allocated()
+        return None if found is None else found["current"]
+
+    def _allocated(self) -> dict[str, int] | None:
+        """Return the bytes that are allocated now, and at most since that was reset."""
+        if self._memory is None:
+            return None
+        # One call for both numbers, and without sorting all the others.
+        found: dict[str, int] | None = self._memory.memory_stats_as_nested_dict().get("allocated_bytes", {}).get("all")
+        return found
 
     def total_memory(self) -> int | None:
         if self._memory is None:

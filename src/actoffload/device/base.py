@@ -76,6 +76,10 @@ class Backend(Protocol):
         """
         return None
 
+    def in_use(self) -> int | None:
+        """Return the bytes of device memory that tensors of this process use now; None if that is not known."""
+        return None
+
     def memory_limit(self) -> int | None:
         """Return the bytes of device memory that tensors of this process may use; None if that is not known."""
         return None

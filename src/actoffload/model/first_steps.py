@@ -48,6 +48,7 @@ __all__ = ["FirstSteps", "Script", "StepTimes"]
 
 TOLERANCE, SHORT_TOLERANCE, SHORT = 0.01, 0.02, 0.020  # of the time of a pass; for passes shorter than so many seconds
 FREE = 0.002  # of the time of a pass; plans that differ by less are equally fast
+MORE = 0.005  # of the limit: so much more allocated memory is looked at
 ROOM = 0.03  # fraction of the device memory that predictions leave free
 CAUTION = 0.7  # part of the tolerance that a plan may cost when it is measured, for passes that take longer later
 MOST = 0.03  # cost, as a fraction of the time of a pass, from which on nothing is offloaded
@@ -90,6 +91,7 @@ class FirstSteps:
         self.limit: int | None = None  # bytes of device memory
         self.size = 0  # elements of the inputs
         self._in_flight = 1  # passes
+        self._before = 0  # bytes of device memory that are allocated before a pass
         self.host_bytes: int | None = None  # to which the host memory is to be reduced now
         self.least_size = 0  # fewest elements for which hooks cost nothing
         self.planning = 0.0  # seconds
@@ -175,6 +177,16 @@ class FirstSteps:
         # An upper bound: activations grow with the inputs, weights do not.
         return self.limit is None or elements <= self.size or peak * elements <= self.limit * self.size
 
+    def exceeds(self, in_use: int) -> bool:
+        """Return whether the plan exceeds the limit because more is allocated before a pass than when it was measured.
+
+        An optimizer allocates its states in its first step, which may come after the first passes.
+        """
+        peak, more = None if self.roles is None else self.roles.plan.peak_bytes, in_use - self._before
+        if peak is None or self.limit is None or self._in_flight > 1:
+            return False
+        return more > MORE * self.limit and peak + more > self.limit
+
     def _fits_bare(self, lean: TimedPass) -> bool:
         """Return whether a pass without offloading fits into the memory of the device."""
         assert lean.meter is not None
@@ -185,7 +197,7 @@ class FirstSteps:
         self.limit = round(limit * (1 - ROOM)) - in_flight
         if self._budget is not None:
             self.limit = min(self.limit, self._budget - in_flight)
-        self._bare_peak = lean.peak_without()
+        self._bare_peak, self._before = lean.peak_without(), lean.meter.allocated_before
         return self._bare_peak <= self.limit
 
     def _choose(self, lean: TimedPass, memory: TimedPass | None, bare: TimedPass | None) -> GroupPlan:

@@ -98,7 +98,7 @@ class Meter(TimelineRecorder):
         self._memory = memory
         self._between = True  # no group runs
         self._temporary = 0
-        self._allocated = self._sample()[0]
+        self._allocated = self.allocated_before = self._sample()[0]
         self._passed = 0  # borders that the device is known to have passed
         self._least, self._most = float("-inf"), float("inf")  # difference of the clocks
         self.borders: list[Border] = []

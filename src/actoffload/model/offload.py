@@ -16,7 +16,7 @@ from .._arguments import budget_bytes, check_bytes, check_fraction, check_num_la
 from .._torch import load_dynamo, unsupported, warn
 from ..engine.engine import Engine
 from ..planner import GroupPlan
-from ..recompute import Given, policy_of, repeatable, worth_saving
+from ..recompute import Given, Noted, never, policy_of, repeatable, worth_saving
 from ..schedule.execution_order import GroupKey, GroupPlans
 from ..schedule.plan import Plan
 from ..schedule.schedules import GroupSchedule
@@ -38,6 +38,7 @@ ON_REFERENCE = (
     "Nothing is measured on a machine without an accelerator: all groups but the last two are offloaded, whatever that "
     "costs."
 )
+NO_BUDGET = "The memory budget is not kept there."
 
 
 def offload(
@@ -185,7 +186,11 @@ def offload(
     engine = Engine(Plan(1), devices.backend(), max_host_bytes, min_bytes=min_bytes)
 
     policy = worth_saving if isinstance(recompute, bool) or recompute == "auto" else policy_of(recompute)
-    policies = {k: policy for k, of in enumerate(chosen) if recompute is not False and repeatable(of.module)}
+    policies = {
+        k: policy if policy is never else Noted(policy)
+        for k, of in enumerate(chosen)
+        if recompute is not False and repeatable(of.module)
+    }
     always = {} if recompute == "auto" else policies
     if always or (policies and engine.backend.times):
         load_dynamo()
@@ -195,7 +200,8 @@ def offload(
         if isinstance(plan, GroupPlan):
             steering = ByPlan(groups, plans, log, plan, policies)
         elif by_hand or not engine.backend.times:
-            steering = BySchedule(groups, plans, log, "" if by_hand else ON_REFERENCE, always)
+            because = "" if by_hand else ON_REFERENCE if memory_budget is None else f"{ON_REFERENCE} {NO_BUDGET}"
+            steering = BySchedule(groups, plans, log, because, always)
         else:
             budget = None if memory_budget is None else budget_bytes(memory_budget, engine.backend.total_memory())
             more: dict[str, Any] = {"budget": budget, "recompute": always, "policies": {} if always else policies}

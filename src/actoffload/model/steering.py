@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ..engine.model_pass import ModelPass
 from ..planner import GroupPlan
-from ..recompute import Policy, saving
+from ..recompute import Policy, names_of, saving
 from ..schedule.execution_order import GroupKey, GroupPlans
 from ..schedule.plan import REST, Roles
 from .conduct import Conduct, FollowedModule, Mode
 from .reporting import PassLog, group_names
 
-__all__ = ["ByPlan", "BySchedule", "RolesOfPlan"]
+__all__ = ["ByPlan", "BySchedule", "RolesOfPlan", "recomputing"]
 
 
 class BySchedule:
@@ -62,7 +63,19 @@ class BySchedule:
         """Return the plan for the order of the latest pass."""
         order = self._plans.order
         names = group_names(self._groups, order)
-        return GroupPlan(names, self._plans.roles(order).plan, self._log.bytes_of(order), because=self._because)
+        plan = GroupPlan(names, self._plans.roles(order).plan, self._log.bytes_of(order), because=self._because)
+        return recomputing(plan, order, self._recompute)
+
+
+def recomputing(plan: GroupPlan, order: Sequence[GroupKey], policies: Mapping[int, Policy]) -> GroupPlan:
+    """Return a plan that says which groups of an order are recomputed, and what is saved of them as far as is known."""
+    if not policies:
+        return plan
+    saves = plan.saves or (None,) * len(order)
+    found = [
+        names_of(policies[key.group]) if key.group in policies else of for key, of in zip(order, saves, strict=True)
+    ]
+    return replace(plan, saves=tuple(found))
 
 
 class RolesOfPlan:

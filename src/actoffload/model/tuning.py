@@ -31,6 +31,7 @@ from .first_steps import FirstSteps, Script
 from .metering import Meter
 from .operator_times import OperatorTimes
 from .reporting import PassLog, group_names
+from .steering import recomputing
 from .timed_pass import Stage, TimedPass
 
 __all__ = ["Tuner"]
@@ -103,7 +104,8 @@ class Tuner:
         """Return the plan, or what is done until there is one."""
         if self._chosen is None or self._chosen.roles is None:
             return self._leanest(ALONE if self._alone else UNTIMED if self._unfinished >= UNFINISHED else MEASURING)
-        return self._chosen.roles.plan.remapped(group_names(self._groups, self._plans.order))
+        order = self._plans.order
+        return recomputing(self._chosen.roles.plan.remapped(group_names(self._groups, order)), order, self._recompute)
 
     def frontier(self) -> Sequence[GroupPlan]:
         """Return the plans that are worth having, for what was measured."""
@@ -240,7 +242,8 @@ class Tuner:
     def _leanest(self, because: str) -> GroupPlan:
         order = self._plans.order
         names = group_names(self._groups, order)
-        return GroupPlan(names, self._plans.roles(order).plan, self._log.bytes_of(order), because=because)
+        plan = GroupPlan(names, self._plans.roles(order).plan, self._log.bytes_of(order), because=because)
+        return recomputing(plan, order, self._recompute)
 
     # The plan
 
@@ -273,9 +276,8 @@ class Tuner:
     def _decision(self, plan: GroupPlan, found: FirstSteps) -> str:
         """Return what was measured and decided, in a line."""
         number = f"{len(plan.offloaded)} of {len(plan.names)} groups of {self._title}"
-        line = (
-            f"{number} are offloaded ({size(plan.offloaded_bytes)}): measured in passes {self._begun} to {self._number}"
-        )
+        again = f", {len(plan.recomputed)} are recomputed" if plan.recomputed else ""
+        line = f"{number} are offloaded ({size(plan.offloaded_bytes)}){again}: measured in passes {self._begun} to {self._number}"
         if found.planning:
             line += f", planned in {milliseconds(found.planning)}"
         if found.times is not None:
@@ -289,7 +291,7 @@ class Tuner:
         """Return how a pass is followed once there is a plan."""
         chosen = self._chosen
         assert chosen is not None
-        if self._number % WINDOW == 0 and self._moved(chosen):
+        if self._number % WINDOW == 0 and (self._moved(chosen) or chosen.exceeds(self._engine.backend.in_use() or 0)):
             self._begin(self._number, warm=True)
             return self._measure(elements)
         if self._number % WINDOW == 0 or not self._later:

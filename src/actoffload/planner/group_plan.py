@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -138,21 +139,27 @@ class GroupPlan:
         return GroupPlan(tuple(names), plan, nbytes, because=self.because, recomputed_nbytes=less, saves=saves)
 
     def __str__(self) -> str:
-        less = self.recomputed_nbytes or (0,) * len(self.names)
-        groups = zip(self.names, self.choices, self.nbytes, less, strict=True)
+        less, again = self.recomputed_nbytes or (0,) * len(self.names), set(self.recomputed)
+        groups = zip(self.names, self.choices, self.nbytes, less, map(again.__contains__, count()), strict=False)
         rows = []
         for same in fold(groups, lambda group: (numberless(group[0]), *group[1:])):
-            names, choices, sizes, again = zip(*same, strict=True)
-            rows.append(self._row(fold_names(names), len(names), {choices[0]: sum(sizes)}, sum(again)))
+            names, choices, sizes, of_again, recomputed = zip(*same, strict=True)
+            rows.append(
+                self._row(fold_names(names), len(names), {choices[0]: sum(sizes)}, sum(of_again), recomputed[0])
+            )
         total = {Choice.KEEP: self.kept_bytes, Choice.OFFLOAD: self.offloaded_bytes}
-        rows += [[SEPARATING_LINE], self._row("", len(self.names), total, sum(less))]
-        header = ["group", "number", "kept", "offloaded", *(["recomputed"] if self.recomputed else [])]
+        rows += [[SEPARATING_LINE], self._row("", len(self.names), total, sum(less), False)]
+        header = ["group", "number", "kept", "offloaded", *(["recomputed"] if again else [])]
         table = tabulate(rows, header, colalign=("left", *["right"] * (len(header) - 1)), disable_numparse=True)
         return "\n\n".join(filter(None, (table, self._expected())))
 
-    def _row(self, name: str, number: int, nbytes: dict[Choice, int], recomputed: int) -> list[str]:
-        sizes = [nbytes.get(Choice.KEEP), nbytes.get(Choice.OFFLOAD), *([recomputed] if self.recomputed else [])]
-        return [name, str(number), *(mebibytes(size) if size else "-" for size in sizes)]
+    def _row(self, name: str, number: int, nbytes: dict[Choice, int], less: int, recomputed: bool) -> list[str]:
+        """Return a line; a recomputed group for which the bytes are not known has "yes"."""
+        sizes = [nbytes.get(Choice.KEEP), nbytes.get(Choice.OFFLOAD), *([less] if self.recomputed else [])]
+        cells = [mebibytes(size) if size else "-" for size in sizes]
+        if recomputed and not less:
+            cells[-1] = "yes"
+        return [name, str(number), *cells]
 
     def _expected(self) -> str:
         """Return the expected costs and the reason, in sentences."""
@@ -160,9 +167,10 @@ class GroupPlan:
         if self.peak_bytes is not None:
             parts.append(f"peak {mebibytes(self.peak_bytes)}")
         if self.seconds is not None:
-            beside = f", {milliseconds(self.baseline_seconds)} without offloading" if self.baseline_seconds else ""
+            without = "without offloading and recomputing" if self.recomputed else "without offloading"
+            beside = f", {milliseconds(self.baseline_seconds)} {without}" if self.baseline_seconds else ""
             parts.append(f"step {milliseconds(self.seconds)}{beside}")
-        if self.recompute_seconds:
+        if self.recompute_seconds > 0:
             parts.append(f"{milliseconds(self.recompute_seconds)} of it to recompute")
         expected = f"Expected: {'; '.join(parts)}." if parts else ""
         return " ".join(filter(None, (expected, self.because)))

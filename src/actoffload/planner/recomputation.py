@@ -101,7 +101,7 @@ def _described(
         plan,
         baseline_seconds=baseline_seconds,
         recomputed_nbytes=tuple(max(own.nbytes - cost.nbytes, 0) for cost, own in pairs),
-        recompute_seconds=sum(cost.backward - own.backward for cost, own in pairs),
+        recompute_seconds=max(sum(cost.backward - own.backward for cost, own in pairs), 0.0),
         saves=tuple(variant.saves for variant in variants),
     )
 

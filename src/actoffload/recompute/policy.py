@@ -137,6 +137,26 @@ class Named:
         return call.number in numbers
 
 
+class Noted:
+    """A policy that notes the names of the operators whose outputs it saves."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self.names: dict[str, None] = {}
+
+    def __call__(self, call: Call) -> bool:
+        """Return whether the outputs are saved."""
+        found = self._policy(call)
+        if found:
+            self.names[named(call.operator, call.number)] = None
+        return found
+
+
+def names_of(policy: Policy) -> tuple[str, ...]:
+    """Return the names of the operators whose outputs a policy saves, as far as they are known."""
+    return tuple(sorted(getattr(policy, "names", ())))
+
+
 def saving(names: Iterable[str]) -> Policy:
     """Return the policy that saves the outputs of the operators with given names."""
     found = tuple(names)
