@@ -79,7 +79,7 @@ class Accelerator(Backend):
 
     def allocated(self) -> tuple[int, int] | None:
         found = self._allocated()
-        if found is None:
+        if found is None or self._memory is None:
             return None
         self._memory.reset_peak_memory_stats()
         Accelerator.peak_before_resets = max(Accelerator.peak_before_resets, found["peak"])

@@ -277,7 +277,8 @@ class Tuner:
         """Return what was measured and decided, in a line."""
         number = f"{len(plan.offloaded)} of {len(plan.names)} groups of {self._title}"
         again = f", {len(plan.recomputed)} are recomputed" if plan.recomputed else ""
-        line = f"{number} are offloaded ({size(plan.offloaded_bytes)}){again}: measured in passes {self._begun} to {self._number}"
+        passes = f"measured in passes {self._begun} to {self._number}"
+        line = f"{number} are offloaded ({size(plan.offloaded_bytes)}){again}: {passes}"
         if found.planning:
             line += f", planned in {milliseconds(found.planning)}"
         if found.times is not None:
