@@ -2,7 +2,8 @@
 
 No offload, activation checkpointing of every layer, stock selective checkpointing, `save_on_cpu`, numbers of offloaded
 layers, and `offload(model, memory_budget=...)` at ten budgets between the smallest peak that a plan reaches and that
-without offload.  All arms have the same weights and are timed side by side.
+without offload.  One more budget is a little above the peak with checkpointing.  All arms have the same weights, each
+has a model of its own, and they are timed side by side.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ from actoffload.measure import measure_peak, measure_step_times
 
 __all__ = ["PARTS", "SMALL_PARTS", "measure_part"]
 
-SELECTIVE, LAYERS = "selective checkpoint", "layers"
+SELECTIVE, LAYERS = "selective", "layers"
 BUDGETS = 10
 PASSES = 12  # of which the first measure
 REPEATS = 3
 TARGETS = {"8k": 15.4, "32k": 12.3, "8k-compiled": 15.0, "32k-compiled": 10.0}
-"""Budgets in GiB, a little above the peak with activation checkpointing, at which the time has a target."""
+"""Budgets in GiB, a little above the peaks with checkpointing."""
 OPERATORS = [
     torch.ops.aten.mm.default,
     torch.ops.aten._scaled_dot_product_flash_attention.default,
@@ -50,12 +51,13 @@ class Arm:
     method: str
     step: Callable[[], object]
     budget: int | None = None  # bytes
-    layers: int | None = None  # that are offloaded
+    num_layers: int | None = None
     handle: Any = None
+    highest: int = 0  # peak of the passes that measure, in bytes
 
 
-class _Wrapped(nn.Module):
-    """Calls a layer in some way; shares its weights."""
+class _Called(nn.Module):
+    """Calls a layer in some way."""
 
     def __init__(self, layer: nn.Module, call: Callable[..., Any]) -> None:
         super().__init__()
@@ -71,19 +73,19 @@ def _saved_on_cpu(pinned: bool, layer: nn.Module, *args: Any, **kwargs: Any) -> 
 
 
 class Arms:
-    """All arms of a stack; each has a model of its own, with the same weights."""
+    """All arms of a stack."""
 
     def __init__(self, part: Part, device: torch.device) -> None:
-        self.part, self.device = part, device
-        self.stack = Stack(part.settings, device)
-        self.stack.model = None  # type: ignore[assignment]  # the twin has the weights
-        pinned, contexts = device.type != "cpu", partial(create_selective_checkpoint_contexts, OPERATORS)
-        self.arms = [Arm(NOTHING, self._step(self._model())), Arm(AGAIN, self._step(self._model()))]
-        ways = {CHECKPOINT: partial(checkpoint, use_reentrant=False), SAVE: partial(_saved_on_cpu, pinned)}
-        if not part.compiled:
+        self.part, self.device, self.stack = part, device, Stack(part.settings, device)
+        ways: dict[str, Callable[..., Any] | None] = {NOTHING: None, AGAIN: None}
+        ways[CHECKPOINT] = partial(checkpoint, use_reentrant=False)
+        if not part.compiled:  # compiled code is one operator
+            contexts = partial(create_selective_checkpoint_contexts, OPERATORS)
             ways[SELECTIVE] = partial(checkpoint, use_reentrant=False, context_fn=contexts)
-        for method, way in ways.items():
-            self.arms.append(Arm(method, self._step(self._model(way))))
+        ways[SAVE] = partial(_saved_on_cpu, device.type != "cpu")
+        self.arms = [Arm(method, self._step(self._model(way))) for method, way in ways.items()]
+        for arm in self.arms:
+            arm.step()  # makes workspaces
 
     def _model(self, way: Callable[..., Any] | None = None) -> Model:
         """Return a model with the weights of the stack, whose layers are called in some way."""
@@ -93,7 +95,7 @@ class Arms:
             if self.part.compiled:
                 layer.compile()
             if way is not None:
-                model.layers[k] = _Wrapped(layer, way)
+                model.layers[k] = _Called(layer, way)
         return model
 
     def _step(self, model: Model) -> Callable[[], object]:
@@ -103,15 +105,15 @@ class Arms:
 
         return step
 
-    def offloading(self, method: str, *, passes: int, **how: Any) -> Arm:
-        """Add an arm of `actoffload.offload`, whose plan is final."""
+    def offload(self, method: str, passes: int, **how: Any) -> Arm:
+        """Add an arm of `actoffload.offload`, and run it until its plan is final."""
         model = self._model()
-        settings = {"min_bytes": self.part.settings.min_bytes, **how}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", actoffload.ReferenceDeviceWarning)
-            handle = actoffload.offload(model, **settings)
-        arm = Arm(method, self._step(model), how.get("memory_budget"), how.get("num_layers"), handle)
-        arm.peak = max(measure_peak(arm.step, warmup=0) for _ in range(passes))  # type: ignore[attr-defined]
+            handle = actoffload.offload(model, min_bytes=self.part.settings.min_bytes, **how)
+        arm = Arm(method, self._step(model), handle=handle)
+        arm.budget, arm.num_layers = how.get("memory_budget"), how.get("num_layers")
+        arm.highest = max(measure_peak(arm.step, warmup=0) for _ in range(passes))
         self.arms.append(arm)
         return arm
 
@@ -124,43 +126,50 @@ class Arms:
 
 def measure_part(name: str, part: Part, device: torch.device, budgets: int = BUDGETS) -> dict[str, Any]:
     """Measure all arms of a stack."""
-    arms = Arms(part, device)
-    for arm in arms.arms:
-        arm.step()  # warms up
+    arms, gpu = Arms(part, device), device.type != "cpu"
     peak = measure_peak(arms.arms[0].step, warmup=1)
-    passes = PASSES if device.type != "cpu" else 2
-    target = round(TARGETS[name] * 2**30) if device.type != "cpu" else peak // 2
-    first = arms.offloading(OURS, passes=passes, memory_budget=target)
-    try:
-        smallest = first.handle.frontier().plans[0].peak_bytes
-    except RuntimeError:  # nothing is measured on the reference device
-        smallest = peak // 3
+    target, passes = (round(TARGETS[name] * 2**30), PASSES) if gpu else (peak // 2, 2)
+    first = arms.offload(OURS, passes, memory_budget=target)
+    smallest = _smallest(first.handle) if gpu else peak // 3
     for k in range(budgets):
-        arms.offloading(OURS, passes=passes, memory_budget=smallest + (peak - smallest) * k // max(budgets - 1, 1))
-    for count in part.settings.counts if budgets else ():
-        arms.offloading(LAYERS, passes=2, num_layers=count)
+        arms.offload(OURS, passes, memory_budget=smallest + (peak - smallest) * k // max(budgets - 1, 1))
+    for count in part.settings.counts:
+        arms.offload(LAYERS, 2, num_layers=count)
     rows = [_row(arm) for arm in arms.arms]
-    times = measure_step_times({str(k): arm.step for k, arm in enumerate(arms.arms)}, repeats=REPEATS, warmup=0)
-    baseline = mean((median(times["0"]), median(times["1"])))
-    for k, row in enumerate(rows):
-        row |= {"seconds": median(times[str(k)]), "samples": times[str(k)]}
-        row["ratio"] = row["seconds"] / baseline
-        gib = f"{row['budget'] / 2**30:.2f}" if row["budget"] else row["layers"] or ""
-        print(f"  {row['method']} {gib}: {row['ratio']:.3f}, {row['peak_bytes'] / 2**30:.2f} GiB", flush=True)
+    steps = {str(k): arm.step for k, arm in enumerate(arms.arms)}
+    samples = measure_step_times(steps, repeats=REPEATS, warmup=0)
+    times = [median(of) for of in samples.values()]
+    baseline = mean(times[:2])
+    for row, seconds, of in zip(rows, times, samples.values(), strict=True):
+        row |= {"seconds": seconds, "ratio": seconds / baseline, "samples": of}
+        if row.get("predicted"):
+            row["distance"] = {key: row["predicted"][key] / row[key] - 1 for key in ("seconds", "peak_bytes")}
+        shown = "" if row["budget"] is None else f" {row['budget'] / 2**30:.2f} GiB"
+        print(f"  {row['method']}{shown}: {row['ratio']:.3f}, {row['peak_bytes'] / 2**30:.2f} GiB", flush=True)
     arms.close()
-    del arms, first
+    del arms, first, steps
     gc.collect()
-    noise = abs(rows[1]["seconds"] - rows[0]["seconds"]) / baseline
-    return {"settings": part.settings.to_json(), "compiled": part.compiled, "noise": noise, "arms": rows}
+    noise = abs(times[1] - times[0]) / baseline
+    return {**_described(part), "noise": noise, "target": target, "arms": rows}
+
+
+def _described(part: Part) -> dict[str, Any]:
+    return {"settings": part.settings.to_json(), "compiled": part.compiled}
+
+
+def _smallest(handle: Any) -> int:
+    """Return the smallest peak that a plan reaches, in bytes."""
+    found: int = handle.frontier().plans[0].peak_bytes
+    return found
 
 
 def _row(arm: Arm) -> dict[str, Any]:
     """Return the peak of an arm, and what its plan expects."""
-    row = {"method": arm.method, "budget": arm.budget, "layers": arm.layers}
+    row: dict[str, Any] = {"method": arm.method, "budget": arm.budget, "num_layers": arm.num_layers}
     row["peak_bytes"] = measure_peak(arm.step, warmup=1)
     if arm.handle is not None:
         plan = arm.handle.plan
-        row |= {"text": str(plan), "highest_bytes": max(arm.peak, row["peak_bytes"])}  # type: ignore[attr-defined]
-        row["predicted"] = {key: getattr(plan, key) for key in ("seconds", "peak_bytes", "baseline_seconds")}
-        print(f"{plan}\n", flush=True)
+        row |= {"plan": str(plan), "highest_bytes": max(arm.highest, row["peak_bytes"])}
+        if arm.budget is not None and plan.seconds is not None:
+            row["predicted"] = {"seconds": plan.seconds, "peak_bytes": plan.peak_bytes}
     return row

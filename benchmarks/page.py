@@ -54,7 +54,7 @@ def origin(data: Data) -> str:
     return (text("rehearsal") if data["device"]["reference"] else "") + text("origin", **data, **values)
 
 
-def target(name: str, measured: float, **values: str) -> Data:
+def target(name: str, measured: float, **values: Any) -> Data:
     """Return the line of a target of the page with its figure."""
     entry = {"show": "{:.3}", "at_least": False, **PAGE["targets"][name]}
     show, limit = entry["show"], entry["limit"]

@@ -15,10 +15,24 @@ STYLE = {
 }
 
 
+WAYS = {
+    "actoffload": ("memory_budget", "#0072b2", "o-"),
+    "layers": ("num_layers", "#56b4e9", "v:"),
+    "no offload": ("no offload", "#404040", "D"),
+    "checkpoint": ("activation checkpointing", "#d55e00", "s"),
+    "selective": ("selective checkpointing", "#e69f00", "P"),
+    "save_on_cpu": ("save_on_cpu, pinned", "#b8659a", "^"),
+}
+HIGHEST = 2.5  # ratio; slower arms are left out of the picture
+
+
 def draw(results: dict[str, dict[str, Any]], folder: Path) -> None:
-    """Draw ``compare.png`` of the GPT benchmark and ``llama.png`` into a folder."""
+    """Draw ``frontier.png``, ``compare.png`` of the GPT benchmark and ``llama.png`` into a folder."""
     matplotlib.use("agg")
     from matplotlib import pyplot
+
+    if "frontier" in results:
+        _frontier(results["frontier"], pyplot).savefig(folder / "frontier.png", dpi=150)
 
     for name, panels in (("gpt", _compare), ("llama", _llama)):
         if name not in results:
@@ -32,6 +46,29 @@ def draw(results: dict[str, dict[str, Any]], folder: Path) -> None:
         figure.suptitle(results[name]["device"]["name"], fontsize=9, x=0.995, ha="right")
         figure.savefig(folder / {"gpt": "compare.png", "llama": "llama.png"}[name], dpi=150)
         pyplot.close(figure)
+
+
+def _frontier(data: dict[str, Any], pyplot: Any) -> Any:
+    parts = data["parts"]
+    figure, axes = pyplot.subplots(1, len(parts), figsize=(3.4 * len(parts), 3.3), layout="constrained", squeeze=False)
+    for ax, part in zip(axes[0], parts.values(), strict=True):
+        for method, (label, colour, style) in WAYS.items():
+            arms = [a for a in part["arms"] if a["method"] == method and a["ratio"] <= HIGHEST]
+            arms.sort(key=lambda a: float(a["peak_bytes"]))
+            peaks = [a["peak_bytes"] / 2**30 for a in arms]
+            ax.plot(peaks, [a["ratio"] for a in arms], style, color=colour, label=label, markersize=5)
+        settings = part["settings"]
+        ax.axhline(1.0, color="#808080", linewidth=0.8)
+        kind = "compiled layers" if part["compiled"] else "layers"
+        ax.set_title(f"{settings['layers']} {kind}, {settings['tokens']} tokens", fontsize=9, loc="left")
+        ax.set_xlabel("peak memory (GiB)")
+        ax.set_xlim(left=0)
+        ax.set_ylim(0.9, None)
+        ax.spines[["top", "right"]].set_visible(False)
+    axes[0][0].set_ylabel("step time, × no offload")
+    axes[0][0].legend(frameon=False, fontsize=7)
+    figure.suptitle(data["device"]["name"], fontsize=9, x=0.995, ha="right")
+    return figure
 
 
 def _sorted(arms: list[dict[str, Any]], method: str) -> list[dict[str, Any]]:

@@ -40,6 +40,7 @@ def targets(results: dict[str, Data]) -> list[Data]:
     """Return the lines of the targets whose figures were measured."""
     found = _trainer_targets(results["trainer"]) if "trainer" in results else []
     found += _predict_targets(results["predict"]) if "predict" in results else []
+    found += _frontier_targets(results["frontier"]) if "frontier" in results else []
     four, ten = (arm(results.get("gpt", {"arms": []}), OURS, count) for count in (4, 10))
     if four is not None and ten is not None:
         found += [target("gpt4", four["ratio"]), target("gpt10", ten["bound_ratio"])]
@@ -86,10 +87,39 @@ def _trainer_targets(data: Data) -> list[Data]:
     for row in data["rows"]:
         moved, length = _by_method(row)[OURS], f"{row['tokens']} tokens × {data['settings']['batch']}"
         found.append(target("trainer", moved["ratio"], length=length))
+        limited = _by_method(row).get("budget", {})
+        if "budget" in limited:
+            found.append(target("budget", limited["ratio"], length=length, gib=limited["budget"]))
         for key, what in (("seconds", "forward and backward"), ("peak_bytes", "peak")):
             if key in moved["distance"]:
                 found.append(target("predicted", abs(moved["distance"][key]), length=length, what=what))
     return found
+
+
+def _frontier_targets(data: Data) -> list[Data]:
+    found: list[Data] = []
+    for name, part in data["parts"].items():
+        budgets = [a for a in part["arms"] if a["method"] == OURS]
+        at_target = next(a for a in budgets if a["budget"] == part["target"])
+        found.append(target(name, at_target["ratio"], stack=_stack(part), gib=part["target"]))
+        highest = max(a["highest_bytes"] / a["budget"] for a in budgets)
+        found.append(target("within", highest, stack=_stack(part), number=len(budgets)))
+    return found
+
+
+def frontier_sections(data: Data) -> list[str]:
+    """Return the section of time against peak."""
+    names, found = PAGE["names"]["frontier"], ["## Time against peak", text("frontier")]
+    for part in data["parts"].values():
+        rows = []
+        for a in part["arms"]:
+            known = {key: value for key, value in a.items() if value is not None}
+            highest = a.get("highest_bytes", a["peak_bytes"])
+            rows.append({**known, "name": names.get(a["method"], a["method"]), "highest": highest})
+        at_target = next(a for a in part["arms"] if a["budget"] == part["target"])
+        found += [text("frontier_part", stack=_stack(part)), table("frontier", rows)]
+        found += [text("frontier_noise", **part), f"```text\n{at_target['plan']}\n```"]
+    return [*found, origin(data)]
 
 
 def _predict_targets(data: Data) -> list[Data]:
@@ -236,7 +266,8 @@ def report(results: dict[str, Data], folder: Path = RESULTS) -> str:
     if not results:
         return parts[0] + "\n\nNo results are recorded yet.\n"
     parts += ["## Targets", table("targets", targets(results))]
-    for name, sections in (("trainer", trainer_sections), ("predict", predict_sections)):
+    first = {"frontier": frontier_sections, "trainer": trainer_sections, "predict": predict_sections}
+    for name, sections in first.items():
         parts += sections(results[name]) if name in results else []
     for name in TITLES:
         parts += layers_sections(name, results[name]) if name in results else []
@@ -286,7 +317,9 @@ def notes(folder: Path = RESULTS) -> str:
 
 def load(folder: Path) -> dict[str, Data]:
     """Read all results of a folder."""
-    found = {name: read(folder, name) for name in ("trainer", "predict", "gpt", "linear", "llama", "overhead")}
+    found = {
+        name: read(folder, name) for name in ("frontier", "trainer", "predict", "gpt", "linear", "llama", "overhead")
+    }
     return {name: data for name, data in found.items() if data is not None}
 
 

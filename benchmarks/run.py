@@ -4,8 +4,8 @@
 
 `linear` and `gpt` compare offload with checkpointing and `save_on_cpu`; `llama` measures every number of layers at 8k
 and 32k tokens, and host time; `overhead` measures the host time of one saved tensor; `trainer` trains a Llama with the
-Trainer of Hugging Face; `predict` compares the predictions of plans with what they take.  ``--rehearse`` takes small
-sizes, for machines without accelerator.
+Trainer of Hugging Face; `predict` compares the predictions of plans with what they take; `frontier` compares ways to
+save memory, time against peak.  ``--rehearse`` takes small sizes, for machines without accelerator.
 """
 
 from __future__ import annotations
@@ -16,25 +16,36 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import frontier
 import predict
 import torch
 from harness import measure
 from host_time import measure_layers, measure_tensors
-from results_file import RESULTS, write
+from results_file import RESULTS, digest, read, write
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from workloads import FULL, REHEARSAL
 
-PARTS = {"llama": ("host", "8k", "32k"), "predict": tuple(predict.PARTS)}
+PARTS = {"llama": ("host", "8k", "32k"), "predict": tuple(predict.PARTS), "frontier": tuple(frontier.PARTS)}
 
 
 def measure_one(name: str, part: str, device: torch.device, *, rehearse: bool) -> dict[str, Any]:
     """Measure one part of a benchmark."""
     if name == "predict":
         return predict.measure_part((predict.SMALL_PARTS if rehearse else predict.PARTS)[part], device)
+    if name == "frontier":
+        of, budgets = (frontier.SMALL_PARTS, 2) if rehearse else (frontier.PARTS, frontier.BUDGETS)
+        return frontier.measure_part(part, of[part], device, budgets)
     settings = (REHEARSAL if rehearse else FULL)[part]
     if part == "host":
         return measure_layers(settings, device, 3 if rehearse else 60)
     return measure(settings, device)
+
+
+def kept_parts(folder: Path, name: str) -> dict[str, Any]:
+    """Return the parts of an earlier result of the same sources, which a run of other parts keeps."""
+    earlier = read(folder, name)
+    parts: dict[str, Any] = {} if earlier is None or earlier["source_digest"] != digest() else earlier["parts"]
+    return parts
 
 
 def run(options: argparse.Namespace, device: torch.device) -> None:
@@ -44,7 +55,7 @@ def run(options: argparse.Namespace, device: torch.device) -> None:
         data = measure_tensors(5 if options.rehearse else 100, device)
     elif name in PARTS:
         command += f" --only {options.only}" if options.only else ""
-        data = {"parts": {}}
+        data = {"parts": kept_parts(options.out, name) if options.only else {}}
         for part in options.only.split(",") if options.only else PARTS[name]:
             print(f"{part}:", flush=True)
             data["parts"][part] = measure_one(name, part, device, rehearse=options.rehearse)
@@ -67,12 +78,14 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("benchmark", choices=("linear", "gpt", "overhead", "trainer", *PARTS))
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the result")
-    parser.add_argument("--only", metavar="PARTS", help="parts of llama or predict, with commas between")
+    parser.add_argument(
+        "--only", metavar="PARTS", help="parts of llama, predict or frontier; others of the same sources stay"
+    )
     parser.add_argument("--rehearse", action="store_true", help="small sizes")
     options = parser.parse_args(arguments)
     known = PARTS.get(options.benchmark, ())
     if options.only and not set(options.only.split(",")) <= set(known):
-        expected = f"parts of {options.benchmark}: {', '.join(known)}" if known else "llama or predict"
+        expected = f"parts of {options.benchmark}: {', '.join(known)}" if known else "llama, predict or frontier"
         parser.error(f"--only {options.only}: expected {expected}.")
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     # Slower attention than the flash kernel would hide copies; Trainer is measured as a user runs it.

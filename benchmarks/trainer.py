@@ -236,6 +236,8 @@ def train(
     measured: dict[str, Any] = {method: {name: getattr(of, name) for name in names} for method, of in parts.items()}
     for method, more in found.items():
         measured[method] |= {**more, "log": logged}
+    if budget is not None:
+        measured[BUDGET]["budget"] = budget
     return measured
 
 

@@ -13,8 +13,9 @@ gallery-recording.tar.gz     for ``python docs/tools/record_gallery.py unpack``
 gpu-tests.json and a file for each benchmark, such as trainer.json      for benchmarks/results
 
 ``--only tests,gallery,benchmarks`` chooses steps; ``benchmarks`` stands for overhead, linear and gpt.  Run only when
-they are named: ``trainer``, ``predict``, ``llama``, and ``host`` (the host time of Llama layers alone, under a
-minute), whose file takes the place of that of ``llama``.  ``--rehearse`` takes small sizes, for a machine without a
+they are named: ``trainer``, ``predict``, ``frontier-eager`` and ``frontier-compiled`` (some minutes each), ``llama``,
+and ``host`` (the host time of Llama layers alone, under a minute), whose file takes the place of that of ``llama``.
+``--rehearse`` takes small sizes, for a machine without a
 GPU.
 """
 
@@ -80,6 +81,8 @@ def steps(out: Path, *, rehearse: bool, select: str) -> dict[str, Step]:
         Step("gpt", (benchmark, "gpt", *target, *small), 300),
         Step("trainer", (benchmark, "trainer", *target, *small), 240),
         Step("predict", (benchmark, "predict", *target, *small), 400),
+        Step("frontier-eager", (benchmark, "frontier", "--only", "8k,32k", *target, *small), 480),
+        Step("frontier-compiled", (benchmark, "frontier", "--only", "8k-compiled,32k-compiled", *target, *small), 480),
         Step("host", (benchmark, "llama", "--only", "host", *target, *small), 60),
         Step("llama", (benchmark, "llama", *target, *small), 330),
     ]

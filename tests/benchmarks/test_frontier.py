@@ -1,0 +1,90 @@
+"""The benchmark of time against peak at rehearsal sizes, its part of the page and its picture."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="transformers is not installed")
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / "benchmarks")]
+
+import frontier  # noqa: E402 - lies in benchmarks, as the next ones
+import report  # noqa: E402
+import run  # noqa: E402
+from predict import Part  # noqa: E402
+from results_file import digest  # noqa: E402
+
+CPU = torch.device("cpu")
+GIB = 2**30
+SMALL = frontier.SMALL_PARTS["8k"].settings
+TINY = Part(replace(SMALL, shape=(1, 256, 128), intermediate=448, min_bytes=1024, counts=(1,)), False)
+
+
+@pytest.fixture(scope="module")
+def part() -> dict[str, Any]:
+    return frontier.measure_part("8k", TINY, CPU, budgets=2)
+
+
+def test_all_ways_are_measured_and_the_bits_of_memory_that_they_save(part: dict[str, Any]) -> None:
+    methods = [
+        "no offload",
+        "no offload, again",
+        "checkpoint",
+        "selective",
+        "save_on_cpu",
+        *["actoffload"] * 3,
+        "layers",
+    ]
+    assert [arm["method"] for arm in part["arms"]] == methods
+    none, again, whole, selective, _, *budgets, layers = part["arms"]
+    assert none["peak_bytes"] == again["peak_bytes"]
+    assert whole["peak_bytes"] < none["peak_bytes"]
+    assert whole["peak_bytes"] <= selective["peak_bytes"] <= none["peak_bytes"]
+    assert budgets[0]["budget"] == part["target"]
+    assert budgets[1]["budget"] < budgets[2]["budget"] == none["peak_bytes"]
+    assert all(arm["highest_bytes"] >= arm["peak_bytes"] for arm in budgets)
+    assert layers["num_layers"] == 1
+    assert (none["ratio"] + again["ratio"]) / 2 == pytest.approx(1.0)
+
+
+def test_page_and_picture(part: dict[str, Any], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    arms = [dict(arm) for arm in part["arms"]]
+    arms[5] |= {"budget": 15 * GIB, "highest_bytes": 14.5 * GIB, "seconds": 0.5, "ratio": 1.1}
+    arms[5] |= {"distance": {"seconds": 0.01, "peak_bytes": 0.0}}
+    arms[6] |= {"budget": 10 * GIB, "highest_bytes": 10.1 * GIB}
+    device = {"name": "H", "reference": False, "driver": "", "torch": "2", "python": "3"}
+    origin = {"date": "2026-11-22T10:00:00", "source_digest": "0" * 64, "command": "run", "device": device, "format": 1}
+    data = {"parts": {"8k": {**part, "target": 15 * GIB, "arms": arms}}, **origin}
+    (tmp_path / "frontier.json").write_text(json.dumps(data), encoding="utf-8")
+    page = report.report({"frontier": data})
+    stack = "4 layers, 256 tokens"
+    assert f"| {stack}, budget of 15.0 GiB: step / no offload | ≤ 1.120 | 1.100 | met |" in page
+    assert f"| {stack}: peak / budget, the largest of 3 budgets | ≤ 1.0000 | 1.0100 | missed by 0.0100 |" in page
+    assert "| memory_budget | 15.00 |  | 500.0 | 1.100 | +1.0 % | 14.50 | +0.0 % |" in page
+    assert "| num_layers |  | 1 |" in page
+    report.main(["--results", str(tmp_path)])
+    assert (tmp_path / "frontier.png").stat().st_size > 10_000
+
+
+def test_parts_of_an_earlier_run_of_the_same_sources_stay(tmp_path: Path) -> None:
+    data = {"format": 1, "source_digest": digest(), "parts": {"8k": {"noise": 0.0}}}
+    path = tmp_path / "frontier.json"
+    path.write_text(json.dumps(data), encoding="utf-8")
+    assert run.kept_parts(tmp_path, "frontier") == {"8k": {"noise": 0.0}}
+    path.write_text(json.dumps({**data, "source_digest": "0"}), encoding="utf-8")
+    assert run.kept_parts(tmp_path, "frontier") == {}
+    assert run.kept_parts(tmp_path / "none", "frontier") == {}
+
+
+def test_targets_have_a_limit_for_each_part() -> None:
+    assert set(frontier.TARGETS) == set(frontier.PARTS) <= set(report.PAGE["targets"])
+    assert all(SimpleNamespace(**report.PAGE["targets"][name]).limit < 1.2 for name in frontier.PARTS)
