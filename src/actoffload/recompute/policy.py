@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable
+from functools import cache
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -163,6 +164,7 @@ def saving(names: Iterable[str]) -> Policy:
     return Named(found) if found else never
 
 
+@cache  # reading the schema of an operator takes microseconds
 def saveable(operator: Any) -> bool:
     """Return whether outputs of an operator may stand for running it again.
 

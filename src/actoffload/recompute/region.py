@@ -12,7 +12,6 @@ freed with the graph.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, TypeAlias, TypeVar
@@ -110,7 +109,7 @@ class _Mode(_Base):  # type: ignore[misc]
     def __init__(self, region: Region) -> None:
         super().__init__()
         self.region = region
-        self.calls = Counter[Any]()
+        self.calls = dict[Any, int]()
 
     def __enter__(self) -> Any:
         self.calls.clear()  # a graph that is used twice is recomputed twice
@@ -121,8 +120,9 @@ class _Mode(_Base):  # type: ignore[misc]
         return True
 
     def key(self, operator: Any) -> Key:
-        self.calls[operator] += 1
-        return operator, self.calls[operator] - 1
+        number = self.calls.get(operator, 0)
+        self.calls[operator] = number + 1
+        return operator, number
 
 
 class _Saving(_Mode):
