@@ -15,7 +15,7 @@ from schedule_figures import GIB, Drawn, DrawnFigure, write
 from sphinx.application import Sphinx
 
 import actoffload
-from actoffload.planner import GroupPlan, choose_recomputed, frontier
+from actoffload.planner import GroupPlan, Variant, choose_recomputed, frontier
 from actoffload.report.plots import LINES
 from actoffload.schedule import LayerCost, Link, Plan, simulate
 
@@ -27,6 +27,7 @@ COST = LayerCost.even(GIB, forward=0.008, backward=0.016)
 # What is not saved is on the device again while the backward of the layer runs.
 SELECTIVE = replace(LayerCost.even(GIB // 2, forward=0.008, backward=0.018), backward_temporary=GIB // 2)
 CHECKPOINTED = replace(LayerCost.even(GIB // 16, forward=0.008, backward=0.024), backward_temporary=GIB * 15 // 16)
+PRODUCTS = tuple(f"aten.mm.default#{k}" for k in range(4))
 LINK = Link(d2h=50e9, h2d=50e9)
 LIMITS = range(1, 12)  # GiB
 
@@ -46,7 +47,7 @@ def _names() -> list[str]:
 
 def offloading() -> list[Point]:
     """Return what plans cost that only offload."""
-    return [_point(plan) for plan in frontier(_names(), [COST] * LAYERS, LINK, points=len(LIMITS))]
+    return [_point(plan) for plan in frontier(_names(), [(Variant(COST),)] * LAYERS, LINK, points=len(LIMITS))]
 
 
 def recomputing(cost: LayerCost) -> list[Point]:
@@ -60,8 +61,8 @@ def recomputing(cost: LayerCost) -> list[Point]:
 
 def both() -> list[Point]:
     """Return what plans cost that offload and recompute."""
-    costs = [COST] * LAYERS, [SELECTIVE] * LAYERS
-    return [_point(choose_recomputed(_names(), *costs, LINK, limit=limit * GIB)) for limit in LIMITS]
+    group = (Variant(COST), Variant(SELECTIVE, PRODUCTS), Variant(CHECKPOINTED, ()))
+    return [_point(choose_recomputed(_names(), [group] * LAYERS, LINK, limit=limit * GIB)) for limit in LIMITS]
 
 
 def curves() -> dict[str, list[Point]]:
@@ -133,4 +134,4 @@ class BudgetFigure(DrawnFigure):
 def setup(app: Sphinx) -> dict[str, Any]:
     """Register the directive."""
     app.add_directive("budget-figure", BudgetFigure)
-    return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}
+    return {"version": "2", "parallel_read_safe": True, "parallel_write_safe": True}
