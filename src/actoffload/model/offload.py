@@ -184,7 +184,7 @@ def offload(
 
     policy = worth_saving if isinstance(recompute, bool | str) else recompute
     policies = {k: policy for k, of in enumerate(chosen) if recompute is not False and repeatable(of.module)}
-    always = {} if recompute == "auto" else policies
+    always = {k: policy for k in range(len(chosen)) if recompute is not False and recompute != "auto"}
     if always or (policies and engine.backend.times):
         load_dynamo()
 

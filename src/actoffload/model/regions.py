@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
 
-from .._torch import is_compiled
+from .._folding import fold_names
+from .._torch import in_transform, is_compiled, saved_tensor_hooks
 from ..engine.pack import Saved
 from ..engine.unpack import unpack
-from ..recompute import Policy, Reads, Region, never
+from ..recompute import Policy, Reads, Region, State, Watch, never, recomputed, structure
 from .conduct import DROPPED, FollowedModule
 
 __all__ = ["Regions"]
+
+AROUND = "because they are called under saved-tensor hooks of the program, such as those of torch.utils.checkpoint"
+INSIDE = "because other groups or kept modules are inside of them"
+TRANSFORM = "because they are called inside of a transform of torch.func"
 
 
 def _unpack_unless_edited(saved: Saved) -> torch.Tensor | None:
@@ -31,17 +36,48 @@ class Regions:
         self._modules = modules
         self._alone: dict[int, bool] = {}  # by group
         self._reads: dict[int, Reads] = {}
+        self._watches: dict[Hashable, Watch] = {}  # by structure
+        self._latest: dict[int, tuple[str, Watch | None]] = {}  # by group: what decided on its latest call
 
-    def region(self, of: FollowedModule, policy: Policy, pack: Callable[[torch.Tensor], Any] | None) -> Region | None:
-        """Return what saves in a call of a group, with `pack` or on the device; None if it cannot be recomputed."""
-        if not self._is_alone(of):
+    def around(
+        self, of: FollowedModule, policy: Policy, pack: Callable[[torch.Tensor], Any] | None
+    ) -> Callable[..., Any] | None:
+        """Return what a function is passed to that calls a group; None if the program may call it.
+
+        The first call of a structure is watched.  The others are recomputed if that is possible, and save with `pack`
+        or on the device.
+        """
+        if not torch.is_grad_enabled():
+            return None
+        obstacle = self._obstacle(of)
+        if obstacle:
+            self._latest[of.group] = obstacle, None
+            return None
+        watch = self._watches.get(key := structure(of.module))
+        if watch is None or watch.reason is None:
+            watch = self._watches[key] = Watch(of.module)
+        self._latest[of.group] = "", watch
+        if watch.reason is None:
+            return watch
+        if watch.reason:  # [guard: group that must not be recomputed]
             return None
         if policy is not never and any(map(is_compiled, of.module.modules())):
             policy = never  # compiled code is one operator
-        reads = self._reads.setdefault(of.group, Reads())
+        reads, state = self._reads.setdefault(of.group, Reads()), State(of.module)
         if pack is None:
-            return Region(policy, reads=reads)
-        return Region(policy, pack, _unpack_unless_edited, reads)
+            region = Region(policy, reads=reads, state=state)
+        else:
+            region = Region(policy, pack, _unpack_unless_edited, reads, state)
+        return lambda function, *args, **kwargs: recomputed(function, region, *args, **kwargs)
+
+    def _obstacle(self, of: FollowedModule) -> str:
+        """Return why a call of a group that begins now cannot be recomputed; empty if it can."""
+        hooks = saved_tensor_hooks()
+        if hooks is not None and hooks[1] is not unpack:  # [guard: group that the program checkpoints]
+            return AROUND
+        if in_transform(vmap=True):  # [guard: group inside of vmap]
+            return TRANSFORM
+        return "" if self._is_alone(of) else INSIDE
 
     def _is_alone(self, of: FollowedModule) -> bool:
         """Return whether no other module inside of a group is followed: what it saves has a place of its own."""
@@ -49,3 +85,13 @@ class Regions:
             others = [each.name for each in self._modules[1:] if each.role is not DROPPED]
             self._alone[of.group] = not any(name.startswith(f"{of.name}.") for name in others)
         return self._alone[of.group]
+
+    def refusals(self) -> str:
+        """Return which groups are not recomputed though they should be, and why, in sentences; empty if all are."""
+        names: dict[str, list[str]] = {}
+        for of in self._modules:
+            obstacle, watch = self._latest.get(of.group, ("", None))
+            reason = obstacle or (watch and watch.reason)
+            if reason:
+                names.setdefault(reason, []).append(of.name)
+        return " ".join(f"Not recomputed, {reason}: {fold_names(of)}." for reason, of in names.items())

@@ -26,7 +26,7 @@ from ..engine.module_tensors import GroupTensors, ModelTensors
 from ..engine.pack import Pack, Packer
 from ..engine.tensor_marks import running
 from ..engine.unpack import unpack
-from ..recompute import Policy, Region
+from ..recompute import Policy
 from ..schedule.execution_order import ExecutionOrder, GroupKey
 from .conduct import DROPPED, GROUP, KEPT, ROOT, Conduct, FollowedModule, Mode, Steering
 from .regions import Regions
@@ -102,7 +102,7 @@ class Tracker:
         self._warned: set[str] = set()
         self._running: set[int] = set()  # threads in a forward
         self._when_idle: list[Callable[[], None]] = []
-        self._regions = Regions(modules)
+        self.regions = Regions(modules)
         self.paused = int(unsupported() is not None)
 
     @property
@@ -112,14 +112,14 @@ class Tracker:
 
     # Begin
 
-    def begin(self, of: FollowedModule, args: Any, kwargs: Any) -> Region | None:
-        """Begin the forward of a module; return a region if the call is to be recomputed in backward."""
+    def begin(self, of: FollowedModule, args: Any, kwargs: Any) -> Callable[..., Any] | None:
+        """Begin the forward of a module; return what calls it if the call is to be recomputed in backward."""
         self._begin(of, args, kwargs)
         calls = self._thread.calls
-        return self._region(calls[-1]) if calls and calls[-1].of is of else None
+        return self._around(calls[-1]) if calls and calls[-1].of is of else None
 
-    def _region(self, call: _Call) -> Region | None:
-        """Return what saves in a call that is recomputed: where the group is offloaded, the engine."""
+    def _around(self, call: _Call) -> Callable[..., Any] | None:
+        """Return what calls a group that is recomputed; where the group is offloaded, the engine saves in it."""
         thread = self._thread
         policy = thread.recompute.get(call.of.group) if call.layer is not None and not call.part else None
         if policy is None:
@@ -127,7 +127,7 @@ class Tracker:
         assert thread.current is not None
         assert call.layer is not None
         stays = thread.scoped and call.layer.index in thread.current.roles.stay
-        return self._regions.region(call.of, policy, None if stays else thread.packer.pack)
+        return self.regions.around(call.of, policy, None if stays else thread.packer.pack)
 
     def _begin(self, of: FollowedModule, args: Any, kwargs: Any) -> None:
         thread = self._thread

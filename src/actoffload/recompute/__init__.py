@@ -2,5 +2,17 @@
 
 from .policy import Policy, never, repeatable, worth_saving
 from .region import Reads, Region, recomputed
+from .watch import State, Watch, structure
 
-__all__ = ["Policy", "Reads", "Region", "never", "recomputed", "repeatable", "worth_saving"]
+__all__ = [
+    "Policy",
+    "Reads",
+    "Region",
+    "State",
+    "Watch",
+    "never",
+    "recomputed",
+    "repeatable",
+    "structure",
+    "worth_saving",
+]

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import torch
+from torch._ops import OpOverload
 from torch.nn import Module
 from torch.nn.modules.batchnorm import _NormBase
 
@@ -46,7 +47,7 @@ def saveable(operator: Any) -> bool:
     to its arguments or returns views of them: there is more to it than its outputs.  Not casts: autocast keeps those of
     weights, so a region may call a cast in its forward and not when it is recomputed, or the other way round.
     """
-    if operator is _aten._to_copy.default:
+    if operator is _aten._to_copy.default or not isinstance(operator, OpOverload):
         return False
     if torch.Tag.nondeterministic_seeded in operator.tags:
         return False

@@ -19,8 +19,9 @@ from typing import Any, TypeVar
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from .._torch import DispatchMode, version_of, versions_shared
+from .._torch import DispatchMode, tree_flatten, tree_unflatten, version_of, versions_shared
 from .policy import Policy, never, saveable
+from .watch import State
 
 __all__ = ["Reads", "Region", "recomputed"]
 
@@ -69,6 +70,8 @@ class Region:
         and the tensor again; or None if it was written to in the meantime.  Without them the tensors are kept.
     reads : Reads, optional
         What recomputations of earlier calls read; the others are not saved.
+    state : State, optional
+        Parameters and buffers that recomputation reads, before the call.
     """
 
     def __init__(
@@ -77,8 +80,9 @@ class Region:
         pack: Callable[[Tensor], Any] = _keep,
         unpack: Callable[[Any], Tensor | None] = _kept,
         reads: Reads | None = None,
+        state: State | None = None,
     ) -> None:
-        self.policy, self.pack, self.unpack = policy, pack, unpack
+        self.policy, self.pack, self.unpack, self.state = policy, pack, unpack, state
         self.reads = Reads() if reads is None else reads
         self.saved: dict[Key, Any] = {}  # the outputs of an operator, with `_Held` in place of tensors
         self.used: set[Key] = set()
@@ -101,6 +105,8 @@ _Base: Any = object if DispatchMode is None else DispatchMode
 
 
 class _Mode(_Base):  # type: ignore[misc]
+    supports_higher_order_operators = True
+
     def __init__(self, region: Region) -> None:
         super().__init__()
         self.region = region
@@ -162,7 +168,28 @@ def _mapped(kind: type, function: Callable[[Any], Any], outputs: Any) -> Any:
 
 
 def recomputed(function: Callable[..., T], region: Region, *args: Any, **kwargs: Any) -> T:
-    """Call a function, and recompute in backward what autograd saves in it, except what the region saves."""
+    """Call a function, and recompute in backward what autograd saves in it, except what the region saves.
+
+    Autograd saves all tensors in `args` and `kwargs`, so that an in-place edit of one is caught.  Recomputation gets
+    containers of its own: the function may have changed those of the program.
+    """
+    leaves, tree = tree_flatten((args, kwargs))
+    places = [k for k, of in enumerate(leaves) if isinstance(of, Tensor) and not of.is_inference()]
+    tensors = [leaves[k] for k in places]
+    for k in places:
+        leaves[k] = None
+    first: list[Any] = [(args, kwargs)]
+
+    def call(*tensors: Tensor) -> T:
+        if first:
+            args, kwargs = first.pop()
+        else:
+            if region.state is not None:
+                region.state.check()  # [guard: weight that is changed before recomputation]
+            again = dict(zip(places, tensors, strict=True))
+            args, kwargs = tree_unflatten([again.get(k, of) for k, of in enumerate(leaves)], tree)
+        return function(*args, **kwargs)
+
     modes: dict[str, Any] = {} if region.policy is never or DispatchMode is None else {"context_fn": region.modes}
-    result: T = checkpoint(function, *args, use_reentrant=False, **modes, **kwargs)
+    result: T = checkpoint(call, *tensors, use_reentrant=False, **modes)
     return result

@@ -1,0 +1,149 @@
+"""Whether the calls of a module may be recomputed: what one call does that a second one must not do again.
+
+A module is watched in its first call, which is not recomputed.  Calls of modules of the same structure, with the same
+flags, are assumed to do the same.  A call that does something else after all is refused when it is recomputed:
+`State.check` raises the error of autograd, and the gradient is never wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from .._torch import DispatchMode, registered, saved_tensor_hooks, tree_leaves, version_of
+
+__all__ = ["State", "Watch", "structure"]
+
+T = TypeVar("T")
+
+BUFFERS = "because they change parameters or buffers in their forward"
+INPUTS = "because they write to their inputs"
+HOOKS = "because the program checkpoints a part of them, or has saved-tensor hooks of its own there"
+GENERATORS = "because they draw random numbers from a generator of the program"
+
+REENTRANT = "CheckpointFunction"
+"""Beginning of the names of the autograd nodes of reentrant checkpointing, also of that of other libraries."""
+
+
+def structure(module: Module) -> Hashable:
+    """Return what is equal for modules that are assumed to do the same in a call: types, buffers and flags."""
+    return tuple(
+        (
+            type(each),
+            tuple(name for name, buffer in registered(each)[1].items() if buffer is not None),
+            tuple([item for item in vars(each).items() if item[1] is True or item[1] is False]),
+        )
+        for each in module.modules()
+    )
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else version_of(tensor)
+
+
+class State:
+    """The parameters and buffers of a module at one moment, with their versions."""
+
+    def __init__(self, module: Module) -> None:
+        self._module = module
+        self._buffers = list(module.buffers())
+        self._versions = [(tensor, _version(tensor)) for tensor in (*module.parameters(), *self._buffers)]
+
+    def _edited(self) -> Tensor | None:
+        return next((tensor for tensor, version in self._versions if _version(tensor) != version), None)
+
+    def changed(self) -> bool:
+        """Return whether a parameter or buffer was written to, or a buffer replaced."""
+        buffers = list(self._module.buffers())
+        replaced = len(buffers) != len(self._buffers) or any(map(_differ, buffers, self._buffers))
+        return replaced or self._edited() is not None  # [guard: buffer that a group replaces -> False]
+
+    def check(self) -> None:
+        """Raise a `RuntimeError` if a parameter or buffer was written to."""
+        tensor = self._edited()
+        if tensor is not None:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"a parameter or buffer {list(tensor.shape)} of a group that is recomputed in backward was changed "
+                "after its forward. Change it after backward, or pass recompute=False."
+            )
+
+
+def _differ(one: Any, other: Any) -> bool:
+    return one is not other
+
+
+class _Seen(DispatchMode if DispatchMode is not None else object):  # type: ignore[misc]
+    """Sees whether operators run under other saved-tensor hooks than those at its start, or with a generator."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._hooks = saved_tensor_hooks()
+        self.reason = ""
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        hooks = saved_tensor_hooks()
+        if hooks is not None and (self._hooks is None or hooks[0] is not self._hooks[0]):
+            self.reason = HOOKS
+        if any(isinstance(of, torch.Generator) for of in (*args, *(kwargs or {}).values())):
+            self.reason = GENERATORS
+        return operator(*args, **(kwargs or {}))
+
+
+class Watch:
+    """One call of a module that is not recomputed, and why later ones must not be.
+
+    Attributes
+    ----------
+    reason : str or None
+        Why later calls must not be recomputed; empty if they may be, None until the call has returned.
+    """
+
+    def __init__(self, module: Module) -> None:
+        self._module: Module | None = module
+        self.reason: str | None = None
+
+    def __call__(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        """Call a function that calls the module."""
+        assert self._module is not None
+        state, self._module = State(self._module), None
+        inputs = [(of, _version(of)) for of in tree_leaves((args, kwargs)) if isinstance(of, Tensor)]
+        if DispatchMode is None:
+            result, seen = function(*args, **kwargs), ""
+        else:
+            with _Seen() as mode:
+                result = function(*args, **kwargs)
+            seen = mode.reason
+        if state.changed():
+            seen = BUFFERS
+        elif any(_version(of) != version for of, version in inputs):
+            seen = INPUTS
+        elif _is_reentrant(result, [of for of, _ in inputs]):
+            seen = HOOKS
+        self.reason = seen
+        return result
+
+
+def _is_reentrant(result: Any, inputs: Iterable[Tensor]) -> bool:
+    """Return whether a node of reentrant checkpointing is between inputs and result."""
+    met = {of.grad_fn for of in inputs}
+    waiting = [of.grad_fn for of in tree_leaves(result) if isinstance(of, Tensor)]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in met:
+            continue
+        if node.name().startswith(REENTRANT):
+            return True
+        met.add(node)
+        waiting += [following for following, _ in node.next_functions]
+    return False
