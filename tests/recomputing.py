@@ -1,0 +1,72 @@
+"""What the tests of recomputation share: programs that run without it and with, and counts of what runs again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from composing import BLOCKS, Net, Offload, both, dropping, train
+from torch import Tensor, nn
+
+from actoffload._torch import NO_BACKWARD, backward_id
+from actoffload.recompute import never, worth_saving
+
+POLICIES = {"nothing": never, "products": worth_saving, "everything": lambda *_: True}
+policies = pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+fractions = pytest.mark.parametrize("fraction", [0.0, 1.0], ids=["kept", "offloaded"])
+
+
+class Counted(nn.Module):
+    """Counts how often a block is called in forward and in backward."""
+
+    forward_calls = backward_calls = 0
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if backward_id() == NO_BACKWARD:
+            Counted.forward_calls += 1
+        else:
+            Counted.backward_calls += 1
+        return self.inner(*args, **kwargs)
+
+
+def check(program: Any, policy: Any = True, *, recomputed: int, fraction: float = 1.0, **more: Any) -> Any:
+    """Compare a program with and without; `recomputed` calls of blocks have to run again in backward."""
+
+    def with_policy(offload: Offload) -> list[Tensor]:
+        return program(lambda model, **options: offload(model, recompute=policy, fraction=fraction, **options))
+
+    handle = both(with_policy, **{"offloads": fraction > 0, **more})
+    assert Counted.backward_calls == recomputed
+    return handle
+
+
+def simple(make: Any, use: Any = train) -> Any:
+    """Return a program that makes a model, offloads it and uses it; the first pass is watched."""
+
+    def program(offload: Offload) -> list[Tensor]:
+        model = make()
+        offload(model)
+        return [*train(model, 1), *use(model)]
+
+    return program
+
+
+def counted(make: Any = dropping) -> Any:
+    return lambda: Net(lambda: Counted(make()))
+
+
+FIRST = BLOCKS - 1
+"""Calls that are recomputed in the first pass: all but the one that is watched."""
+
+
+class _Any:
+    def __eq__(self, other: object) -> bool:
+        return bool(other)
+
+
+ANY = _Any()
+"""Equal to any number of calls but none."""
