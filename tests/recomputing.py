@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from composing import BLOCKS, Net, Offload, both, dropping, train
+from helpers import nothing_held
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+from whole_model import equal, offload
 
 from actoffload._torch import NO_BACKWARD, backward_id
 from actoffload.recompute import never, worth_saving
@@ -70,3 +75,43 @@ class _Any:
 
 ANY = _Any()
 """Equal to any number of calls but none."""
+
+
+def total(outputs: Any) -> Tensor:
+    """Return a loss that depends on each tensor among the outputs of a model."""
+    leaves = tree_leaves(dict(outputs) if hasattr(outputs, "keys") else outputs)
+    return sum(
+        (leaf.double() * torch.linspace(0.1, 1, leaf.numel()).view(leaf.shape)).sum()
+        for leaf in leaves
+        if isinstance(leaf, Tensor) and leaf.requires_grad
+    )
+
+
+def whole_model(model: nn.Module, run: Any, policy: Any = True) -> str:
+    """Compare two steps of a model in training with those that recompute; return why groups are not recomputed."""
+    model.train()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+
+    def step() -> list[Tensor]:
+        model.zero_grad()
+        torch.manual_seed(7)
+        np.random.seed(7)  # which models of Hugging Face use
+        loss = total(run())
+        loss.backward()
+        return [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+    want = [*step(), *step()]
+    model.load_state_dict(before)
+    handle = offload(model, recompute=policy, fraction=1.0)
+    again: set[str] = set()
+    for name, module in model.named_modules():
+        if name in handle.groups or not handle.groups:
+            module.register_forward_pre_hook(
+                lambda *_, name=name: None if backward_id() == NO_BACKWARD else again.add(name)
+            )
+    equal([*step(), *step()], want)
+    nothing_held(handle)
+    because = handle.plan.because
+    handle.remove()
+    assert again or "Not recomputed" in because
+    return because

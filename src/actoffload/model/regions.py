@@ -40,7 +40,12 @@ class Regions:
         self._latest: dict[int, tuple[str, Watch | None]] = {}  # by group: what decided on its latest call
 
     def around(
-        self, of: FollowedModule, policy: Policy, pack: Callable[[torch.Tensor], Any] | None
+        self,
+        of: FollowedModule,
+        policy: Policy,
+        pack: Callable[[torch.Tensor], Any] | None,
+        args: Any,
+        kwargs: Any,
     ) -> Callable[..., Any] | None:
         """Return what a function is passed to that calls a group; None if the program may call it.
 
@@ -53,7 +58,7 @@ class Regions:
         if obstacle:
             self._latest[of.group] = obstacle, None
             return None
-        watch = self._watches.get(key := structure(of.module))
+        watch = self._watches.get(key := structure(of.module, args, kwargs))
         if watch is None or watch.reason is None:
             watch = self._watches[key] = Watch(of.module)
         self._latest[of.group] = "", watch

@@ -116,9 +116,9 @@ class Tracker:
         """Begin the forward of a module; return what calls it if the call is to be recomputed in backward."""
         self._begin(of, args, kwargs)
         calls = self._thread.calls
-        return self._around(calls[-1]) if calls and calls[-1].of is of else None
+        return self._around(calls[-1], args, kwargs) if calls and calls[-1].of is of else None
 
-    def _around(self, call: _Call) -> Callable[..., Any] | None:
+    def _around(self, call: _Call, args: Any, kwargs: Any) -> Callable[..., Any] | None:
         """Return what calls a group that is recomputed; where the group is offloaded, the engine saves in it."""
         thread = self._thread
         policy = thread.recompute.get(call.of.group) if call.layer is not None and not call.part else None
@@ -127,7 +127,7 @@ class Tracker:
         assert thread.current is not None
         assert call.layer is not None
         stays = thread.scoped and call.layer.index in thread.current.roles.stay
-        return self.regions.around(call.of, policy, None if stays else thread.packer.pack)
+        return self.regions.around(call.of, policy, None if stays else thread.packer.pack, args, kwargs)
 
     def _begin(self, of: FollowedModule, args: Any, kwargs: Any) -> None:
         thread = self._thread

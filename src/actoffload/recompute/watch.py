@@ -8,6 +8,7 @@ flags, are assumed to do the same.  A call that does something else after all is
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable
+from types import ModuleType
 from typing import Any, TypeVar
 
 import torch
@@ -22,6 +23,7 @@ T = TypeVar("T")
 
 BUFFERS = "because they change parameters or buffers in their forward"
 INPUTS = "because they write to their inputs"
+OBJECTS = "because they change objects that are passed to them, such as a cache of keys and values (use_cache=False)"
 HOOKS = "because the program checkpoints a part of them, or has saved-tensor hooks of its own there"
 GENERATORS = "because they draw random numbers from a generator of the program"
 
@@ -29,16 +31,20 @@ REENTRANT = "CheckpointFunction"
 """Beginning of the names of the autograd nodes of reentrant checkpointing, also of that of other libraries."""
 
 
-def structure(module: Module) -> Hashable:
-    """Return what is equal for modules that are assumed to do the same in a call: types, buffers and flags."""
-    return tuple(
+def structure(module: Module, args: Any, kwargs: Any) -> Hashable:
+    """Return what is equal for calls that are assumed to do the same.
+
+    Of all modules inside, the types, the names of buffers and the flags; of the arguments, the types.
+    """
+    modules = [
         (
             type(each),
-            tuple(name for name, buffer in registered(each)[1].items() if buffer is not None),
+            tuple([name for name, buffer in registered(each)[1].items() if buffer is not None]),
             tuple([item for item in vars(each).items() if item[1] is True or item[1] is False]),
         )
         for each in module.modules()
-    )
+    ]
+    return tuple(modules), frozenset(map(type, tree_leaves((args, kwargs))))
 
 
 def _version(tensor: Tensor) -> int:
@@ -117,7 +123,10 @@ class Watch:
         """Call a function that calls the module."""
         assert self._module is not None
         state, self._module = State(self._module), None
-        inputs = [(of, _version(of)) for of in tree_leaves((args, kwargs)) if isinstance(of, Tensor)]
+        leaves = tree_leaves((args, kwargs))
+        inputs = [(of, _version(of)) for of in leaves if isinstance(of, Tensor)]
+        objects = [of for of in leaves if not isinstance(of, Tensor)]
+        before = _inside(objects)
         if DispatchMode is None:
             result, seen = function(*args, **kwargs), ""
         else:
@@ -128,10 +137,27 @@ class Watch:
             seen = BUFFERS
         elif any(_version(of) != version for of, version in inputs):
             seen = INPUTS
+        elif [id(of) for of in _inside(objects)] != [id(of) for of in before]:
+            seen = OBJECTS
         elif _is_reentrant(result, [of for of, _ in inputs]):
             seen = HOOKS
         self.reason = seen
         return result
+
+
+def _inside(of: Any, depth: int = 6, met: set[int] | None = None) -> list[Tensor]:
+    """Return the tensors among the attributes of an object, and deeper inside."""
+    met = set() if met is None else met
+    if isinstance(of, Tensor):
+        return [of]
+    if not depth or id(of) in met or isinstance(of, Module | ModuleType | type):
+        return []
+    met.add(id(of))
+    if not isinstance(of, dict | list | tuple):
+        of = getattr(of, "__dict__", {})
+    return [
+        tensor for part in (of.values() if isinstance(of, dict) else of) for tensor in _inside(part, depth - 1, met)
+    ]
 
 
 def _is_reentrant(result: Any, inputs: Iterable[Tensor]) -> bool:
