@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from composing import BLOCKS, Mlp, Net, batch, dropping, gradients
+from composing import BLOCKS, WIDTH, Mlp, Net, batch, dropping, gradients
 from recomputing import ANY, FIRST, Counted, check, counted, fractions, policies, simple
 from torch import Tensor, nn
 
@@ -127,6 +127,17 @@ def test_a_generator_of_the_program(policy):
 
     handle = check(simple(make), policy, recomputed=0)
     assert "a generator of the program: blocks.0 ... 5" in handle.plan.because
+
+
+@policies
+def test_noise_that_autograd_saves_before_it_is_drawn(policy):
+    """The gradient of `torch.utils.checkpoint` is wrong where RReLU is the last operator of a region."""
+
+    def make():
+        return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.RReLU())
+
+    handle = check(simple(counted(make)), policy, recomputed=0, fraction=0.0)
+    assert "noise of torch.nn.RReLU" in handle.plan.because
 
 
 @policies

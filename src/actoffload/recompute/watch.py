@@ -25,6 +25,7 @@ BUFFERS = "because they change parameters or buffers in their forward"
 INPUTS = "because they write to their inputs"
 OBJECTS = "because they change objects that are passed to them, such as a cache of keys and values (use_cache=False)"
 HOOKS = "because the program checkpoints a part of them, or has saved-tensor hooks of its own there"
+NOISE = "because autograd saves the noise of torch.nn.RReLU before it is drawn, and recomputation stops there"
 GENERATORS = "because they draw random numbers from a generator of the program"
 
 REENTRANT = "CheckpointFunction"
@@ -103,6 +104,8 @@ class _Seen(DispatchMode if DispatchMode is not None else object):  # type: igno
             self.reason = HOOKS
         if any(isinstance(of, torch.Generator) for of in (*args, *(kwargs or {}).values())):
             self.reason = GENERATORS
+        if operator is torch.ops.aten.rrelu_with_noise.default:
+            self.reason = NOISE
         return operator(*args, **(kwargs or {}))
 
 
