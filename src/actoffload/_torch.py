@@ -130,6 +130,8 @@ def gradient_of(tensor: Any) -> Any:
 DispatchMode: Any = _find("utils._python_dispatch.TorchDispatchMode")
 """Base class of contexts that see every operation; None where PyTorch has none."""
 
+current_dispatch_mode: Callable[[], Any] = _find("utils._python_dispatch._get_current_dispatch_mode", lambda: None)
+
 tree_leaves: Callable[[Any], list[Any]] = _find("utils._pytree.tree_leaves", lambda tree: [tree])
 tree_flatten: Callable[[Any], tuple[list[Any], Any]] = _find("utils._pytree.tree_flatten", lambda tree: ([tree], None))
 tree_unflatten: Callable[[Any, Any], Any] = _find("utils._pytree.tree_unflatten", lambda leaves, tree: leaves[0])

@@ -1,4 +1,4 @@
-"""Exceptions and interrupts in a forward, in recomputation and in backward: nothing is held, and the next step works."""
+"""Exceptions and interrupts in forward, recomputation and backward: nothing is held, and the next step works."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ FILES = tuple(str(SOURCES / name) for name in ("model", "recompute", "_torch.py"
 def test_an_interrupt_at_many_bytecodes_of_a_forward(policy, first):
     torch.manual_seed(0)
     model = Net(Failing)
-    del model.blocks[2:]
+    del model.blocks[3:]
     want = step(model)
     n, came = 0, True
     handle = offload(model, recompute=POLICIES[policy], layers="blocks.?", fraction=1.0)
@@ -137,6 +137,30 @@ def test_an_interrupt_at_many_bytecodes_of_a_forward(policy, first):
             if n % 407 == 0:
                 equal(step(model), want)
                 nothing_held(handle)
-            n += 11
+            n += 23
     assert n > 1000
     equal(step(model), want)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_an_interrupt_at_many_bytecodes_of_a_recomputation():
+    torch.manual_seed(0)
+    model = Net(Failing)
+    del model.blocks[3:]
+    want = step(model)
+    handle = offload(model, recompute=POLICIES["everything"], layers="blocks.?", fraction=1.0)
+    step(model)
+    n, came = 0, True
+    with no_gc():
+        while came:
+            loss = model(batch()).square().sum()
+            came = interrupted(loss.backward, n, FILES)
+            del loss
+            model.zero_grad()
+            with torch.no_grad():
+                model(batch())
+            equal(step(model), want)
+            clean()
+            n += 31
+        nothing_held(handle)
+    assert n > 500

@@ -13,9 +13,7 @@ from .._torch import (
     NO_BACKWARD,
     SavedTensorHooks,
     backward_id,
-    in_transform,
     saved_tensor_hooks,
-    saved_tensor_hooks_disabled,
     unsupported,
     warn,
 )
@@ -26,35 +24,12 @@ from ..engine.module_tensors import GroupTensors, ModelTensors
 from ..engine.pack import Pack, Packer
 from ..engine.tensor_marks import running
 from ..engine.unpack import unpack
-from ..recompute import Policy
+from ..recompute import Policy, remove_modes
 from ..schedule.execution_order import ExecutionOrder, GroupKey
-from .conduct import DROPPED, GROUP, KEPT, ROOT, Conduct, FollowedModule, Mode, Steering
+from .conduct import DROPPED, GROUP, KEPT, ROOT, Conduct, FollowedModule, Mode, Steering, obstacle_to_hooks
 from .regions import Regions
 
 __all__ = ["Tracker"]
-
-
-def _obstacle() -> str | None:
-    """Return where a forward runs if saved-tensor hooks installed now would not receive its saved tensors."""
-    if in_transform():
-        return (
-            "inside torch.func.grad, jvp and other transforms, which do not support saved-tensor hooks. Use "
-            "torch.func.functional_call with torch.autograd.grad or backward."
-        )
-    if saved_tensor_hooks_disabled() is not None:
-        return (
-            "inside torch.autograd.graph.disable_saved_tensors_hooks, which forbids saved-tensor hooks. Call the model "
-            "outside of that block."
-        )
-    hooks = saved_tensor_hooks()
-    if hooks is None:
-        return None
-    if hooks[1] is unpack:
-        return "inside the forward of another offloaded model or layer, which offloads its tensors. Offload one only."
-    return (
-        "under saved-tensor hooks of another library, such as those of torch.utils.checkpoint around the whole model "
-        "or torch.autograd.graph.save_on_cpu. Use them around parts of the model only."
-    )
 
 
 @dataclass(eq=False, slots=True)
@@ -157,7 +132,7 @@ class Tracker:
                 thread.idle = True
                 self._running.add(threading.get_ident())  # [guard: thread in a forward that is not followed]
                 return
-            obstacle = _obstacle()
+            obstacle = obstacle_to_hooks()
             if obstacle is not None:
                 self._warn_once(f"Nothing is offloaded in a forward {obstacle}")
                 return
@@ -185,6 +160,7 @@ class Tracker:
     def _begin_forward(self, conduct: Conduct, *, alone: bool) -> None:
         thread = self._thread
         current = thread.current
+        remove_modes()  # [guard: modes that an interrupt of backward left]
         if not alone or current is None:
             thread.owned = ModelTensors(self._modules[0].module, thread.owned)
             order = ExecutionOrder(conduct.order)
@@ -315,6 +291,7 @@ class Tracker:
         current, hooks = thread.current, thread.hooks
         assert hooks is not None
         assert current is not None
+        remove_modes()  # [guard: modes that an interrupt left]
         hooks.remove()  # [guard: removal of the saved-tensor hooks]
         del running.backends[thread.backends :]  # [guard: is_cpu_offload_enabled after a forward]
         thread.packer.end()  # [guard: pass that the packer refers to]

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from .._torch import DispatchMode, tree_flatten, tree_unflatten, version_of, versions_shared
+from .modes import Mode
 from .policy import Policy, never, saveable
 from .watch import State
 
@@ -101,12 +102,7 @@ class _Held:
         self.held = held
 
 
-_Base: Any = object if DispatchMode is None else DispatchMode
-
-
-class _Mode(_Base):  # type: ignore[misc]
-    supports_higher_order_operators = True
-
+class _Mode(Mode):
     def __init__(self, region: Region) -> None:
         super().__init__()
         self.region = region
@@ -115,10 +111,6 @@ class _Mode(_Base):  # type: ignore[misc]
     def __enter__(self) -> Any:
         self.calls.clear()  # a graph that is used twice is recomputed twice
         return super().__enter__()
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True
 
     def key(self, operator: Any) -> Key:
         self.calls[operator] += 1
@@ -137,8 +129,9 @@ class _Saving(_Mode):
 
 class _Returning(_Mode):
     def __exit__(self, *error: object) -> Any:
+        left = super().__exit__(*error)
         self.region.reads.learn(self.region.saved, self.region.used)
-        return super().__exit__(*error)
+        return left
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         key, region = self.key(operator), self.region

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from .._torch import DispatchMode, registered, saved_tensor_hooks, tree_leaves, version_of
+from .modes import Mode
 
 __all__ = ["State", "Watch", "structure"]
 
@@ -84,19 +85,13 @@ def _differ(one: Any, other: Any) -> bool:
     return one is not other
 
 
-class _Seen(DispatchMode if DispatchMode is not None else object):  # type: ignore[misc]
+class _Seen(Mode):
     """Sees whether operators run under other saved-tensor hooks than those at its start, or with a generator."""
-
-    supports_higher_order_operators = True
 
     def __init__(self) -> None:
         super().__init__()
         self._hooks = saved_tensor_hooks()
         self.reason = ""
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         hooks = saved_tensor_hooks()
