@@ -101,6 +101,18 @@ def test_vmap_around_the_model():
     check(simple(counted(Mlp), use), recomputed=FIRST, watch=False)
 
 
+def test_functional_call():
+    """In backward the module has its own parameters again, so recomputation would use the wrong ones."""
+
+    def use(model):
+        others = {name: (p * 1.5).detach().requires_grad_() for name, p in model.named_parameters()}
+        torch.func.functional_call(model, others, (batch(),)).square().sum().backward()
+        return [other.grad for other in others.values()]
+
+    handle = check(simple(counted(Mlp), use), recomputed=FIRST)
+    assert "because they are called with other parameters, by torch.func.functional_call" in handle.plan.because
+
+
 # Compiled groups
 
 compiles = pytest.mark.filterwarnings("ignore")  # Dynamo reads attributes that warn

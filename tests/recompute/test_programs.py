@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from composing import BLOCKS, WIDTH, Mlp, Net, batch, dropping, gradients
 from recomputing import ANY, FIRST, Counted, check, counted, fractions, policies, simple
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 # Several uses of a graph
 
@@ -176,6 +178,21 @@ def test_autocast_inside_of_a_group(policy):
                 return y.float() + super().forward(x)
 
     check(simple(counted(Cast)), policy, recomputed=FIRST + 3 * BLOCKS)
+
+
+@policies
+@pytest.mark.parametrize("backward_inside", [False, True])
+def test_attention_backends_of_the_forward(policy, backward_inside):
+    """Recomputation runs the kernels of the forward, whichever backends are enabled in backward."""
+
+    def use(model):
+        with sdpa_kernel(SDPBackend.MATH):
+            loss = model(batch()).square().sum()
+        with sdpa_kernel(SDPBackend.MATH) if backward_inside else nullcontext():
+            loss.backward()
+        return gradients(model)
+
+    check(simple(counted(), use), policy, recomputed=FIRST + BLOCKS)
 
 
 # Arguments and outputs

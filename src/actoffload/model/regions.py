@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Hashable, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ __all__ = ["Regions"]
 
 AROUND = "because they are called under saved-tensor hooks of the program, such as those of torch.utils.checkpoint"
 INSIDE = "because other groups or kept modules are inside of them"
+FUNCTIONAL = "because they are called with other parameters, by torch.func.functional_call"
 TRANSFORM = "because they are called inside of a transform of torch.func"
 
 
@@ -27,6 +30,13 @@ def _unpack_unless_edited(saved: Saved) -> torch.Tensor | None:
         return unpack(saved)
     except RuntimeError:
         return None
+
+
+def _in_functional_call() -> bool:
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code is not torch.func.functional_call.__code__:
+        frame = frame.f_back
+    return frame is not None
 
 
 class Regions:
@@ -66,6 +76,7 @@ class Regions:
             return watch
         if watch.reason:  # [guard: group that must not be recomputed]
             return None
+        # [guard: compiled group]
         if policy is not never and any(map(is_compiled, of.module.modules())):
             policy = never  # compiled code is one operator
         reads, state = self._reads.setdefault(of.group, Reads()), State(of.module)
@@ -82,7 +93,9 @@ class Regions:
             return AROUND
         if in_transform(vmap=True):  # [guard: group inside of vmap]
             return TRANSFORM
-        return "" if self._is_alone(of) else INSIDE
+        if _in_functional_call():  # [guard: functional call]
+            return FUNCTIONAL
+        return "" if self._is_alone(of) else INSIDE  # [guard: group with others inside -> True]
 
     def _is_alone(self, of: FollowedModule) -> bool:
         """Return whether no other module inside of a group is followed: what it saves has a place of its own."""

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import torch
-from torch._ops import OpOverload
 from torch.nn import Module
 from torch.nn.modules.batchnorm import _NormBase
 
@@ -16,6 +15,7 @@ Policy: TypeAlias = Callable[[Any, int, tuple[Any, ...]], bool]
 """From an operator, how often the region has called it before, and its arguments, to whether its outputs are saved."""
 
 _aten = torch.ops.aten
+_Operator = type(_aten.mm.default)  # not a higher-order operator
 COSTLY = {
     _aten.mm.default,
     _aten.addmm.default,
@@ -47,14 +47,17 @@ def saveable(operator: Any) -> bool:
     to its arguments or returns views of them: there is more to it than its outputs.  Not casts: autocast keeps those of
     weights, so a region may call a cast in its forward and not when it is recomputed, or the other way round.
     """
-    if operator is _aten._to_copy.default or not isinstance(operator, OpOverload):
+    # [guard: casts, which autocast may have kept]
+    if operator is _aten._to_copy.default or not isinstance(operator, _Operator):
         return False
-    if torch.Tag.nondeterministic_seeded in operator.tags:
+    if torch.Tag.nondeterministic_seeded in operator.tags:  # [guard: outputs of random operators]
         return False
     schema = operator._schema
+    # [guard: views and outputs in place -> True]
     return not any(of.alias_info is not None for of in (*schema.arguments, *schema.returns))
 
 
 def repeatable(module: Module) -> bool:
     """Return whether a module may run twice in a step: none inside of it counts what it has seen, as BatchNorm does."""
+    # [guard: BatchNorm in training -> True]
     return not any(isinstance(of, _NormBase) and of.training and of.track_running_stats for of in module.modules())

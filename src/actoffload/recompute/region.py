@@ -14,9 +14,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from .._torch import DispatchMode, tree_flatten, tree_unflatten, version_of, versions_shared
@@ -36,7 +39,7 @@ def _keep(tensor: Tensor) -> Any:
 
 def _kept(held: Any) -> Tensor | None:
     alias, version = held
-    return alias if version_of(alias) == version else None
+    return alias if version_of(alias) == version else None  # [guard: kept output that was edited -> True]
 
 
 class Reads:
@@ -56,7 +59,7 @@ class Reads:
         """Take what one recomputation read of what was saved."""
         self._read.update(read)
         self._unread.update(saved)
-        self._unread -= self._read
+        self._unread -= self._read  # [guard: outputs that are read now and then]
 
 
 class Region:
@@ -109,7 +112,7 @@ class _Mode(Mode):
         self.calls = Counter[Any]()
 
     def __enter__(self) -> Any:
-        self.calls.clear()  # a graph that is used twice is recomputed twice
+        self.calls.clear()  # [guard: graph that is recomputed twice]
         return super().__enter__()
 
     def key(self, operator: Any) -> Key:
@@ -121,6 +124,7 @@ class _Saving(_Mode):
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         outputs = operator(*args, **(kwargs or {}))
         key, region = self.key(operator), self.region
+        # [guard: outputs that a policy saves]
         if saveable(operator) and region.policy(operator, key[1], args) and key in region.reads:
             with versions_shared():  # an alias, as the tensor itself refers to the graph, and the graph to the region
                 region.saved[key] = _mapped(Tensor, lambda of: _Held(region.pack(of.detach())), outputs)
@@ -147,7 +151,7 @@ class _Returning(_Mode):
                 return None if tensor is None else tensor.detach()
 
             tensors = _mapped(_Held, unpacked, outputs)
-            if complete:
+            if complete:  # [guard: output that was edited -> True]
                 region.used.add(key)
                 return tensors
         return operator(*args, **(kwargs or {}))
@@ -158,6 +162,15 @@ def _mapped(kind: type, function: Callable[[Any], Any], outputs: Any) -> Any:
     if isinstance(outputs, tuple | list):
         return type(outputs)([function(of) if isinstance(of, kind) else of for of in outputs])
     return function(outputs) if isinstance(outputs, kind) else outputs
+
+
+_BACKENDS: list[tuple[SDPBackend, Callable[[], bool]]] = [
+    (SDPBackend.FLASH_ATTENTION, torch.backends.cuda.flash_sdp_enabled),
+    (SDPBackend.EFFICIENT_ATTENTION, torch.backends.cuda.mem_efficient_sdp_enabled),
+    (SDPBackend.CUDNN_ATTENTION, torch.backends.cuda.cudnn_sdp_enabled),
+    (SDPBackend.MATH, torch.backends.cuda.math_sdp_enabled),
+]
+"""What says whether a backend of attention is enabled."""
 
 
 def recomputed(function: Callable[..., T], region: Region, *args: Any, **kwargs: Any) -> T:
@@ -172,16 +185,18 @@ def recomputed(function: Callable[..., T], region: Region, *args: Any, **kwargs:
     for k in places:
         leaves[k] = None
     first: list[Any] = [(args, kwargs)]
+    backends = [backend for backend, enabled in _BACKENDS if enabled()]
 
     def call(*tensors: Tensor) -> T:
-        if first:
+        if first:  # [guard: containers of the program -> False]
             args, kwargs = first.pop()
-        else:
-            if region.state is not None:
-                region.state.check()  # [guard: weight that is changed before recomputation]
-            again = dict(zip(places, tensors, strict=True))
-            args, kwargs = tree_unflatten([again.get(k, of) for k, of in enumerate(leaves)], tree)
-        return function(*args, **kwargs)
+            return function(*args, **kwargs)
+        if region.state is not None:
+            region.state.check()  # [guard: weight that is changed before recomputation]
+        again = dict(zip(places, tensors, strict=True))
+        args, kwargs = tree_unflatten([again.get(k, of) for k, of in enumerate(leaves)], tree)
+        with sdpa_kernel(backends) if backends else nullcontext():  # [guard: attention as in the forward -> False]
+            return function(*args, **kwargs)
 
     modes: dict[str, Any] = {} if region.policy is never or DispatchMode is None else {"context_fn": region.modes}
     result: T = checkpoint(call, *tensors, use_reentrant=False, **modes)

@@ -61,22 +61,21 @@ class State:
         self._buffers = list(module.buffers())
         self._versions = [(tensor, _version(tensor)) for tensor in (*module.parameters(), *self._buffers)]
 
-    def _edited(self) -> Tensor | None:
-        return next((tensor for tensor, version in self._versions if _version(tensor) != version), None)
-
     def changed(self) -> bool:
         """Return whether a parameter or buffer was written to, or a buffer replaced."""
         buffers = list(self._module.buffers())
+        # [guard: buffers that a group replaces -> False]
         replaced = len(buffers) != len(self._buffers) or any(map(_differ, buffers, self._buffers))
-        return replaced or self._edited() is not None  # [guard: buffer that a group replaces -> False]
+        # [guard: buffers that a group changes -> False]
+        edited = any(_version(tensor) != version for tensor, version in self._versions)
+        return replaced or edited
 
     def check(self) -> None:
-        """Raise a `RuntimeError` if a parameter or buffer was written to."""
-        tensor = self._edited()
-        if tensor is not None:
+        """Raise a `RuntimeError` if a parameter or buffer was written to, or a buffer replaced."""
+        if self.changed():
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"a parameter or buffer {list(tensor.shape)} of a group that is recomputed in backward was changed "
+                f"a parameter or buffer of a {type(self._module).__name__} that is recomputed in backward was changed "
                 "after its forward. Change it after backward, or pass recompute=False."
             )
 
@@ -95,11 +94,13 @@ class _Seen(Mode):
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         hooks = saved_tensor_hooks()
+        # [guard: saved-tensor hooks inside of a group]
         if hooks is not None and (self._hooks is None or hooks[0] is not self._hooks[0]):
             self.reason = HOOKS
+        # [guard: generator of the program]
         if any(isinstance(of, torch.Generator) for of in (*args, *(kwargs or {}).values())):
             self.reason = GENERATORS
-        if operator is torch.ops.aten.rrelu_with_noise.default:
+        if operator is torch.ops.aten.rrelu_with_noise.default:  # [guard: noise of RReLU]
             self.reason = NOISE
         return operator(*args, **(kwargs or {}))
 
@@ -133,11 +134,12 @@ class Watch:
             seen = mode.reason
         if state.changed():
             seen = BUFFERS
-        elif any(_version(of) != version for of, version in inputs):
+        elif any(_version(of) != version for of, version in inputs):  # [guard: group that writes to its inputs]
             seen = INPUTS
+        # [guard: group that changes its arguments]
         elif [id(of) for of in _inside(objects)] != [id(of) for of in before]:
             seen = OBJECTS
-        elif _is_reentrant(result, [of for of, _ in inputs]):
+        elif _is_reentrant(result, [of for of, _ in inputs]):  # [guard: reentrant checkpointing inside of a group]
             seen = HOOKS
         self.reason = seen
         return result
