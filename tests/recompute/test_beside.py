@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from composing import BLOCKS, WIDTH, Mlp, Net, batch, dropping, gradients, train
+from composing import BLOCKS, WIDTH, Mlp, Net, Offload, batch, dropping, gradients, train
 from recomputing import FIRST, Counted, check, counted, fractions, policies, simple
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -113,6 +113,17 @@ def test_functional_call():
     assert "because they are called with other parameters, by torch.func.functional_call" in handle.plan.because
 
 
+def test_a_group_with_others_inside_is_not_recomputed_and_the_inner_ones_are():
+    def program(offload: Offload) -> list[Tensor]:
+        model = counted()()
+        offload(model, layers=["*blocks.?", "*blocks.?.inner.norm"])
+        return train(model)
+
+    handle = check(program, recomputed=0)
+    assert "because other groups or kept modules are inside of them: blocks.0 ... 5." in handle.plan.because
+    assert "norm" not in handle.plan.because
+
+
 # Compiled groups
 
 compiles = pytest.mark.filterwarnings("ignore")  # Dynamo reads attributes that warn
@@ -120,8 +131,7 @@ compiles = pytest.mark.filterwarnings("ignore")  # Dynamo reads attributes that 
 
 @compiles
 @fractions
-@pytest.mark.parametrize("policy", [never, worth_saving])
-def test_compiled_groups_are_recomputed_as_a_whole(policy, fraction):
+def test_compiled_groups_are_recomputed_as_a_whole(fraction):
     class Run(nn.Module):
         """Counts outside of compiled code."""
 
@@ -133,8 +143,13 @@ def test_compiled_groups_are_recomputed_as_a_whole(policy, fraction):
         def forward(self, x: Tensor) -> Tensor:
             return self.inner(x)
 
-    torch._dynamo.reset()
-    check(simple(counted(Run)), policy, recomputed=FIRST + 3 * BLOCKS, fraction=fraction)
+    offloaded = []
+    for policy in (never, worth_saving):
+        torch._dynamo.reset()
+        Counted.backward_calls = 0
+        handle = check(simple(counted(Run)), policy, recomputed=FIRST + 3 * BLOCKS, fraction=fraction)
+        offloaded.append(handle.statistics().bytes_offloaded)
+    assert offloaded[0] == offloaded[1], "the products inside of compiled code are not saved"
 
 
 @compiles
