@@ -16,6 +16,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import composing
 import torch
@@ -31,6 +32,7 @@ from torch.utils.checkpoint import checkpoint
 
 from actoffload import device as devices
 from actoffload import gather_reports
+from actoffload.recompute import State
 
 DEVICE = "cpu"
 
@@ -169,6 +171,27 @@ def mesh() -> Any:
     return init_device_mesh(DEVICE, (dist.get_world_size(),))
 
 
+# Recomputation
+
+
+def recomputing(program: Any, policy: Any = True) -> Any:
+    """Return a program whose groups are recomputed."""
+    return lambda offload: program(lambda model, **options: offload(model, recompute=policy, **options))
+
+
+def counting_gathers(offload: Offload) -> list[Tensor]:
+    """Shard, and return how many all-gathers the steps behind the first one need, besides their results."""
+    net = Net(dropping).to(DEVICE)
+    shard(net)
+    offload(net, recompute=True)
+    results = steps(net, 1)
+    name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+    with mock.patch.object(dist, name, wraps=getattr(dist, name)) as gather:
+        results += steps(net, 2)
+    assert gather.call_count >= 2 * 2 * composing.BLOCKS
+    return [*results, torch.tensor(gather.call_count)]
+
+
 # Tensor parallel
 
 
@@ -205,13 +228,33 @@ CASES: dict[str, Callable[[Offload], list[Tensor]]] = {
     "fsdp, compiled before": sharded(compiled="before"),
     "fsdp, compiled after": sharded(compiled="after"),
     "tensor parallel": tensor_parallel,
+    "ddp, recomputed": recomputing(data_parallel(lambda: Net(dropping))),
+    "ddp, unused parameters, recomputed": recomputing(data_parallel(Skipping, find_unused_parameters=True)),
+    "ddp, static graph, recomputed": recomputing(data_parallel(static_graph=True)),
+    "ddp, no_sync, recomputed": recomputing(without_synchronization),
+    "fsdp, recomputed": recomputing(sharded(lambda: Net(dropping))),
+    "fsdp, offloaded first, recomputed": recomputing(sharded(first="offloaded")),
+    "fsdp, not resharded, recomputed": recomputing(sharded(reshard_after_forward=False)),
+    "fsdp, bfloat16, recomputed": recomputing(sharded(mp_policy=HALF)),
+    "fsdp, accumulating, recomputed": recomputing(accumulating),
+    "fsdp, steps inside of backward, recomputed": recomputing(sharded_stepping_in_backward),
+    "fsdp, compiled, recomputed": recomputing(sharded(compiled="before")),
+    "fsdp, recomputed, without further all-gathers": counting_gathers,
+    "tensor parallel, recomputed": recomputing(tensor_parallel),
 }
 
 
 def seen(name: str) -> dict[str, Any]:
     """Run a case; return numbers from its statistics, or the error."""
+    recomputed, check = [], State.check
+
+    def counted(state: State) -> None:
+        recomputed.append(1)
+        check(state)
+
     try:
-        handle = both(CASES[name], device=devices.backend() if DEVICE != "cpu" else None)
+        with mock.patch.object(State, "check", counted):
+            handle = both(CASES[name], device=devices.backend() if DEVICE != "cpu" else None)
         statistics, reports = handle.statistics(), gather_reports(handle.report())
     except BaseException:
         return {"error": traceback.format_exc()}
@@ -220,6 +263,7 @@ def seen(name: str) -> dict[str, Any]:
         "bytes_reloaded": statistics.bytes_reloaded,
         "on_demand": statistics.reloaded_on_demand,
         "passes": statistics.passes,
+        "recomputed": len(recomputed),
         "by_rank": [report.totals.bytes_offloaded for report in reports.reports],
         "kept": {reason.name: nbytes for reason, nbytes in statistics.bytes_kept.items()},
     }

@@ -41,6 +41,8 @@ NAMES = [
     "_C._functorch.TransformType",
     "_C._functorch.is_functorch_wrapped_tensor",
     "_C._dynamo.eval_frame",
+    "utils._python_dispatch._get_current_dispatch_mode",
+    "utils._pytree.tree_flatten",
     "_C._accelerator_getStream",
     "_C._cuda_isCurrentStreamCapturing",
     "_C._nvtx",

@@ -130,7 +130,11 @@ def gradient_of(tensor: Any) -> Any:
 DispatchMode: Any = _find("utils._python_dispatch.TorchDispatchMode")
 """Base class of contexts that see every operation; None where PyTorch has none."""
 
+current_dispatch_mode: Callable[[], Any] = _find("utils._python_dispatch._get_current_dispatch_mode", lambda: None)
+
 tree_leaves: Callable[[Any], list[Any]] = _find("utils._pytree.tree_leaves", lambda tree: [tree])
+tree_flatten: Callable[[Any], tuple[list[Any], Any]] = _find("utils._pytree.tree_flatten", lambda tree: ([tree], None))
+tree_unflatten: Callable[[Any, Any], Any] = _find("utils._pytree.tree_unflatten", lambda leaves, tree: leaves[0])
 
 
 # Autograd
@@ -170,9 +174,9 @@ def saved_tensor_hooks() -> tuple[Any, Any] | None:
     return _top_hooks(True)
 
 
-def in_transform() -> bool:
-    """Return whether the calling thread is inside of a `torch.func` transform other than `torch.vmap`."""
-    return any(level.key() != _vmap for level in _transforms() or ())
+def in_transform(*, vmap: bool = False) -> bool:
+    """Return whether the calling thread is inside of a `torch.func` transform; `torch.vmap` counts where asked for."""
+    return any(vmap or level.key() != _vmap for level in _transforms() or ())
 
 
 class SavedTensorHooks:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,10 +20,15 @@ from .harness import LAYERS, InjectedError, Run
 from .models import LEAST, ROWS, WIDTH
 from .programs import Forward, Program, Validate, programs
 
-__all__ = ["ModelProgram", "ModelRun", "model_programs"]
+__all__ = ["ONCE", "ModelProgram", "ModelRun", "everything", "model_programs"]
 
 ONCE = {"first", "part", "fork", "failing"}
 """Operations whose recomputation gives another result."""
+
+
+def everything(ctx: Any, operator: Any, *args: Any, **kwargs: Any) -> bool:
+    """Save the outputs of every operator that may be saved."""
+    return True
 
 
 @dataclass(frozen=True)
@@ -42,6 +47,8 @@ class ModelProgram(Program):
         Indices of the blocks that are checkpointed.
     reentrant : bool
         Whether the reentrant variant of checkpointing is used.
+    recompute : bool or Policy
+        As in `actoffload.offload`.
     """
 
     calls: Sequence[Sequence[int]] = ()
@@ -51,6 +58,7 @@ class ModelProgram(Program):
     max_inflight: int | None = None
     checkpointed: frozenset[int] = frozenset()
     reentrant: bool = False
+    recompute: Any = False
 
 
 class Operation(nn.Module):
@@ -123,6 +131,7 @@ class ModelRun(Run):
             max_inflight=program.max_inflight,
             min_bytes=4 * LEAST,
             max_host_bytes=program.limit,
+            recompute=program.recompute,
         )
 
     def recording(self) -> AbstractContextManager[Any]:
@@ -152,9 +161,13 @@ class ModelRun(Run):
 
 
 @st.composite
-def model_programs(draw: st.DrawFn, *, streams: bool = False, limited: bool = False) -> ModelProgram:
-    """Draw a program whose forwards skip some blocks and call some twice."""
+def model_programs(
+    draw: st.DrawFn, *, streams: bool = False, limited: bool = False, recompute: bool = False
+) -> ModelProgram:
+    """Draw a program whose forwards skip some blocks and call some twice; `recompute` recomputes its blocks."""
     base = draw(programs(manual=True, streams=streams, limited=limited))
+    if recompute:
+        base = replace(base, layers=[["linear" if kind in ONCE else kind for kind in of] for of in base.layers])
     blocks = range(len(base.layers))
     regular = list(blocks)
     calls = []
@@ -171,7 +184,7 @@ def model_programs(draw: st.DrawFn, *, streams: bool = False, limited: bool = Fa
                 (("blocks.*",), ()),
                 (("blocks.?", "blocks.?.inner"), ()),
                 (("blocks.?",), ("*.inner",)),
-            ]
+            ][: 2 if recompute else None]  # a group with others inside is not recomputed
         )
     )
     return ModelProgram(
@@ -186,4 +199,5 @@ def model_programs(draw: st.DrawFn, *, streams: bool = False, limited: bool = Fa
         max_inflight=draw(st.sampled_from([None, 1, 2])),
         checkpointed=checkpointed,
         reentrant=draw(st.booleans()),
+        recompute=recompute and draw(st.sampled_from([True, (), everything])),
     )

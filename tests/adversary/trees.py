@@ -10,6 +10,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from .modelruns import ONCE, everything
 from .models import DEVICE_KINDS, KINDS, ROWS, STREAM_KINDS, WIDTH, Surroundings, weights
 
 __all__ = ["Forward", "Model", "Node", "TreeProgram", "build", "tree_programs"]
@@ -162,9 +163,10 @@ _times = st.sampled_from([1, 1, 1, 1, 2])
 
 
 @st.composite
-def tree_programs(draw: st.DrawFn, *, streams: bool = False) -> TreeProgram:
-    """Draw a program; at least three of its modules are groups."""
+def tree_programs(draw: st.DrawFn, *, streams: bool = False, recompute: bool = False) -> TreeProgram:
+    """Draw a program; at least three of its modules are groups, and `recompute` recomputes them."""
     kinds = sorted(set(KINDS)) + (2 * sorted(STREAM_KINDS) + sorted(DEVICE_KINDS) if streams else [])
+    kinds = [kind for kind in kinds if not recompute or kind not in ONCE]
     outer = draw(st.lists(_node(kinds, 2), min_size=3, max_size=6))
     outer = [Node("group", node.parts, node.times) if k < 3 else node for k, node in enumerate(outer)]
     mixed: list[Any] = []
@@ -178,6 +180,7 @@ def tree_programs(draw: st.DrawFn, *, streams: bool = False) -> TreeProgram:
         "max_inflight": draw(st.sampled_from([None, None, 1, 2])),
         "fraction": draw(st.sampled_from([1.0, 1.0, 0.5])),
         "max_host_bytes": draw(st.sampled_from([None, None, None, 4096])),
+        "recompute": recompute and draw(st.sampled_from([True, (), everything])),
     }
     return TreeProgram(root, options, draw(_steps(root)))
 

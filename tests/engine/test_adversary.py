@@ -41,6 +41,8 @@ SORTS: dict[str, tuple[int, SearchStrategy[Program], type[Run]]] = {
     "blocks of a model": (60, model_programs(), ModelRun),
     "blocks of a model and side streams": (40, model_programs(streams=True), ModelRun),
     "blocks of a model and host limit": (30, model_programs(limited=True), ModelRun),
+    "recomputed blocks": (40, model_programs(recompute=True), ModelRun),
+    "recomputed blocks and side streams": (30, model_programs(recompute=True, streams=True), ModelRun),
     "host limit": (40, programs(limited=True), Run),
     "manual calls and host limit": (40, programs(limited=True, manual=True), Run),
 }

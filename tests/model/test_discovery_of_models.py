@@ -1,15 +1,18 @@
-"""The groups of models without arguments cover nearly all that a forward saves."""
+"""The groups of models without arguments cover nearly all that a forward saves, and are recomputed bit by bit."""
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 
 import convolutions
 import designs
 import pytest
 import torch
+from recomputing import whole_model
 from saving import default_groups, share_in
 from test_stacks_of_models import BART, HUGGING_FACE, SMALL, TEXT, library
+from torch import nn
 
 from actoffload.model.discovery import ENOUGH
 from actoffload.model.module_names import starred
@@ -21,6 +24,11 @@ def check(model, *args, **kwargs):
     groups, _ = default_groups(lambda: model(*args, **kwargs), model)
     assert share_in(lambda: model(*args, **kwargs), model, groups) >= ENOUGH
     assert 4 <= len(groups) <= 128
+    if "use_cache" in inspect.signature(model.forward).parameters:
+        kwargs = {**kwargs, "use_cache": False}
+    because = whole_model(model, lambda: model(*args, **kwargs))
+    normed = any(isinstance(of, nn.modules.batchnorm._NormBase) for of in model.modules())
+    assert normed == ("change parameters or buffers" in because)
     return dict(Counter(starred(of.name) for of in groups))
 
 
@@ -95,3 +103,14 @@ def test_the_one_shared_block_of_albert():
 def test_the_blocks_of_a_language_model_are_its_groups():
     transformers = library("transformers")
     assert check(transformers.LlamaForCausalLM(transformers.LlamaConfig(**TEXT)), **TOKENS) == {"model.layers.*": 4}
+
+
+@pytest.mark.parametrize("name", ["DeepseekV3ForCausalLM", "T5ForConditionalGeneration", "JambaForCausalLM"])
+def test_layers_that_write_to_a_cache_are_not_recomputed(name):
+    """A second call would append the keys and values once more."""
+    transformers = library("transformers")
+    model_class = getattr(transformers, name)
+    torch.manual_seed(0)
+    model = model_class(model_class.config_class(**SMALLER.get(name, HUGGING_FACE[name][0])))
+    because = whole_model(model, lambda: model(**INPUTS.get(name, TOKENS), use_cache=True))
+    assert "change objects that are passed to them, such as a cache of keys and values (use_cache=False): " in because

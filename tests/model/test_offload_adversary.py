@@ -6,7 +6,7 @@ import gc
 import random
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
@@ -14,6 +14,7 @@ import pytest
 import torch
 from adversary.device import AdversarialDevice
 from adversary.harness import check, same, scaled_down
+from adversary.modelruns import everything
 from adversary.models import LEAST
 from adversary.trees import Forward, Node, TreeProgram, build, start, tree_programs
 from hypothesis import given, settings
@@ -166,12 +167,16 @@ def trial(
     return statistics
 
 
-@pytest.mark.parametrize(("streams", "examples"), [(False, 70), (True, 40)], ids=["one stream", "side streams"])
-def test_random_models_in_random_orders(streams, examples):
+@pytest.mark.parametrize(
+    ("streams", "recompute", "examples"),
+    [(False, False, 70), (True, False, 40), (False, True, 40), (True, True, 30)],
+    ids=["one stream", "side streams", "recomputed", "recomputed with side streams"],
+)
+def test_random_models_in_random_orders(streams, recompute, examples):
     seen: Counter[str] = Counter()
 
     @settings(max_examples=examples)
-    @given(tree_programs(streams=streams))
+    @given(tree_programs(streams=streams, recompute=recompute))
     def orders_of(program: TreeProgram) -> None:
         expected, _ = execute(program, None)
         for seed in range(SEEDS):
@@ -189,11 +194,11 @@ def test_random_models_in_random_orders(streams, examples):
         assert seen[what] > 0, what
 
 
-def chain(count: int = 6, kind: str = "linear") -> TreeProgram:
+def chain(count: int = 6, kind: str = "linear", **options: Any) -> TreeProgram:
     """Return a program of some blocks, two steps of it."""
     groups = tuple(Node("group", (kind, kind)) for _ in range(count))
     steps = [Forward(0), ("backward", 0, False), Forward(1), ("backward", 1, True), ("backward", 1, False)]
-    return TreeProgram(Node("", groups), {}, steps)
+    return TreeProgram(Node("", groups), options, steps)
 
 
 def nested() -> TreeProgram:
@@ -210,7 +215,11 @@ def mixed() -> TreeProgram:
     return TreeProgram(Node("", parts), {}, [Forward(0), Forward(1), ("backward", 0, False), ("backward", 1, False)])
 
 
-@pytest.mark.parametrize("program", [chain(), chain(5, "part"), chain(4, "first"), nested(), mixed()])
+PROGRAMS = [chain(), chain(5, "part"), chain(4, "first"), nested(), mixed()]
+RECOMPUTED = [chain(6, kind, recompute=policy) for kind in ("linear", "qkv") for policy in (True, (), everything)]
+
+
+@pytest.mark.parametrize("program", [*PROGRAMS, *RECOMPUTED])
 @pytest.mark.parametrize("mode", ["late", "early", "random"])
 def test_known_models(program, mode):
     expected, _ = execute(program, None)
@@ -247,16 +256,16 @@ def test_each_kind_of_missing_wait_is_noticed(what, monkeypatch):
         if not inside[0]:
             wait(self, stream, event)
 
-    failed = _failures(random.Random(0))
-    assert failed == 0
+    assert _failures(random.Random(0)) == _failures(random.Random(0), RECOMPUTED) == 0
     monkeypatch.setattr(owner, name, broken)
     monkeypatch.setattr(AdversarialDevice, "wait", no_wait)
     assert _failures(random.Random(0)) > 0
+    assert _failures(random.Random(0), RECOMPUTED) > 0
 
 
-def _failures(source: random.Random) -> int:
+def _failures(source: random.Random, programs: Sequence[TreeProgram] = (chain(), nested(), mixed())) -> int:
     failed = 0
-    for program in (chain(), nested(), mixed()):
+    for program in programs:
         expected, _ = execute(program, None)
         for mode in ("late", "early", "random"):
             try:

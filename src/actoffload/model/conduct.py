@@ -16,14 +16,16 @@ from typing import Any, Protocol
 
 from torch.nn import Module
 
+from .._torch import in_transform, saved_tensor_hooks, saved_tensor_hooks_disabled
 from ..engine.model_pass import ModelPass
+from ..engine.unpack import unpack
 from ..planner import GroupPlan
 from ..recompute.policy import Policy
 from ..schedule.execution_order import GroupKey
 from ..schedule.plan import Roles
 from .operator_times import OperatorTimes
 
-__all__ = ["DROPPED", "GROUP", "KEPT", "ROOT", "Conduct", "FollowedModule", "Mode", "Steering"]
+__all__ = ["DROPPED", "GROUP", "KEPT", "ROOT", "Conduct", "FollowedModule", "Mode", "Steering", "obstacle_to_hooks"]
 
 ROOT, GROUP, KEPT, DROPPED = "root", "group", "kept", "dropped"
 
@@ -103,3 +105,26 @@ class FollowedModule:
         found = self.ref()
         assert found is not None
         return found
+
+
+def obstacle_to_hooks() -> str | None:
+    """Return where a forward runs if saved-tensor hooks installed now would not receive its saved tensors."""
+    if in_transform():
+        return (
+            "inside torch.func.grad, jvp and other transforms, which do not support saved-tensor hooks. Use "
+            "torch.func.functional_call with torch.autograd.grad or backward."
+        )
+    if saved_tensor_hooks_disabled() is not None:
+        return (
+            "inside torch.autograd.graph.disable_saved_tensors_hooks, which forbids saved-tensor hooks. Call the model "
+            "outside of that block."
+        )
+    hooks = saved_tensor_hooks()
+    if hooks is None:
+        return None
+    if hooks[1] is unpack:
+        return "inside the forward of another offloaded model or layer, which offloads its tensors. Offload one only."
+    return (
+        "under saved-tensor hooks of another library, such as those of torch.utils.checkpoint around the whole model "
+        "or torch.autograd.graph.save_on_cpu. Use them around parts of the model only."
+    )

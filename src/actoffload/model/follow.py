@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import copyreg
 import types
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from multiprocessing.context import get_spawning_popen
 from typing import Any, TypeAlias
@@ -32,7 +32,6 @@ from torch.jit import ScriptModule
 from torch.nn import Module
 
 from .._torch import CALLS, opaque, warn
-from ..recompute import Region, recomputed
 from .conduct import ROOT, FollowedModule
 from .tracker import Tracker
 
@@ -84,17 +83,17 @@ def _followed_class(original: type[Module]) -> type[Module]:
 
     def __call__(self: Module, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
         began: list[tuple[Tracker, int]] = []
-        region: Region | None = None
+        around: Callable[..., Any] | None = None
         try:
             try:
                 for followers, of in _pairs(self):
                     tracker = followers.tracker
                     began.append((tracker, tracker.depth))
-                    region = tracker.begin(of, args, kwargs) or region
-                if region is None:
+                    around = tracker.begin(of, args, kwargs) or around
+                if around is None:
                     result = original.__call__(self, *args, **kwargs)
                 else:
-                    result = recomputed(partial(original.__call__, self), region, *args, **kwargs)
+                    result = around(partial(original.__call__, self), *args, **kwargs)
                 for tracker, depth in reversed(began):
                     tracker.end(depth, result)  # [guard: end of a call]
                 return result

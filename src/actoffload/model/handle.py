@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 from torch.nn import Module
@@ -159,7 +160,10 @@ class OffloadHandle:
     @property
     def plan(self) -> GroupPlan:
         """Which groups are kept and offloaded, with bytes and what is expected of it; ``save`` writes it to a file."""
-        return self._tracker.steering.plan()
+        plan, refusals = self._tracker.steering.plan(), self._tracker.regions.refusals()
+        if refusals in plan.because:
+            return plan
+        return replace(plan, because=f"{plan.because} {refusals}".strip())
 
     def __str__(self) -> str:
         state = "" if self.active else "paused" if self.installed else "removed"

@@ -189,7 +189,7 @@ def offload(
     policies = {
         k: policy if policy is never else Noted(policy)
         for k, of in enumerate(chosen)
-        if recompute is not False and repeatable(of.module)
+        if recompute is not False and (recompute != "auto" or repeatable(of.module))
     }
     always = {} if recompute == "auto" else policies
     if always or (policies and engine.backend.times):

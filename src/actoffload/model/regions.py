@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Hashable, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
 
-from .._torch import is_compiled
+from .._folding import fold_names
+from .._torch import in_transform, is_compiled, saved_tensor_hooks
 from ..engine.pack import Saved
 from ..engine.unpack import unpack
-from ..recompute import Reads, Region, never
+from ..recompute import Reads, Region, State, Watch, never, recomputed, structure
 from .conduct import DROPPED, Conduct, FollowedModule
 
 __all__ = ["Regions"]
+
+AROUND = "because they are called under saved-tensor hooks of the program, such as those of torch.utils.checkpoint"
+INSIDE = "because other groups or kept modules are inside of them"
+FUNCTIONAL = "because they are called with other parameters, by torch.func.functional_call"
+TRANSFORM = "because they are called inside of a transform of torch.func"
 
 
 def _unpack_unless_edited(saved: Saved) -> torch.Tensor | None:
@@ -24,6 +32,13 @@ def _unpack_unless_edited(saved: Saved) -> torch.Tensor | None:
         return None
 
 
+def _in_functional_call() -> bool:
+    frame: FrameType | None = sys._getframe(1)  # its own frame would refer to itself, and be kept by an interrupt
+    while frame is not None and frame.f_code is not torch.func.functional_call.__code__:
+        frame = frame.f_back
+    return frame is not None
+
+
 class Regions:
     """What is known of the groups among the followed modules of a model."""
 
@@ -31,19 +46,56 @@ class Regions:
         self._modules = modules
         self._alone: dict[int, bool] = {}  # by group
         self._reads: dict[int, Reads] = {}
+        self._watches: dict[Hashable, Watch] = {}  # by structure
+        self._latest: dict[int, tuple[str, Watch | None]] = {}  # by group: what decided on its latest call
 
-    def region(self, of: FollowedModule, conduct: Conduct, pack: Callable[[torch.Tensor], Any] | None) -> Region | None:
-        """Return what saves in a call of a group, with `pack` or on the device; None if it is not recomputed."""
+    def around(
+        self,
+        of: FollowedModule,
+        conduct: Conduct,
+        pack: Callable[[torch.Tensor], Any] | None,
+        args: Any,
+        kwargs: Any,
+    ) -> Callable[..., Any] | None:
+        """Return what a function is passed to that calls a group; None if the program may call it.
+
+        The first call of a structure is watched.  The others are recomputed if that is possible, and save with `pack`
+        or on the device.
+        """
         policy = conduct.recompute.get(of.group)
-        if policy is None or not self._is_alone(of):
+        if policy is None or not torch.is_grad_enabled():
             return None
+        obstacle = self._obstacle(of)
+        if obstacle:
+            self._latest[of.group] = obstacle, None
+            return None
+        watch = self._watches.get(key := structure(of.module, args, kwargs))
+        if watch is None or watch.reason is None:
+            watch = self._watches[key] = Watch(of.module)
+        self._latest[of.group] = "", watch
+        if watch.reason is None:
+            return watch
+        if watch.reason:  # [guard: group that must not be recomputed]
+            return None
+        # [guard: compiled group]
         if policy is not never and any(map(is_compiled, of.module.modules())):
             policy = never  # compiled code is one operator
-        reads = self._reads.setdefault(of.group, Reads())
-        timed = conduct.operators.of(of.group, reads) if conduct.operators is not None else None
-        if pack is None:
-            return Region(policy, reads=reads, timed=timed)
-        return Region(policy, pack, _unpack_unless_edited, reads, timed)
+        reads, state = self._reads.setdefault(of.group, Reads()), State(of.module)
+        timed = None if conduct.operators is None else conduct.operators.of(of.group, reads)
+        packing: dict[str, Any] = {} if pack is None else {"pack": pack, "unpack": _unpack_unless_edited}
+        region = Region(policy, **packing, reads=reads, state=state, timed=timed)
+        return lambda function, *args, **kwargs: recomputed(function, region, *args, **kwargs)
+
+    def _obstacle(self, of: FollowedModule) -> str:
+        """Return why a call of a group that begins now cannot be recomputed; empty if it can."""
+        hooks = saved_tensor_hooks()
+        if hooks is not None and hooks[1] is not unpack:  # [guard: group that the program checkpoints]
+            return AROUND
+        if in_transform(vmap=True):  # [guard: group inside of vmap]
+            return TRANSFORM
+        if _in_functional_call():  # [guard: functional call]
+            return FUNCTIONAL
+        return "" if self._is_alone(of) else INSIDE  # [guard: group with others inside -> True]
 
     def _is_alone(self, of: FollowedModule) -> bool:
         """Return whether no other module inside of a group is followed: what it saves has a place of its own."""
@@ -51,3 +103,13 @@ class Regions:
             others = [each.name for each in self._modules[1:] if each.role is not DROPPED]
             self._alone[of.group] = not any(name.startswith(f"{of.name}.") for name in others)
         return self._alone[of.group]
+
+    def refusals(self) -> str:
+        """Return which groups are not recomputed though they should be, and why, in sentences; empty if all are."""
+        names: dict[str, list[str]] = {}
+        for of in self._modules:
+            obstacle, watch = self._latest.get(of.group, ("", None))
+            reason = obstacle or (watch and watch.reason)
+            if reason:
+                names.setdefault(reason, []).append(of.name)
+        return " ".join(f"Not recomputed, {reason}: {fold_names(of)}." for reason, of in names.items())

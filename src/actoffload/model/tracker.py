@@ -13,9 +13,7 @@ from .._torch import (
     NO_BACKWARD,
     SavedTensorHooks,
     backward_id,
-    in_transform,
     saved_tensor_hooks,
-    saved_tensor_hooks_disabled,
     unsupported,
     warn,
 )
@@ -26,35 +24,12 @@ from ..engine.module_tensors import GroupTensors, ModelTensors
 from ..engine.pack import Pack, Packer
 from ..engine.tensor_marks import running
 from ..engine.unpack import unpack
-from ..recompute import Region
+from ..recompute import remove_modes
 from ..schedule.execution_order import ExecutionOrder, GroupKey
-from .conduct import DROPPED, GROUP, KEPT, ROOT, Conduct, FollowedModule, Mode, Steering
+from .conduct import DROPPED, GROUP, KEPT, ROOT, Conduct, FollowedModule, Mode, Steering, obstacle_to_hooks
 from .regions import Regions
 
 __all__ = ["Tracker"]
-
-
-def _obstacle() -> str | None:
-    """Return where a forward runs if saved-tensor hooks installed now would not receive its saved tensors."""
-    if in_transform():
-        return (
-            "inside torch.func.grad, jvp and other transforms, which do not support saved-tensor hooks. Use "
-            "torch.func.functional_call with torch.autograd.grad or backward."
-        )
-    if saved_tensor_hooks_disabled() is not None:
-        return (
-            "inside torch.autograd.graph.disable_saved_tensors_hooks, which forbids saved-tensor hooks. Call the model "
-            "outside of that block."
-        )
-    hooks = saved_tensor_hooks()
-    if hooks is None:
-        return None
-    if hooks[1] is unpack:
-        return "inside the forward of another offloaded model or layer, which offloads its tensors. Offload one only."
-    return (
-        "under saved-tensor hooks of another library, such as those of torch.utils.checkpoint around the whole model "
-        "or torch.autograd.graph.save_on_cpu. Use them around parts of the model only."
-    )
 
 
 @dataclass(eq=False, slots=True)
@@ -102,7 +77,7 @@ class Tracker:
         self._warned: set[str] = set()
         self._running: set[int] = set()  # threads in a forward
         self._when_idle: list[Callable[[], None]] = []
-        self._regions = Regions(modules)
+        self.regions = Regions(modules)
         self.paused = int(unsupported() is not None)
 
     @property
@@ -112,20 +87,20 @@ class Tracker:
 
     # Begin
 
-    def begin(self, of: FollowedModule, args: Any, kwargs: Any) -> Region | None:
-        """Begin the forward of a module; return a region if the call is to be recomputed in backward."""
+    def begin(self, of: FollowedModule, args: Any, kwargs: Any) -> Callable[..., Any] | None:
+        """Begin the forward of a module; return what calls it if the call is to be recomputed in backward."""
         self._begin(of, args, kwargs)
         calls = self._thread.calls
-        return self._region(calls[-1]) if calls and calls[-1].of is of else None
+        return self._around(calls[-1], args, kwargs) if calls and calls[-1].of is of else None
 
-    def _region(self, call: _Call) -> Region | None:
-        """Return what saves in a call that is recomputed: where the group is offloaded, the engine."""
+    def _around(self, call: _Call, args: Any, kwargs: Any) -> Callable[..., Any] | None:
+        """Return what calls a group that is recomputed; where the group is offloaded, the engine saves in it."""
         thread = self._thread
         if call.layer is None or call.part or not thread.conduct.recompute:
             return None
         assert thread.current is not None
         stays = thread.scoped and call.layer.index in thread.current.roles.stay
-        return self._regions.region(call.of, thread.conduct, None if stays else thread.packer.pack)
+        return self.regions.around(call.of, thread.conduct, None if stays else thread.packer.pack, args, kwargs)
 
     def _begin(self, of: FollowedModule, args: Any, kwargs: Any) -> None:
         thread = self._thread
@@ -155,7 +130,7 @@ class Tracker:
                 thread.idle = True
                 self._running.add(threading.get_ident())  # [guard: thread in a forward that is not followed]
                 return
-            obstacle = _obstacle()
+            obstacle = obstacle_to_hooks()
             if obstacle is not None:
                 self._warn_once(f"Nothing is offloaded in a forward {obstacle}")
                 return
@@ -183,6 +158,7 @@ class Tracker:
     def _begin_forward(self, conduct: Conduct, *, alone: bool) -> None:
         thread = self._thread
         current = thread.current
+        remove_modes()  # [guard: modes that an interrupt of backward left]
         if not alone or current is None:
             thread.owned = ModelTensors(self._modules[0].module, thread.owned)
             order = ExecutionOrder(conduct.order)
@@ -313,6 +289,7 @@ class Tracker:
         current, hooks = thread.current, thread.hooks
         assert hooks is not None
         assert current is not None
+        remove_modes()  # [guard: modes that an interrupt left]
         hooks.remove()  # [guard: removal of the saved-tensor hooks]
         del running.backends[thread.backends :]  # [guard: is_cpu_offload_enabled after a forward]
         thread.packer.end()  # [guard: pass that the packer refers to]

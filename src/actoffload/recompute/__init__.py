@@ -1,5 +1,6 @@
 """Recomputation in backward: whole regions of a model, or all of a region but the outputs of chosen operators."""
 
+from .modes import remove_modes
 from .policy import (
     COSTLY,
     Call,
@@ -17,6 +18,7 @@ from .policy import (
     worth_saving,
 )
 from .region import Reads, Region, recomputed
+from .watch import State, Watch, structure
 
 __all__ = [
     "COSTLY",
@@ -27,13 +29,17 @@ __all__ = [
     "Policy",
     "Reads",
     "Region",
+    "State",
+    "Watch",
     "named",
     "names_of",
     "never",
     "policy_of",
     "recomputed",
+    "remove_modes",
     "repeatable",
     "saveable",
     "saving",
+    "structure",
     "worth_saving",
 ]

@@ -44,6 +44,7 @@ Given: TypeAlias = Callable[..., Any] | Collection[Any]
 """A policy as `torch.utils.checkpoint.create_selective_checkpoint_contexts` takes one."""
 
 _aten = torch.ops.aten
+_Operator = type(_aten.mm.default)  # not a higher-order operator
 COSTLY = {
     _aten.mm.default,
     _aten.addmm.default,
@@ -172,14 +173,17 @@ def saveable(operator: Any) -> bool:
     to its arguments or returns views of them: there is more to it than its outputs.  Not casts: autocast keeps those of
     weights, so a region may call a cast in its forward and not when it is recomputed, or the other way round.
     """
-    if operator is _aten._to_copy.default:
+    # [guard: casts, which autocast may have kept]
+    if operator is _aten._to_copy.default or not isinstance(operator, _Operator):
         return False
-    if torch.Tag.nondeterministic_seeded in operator.tags:
+    if torch.Tag.nondeterministic_seeded in operator.tags:  # [guard: outputs of random operators]
         return False
     schema = operator._schema
+    # [guard: views and outputs in place -> True]
     return not any(of.alias_info is not None for of in (*schema.arguments, *schema.returns))
 
 
 def repeatable(module: Module) -> bool:
     """Return whether a module may run twice in a step: none inside of it counts what it has seen, as BatchNorm does."""
+    # [guard: BatchNorm in training -> True]
     return not any(isinstance(of, _NormBase) and of.training and of.track_running_stats for of in module.modules())

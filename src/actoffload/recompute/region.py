@@ -16,11 +16,15 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
+import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
-from .._torch import DispatchMode, version_of, versions_shared
+from .._torch import DispatchMode, tree_flatten, tree_unflatten, version_of, versions_shared
+from .modes import Mode
 from .policy import Call, Policy, never, saveable
+from .watch import State
 
 __all__ = ["Reads", "Region", "recomputed"]
 
@@ -35,7 +39,7 @@ def _keep(tensor: Tensor) -> Any:
 
 def _kept(held: Any) -> Tensor | None:
     alias, version = held
-    return alias if version_of(alias) == version else None
+    return alias if version_of(alias) == version else None  # [guard: kept output that was edited -> True]
 
 
 class Reads:
@@ -55,7 +59,7 @@ class Reads:
         """Take what one recomputation read of what was saved."""
         self._read.update(read)
         self._unread.update(saved)
-        self._unread -= self._read
+        self._unread -= self._read  # [guard: outputs that are read now and then]
 
 
 class Region:
@@ -70,6 +74,8 @@ class Region:
         and the tensor again; or None if it was written to in the meantime.  Without them the tensors are kept.
     reads : Reads, optional
         What recomputations of earlier calls read; the others are not saved.
+    state : State, optional
+        Parameters and buffers that recomputation reads, before the call.
     timed : callable, optional
         Runs each operator of the forward, and times it: from an operator, how often it was called before, and a
         function that runs it, to what that returns.
@@ -81,9 +87,10 @@ class Region:
         pack: Callable[[Tensor], Any] = _keep,
         unpack: Callable[[Any], Tensor | None] = _kept,
         reads: Reads | None = None,
+        state: State | None = None,
         timed: Timed | None = None,
     ) -> None:
-        self.policy, self.pack, self.unpack, self.timed = policy, pack, unpack, timed
+        self.policy, self.pack, self.unpack, self.state, self.timed = policy, pack, unpack, state, timed
         self.reads = Reads() if reads is None else reads
         self.saved: dict[Key, Any] = {}  # the outputs of an operator, with `_Held` in place of tensors
         self.used: set[Key] = set()
@@ -102,22 +109,15 @@ class _Held:
         self.held = held
 
 
-_Base: Any = object if DispatchMode is None else DispatchMode
-
-
-class _Mode(_Base):  # type: ignore[misc]
+class _Mode(Mode):
     def __init__(self, region: Region) -> None:
         super().__init__()
         self.region = region
         self.calls = dict[Any, int]()
 
     def __enter__(self) -> Any:
-        self.calls.clear()  # a graph that is used twice is recomputed twice
+        self.calls.clear()  # [guard: graph that is recomputed twice]
         return super().__enter__()
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True
 
     def key(self, operator: Any) -> Key:
         number = self.calls.get(operator, 0)
@@ -132,6 +132,7 @@ class _Saving(_Mode):
             outputs = operator(*args, **kwargs)
         else:
             outputs = region.timed(*key, partial(operator, *args, **kwargs))
+        # [guard: outputs that a policy saves]
         if saveable(operator) and key in region.reads and region.policy(Call(*key, args, kwargs, outputs)):
             with versions_shared():  # an alias, as the tensor itself refers to the graph, and the graph to the region
                 region.saved[key] = _mapped(Tensor, lambda of: _Held(region.pack(of.detach())), outputs)
@@ -140,8 +141,9 @@ class _Saving(_Mode):
 
 class _Returning(_Mode):
     def __exit__(self, *error: object) -> Any:
+        left = super().__exit__(*error)
         self.region.reads.learn(self.region.saved, self.region.used)
-        return super().__exit__(*error)
+        return left
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         key, region = self.key(operator), self.region
@@ -157,7 +159,7 @@ class _Returning(_Mode):
                 return None if tensor is None else tensor.detach()
 
             tensors = _mapped(_Held, unpacked, outputs)
-            if complete:
+            if complete:  # [guard: output that was edited -> True]
                 region.used.add(key)
                 return tensors
         return operator(*args, **(kwargs or {}))
@@ -170,8 +172,46 @@ def _mapped(kind: type, function: Callable[[Any], Any], outputs: Any) -> Any:
     return function(outputs) if isinstance(outputs, kind) else outputs
 
 
+_BACKENDS: list[tuple[SDPBackend, Callable[[], bool]]] = [
+    (SDPBackend.FLASH_ATTENTION, torch.backends.cuda.flash_sdp_enabled),
+    (SDPBackend.EFFICIENT_ATTENTION, torch.backends.cuda.mem_efficient_sdp_enabled),
+    (SDPBackend.CUDNN_ATTENTION, torch.backends.cuda.cudnn_sdp_enabled),
+    (SDPBackend.MATH, torch.backends.cuda.math_sdp_enabled),
+]
+"""What says whether a backend of attention is enabled."""
+
+
+def _enabled_backends() -> list[SDPBackend]:
+    return [backend for backend, enabled in _BACKENDS if enabled()]
+
+
 def recomputed(function: Callable[..., T], region: Region, *args: Any, **kwargs: Any) -> T:
-    """Call a function, and recompute in backward what autograd saves in it, except what the region saves."""
+    """Call a function, and recompute in backward what autograd saves in it, except what the region saves.
+
+    Autograd saves all tensors in `args` and `kwargs`, so that an in-place edit of one is caught.  Recomputation gets
+    containers of its own: the function may have changed those of the program.
+    """
+    leaves, tree = tree_flatten((args, kwargs))
+    places = [k for k, of in enumerate(leaves) if isinstance(of, Tensor) and not of.is_inference()]
+    tensors = [leaves[k] for k in places]
+    for k in places:
+        leaves[k] = None
+    first: list[Any] = [(args, kwargs)]
+    backends = _enabled_backends()
+
+    def call(*tensors: Tensor) -> T:
+        if first:  # [guard: containers of the program -> False]
+            args, kwargs = first.pop()
+            return function(*args, **kwargs)
+        if region.state is not None:
+            region.state.check()  # [guard: weight that is changed before recomputation]
+        again = dict(zip(places, tensors, strict=True))
+        args, kwargs = tree_unflatten([again.get(k, of) for k, of in enumerate(leaves)], tree)
+        if not backends or backends == _enabled_backends():  # [guard: attention as in the forward -> True]
+            return function(*args, **kwargs)
+        with sdpa_kernel(backends):
+            return function(*args, **kwargs)
+
     modes: dict[str, Any] = {} if region.policy is never or DispatchMode is None else {"context_fn": region.modes}
-    result: T = checkpoint(function, *args, use_reentrant=False, **modes, **kwargs)
+    result: T = checkpoint(call, *tensors, use_reentrant=False, **modes)
     return result

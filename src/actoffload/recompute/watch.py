@@ -1,0 +1,175 @@
+"""Whether the calls of a module may be recomputed: what one call does that a second one must not do again.
+
+A module is watched in its first call, which is not recomputed.  Calls of modules of the same structure, with the same
+flags, are assumed to do the same.  A call that does something else after all is refused when it is recomputed:
+`State.check` raises the error of autograd, and the gradient is never wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable
+from types import ModuleType
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from .._torch import DispatchMode, registered, saved_tensor_hooks, tree_leaves, version_of
+from .modes import Mode
+
+__all__ = ["State", "Watch", "structure"]
+
+T = TypeVar("T")
+
+BUFFERS = "because they change parameters or buffers in their forward"
+INPUTS = "because they write to their inputs"
+OBJECTS = "because they change objects that are passed to them, such as a cache of keys and values (use_cache=False)"
+HOOKS = "because the program checkpoints a part of them, or has saved-tensor hooks of its own there"
+NOISE = "because autograd saves the noise of torch.nn.RReLU before it is drawn, and recomputation stops there"
+GENERATORS = "because they draw random numbers from a generator of the program"
+
+REENTRANT = "CheckpointFunction"
+"""Beginning of the names of the autograd nodes of reentrant checkpointing, also of that of other libraries."""
+
+
+def structure(module: Module, args: Any, kwargs: Any) -> Hashable:
+    """Return what is equal for calls that are assumed to do the same.
+
+    Of all modules inside, the types, the names of buffers and the flags; of the arguments, the types.
+    """
+    modules = [
+        (
+            type(each),
+            tuple([name for name, buffer in registered(each)[1].items() if buffer is not None]),
+            tuple([item for item in vars(each).items() if item[1] is True or item[1] is False]),
+        )
+        for each in module.modules()
+    ]
+    return tuple(modules), frozenset(map(type, tree_leaves((args, kwargs))))
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else version_of(tensor)
+
+
+class State:
+    """The parameters and buffers of a module at one moment, with their versions."""
+
+    def __init__(self, module: Module) -> None:
+        self._module = module
+        self._buffers = list(module.buffers())
+        self._versions = [(tensor, _version(tensor)) for tensor in (*module.parameters(), *self._buffers)]
+
+    def changed(self) -> bool:
+        """Return whether a parameter or buffer was written to, or a buffer replaced."""
+        buffers = list(self._module.buffers())
+        # [guard: buffers that a group replaces -> False]
+        replaced = len(buffers) != len(self._buffers) or any(map(_differ, buffers, self._buffers))
+        # [guard: buffers that a group changes -> False]
+        edited = any(_version(tensor) != version for tensor, version in self._versions)
+        return replaced or edited
+
+    def check(self) -> None:
+        """Raise a `RuntimeError` if a parameter or buffer was written to, or a buffer replaced."""
+        if self.changed():
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"a parameter or buffer of a {type(self._module).__name__} that is recomputed in backward was changed "
+                "after its forward. Change it after backward, or pass recompute=False."
+            )
+
+
+def _differ(one: Any, other: Any) -> bool:
+    return one is not other
+
+
+class _Seen(Mode):
+    """Sees whether operators run under other saved-tensor hooks than those at its start, or with a generator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._hooks = saved_tensor_hooks()
+        self.reason = ""
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        hooks = saved_tensor_hooks()
+        # [guard: saved-tensor hooks inside of a group]
+        if hooks is not None and (self._hooks is None or hooks[0] is not self._hooks[0]):
+            self.reason = HOOKS
+        # [guard: generator of the program]
+        if any(isinstance(of, torch.Generator) for of in (*args, *(kwargs or {}).values())):
+            self.reason = GENERATORS
+        if operator is torch.ops.aten.rrelu_with_noise.default:  # [guard: noise of RReLU]
+            self.reason = NOISE
+        return operator(*args, **(kwargs or {}))
+
+
+class Watch:
+    """One call of a module that is not recomputed, and why later ones must not be.
+
+    Attributes
+    ----------
+    reason : str or None
+        Why later calls must not be recomputed; empty if they may be, None until the call has returned.
+    """
+
+    def __init__(self, module: Module) -> None:
+        self._module: Module | None = module
+        self.reason: str | None = None
+
+    def __call__(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        """Call a function that calls the module."""
+        assert self._module is not None
+        state, self._module = State(self._module), None
+        leaves = tree_leaves((args, kwargs))
+        inputs = [(of, _version(of)) for of in leaves if isinstance(of, Tensor)]
+        objects = [of for of in leaves if not isinstance(of, Tensor)]
+        before = _inside(objects)
+        if DispatchMode is None:
+            result, seen = function(*args, **kwargs), ""
+        else:
+            with _Seen() as mode:
+                result = function(*args, **kwargs)
+            seen = mode.reason
+        if state.changed():
+            seen = BUFFERS
+        elif any(_version(of) != version for of, version in inputs):  # [guard: group that writes to its inputs]
+            seen = INPUTS
+        # [guard: group that changes its arguments]
+        elif [id(of) for of in _inside(objects)] != [id(of) for of in before]:
+            seen = OBJECTS
+        elif _is_reentrant(result, [of for of, _ in inputs]):  # [guard: reentrant checkpointing inside of a group]
+            seen = HOOKS
+        self.reason = seen
+        return result
+
+
+def _inside(of: Any, depth: int = 6, met: set[int] | None = None) -> list[Tensor]:
+    """Return the tensors among the attributes of an object, and deeper inside."""
+    met = set() if met is None else met
+    if isinstance(of, Tensor):
+        return [of]
+    if not depth or id(of) in met or isinstance(of, Module | ModuleType | type):
+        return []
+    met.add(id(of))
+    if not isinstance(of, dict | list | tuple):
+        of = getattr(of, "__dict__", {})
+    return [
+        tensor for part in (of.values() if isinstance(of, dict) else of) for tensor in _inside(part, depth - 1, met)
+    ]
+
+
+def _is_reentrant(result: Any, inputs: Iterable[Tensor]) -> bool:
+    """Return whether a node of reentrant checkpointing is between inputs and result."""
+    met = {of.grad_fn for of in inputs}
+    waiting = [of.grad_fn for of in tree_leaves(result) if isinstance(of, Tensor)]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in met:
+            continue
+        if node.name().startswith(REENTRANT):
+            return True
+        met.add(node)
+        waiting += [following for following, _ in node.next_functions]
+    return False
