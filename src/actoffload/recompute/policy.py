@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 import torch
@@ -40,17 +40,28 @@ def worth_saving(operator: Any, number: int, arguments: tuple[Any, ...]) -> bool
     return operator in COSTLY
 
 
-def saveable(operator: Any) -> bool:
+def _draws(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Return whether a call of an operator draws random numbers; attention does with dropout only."""
+    if torch.Tag.nondeterministic_seeded not in operator.tags:
+        return False
+    for place, argument in enumerate(operator._schema.arguments):
+        if argument.name == "dropout_p":
+            value = args[place] if place < len(args) else kwargs.get("dropout_p", argument.default_value)
+            return bool(value)
+    return True
+
+
+def saveable(operator: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> bool:
     """Return whether outputs of an operator may stand for running it again.
 
-    Not those of an operator that draws random numbers: those behind it would be others.  Not those of one that writes
+    Not those of a call that draws random numbers: those behind it would be others.  Not those of one that writes
     to its arguments or returns views of them: there is more to it than its outputs.  Not casts: autocast keeps those of
     weights, so a region may call a cast in its forward and not when it is recomputed, or the other way round.
     """
     # [guard: casts, which autocast may have kept]
     if operator is _aten._to_copy.default or not isinstance(operator, _Operator):
         return False
-    if torch.Tag.nondeterministic_seeded in operator.tags:  # [guard: outputs of random operators]
+    if _draws(operator, args, kwargs or {}):  # [guard: outputs of random operators]
         return False
     schema = operator._schema
     # [guard: views and outputs in place -> True]

@@ -125,7 +125,7 @@ class _Saving(_Mode):
         outputs = operator(*args, **(kwargs or {}))
         key, region = self.key(operator), self.region
         # [guard: outputs that a policy saves]
-        if saveable(operator) and region.policy(operator, key[1], args) and key in region.reads:
+        if saveable(operator, args, kwargs) and region.policy(operator, key[1], args) and key in region.reads:
             with versions_shared():  # an alias, as the tensor itself refers to the graph, and the graph to the region
                 region.saved[key] = _mapped(Tensor, lambda of: _Held(region.pack(of.detach())), outputs)
         return outputs
