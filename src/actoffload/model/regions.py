@@ -33,7 +33,7 @@ def _unpack_unless_edited(saved: Saved) -> torch.Tensor | None:
 
 
 def _in_functional_call() -> bool:
-    frame: FrameType | None = sys._getframe()
+    frame: FrameType | None = sys._getframe(1)  # a frame that refers to itself is a cycle
     while frame is not None and frame.f_code is not torch.func.functional_call.__code__:
         frame = frame.f_back
     return frame is not None
