@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from test_recompute_operators import DEVICES, MIB, work
 from timed_device import Timed
@@ -22,7 +24,7 @@ def test_alike_groups_have_the_median_and_what_is_not_read_is_not_worth_saving()
             region = Region(lambda call: True, reads=reads, timed=times.of(group, reads))
             recomputed(lambda x, seconds=seconds: work(x * weight, seconds, 1.0, MIB)[:1] * 2.0, region, torch.ones(2))
         again = times.of(0, reads)
-        assert again("operator", 7, lambda: 5) == 5, "another call is not timed"
+        assert again("operator", 7, partial(int, 5)) == 5, "another call is not timed"
         (costs,) = {tuple(of) for of in times.costs().values()}
         name = str(torch.ops.actoffload_tests.work.default)
         assert OperatorCost(f"{name}#0", 2.0, MIB) in costs

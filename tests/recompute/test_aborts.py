@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from whole_model import equal, nothing_installed, offload
 
 from actoffload._torch import NO_BACKWARD, backward_id
+from actoffload.recompute import region
 
 
 class Explode(torch.autograd.Function):
@@ -54,9 +55,9 @@ class Failing(nn.Module):
         return x + Explode.apply(torch.dropout(self.down(y), 0.1, True), self)
 
 
-def step(model: Net) -> list[Tensor]:
+def step(model: Net, k: int = 0) -> list[Tensor]:
     torch.manual_seed(3)
-    y = model(batch())
+    y = model(batch(k))
     y.square().sum().backward()
     return [y.detach(), *gradients(model)]
 
@@ -164,3 +165,30 @@ def test_an_interrupt_at_many_bytecodes_of_a_recomputation():
             n += 31
         nothing_held(handle)
     assert n > 500
+
+
+@pytest.mark.parametrize("where", ["_Saving", "_Returning"])
+def test_a_mode_whose_removal_an_interrupt_prevented(where, monkeypatch):
+    """The interrupt comes when the mode is installed and the block that removes it has not begun."""
+    torch.manual_seed(0)
+    model = Net(Failing)
+    want = step(model, 1)  # of other data, for which the outputs that were saved are wrong
+    handle = offload(model, recompute=POLICIES["everything"], layers="blocks.?", fraction=1.0)
+    step(model)
+    kind = getattr(region, where)
+    enter = kind.__enter__
+
+    def interrupted_enter(self):
+        enter(self)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(kind, "__enter__", interrupted_enter)
+        with contextlib.suppress(KeyboardInterrupt):
+            step(model)
+    model.zero_grad()
+    if where == "_Saving":
+        clean()
+    equal(step(model, 1), want)
+    clean()
+    nothing_held(handle)

@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from actoffload.recompute import Reads, Region, never, recomputed, worth_saving
+from actoffload.recompute.policy import saveable
 
 POLICIES = {
     "nothing": never,
@@ -75,7 +76,19 @@ class Attention(nn.Module):
         return self.layer(x[None])[0]
 
 
-MODELS = {"dropout": Dropped, "in place": InPlace, "views": Views, "attention": Attention}
+class Random(nn.Module):
+    """Draws by the same operator twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.one = nn.Linear(8, 8)
+
+    def forward(self, x):
+        y = torch.rand_like(x) * self.one(x)
+        return (y * torch.rand_like(y)).sin()
+
+
+MODELS = {"random": Random, "dropout": Dropped, "in place": InPlace, "views": Views, "attention": Attention}
 
 
 def total(outputs):
@@ -107,8 +120,20 @@ def test_equal_bits(kind, policy, times, autocast):
         assert torch.equal(a, b)
 
 
+ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
+
+
+def test_attention_is_saved_unless_it_drops():
+    attention = torch.ops.aten._scaled_dot_product_flash_attention.default
+    query = torch.ones(1, 1, 1, 8)
+    assert saveable(attention, (query, query, query))
+    assert saveable(attention, (query, query, query, 0.0, True))
+    assert not saveable(attention, (query, query, query, 0.1))
+    assert not saveable(attention, (query, query, query), {"dropout_p": 0.1})
+
+
 def test_products_are_not_run_again():
-    model = Attention()
+    model = Attention().eval()
     names = {}
     for name, policy in POLICIES.items():
         value = total(recomputed(model, Region(policy), torch.randn(6, 8)))
@@ -118,6 +143,8 @@ def test_products_are_not_run_again():
     forward = names["nothing"].count("addmm")
     assert forward >= 3
     assert names["products"].count("addmm") == 0
+    assert names["nothing"].count(ATTENTION) == 1
+    assert names["products"].count(ATTENTION) == 0
     assert names["products"].count("gelu") == names["nothing"].count("gelu")
 
 

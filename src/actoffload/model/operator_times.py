@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
+from functools import partial
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -34,7 +35,7 @@ class OperatorTimes:
         self._runs: dict[int, list[_Run]] = {}  # by group
         self._reads: dict[int, Reads] = {}
 
-    def of(self, group: int, reads: Reads) -> Callable[[Any, int, Callable[[], Any]], Any]:
+    def of(self, group: int, reads: Reads) -> Callable[[Any, int, partial[Any]], Any]:
         """Return a function that runs an operator of a group, which has run so often before, and times it.
 
         `reads` says which outputs recomputation reads.
@@ -44,13 +45,15 @@ class OperatorTimes:
         runs, backend = self._runs.setdefault(group, []), self._backend
         self._reads[group] = reads
 
-        def timed(operator: Any, number: int, run: Callable[[], Any]) -> Any:
+        def timed(operator: Any, number: int, run: partial[Any]) -> Any:
             stream = current_stream(backend)
             begun = backend.record_timed(stream)
             outputs = run()
             ended = backend.record_timed(stream)
             nbytes = sum(of.nbytes for of in tree_leaves(outputs) if isinstance(of, torch.Tensor))
-            runs.append(_Run(operator, number, begun, ended, nbytes if saveable(operator) else 0))
+            runs.append(
+                _Run(operator, number, begun, ended, nbytes if saveable(operator, run.args, run.keywords) else 0)
+            )
             return outputs
 
         return timed

@@ -158,7 +158,6 @@ class Tracker:
     def _begin_forward(self, conduct: Conduct, *, alone: bool) -> None:
         thread = self._thread
         current = thread.current
-        remove_modes()  # [guard: modes that an interrupt of backward left]
         if not alone or current is None:
             thread.owned = ModelTensors(self._modules[0].module, thread.owned)
             order = ExecutionOrder(conduct.order)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import cache
 from typing import Any, NamedTuple, TypeAlias
 
@@ -165,22 +165,42 @@ def saving(names: Iterable[str]) -> Policy:
     return Named(found) if found else never
 
 
-@cache  # reading the schema of an operator takes microseconds
-def saveable(operator: Any) -> bool:
-    """Return whether outputs of an operator may stand for running it again.
+class _Kind(NamedTuple):
+    """What an operator allows."""
 
-    Not those of an operator that draws random numbers: those behind it would be others.  Not those of one that writes
-    to its arguments or returns views of them: there is more to it than its outputs.  Not casts: autocast keeps those of
-    weights, so a region may call a cast in its forward and not when it is recomputed, or the other way round.
-    """
+    saveable: bool
+    dropout: int | None  # place of the argument that says whether it draws random numbers
+    default: Any  # of that argument
+
+
+@cache  # reading a schema takes microseconds
+def _kind(operator: Any) -> _Kind:
     # [guard: casts, which autocast may have kept]
     if operator is _aten._to_copy.default or not isinstance(operator, _Operator):
-        return False
-    if torch.Tag.nondeterministic_seeded in operator.tags:  # [guard: outputs of random operators]
-        return False
+        return _Kind(False, None, None)
     schema = operator._schema
-    # [guard: views and outputs in place -> True]
-    return not any(of.alias_info is not None for of in (*schema.arguments, *schema.returns))
+    # [guard: views and outputs in place -> False]
+    if any(of.alias_info is not None for of in (*schema.arguments, *schema.returns)):
+        return _Kind(False, None, None)
+    if torch.Tag.nondeterministic_seeded not in operator.tags:
+        return _Kind(True, None, None)
+    places = {of.name: (place, of.default_value) for place, of in enumerate(schema.arguments)}
+    return _Kind("dropout_p" in places, *places.get("dropout_p", (None, None)))
+
+
+def saveable(operator: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> bool:
+    """Return whether outputs of an operator may stand for running it again.
+
+    Not those of a call that draws random numbers: those behind it would be others.  Not those of one that writes
+    to its arguments or returns views of them: there is more to it than its outputs.  Not casts: autocast keeps those of
+    weights, so a region may call a cast in its forward and not when it is recomputed, or the other way round.
+    Attention draws random numbers with dropout only.
+    """
+    kind = _kind(operator)
+    if kind.dropout is None:
+        return kind.saveable
+    place, kwargs = kind.dropout, kwargs or {}
+    return not (args[place] if place < len(args) else kwargs.get("dropout_p", kind.default))  # [guard: dropout -> True]
 
 
 def repeatable(module: Module) -> bool:

@@ -30,7 +30,7 @@ __all__ = ["Reads", "Region", "recomputed"]
 
 T = TypeVar("T")
 Key = tuple[Any, int]  # an operator, and how often the region has called it before
-Timed: TypeAlias = Callable[[Any, int, Callable[[], Any]], Any]
+Timed: TypeAlias = Callable[[Any, int, partial[Any]], Any]
 
 
 def _keep(tensor: Tensor) -> Any:
@@ -133,7 +133,11 @@ class _Saving(_Mode):
         else:
             outputs = region.timed(*key, partial(operator, *args, **kwargs))
         # [guard: outputs that a policy saves]
-        if saveable(operator) and key in region.reads and region.policy(Call(*key, args, kwargs, outputs)):
+        if (
+            key in region.reads
+            and saveable(operator, args, kwargs)
+            and region.policy(Call(*key, args, kwargs, outputs))
+        ):
             with versions_shared():  # an alias, as the tensor itself refers to the graph, and the graph to the region
                 region.saved[key] = _mapped(Tensor, lambda of: _Held(region.pack(of.detach())), outputs)
         return outputs
