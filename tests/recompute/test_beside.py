@@ -10,6 +10,9 @@ from composing import BLOCKS, WIDTH, Mlp, Net, Offload, batch, dropping, gradien
 from recomputing import FIRST, Counted, check, counted, fractions, policies, simple
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from whole_model import offload
+
+from actoffload.device import ReferenceDevice
 
 # The program checkpoints, or has hooks of its own
 
@@ -163,3 +166,24 @@ def test_a_checkpointed_compiled_part():
 
     torch._dynamo.reset()
     check(simple(counted(Inner)), recomputed=0)
+
+
+# CUDA graphs
+
+
+@pytest.mark.parametrize("random", [False, True])
+def test_in_a_captured_graph_groups_are_recomputed_that_draw_no_random_numbers(random, monkeypatch):
+    """The state of a generator cannot be read there; the reference device only says that it captures."""
+    model = Net(lambda: Counted(dropping() if random else Mlp()))
+    handle = offload(model, recompute=True, layers="blocks.?", fraction=0.0)
+    train(model, 2)
+    states: list[int] = []
+    monkeypatch.setattr(ReferenceDevice, "capturing", lambda self: True)
+    monkeypatch.setattr(torch, "get_rng_state", lambda: states.append(1))
+    x, Counted.backward_calls = batch(), 0
+    model(x).sum().backward()
+    assert Counted.backward_calls == (0 if random else BLOCKS)
+    assert not states
+    assert ("Not recomputed, because a CUDA graph is captured" in handle.plan.because) == random
+    monkeypatch.undo()
+    handle.remove()

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from composing import BLOCKS, WIDTH, Mlp, Net, batch, dropping, gradients
 from recomputing import ANY, FIRST, Counted, check, counted, fractions, policies, simple
 from torch import Tensor, nn
@@ -136,7 +137,11 @@ def test_noise_that_autograd_saves_before_it_is_drawn(policy):
     """The gradient of `torch.utils.checkpoint` is wrong where RReLU is the last operator of a region."""
 
     def make():
-        return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.RReLU())
+        class Noisy(nn.Linear):
+            def forward(self, x: Tensor) -> Tensor:
+                return F.rrelu(super().forward(x), training=True)
+
+        return Noisy(WIDTH, WIDTH)
 
     handle = check(simple(counted(make)), policy, recomputed=0, fraction=0.0)
     assert "noise of torch.nn.RReLU" in handle.plan.because

@@ -21,6 +21,7 @@ __all__ = ["Regions"]
 AROUND = "because they are called under saved-tensor hooks of the program, such as those of torch.utils.checkpoint"
 INSIDE = "because other groups or kept modules are inside of them"
 FUNCTIONAL = "because they are called with other parameters, by torch.func.functional_call"
+CAPTURED = "because a CUDA graph is captured, and they may draw random numbers"
 TRANSFORM = "because they are called inside of a transform of torch.func"
 
 
@@ -56,6 +57,8 @@ class Regions:
         pack: Callable[[torch.Tensor], Any] | None,
         args: Any,
         kwargs: Any,
+        *,
+        capturing: bool = False,
     ) -> Callable[..., Any] | None:
         """Return what a function is passed to that calls a group; None if the program may call it.
 
@@ -77,13 +80,17 @@ class Regions:
             return watch
         if watch.reason:  # [guard: group that must not be recomputed]
             return None
+        if capturing and watch.draws:  # [guard: random numbers in a captured graph]
+            self._latest[of.group] = CAPTURED, None
+            return None
         # [guard: compiled group]
         if policy is not never and any(map(is_compiled, of.module.modules())):
             policy = never  # compiled code is one operator
         reads, state = self._reads.setdefault(of.group, Reads()), State(of.module)
         timed = None if conduct.operators is None else conduct.operators.of(of.group, reads)
         packing: dict[str, Any] = {} if pack is None else {"pack": pack, "unpack": _unpack_unless_edited}
-        region = Region(policy, **packing, reads=reads, state=state, timed=timed)
+        # The state of a generator cannot be read while a graph is captured; then no random number is drawn.
+        region = Region(policy, **packing, reads=reads, state=state, timed=timed, draws=not capturing)
         return lambda function, *args, **kwargs: recomputed(function, region, *args, **kwargs)
 
     def _obstacle(self, of: FollowedModule) -> str:

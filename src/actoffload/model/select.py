@@ -25,7 +25,7 @@ from difflib import get_close_matches
 from typing import Any, NamedTuple
 
 from torch import Tensor
-from torch.nn import Module
+from torch.nn import Module, RReLU
 
 from .blocks import find_stacks
 from .module_names import CONTAINERS, Named, Names, block_type, children, runs, starred, unwrap
@@ -87,9 +87,15 @@ def choose(root: Module, layers: str | Module | type[Module] | Iterable[Any] | N
 
 
 def find_kept(root: Module, keep: str | Module | type[Module] | Iterable[Any]) -> tuple[tuple[str, Module], ...]:
-    """Return the modules that `keep` means, with names, in registration order; a ``Sequential`` is itself here."""
+    """Return the modules that `keep` means, with names, in registration order; a ``Sequential`` is itself here.
+
+    Those of `torch.nn.RReLU` are kept in any case: autograd saves their noise before it is drawn.
+    """
     names = Names(root)
-    found = dict(meant for entry, _ in _entries(names, keep, "keep") for meant in _meaning(names, entry, False, "keep"))
+    found = {module: "" for module in names.first if isinstance(module, RReLU)}
+    found |= dict(
+        meant for entry, _ in _entries(names, keep, "keep") for meant in _meaning(names, entry, False, "keep")
+    )
     return tuple(each[:2] for each in _in_order(names, found))
 
 

@@ -100,7 +100,8 @@ class Tracker:
             return None
         assert thread.current is not None
         stays = thread.scoped and call.layer.index in thread.current.roles.stay
-        return self.regions.around(call.of, thread.conduct, None if stays else thread.packer.pack, args, kwargs)
+        pack, capturing = None if stays else thread.packer.pack, self._engine.backend.capturing()
+        return self.regions.around(call.of, thread.conduct, pack, args, kwargs, capturing=capturing)
 
     def _begin(self, of: FollowedModule, args: Any, kwargs: Any) -> None:
         thread = self._thread

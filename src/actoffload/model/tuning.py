@@ -236,8 +236,10 @@ class Tuner:
 
     def _whole(self) -> Conduct:
         """Follow the whole forward, by the plan if there is one."""
-        roles = None if self._chosen is None else self._chosen.roles
-        return Conduct(Mode.WHOLE, self._plans.order, self._plans.roles if roles is None else roles, self._recompute)
+        chosen, order = self._chosen, self._plans.order
+        if chosen is None or chosen.roles is None:
+            return Conduct(Mode.WHOLE, order, self._plans.roles, self._recompute)
+        return Conduct(Mode.WHOLE, order, chosen.roles, {**self._recompute, **chosen.recompute})
 
     def _leanest(self, because: str) -> GroupPlan:
         order = self._plans.order

@@ -18,6 +18,7 @@ __all__ = [
     "Given",
     "Named",
     "Policy",
+    "draws",
     "named",
     "never",
     "policy_of",
@@ -166,26 +167,35 @@ def saving(names: Iterable[str]) -> Policy:
 
 
 class _Kind(NamedTuple):
-    """What an operator allows."""
+    """What an operator does."""
 
-    saveable: bool
-    dropout: int | None  # place of the argument that says whether it draws random numbers
-    default: Any  # of that argument
+    changes: bool  # it writes to arguments, returns views of them, or is a cast
+    draws: bool  # it draws random numbers, in any case or with dropout
+    dropout: int | None  # place of the argument that says so; None for an operator that always draws
+    default: Any = None  # of that argument
 
 
 @cache  # reading a schema takes microseconds
 def _kind(operator: Any) -> _Kind:
     # [guard: casts, which autocast may have kept]
     if operator is _aten._to_copy.default or not isinstance(operator, _Operator):
-        return _Kind(False, None, None)
+        return _Kind(True, False, None)
     schema = operator._schema
-    # [guard: views and outputs in place -> False]
-    if any(of.alias_info is not None for of in (*schema.arguments, *schema.returns)):
-        return _Kind(False, None, None)
-    if torch.Tag.nondeterministic_seeded not in operator.tags:
-        return _Kind(True, None, None)
+    changes = any(of.alias_info is not None for of in (*schema.arguments, *schema.returns))
     places = {of.name: (place, of.default_value) for place, of in enumerate(schema.arguments)}
-    return _Kind("dropout_p" in places, *places.get("dropout_p", (None, None)))
+    tags = torch.Tag.nondeterministic_seeded in operator.tags
+    return _Kind(changes, tags, *places.get("dropout_p", (None, None)))
+
+
+def draws(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Return whether a call of an operator draws random numbers; attention does with dropout only."""
+    kind = _kind(operator)
+    if not kind.draws or kind.dropout is None:
+        return kind.draws
+    place = kind.dropout
+    return bool(
+        args[place] if place < len(args) else kwargs.get("dropout_p", kind.default)
+    )  # [guard: dropout -> False]
 
 
 def saveable(operator: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> bool:
@@ -194,13 +204,10 @@ def saveable(operator: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any
     Not those of a call that draws random numbers: those behind it would be others.  Not those of one that writes
     to its arguments or returns views of them: there is more to it than its outputs.  Not casts: autocast keeps those of
     weights, so a region may call a cast in its forward and not when it is recomputed, or the other way round.
-    Attention draws random numbers with dropout only.
     """
-    kind = _kind(operator)
-    if kind.dropout is None:
-        return kind.saveable
-    place, kwargs = kind.dropout, kwargs or {}
-    return not (args[place] if place < len(args) else kwargs.get("dropout_p", kind.default))  # [guard: dropout -> True]
+    if _kind(operator).changes:  # [guard: views and outputs in place -> False]
+        return False
+    return not draws(operator, args, kwargs or {})
 
 
 def repeatable(module: Module) -> bool:

@@ -79,6 +79,8 @@ class Region:
     timed : callable, optional
         Runs each operator of the forward, and times it: from an operator, how often it was called before, and a
         function that runs it, to what that returns.
+    draws : bool
+        Whether it may draw random numbers, so that the state of the generators is kept for recomputation.
     """
 
     def __init__(
@@ -89,8 +91,10 @@ class Region:
         reads: Reads | None = None,
         state: State | None = None,
         timed: Timed | None = None,
+        draws: bool = True,
     ) -> None:
         self.policy, self.pack, self.unpack, self.state, self.timed = policy, pack, unpack, state, timed
+        self.draws = draws
         self.reads = Reads() if reads is None else reads
         self.saved: dict[Key, Any] = {}  # the outputs of an operator, with `_Held` in place of tensors
         self.used: set[Key] = set()
@@ -217,5 +221,5 @@ def recomputed(function: Callable[..., T], region: Region, *args: Any, **kwargs:
             return function(*args, **kwargs)
 
     modes: dict[str, Any] = {} if region.policy is never or DispatchMode is None else {"context_fn": region.modes}
-    result: T = checkpoint(call, *tensors, use_reentrant=False, **modes)
+    result: T = checkpoint(call, *tensors, use_reentrant=False, preserve_rng_state=region.draws, **modes)
     return result

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from .._torch import DispatchMode, registered, saved_tensor_hooks, tree_leaves, version_of
+from .._torch import DispatchMode, is_compiled, registered, saved_tensor_hooks, tree_leaves, version_of
 from .modes import Mode
+from .policy import draws
 
 __all__ = ["State", "Watch", "structure"]
 
@@ -91,6 +92,7 @@ class _Seen(Mode):
         super().__init__()
         self._hooks = saved_tensor_hooks()
         self.reason = ""
+        self.draws = False
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         hooks = saved_tensor_hooks()
@@ -102,6 +104,7 @@ class _Seen(Mode):
             self.reason = GENERATORS
         if operator is torch.ops.aten.rrelu_with_noise.default:  # [guard: noise of RReLU]
             self.reason = NOISE
+        self.draws = self.draws or draws(operator, args, kwargs or {})
         return operator(*args, **(kwargs or {}))
 
 
@@ -112,16 +115,19 @@ class Watch:
     ----------
     reason : str or None
         Why later calls must not be recomputed; empty if they may be, None until the call has returned.
+    draws : bool
+        Whether the call drew random numbers, or may have in compiled code.
     """
 
     def __init__(self, module: Module) -> None:
         self._module: Module | None = module
         self.reason: str | None = None
+        self.draws = True
 
     def __call__(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Call a function that calls the module."""
         assert self._module is not None
-        state, self._module = State(self._module), None
+        state, compiled, self._module = State(self._module), any(map(is_compiled, self._module.modules())), None
         leaves = tree_leaves((args, kwargs))
         inputs = [(of, _version(of)) for of in leaves if isinstance(of, Tensor)]
         objects = [of for of in leaves if not isinstance(of, Tensor)]
@@ -131,7 +137,7 @@ class Watch:
         else:
             with _Seen() as mode:
                 result = function(*args, **kwargs)
-            seen = mode.reason
+            seen, self.draws = mode.reason, mode.draws or compiled
         if state.changed():
             seen = BUFFERS
         elif any(_version(of) != version for of, version in inputs):  # [guard: group that writes to its inputs]
