@@ -134,7 +134,13 @@ def test_random_models_under_delays(delayed: Delayed) -> None:
     assert delayed.delays > 0
 
 
-@pytest.mark.parametrize("how", [{}, {"num_layers": 3}, {"num_layers": 7}, {"max_inflight": 1}])
+@pytest.mark.parametrize(
+    "how",
+    [
+        *({}, {"num_layers": 3}, {"num_layers": 7}, {"max_inflight": 1}),
+        *({"recompute": True}, {"recompute": [], "num_layers": 7}, {"recompute": True, "num_layers": 3}),
+    ],
+)
 def test_blocks_under_delays(how: dict[str, Any], delayed: Delayed) -> None:
     model = make("mlp", 8)
     want = [step(model, seed, ROWS) for seed in range(6)]

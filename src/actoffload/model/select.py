@@ -92,7 +92,7 @@ def find_kept(root: Module, keep: str | Module | type[Module] | Iterable[Any]) -
     Those of `torch.nn.RReLU` are kept in any case: autograd saves their noise before it is drawn.
     """
     names = Names(root)
-    found = {module: "" for module in names.first if isinstance(module, RReLU)}
+    found: dict[Module, str] = {module: "" for module in names.first if isinstance(module, RReLU)}
     found |= dict(
         meant for entry, _ in _entries(names, keep, "keep") for meant in _meaning(names, entry, False, "keep")
     )

@@ -1,0 +1,239 @@
+"""Recomputation on a GPU: equal bits, budgets that are kept, captured graphs, and no synchronization."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from gpu_harness import CUDA, DEVICE, Result, driver_calls, flash, lenient, loss, make_input, needs_cuda, patched
+from offload_harness import Net, make, offload, run_step, step
+from test_gpu_graphs import WholeStep
+from torch import Tensor, nn
+
+from actoffload.measure import MemoryMeter
+
+pytestmark = [pytest.mark.gpu, *lenient]
+
+ROWS = 4096 if CUDA else 256
+
+
+def everything(ctx: Any, operator: Any, *args: Any, **kwargs: Any) -> bool:
+    return True
+
+
+POLICIES = {
+    "nothing": [],
+    "products": True,
+    "everything": everything,
+    "attention": [torch.ops.aten._scaled_dot_product_flash_attention.default],
+}
+OPTIONS: dict[str, dict[str, Any]] = {"kept": {"fraction": 0.0}, "offloaded": {}, "half": {"num_layers": 4}}
+
+
+class Dropping(Net):
+    """Drops after each block."""
+
+    def __init__(self, kind: str = "mlp", count: int = 8) -> None:
+        super().__init__(kind, count)
+        self.blocks = nn.ModuleList([nn.Sequential(block, nn.Dropout(0.2)) for block in self.blocks])
+
+
+class Compiled(Net):
+    """Compiles each block."""
+
+    def __init__(self, kind: str = "mlp", count: int = 6) -> None:
+        super().__init__(kind, count)
+        for block in self.blocks:
+            block.compile()
+
+
+def seeded(model: nn.Module, seed: int) -> Result:
+    torch.manual_seed(seed)
+    return step(model, seed, ROWS)
+
+
+@pytest.mark.parametrize("how", OPTIONS)
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("kind", ["attention", "mlp", "dropping"])
+def test_bit_by_bit(kind: str, policy: str, how: str) -> None:
+    model = make("mlp", 8, Dropping) if kind == "dropping" else make(kind, 8)
+    with flash():
+        want = [seeded(model, seed) for seed in range(4)]
+        handle = offload(model, recompute=POLICIES[policy], **OPTIONS[how])
+        for seed in range(4):
+            assert seeded(model, seed).differences(want[seed]) == []
+    assert len(handle.plan.recomputed) == 8
+    statistics = handle.statistics()
+    assert statistics.reloaded_on_demand == 0
+    assert statistics.resident_bytes == statistics.host_bytes_used == 0
+    handle.remove()
+
+
+@needs_cuda
+def test_autocast_bit_by_bit() -> None:
+    model = make("mlp", 8)
+
+    def run(seed: int) -> Result:
+        with torch.autocast("cuda", torch.bfloat16):
+            return step(model, seed, ROWS)
+
+    want = [run(seed) for seed in range(3)]
+    for policy in POLICIES.values():
+        handle = offload(model, recompute=policy)
+        for seed in range(3):
+            assert run(seed).differences(want[seed]) == []
+        handle.remove()
+
+
+@needs_cuda
+def test_compiled_blocks_bit_by_bit() -> None:
+    model = make("mlp", 6, Compiled)
+    want = [step(model, seed, ROWS) for seed in range(3)]
+    for how in OPTIONS.values():
+        handle = offload(model, recompute=True, **how)
+        for seed in range(3):
+            assert step(model, seed, ROWS).differences(want[seed]) == []
+        handle.remove()
+
+
+# Budgets
+
+
+@needs_cuda
+@pytest.mark.parametrize("share", [0.25, 0.5, 0.75])
+@pytest.mark.parametrize("kind", ["attention", "mlp"])
+def test_a_budget_is_kept_in_every_pass_and_every_bit(kind: str, share: float) -> None:
+    """The budget lies between the peaks of the leanest plan and of no offload."""
+    model, rows = make(kind, 16), 32768
+    with flash():
+        want = [step(model, seed, rows) for seed in range(2)]
+
+        def peak(seed: int) -> int:
+            with MemoryMeter() as meter:
+                run_step(model, seed, rows)
+            model.zero_grad()
+            return meter.peak_bytes
+
+        model.zero_grad()
+        without = peak(0)
+        handle = offload(model, fraction=None, memory_budget=1)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # no plan reaches that
+            least = [peak(seed % 2) for seed in range(14)][-1]
+        handle.remove()
+        budget = int(least + share * (without - least))
+        handle = offload(model, fraction=None, memory_budget=budget)
+        peaks = [peak(seed % 2) for seed in range(14)]
+        assert max(peaks) <= budget
+        plan = handle.plan
+        assert plan.peak_bytes is not None
+        assert 0.97 * plan.peak_bytes <= peaks[-1] <= plan.peak_bytes
+        for seed in range(2):
+            model.zero_grad()
+            assert step(model, seed, rows).differences(want[seed]) == []
+    handle.remove()
+
+
+# Graphs, and the host
+
+
+@needs_cuda
+@pytest.mark.parametrize("policy", ["nothing", "products"])
+@pytest.mark.parametrize("kind", ["linear", "mlp", "attention"])
+def test_a_captured_step(kind: str, policy: str) -> None:
+    model = make(kind, 8)
+    with flash():
+        want = [step(model, seed, ROWS) for seed in range(4)]
+        model.zero_grad()
+        handle = offload(model, recompute=POLICIES[policy], num_layers=4)
+        graph = WholeStep(model, lambda layers, x: model(x), ROWS)
+        assert len(handle.plan.recomputed) == 8
+        assert "Not recomputed" not in handle.plan.because
+        for seed in range(4):
+            assert graph.replay(seed).differences(want[seed]) == []
+    handle.remove()
+
+
+@needs_cuda
+def test_a_captured_step_with_dropout_is_not_recomputed() -> None:
+    model = make("mlp", 8, Dropping)
+    handle = offload(model, recompute=True, num_layers=4)
+    graph = WholeStep(model, lambda layers, x: model(x), ROWS)
+    assert "a CUDA graph is captured" in handle.plan.because
+    first, second = graph.replay(0), graph.replay(0)
+    assert first.differences(second), "each replay draws other numbers"
+    handle.remove()
+
+
+def forbidden(*args: Any, **kwargs: Any) -> None:
+    raise AssertionError("synchronized")
+
+
+@needs_cuda
+@pytest.mark.parametrize("policy", ["nothing", "products"])
+def test_a_steady_step_neither_synchronizes_nor_allocates(policy: str) -> None:
+    model = make("attention", 8)
+    handle = offload(model, recompute=POLICIES[policy], num_layers=6)
+    with flash():
+        for seed in range(4):
+            run_step(model, seed)
+        torch.cuda.synchronize()
+        before = driver_calls()
+        with patched(torch.cuda, "synchronize", forbidden), patched(torch.accelerator, "synchronize", forbidden):
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                for seed in range(4, 8):
+                    run_step(model, seed)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    assert driver_calls() == before
+    handle.remove()
+
+
+@needs_cuda
+def test_recomputation_of_a_group_whose_input_is_edited_is_an_error() -> None:
+    model = make("mlp", 4)
+    handle = offload(model, recompute=True)
+    run_step(model, 0)
+    seen: list[Tensor] = []
+    hook = model.blocks[1].register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    output = model(make_input(model, 0))
+    with torch.no_grad():
+        seen[0].mul_(2.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss(output).backward()
+    hook.remove()
+    handle.remove()
+
+
+@needs_cuda
+def test_functions_of_the_device_generator_repeat() -> None:
+    """Noise of every kind: each recomputation draws the numbers of its forward."""
+
+    class Noisy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(512, 512, device=DEVICE)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = F.dropout(self.inner(x), 0.3) + torch.randn_like(x) * 0.1
+            return F.gelu(x * torch.bernoulli(torch.full_like(x, 0.9)))
+
+    model = nn.Sequential(*[Noisy() for _ in range(5)])
+    x = torch.randn(ROWS, 512, device=DEVICE)
+
+    def run() -> list[Tensor]:
+        torch.manual_seed(5)
+        model.zero_grad()
+        model(x * 1.0).square().mean().backward()
+        return [weight.grad.clone() for weight in model.parameters() if weight.grad is not None]
+
+    want = run()
+    for policy in POLICIES.values():
+        with offload(model, recompute=policy, min_bytes=0):
+            for _ in range(3):
+                assert all(map(torch.equal, run(), want))
