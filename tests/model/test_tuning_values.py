@@ -114,6 +114,9 @@ class Timely(AdversarialDevice):
     def passed(self, event: object) -> bool:
         return True
 
+    def in_use(self) -> int | None:
+        return None
+
     def host_time(self) -> float:
         return 0.0
 

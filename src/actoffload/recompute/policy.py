@@ -110,7 +110,7 @@ def _policy_of_operators(given: Any) -> Policy:
     if not isinstance(given, Collection) or isinstance(given, str):
         raise TypeError(f"recompute is {given!r}; {expected}.")
     for operator in given:
-        if not isinstance(operator, torch._ops.OpOverload):
+        if not isinstance(operator, _Operator):
             raise TypeError(f"recompute has {operator} of type {type(operator).__name__}; {expected}.")
     operators = frozenset(given)
     return (lambda call: call.operator in operators) if operators else never
