@@ -120,3 +120,30 @@ def test_bits_are_those_without_offload_in_each_step():
         for a, b in zip(gradients(model), want, strict=True):
             assert torch.equal(a, b)
     assert handle.plan.recomputed
+
+
+def test_groups_that_change_buffers_are_not_recomputed_by_themselves_and_the_plan_says_so():
+    class Counting(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("count", torch.zeros(()))
+
+        def forward(self, x):
+            self.count += 1
+            return super().forward(x)
+
+    device = Timed(1e6, 1e6, memory=2**40)
+    DEVICES.append(device)
+    model = Blocks()
+    for k in (2, 5):
+        model.blocks[k] = Counting()
+    handle = offload(model, device, layers="blocks", memory_budget=32 * MIB, min_bytes=2**16)
+    for _ in range(14):
+        step(model)
+    assert handle.plan.recomputed
+    assert not {2, 5} & set(handle.plan.recomputed)
+    assert "Not recomputed, because they change parameters or buffers in their forward: blocks.2, blocks.5." in str(
+        handle.plan
+    )
+    assert [float(model.blocks[k].count) for k in (2, 5)] == [14.0] * 2
+    handle.remove()

@@ -9,8 +9,6 @@ from recomputing import FIRST, Counted, check, counted, fractions, policies, sim
 from torch import Tensor, nn
 from whole_model import offload
 
-from actoffload.recompute import repeatable
-
 
 class Counting(Mlp):
     """Counts its calls in a buffer, which its output depends on."""
@@ -123,9 +121,3 @@ def test_evaluation_and_no_grad_recompute_nothing(policy):
         return [torch.cat(found), *train(model, 1)]
 
     check(simple(counted(Mlp), use), policy, recomputed=FIRST + BLOCKS)
-
-
-def test_what_is_known_of_batch_norm_before_any_call():
-    model = normed()
-    assert not repeatable(model)
-    assert repeatable(model.eval())

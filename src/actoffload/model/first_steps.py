@@ -262,9 +262,9 @@ class FirstSteps:
         costs = layer_costs(again, timed)
         times = Counter(key.group for key in again.sequence)
         ways = [
-            # A module that runs several times in a pass would have one way for all of them.
+            # One that saves as much was not recomputed; one that runs several times would have one way for all of them.
             variants(own, cost, operators.get(key.group, ()))
-            if key.group in self._policies and times[key.group] == 1
+            if key.group in self._policies and times[key.group] == 1 and cost.nbytes < own.nbytes
             else (Variant(own),)
             for key, own, cost in zip(again.sequence, at_the_pace_of(costs, layers), costs, strict=True)
         ]

@@ -16,7 +16,7 @@ from .._arguments import budget_bytes, check_bytes, check_fraction, check_num_la
 from .._torch import load_dynamo, unsupported, warn
 from ..engine.engine import Engine
 from ..planner import GroupPlan
-from ..recompute import Given, Noted, never, policy_of, repeatable, worth_saving
+from ..recompute import Given, Noted, never, policy_of, worth_saving
 from ..schedule.execution_order import GroupKey, GroupPlans
 from ..schedule.plan import Plan
 from ..schedule.schedules import GroupSchedule
@@ -186,11 +186,7 @@ def offload(
     engine = Engine(Plan(1), devices.backend(), max_host_bytes, min_bytes=min_bytes)
 
     policy = worth_saving if isinstance(recompute, bool) or recompute == "auto" else policy_of(recompute)
-    policies = {
-        k: policy if policy is never else Noted(policy)
-        for k, of in enumerate(chosen)
-        if recompute is not False and (recompute != "auto" or repeatable(of.module))
-    }
+    policies = {k: policy if policy is never else Noted(policy) for k in range(len(chosen)) if recompute is not False}
     always = {} if recompute == "auto" else policies
     if always or (policies and engine.backend.times):
         load_dynamo()

@@ -9,8 +9,6 @@ from functools import cache
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
-from torch.nn import Module
-from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
 __all__ = [
@@ -22,7 +20,6 @@ __all__ = [
     "named",
     "never",
     "policy_of",
-    "repeatable",
     "saveable",
     "saving",
     "worth_saving",
@@ -208,9 +205,3 @@ def saveable(operator: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any
     if _kind(operator).changes:  # [guard: views and outputs in place -> False]
         return False
     return not draws(operator, args, kwargs or {})
-
-
-def repeatable(module: Module) -> bool:
-    """Return whether a module may run twice in a step: none inside of it counts what it has seen, as BatchNorm does."""
-    # [guard: BatchNorm in training -> True]
-    return not any(isinstance(of, _NormBase) and of.training and of.track_running_stats for of in module.modules())
