@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 
 import pytest
@@ -81,3 +82,18 @@ def test_a_plan_that_recomputes_is_saved_and_repeated(tmp_path):
     step(other)
     assert peaks(other, device, 1) == [plan.peak_bytes]
     assert seconds(other, device) == pytest.approx(plan.seconds, rel=0.01)
+
+
+@pytest.mark.parametrize("budget", [None, 24 * MIB])
+def test_the_next_choice_of_the_report_is_true(budget):
+    """What it says is done: a smaller peak, at no more than the cost that was given."""
+    device, model, handle = make(6e5, budget)
+    for _ in range(14):
+        step(model)
+    choice = handle.report().next_choice
+    cost, given = re.fullmatch(r'A peak .* at most (.*) x the time .*: memory_budget="(.*)"\.', choice).groups()
+    before = handle.plan.peak_bytes
+    handle.remove()
+    device, other, handle = make(6e5, given)
+    assert max(peaks(other, device, 14)) <= 0.9 * before + MIB
+    assert seconds(other, device) <= 36 * float(cost) * 1.01

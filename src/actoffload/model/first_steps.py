@@ -167,8 +167,8 @@ class FirstSteps:
             return ""
         cost = found.seconds / (found.baseline_seconds or plan.baseline_seconds)
         peaks = f"A peak of {size(found.peak_bytes)} instead of {size(plan.peak_bytes)}"
-        number = len(found.offloaded)
-        return f"{peaks} would cost {cost:.2f} x the time of a pass without offloading: num_layers={number}."
+        budget = f'memory_budget="{math.ceil(found.peak_bytes / 2**20)}MiB"'
+        return f"{peaks} would cost at most {cost:.2f} x the time of a pass without offloading: {budget}."
 
     def fits(self, elements: int) -> bool:
         """Return whether a pass with so many elements as inputs fits with the plan, or without one if there is none."""
