@@ -49,6 +49,7 @@ def check(program: Any, policy: Any = True, *, recomputed: int, fraction: float 
     def with_policy(offload: Offload) -> list[Tensor]:
         return program(lambda model, **options: offload(model, recompute=policy, fraction=fraction, **options))
 
+    Counted.forward_calls = Counted.backward_calls = 0
     handle = both(with_policy, **{"offloads": fraction > 0, **more})
     assert Counted.backward_calls == recomputed
     return handle

@@ -98,8 +98,9 @@ def offload(
         Recompute groups in backward, but for outputs of operators that are saved, and kept or offloaded.  ``"auto"``
         recomputes as many groups as are needed where memory is too small for keeping and offloading at no cost; which
         outputs are saved follows from measured times.  True recomputes all groups, but for matrix products,
-        convolutions and attention.  A policy as `torch.utils.checkpoint.create_selective_checkpoint_contexts` takes one
-        recomputes all groups but for what it saves: a list of operators, or a function.  False recomputes nothing.
+        convolutions and attention.  A policy recomputes all groups but for what it saves: a list of operators, or a
+        function, as ``torch.utils.checkpoint.create_selective_checkpoint_contexts`` takes them.  False recomputes
+        nothing.
         Groups that change buffers are never recomputed.
     plan : GroupPlan, str or PathLike, optional
         A plan of another run, or the file to which ``handle.plan.save`` wrote it; nothing is measured then.

@@ -39,7 +39,7 @@ class Call(NamedTuple):
 Policy: TypeAlias = Callable[[Call], bool]
 """From a call of an operator to whether its outputs are saved."""
 Given: TypeAlias = Callable[..., Any] | Collection[Any]
-"""A policy as `torch.utils.checkpoint.create_selective_checkpoint_contexts` takes one."""
+"""A policy as ``torch.utils.checkpoint.create_selective_checkpoint_contexts`` takes one."""
 
 _aten = torch.ops.aten
 _Operator = type(_aten.mm.default)  # not a higher-order operator
@@ -72,7 +72,7 @@ _has_output = "op_output" in inspect.signature(SelectiveCheckpointContext).param
 
 
 def policy_of(given: Given) -> Policy:
-    """Return the policy for one as `torch.utils.checkpoint.create_selective_checkpoint_contexts` takes it.
+    """Return the policy for one as ``torch.utils.checkpoint.create_selective_checkpoint_contexts`` takes it.
 
     Parameters
     ----------
