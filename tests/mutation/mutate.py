@@ -199,7 +199,7 @@ def main(arguments: Iterable[str] | None = None) -> int:
     options = parser.parse_args(None if arguments is None else list(arguments))
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ.pop("PYTHONPATH", None)
-    _processes.set_forkserver_preload(["torch", "torch._dynamo", "pytest", "hypothesis"])
+    _processes.set_forkserver_preload(["torch", "torch._dynamo"])
     with tempfile.TemporaryDirectory(prefix="original") as directory:
         original = Path(directory)
         snapshot(original)
