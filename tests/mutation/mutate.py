@@ -1,7 +1,7 @@
 """Break the tagged statements of the source one after another, and expect a test to fail each time.
 
-Run it with ``nox -s mutation``, or ``python tests/mutation/mutate.py [--only TEXT] [--jobs N]``. Exits with 1 if the
-tests pass on a broken source.
+Run it with ``nox -s mutation``, or ``python tests/mutation/mutate.py [--only TEXT] [--jobs N] [--tested]``.
+Exits with 1 if the tests pass on a broken source.
 """
 
 from __future__ import annotations
@@ -195,6 +195,7 @@ def main(arguments: Iterable[str] | None = None) -> int:
     """Print the table; return 1 if a mutant survived."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="", help="judge only mutants whose name or path contains this text")
+    parser.add_argument("--tested", action="store_true", help="all tests have just passed: do not run them first")
     parser.add_argument("--jobs", type=int, default=min(8, os.cpu_count() or 1), help="how many at a time")
     options = parser.parse_args(None if arguments is None else list(arguments))
     os.environ["OMP_NUM_THREADS"] = "1"
@@ -210,17 +211,21 @@ def main(arguments: Iterable[str] | None = None) -> int:
         mutants = [mutant for mutant in every if options.only in mutant.name or options.only in mutant.path]
         if not mutants:
             parser.error(f"no mutant has {options.only!r} in its name or path")
-        return judge_all(mutants, original, options.jobs)
+        return judge_all(mutants, original, options.jobs, tested=options.tested)
 
 
-def judge_all(mutants: list[Mutant], original: Path, jobs: int) -> int:
-    """Print the table of these mutants; return 1 if one survived or the tests cannot be trusted."""
+def judge_all(mutants: list[Mutant], original: Path, jobs: int, *, tested: bool) -> int:
+    """Print the table of these mutants; return 1 if one survived or the tests cannot be trusted.
+
+    Tests that all have just been `tested` are only collected on the unchanged source.
+    """
     # The unchanged source must pass, and one that cannot be imported must not: else the tests see other files.
     # The first runs are in the original, so that all copies have its compiled files.
     tests = list(dict.fromkeys(test for mutant in mutants for test in tests_of(mutant.path)))
     shares = [tests[k::jobs] for k in range(min(jobs, len(tests)))]
     with ThreadPoolExecutor(jobs) as pool:
-        verdicts = list(pool.map(lambda k: judge(original, shares[k], 5 * LIMIT, k), range(len(shares))))
+        more = ["--collect-only"] if tested else []
+        verdicts = list(pool.map(lambda k: judge(original, [*more, *shares[k]], 5 * LIMIT, k), range(len(shares))))
     sound = max(verdicts, key=lambda verdict: (verdict.red, verdict.seconds))
     if sound.red:
         print(f"The tests fail on the unchanged source ({sound.test}); repair that first.")
