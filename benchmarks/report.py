@@ -145,7 +145,11 @@ def _plan(plan: Data) -> str:
 
 def predict_sections(data: Data) -> list[str]:
     """Return the section of predictions."""
-    rows = [{**p, "stack": _stack(part), "name": _plan(p)} for part in data["parts"].values() for p in part["plans"]]
+    rows = []
+    for part in data["parts"].values():
+        for plan in part["plans"]:
+            beside = plan["seconds"] / plan["ratio"]
+            rows.append({**plan, "stack": _stack(part), "name": _plan(plan), "beside": beside})
     noise = max(part["noise"] for part in data["parts"].values())
     return ["## Predictions", text("predict", noise=noise), table("predict", rows), origin(data)]
 
