@@ -117,14 +117,17 @@ class Plans:
             "50",
         ]
         with subprocess.Popen(query, stdout=subprocess.PIPE, text=True) as process:
-            end = time.monotonic() + CLOCK_SECONDS
-            while time.monotonic() < end:
-                self.step(plan)
-                torch.accelerator.synchronize()
-            process.terminate()
+            try:
+                end = time.monotonic() + CLOCK_SECONDS
+                while time.monotonic() < end:
+                    self.step(plan)
+                    torch.accelerator.synchronize()
+            finally:
+                process.terminate()  # it never ends by itself
             lines, _ = process.communicate()
         values = [float(line) * 1e6 for line in lines.split() if line.isdecimal()]
-        return {"clock": median(values[len(values) // 3 :])} if values else {}  # behind those of the steps before
+        # The first third may still be the clock of other steps.
+        return {"clock": median(values[len(values) // 3 :])} if values else {}
 
     def measure(self, plans: list[int | str], repeats: int) -> list[dict[str, Any]]:
         """Measure plans side by side, without offload first; peaks in the order that is given.

@@ -258,7 +258,7 @@ def rows(runs: dict[int, list[dict[str, dict[str, Any]]]]) -> list[dict[str, Any
     """Return the data of each length from its rounds, whose runs are given by method.
 
     The ratio of an arm is the median over the rounds, each to the mean of the two parts without offload of its round.
-    So is the distance of what a plan predicts: each round has a plan of its own.
+    Each round has a plan of its own; the distance of what plans predict is the largest one.
     """
     found = []
     for tokens, rounds in runs.items():
@@ -278,7 +278,7 @@ def rows(runs: dict[int, list[dict[str, dict[str, Any]]]]) -> list[dict[str, Any
                     "ratio": median(ratios),
                     "ratios": ratios,
                     "peak_bytes": max(each[method]["peak_bytes"] for each in rounds),
-                    "distance": {key: median(of[key] for of in predicted) for key in (predicted or [{}])[0]},
+                    "distance": {key: max((of[key] for of in predicted), key=abs) for key in (predicted or [{}])[0]},
                 }
             )
         noise = max(abs(each[AGAIN] - each[NOTHING]) / base for each, base in zip(times, baselines, strict=True))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from composing import BLOCKS, WIDTH, Mlp, Offload, batch, train
+from composing import BLOCKS, WIDTH, Mlp, Net, Offload, batch, train
 from recomputing import FIRST, Counted, check, counted, fractions, policies, simple
 from torch import Tensor, nn
 from whole_model import offload
@@ -121,3 +121,17 @@ def test_evaluation_and_no_grad_recompute_nothing(policy):
         return [torch.cat(found), *train(model, 1)]
 
     check(simple(counted(Mlp), use), policy, recomputed=FIRST + BLOCKS)
+
+
+def test_a_plan_does_not_call_recomputed_what_is_not():
+    model = Net(normed)
+    handle = offload(model, recompute=True, layers="blocks.?", fraction=0.0)
+    train(model, 2)
+    assert handle.plan.recomputed == ()
+    assert "yes" not in str(handle.plan)
+    assert str(handle.plan).count("Not recomputed") == 1
+    handle.remove()
+    handle = offload(model.eval(), recompute=True, layers="blocks.?", fraction=0.0)
+    train(model, 2)
+    assert len(handle.plan.recomputed) == BLOCKS
+    handle.remove()

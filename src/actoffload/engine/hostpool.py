@@ -81,7 +81,7 @@ class HostPool:
     def trim(self, keep: int = 0) -> int:
         """Free slabs without a used byte, as many as there are free bytes in `bytes_held`; return the bytes freed.
 
-        At least `keep` bytes stay, if so many are held.
+        At least `keep` bytes stay, or all if fewer are held.
         """
         with self.slabs.lock:
             self.slabs.settle()

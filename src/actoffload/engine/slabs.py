@@ -181,7 +181,7 @@ class Slabs:
     def trim(self, account: Account, keep: int = 0) -> int:
         """Free slabs without a used byte, as many as an account has free bytes for; return the bytes freed.
 
-        So many bytes as `keep` says stay with the account.
+        At least `keep` bytes stay with the account.
         """
         self._dissolve()
         unused = [s for s in self._free.segments if s.nbytes == self._slabs[s.slab].numel()]

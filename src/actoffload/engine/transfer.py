@@ -177,7 +177,7 @@ class Transfers:
         return _position((self.backend.record(self.back), H2D, next(self._orders), captured))
 
     def use(self, stream: Stream, copied_in: StreamPosition, layer: int, captured: bool, nbytes: int) -> None:
-        """Let a stream wait for a copy in of so many bytes before it reads."""
+        """Let a stream wait for a copy in of `nbytes` bytes before it reads."""
         recorder = self.recorder
         if recorder is None:
             if copied_in.captured == captured:  # [guard: use across a capture -> True]

@@ -45,7 +45,7 @@ BLOCK, MODULE = "layer", "module"  # kinds of candidates: a repeated block, and 
 
 ENOUGH = 0.8  # share of all saved bytes that groups cover where that is possible
 _NEARLY = 0.85  # share of a module's bytes that the modules inside of it save if they replace it
-_ALIKE = 3  # so many modules that are alike are not divided
+_ALIKE = 3  # number of modules that are alike from which on they are not divided
 _FEW, _MANY = 4, 128  # number of groups
 _LEAST = 500  # a group saves at least this part of all
 # Largest and smallest part of all that a group saves; the later pairs are for models that the first does not fit.

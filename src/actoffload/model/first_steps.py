@@ -46,7 +46,7 @@ from .timed_pass import Stage, TimedPass
 
 __all__ = ["FirstSteps", "Script", "StepTimes"]
 
-TOLERANCE, SHORT_TOLERANCE, SHORT = 0.01, 0.02, 0.020  # of the time of a pass; for passes shorter than so many seconds
+TOLERANCE, SHORT_TOLERANCE, SHORT = 0.01, 0.02, 0.020  # of the time of a pass; for short passes; seconds
 FREE = 0.002  # of the time of a pass; plans that differ by less are equally fast
 MORE = 0.005  # of the limit: so much more allocated memory is looked at
 ROOM = 0.03  # fraction of the device memory that predictions leave free
@@ -171,7 +171,7 @@ class FirstSteps:
         return f"{peaks} would cost at most {cost:.2f} x the time of a pass without offloading: {budget}."
 
     def fits(self, elements: int) -> bool:
-        """Return whether a pass with so many elements as inputs fits with the plan, or without one if there is none."""
+        """Return whether a pass with inputs of this size fits with the plan, or without one if there is none."""
         peak = None if self.roles is None else self.roles.plan.peak_bytes
         peak = self._bare_peak if peak is None else peak
         # An upper bound: activations grow with the inputs, weights do not.

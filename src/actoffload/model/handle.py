@@ -160,10 +160,12 @@ class OffloadHandle:
     @property
     def plan(self) -> GroupPlan:
         """Which groups are kept and offloaded, with bytes and what is expected of it; ``save`` writes it to a file."""
-        plan, refusals = self._tracker.steering.plan(), self._tracker.regions.refusals()
-        if refusals in plan.because:
+        plan, regions = self._tracker.steering.plan(), self._tracker.regions
+        refused = regions.refused()
+        if not refused:
             return plan
-        return replace(plan, because=f"{plan.because} {refusals}".strip())
+        saves = [None if name in refused else of for name, of in zip(plan.names, plan.saves, strict=False)]
+        return replace(plan, saves=tuple(saves), because=f"{plan.because} {regions.refusals()}".strip())
 
     def __str__(self) -> str:
         state = "" if self.active else "paused" if self.installed else "removed"

@@ -15,7 +15,7 @@ __all__ = ["patterns", "written"]
 
 COVERS = 0.85  # of the bytes of a module: what its parts must save to be chosen in its place
 LARGE = 1 / 8  # of all bytes: above this a module is divided into parts, if they cover it
-FEW = 3  # so many modules alike, or fewer, are divided too
+FEW = 3  # largest number of modules that are alike and are divided too
 
 Family: TypeAlias = tuple[Named, ...]  # modules whose names differ in numbers only
 

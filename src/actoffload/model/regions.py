@@ -114,9 +114,16 @@ class Regions:
     def refusals(self) -> str:
         """Return which groups are not recomputed though they should be, and why, in sentences; empty if all are."""
         names: dict[str, list[str]] = {}
+        for name, reason in self.refused().items():
+            names.setdefault(reason, []).append(name)
+        return " ".join(f"Not recomputed, {reason}: {fold_names(of)}." for reason, of in names.items())
+
+    def refused(self) -> dict[str, str]:
+        """Return why groups are not recomputed though they should be, by name."""
+        found = {}
         for of in self._modules:
             obstacle, watch = self._latest.get(of.group, ("", None))
             reason = obstacle or (watch and watch.reason)
             if reason:
-                names.setdefault(reason, []).append(of.name)
-        return " ".join(f"Not recomputed, {reason}: {fold_names(of)}." for reason, of in names.items())
+                found[of.name] = reason
+        return found

@@ -97,7 +97,7 @@ class Tuner:
         self._begin(passes + 1, warm=passes > 0)
         self._replan_at = 0
         self._patience = PATIENCE
-        self._later: deque[TimedPass] = deque(maxlen=WINDOW)  # one of so many
+        self._later: deque[TimedPass] = deque(maxlen=WINDOW)  # one of each window
         self._pace: float | None = None  # seconds for each element of the inputs when the plan was new
 
     def plan(self) -> GroupPlan:

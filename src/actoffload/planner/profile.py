@@ -96,7 +96,7 @@ class Profile:
 
     @cached_property
     def leanest(self) -> list[int]:
-        """Smallest possible peak if so many of `movable` are offloaded, from 0 to all.
+        """Smallest possible peak by the number of `movable` groups that are offloaded, from 0 to all.
 
         These plans release each group after its forward and reload it before its backward.
         """

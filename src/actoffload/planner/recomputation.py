@@ -137,7 +137,7 @@ class _Choices:
         return sorted(self._known, key=self.rank)[:FINAL]
 
     def _near(self, chosen: Chosen, size: int) -> Iterator[Chosen]:
-        """Yield choices in which so many groups of one variant have another one."""
+        """Yield choices in which `size` groups of one variant have another one."""
         most = max(len(group) for group in self._groups)
         present = sorted({chosen[k] for k in self._may}, key=lambda variant: -sum(k == variant for k in chosen))
         for variant in present:
@@ -166,6 +166,6 @@ def _first(of: Sequence[int], number: int) -> Chosen:
 
 
 def _spread(of: Sequence[int], number: int) -> Chosen:
-    """Return so many at equal distances, the last of them at the end."""
+    """Return `number` of them at equal distances, the last one at the end."""
     number = min(number, len(of))
     return tuple(of[(k + 1) * len(of) // number - 1] for k in range(number))

@@ -189,7 +189,7 @@ class Search:
         """Return the fastest placement within a limit; with `known`, the first that takes at most `allowed` seconds.
 
         Few groups more than must be offloaded are best, since each costs copies: these are tried first, then `known`
-        or, without it, some of the others; with `few`, only so many.
+        or, without it, some of the others; with `few`, only that number.
         """
         found, leanest = None, self.profile.leanest
         least = next((k for k, peak in enumerate(leanest) if peak <= limit), len(leanest))

@@ -48,7 +48,7 @@ class Clocks:
         self.host_start = self.host
 
     def reach(self, seconds: float, host_seconds: float) -> None:
-        """Let compute run until so many seconds after the begin of the layer without stalls, and never back.
+        """Let compute run until a time, in seconds since the begin of the layer without stalls, and never back.
 
         The host needs `host_seconds` to queue this compute; compute waits for it, which is no stall.
         """
