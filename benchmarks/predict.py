@@ -2,7 +2,7 @@
 
 `offload(model)` measures the costs of the groups in its first passes and gives them to the planner.  Here they are also
 given to `simulate`, for the plans with some numbers of layers.  Then steps with these plans are measured, and the clock
-of the device during them: it falls where power is short, so steps that wait for copies compute faster.
+of the device during them, which is higher in steps that wait for copies.
 """
 
 from __future__ import annotations
