@@ -79,10 +79,10 @@ class Arms:
         self.part, self.device, self.stack = part, device, Stack(part.settings, device)
         ways: dict[str, Callable[..., Any] | None] = {NOTHING: None, AGAIN: None}
         ways[CHECKPOINT] = partial(checkpoint, use_reentrant=False)
-        if not part.compiled:  # compiled code is one operator
+        if not part.compiled:  # compiled code is one operator, and checks strides, which save_on_cpu changes
             contexts = partial(create_selective_checkpoint_contexts, OPERATORS)
             ways[SELECTIVE] = partial(checkpoint, use_reentrant=False, context_fn=contexts)
-        ways[SAVE] = partial(_saved_on_cpu, device.type != "cpu")
+            ways[SAVE] = partial(_saved_on_cpu, device.type != "cpu")
         self.arms = [Arm(method, self._step(self._model(way))) for method, way in ways.items()]
         for arm in self.arms:
             arm.step()  # makes workspaces

@@ -144,6 +144,9 @@ NO_BACKWARD = -1
 backward_id: Callable[[], int] = _need("_C._current_graph_task_id", lambda: NO_BACKWARD)
 """Return a number for the backward that runs in the calling thread, `NO_BACKWARD` outside of any."""
 
+keeps_graph: Callable[[], bool] = _find("_C._autograd._get_current_graph_task_keep_graph", lambda: True)
+"""Return whether the backward that runs in the calling thread retains its graph."""
+
 after_backward: Callable[[Callable[[], None]], None] = _need(
     "autograd.Variable._execution_engine.queue_callback", lambda callback: None
 )

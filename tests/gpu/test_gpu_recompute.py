@@ -103,8 +103,7 @@ def test_compiled_blocks_bit_by_bit() -> None:
 
 
 @needs_cuda
-@pytest.mark.parametrize("share", [0.25, 0.5, 0.75])
-@pytest.mark.parametrize("kind", ["attention", "mlp"])
+@pytest.mark.parametrize(("kind", "share"), [("mlp", 0.25), ("mlp", 0.75), ("attention", 0.5)])
 def test_a_budget_is_kept_in_every_pass_and_every_bit(kind: str, share: float) -> None:
     """The budget lies between the peaks of the leanest plan and of no offload."""
     model, rows = make(kind, 16), 32768
@@ -158,6 +157,7 @@ def test_a_captured_step(kind: str, policy: str) -> None:
 
 
 @needs_cuda
+@pytest.mark.filterwarnings("ignore::actoffload.HostMemoryWarning")  # steps before saved less
 def test_a_captured_step_with_dropout_is_not_recomputed() -> None:
     model = make("mlp", 8, Dropping)
     handle = offload(model, recompute=True, num_layers=4)

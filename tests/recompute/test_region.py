@@ -204,8 +204,10 @@ def test_what_recomputation_does_not_read_is_not_saved_the_next_time():
     for _ in range(3):
         region = Region(worth_saving, reads=reads)
         x = torch.linspace(-1, 1, 48).view(6, 8).requires_grad_()
-        total(recomputed(model, region, x)).backward()
+        output = total(recomputed(model, region, x))
         saved.append(len(region.saved))
+        output.backward()
+        assert all(key not in region.saved for key in region.used), "what was returned is dropped"
         found.append(x.grad)
     assert saved == [2, 1, 1]
     assert torch.equal(found[0], found[1])

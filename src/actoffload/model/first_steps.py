@@ -27,11 +27,13 @@ from .._torch import is_compiled
 from ..device.base import Backend
 from ..planner import (
     GroupPlan,
+    OperatorCost,
     Variant,
     choose,
     choose_recomputed,
     frontier,
     variants,
+    within,
     worth_saving,
 )
 from ..recompute import Policy, saving
@@ -245,17 +247,19 @@ class FirstSteps:
         first = yield from _next(Stage.FIRST_AGAIN)
         assert first.operators is not None
         first.wait(self._backend)
-        operators = first.operators.costs()
+        assert self._choose_among is not None
+        names, layers, link = self._choose_among.args
+        forwards = {key.group: layer.forward for key, layer in zip(first.sequence, layers, strict=False)}
+        operators = self._operators(first.operators.costs(), forwards)
         self.recompute = {
             group: saving(of.name for of in worth_saving(operators.get(group, ()))) for group in self._policies
         }
+        yield from _next(Stage.AGAIN)  # to warm up: what is saved has changed
         again = timed = yield from _next(Stage.AGAIN)
         if again.peak_without() <= (self.limit or inf):
             timed = yield from _next(Stage.BARE_AGAIN)
         timed.wait(self._backend)
         self.recompute = {}
-        assert self._choose_among is not None
-        names, layers, link = self._choose_among.args
         if again.sequence != timed.sequence or group_names(self._groups, again.sequence) != names:
             return plan
         begun = time.perf_counter()
@@ -275,6 +279,18 @@ class FirstSteps:
         self.planning += time.perf_counter() - begun
         self.recompute = {again.sequence[k].group: saving(found.saves[k] or ()) for k in found.recomputed}
         return found
+
+    def _operators(
+        self, costs: Mapping[int, list[OperatorCost]], forwards: Mapping[int, float]
+    ) -> dict[int, list[OperatorCost]]:
+        """Return the operators of each group, with times that add up to that of its forward.
+
+        The first call of a structure is watched and not recomputed; then those of another module of its type are taken.
+        """
+        found = {group: within(of, forwards.get(group, inf)) for group, of in costs.items()}
+        by_type = {type(self._groups[group].module): of for group, of in reversed(found.items())}
+        others = {group: by_type.get(type(self._groups[group].module), []) for group in forwards if group not in found}
+        return found | others
 
     def _compare(self, plan: GroupPlan, offloaded: list[TimedPass], without: list[TimedPass]) -> GroupPlan:
         """Return the plan if passes with it are as short as without, and otherwise one that offloads less."""

@@ -20,6 +20,8 @@ __all__ = ["at_the_pace_of", "hook_seconds", "layer_costs", "measured_link"]
 
 SHARED = 0.05
 """Part of the time of copies for which both directions must have been busy, so that their common rate is known."""
+AHEAD = 0.8
+"""Part of the time of the device that a host takes at most which is surely ahead of it."""
 
 
 def measured_link(meter: Meter) -> Link | None:
@@ -147,10 +149,15 @@ def layer_costs(
 def at_the_pace_of(others: Sequence[LayerCost], layers: Sequence[LayerCost]) -> tuple[LayerCost, ...]:
     """Return costs with times as they would be in another pass, whose forwards did the same work.
 
-    A device that waits for copies is cooler and computes faster than one that never waits.
+    A device that waits for copies is cooler and computes faster than one that never waits.  Forwards in which the
+    device had to wait for the host say nothing about that.
     """
-    seconds = sum(layer.forward for layer in layers)
-    pace = sum(other.forward for other in others) / seconds if seconds else 1.0
+    ratios = [
+        other.forward / layer.forward
+        for other, layer in zip(others, layers, strict=True)
+        if layer.forward and other.host_forward < AHEAD * (other.forward + other.gap_forward)
+    ]
+    pace = median(ratios) if ratios else 1.0
     names = "forward", "backward", "gap_forward", "gap_backward"
     return tuple(replace(layer, **{name: pace * getattr(layer, name) for name in names}) for layer in layers)
 

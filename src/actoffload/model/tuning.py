@@ -111,7 +111,9 @@ class Tuner:
         """Return the plans that are worth having, for what was measured."""
         found = () if self._chosen is None else self._chosen.frontier()
         if not found:
-            raise RuntimeError(f"What other plans cost is not known yet: run ten steps. {self.plan().because}".rstrip())
+            raise RuntimeError(
+                f"What other plans cost is not known yet: run eleven steps. {self.plan().because}".rstrip()
+            )
         return found
 
     def facts(self) -> dict[str, Any]:

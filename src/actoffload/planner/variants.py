@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from ..schedule.costs import LayerCost, Saved
 
-__all__ = ["OperatorCost", "Variant", "variants", "worth_saving"]
+__all__ = ["OperatorCost", "Variant", "variants", "within", "worth_saving"]
 
 COSTLY = 4.0  # times the time for each byte of operators that only read and write memory
 CHEAP = 0.25  # of the bytes are outputs of such operators, at least
@@ -74,6 +74,18 @@ def worth_saving(operators: Sequence[OperatorCost]) -> tuple[OperatorCost, ...]:
     return tuple(of for of in operators if of.nbytes and (of.costly or of.density >= COSTLY * floor > 0))
 
 
+def within(operators: Sequence[OperatorCost], seconds: float) -> list[OperatorCost]:
+    """Return operators with times that are right if all of them take so long together.
+
+    Where the host is slower than the device, each waits for it while it is timed alone: all for about as long.
+    """
+    left = sorted((of.seconds for of in operators), reverse=True)
+    while left and sum(left) - len(left) * left[-1] > seconds:
+        left.pop()
+    late = max((sum(left) - seconds) / len(left), 0.0) if left else 0.0
+    return [replace(of, seconds=max(of.seconds - late, 0.0)) for of in operators]
+
+
 def variants(plain: LayerCost, recomputed: LayerCost, operators: Sequence[OperatorCost]) -> tuple[Variant, ...]:
     """Return the ways to run a group, from the most bytes saved to none.
 
@@ -84,25 +96,24 @@ def variants(plain: LayerCost, recomputed: LayerCost, operators: Sequence[Operat
     recomputed : LayerCost
         The group when it was recomputed, and the outputs of the operators that are worth it were saved.
     operators : sequence of OperatorCost
-        All operators of the group.
+        All operators of the group, as they were timed one by one.
 
     Notes
     -----
     The outputs that take the least time for their bytes are run again first.  An output that is not saved is allocated
     for a time in forward, and again in backward: at most as long as both take.
     """
-    total = sum(of.seconds for of in operators)
-    # Where the host is as slow as the device, an operator that is timed alone takes longer than beside the others.
-    pace = min(1.0, recomputed.forward / total) if total else 1.0
-    dense = [replace(of, seconds=pace * of.seconds) for of in worth_saving(operators)]
-    dense.sort(key=lambda of: -of.density)
+    recomputed = replace(
+        recomputed, forward=plain.forward
+    )  # the same work, but the device may have waited for the host
+    dense = sorted(worth_saving(within(operators, plain.forward)), key=lambda of: -of.density)
     found = [Variant(plain), Variant(recomputed, tuple(of.name for of in dense))]
     for number in _steps([of.nbytes for of in dense]):
         again = dense[number:]
         cost = _without(recomputed, again)
         if not number:  # run without dispatch modes
             host = plain.host_forward, plain.host_forward + plain.host_backward
-            cost = replace(cost, forward=plain.forward, host_forward=host[0], host_backward=host[1])
+            cost = replace(cost, host_forward=host[0], host_backward=host[1])
         found.append(Variant(cost, tuple(of.name for of in dense[:number])))
     return tuple(found)
 

@@ -12,10 +12,12 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
 __all__ = [
+    "Among",
     "Call",
     "Given",
     "Named",
     "Policy",
+    "concern_of",
     "draws",
     "named",
     "never",
@@ -62,9 +64,28 @@ def never(call: Call) -> bool:
     return False
 
 
-def worth_saving(call: Call) -> bool:
-    """Save the outputs of matrix products, convolutions and attention."""
-    return call.operator in COSTLY
+class Among:
+    """Save the outputs of some operators.
+
+    Such a policy has a second method, `concerns`: whether it may save outputs of an operator at all.
+    """
+
+    def __init__(self, operators: Collection[Any]) -> None:
+        self.concerns = frozenset(operators).__contains__
+
+    def __call__(self, call: Call) -> bool:
+        """Return whether the outputs are saved."""
+        return self.concerns(call.operator)
+
+
+worth_saving = Among(COSTLY)
+"""Save the outputs of matrix products, convolutions and attention."""
+
+
+def concern_of(policy: Policy) -> Callable[[Any], bool] | None:
+    """Return a function that says whether a policy may save outputs of an operator; None if that is not known."""
+    found: Callable[[Any], bool] | None = getattr(policy, "concerns", None)
+    return found
 
 
 SAVED = {policy for policy in CheckpointPolicy if not policy.name.endswith("RECOMPUTE")}
@@ -109,8 +130,7 @@ def _policy_of_operators(given: Any) -> Policy:
     for operator in given:
         if not isinstance(operator, _Operator):
             raise TypeError(f"recompute has {operator} of type {type(operator).__name__}; {expected}.")
-    operators = frozenset(given)
-    return (lambda call: call.operator in operators) if operators else never
+    return Among(given) if given else never
 
 
 def named(operator: Any, number: int) -> str:
@@ -129,19 +149,23 @@ class Named:
             self._numbers[operator].add(int(number))
         self._known: dict[Any, Collection[int]] = {}  # by operator, as its name takes some time
 
+    def concerns(self, operator: Any) -> bool:
+        """Return whether outputs of an operator may be saved."""
+        numbers = self._known.get(operator)
+        if numbers is None:
+            numbers = self._known[operator] = self._numbers.get(str(operator), ())
+        return bool(numbers)
+
     def __call__(self, call: Call) -> bool:
         """Return whether the outputs are saved."""
-        numbers = self._known.get(call.operator)
-        if numbers is None:
-            numbers = self._known[call.operator] = self._numbers.get(str(call.operator), ())
-        return call.number in numbers
+        return self.concerns(call.operator) and call.number in self._known[call.operator]
 
 
 class Noted:
     """A policy that notes the names of the operators whose outputs it saves."""
 
     def __init__(self, policy: Policy) -> None:
-        self._policy = policy
+        self._policy, self.concerns = policy, concern_of(policy)
         self.names: dict[str, None] = {}
 
     def __call__(self, call: Call) -> bool:
@@ -159,8 +183,12 @@ def names_of(policy: Policy) -> tuple[str, ...]:
 
 def saving(names: Iterable[str]) -> Policy:
     """Return the policy that saves the outputs of the operators with given names."""
-    found = tuple(names)
-    return Named(found) if found else never
+    return _saving(tuple(names))
+
+
+@cache  # blocks are alike, and a policy has looked up the names of the operators that it met
+def _saving(names: tuple[str, ...]) -> Policy:
+    return Named(names) if names else never
 
 
 class _Kind(NamedTuple):

@@ -3,8 +3,10 @@
 `[Note: two modes]`  `torch.utils.checkpoint` runs the function under one dispatch mode in forward and under another one
 when it is recomputed.  The first hands the outputs that a policy chooses to `pack`, which keeps or offloads them; the
 second returns them where the same operator comes again, instead of running it, unless they were written to.  Both see
-what autograd runs, below autograd itself, so the graph of the recomputation is that of the forward.  Nothing is
-consumed: a graph may be used several times, and a split backward may come back to a region.
+what autograd runs, below autograd itself, so the graph of the recomputation is that of the forward.  What was saved
+stays as long as the graph is retained, because it may be used several times, and a split backward may come back to a
+region.  Otherwise an output is dropped when it has been returned; should a region be recomputed again, its operator runs
+again.
 
 Autograd holds the region through the frame of the checkpoint, and the region what `pack` returned.  So all of it is
 freed with the graph.
@@ -21,9 +23,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
-from .._torch import DispatchMode, tree_flatten, tree_unflatten, version_of, versions_shared
+from .._torch import DispatchMode, keeps_graph, tree_flatten, tree_unflatten, version_of, versions_shared
 from .modes import Mode
-from .policy import Call, Policy, never, saveable
+from .policy import Call, Policy, concern_of, never, saveable
 from .watch import State
 
 __all__ = ["Reads", "Region", "recomputed"]
@@ -130,7 +132,13 @@ class _Mode(Mode):
 
 
 class _Saving(_Mode):
+    def __init__(self, region: Region) -> None:
+        super().__init__(region)
+        self._concerns = concern_of(region.policy) if region.timed is None else None
+
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._concerns is not None and not self._concerns(operator):  # nearly all, and the host has little time
+            return operator(*args, **(kwargs or {}))
         key, region, kwargs = self.key(operator), self.region, kwargs or {}
         if region.timed is None:
             outputs = operator(*args, **kwargs)
@@ -148,12 +156,20 @@ class _Saving(_Mode):
 
 
 class _Returning(_Mode):
+    def __enter__(self) -> Any:
+        region = self.region
+        self._operators = {operator for operator, _ in region.saved}
+        self._last = not keeps_graph()
+        return super().__enter__()
+
     def __exit__(self, *error: object) -> Any:
         left = super().__exit__(*error)
         self.region.reads.learn(self.region.saved, self.region.used)
         return left
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if operator not in self._operators:
+            return operator(*args, **(kwargs or {}))
         key, region = self.key(operator), self.region
         outputs = region.saved.get(key)
         if outputs is not None:
@@ -169,6 +185,8 @@ class _Returning(_Mode):
             tensors = _mapped(_Held, unpacked, outputs)
             if complete:  # [guard: output that was edited -> True]
                 region.used.add(key)
+                if self._last:  # what the recomputed graph needs of it, that holds from here on
+                    del region.saved[key]
                 return tensors
         return operator(*args, **(kwargs or {}))
 
