@@ -5,8 +5,8 @@ when it is recomputed.  The first hands the outputs that a policy chooses to `pa
 second returns them where the same operator comes again, instead of running it, unless they were written to.  Both see
 what autograd runs, below autograd itself, so the graph of the recomputation is that of the forward.  What was saved
 stays as long as the graph is retained, because it may be used several times, and a split backward may come back to a
-region.  Otherwise an output is dropped when it has been returned; should a region be recomputed again, its operator runs
-again.
+region.  Otherwise an output is dropped when it has been returned; should a region be recomputed once more, its operator
+runs again.
 
 Autograd holds the region through the frame of the checkpoint, and the region what `pack` returned.  So all of it is
 freed with the graph.
