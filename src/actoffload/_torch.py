@@ -90,6 +90,11 @@ free_storage_weakref: Callable[[Any], None] = _need("UntypedStorage._free_weak_r
 _storage_behind = _find("UntypedStorage._new_with_weak_ptr", lambda ref: None)
 storage_behind: Callable[[Any], torch.UntypedStorage | None] = _storage_behind  # None if the memory is freed
 
+storage_at: Callable[[int, torch.device, int], torch.UntypedStorage] | None = _find(
+    "_C._construct_storage_from_data_pointer"
+)
+"""Return a storage at an address of a device, which belongs to something else; None where PyTorch cannot."""
+
 negative_view: Callable[[torch.Tensor], torch.Tensor] = _find("_neg_view", torch.neg)
 """Return a tensor with the opposite sign, as a view where PyTorch can."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from statistics import median
 from typing import Any, NamedTuple
@@ -13,7 +14,7 @@ import torch
 from .._torch import tree_leaves
 from ..device.base import Backend, StreamEvent
 from ..planner import OperatorCost
-from ..recompute import COSTLY, Reads, named, saveable
+from ..recompute import COSTLY, Reads, Trace, named, saveable
 from .metering import current_stream
 
 __all__ = ["OperatorTimes"]
@@ -33,17 +34,17 @@ class OperatorTimes:
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self._runs: dict[int, list[_Run]] = {}  # by group
-        self._reads: dict[int, Reads] = {}
+        self._known: dict[int, tuple[Reads, Trace]] = {}
 
-    def of(self, group: int, reads: Reads) -> Callable[[Any, int, partial[Any]], Any]:
+    def of(self, group: int, reads: Reads, trace: Trace) -> Callable[[Any, int, partial[Any]], Any]:
         """Return a function that runs an operator of a group, which has run so often before, and times it.
 
-        `reads` says which outputs recomputation reads.
+        `reads` says which outputs recomputation reads, and `trace` which operators it runs for what.
         """
         if group in self._runs:  # only its first call is timed
             return lambda operator, number, run: run()
         runs, backend = self._runs.setdefault(group, []), self._backend
-        self._reads[group] = reads
+        self._known[group] = reads, trace
 
         def timed(operator: Any, number: int, run: partial[Any]) -> Any:
             stream = current_stream(backend)
@@ -66,7 +67,7 @@ class OperatorTimes:
         elapsed = self._backend.elapsed
         alike: dict[tuple[tuple[Any, int, int], ...], list[int]] = defaultdict(list)
         for group, runs in self._runs.items():
-            reads = self._reads[group]
+            reads, _ = self._known[group]
             keys = [(run.operator, run.number) for run in runs]
             sizes = [run.nbytes if key in reads else 0 for key, run in zip(keys, runs, strict=True)]
             alike[tuple((*key, nbytes) for key, nbytes in zip(keys, sizes, strict=True))].append(group)
@@ -77,5 +78,11 @@ class OperatorTimes:
                 OperatorCost(named(operator, number), max(median(of), 0.0), nbytes, costly=operator in COSTLY)
                 for (operator, number, nbytes), of in zip(operators, zip(*times, strict=True), strict=True)
             ]
+            _, trace = self._known[groups[-1]]
+            if len(trace.reads) == len(costs):  # [guard: group that is not traced]
+                costs = [
+                    replace(of, reads=reads, needed=needed)
+                    for of, reads, needed in zip(costs, trace.reads, trace.needed, strict=True)
+                ]
             found.update(dict.fromkeys(groups, costs))
         return found

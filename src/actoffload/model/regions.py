@@ -13,7 +13,7 @@ from .._folding import fold_names
 from .._torch import in_transform, is_compiled, saved_tensor_hooks
 from ..engine.pack import Saved
 from ..engine.unpack import unpack
-from ..recompute import Reads, Region, State, Watch, never, recomputed, structure
+from ..recompute import Reads, Region, State, Trace, Watch, never, recomputed, structure
 from .conduct import DROPPED, Conduct, FollowedModule
 
 __all__ = ["Regions"]
@@ -47,6 +47,7 @@ class Regions:
         self._modules = modules
         self._alone: dict[int, bool] = {}  # by group
         self._reads: dict[int, Reads] = {}
+        self._traces: dict[tuple[int, Hashable], Trace] = {}  # by group and structure
         self._watches: dict[Hashable, Watch] = {}  # by structure
         self._latest: dict[int, tuple[str, Watch | None]] = {}  # by group: what decided on its latest call
 
@@ -86,11 +87,12 @@ class Regions:
         # [guard: compiled group]
         if policy is not never and any(map(is_compiled, of.module.modules())):
             policy = never  # compiled code is one operator
-        reads, state = self._reads.setdefault(of.group, Reads()), State(of.module)
-        timed = None if conduct.operators is None else conduct.operators.of(of.group, reads)
+        reads, trace = self._reads.setdefault(of.group, Reads()), self._traces.setdefault((of.group, key), Trace())
+        state = State(of.module)
+        timed = None if conduct.operators is None else conduct.operators.of(of.group, reads, trace)
         packing: dict[str, Any] = {} if pack is None else {"pack": pack, "unpack": _unpack_unless_edited}
         # The state of a generator cannot be read while a graph is captured; then no random number is drawn.
-        region = Region(policy, **packing, reads=reads, state=state, timed=timed, draws=not capturing)
+        region = Region(policy, **packing, reads=reads, trace=trace, state=state, timed=timed, draws=not capturing)
         return lambda function, *args, **kwargs: recomputed(function, region, *args, **kwargs)
 
     def _obstacle(self, of: FollowedModule) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ..schedule.costs import LayerCost, Saved
@@ -29,12 +29,18 @@ class OperatorCost:
         Bytes of its outputs; 0 if they cannot be saved, or are not needed.
     costly : bool
         Whether it is known to take much time for the bytes of its outputs.
+    reads : tuple of int
+        Positions of the operators whose outputs it reads.
+    needed : bool
+        Whether autograd needs its outputs; otherwise it runs again only if one reads them that does.
     """
 
     name: str
     seconds: float
     nbytes: int
     costly: bool = False
+    reads: tuple[int, ...] = ()
+    needed: bool = True
 
     @property
     def density(self) -> float:
@@ -59,10 +65,22 @@ class Variant:
     saves: tuple[str, ...] | None = None
 
 
-def worth_saving(operators: Sequence[OperatorCost]) -> tuple[OperatorCost, ...]:
-    """Return the operators that take much time for the bytes of their outputs.
+def seconds_again(operators: Sequence[OperatorCost], saved: Collection[str]) -> float:
+    """Return how long those of the operators take that run again if the outputs of some, given by name, are saved."""
+    needed, total = [of.needed for of in operators], 0.0
+    for k in reversed(range(len(operators))):
+        if needed[k] and operators[k].name not in saved:
+            total += operators[k].seconds
+            for other in operators[k].reads:
+                needed[other] = True
+    return total
 
-    These are matrix products, convolutions and attention; the others only read and write memory.
+
+def worth_saving(operators: Sequence[OperatorCost]) -> tuple[OperatorCost, ...]:
+    """Return the operators whose saved outputs save much time for their bytes, the best one first.
+
+    An output saves the time of its operator, and of those that run again for nothing else.  Matrix products,
+    convolutions and attention are worth it, and what follows them cheaply; the others only read and write memory.
     """
     known = sorted((of for of in operators if of.nbytes), key=lambda of: of.density)
     left, floor = CHEAP * sum(of.nbytes for of in known), 0.0
@@ -71,7 +89,25 @@ def worth_saving(operators: Sequence[OperatorCost]) -> tuple[OperatorCost, ...]:
         left -= of.nbytes
         if left <= 0:
             break
-    return tuple(of for of in operators if of.nbytes and (of.costly or of.density >= COSTLY * floor > 0))
+    found: dict[str, OperatorCost] = {}
+    now = seconds_again(operators, found)
+    while True:
+        best, most, then = None, 0.0, now
+        for of in known:
+            if of.name in found:
+                continue
+            left = seconds_again(operators, {*found, of.name})
+            density = (now - left) / of.nbytes
+            if density > most and (of.costly or density >= COSTLY * floor > 0):
+                best, most, then = of, density, left
+        if best is None:
+            break
+        found[best.name], now = best, then
+    for name in list(found):  # some are not read any more
+        others = {other for other in found if other != name}
+        if seconds_again(operators, others) <= now:
+            del found[name]
+    return tuple(found.values())
 
 
 def within(operators: Sequence[OperatorCost], seconds: float) -> list[OperatorCost]:
@@ -106,15 +142,17 @@ def variants(plain: LayerCost, recomputed: LayerCost, operators: Sequence[Operat
     recomputed = replace(
         recomputed, forward=plain.forward
     )  # the same work, but the device may have waited for the host
-    dense = sorted(worth_saving(within(operators, plain.forward)), key=lambda of: -of.density)
+    operators = within(operators, plain.forward)
+    dense = worth_saving(operators)
+    least = seconds_again(operators, {of.name for of in dense})
     found = [Variant(plain), Variant(recomputed, tuple(of.name for of in dense))]
     for number in _steps([of.nbytes for of in dense]):
-        again = dense[number:]
-        cost = _without(recomputed, again)
+        saves = tuple(of.name for of in dense[:number])
+        cost = _without(recomputed, dense[number:], seconds_again(operators, saves) - least)
         if not number:  # run without dispatch modes
             host = plain.host_forward, plain.host_forward + plain.host_backward
             cost = replace(cost, host_forward=host[0], host_backward=host[1])
-        found.append(Variant(cost, tuple(of.name for of in dense[:number])))
+        found.append(Variant(cost, saves))
     return tuple(found)
 
 
@@ -133,10 +171,10 @@ def _steps(sizes: Sequence[int]) -> Iterator[int]:
         yield 0
 
 
-def _without(cost: LayerCost, again: Sequence[OperatorCost]) -> LayerCost:
-    """Return the cost of a group in which some outputs are run again instead of saved."""
+def _without(cost: LayerCost, again: Sequence[OperatorCost], seconds: float) -> LayerCost:
+    """Return the cost of a group in which some outputs are run again instead of saved, which takes some seconds."""
     less, saved, gone = Counter(of.nbytes for of in again), list[Saved](), 0
-    backward = cost.backward + sum(of.seconds for of in again)
+    backward = cost.backward + seconds
     scale = cost.backward / backward if backward else 1.0
     for each in cost.saved:
         if less[each.nbytes]:

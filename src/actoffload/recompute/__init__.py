@@ -17,6 +17,7 @@ from .policy import (
     worth_saving,
 )
 from .region import Reads, Region, recomputed
+from .trace import Trace
 from .watch import State, Watch, structure
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "Reads",
     "Region",
     "State",
+    "Trace",
     "Watch",
     "named",
     "names_of",

@@ -14,7 +14,8 @@ freed with the graph.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
@@ -26,9 +27,19 @@ from torch.utils.checkpoint import checkpoint
 from .._torch import DispatchMode, keeps_graph, tree_flatten, tree_unflatten, version_of, versions_shared
 from .modes import Mode
 from .policy import Call, Policy, concern_of, never, saveable
+from .trace import Learner, Trace, counted, hollow, shapes
 from .watch import State
 
 __all__ = ["Reads", "Region", "recomputed"]
+
+OTHERS = (
+    "A module that is recomputed ran other operators than in its forward: what it does depends on something that has "
+    "changed since. Pass recompute=False."
+)
+EDITED = (
+    "one of the variables needed for gradient computation has been modified by an inplace operation: an output inside "
+    "of a module that is recomputed in backward was written to after the forward of the module. Pass recompute=False."
+)
 
 T = TypeVar("T")
 Key = tuple[Any, int]  # an operator, and how often the region has called it before
@@ -76,6 +87,8 @@ class Region:
         and the tensor again; or None if it was written to in the meantime.  Without them the tensors are kept.
     reads : Reads, optional
         What recomputations of earlier calls read; the others are not saved.
+    trace : Trace, optional
+        What earlier calls showed of the operators; the first call is traced.
     state : State, optional
         Parameters and buffers that recomputation reads, before the call.
     timed : callable, optional
@@ -91,6 +104,7 @@ class Region:
         pack: Callable[[Tensor], Any] = _keep,
         unpack: Callable[[Any], Tensor | None] = _kept,
         reads: Reads | None = None,
+        trace: Trace | None = None,
         state: State | None = None,
         timed: Timed | None = None,
         draws: bool = True,
@@ -98,12 +112,34 @@ class Region:
         self.policy, self.pack, self.unpack, self.state, self.timed = policy, pack, unpack, state, timed
         self.draws = draws
         self.reads = Reads() if reads is None else reads
+        self.trace = Trace() if trace is None else trace
+        self.learner: Learner | None = None
+        self.flags: Hashable = None
+        self.chosen: set[Key] = set()  # by the policy
         self.saved: dict[Key, Any] = {}  # the outputs of an operator, with `_Held` in place of tensors
         self.used: set[Key] = set()
+        self.left_out: Mapping[int, Any] = {}  # by place: the shapes of outputs that recomputation need not make
+        self.complete: frozenset[Key] = frozenset()  # the saved outputs for which that holds
 
     def modes(self) -> tuple[DispatchMode, DispatchMode]:
         """Return the modes for the forward and for all recomputations; see [Note: two modes]."""
         return _Saving(self), _Returning(self)
+
+    def begin(self, tensors: Sequence[Tensor]) -> None:
+        """Begin a forward with given inputs."""
+        kind = tensors[0].device.type if tensors else "cpu"
+        autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+        flags = () if self.state is None else self.state.flags()
+        self.flags = autocast, flags, tuple([of.requires_grad for of in tensors])
+        if not self.trace.known:
+            self.learner = Learner(self.trace, self.flags)
+
+    def finish(self, result: Any, tensors: Sequence[Tensor]) -> None:
+        """End a forward with its result."""
+        if self.learner is not None:
+            self.learner.finish(result, tensors)
+            self.learner = None
+            self.trace.left_out(self.chosen)
 
 
 class _Held:
@@ -134,22 +170,54 @@ class _Mode(Mode):
 class _Saving(_Mode):
     def __init__(self, region: Region) -> None:
         super().__init__(region)
-        self._concerns = concern_of(region.policy) if region.timed is None else None
+        sees_all = region.timed is not None or region.learner is not None
+        self._concerns = None if sees_all else concern_of(region.policy)
+        self._expected, self._useless = region.trace.expected, region.trace.useless
+        self._operators: list[Any] = []
+        self._shapes: dict[int, Any] = {}
+
+    def __exit__(self, *error: object) -> Any:
+        left = super().__exit__(*error)
+        region, trace = self.region, self.region.trace
+        # [guard: operators as in the trace]
+        if trace.operators and self._operators == trace.operators and region.flags == trace.flags:
+            places, known = trace.left_out(region.chosen), self._shapes
+            saved = region.chosen - self._useless <= region.saved.keys()  # [guard: saved as expected -> True]
+            if saved and all(known.get(place) for place in places):  # [guard: shapes of what is left out -> True]
+                region.left_out = {place: known[place] for place in places}
+                region.complete = frozenset(region.saved)
+        return left
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        place = -1
+        if counted(operator):
+            place = len(self._operators)
+            self._operators.append(operator)
         if self._concerns is not None and not self._concerns(operator):  # nearly all, and the host has little time
-            return operator(*args, **(kwargs or {}))
-        key, region, kwargs = self.key(operator), self.region, kwargs or {}
+            outputs = operator(*args, **kwargs)
+            if place in self._expected:
+                self._shapes[place] = shapes(outputs)
+            return outputs
+        key, region = self.key(operator), self.region
         if region.timed is None:
             outputs = operator(*args, **kwargs)
         else:
             outputs = region.timed(*key, partial(operator, *args, **kwargs))
+        if place in self._expected:
+            self._shapes[place] = shapes(outputs)
+        if region.learner is not None:
+            region.learner.ran(key, args, kwargs, outputs)
         # [guard: outputs that a policy saves]
         if (
-            key in region.reads
+            (region.trace.operators or key in region.reads)
             and saveable(operator, args, kwargs)
             and region.policy(Call(*key, args, kwargs, outputs))
         ):
+            region.chosen.add(key)
+            # A traced call saves nothing: what is alive behind it, something else refers to.
+            if region.learner is not None or key in self._useless:
+                return outputs
             with versions_shared():  # an alias, as the tensor itself refers to the graph, and the graph to the region
                 region.saved[key] = _mapped(Tensor, lambda of: _Held(region.pack(of.detach())), outputs)
         return outputs
@@ -160,17 +228,31 @@ class _Returning(_Mode):
         region = self.region
         self._operators = {operator for operator, _ in region.saved}
         self._last = not keeps_graph()
+        # [guard: saved outputs that were dropped]
+        self._left_out = region.left_out if region.complete == frozenset(region.saved) else {}
+        self._place = -1
         return super().__enter__()
 
     def __exit__(self, *error: object) -> Any:
         left = super().__exit__(*error)
-        self.region.reads.learn(self.region.saved, self.region.used)
+        if not self.region.trace.operators:  # which says more
+            self.region.reads.learn(self.region.saved, self.region.used)
         return left
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        region = self.region
+        if self._left_out and counted(operator):
+            self._place += 1
+            shapes = self._left_out.get(self._place)
+            if self._place >= len(region.trace.operators) or region.trace.operators[self._place] is not operator:
+                raise RuntimeError(OTHERS)
+            if shapes is not None:
+                if operator in self._operators:
+                    self.key(operator)
+                return hollow(shapes)
         if operator not in self._operators:
             return operator(*args, **(kwargs or {}))
-        key, region = self.key(operator), self.region
+        key = self.key(operator)
         outputs = region.saved.get(key)
         if outputs is not None:
             complete = True
@@ -188,6 +270,8 @@ class _Returning(_Mode):
                 if self._last:  # what the recomputed graph needs of it, that holds from here on
                     del region.saved[key]
                 return tensors
+            if self._left_out and key not in region.trace.results:  # what it reads may be left out
+                raise RuntimeError(EDITED)
         return operator(*args, **(kwargs or {}))
 
 
@@ -228,7 +312,8 @@ def recomputed(function: Callable[..., T], region: Region, *args: Any, **kwargs:
     def call(*tensors: Tensor) -> T:
         if first:  # [guard: containers of the program -> False]
             args, kwargs = first.pop()
-            return function(*args, **kwargs)
+            with nullcontext() if region.learner is None else region.learner.seeing():
+                return function(*args, **kwargs)
         if region.state is not None:
             region.state.check()  # [guard: weight that is changed before recomputation]
         again = dict(zip(places, tensors, strict=True))
@@ -238,6 +323,10 @@ def recomputed(function: Callable[..., T], region: Region, *args: Any, **kwargs:
         with sdpa_kernel(backends):
             return function(*args, **kwargs)
 
-    modes: dict[str, Any] = {} if region.policy is never or DispatchMode is None else {"context_fn": region.modes}
-    result: T = checkpoint(call, *tensors, use_reentrant=False, preserve_rng_state=region.draws, **modes)
+    if region.policy is never or DispatchMode is None:
+        result: T = checkpoint(call, *tensors, use_reentrant=False, preserve_rng_state=region.draws)
+        return result
+    region.begin(tensors)
+    result = checkpoint(call, *tensors, use_reentrant=False, preserve_rng_state=region.draws, context_fn=region.modes)
+    region.finish(result, tensors)
     return result

@@ -18,6 +18,7 @@ from torch.nn import Module
 from .._torch import DispatchMode, is_compiled, registered, saved_tensor_hooks, tree_leaves, version_of
 from .modes import Mode
 from .policy import draws
+from .trace import nodes_between
 
 __all__ = ["State", "Watch", "structure"]
 
@@ -61,6 +62,11 @@ class State:
         self._module = module
         self._buffers = list(module.buffers())
         self._versions = [(tensor, _version(tensor)) for tensor in (*module.parameters(), *self._buffers)]
+
+    def flags(self) -> tuple[Any, ...]:
+        """Return which parameters and buffers get gradients, and how many hooks the modules have."""
+        hooks = [len(of._forward_hooks) + len(of._forward_pre_hooks) for of in self._module.modules()]
+        return tuple([tensor.requires_grad for tensor, _ in self._versions]), tuple(hooks)
 
     def changed(self) -> bool:
         """Return whether a parameter or buffer was written to, or a buffer replaced."""
@@ -168,14 +174,4 @@ def _inside(of: Any, depth: int = 6, met: set[int] | None = None) -> list[Tensor
 
 def _is_reentrant(result: Any, inputs: Iterable[Tensor]) -> bool:
     """Return whether a node of reentrant checkpointing is between inputs and result."""
-    met = {of.grad_fn for of in inputs}
-    waiting = [of.grad_fn for of in tree_leaves(result) if isinstance(of, Tensor)]
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in met:
-            continue
-        if node.name().startswith(REENTRANT):
-            return True
-        met.add(node)
-        waiting += [following for following, _ in node.next_functions]
-    return False
+    return any(node.name().startswith(REENTRANT) for node in nodes_between(result, inputs))

@@ -1,0 +1,261 @@
+"""Which operators of a region need not run again, because nothing of the recomputed graph reads their outputs.
+
+`[Note: operators left out]`  If the rotated queries of an attention are saved, the projection and the rotation need
+not run again: only they read each other.  So one forward of a region is traced.  An operator is needed if autograd
+saves its output, if something refers to that when the region has returned, or if one reads it that is needed and whose
+own output is not saved.  In place of what the others return, recomputation gets tensors of the same shapes without
+memory, which nothing may read.
+
+So a trace is used only where the dispatch mode sees all that is read: all nodes of the graph are PyTorch's own, each
+operator runs with gradients enabled, none writes to a tensor, and none returns memory that something else could fill.
+It holds for calls that run the same operators, with the same hooks, and with gradients for the same inputs and
+parameters.  Casts always run, as autocast may keep them, and so do operators that draw random numbers.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node, saved_tensors_hooks
+from torch.nn import Parameter
+
+from .._torch import (
+    address,
+    free_storage_weakref,
+    saved_tensor_hooks,
+    storage_at,
+    storage_expired,
+    storage_weakref,
+    tree_leaves,
+)
+from .policy import draws
+
+__all__ = ["Learner", "Shape", "Trace", "counted", "hollow", "nodes_between", "shapes"]
+
+Key: TypeAlias = tuple[Any, int]  # an operator, and how often the region has called it before
+
+CAST, DETACH = torch.ops.aten._to_copy.default, torch.ops.aten.detach.default
+"""Operators that may run in forward or in recomputation only: autocast keeps casts, and checkpoint detaches."""
+_Operator = type(CAST)  # not a higher-order operator
+_OWN = re.compile(r"([A-Za-z]+Backward\d+|torch::autograd::AccumulateGrad)$")
+"""Names of nodes whose formulas PyTorch generates; a class ``F`` of a program has the node ``FBackward``."""
+_FILLED = re.compile(r"aten::(new_)?empty")
+"""Names of operators whose outputs something else fills."""
+
+
+def counted(operator: Any) -> bool:
+    """Return whether an operator has a place in the sequence of a region."""
+    return operator is not CAST and operator is not DETACH
+
+
+class Shape(NamedTuple):
+    """What is known of a tensor without its memory."""
+
+    size: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+def shapes(outputs: Any) -> tuple[Shape, ...] | Shape | None:
+    """Return the shapes of what an operator returned, a tensor or a sequence; None if it is anything else."""
+    if isinstance(outputs, Tensor):
+        return Shape(outputs.size(), outputs.stride(), outputs.dtype, outputs.device)
+    if isinstance(outputs, tuple | list) and all(isinstance(of, Tensor) for of in outputs):
+        return tuple(Shape(of.size(), of.stride(), of.dtype, of.device) for of in outputs)
+    return None
+
+
+_hollow: dict[Shape, Tensor] = {}
+
+
+def hollow(of: tuple[Shape, ...] | Shape) -> Any:
+    """Return tensors of given shapes without memory."""
+    if not isinstance(of, Shape):
+        return tuple(map(hollow, of))
+    found = _hollow.get(of)
+    if found is None:
+        assert storage_at is not None
+        last = sum((size - 1) * stride for size, stride in zip(of.size, of.stride, strict=True))
+        nowhere = storage_at(0, of.device, (last + 1) * of.dtype.itemsize if 0 not in of.size else 0)
+        found = torch.empty(0, dtype=of.dtype, device=of.device).set_(nowhere, 0, of.size, of.stride)
+        if len(_hollow) >= 256:  # of programs whose shapes never repeat
+            _hollow.clear()
+        _hollow[of] = found
+    return found.detach()
+
+
+@dataclass(frozen=True)
+class _Call:
+    operator: Any
+    number: int
+    reads: frozenset[int]  # addresses of storages
+    makes: frozenset[int]
+    stays: bool  # it runs in any case, unless its outputs are saved
+
+    @property
+    def key(self) -> Key:
+        return self.operator, self.number
+
+    @property
+    def view(self) -> bool:
+        return not self.makes
+
+
+@dataclass
+class Trace:
+    """What one forward of a region showed.
+
+    Attributes
+    ----------
+    known : bool
+        Whether a forward was traced.
+    operators : sequence
+        All operators that are counted, in order; empty if nothing may be left out.
+    flags : hashable
+        Which inputs and parameters had gradients in that forward.
+    reads : sequence of tuple of int
+        For each operator, also those not counted, the positions of those whose outputs it reads; empty if nothing may
+        be left out.
+    needed : sequence of bool
+        For each operator whether the recomputed graph reads its outputs.
+    expected : frozenset of int
+        Places of the operators that the recomputation of the next call may leave out.
+    useless : frozenset
+        Those of them whose outputs the policy saves; they need not be saved.
+    results : frozenset
+        Operators whose outputs the region returns, so that the program may write to them; they may always run again.
+    """
+
+    known: bool = False
+    operators: Sequence[Any] = ()
+    flags: Hashable = None
+    reads: list[tuple[int, ...]] = field(default_factory=list)
+    needed: list[bool] = field(default_factory=list)
+    expected: frozenset[int] = frozenset()
+    useless: frozenset[Key] = frozenset()
+    results: frozenset[Key] = frozenset()
+    calls: Sequence[_Call] = ()  # until autograd saves no more: there recomputation ends
+    _known: dict[frozenset[Key], tuple[frozenset[int], frozenset[Key]]] = field(default_factory=dict)
+
+    def left_out(self, saved: Iterable[Key]) -> frozenset[int]:
+        """Return, and expect, the places of the operators that need not run again if the outputs of some are saved.
+
+        The place of an operator is its position among those that are counted.
+        """
+        key = frozenset(saved)
+        if key not in self._known:
+            self._known[key] = self._left_out(key)
+        self.expected, self.useless = self._known[key]
+        return self.expected
+
+    def _left_out(self, saved: frozenset[Key]) -> tuple[frozenset[int], frozenset[Key]]:
+        needed, found, names = list(self.needed), set[int](), set[Key]()
+        places = list(accumulate((counted(call.operator) for call in self.calls), initial=-1))[1:]
+        for k in reversed(range(len(self.calls))):
+            call = self.calls[k]
+            returned = call.key in saved and call.key not in self.results
+            if needed[k] and not returned:
+                for other in self.reads[k]:
+                    needed[other] = True
+            elif not needed[k] and not call.view:
+                found.add(places[k])
+                names.add(call.key)
+        return frozenset(found), saved & names
+
+
+class Learner:
+    """Sees one forward of a region, and makes its `Trace`."""
+
+    def __init__(self, trace: Trace, flags: Hashable) -> None:
+        self._trace, self._flags = trace, flags
+        self._calls: list[_Call] = []
+        self._refs: dict[int, Any] = {}  # weak references to storages, whose addresses they keep
+        self._saved: set[int] = set()
+        self._until = 0  # calls before autograd saved the last tensor
+        self._certain = storage_at is not None
+        trace.known = True
+
+    def __del__(self) -> None:
+        for ref in self._refs.values():
+            free_storage_weakref(ref)
+
+    def ran(self, key: Key, args: Any, kwargs: Mapping[str, Any], outputs: Any) -> None:
+        """Note a call of an operator."""
+        operator, number = key
+        read, made = tree_leaves((args, kwargs)), tree_leaves(outputs)
+        tensors = [of for of in (*read, *made) if isinstance(of, Tensor)]
+        plain = all(type(of) in (Tensor, Parameter) and of.layout is torch.strided for of in tensors)
+        if not (self._certain and plain and isinstance(operator, _Operator) and torch.is_grad_enabled()):
+            self._certain = False
+            return
+        schema = operator._schema
+        if _FILLED.match(schema.name) or any(of.alias_info and of.alias_info.is_write for of in schema.arguments):
+            self._certain = False
+            return
+        reads, makes = map(frozenset, (self._storages(read), self._storages(made)))
+        makes -= reads  # views
+        stays = operator is CAST or draws(operator, args, kwargs) or shapes(outputs) is None
+        self._calls.append(_Call(operator, number, reads, makes, stays))
+
+    def _storages(self, leaves: Iterable[Any]) -> Iterator[int]:
+        for of in leaves:
+            if isinstance(of, Tensor):
+                memory = of.untyped_storage()
+                key = address(memory)
+                if key not in self._refs:
+                    self._refs[key] = storage_weakref(memory)
+                yield key
+
+    def seeing(self) -> AbstractContextManager[Any]:
+        """Return a context that notes what autograd saves, and passes it to the hooks that are installed."""
+        hooks = saved_tensor_hooks()
+        if hooks is None:
+            self._certain = False
+            return saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+        pack, unpack = hooks
+
+        def packing(tensor: Tensor) -> Any:
+            if self._certain:
+                self._saved.update(self._storages([tensor]))
+                self._until = len(self._calls)
+            return pack(tensor)
+
+        return saved_tensors_hooks(packing, unpack)
+
+    def finish(self, result: Any, inputs: Iterable[Tensor]) -> None:
+        """Take what the region returns: what is alive by now may be read later."""
+        if not self._certain or not all(_OWN.match(node.name()) for node in nodes_between(result, inputs)):
+            return
+        results = set(self._storages(tree_leaves(result)))
+        needed = self._saved.union(key for key, ref in self._refs.items() if not storage_expired(ref))
+        trace, makers = self._trace, dict[int, int]()
+        trace.operators = [call.operator for call in self._calls if counted(call.operator)]
+        trace.calls, trace.flags = self._calls[: self._until], self._flags
+        trace.reads, trace.needed = [], []
+        for k, call in enumerate(self._calls):
+            runs = k < self._until
+            trace.reads.append(tuple({makers[key] for key in call.reads if key in makers}) if runs else ())
+            trace.needed.append(runs and (call.stays or not call.makes.isdisjoint(needed)))
+            makers.update(dict.fromkeys(call.makes, k))
+        trace.results = frozenset(call.key for call in self._calls if not call.makes.isdisjoint(results))
+
+
+def nodes_between(result: Any, inputs: Iterable[Tensor]) -> Iterator[Node]:
+    """Yield the nodes of the graph between inputs and a result."""
+    met = {of.grad_fn for of in inputs}
+    waiting = [of.grad_fn for of in tree_leaves(result) if isinstance(of, Tensor)]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in met:
+            continue
+        met.add(node)
+        yield node
+        waiting += [following for following, _ in node.next_functions if following is not None]

@@ -1,0 +1,323 @@
+"""Operators that recomputation leaves out: which ones, with equal bits, and not where something else may read them."""
+
+from __future__ import annotations
+
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from actoffload.recompute import Reads, Region, State, Trace, recomputed, saving
+from actoffload.recompute.trace import hollow, shapes
+
+
+def attention(x, weight, angles):
+    """Return what a rotated projection gives: the rotation reads nothing but the projection."""
+    queries = F.linear(x, weight)
+    one, two = queries.chunk(2, -1)
+    rotated = queries * angles.cos() + torch.cat((-two, one), -1) * angles.sin()
+    return F.scaled_dot_product_attention(rotated[None, None], x[None, None], x[None, None])[0, 0]
+
+
+class Rotated(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight = nn.Parameter(torch.randn(8, 8))
+        self.register_buffer("angles", torch.rand(4, 8))
+
+    def forward(self, x):
+        return attention(x, self.weight, self.angles)
+
+
+class Program:
+    """A module that is recomputed, call after call, and the operators that its recomputations left out."""
+
+    def __init__(self, module, *names):
+        self.module, self.policy, self.trace, self.reads = module, saving(names), Trace(), Reads()
+        self.region = None
+
+    def forward(self, x):
+        self.region = Region(self.policy, reads=self.reads, trace=self.trace, state=State(self.module))
+        return recomputed(self.module, self.region, x)
+
+    def step(self, seed=0):
+        """Check the gradients of a step; return the names of the operators that were left out."""
+        torch.manual_seed(seed)
+        x = torch.randn(4, 8, requires_grad=True)
+        want = self.gradients(self.module, x)
+        got = self.gradients(self.forward, x)
+        assert all(map(torch.equal, want, got))
+        places = self.region.left_out
+        return sorted(self.trace.operators[place]._schema.name.removeprefix("aten::") for place in places)
+
+    def gradients(self, function, x):
+        x.grad = None
+        self.module.zero_grad()
+        function(x).square().sum().backward()
+        return [x.grad, *(of.grad for of in self.module.parameters() if of.grad is not None)]
+
+    def steps(self, number=4):
+        return [self.step(seed) for seed in range(number)]
+
+
+ROTATED = "aten.add.Tensor#0"
+ROTATION = ["cat", "mm", "mul", "mul", "neg"]
+
+
+def test_what_only_the_rotated_queries_read_is_left_out_from_the_second_call_on():
+    program = Program(Rotated(), ROTATED)
+    assert program.steps() == [[], ROTATION, ROTATION, ROTATION]
+
+
+def test_nothing_is_left_out_if_nothing_is_saved_that_makes_it_unnecessary():
+    program = Program(Rotated(), "aten.mm.default#0")
+    assert program.steps() == [[], [], [], []]
+
+
+def test_an_output_that_nothing_reads_is_not_saved():
+    program = Program(Rotated(), "aten.mm.default#0", ROTATED)
+    assert program.steps()[-1] == ROTATION
+    program.forward(torch.randn(4, 8, requires_grad=True))
+    assert [operator._schema.name for operator, _ in program.region.saved] == ["aten::add"]
+
+
+def test_another_policy_has_its_own_set():
+    program = Program(Rotated(), ROTATED)
+    program.steps()
+    program.policy = saving(["aten.mm.default#0"])
+    assert program.steps(2) == [[], []]
+    program.policy = saving(["aten.mm.default#0", ROTATED])
+    assert program.steps(2)[-1] == ROTATION
+
+
+def test_another_length():
+    class Sliced(Rotated):
+        def forward(self, x):
+            return attention(x, self.weight, self.angles[: len(x)])
+
+    program = Program(Sliced(), ROTATED)
+    program.steps(3)
+    for rows in (2, 3, 4):
+        x = torch.randn(rows, 8, requires_grad=True)
+        want, got = program.gradients(program.module, x), program.gradients(program.forward, x)
+        assert all(map(torch.equal, want, got))
+        assert program.region.left_out
+
+
+def test_a_retained_graph_and_half_a_backward():
+    program = Program(Rotated(), ROTATED)
+    program.steps(3)
+    x = torch.randn(4, 8, requires_grad=True)
+    want = torch.autograd.grad(program.module(x).square().sum(), [x, program.module.weight])
+    loss = program.forward(x).square().sum()
+    for _ in range(2):
+        assert torch.equal(torch.autograd.grad(loss, x, retain_graph=True)[0], want[0])
+    for retain in (True, False):
+        got = torch.autograd.grad(loss, [x, program.module.weight], retain_graph=retain)
+        assert all(map(torch.equal, got, want))
+
+
+def test_a_second_order_gradient():
+    program = Program(Rotated(), ROTATED)
+    program.module.forward = lambda x: x * F.linear(x, program.module.weight).sin() * program.module.angles
+    program.policy = saving(["aten.mul.Tensor#0"])
+    program.steps(3)
+
+    def second(function):
+        x = torch.linspace(-1, 1, 32).view(4, 8).requires_grad_()
+        (first,) = torch.autograd.grad(function(x).square().sum(), x, create_graph=True)
+        return torch.autograd.grad(first.square().sum(), x)[0]
+
+    assert torch.equal(second(program.forward), second(program.module))
+
+
+# What may be read by something that the dispatch mode does not see
+
+
+class Negated(torch.autograd.Function):
+    """Its node holds a tensor that autograd does not know of."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.held = x
+        return -x
+
+    @staticmethod
+    def backward(ctx, grad):
+        return -grad + 0.0 * ctx.held
+
+
+class Functions(Rotated):
+    def forward(self, x):
+        return super().forward(Negated.apply(x.sin()))
+
+
+class WithoutGradients(Rotated):
+    def forward(self, x):
+        with torch.no_grad():
+            scale = x.square().mean()
+        return super().forward(x) * scale
+
+
+class InPlace(Rotated):
+    def forward(self, x):
+        return super().forward(x).sin().add_(1.0)
+
+
+class Filled(Rotated):
+    def forward(self, x):
+        rows = torch.empty(4, 8)
+        rows.detach().numpy()[:] = 2.0
+        return super().forward(x) * rows
+
+
+@pytest.mark.parametrize("kind", [Functions, WithoutGradients, InPlace, Filled])
+def test_nothing_is_left_out_where_not_all_is_seen(kind):
+    program = Program(kind(), ROTATED)
+    assert program.steps() == [[], [], [], []]
+    assert program.trace.operators == ()
+
+
+def test_what_something_refers_to_is_needed():
+    class Kept(Rotated):
+        def forward(self, x):
+            self.queries = F.linear(x, self.weight)
+            return attention(x, self.weight, self.angles)
+
+    module = Kept()
+    program = Program(module, ROTATED, "aten.mm.default#1")
+    program.steps()
+    assert program.region.left_out
+    assert torch.isfinite(module.queries).all(), "the first product is kept by the module"
+
+
+def test_a_new_hook_may_keep_anything():
+    module = nn.Sequential(nn.Linear(8, 8), nn.Sigmoid(), nn.Sigmoid())
+    program = Program(module, "aten.sigmoid.default#0")
+    assert program.steps()[-1] == ["addmm"]
+    seen = []
+    module[0].register_forward_hook(lambda module, args, output: seen.append(output))
+    assert program.steps() == [[], [], [], []]
+    assert all(torch.isfinite(of).all() for of in seen)
+
+
+def test_a_weight_that_gets_gradients_from_now_on():
+    module = nn.Sequential(nn.Linear(8, 8), nn.Sigmoid(), nn.Linear(8, 8), nn.Sigmoid(), nn.Sigmoid())
+    module[2].requires_grad_(False)
+    program = Program(module, "aten.sigmoid.default#1")
+    assert program.steps()[-1] == ["addmm"]
+    module[2].requires_grad_(True)
+    assert program.steps()[-1] == []
+
+
+def test_random_numbers_are_drawn_again():
+    class Dropping(Rotated):
+        def forward(self, x):
+            return super().forward(x * torch.rand_like(x)) * torch.rand_like(x)
+
+    program = Program(Dropping(), ROTATED)
+
+    def step(function, seed):
+        torch.manual_seed(seed)
+        x = torch.randn(4, 8, requires_grad=True)
+        return program.gradients(function, x)
+
+    for seed in range(4):
+        want, got = step(program.module, seed), step(program.forward, seed)
+        assert all(map(torch.equal, want, got))
+    assert program.region.left_out
+
+
+def test_autocast():
+    class Cast(Rotated):
+        def forward(self, x):
+            with torch.autocast("cpu", torch.bfloat16):
+                return super().forward(x).float()
+
+    program = Program(Cast(), ROTATED)
+    assert "mul" in program.steps()[-1]
+
+
+def test_recomputation_that_runs_other_operators_is_an_error():
+    class Moody(Rotated):
+        mood = 0
+
+        def forward(self, x):
+            return super().forward(x.sin() if self.mood % 2 else x.cos())
+
+    program = Program(Moody(), ROTATED)
+    program.steps()
+    output = program.forward(torch.randn(4, 8, requires_grad=True))
+    assert program.region.left_out
+    program.module.mood += 1
+    with pytest.raises(RuntimeError, match="ran other operators than in its forward"):
+        output.sum().backward()
+
+
+def test_a_call_that_runs_other_operators_leaves_nothing_out():
+    class Moody(Rotated):
+        mood = 0
+
+        def forward(self, x):
+            return super().forward(x.sin() if self.mood % 2 else x.cos())
+
+    program = Program(Moody(), ROTATED)
+    assert program.steps()[-1] == ROTATION
+    program.module.mood += 1
+    assert program.steps()[-1] == []
+    program.module.mood += 1
+    assert program.steps()[-1] == ROTATION
+
+
+def test_an_output_that_was_edited_is_an_error():
+    program = Program(Rotated(), ROTATED)
+    program.steps()
+    output = program.forward(torch.randn(4, 8, requires_grad=True))
+    (held,) = program.region.saved.values()
+    held.held[0].mul_(2.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        output.sum().backward()
+
+
+def test_an_output_of_the_region_may_be_edited_behind_it():
+    class Both(Rotated):
+        def forward(self, x):
+            rotated = F.linear(x, self.weight).sin() * self.angles
+            return rotated, rotated * self.angles
+
+    module = Both()
+
+    def step(function):
+        x = torch.linspace(-1, 1, 32).view(4, 8).requires_grad_()
+        one, two = function(x)
+        total = two.sum()
+        one.detach().mul_(0.0)
+        total.backward()
+        return x.grad
+
+    program = Program(module, "aten.mul.Tensor#0")
+    for _ in range(4):
+        assert torch.equal(step(program.forward), step(module))
+
+
+def test_a_trace_keeps_no_memory():
+    program = Program(Rotated(), ROTATED)
+    program.steps()
+    queries = []
+    program.module.register_forward_hook(lambda module, args, output: queries.append(weakref.ref(output)))
+    program.steps()
+    program.region = None
+    assert all(of() is None for of in queries)
+
+
+@pytest.mark.parametrize("of", [torch.empty(3, 4), torch.empty(4, 3).t(), torch.empty(0, 2), torch.empty(())])
+def test_tensors_without_memory(of):
+    found = hollow(shapes(of))
+    assert (found.shape, found.stride(), found.dtype) == (of.shape, of.stride(), of.dtype)
+    if of.numel():
+        with pytest.raises(RuntimeError, match="invalid python storage"):
+            found.untyped_storage().data_ptr()
+    assert found.untyped_storage().nbytes() == of.untyped_storage().nbytes()
