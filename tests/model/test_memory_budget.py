@@ -78,7 +78,7 @@ def test_a_fraction_of_the_device():
     device = Timed(1e6, 1e6, memory=64 * MIB)
     model = TimedModel(device)
     handle = offload(model, device, memory_budget=0.25)
-    for _ in range(11):
+    for _ in range(12):
         step(model)
     assert 8 * MIB < handle.plan.peak_bytes <= 16 * MIB
 
@@ -167,7 +167,7 @@ def test_the_frontier_of_a_measured_model():
     model = TimedModel(device, 12)
     (without,) = peaks(model, device, 1)
     handle = offload(model, device)
-    with pytest.raises(RuntimeError, match="not known yet: run eleven steps"):
+    with pytest.raises(RuntimeError, match="not known yet: run twelve steps"):
         handle.frontier()
     for _ in range(10):
         step(model)

@@ -43,8 +43,8 @@ def test_nothing_is_recomputed_where_offloading_is_free():
 
 def test_stages():
     _, model, handle = make(3e5, 20 * MIB)
-    assert stages(handle, lambda: step(model), 11) == [
-        *("FIRST", "LEAN", "LEAN", "FIRST_AGAIN", "AGAIN", "AGAIN", "BARE_AGAIN"),
+    assert stages(handle, lambda: step(model), 12) == [
+        *("FIRST", "LEAN", "LEAN", "FIRST_AGAIN", "AGAIN", "AGAIN", "WHOLE", "BARE_AGAIN"),
         *("PLAN", "PLAN", "PLAN", ""),
     ]
 

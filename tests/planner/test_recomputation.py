@@ -129,20 +129,20 @@ def test_planning_128_groups_takes_at_most_200_ms(rate):
 # Variants
 
 OPERATORS = [
-    OperatorCost("attention#0", 12.0, 8),
-    OperatorCost("mm#0", 6.0, 8),
-    OperatorCost("mul#0", 0.5, 8),
-    OperatorCost("view#0", 0.0, 0),
-    OperatorCost("mm#1", 6.0, 8),
-    OperatorCost("gelu#0", 0.5, 16),
-    OperatorCost("mm#2", 12.0, 16),
+    OperatorCost("attention#0", 12.0, (8,)),
+    OperatorCost("mm#0", 6.0, (8,)),
+    OperatorCost("mul#0", 0.5, (8,)),
+    OperatorCost("view#0", 0.0, ()),
+    OperatorCost("mm#1", 6.0, (8,)),
+    OperatorCost("gelu#0", 0.5, (16,)),
+    OperatorCost("mm#2", 12.0, (16,)),
 ]
 
 
 def test_outputs_that_take_much_time_for_their_bytes_are_worth_saving():
     assert [of.name for of in worth_saving(OPERATORS)] == ["attention#0", "mm#0", "mm#1", "mm#2"]
-    assert worth_saving([OperatorCost("mul#0", 0.5, 8), OperatorCost("gelu#0", 0.6, 8)]) == ()
-    (known,) = worth_saving([OperatorCost("mul#0", 0.5, 8), OperatorCost("mm#0", 0.6, 8, costly=True)])
+    assert worth_saving([OperatorCost("mul#0", 0.5, (8,)), OperatorCost("gelu#0", 0.6, (8,))]) == ()
+    (known,) = worth_saving([OperatorCost("mul#0", 0.5, (8,)), OperatorCost("mm#0", 0.6, (8,), costly=True)])
     assert known.name == "mm#0"
     assert worth_saving([]) == ()
 
@@ -169,7 +169,7 @@ def test_variants_save_less_and_less_and_run_as_much_more_again():
 
 
 def test_operators_timed_one_by_one_take_no_longer_than_all_of_them():
-    slow = [OperatorCost(of.name, 4 * of.seconds, of.nbytes) for of in OPERATORS]
+    slow = [OperatorCost(of.name, 4 * of.seconds, of.sizes) for of in OPERATORS]
     total = sum(of.seconds for of in OPERATORS)
     found = [variants(LayerCost(1.0, 2.0), LayerCost(total, 80.0), of)[-1].cost for of in (OPERATORS, slow)]
     assert found[0].backward == pytest.approx(found[1].backward)

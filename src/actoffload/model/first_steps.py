@@ -36,7 +36,8 @@ from ..planner import (
     within,
     worth_saving,
 )
-from ..recompute import Policy, saving
+from ..recompute import Policy, never, saving
+from ..schedule.costs import LayerCost
 from ..schedule.execution_order import GroupPlans
 from ..schedule.plan import Plan
 from ..schedule.timeline import milliseconds, size
@@ -256,6 +257,11 @@ class FirstSteps:
         }
         yield from _next(Stage.AGAIN)  # to warm up: what is saved has changed
         again = timed = yield from _next(Stage.AGAIN)
+        whole = None
+        if any(operators.values()):
+            saving_outputs, self.recompute = self.recompute, dict.fromkeys(self._policies, never)
+            whole = yield from _next(Stage.WHOLE)
+            self.recompute = saving_outputs
         if again.peak_without() <= (self.limit or inf):
             timed = yield from _next(Stage.BARE_AGAIN)
         timed.wait(self._backend)
@@ -263,14 +269,17 @@ class FirstSteps:
         if again.sequence != timed.sequence or group_names(self._groups, again.sequence) != names:
             return plan
         begun = time.perf_counter()
-        costs = layer_costs(again, timed)
+        costs = [self._without_hooks(cost) for cost in layer_costs(again, timed)]
+        wholes: Sequence[LayerCost | None] = [None] * len(costs)
+        if whole is not None and whole.sequence == again.sequence:
+            wholes = [self._without_hooks(cost) for cost in layer_costs(whole, whole)]
         times = Counter(key.group for key in again.sequence)
         ways = [
             # One that saves as much was not recomputed; one that runs several times would have one way for all of them.
-            variants(own, cost, operators.get(key.group, ()))
+            variants(own, cost, operators.get(key.group, ()), least)
             if key.group in self._policies and times[key.group] == 1 and cost.nbytes < own.nbytes
             else (Variant(own),)
-            for key, own, cost in zip(again.sequence, at_the_pace_of(costs, layers), costs, strict=True)
+            for key, own, cost, least in zip(again.sequence, at_the_pace_of(costs, layers), costs, wholes, strict=True)
         ]
         self._choose_among = partial(choose_recomputed, names, ways, link, **self._choose_among.keywords)
         assert self._search_frontier is not None
@@ -279,6 +288,12 @@ class FirstSteps:
         self.planning += time.perf_counter() - begun
         self.recompute = {again.sequence[k].group: saving(found.saves[k] or ()) for k in found.recomputed}
         return found
+
+    def _without_hooks(self, cost: LayerCost) -> LayerCost:
+        """Return the cost of a group that was offloaded, without the time of the host for that."""
+        hooks = len(cost.saved) * HOST_SECONDS
+        host = max(cost.host_forward - hooks, 0.0), max(cost.host_backward - hooks, 0.0)
+        return replace(cost, host_forward=host[0], host_backward=host[1])
 
     def _operators(
         self, costs: Mapping[int, list[OperatorCost]], forwards: Mapping[int, float]

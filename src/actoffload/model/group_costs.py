@@ -20,8 +20,8 @@ __all__ = ["at_the_pace_of", "hook_seconds", "layer_costs", "measured_link"]
 
 SHARED = 0.05
 """Part of the time of copies for which both directions must have been busy, so that their common rate is known."""
-AHEAD = 0.8
-"""Part of the time of the device that a host takes at most which is surely ahead of it."""
+CLOCKS = 0.15
+"""By how much a warm device computes slower at most than a cool one, as a part of the time."""
 
 
 def measured_link(meter: Meter) -> Link | None:
@@ -149,15 +149,13 @@ def layer_costs(
 def at_the_pace_of(others: Sequence[LayerCost], layers: Sequence[LayerCost]) -> tuple[LayerCost, ...]:
     """Return costs with times as they would be in another pass, whose forwards did the same work.
 
-    A device that waits for copies is cooler and computes faster than one that never waits.  Forwards in which the
-    device had to wait for the host say nothing about that.
+    A device that waits for copies is cooler and computes faster than one that never waits.  If the difference is larger
+    than clocks explain, the device had to wait for the host, which says nothing about compute.
     """
-    ratios = [
-        other.forward / layer.forward
-        for other, layer in zip(others, layers, strict=True)
-        if layer.forward and other.host_forward < AHEAD * (other.forward + other.gap_forward)
-    ]
-    pace = median(ratios) if ratios else 1.0
+    pairs = zip(others, layers, strict=True)
+    pace = median([other.forward / layer.forward for other, layer in pairs if layer.forward] or [1.0])
+    if abs(pace - 1.0) > CLOCKS:
+        pace = 1.0
     names = "forward", "backward", "gap_forward", "gap_backward"
     return tuple(replace(layer, **{name: pace * getattr(layer, name) for name in names}) for layer in layers)
 

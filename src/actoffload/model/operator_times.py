@@ -25,7 +25,7 @@ class _Run(NamedTuple):
     number: int
     begun: StreamEvent
     ended: StreamEvent
-    nbytes: int  # of outputs that can be saved
+    sizes: tuple[int, ...]  # bytes of the outputs that can be saved
 
 
 class OperatorTimes:
@@ -51,10 +51,9 @@ class OperatorTimes:
             begun = backend.record_timed(stream)
             outputs = run()
             ended = backend.record_timed(stream)
-            nbytes = sum(of.nbytes for of in tree_leaves(outputs) if isinstance(of, torch.Tensor))
-            runs.append(
-                _Run(operator, number, begun, ended, nbytes if saveable(operator, run.args, run.keywords) else 0)
-            )
+            sizes = [of.nbytes for of in tree_leaves(outputs) if isinstance(of, torch.Tensor) and of.numel()]
+            saves = saveable(operator, run.args, run.keywords)
+            runs.append(_Run(operator, number, begun, ended, tuple(sizes) if saves else ()))
             return outputs
 
         return timed
@@ -65,18 +64,18 @@ class OperatorTimes:
         Groups that run the same operators with outputs of the same sizes take the same time: the median.
         """
         elapsed = self._backend.elapsed
-        alike: dict[tuple[tuple[Any, int, int], ...], list[int]] = defaultdict(list)
+        alike: dict[tuple[tuple[Any, int, tuple[int, ...]], ...], list[int]] = defaultdict(list)
         for group, runs in self._runs.items():
             reads, _ = self._known[group]
             keys = [(run.operator, run.number) for run in runs]
-            sizes = [run.nbytes if key in reads else 0 for key, run in zip(keys, runs, strict=True)]
-            alike[tuple((*key, nbytes) for key, nbytes in zip(keys, sizes, strict=True))].append(group)
+            sizes = [run.sizes if key in reads else () for key, run in zip(keys, runs, strict=True)]
+            alike[tuple((*key, of) for key, of in zip(keys, sizes, strict=True))].append(group)
         found = {}
         for operators, groups in alike.items():
             times = [[elapsed(run.begun, run.ended) for run in self._runs[group]] for group in groups]
             costs = [
-                OperatorCost(named(operator, number), max(median(of), 0.0), nbytes, costly=operator in COSTLY)
-                for (operator, number, nbytes), of in zip(operators, zip(*times, strict=True), strict=True)
+                OperatorCost(named(operator, number), max(median(of), 0.0), sizes, costly=operator in COSTLY)
+                for (operator, number, sizes), of in zip(operators, zip(*times, strict=True), strict=True)
             ]
             _, trace = self._known[groups[-1]]
             if len(trace.reads) == len(costs):  # [guard: group that is not traced]

@@ -56,7 +56,7 @@ class BySchedule:
         """Refuse: nothing is measured."""
         raise RuntimeError(
             "What other plans cost is not known, because nothing is measured: on an accelerator, call offload(model) "
-            "without num_layers, fraction, max_inflight and plan, and run eleven steps."
+            "without num_layers, fraction, max_inflight and plan, and run twelve steps."
         )
 
     def plan(self) -> GroupPlan:

@@ -27,6 +27,7 @@ class Stage(enum.Enum):
     MEMORY = "nothing is offloaded, memory measured by group"
     FIRST_AGAIN = "everything is recomputed and offloaded, operators timed"
     AGAIN = "everything is recomputed and offloaded, measured by group"
+    WHOLE = "everything is recomputed without saving any output of an operator, measured by group"
     BARE_AGAIN = "everything is recomputed and nothing offloaded, timed by group"
     WARM = "nothing is offloaded, to warm up"
     BARE = "nothing is offloaded, timed by group"

@@ -43,8 +43,8 @@ WINDOW = 8  # passes over which costs are compared
 PATIENCE = 64  # passes before a plan is replaced, doubled each time
 UNFINISHED = 4  # forwards in a row that run before the backward of the one before
 
-LEAN = (Stage.FIRST, Stage.LEAN, Stage.FIRST_AGAIN, Stage.AGAIN)  # everything is offloaded
-BY_GROUP = (Stage.LEAN, Stage.MEMORY, Stage.BARE, Stage.AGAIN, Stage.BARE_AGAIN)  # measured by group
+LEAN = (Stage.FIRST, Stage.LEAN, Stage.FIRST_AGAIN, Stage.AGAIN, Stage.WHOLE)  # everything is offloaded
+BY_GROUP = (Stage.LEAN, Stage.MEMORY, Stage.BARE, Stage.AGAIN, Stage.WHOLE, Stage.BARE_AGAIN)  # measured by group
 
 MEASURING = "This is the plan of the first steps, which are measured."
 ALONE = "The groups are called and not the model, so no pass can be timed."
@@ -112,7 +112,7 @@ class Tuner:
         found = () if self._chosen is None else self._chosen.frontier()
         if not found:
             raise RuntimeError(
-                f"What other plans cost is not known yet: run eleven steps. {self.plan().because}".rstrip()
+                f"What other plans cost is not known yet: run twelve steps. {self.plan().because}".rstrip()
             )
         return found
 

@@ -12,7 +12,7 @@ __all__ = ["OperatorCost", "Variant", "variants", "within", "worth_saving"]
 
 COSTLY = 4.0  # times the time for each byte of operators that only read and write memory
 CHEAP = 0.25  # of the bytes are outputs of such operators, at least
-STEPS = 4  # into which the outputs that are worth saving are divided
+STEPS = 6  # into which the outputs that are worth saving are divided
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +25,8 @@ class OperatorCost:
         The operator, and how often the group has called it before, as ``aten.mm.default#2``.
     seconds : float
         Time of the device.
-    nbytes : int
-        Bytes of its outputs; 0 if they cannot be saved, or are not needed.
+    sizes : tuple of int
+        Bytes of each output; none if they cannot be saved, or are not needed.
     costly : bool
         Whether it is known to take much time for the bytes of its outputs.
     reads : tuple of int
@@ -37,10 +37,15 @@ class OperatorCost:
 
     name: str
     seconds: float
-    nbytes: int
+    sizes: tuple[int, ...]
     costly: bool = False
     reads: tuple[int, ...] = ()
     needed: bool = True
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all outputs."""
+        return sum(self.sizes)
 
     @property
     def density(self) -> float:
@@ -122,7 +127,9 @@ def within(operators: Sequence[OperatorCost], seconds: float) -> list[OperatorCo
     return [replace(of, seconds=max(of.seconds - late, 0.0)) for of in operators]
 
 
-def variants(plain: LayerCost, recomputed: LayerCost, operators: Sequence[OperatorCost]) -> tuple[Variant, ...]:
+def variants(
+    plain: LayerCost, recomputed: LayerCost, operators: Sequence[OperatorCost] = (), whole: LayerCost | None = None
+) -> tuple[Variant, ...]:
     """Return the ways to run a group, from the most bytes saved to none.
 
     Parameters
@@ -133,15 +140,19 @@ def variants(plain: LayerCost, recomputed: LayerCost, operators: Sequence[Operat
         The group when it was recomputed, and the outputs of the operators that are worth it were saved.
     operators : sequence of OperatorCost
         All operators of the group, as they were timed one by one.
+    whole : LayerCost, optional
+        The group when all of it was recomputed; by default what follows from the operators.
 
     Notes
     -----
     The outputs that take the least time for their bytes are run again first.  An output that is not saved is allocated
-    for a time in forward, and again in backward: at most as long as both take.
+    for a time in forward, and again in backward; beside that, the more is saved, the more memory is as in `recomputed`,
+    and otherwise as in `whole`.  Forward does the same work in each, but the device may have waited for the host.
     """
-    recomputed = replace(
-        recomputed, forward=plain.forward
-    )  # the same work, but the device may have waited for the host
+    if whole is not None:  # which ran without hooks of each operator
+        plain = replace(plain, host_forward=min(plain.host_forward, whole.host_forward))
+        whole = replace(whole, forward=plain.forward)
+    recomputed = replace(recomputed, forward=plain.forward)
     operators = within(operators, plain.forward)
     dense = worth_saving(operators)
     least = seconds_again(operators, {of.name for of in dense})
@@ -149,11 +160,26 @@ def variants(plain: LayerCost, recomputed: LayerCost, operators: Sequence[Operat
     for number in _steps([of.nbytes for of in dense]):
         saves = tuple(of.name for of in dense[:number])
         cost = _without(recomputed, dense[number:], seconds_again(operators, saves) - least)
+        if whole is not None:
+            cost = _between(cost, recomputed, whole)
         if not number:  # run without dispatch modes
             host = plain.host_forward, plain.host_forward + plain.host_backward
-            cost = replace(cost, host_forward=host[0], host_backward=host[1])
+            cost = replace(cost, host_forward=host[0], host_backward=host[1]) if whole is None else whole
         found.append(Variant(cost, saves))
     return tuple(found)
+
+
+def _between(cost: LayerCost, dense: LayerCost, whole: LayerCost) -> LayerCost:
+    """Return a cost with temporary memory as far between that of others as what it saves."""
+    width = dense.nbytes - whole.nbytes
+    part = (dense.nbytes - cost.nbytes) / width if width > 0 else 1.0
+
+    def temporary(name: str) -> int:
+        of_dense, of_whole = (getattr(of, name) + of.nbytes for of in (dense, whole))
+        return max(round(of_dense + part * (of_whole - of_dense)) - cost.nbytes, 0)
+
+    forward, backward = temporary("forward_temporary"), temporary("backward_temporary")
+    return replace(cost, forward_temporary=forward, backward_temporary=backward)
 
 
 def _steps(sizes: Sequence[int]) -> Iterator[int]:
@@ -173,7 +199,7 @@ def _steps(sizes: Sequence[int]) -> Iterator[int]:
 
 def _without(cost: LayerCost, again: Sequence[OperatorCost], seconds: float) -> LayerCost:
     """Return the cost of a group in which some outputs are run again instead of saved, which takes some seconds."""
-    less, saved, gone = Counter(of.nbytes for of in again), list[Saved](), 0
+    less, saved, gone = Counter(nbytes for of in again for nbytes in of.sizes), list[Saved](), 0
     backward = cost.backward + seconds
     scale = cost.backward / backward if backward else 1.0
     for each in cost.saved:

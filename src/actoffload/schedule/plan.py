@@ -256,9 +256,9 @@ class Roles:
 
     @staticmethod
     def offload_all() -> Roles:
-        """Return roles for any number of layers, all of which are offloaded, and reloaded two layers ahead.
+        """Return roles for any number of layers, each of which leaves when its forward has ended.
 
-        For a pass whose layers are not known before.
+        For a pass whose layers are not known before.  Each is reloaded right before its backward.
         """
         return Roles(
             Plan(1),
@@ -271,9 +271,6 @@ class Roles:
         )
 
 
-AHEAD = 2  # layers: a copy overlaps with the compute of another layer
-
-
 class _EveryLayer(Mapping[tuple[str, int], tuple[Action, ...]]):
     """The actions of `Roles.offload_all`, for any number of layers."""
 
@@ -281,10 +278,10 @@ class _EveryLayer(Mapping[tuple[str, int], tuple[Action, ...]]):
         name, layer = event
         if name == When.FORWARD_START.name:
             return (Action(Do.OFFLOAD, layer),)
-        if name == When.FORWARD_END.name and layer >= AHEAD:
-            return (Action(Do.RELEASE, layer - AHEAD),)
-        if name == When.BACKWARD_END.name and layer >= AHEAD:
-            return (Action(Do.RELOAD, layer - AHEAD),)
+        if name == When.FORWARD_END.name:
+            return (Action(Do.RELEASE, layer),)
+        if name == When.BACKWARD_END.name and layer:
+            return (Action(Do.RELOAD, layer - 1),)
         raise KeyError(event)
 
     def __iter__(self) -> Iterator[tuple[str, int]]:
