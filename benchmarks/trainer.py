@@ -54,7 +54,7 @@ class Training:
     batch: int = 2
     rounds: tuple[int, ...] = (2, 4)
     warm_up: int = 3
-    measuring: int = 9
+    measuring: int = 12
     steps: int = 12
     budget_tokens: int = 4096
     more: float = 1.03

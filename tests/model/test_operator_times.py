@@ -11,7 +11,7 @@ from timed_device import Timed
 from actoffload.device import use
 from actoffload.model.operator_times import OperatorTimes
 from actoffload.planner import OperatorCost
-from actoffload.recompute import Reads, Region, recomputed
+from actoffload.recompute import Reads, Region, Trace, recomputed
 
 
 def test_alike_groups_have_the_median_and_what_is_not_read_is_not_worth_saving():
@@ -21,9 +21,10 @@ def test_alike_groups_have_the_median_and_what_is_not_read_is_not_worth_saving()
     with use(device):
         times, reads = OperatorTimes(device), Reads()
         for group, seconds in enumerate((1.0, 2.0, 9.0)):
-            region = Region(lambda call: True, reads=reads, timed=times.of(group, reads))
+            trace = Trace(known=True)
+            region = Region(lambda call: True, reads=reads, trace=trace, timed=times.of(group, reads, trace))
             recomputed(lambda x, seconds=seconds: work(x * weight, seconds, 1.0, MIB)[:1] * 2.0, region, torch.ones(2))
-        again = times.of(0, reads)
+        again = times.of(0, reads, Trace())
         assert again("operator", 7, partial(int, 5)) == 5, "another call is not timed"
         (costs,) = {tuple(of) for of in times.costs().values()}
         name = str(torch.ops.actoffload_tests.work.default)

@@ -34,6 +34,7 @@ def groups(draw: st.DrawFn, plain: bool = False) -> LayerCost:
         backward_temporary=draw(some_bytes),
         gap_forward_temporary=draw(some_bytes),
         gap_backward_temporary=draw(some_bytes),
+        kept_bytes=draw(some_bytes),
         unpacks_at_once=draw(st.booleans()),
     )
 

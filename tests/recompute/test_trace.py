@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from actoffload.recompute import Reads, Region, State, Trace, recomputed, saving
 from actoffload.recompute.trace import hollow, shapes
@@ -321,3 +322,54 @@ def test_tensors_without_memory(of):
         with pytest.raises(RuntimeError, match="invalid python storage"):
             found.untyped_storage().data_ptr()
     assert found.untyped_storage().nbytes() == of.untyped_storage().nbytes()
+
+
+# Casts of weights
+
+
+class Casts(TorchDispatchMode):
+    number = 0
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        self.number += operator is torch.ops.aten._to_copy.default
+        return operator(*args, **(kwargs or {}))
+
+
+class Casting(nn.Module):
+    """Two layers under autocast; with `times`, the first one twice."""
+
+    def __init__(self, times=1):
+        super().__init__()
+        self.one, self.two, self.times = nn.Linear(8, 8), nn.Linear(8, 8), times
+
+    def forward(self, x):
+        for _ in range(self.times):
+            x = self.one(x).sigmoid()
+        return self.two(x).sigmoid()
+
+
+@pytest.mark.parametrize(("times", "once"), [(1, True), (2, False)])
+def test_autocast_keeps_no_casts_of_weights_that_are_read_once(times, once):
+    torch.manual_seed(0)
+    module, trace = Casting(times), Trace()
+    kept = []
+
+    def step(how):
+        module.zero_grad()
+        x = torch.linspace(-1, 1, 32).view(4, 8).requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16):
+            y = how(x)
+            with Casts() as casts:
+                F.linear(x, module.one.weight)
+            kept.append(casts.number == 1)
+            y.float().sum().backward()
+        return [x.grad, *(of.grad for of in module.parameters())]
+
+    def again(x):
+        return recomputed(module, Region(saving(["aten.addmm.default#0"]), trace=trace, alone=True), x)
+
+    want = step(module)
+    for _ in range(4):
+        assert all(map(torch.equal, step(again), want))
+    assert trace.casts_once == once
+    assert kept == [True, True, *[not once] * 3]

@@ -42,7 +42,7 @@ from ..schedule.execution_order import GroupPlans
 from ..schedule.plan import Plan
 from ..schedule.timeline import milliseconds, size
 from .conduct import FollowedModule
-from .group_costs import at_the_pace_of, hook_seconds, layer_costs, measured_link
+from .group_costs import at_the_pace_of, beside, hook_seconds, layer_costs, measured_link
 from .reporting import PassLog, group_names
 from .steering import RolesOfPlan
 from .timed_pass import Stage, TimedPass
@@ -273,13 +273,14 @@ class FirstSteps:
         wholes: Sequence[LayerCost | None] = [None] * len(costs)
         if whole is not None and whole.sequence == again.sequence:
             wholes = [self._without_hooks(cost) for cost in layer_costs(whole, whole)]
+        owns = beside(costs, at_the_pace_of(costs, layers))
         times = Counter(key.group for key in again.sequence)
         ways = [
             # One that saves as much was not recomputed; one that runs several times would have one way for all of them.
             variants(own, cost, operators.get(key.group, ()), least)
             if key.group in self._policies and times[key.group] == 1 and cost.nbytes < own.nbytes
             else (Variant(own),)
-            for key, own, cost, least in zip(again.sequence, at_the_pace_of(costs, layers), costs, wholes, strict=True)
+            for key, own, cost, least in zip(again.sequence, owns, costs, wholes, strict=True)
         ]
         self._choose_among = partial(choose_recomputed, names, ways, link, **self._choose_among.keywords)
         assert self._search_frontier is not None

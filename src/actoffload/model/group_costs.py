@@ -15,7 +15,7 @@ from ..schedule.timeline import Kind
 from .metering import Copy, Meter, Times
 from .timed_pass import TimedPass
 
-__all__ = ["at_the_pace_of", "hook_seconds", "layer_costs", "measured_link"]
+__all__ = ["at_the_pace_of", "beside", "hook_seconds", "layer_costs", "measured_link"]
 
 
 SHARED = 0.05
@@ -158,6 +158,27 @@ def at_the_pace_of(others: Sequence[LayerCost], layers: Sequence[LayerCost]) -> 
         pace = 1.0
     names = "forward", "backward", "gap_forward", "gap_backward"
     return tuple(replace(layer, **{name: pace * getattr(layer, name) for name in names}) for layer in layers)
+
+
+def beside(others: Sequence[LayerCost], layers: Sequence[LayerCost]) -> tuple[LayerCost, ...]:
+    """Return costs as they are where other groups have the costs of another pass, in which they keep less.
+
+    What a group keeps on the device that cannot be offloaded is in the other bytes of all groups behind it.
+    """
+    found, kept = list[LayerCost](), 0
+    for k, (other, layer) in enumerate(zip(others, layers, strict=True)):
+        if k + 1 < len(layers):
+            more = layers[k + 1].other_bytes[0] - layer.other_bytes[0]
+            more -= others[k + 1].other_bytes[0] - other.other_bytes[0]
+        else:
+            more = (layer.other_bytes[1] - layer.other_bytes[0]) - (other.other_bytes[1] - other.other_bytes[0])
+        more = max(more, 0)
+        start, end, again, last = layer.other_bytes
+        forward = max(start - kept, 0), max(end - kept - more, 0)
+        backward = max(again - kept - more, 0), max(last - kept, 0)
+        found.append(replace(layer, kept_bytes=more, other_bytes=(*forward, *backward)))
+        kept += more
+    return tuple(found)
 
 
 def _ratio(larger: TimedPass, smaller: TimedPass) -> float:

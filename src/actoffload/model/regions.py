@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from types import FrameType
 from typing import Any
@@ -14,6 +15,7 @@ from .._torch import in_transform, is_compiled, saved_tensor_hooks
 from ..engine.pack import Saved
 from ..engine.unpack import unpack
 from ..recompute import Reads, Region, State, Trace, Watch, never, recomputed, structure
+from ..schedule.execution_order import GroupKey
 from .conduct import DROPPED, Conduct, FollowedModule
 
 __all__ = ["Regions"]
@@ -46,6 +48,8 @@ class Regions:
     def __init__(self, modules: Sequence[FollowedModule]) -> None:
         self._modules = modules
         self._alone: dict[int, bool] = {}  # by group
+        self._owners: Counter[int] | None = None  # by the identity of a parameter: modules that have it
+        self._runs: tuple[Sequence[GroupKey], Counter[int]] = (), Counter()  # an order, and how often each group runs
         self._reads: dict[int, Reads] = {}
         self._traces: dict[tuple[int, Hashable], Trace] = {}  # by group and structure
         self._watches: dict[Hashable, Watch] = {}  # by structure
@@ -92,8 +96,21 @@ class Regions:
         timed = None if conduct.operators is None else conduct.operators.of(of.group, reads, trace)
         packing: dict[str, Any] = {} if pack is None else {"pack": pack, "unpack": _unpack_unless_edited}
         # The state of a generator cannot be read while a graph is captured; then no random number is drawn.
-        region = Region(policy, **packing, reads=reads, trace=trace, state=state, timed=timed, draws=not capturing)
+        alone = trace.casts_once and self._reads_alone(of, conduct.order)
+        region = Region(
+            policy, **packing, reads=reads, trace=trace, state=state, timed=timed, alone=alone, draws=not capturing
+        )
         return lambda function, *args, **kwargs: recomputed(function, region, *args, **kwargs)
+
+    def _reads_alone(self, of: FollowedModule, order: Sequence[GroupKey]) -> bool:
+        """Return whether nothing but one call of a group reads its parameters in a forward."""
+        if self._owners is None:
+            modules = self._modules[0].module.modules()
+            self._owners = Counter(id(weight) for each in modules for weight in each._parameters.values())
+        if self._runs[0] is not order:
+            self._runs = order, Counter(key.group for key in order)
+        owners = self._owners
+        return self._runs[1][of.group] == 1 and all(owners[id(weight)] == 1 for weight in of.module.parameters())
 
     def _obstacle(self, of: FollowedModule) -> str:
         """Return why a call of a group that begins now cannot be recomputed; empty if it can."""

@@ -118,7 +118,7 @@ class _Run:
         self._need(profile.in_forward[k])
         start = self.compute + cost.gap_forward
         self.host += cost.host_forward
-        self.resident += profile.nbytes[k]
+        self.resident += profile.resident[k]
         if k in self.offloaded:
             self.host += self.host_seconds * len(cost.saved)
             done = max(self.d2h + profile.copy_out[k], start + profile.out_after[k])
@@ -152,7 +152,7 @@ class _Run:
             self.compute += cost.gap_backward
             absent = k in placement.released and k not in placement.reloaded
             need = max(profile.in_backward[k], profile.before_backward[k - 1] if k else 0)
-            self._release(~k, need - (0 if absent else profile.nbytes[k]))
+            self._release(~k, need - profile.resident[k] + (profile.nbytes[k] if absent else 0))
             while reloads and (reloads[0] == k or self._fits(reloads[0], k)):
                 group = reloads.popleft()
                 if group not in placement.released:  # never short of memory, and no time to copy it: kept
@@ -163,7 +163,7 @@ class _Run:
                 self.h2d += profile.copy_back[group]
                 self.resident += profile.nbytes[group]
                 placement.reloaded[group] = k
-            self.resident -= profile.nbytes[k]
+            self.resident -= profile.resident[k]
             self._need(profile.in_backward[k])
             self.host += cost.host_backward + (self.host_seconds * len(cost.saved) if k in placement.reloaded else 0.0)
             self.compute = max(max(self.compute, needs.get(k, 0.0)) + cost.backward, self.host)

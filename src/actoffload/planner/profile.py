@@ -32,6 +32,9 @@ class Profile:
 
     costs: Sequence[LayerCost]
     nbytes: Sequence[int]
+    resident: Sequence[
+        int
+    ]  # bytes of what is on the device between forward and backward: also what cannot be offloaded
     movable: Sequence[int]  # groups that can be offloaded
     copy_out: Sequence[float]  # seconds of the copies to the host
     out_after: Sequence[float]  # seconds from the start of forward until the copies are done, if the queue is free
@@ -59,14 +62,16 @@ class Profile:
         found = [copies[id(cost)] for cost in costs]
         nbytes, out_seconds, out_after, back_seconds, back_ahead = zip(*found, strict=True)
         movable = [k for k in range(len(costs) - 1) if nbytes[k] and (among is None or k in among)]
-        needs = map(_needs, costs, nbytes, _borders_before(costs))
+        resident = [cost.nbytes + cost.kept_bytes for cost in costs] if any(of.kept_bytes for of in costs) else nbytes
+        needs = map(_needs, costs, resident, _borders_before(costs))
         in_forward, before_backward, in_backward = zip(*needs, strict=True)
-        before = (0, *accumulate(nbytes))
+        before = (0, *accumulate(resident))
         starts, backward = _backward_starts(costs)
         until = [max(before[k + 1] + before_backward[k], before[k] + in_backward[k]) for k in range(len(costs))]
         return Profile(
             costs=costs,
             nbytes=nbytes,
+            resident=resident,
             movable=movable,
             copy_out=out_seconds,
             out_after=out_after,
@@ -102,12 +107,12 @@ class Profile:
         """
         before, count = self.before, len(self.costs)
         may = set(self.movable)
-        stays = [0 if k in may else self.nbytes[k] for k in range(count)]
+        stays = [self.resident[k] - (self.nbytes[k] if k in may else 0) for k in range(count)]
         fixed = [0, *accumulate(stays)]
         need = list(map(max, self.in_forward, self.in_backward))
         # By group: if all that can be offloaded up to it is, and if nothing before it is.
         offloaded = [fixed[k] + max(need[k], stays[k] + self.before_backward[k]) for k in range(count)]
-        kept = [before[k] + max(need[k], self.nbytes[k] + self.before_backward[k]) for k in range(count)]
+        kept = [before[k] + max(need[k], self.resident[k] + self.before_backward[k]) for k in range(count)]
         most_offloaded = [0, *accumulate(offloaded, max)]
         most_kept = list(accumulate(reversed(kept), max))[::-1]
         firsts = [*self.movable, count - 1]  # the first group that could be offloaded and is not, or the last one

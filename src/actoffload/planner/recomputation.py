@@ -16,7 +16,11 @@ from .variants import Variant
 
 __all__ = ["choose_recomputed"]
 
-TRIES = 80  # choices of variants that are tried
+TRIES, MOST_TRIES, WORK = (
+    80,
+    400,
+    8000,
+)  # choices of variants that are tried: for many groups, for few; choices x groups
 FINAL = 2  # of them for which a plan is simulated
 
 Chosen: TypeAlias = tuple[int, ...]
@@ -114,6 +118,7 @@ class _Choices:
         # Backward begins with the last group, which is not worth recomputing.
         self._may = [k for k in range(len(groups) - 1) if len(groups[k]) > 1]
         self._known: dict[Chosen, Rank] = {}
+        self._tries = min(max(WORK // max(len(groups), 1), TRIES), MOST_TRIES)
 
     def rank(self, chosen: Chosen) -> Rank:
         if chosen not in self._known:
@@ -128,7 +133,7 @@ class _Choices:
         alike = [self._changed((0,) * len(self._groups), self._may, variant) for variant in range(most)]
         best = min(alike, key=self.rank)
         size = max(len(self._may) // 2, 1)
-        while size and len(self._known) < TRIES:
+        while size and len(self._known) < self._tries:
             better = next((found for found in self._near(best, size) if self.rank(found) < self.rank(best)), None)
             if better is None:
                 size //= 2
@@ -146,7 +151,7 @@ class _Choices:
             for other in others:
                 for some in dict.fromkeys((_last(of, size), _spread(of, size), _first(of, size))):
                     found = self._changed(chosen, some, other)
-                    if len(self._known) < TRIES or found in self._known:
+                    if len(self._known) < self._tries or found in self._known:
                         yield found
 
     def _changed(self, chosen: Chosen, groups: Sequence[int], variant: int) -> Chosen:

@@ -174,12 +174,15 @@ def _between(cost: LayerCost, dense: LayerCost, whole: LayerCost) -> LayerCost:
     width = dense.nbytes - whole.nbytes
     part = (dense.nbytes - cost.nbytes) / width if width > 0 else 1.0
 
-    def temporary(name: str) -> int:
-        of_dense, of_whole = (getattr(of, name) + of.nbytes for of in (dense, whole))
-        return max(round(of_dense + part * (of_whole - of_dense)) - cost.nbytes, 0)
+    def temporary(of_dense: int, of_whole: int) -> int:
+        least, most = of_whole + whole.nbytes, of_dense + dense.nbytes
+        return max(round(most + part * (least - most)) - cost.nbytes, 0)
 
-    forward, backward = temporary("forward_temporary"), temporary("backward_temporary")
-    return replace(cost, forward_temporary=forward, backward_temporary=backward)
+    return replace(
+        cost,
+        forward_temporary=temporary(dense.forward_temporary, whole.forward_temporary),
+        backward_temporary=temporary(dense.backward_temporary, whole.backward_temporary),
+    )
 
 
 def _steps(sizes: Sequence[int]) -> Iterator[int]:

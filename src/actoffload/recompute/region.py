@@ -15,7 +15,7 @@ freed with the graph.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
@@ -27,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 from .._torch import DispatchMode, keeps_graph, tree_flatten, tree_unflatten, version_of, versions_shared
 from .modes import Mode
 from .policy import Call, Policy, concern_of, never, saveable
-from .trace import Learner, Trace, counted, hollow, shapes
+from .trace import Learner, Trace, counted, hollow, no_casts_kept, shapes
 from .watch import State
 
 __all__ = ["Reads", "Region", "recomputed"]
@@ -94,6 +94,8 @@ class Region:
     timed : callable, optional
         Runs each operator of the forward, and times it: from an operator, how often it was called before, and a
         function that runs it, to what that returns.
+    alone : bool
+        Whether nothing else in a forward of the model reads the parameters.
     draws : bool
         Whether it may draw random numbers, so that the state of the generators is kept for recomputation.
     """
@@ -107,10 +109,11 @@ class Region:
         trace: Trace | None = None,
         state: State | None = None,
         timed: Timed | None = None,
+        alone: bool = False,
         draws: bool = True,
     ) -> None:
         self.policy, self.pack, self.unpack, self.state, self.timed = policy, pack, unpack, state, timed
-        self.draws = draws
+        self.alone, self.draws = alone, draws
         self.reads = Reads() if reads is None else reads
         self.trace = Trace() if trace is None else trace
         self.learner: Learner | None = None
@@ -133,6 +136,12 @@ class Region:
         self.flags = autocast, flags, tuple([of.requires_grad for of in tensors])
         if not self.trace.known:
             self.learner = Learner(self.trace, self.flags)
+
+    def around(self) -> AbstractContextManager[Any]:
+        """Return the context in which the forward runs."""
+        if self.learner is not None:
+            return self.learner.seeing()
+        return no_casts_kept() if self.alone and self.trace.casts_once else nullcontext()
 
     def finish(self, result: Any, tensors: Sequence[Tensor]) -> None:
         """End a forward with its result."""
@@ -312,7 +321,7 @@ def recomputed(function: Callable[..., T], region: Region, *args: Any, **kwargs:
     def call(*tensors: Tensor) -> T:
         if first:  # [guard: containers of the program -> False]
             args, kwargs = first.pop()
-            with nullcontext() if region.learner is None else region.learner.seeing():
+            with region.around():
                 return function(*args, **kwargs)
         if region.state is not None:
             region.state.check()  # [guard: weight that is changed before recomputation]

@@ -10,13 +10,18 @@ So a trace is used only where the dispatch mode sees all that is read: all nodes
 operator runs with gradients enabled, none writes to a tensor, and none returns memory that something else could fill.
 It holds for calls that run the same operators, with the same hooks, and with gradients for the same inputs and
 parameters.  Casts always run, as autocast may keep them, and so do operators that draw random numbers.
+
+`[Note: casts of weights]`  Autocast keeps the casts of weights until it ends, which is after the forward of the model:
+half of the bytes of the weights.  Recomputation makes them again anyway.  So autocast keeps none in a region if each
+weight is cast once and that cast is read once; the gradients are the same then.
 """
 
 from __future__ import annotations
 
 import re
+from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, NamedTuple, TypeAlias
@@ -37,7 +42,7 @@ from .._torch import (
 )
 from .policy import draws
 
-__all__ = ["Learner", "Shape", "Trace", "counted", "hollow", "nodes_between", "shapes"]
+__all__ = ["Learner", "Shape", "Trace", "counted", "hollow", "no_casts_kept", "nodes_between", "shapes"]
 
 Key: TypeAlias = tuple[Any, int]  # an operator, and how often the region has called it before
 
@@ -92,6 +97,17 @@ def hollow(of: tuple[Shape, ...] | Shape) -> Any:
     return found.detach()
 
 
+@contextmanager
+def no_casts_kept() -> Iterator[None]:
+    """Let autocast keep no casts of weights in this block."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
+
+
 @dataclass(frozen=True)
 class _Call:
     operator: Any
@@ -142,6 +158,7 @@ class Trace:
     expected: frozenset[int] = frozenset()
     useless: frozenset[Key] = frozenset()
     results: frozenset[Key] = frozenset()
+    casts_once: bool = False  # see [Note: casts of weights]
     calls: Sequence[_Call] = ()  # until autograd saves no more: there recomputation ends
     _known: dict[frozenset[Key], tuple[frozenset[int], frozenset[Key]]] = field(default_factory=dict)
 
@@ -179,6 +196,7 @@ class Learner:
         self._calls: list[_Call] = []
         self._refs: dict[int, Any] = {}  # weak references to storages, whose addresses they keep
         self._saved: set[int] = set()
+        self._casts = defaultdict[int, list[int]](list)  # of parameters: by their storages, those of the casts
         self._until = 0  # calls before autograd saved the last tensor
         self._certain = storage_at is not None
         trace.known = True
@@ -202,6 +220,8 @@ class Learner:
             return
         reads, makes = map(frozenset, (self._storages(read), self._storages(made)))
         makes -= reads  # views
+        if operator is CAST and type(args[0]) is Parameter:
+            self._casts[next(iter(reads))] += makes
         stays = operator is CAST or draws(operator, args, kwargs) or shapes(outputs) is None
         self._calls.append(_Call(operator, number, reads, makes, stays))
 
@@ -245,6 +265,8 @@ class Learner:
             trace.reads.append(tuple({makers[key] for key in call.reads if key in makers}) if runs else ())
             trace.needed.append(runs and (call.stays or not call.makes.isdisjoint(needed)))
             makers.update(dict.fromkeys(call.makes, k))
+        readers = Counter(key for call in self._calls if not call.view for key in call.reads)
+        trace.casts_once = all(sum(readers[key] for key in made) <= 1 for made in self._casts.values())
         trace.results = frozenset(call.key for call in self._calls if not call.makes.isdisjoint(results))
 
 

@@ -73,6 +73,9 @@ class LayerCost:
         Bytes that are allocated for a time inside, above the larger of what is allocated at the start and at the end.
     gap_forward_temporary, gap_backward_temporary : int
         The same of the gaps, such as the logits of a loss.
+    kept_bytes : int
+        Bytes that it keeps on the device from the end of its forward to the end of its backward, beside `saved`, which
+        cannot be offloaded: casts of weights under autocast.
     unpacks_at_once : bool
         Whether backward needs all saved tensors when it starts and frees them when it ends, and forward writes all
         before it saves the first, as in a compiled layer.
@@ -98,12 +101,14 @@ class LayerCost:
     backward_temporary: int = 0
     gap_forward_temporary: int = 0
     gap_backward_temporary: int = 0
+    kept_bytes: int = 0
     unpacks_at_once: bool = False
 
     def __post_init__(self) -> None:
         for name in ("forward", "backward", "host_forward", "host_backward", "gap_forward", "gap_backward"):
             _seconds(name, getattr(self, name))
-        for name in ("forward_temporary", "backward_temporary", "gap_forward_temporary", "gap_backward_temporary"):
+        temporaries = "forward_temporary", "backward_temporary", "gap_forward_temporary", "gap_backward_temporary"
+        for name in (*temporaries, "kept_bytes"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; expected bytes, 0 or more.")
         if len(self.other_bytes) != 4 or min(self.other_bytes) < 0:

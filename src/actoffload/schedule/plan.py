@@ -280,6 +280,8 @@ class _EveryLayer(Mapping[tuple[str, int], tuple[Action, ...]]):
             return (Action(Do.OFFLOAD, layer),)
         if name == When.FORWARD_END.name:
             return (Action(Do.RELEASE, layer),)
+        if name == When.BACKWARD_START.name:  # of the last layer, which nothing runs behind
+            return (Action(Do.RELOAD, layer),)
         if name == When.BACKWARD_END.name and layer:
             return (Action(Do.RELOAD, layer - 1),)
         raise KeyError(event)

@@ -177,6 +177,7 @@ class _Run:
         clocks.reach(cost.forward, cost.host_forward)
         self.releasing = None
         clocks.end()
+        self._occupy(cost.kept_bytes)
         self.memory.border(cost.other_bytes[1], cost.forward_temporary)
         self._act(When.FORWARD_END, layer)
 
@@ -228,6 +229,7 @@ class _Run:
         self._free(in_use, copied, layer)
         self.prefetching, self.room = None, 0
         clocks.end()
+        self._occupy(-cost.kept_bytes)
         self.memory.border(cost.other_bytes[3], cost.backward_temporary)
         self._act(When.BACKWARD_END, layer)
 
