@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 
@@ -30,3 +31,18 @@ def offload_small_tensors() -> Iterator[None]:
     """Offload tensors of 64 elements or more."""
     with min_elements(64):
         yield
+
+
+def pytest_collection_finish() -> None:
+    """Leave what the imports made out of all collections: it is never garbage, and many tests collect."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(scope="module")
+def nothing_frozen() -> Iterator[None]:
+    """Let the collector also know what the imports made: the report looks there for what holds a tensor."""
+    gc.unfreeze()
+    yield
+    gc.collect()
+    gc.freeze()

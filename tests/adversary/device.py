@@ -316,7 +316,9 @@ class AdversarialDevice:
 
     def collect(self) -> None:
         """Check memory that was freed since the last call for pending accesses, and release its address."""
-        for key in [key for key, memory in self._memory.items() if memory.weak.expired()]:
+        # Every call of the device comes here; StorageWeakRef.expired gets to the same function through two others.
+        expired = torch.UntypedStorage._expired
+        for key in [key for key, memory in self._memory.items() if expired(memory.weak.cdata)]:
             self.violations += self._memory.pop(key).unordered(self.orders.streams)
 
 

@@ -223,7 +223,8 @@ RECOMPUTED = [chain(6, kind, recompute=policy) for kind in ("linear", "qkv") for
 @pytest.mark.parametrize("mode", ["late", "early", "random"])
 def test_known_models(program, mode):
     expected, _ = execute(program, None)
-    for seed in range(5):
+    # Only a random order depends on the seed; with seed 3 the step is recorded.
+    for seed in range(5) if mode == "random" else (0, 3):
         statistics = trial(program, expected, seed, mode)
         assert statistics.tensors_offloaded > 0
 
@@ -236,6 +237,10 @@ BREAKS = {
     "reloads do not wait for their memory": (Transfers, "begin_reload"),
     "compute does not wait for the reload": (Transfers, "use"),
 }
+
+
+def test_with_all_waits_no_run_fails():
+    assert _failures(random.Random(0)) == _failures(random.Random(0), RECOMPUTED) == 0
 
 
 @pytest.mark.parametrize("what", BREAKS)
@@ -256,7 +261,6 @@ def test_each_kind_of_missing_wait_is_noticed(what, monkeypatch):
         if not inside[0]:
             wait(self, stream, event)
 
-    assert _failures(random.Random(0)) == _failures(random.Random(0), RECOMPUTED) == 0
     monkeypatch.setattr(owner, name, broken)
     monkeypatch.setattr(AdversarialDevice, "wait", no_wait)
     assert _failures(random.Random(0)) > 0

@@ -7,6 +7,7 @@ Exits with 1 if the tests pass on a broken source.
 from __future__ import annotations
 
 import argparse
+import gc
 import multiprocessing
 import os
 import shutil
@@ -155,7 +156,11 @@ def _run(directory: Path, tests: list[str], share: int) -> None:
     os.chdir(directory)
     import pytest
 
-    options = ["-x", "-q", "--tb=line", "-p", "no:cacheprovider", "--hypothesis-profile=mutation"]
+    # The copies have the compiled files of the original, also where the environment forbids to write such files.
+    sys.dont_write_bytecode = False
+    gc.freeze()  # what was loaded beforehand is never garbage, and pytest and the tests collect many times
+    # Rewritten asserts only say more in a message that nobody reads.
+    options = ["-x", "-q", "--tb=line", "--assert=plain", "-p", "no:cacheprovider", "--hypothesis-profile=mutation"]
     sys.exit(pytest.main([*options, *tests], plugins=[_First(directory / f"failed{share}")]))
 
 
@@ -200,7 +205,7 @@ def main(arguments: Iterable[str] | None = None) -> int:
     options = parser.parse_args(None if arguments is None else list(arguments))
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ.pop("PYTHONPATH", None)
-    _processes.set_forkserver_preload(["torch", "torch._dynamo"])
+    _processes.set_forkserver_preload(["torch", "torch._dynamo", "pytest", "hypothesis.strategies"])
     with tempfile.TemporaryDirectory(prefix="original") as directory:
         original = Path(directory)
         snapshot(original)

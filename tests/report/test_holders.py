@@ -12,6 +12,8 @@ from torch import nn
 
 from actoffload.report.holders import find_all_holders
 
+pytestmark = pytest.mark.usefixtures("nothing_frozen")
+
 FILE = "test_holders.py"
 kept: dict[str, object] = {}  # a global of this module, for the tests that need one
 

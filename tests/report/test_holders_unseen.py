@@ -14,6 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import actoffload
 from actoffload.report.holders import FEW, find_all_holders
 
+pytestmark = pytest.mark.usefixtures("nothing_frozen")
+
 kept: dict[str, object] = {}  # a global of this module, for the tests that need one
 
 
