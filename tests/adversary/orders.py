@@ -6,6 +6,8 @@ import random
 from collections.abc import Callable
 from typing import Literal
 
+from torch.utils._python_dispatch import _disable_current_modes
+
 from .clocks import Event, Stream, Wait, Work
 
 __all__ = ["Mode", "Orders"]
@@ -80,4 +82,5 @@ class Orders:
 
     def _run(self, work: Work) -> None:
         self.trace.append((self._calls, work.label))
-        work.run()
+        with _disable_current_modes():  # a device runs no operators of the program
+            work.run()

@@ -42,7 +42,7 @@ from ..schedule.execution_order import GroupPlans
 from ..schedule.plan import Plan
 from ..schedule.timeline import milliseconds, size
 from .conduct import FollowedModule
-from .group_costs import at_the_pace_of, beside, hook_seconds, layer_costs, measured_link
+from .group_costs import at_the_pace_of, beside, hook_seconds, layer_costs, measured_link, without_hooks
 from .reporting import PassLog, group_names
 from .steering import RolesOfPlan
 from .timed_pass import Stage, TimedPass
@@ -269,10 +269,10 @@ class FirstSteps:
         if again.sequence != timed.sequence or group_names(self._groups, again.sequence) != names:
             return plan
         begun = time.perf_counter()
-        costs = [self._without_hooks(cost) for cost in layer_costs(again, timed)]
+        costs = self._alone(again, layer_costs(again, timed))
         wholes: Sequence[LayerCost | None] = [None] * len(costs)
         if whole is not None and whole.sequence == again.sequence:
-            wholes = [self._without_hooks(cost) for cost in layer_costs(whole, whole)]
+            wholes = self._alone(whole, layer_costs(whole, whole))
         owns = beside(costs, at_the_pace_of(costs, layers))
         times = Counter(key.group for key in again.sequence)
         ways = [
@@ -290,11 +290,11 @@ class FirstSteps:
         self.recompute = {again.sequence[k].group: saving(found.saves[k] or ()) for k in found.recomputed}
         return found
 
-    def _without_hooks(self, cost: LayerCost) -> LayerCost:
-        """Return the cost of a group that was offloaded, without the time of the host for that."""
-        hooks = len(cost.saved) * HOST_SECONDS
-        host = max(cost.host_forward - hooks, 0.0), max(cost.host_backward - hooks, 0.0)
-        return replace(cost, host_forward=host[0], host_backward=host[1])
+    def _alone(self, timed: TimedPass, costs: Sequence[LayerCost]) -> list[LayerCost]:
+        """Return the costs of a pass that offloaded everything, without the time of the host for that."""
+        assert timed.meter is not None
+        kinds = [type(self._groups[key.group].module) for key in timed.sequence]
+        return without_hooks(costs, timed.meter, kinds, HOST_SECONDS)
 
     def _operators(
         self, costs: Mapping[int, list[OperatorCost]], forwards: Mapping[int, float]

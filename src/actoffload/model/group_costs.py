@@ -15,7 +15,7 @@ from ..schedule.timeline import Kind
 from .metering import Copy, Meter, Times
 from .timed_pass import TimedPass
 
-__all__ = ["at_the_pace_of", "beside", "hook_seconds", "layer_costs", "measured_link"]
+__all__ = ["at_the_pace_of", "beside", "hook_seconds", "layer_costs", "measured_link", "without_hooks"]
 
 
 SHARED = 0.05
@@ -158,6 +158,27 @@ def at_the_pace_of(others: Sequence[LayerCost], layers: Sequence[LayerCost]) -> 
         pace = 1.0
     names = "forward", "backward", "gap_forward", "gap_backward"
     return tuple(replace(layer, **{name: pace * getattr(layer, name) for name in names}) for layer in layers)
+
+
+def without_hooks(costs: Sequence[LayerCost], meter: Meter, kinds: Sequence[type], seconds: float) -> list[LayerCost]:
+    """Return costs of groups that were offloaded, with the time of the host as it is without that.
+
+    A host that waits for copies is late for another reason than its work, so groups of one kind have the median of what
+    they took, if that is less; `seconds` of it are for each tensor that was offloaded.
+    """
+    host = meter.host_seconds()
+    alike = defaultdict[tuple[Kind, type], list[float]](list)
+    for (kind, k), taken in host.items():
+        alike[kind, kinds[k]].append(taken)
+
+    def work(kind: Kind, k: int) -> float:
+        own = host.get((kind, k), 0.0)
+        return max(min(own, median(alike[kind, kinds[k]] or [own])) - seconds * len(costs[k].saved), 0.0)
+
+    return [
+        replace(cost, host_forward=work(Kind.FORWARD, k), host_backward=work(Kind.BACKWARD, k))
+        for k, cost in enumerate(costs)
+    ]
 
 
 def beside(others: Sequence[LayerCost], layers: Sequence[LayerCost]) -> tuple[LayerCost, ...]:

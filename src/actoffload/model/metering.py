@@ -188,6 +188,11 @@ class Meter(TimelineRecorder):
         computing = [seconds - stalled(seconds) for seconds in device]
         return Times(dict(zip(keys, computing, strict=True)), dict(zip(keys, host, strict=True)))
 
+    def host_seconds(self) -> dict[tuple[Kind, int], float]:
+        """Return for how long the host queued the forward and the backward of each group, also while it waited."""
+        at = {(border.kind, border.layer, border.ends): border.host for border in self.borders}
+        return {(k, n): host - at[k, n, False] for (k, n, ends), host in at.items() if ends and (k, n, False) in at}
+
     def _stalls(self) -> Callable[[float], float]:
         """Return a function: for how many seconds compute had stalled at a time since the first border."""
         first, elapsed = self.borders[0].event, self._backend.elapsed

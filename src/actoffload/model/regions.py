@@ -63,6 +63,7 @@ class Regions:
         args: Any,
         kwargs: Any,
         *,
+        stream: Callable[[], Any] = lambda: None,
         capturing: bool = False,
     ) -> Callable[..., Any] | None:
         """Return what a function is passed to that calls a group; None if the program may call it.
@@ -98,7 +99,15 @@ class Regions:
         # The state of a generator cannot be read while a graph is captured; then no random number is drawn.
         alone = trace.casts_once and self._reads_alone(of, conduct.order)
         region = Region(
-            policy, **packing, reads=reads, trace=trace, state=state, timed=timed, alone=alone, draws=not capturing
+            policy,
+            **packing,
+            reads=reads,
+            trace=trace,
+            state=state,
+            timed=timed,
+            alone=alone,
+            stream=stream,
+            draws=not capturing,
         )
         return lambda function, *args, **kwargs: recomputed(function, region, *args, **kwargs)
 

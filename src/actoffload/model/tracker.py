@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from ..engine.unpack import unpack
 from ..recompute import remove_modes
 from ..schedule.execution_order import ExecutionOrder, GroupKey
 from .conduct import DROPPED, GROUP, KEPT, ROOT, Conduct, FollowedModule, Mode, Steering, obstacle_to_hooks
+from .metering import current_stream
 from .regions import Regions
 
 __all__ = ["Tracker"]
@@ -100,8 +102,9 @@ class Tracker:
             return None
         assert thread.current is not None
         stays = thread.scoped and call.layer.index in thread.current.roles.stay
-        pack, capturing = None if stays else thread.packer.pack, self._engine.backend.capturing()
-        return self.regions.around(call.of, thread.conduct, pack, args, kwargs, capturing=capturing)
+        pack, backend = None if stays else thread.packer.pack, self._engine.backend
+        stream, capturing = partial(current_stream, backend), backend.capturing()
+        return self.regions.around(call.of, thread.conduct, pack, args, kwargs, stream=stream, capturing=capturing)
 
     def _begin(self, of: FollowedModule, args: Any, kwargs: Any) -> None:
         thread = self._thread

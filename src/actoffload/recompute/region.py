@@ -96,6 +96,9 @@ class Region:
         function that runs it, to what that returns.
     alone : bool
         Whether nothing else in a forward of the model reads the parameters.
+    stream : callable, optional
+        Returns the stream on which the calling thread computes.  A recomputation on another one than the forward's
+        drops nothing early: memory is freed in the order of the stream on which it was allocated.
     draws : bool
         Whether it may draw random numbers, so that the state of the generators is kept for recomputation.
     """
@@ -110,10 +113,12 @@ class Region:
         state: State | None = None,
         timed: Timed | None = None,
         alone: bool = False,
+        stream: Callable[[], Any] = lambda: None,
         draws: bool = True,
     ) -> None:
         self.policy, self.pack, self.unpack, self.state, self.timed = policy, pack, unpack, state, timed
         self.alone, self.draws = alone, draws
+        self.stream, self.at = stream, stream()
         self.reads = Reads() if reads is None else reads
         self.trace = Trace() if trace is None else trace
         self.learner: Learner | None = None
@@ -236,7 +241,7 @@ class _Returning(_Mode):
     def __enter__(self) -> Any:
         region = self.region
         self._operators = {operator for operator, _ in region.saved}
-        self._last = not keeps_graph()
+        self._last = not keeps_graph() and region.stream() == region.at  # [guard: recomputation on another stream]
         # [guard: saved outputs that were dropped]
         self._left_out = region.left_out if region.complete == frozenset(region.saved) else {}
         self._place = -1
