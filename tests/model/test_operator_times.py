@@ -14,6 +14,21 @@ from actoffload.planner import OperatorCost
 from actoffload.recompute import Reads, Region, Trace, recomputed
 
 
+def test_what_operators_read_and_who_needs_them():
+    device = Timed(1e6, 1e6)
+    with use(device):
+        times, reads, trace = OperatorTimes(device), Reads(), Trace()
+        region = Region(lambda call: True, reads=reads, trace=trace, timed=times.of(0, reads, trace))
+        recomputed(lambda x: x.cos().add(1.0).sigmoid().sin(), region, torch.ones(2, requires_grad=True))
+        (costs,) = times.costs().values()
+    assert [(of.name.split(".")[1], of.reads, of.needed) for of in costs] == [
+        ("cos", (), False),
+        ("add", (0,), False),
+        ("sigmoid", (1,), True),
+        ("sin", (), False),
+    ]
+
+
 def test_alike_groups_have_the_median_and_what_is_not_read_is_not_worth_saving():
     device = Timed(1e6, 1e6)
     DEVICES.append(device)

@@ -81,7 +81,9 @@ TESTS: dict[str, list[str]] = {
     "model/discovery.py": ["tests/model/test_discovery.py"],
     "model/select.py": ["tests/model/test_select.py", "tests/model/test_select_wrappers.py"],
     "recompute/policy.py": [f"tests/recompute/test_{name}.py" for name in ("region", "state", "programs")],
-    "recompute/region.py": [f"tests/recompute/test_{name}.py" for name in ("region", "edits", "programs", "aborts")],
+    "recompute/region.py": [
+        f"tests/recompute/test_{name}.py" for name in ("region", "trace", "edits", "programs", "aborts")
+    ],
     "recompute/watch.py": [
         *(f"tests/recompute/test_{name}.py" for name in ("state", "edits", "beside", "programs")),
         "tests/model/test_discovery_of_models.py::test_layers_that_write_to_a_cache_are_not_recomputed",

@@ -274,3 +274,11 @@ def test_what_a_region_returns_may_be_edited_outside():
             found = call(lambda x, policy=policy, trace=trace: recomputed(model, Region(policy, trace=trace), x))
             for a, b in zip(found, call(model), strict=True):
                 assert torch.equal(a, b)
+
+
+def test_outputs_that_are_read_now_and_then_are_saved():
+    reads = Reads()
+    for used in (["one"], [], ["one"], []):
+        reads.learn(["one", "two"], used)
+        assert "one" in reads
+        assert "two" not in reads

@@ -33,6 +33,11 @@ class Rotated(nn.Module):
         return attention(x, self.weight, self.angles)
 
 
+class Cosine(nn.Module):
+    def forward(self, x):
+        return x.cos()
+
+
 class Program:
     """A module that is recomputed, call after call, and the operators that its recomputations left out."""
 
@@ -119,6 +124,47 @@ def test_a_retained_graph_and_half_a_backward():
     for retain in (True, False):
         got = torch.autograd.grad(loss, [x, program.module.weight], retain_graph=retain)
         assert all(map(torch.equal, got, want))
+
+
+def test_a_policy_that_saves_what_was_saved_for_nothing():
+    """The products of frozen weights, and the cosine that they read, are left out one after the other."""
+    module = nn.Sequential(Cosine(), nn.Linear(8, 8, bias=False), nn.Sigmoid(), nn.Sigmoid())
+    module[1].requires_grad_(False)
+    program = Program(module, "aten.mm.default#0", "aten.sigmoid.default#0")
+    assert program.steps()[-1] == ["cos", "mm"]
+    program.policy = saving(["aten.mm.default#0"])
+    assert program.steps() == [[], ["cos"], ["cos"], ["cos"]]
+
+
+def test_two_halves_of_a_backward():
+    """What the first half drops is run again in the second."""
+
+    class Both(nn.Module):
+        def forward(self, x):
+            return [(x.cos() * (k + 1.0)).sigmoid().sin() for k in range(2)]
+
+    module = Both()
+    program = Program(module, "aten.sigmoid.default#0", "aten.sigmoid.default#1")
+
+    def step(function):
+        x = torch.linspace(-1, 1, 32).view(4, 8).requires_grad_()
+        one, two = function(x)
+        one.sum().backward()
+        two.sum().backward()
+        return x.grad
+
+    for _ in range(4):
+        assert torch.equal(step(program.forward), step(module))
+    assert program.region.left_out
+
+
+@pytest.mark.parametrize("other", [False, True])
+def test_a_recomputation_on_another_stream_drops_nothing(other):
+    streams = iter([0, int(other)])
+    module, trace = Rotated(), Trace(known=True)
+    region = Region(saving([ROTATED]), trace=trace, stream=lambda: next(streams))
+    recomputed(module, region, torch.randn(4, 8, requires_grad=True)).sum().backward()
+    assert bool(region.saved) == other
 
 
 def test_a_second_order_gradient():

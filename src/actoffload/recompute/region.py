@@ -193,10 +193,10 @@ class _Saving(_Mode):
     def __exit__(self, *error: object) -> Any:
         left = super().__exit__(*error)
         region, trace = self.region, self.region.trace
-        # [guard: operators as in the trace]
+        # [guard: operators as in the trace -> True]
         if trace.operators and self._operators == trace.operators and region.flags == trace.flags:
-            places, known = trace.left_out(region.chosen), self._shapes
-            saved = region.chosen - self._useless <= region.saved.keys()  # [guard: saved as expected -> True]
+            (places, useless), known = trace.left_out(region.chosen), self._shapes
+            saved = region.chosen - useless <= region.saved.keys()
             if saved and all(known.get(place) for place in places):  # [guard: shapes of what is left out -> True]
                 region.left_out = {place: known[place] for place in places}
                 region.complete = frozenset(region.saved)
@@ -241,8 +241,10 @@ class _Returning(_Mode):
     def __enter__(self) -> Any:
         region = self.region
         self._operators = {operator for operator, _ in region.saved}
-        self._last = not keeps_graph() and region.stream() == region.at  # [guard: recomputation on another stream]
-        # [guard: saved outputs that were dropped]
+        self._last = (
+            not keeps_graph()  # [guard: graph that is retained]
+            and region.stream() == region.at  # [guard: recomputation on another stream]
+        )
         self._left_out = region.left_out if region.complete == frozenset(region.saved) else {}
         self._place = -1
         return super().__enter__()

@@ -162,16 +162,17 @@ class Trace:
     calls: Sequence[_Call] = ()  # until autograd saves no more: there recomputation ends
     _known: dict[frozenset[Key], tuple[frozenset[int], frozenset[Key]]] = field(default_factory=dict)
 
-    def left_out(self, saved: Iterable[Key]) -> frozenset[int]:
-        """Return, and expect, the places of the operators that need not run again if the outputs of some are saved.
+    def left_out(self, saved: Iterable[Key]) -> tuple[frozenset[int], frozenset[Key]]:
+        """Return, and expect, what need not run again if the outputs of some operators are saved.
 
-        The place of an operator is its position among those that are counted.
+        First the places of these operators, which are positions among those that are counted; then those of them whose
+        outputs are saved for nothing.
         """
         key = frozenset(saved)
         if key not in self._known:
             self._known[key] = self._left_out(key)
         self.expected, self.useless = self._known[key]
-        return self.expected
+        return self._known[key]
 
     def _left_out(self, saved: frozenset[Key]) -> tuple[frozenset[int], frozenset[Key]]:
         needed, found, names = list(self.needed), set[int](), set[Key]()
