@@ -82,7 +82,7 @@ TESTS: dict[str, list[str]] = {
     "model/select.py": ["tests/model/test_select.py", "tests/model/test_select_wrappers.py"],
     "recompute/policy.py": [f"tests/recompute/test_{name}.py" for name in ("region", "state", "programs")],
     "recompute/region.py": [
-        f"tests/recompute/test_{name}.py" for name in ("region", "trace", "edits", "programs", "aborts")
+        f"tests/recompute/test_{name}.py" for name in ("region", "left_out", "edits", "programs", "aborts")
     ],
     "recompute/watch.py": [
         *(f"tests/recompute/test_{name}.py" for name in ("state", "edits", "beside", "programs")),

@@ -33,9 +33,9 @@ from ..planner import (
     choose_recomputed,
     frontier,
     variants,
-    within,
     worth_saving,
 )
+from ..planner.variants import within
 from ..recompute import Policy, never, saving
 from ..schedule.costs import LayerCost
 from ..schedule.execution_order import GroupPlans
@@ -52,6 +52,7 @@ __all__ = ["FirstSteps", "Script", "StepTimes"]
 TOLERANCE, SHORT_TOLERANCE, SHORT = 0.01, 0.02, 0.020  # of the time of a pass; for short passes; seconds
 FREE = 0.002  # of the time of a pass; plans that differ by less are equally fast
 MORE = 0.005  # of the limit: so much more allocated memory is looked at
+CARE = 0.002  # fraction of a limit that plans with recomputation leave free
 ROOM = 0.03  # fraction of the device memory that predictions leave free
 CAUTION = 0.7  # part of the tolerance that a plan may cost when it is measured, for passes that take longer later
 MOST = 0.03  # cost, as a fraction of the time of a pass, from which on nothing is offloaded
@@ -170,7 +171,7 @@ class FirstSteps:
             return ""
         cost = found.seconds / (found.baseline_seconds or plan.baseline_seconds)
         peaks = f"A peak of {size(found.peak_bytes)} instead of {size(plan.peak_bytes)}"
-        budget = f'memory_budget="{math.ceil(found.peak_bytes / 2**20)}MiB"'
+        budget = f'memory_budget="{math.ceil(found.peak_bytes / (1 - CARE) / 2**20)}MiB"'
         return f"{peaks} would cost at most {cost:.2f} x the time of a pass without offloading: {budget}."
 
     def fits(self, elements: int) -> bool:
@@ -282,10 +283,15 @@ class FirstSteps:
             else (Variant(own),)
             for key, own, cost, least in zip(again.sequence, owns, costs, wholes, strict=True)
         ]
-        self._choose_among = partial(choose_recomputed, names, ways, link, **self._choose_among.keywords)
+        how = dict(self._choose_among.keywords)
+        if self.limit is not None:
+            how["limit"] = round(self.limit * (1 - CARE))
+        self._choose_among = partial(choose_recomputed, names, ways, link, **how)
         assert self._search_frontier is not None
         self._search_frontier = partial(frontier, names, ways, link, **self._search_frontier.keywords)
         found: GroupPlan = self._choose_among()
+        if _relative(plan) <= _relative(found) and (plan.peak_bytes or inf) <= (self.limit or inf):
+            found = plan
         self.planning += time.perf_counter() - begun
         self.recompute = {again.sequence[k].group: saving(found.saves[k] or ()) for k in found.recomputed}
         return found
@@ -298,14 +304,14 @@ class FirstSteps:
 
     def _operators(
         self, costs: Mapping[int, list[OperatorCost]], forwards: Mapping[int, float]
-    ) -> dict[int, list[OperatorCost]]:
+    ) -> dict[int, tuple[OperatorCost, ...]]:
         """Return the operators of each group, with times that add up to that of its forward.
 
         The first call of a structure is watched and not recomputed; then those of another module of its type are taken.
         """
         found = {group: within(of, forwards.get(group, inf)) for group, of in costs.items()}
         by_type = {type(self._groups[group].module): of for group, of in reversed(found.items())}
-        others = {group: by_type.get(type(self._groups[group].module), []) for group in forwards if group not in found}
+        others = {group: by_type.get(type(self._groups[group].module), ()) for group in forwards if group not in found}
         return found | others
 
     def _compare(self, plan: GroupPlan, offloaded: list[TimedPass], without: list[TimedPass]) -> GroupPlan:
@@ -342,6 +348,11 @@ class FirstSteps:
         order = self._plans.order
         names = group_names(self._groups, order)
         return GroupPlan(names, Plan(max(len(names), 1)), self._log.bytes_of(order), because=because)
+
+
+def _relative(plan: GroupPlan) -> float:
+    """Return the time of a pass with a plan, relative to that without offloading and recomputing."""
+    return plan.seconds / plan.baseline_seconds if plan.seconds and plan.baseline_seconds else inf
 
 
 def _next(stage: Stage) -> Generator[Stage, TimedPass, TimedPass]:

@@ -4,7 +4,7 @@ from .frontier import frontier
 from .group_plan import Choice, GroupPlan
 from .recomputation import choose_recomputed
 from .search import choose
-from .variants import OperatorCost, Variant, variants, within, worth_saving
+from .variants import OperatorCost, Variant, variants, worth_saving
 
 __all__ = [
     "Choice",
@@ -15,6 +15,5 @@ __all__ = [
     "choose_recomputed",
     "frontier",
     "variants",
-    "within",
     "worth_saving",
 ]

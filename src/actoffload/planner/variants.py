@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from ..schedule.costs import LayerCost, Saved
 
@@ -12,7 +13,7 @@ __all__ = ["OperatorCost", "Variant", "variants", "within", "worth_saving"]
 
 COSTLY = 4.0  # times the time for each byte of operators that only read and write memory
 CHEAP = 0.25  # of the bytes are outputs of such operators, at least
-STEPS = 6  # into which the outputs that are worth saving are divided
+STEPS = 12  # into which the outputs that are worth saving are divided
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +82,8 @@ def seconds_again(operators: Sequence[OperatorCost], saved: Collection[str]) -> 
     return total
 
 
-def worth_saving(operators: Sequence[OperatorCost]) -> tuple[OperatorCost, ...]:
+@lru_cache(maxsize=256)  # groups are alike
+def worth_saving(operators: tuple[OperatorCost, ...]) -> tuple[OperatorCost, ...]:
     """Return the operators whose saved outputs save much time for their bytes, the best one first.
 
     An output saves the time of its operator, and of those that run again for nothing else.  Matrix products,
@@ -115,7 +117,7 @@ def worth_saving(operators: Sequence[OperatorCost]) -> tuple[OperatorCost, ...]:
     return tuple(found.values())
 
 
-def within(operators: Sequence[OperatorCost], seconds: float) -> list[OperatorCost]:
+def within(operators: Sequence[OperatorCost], seconds: float) -> tuple[OperatorCost, ...]:
     """Return operators with times that are right if all of them take so long together.
 
     Where the host is slower than the device, each waits for it while it is timed alone: all for about as long.
@@ -124,11 +126,14 @@ def within(operators: Sequence[OperatorCost], seconds: float) -> list[OperatorCo
     while left and sum(left) - len(left) * left[-1] > seconds:
         left.pop()
     late = max((sum(left) - seconds) / len(left), 0.0) if left else 0.0
-    return [replace(of, seconds=max(of.seconds - late, 0.0)) for of in operators]
+    return tuple([replace(of, seconds=max(of.seconds - late, 0.0)) for of in operators])
 
 
 def variants(
-    plain: LayerCost, recomputed: LayerCost, operators: Sequence[OperatorCost] = (), whole: LayerCost | None = None
+    plain: LayerCost,
+    recomputed: LayerCost,
+    operators: tuple[OperatorCost, ...] = (),
+    whole: LayerCost | None = None,
 ) -> tuple[Variant, ...]:
     """Return the ways to run a group, from the most bytes saved to none.
 
@@ -138,22 +143,21 @@ def variants(
         The group without recomputation.
     recomputed : LayerCost
         The group when it was recomputed, and the outputs of the operators that are worth it were saved.
-    operators : sequence of OperatorCost
-        All operators of the group, as they were timed one by one.
+    operators : tuple of OperatorCost
+        All operators of the group, with times as `within` its forward.
     whole : LayerCost, optional
         The group when all of it was recomputed; by default what follows from the operators.
 
     Notes
     -----
     The outputs that take the least time for their bytes are run again first.  An output that is not saved is allocated
-    for a time in forward, and again in backward; beside that, the more is saved, the more memory is as in `recomputed`,
-    and otherwise as in `whole`.  Forward does the same work in each, but the device may have waited for the host.
+    for a time in forward, and again in backward; beside that, memory is as in that of `recomputed` and `whole` which
+    needs more.  Forward does the same work in each, but the device may have waited for the host.
     """
     if whole is not None:  # which ran without hooks of each operator
         plain = replace(plain, host_forward=min(plain.host_forward, whole.host_forward))
         whole = replace(whole, forward=plain.forward)
     recomputed = replace(recomputed, forward=plain.forward)
-    operators = within(operators, plain.forward)
     dense = worth_saving(operators)
     least = seconds_again(operators, {of.name for of in dense})
     found = [Variant(plain), Variant(recomputed, tuple(of.name for of in dense))]
@@ -161,7 +165,7 @@ def variants(
         saves = tuple(of.name for of in dense[:number])
         cost = _without(recomputed, dense[number:], seconds_again(operators, saves) - least)
         if whole is not None:
-            cost = _between(cost, recomputed, whole)
+            cost = _at_most(cost, recomputed, whole)
         if not number:  # run without dispatch modes
             host = plain.host_forward, plain.host_forward + plain.host_backward
             cost = replace(cost, host_forward=host[0], host_backward=host[1]) if whole is None else whole
@@ -169,14 +173,11 @@ def variants(
     return tuple(found)
 
 
-def _between(cost: LayerCost, dense: LayerCost, whole: LayerCost) -> LayerCost:
-    """Return a cost with temporary memory as far between that of others as what it saves."""
-    width = dense.nbytes - whole.nbytes
-    part = (dense.nbytes - cost.nbytes) / width if width > 0 else 1.0
+def _at_most(cost: LayerCost, dense: LayerCost, whole: LayerCost) -> LayerCost:
+    """Return a cost with the temporary memory of that of two others which needs more."""
 
     def temporary(of_dense: int, of_whole: int) -> int:
-        least, most = of_whole + whole.nbytes, of_dense + dense.nbytes
-        return max(round(most + part * (least - most)) - cost.nbytes, 0)
+        return max(max(of_whole + whole.nbytes, of_dense + dense.nbytes) - cost.nbytes, 0)
 
     return replace(
         cost,

@@ -339,10 +339,13 @@ def recomputed(function: Callable[..., T], region: Region, *args: Any, **kwargs:
         with sdpa_kernel(backends):
             return function(*args, **kwargs)
 
+    how: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": region.draws}
+    if region.trace.fixed:
+        how["determinism_check"] = "none"  # which compares the shapes of all that is saved, and takes time of the host
     if region.policy is never or DispatchMode is None:
-        result: T = checkpoint(call, *tensors, use_reentrant=False, preserve_rng_state=region.draws)
+        result: T = checkpoint(call, *tensors, **how)
         return result
     region.begin(tensors)
-    result = checkpoint(call, *tensors, use_reentrant=False, preserve_rng_state=region.draws, context_fn=region.modes)
+    result = checkpoint(call, *tensors, **how, context_fn=region.modes)
     region.finish(result, tensors)
     return result

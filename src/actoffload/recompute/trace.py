@@ -46,7 +46,8 @@ __all__ = ["Learner", "Shape", "Trace", "counted", "hollow", "no_casts_kept", "n
 
 Key: TypeAlias = tuple[Any, int]  # an operator, and how often the region has called it before
 
-CAST, DETACH = torch.ops.aten._to_copy.default, torch.ops.aten.detach.default
+_aten = torch.ops.aten
+CAST, DETACH = _aten._to_copy.default, _aten.detach.default
 """Operators that may run in forward or in recomputation only: autocast keeps casts, and checkpoint detaches."""
 _Operator = type(CAST)  # not a higher-order operator
 _OWN = re.compile(r"([A-Za-z]+Backward\d+|torch::autograd::AccumulateGrad)$")
@@ -158,6 +159,7 @@ class Trace:
     expected: frozenset[int] = frozenset()
     useless: frozenset[Key] = frozenset()
     results: frozenset[Key] = frozenset()
+    fixed: bool = False  # shapes follow from those of the inputs: recomputation need not compare them
     casts_once: bool = False  # see [Note: casts of weights]
     calls: Sequence[_Call] = ()  # until autograd saves no more: there recomputation ends
     _known: dict[frozenset[Key], tuple[frozenset[int], frozenset[Key]]] = field(default_factory=dict)
@@ -268,6 +270,8 @@ class Learner:
             makers.update(dict.fromkeys(call.makes, k))
         readers = Counter(key for call in self._calls if not call.view for key in call.reads)
         trace.casts_once = all(sum(readers[key] for key in made) <= 1 for made in self._casts.values())
+        tags = [tag for call in self._calls for tag in call.operator.tags]
+        trace.fixed = torch.Tag.dynamic_output_shape not in tags and torch.Tag.data_dependent_output not in tags
         trace.results = frozenset(call.key for call in self._calls if not call.makes.isdisjoint(results))
 
 
