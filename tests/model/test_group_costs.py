@@ -10,9 +10,9 @@ import torch
 from timed_device import Timed, TimedModel, offload, step
 
 from actoffload.model import first_steps
-from actoffload.model.group_costs import measured_link
+from actoffload.model.group_costs import beside, measured_link, without_hooks
 from actoffload.model.metering import Copy
-from actoffload.schedule import Link
+from actoffload.schedule import LayerCost, Link, Plan, Saved, simulate
 from actoffload.schedule.timeline import Kind
 
 MIB = 2**20
@@ -74,6 +74,33 @@ def costs(monkeypatch, device: Timed, model: torch.nn.Module, **options: Any) ->
     for _ in range(10):
         step(model)
     return found[0], handle
+
+
+def test_what_a_group_keeps_is_not_in_the_other_bytes_of_those_behind_it():
+    """Each of three groups keeps 10 bytes that it does not keep when it is recomputed."""
+    saved = (Saved(100),)
+    layers = [
+        LayerCost(1.0, 2.0, saved, other_bytes=of) for of in [(50, 60, 80, 70), (60, 70, 80, 80), (70, 80, 80, 80)]
+    ]
+    others = [LayerCost(1.0, 2.0, other_bytes=of) for of in [(50, 50, 70, 70), (50, 50, 60, 70), (50, 50, 50, 60)]]
+    found = beside(others, layers)
+    assert [of.kept_bytes for of in found] == [10, 10, 10]
+    assert [of.other_bytes for of in found] == [(50, 50, 70, 70), (50, 50, 60, 70), (50, 50, 50, 60)]
+    peaks = [simulate(Plan(3), of, Link(1e3, 1e3)).device_peak_bytes for of in (layers, found)]
+    assert peaks[0] == peaks[1] == 380
+    one = [found[0], others[1], found[2]]
+    assert simulate(Plan(3), one, Link(1e3, 1e3)).device_peak_bytes == 270
+
+
+def test_the_host_takes_as_long_for_groups_of_one_kind_and_waits_for_other_reasons():
+    costs = [LayerCost(1.0, 2.0, (Saved(1), Saved(1)), host_forward=9.0, host_backward=9.0)] * 4
+    forward, backward = [5.0, 6.0, 50.0, 70.0], [3.0, 2.0, 40.0, 1.0]
+    host = {(Kind.FORWARD, k): of for k, of in enumerate(forward)}
+    host |= {(Kind.BACKWARD, k): of for k, of in enumerate(backward)}
+    meter: Any = SimpleNamespace(host_seconds=lambda: host)
+    found = without_hooks(costs, meter, [int, int, int, str], 0.5)
+    assert [of.host_forward for of in found] == [4.0, 5.0, 5.0, 69.0]
+    assert [of.host_backward for of in found] == [2.0, 1.0, 2.0, 0.0]
 
 
 def test_when_storages_are_saved_and_needed(monkeypatch):

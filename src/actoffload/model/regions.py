@@ -15,7 +15,6 @@ from .._torch import in_transform, is_compiled, saved_tensor_hooks
 from ..engine.pack import Saved
 from ..engine.unpack import unpack
 from ..recompute import Reads, Region, State, Trace, Watch, never, recomputed, structure
-from ..schedule.execution_order import GroupKey
 from .conduct import DROPPED, Conduct, FollowedModule
 
 __all__ = ["Regions"]
@@ -49,7 +48,7 @@ class Regions:
         self._modules = modules
         self._alone: dict[int, bool] = {}  # by group
         self._owners: Counter[int] | None = None  # by the identity of a parameter: modules that have it
-        self._runs: tuple[Sequence[GroupKey], Counter[int]] = (), Counter()  # an order, and how often each group runs
+        self._before, self._now = Counter[int](), Counter[int]()  # calls in the forward before and in this one, by group
         self._reads: dict[int, Reads] = {}
         self._traces: dict[tuple[int, Hashable], Trace] = {}  # by group and structure
         self._watches: dict[Hashable, Watch] = {}  # by structure
@@ -74,6 +73,7 @@ class Regions:
         policy = conduct.recompute.get(of.group)
         if policy is None or not torch.is_grad_enabled():
             return None
+        self._now[of.group] += 1
         obstacle = self._obstacle(of)
         if obstacle:
             self._latest[of.group] = obstacle, None
@@ -97,7 +97,7 @@ class Regions:
         timed = None if conduct.operators is None else conduct.operators.of(of.group, reads, trace)
         packing: dict[str, Any] = {} if pack is None else {"pack": pack, "unpack": _unpack_unless_edited}
         # The state of a generator cannot be read while a graph is captured; then no random number is drawn.
-        alone = trace.casts_once and self._reads_alone(of, conduct.order)
+        alone = trace.casts_once and self._reads_alone(of)
         region = Region(
             policy,
             **packing,
@@ -111,15 +111,17 @@ class Regions:
         )
         return lambda function, *args, **kwargs: recomputed(function, region, *args, **kwargs)
 
-    def _reads_alone(self, of: FollowedModule, order: Sequence[GroupKey]) -> bool:
+    def forward_begins(self) -> None:
+        """Note that a forward of the model begins."""
+        self._before, self._now = self._now, Counter()
+
+    def _reads_alone(self, of: FollowedModule) -> bool:
         """Return whether nothing but one call of a group reads its parameters in a forward."""
         if self._owners is None:
             modules = self._modules[0].module.modules()
             self._owners = Counter(id(weight) for each in modules for weight in each._parameters.values())
-        if self._runs[0] is not order:
-            self._runs = order, Counter(key.group for key in order)
-        owners = self._owners
-        return self._runs[1][of.group] == 1 and all(owners[id(weight)] == 1 for weight in of.module.parameters())
+        owners, calls = self._owners, (self._before[of.group], self._now[of.group])
+        return calls == (1, 1) and all(owners[id(weight)] == 1 for weight in of.module.parameters())
 
     def _obstacle(self, of: FollowedModule) -> str:
         """Return why a call of a group that begins now cannot be recomputed; empty if it can."""

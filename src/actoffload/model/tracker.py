@@ -145,6 +145,8 @@ class Tracker:
                     "place is not offloaded. Call remove() of the handle, then offload again."
                 )
             self._begin_forward(conduct, alone=alone)
+            if not alone:
+                self.regions.forward_begins()
             if of.role is ROOT and thread.current is not None:
                 thread.current.take_inputs(tensors_in((args, kwargs)))
         call = _Call(of)
