@@ -48,7 +48,8 @@ class Regions:
         self._modules = modules
         self._alone: dict[int, bool] = {}  # by group
         self._owners: Counter[int] | None = None  # by the identity of a parameter: modules that have it
-        self._before, self._now = Counter[int](), Counter[int]()  # calls in the forward before and in this one, by group
+        # By group: calls in the forward before, and in this one.
+        self._before, self._now = Counter[int](), Counter[int]()
         self._reads: dict[int, Reads] = {}
         self._traces: dict[tuple[int, Hashable], Trace] = {}  # by group and structure
         self._watches: dict[Hashable, Watch] = {}  # by structure
