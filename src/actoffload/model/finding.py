@@ -49,6 +49,7 @@ class Finder:
         then: Steering,
         *,
         default: frozenset[str],
+        lean: bool = False,
     ) -> None:
         self._groups, self._plans, self._log, self._root, self._then = groups, plans, log, root, then
         self._skipped: list[tuple[str, Module]] = []  # blocks without gradients that the forward did not call
@@ -56,6 +57,7 @@ class Finder:
         self._default = default  # the kinds of what was found
         # Where blocks are all that there is, their schedule is known.
         self._roles = Roles.offload_all() if any(of.kind == MODULE for of in groups) else None
+        self._lean = lean  # a limit of memory holds: each block leaves when its forward has ended
 
     def retire(self) -> None:
         """Do nothing: nothing is measured yet."""
@@ -79,7 +81,8 @@ class Finder:
         if self._alone:
             return self._then.forward_begins(inputs, alone=alone, busy=busy)
         if roles is None:
-            return Conduct(Mode.WHOLE, self._plans.order, self._plans.roles)
+            roles_of = (lambda order: Roles.leanest(len(order))) if self._lean else self._plans.roles
+            return Conduct(Mode.WHOLE, self._plans.order, roles_of)
         return Conduct(Mode.WHOLE, (), lambda order: roles)
 
     def forward_ends(self, output: Any) -> None:

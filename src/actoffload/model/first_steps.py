@@ -42,7 +42,7 @@ from ..schedule.execution_order import GroupPlans
 from ..schedule.plan import Plan
 from ..schedule.timeline import milliseconds, size
 from .conduct import FollowedModule
-from .group_costs import at_the_pace_of, beside, hook_seconds, layer_costs, measured_link, without_hooks
+from .group_costs import at_the_pace_of, beside, hook_seconds, layer_costs, measured_link, steady, without_hooks
 from .reporting import PassLog, group_names
 from .steering import RolesOfPlan
 from .timed_pass import Stage, TimedPass
@@ -52,7 +52,7 @@ __all__ = ["FirstSteps", "Script", "StepTimes"]
 TOLERANCE, SHORT_TOLERANCE, SHORT = 0.01, 0.02, 0.020  # of the time of a pass; for short passes; seconds
 FREE = 0.002  # of the time of a pass; plans that differ by less are equally fast
 MORE = 0.005  # of the limit: so much more allocated memory is looked at
-CARE = 0.002  # fraction of a limit that plans with recomputation leave free
+CARE = 0.002  # part of a peak by which plans with recomputation may exceed what was predicted
 ROOM = 0.03  # fraction of the device memory that predictions leave free
 CAUTION = 0.7  # part of the tolerance that a plan may cost when it is measured, for passes that take longer later
 MOST = 0.03  # cost, as a fraction of the time of a pass, from which on nothing is offloaded
@@ -104,6 +104,7 @@ class FirstSteps:
         self._bare_peak = 0  # bytes of device memory without offloading
         self._choose_among: partial[GroupPlan] | None = None
         self._search_frontier: partial[tuple[GroupPlan, ...]] | None = None
+        self._careful = False  # some groups may be recomputed
 
     def run(self, *, warm: bool) -> Script:
         """Yield what the next pass is for, get it when it is over, and return a plan; see [Note: the first steps].
@@ -157,7 +158,8 @@ class FirstSteps:
 
     def frontier(self) -> tuple[GroupPlan, ...]:
         """Return the plans that are worth having; none if the costs are not known."""
-        return () if self._search_frontier is None else self._search_frontier()
+        found = () if self._search_frontier is None else self._search_frontier()
+        return tuple(map(_careful, found)) if self._careful else found
 
     def next_choice(self) -> str:
         """Return what a smaller peak would cost, in a sentence; empty if that is not known or there is none."""
@@ -167,11 +169,12 @@ class FirstSteps:
         if plan.peak_bytes is None or not plan.baseline_seconds:
             return ""
         found = self._choose_among(limit=round(plan.peak_bytes * SMALLER))
+        found = _careful(found) if self._careful else found
         if found.seconds is None or found.peak_bytes is None or found.peak_bytes >= plan.peak_bytes:
             return ""
         cost = found.seconds / (found.baseline_seconds or plan.baseline_seconds)
         peaks = f"A peak of {size(found.peak_bytes)} instead of {size(plan.peak_bytes)}"
-        budget = f'memory_budget="{math.ceil(found.peak_bytes / (1 - CARE) / 2**20)}MiB"'
+        budget = f'memory_budget="{math.ceil(found.peak_bytes / 2**20)}MiB"'
         return f"{peaks} would cost at most {cost:.2f} x the time of a pass without offloading: {budget}."
 
     def fits(self, elements: int) -> bool:
@@ -274,7 +277,7 @@ class FirstSteps:
         wholes: Sequence[LayerCost | None] = [None] * len(costs)
         if whole is not None and whole.sequence == again.sequence:
             wholes = self._alone(whole, layer_costs(whole, whole))
-        owns = beside(costs, at_the_pace_of(costs, layers))
+        owns = beside(costs, at_the_pace_of(costs, steady(layers, self._kinds(again))))
         times = Counter(key.group for key in again.sequence)
         ways = [
             # One that saves as much was not recomputed; one that runs several times would have one way for all of them.
@@ -285,11 +288,12 @@ class FirstSteps:
         ]
         how = dict(self._choose_among.keywords)
         if self.limit is not None:
-            how["limit"] = round(self.limit * (1 - CARE))
+            how["limit"] = math.floor(self.limit / (1 + CARE)) + 1
         self._choose_among = partial(choose_recomputed, names, ways, link, **how)
         assert self._search_frontier is not None
         self._search_frontier = partial(frontier, names, ways, link, **self._search_frontier.keywords)
-        found: GroupPlan = self._choose_among()
+        found = _careful(self._choose_among())
+        self._careful = True
         if _relative(plan) <= _relative(found) and (plan.peak_bytes or inf) <= (self.limit or inf):
             found = plan
         self.planning += time.perf_counter() - begun
@@ -299,8 +303,11 @@ class FirstSteps:
     def _alone(self, timed: TimedPass, costs: Sequence[LayerCost]) -> list[LayerCost]:
         """Return the costs of a pass that offloaded everything, without the time of the host for that."""
         assert timed.meter is not None
-        kinds = [type(self._groups[key.group].module) for key in timed.sequence]
-        return without_hooks(costs, timed.meter, kinds, HOST_SECONDS)
+        kinds = self._kinds(timed)
+        return without_hooks(steady(costs, kinds), timed.meter, kinds, HOST_SECONDS)
+
+    def _kinds(self, timed: TimedPass) -> list[type]:
+        return [type(self._groups[key.group].module) for key in timed.sequence]
 
     def _operators(
         self, costs: Mapping[int, list[OperatorCost]], forwards: Mapping[int, float]
@@ -348,6 +355,11 @@ class FirstSteps:
         order = self._plans.order
         names = group_names(self._groups, order)
         return GroupPlan(names, Plan(max(len(names), 1)), self._log.bytes_of(order), because=because)
+
+
+def _careful(plan: GroupPlan) -> GroupPlan:
+    """Return a plan with the peak that it has at most."""
+    return plan if plan.peak_bytes is None else replace(plan, peak_bytes=math.ceil(plan.peak_bytes * (1 + CARE)))
 
 
 def _relative(plan: GroupPlan) -> float:

@@ -7,6 +7,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from math import inf
 from statistics import median
 from typing import TypeAlias
 
@@ -15,11 +16,13 @@ from ..schedule.timeline import Kind
 from .metering import Copy, Meter, Times
 from .timed_pass import TimedPass
 
-__all__ = ["at_the_pace_of", "beside", "hook_seconds", "layer_costs", "measured_link", "without_hooks"]
+__all__ = ["at_the_pace_of", "beside", "hook_seconds", "layer_costs", "measured_link", "steady", "without_hooks"]
 
 
 SHARED = 0.05
 """Part of the time of copies for which both directions must have been busy, so that their common rate is known."""
+INTERRUPTED, MOMENT = 1.5, 1e-3
+"""Times the usual time and seconds beyond which a group was interrupted."""
 CLOCKS = 0.15
 """By how much a warm device computes slower at most than a cool one, as a part of the time."""
 
@@ -177,6 +180,35 @@ def without_hooks(costs: Sequence[LayerCost], meter: Meter, kinds: Sequence[type
 
     return [
         replace(cost, host_forward=work(Kind.FORWARD, k), host_backward=work(Kind.BACKWARD, k))
+        for k, cost in enumerate(costs)
+    ]
+
+
+def steady(costs: Sequence[LayerCost], kinds: Sequence[type]) -> list[LayerCost]:
+    """Return costs without interruptions: groups of one kind, if there are three or more, take about as long.
+
+    A pass is measured once, and the program or the system may interrupt it.
+    """
+    usual = dict[tuple[type, str], float]()
+    for kind in set(kinds):
+        alike = [cost for cost, of in zip(costs, kinds, strict=True) if of is kind]
+        for name in ("forward", "backward", "gap_forward", "gap_backward"):
+            usual[kind, name] = median(getattr(cost, name) for cost in alike) if len(alike) >= 3 else inf
+
+    def seconds(k: int, name: str) -> float:
+        own: float = getattr(costs[k], name)
+        edge = (name, k) in (("gap_forward", 0), ("gap_backward", len(costs) - 1))  # input and loss
+        middle = usual[kinds[k], name]
+        return own if edge or own <= INTERRUPTED * middle + MOMENT else middle
+
+    return [
+        replace(
+            cost,
+            forward=seconds(k, "forward"),
+            backward=seconds(k, "backward"),
+            gap_forward=seconds(k, "gap_forward"),
+            gap_backward=seconds(k, "gap_backward"),
+        )
         for k, cost in enumerate(costs)
     ]
 

@@ -205,7 +205,9 @@ def offload(
             steering = Tuner(engine, groups, plans, log, type(module).__name__, passes=int(searching), **more)
         if not searching:
             return steering
-        return Finder(groups, plans, log, weakref.ref(module), steering, default=frozenset((BLOCK, MODULE)))
+        lean = isinstance(steering, Tuner)
+        default = frozenset((BLOCK, MODULE))
+        return Finder(groups, plans, log, weakref.ref(module), steering, default=default, lean=lean)
 
     arguments = {
         "layers": written(module, layers),

@@ -208,11 +208,15 @@ class Search:
                 found, allowed = placement, placement.seconds * (1 - ROUNDING)
         return found
 
+    def beyond(self) -> str:
+        """Return the reason for a plan that exceeds the limit."""
+        return f"No plan is within the limit of {size(int(self.limit))}; this one has the smallest peak."
+
     def because(self, plan: Plan, result: Simulation) -> str:
         """Return why this plan was chosen."""
         allowed = self.keep.seconds * (1 + self.tolerance)
         if result.device_peak_bytes > self.limit:
-            return f"No plan is within the limit of {size(int(self.limit))}; this one has the smallest peak."
+            return self.beyond()
         if self.keep.peak_bytes > self.limit and result.step_time > allowed:
             kept, limit = size(self.keep.peak_bytes), size(int(self.limit))
             return f"Without offloading the peak would be {kept}, above the limit of {limit}."
