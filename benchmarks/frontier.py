@@ -32,7 +32,7 @@ __all__ = ["PARTS", "SMALL_PARTS", "measure_part"]
 
 SELECTIVE, LAYERS = "selective", "layers"
 BUDGETS = 10
-PASSES = 12  # of which the first measure
+PASSES = 13  # of which the first measure
 REPEATS = 3
 TARGETS = {"8k": 15.4, "32k": 12.3, "8k-compiled": 15.0, "32k-compiled": 10.0}
 """Budgets in GiB, a little above the peaks with checkpointing."""
@@ -133,7 +133,7 @@ def measure_part(name: str, part: Part, device: torch.device, budgets: int = BUD
     smallest = _smallest(first.handle) if gpu else peak // 3
     for k in range(budgets):
         arms.offload(OURS, passes, memory_budget=smallest + (peak - smallest) * k // max(budgets - 1, 1))
-    for count in part.settings.counts:
+    for count in part.settings.counts[::2]:
         arms.offload(LAYERS, 2, num_layers=count)
     rows = [_row(arm) for arm in arms.arms]
     steps = {str(k): arm.step for k, arm in enumerate(arms.arms)}
@@ -146,15 +146,24 @@ def measure_part(name: str, part: Part, device: torch.device, budgets: int = BUD
             row["distance"] = {key: row["predicted"][key] / row[key] - 1 for key in ("seconds", "peak_bytes")}
         shown = "" if row["budget"] is None else f" {row['budget'] / 2**30:.2f} GiB"
         print(f"  {row['method']}{shown}: {row['ratio']:.3f}, {row['peak_bytes'] / 2**30:.2f} GiB", flush=True)
+    found = _profile(first)
     arms.close()
     del arms, first, steps
     gc.collect()
     noise = abs(times[1] - times[0]) / baseline
-    return {**_described(part), "noise": noise, "target": target, "arms": rows}
+    return {**_described(part), "noise": noise, "target": target, "arms": rows, "profile": {**found, "none": baseline}}
 
 
 def _described(part: Part) -> dict[str, Any]:
     return {"settings": part.settings.to_json(), "compiled": part.compiled}
+
+
+def _profile(arm: Arm) -> dict[str, float]:
+    """Record a step; return where its time goes, in seconds."""
+    with arm.handle.recording():
+        arm.step()
+    seconds = {kind.name.lower(): of for kind, of in arm.handle.timeline().seconds.items()}
+    return {**seconds, "again": arm.handle.plan.recompute_seconds}
 
 
 def _smallest(handle: Any) -> int:

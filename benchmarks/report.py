@@ -119,6 +119,7 @@ def frontier_sections(data: Data) -> list[str]:
         at_target = next(a for a in part["arms"] if a["budget"] == part["target"])
         found += [text("frontier_part", stack=_stack(part)), table("frontier", rows)]
         found += [text("frontier_noise", **part), f"```text\n{at_target['plan']}\n```"]
+        found.append(text("frontier_profile", **part["profile"]))
     return [*found, origin(data)]
 
 

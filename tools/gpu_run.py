@@ -74,14 +74,14 @@ def steps(out: Path, *, rehearse: bool, select: str) -> dict[str, Step]:
     small = ("--rehearse",) if rehearse else ()
     benchmark, target = "benchmarks/run.py", ("--out", str(out))
     every = [
-        Step("tests", tuple(pytest), 180),
+        Step("tests", tuple(pytest), 260),
         Step("gallery", ("docs/tools/record_gallery.py", "record", *target), 200),
         Step("overhead", (benchmark, "overhead", *target, *small), 60),
         Step("linear", (benchmark, "linear", *target, *small), 70),
         Step("gpt", (benchmark, "gpt", *target, *small), 300),
         Step("trainer", (benchmark, "trainer", *target, *small), 240),
         Step("predict", (benchmark, "predict", *target, *small), 400),
-        Step("frontier-eager", (benchmark, "frontier", "--only", "8k,32k", *target, *small), 480),
+        Step("frontier-eager", (benchmark, "frontier", "--only", "8k,32k", *target, *small), 540),
         Step("frontier-compiled", (benchmark, "frontier", "--only", "8k-compiled,32k-compiled", *target, *small), 480),
         Step("host", (benchmark, "llama", "--only", "host", *target, *small), 60),
         Step("llama", (benchmark, "llama", *target, *small), 330),
