@@ -76,7 +76,7 @@ TESTS: dict[str, list[str]] = {
     ],
     "model/metering.py": ["tests/model/test_tuning_values.py::test_values_in_each_stage"],
     "model/tuning.py": ["tests/model/test_tuning_lifetime.py"],
-    "model/regions.py": ["tests/recompute/test_beside.py", "tests/recompute/test_state.py"],
+    "model/regions.py": [f"tests/recompute/test_{name}.py" for name in ("beside", "state", "casts")],
     "model/blocks.py": ["tests/model/test_stacks.py", "tests/model/test_select.py"],
     "model/discovery.py": ["tests/model/test_discovery.py"],
     "model/select.py": ["tests/model/test_select.py", "tests/model/test_select_wrappers.py"],

@@ -50,6 +50,7 @@ class Regions:
         self._owners: Counter[int] | None = None  # by the identity of a parameter: modules that have it
         # By group: calls in the forward before, and in this one.
         self._before, self._now = Counter[int](), Counter[int]()
+        self._autocast = True  # the program began autocast before the forward
         self._reads: dict[int, Reads] = {}
         self._traces: dict[tuple[int, Hashable], Trace] = {}  # by group and structure
         self._watches: dict[Hashable, Watch] = {}  # by structure
@@ -112,9 +113,9 @@ class Regions:
         )
         return lambda function, *args, **kwargs: recomputed(function, region, *args, **kwargs)
 
-    def forward_begins(self) -> None:
-        """Note that a forward of the model begins."""
-        self._before, self._now = self._now, Counter()
+    def forward_begins(self, *, autocast: bool) -> None:
+        """Note that a forward of the model begins; `autocast`: in a block that may have other forwards inside."""
+        self._before, self._now, self._autocast = self._now, Counter(), autocast
 
     def _reads_alone(self, of: FollowedModule) -> bool:
         """Return whether nothing but one call of a group reads its parameters in a forward."""
@@ -122,7 +123,9 @@ class Regions:
             modules = self._modules[0].module.modules()
             self._owners = Counter(id(weight) for each in modules for weight in each._parameters.values())
         owners, calls = self._owners, (self._before[of.group], self._now[of.group])
-        return calls == (1, 1) and all(owners[id(weight)] == 1 for weight in of.module.parameters())
+        if self._autocast or calls != (1, 1):  # [guard: casts that another forward reads -> False]
+            return False
+        return all(owners[id(weight)] == 1 for weight in of.module.parameters())
 
     def _obstacle(self, of: FollowedModule) -> str:
         """Return why a call of a group that begins now cannot be recomputed; empty if it can."""

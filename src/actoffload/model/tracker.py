@@ -146,7 +146,7 @@ class Tracker:
                 )
             self._begin_forward(conduct, alone=alone)
             if not alone:
-                self.regions.forward_begins()
+                self.regions.forward_begins(autocast=torch.is_autocast_enabled(self._engine.backend.type))
             if of.role is ROOT and thread.current is not None:
                 thread.current.take_inputs(tensors_in((args, kwargs)))
         call = _Call(of)
