@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from .._folding import fold_names
-from .._torch import in_transform, is_compiled, saved_tensor_hooks
+from .._torch import in_transform, saved_tensor_hooks
 from ..engine.pack import Saved
 from ..engine.unpack import unpack
 from ..recompute import Reads, Region, State, Trace, Watch, never, recomputed, structure
@@ -92,7 +92,7 @@ class Regions:
             self._latest[of.group] = CAPTURED, None
             return None
         # [guard: compiled group]
-        if policy is not never and any(map(is_compiled, of.module.modules())):
+        if policy is not never and watch.compiled:
             policy = never  # compiled code is one operator
         reads, trace = self._reads.setdefault(of.group, Reads()), self._traces.setdefault((of.group, key), Trace())
         state = State(of.module)

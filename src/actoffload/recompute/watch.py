@@ -35,18 +35,31 @@ REENTRANT = "CheckpointFunction"
 """Beginning of the names of the autograd nodes of reentrant checkpointing, also of that of other libraries."""
 
 
+def inside(module: Module) -> list[Module]:
+    """Return a module and all inside of it; `Module.modules` takes longer, in each forward."""
+    found, met = [module], {module}
+    for each in found:
+        for child in registered(each)[2].values():
+            if child is not None and child not in met:
+                met.add(child)
+                found.append(child)
+    return found
+
+
 def structure(module: Module, args: Any, kwargs: Any) -> Hashable:
     """Return what is equal for calls that are assumed to do the same.
 
-    Of all modules inside, the types, the names of buffers and the flags; of the arguments, the types.
+    Of all modules inside, the types, the names of buffers, the number of attributes and the flags among them; of the
+    arguments, the types.
     """
     modules = [
         (
             type(each),
             tuple([name for name, buffer in registered(each)[1].items() if buffer is not None]),
-            tuple([item for item in vars(each).items() if item[1] is True or item[1] is False]),
+            len(attributes := vars(each)),
+            tuple([value for value in attributes.values() if value is True or value is False]),
         )
-        for each in module.modules()
+        for each in inside(module)
     ]
     return tuple(modules), frozenset(map(type, tree_leaves((args, kwargs))))
 
@@ -59,18 +72,24 @@ class State:
     """The parameters and buffers of a module at one moment, with their versions."""
 
     def __init__(self, module: Module) -> None:
-        self._module = module
-        self._buffers = list(module.buffers())
-        self._versions = [(tensor, _version(tensor)) for tensor in (*module.parameters(), *self._buffers)]
+        self._modules = inside(module)
+        self._kind = type(module).__name__
+        self._buffers = self._present()
+        weights = [of for each in self._modules for of in registered(each)[0].values() if of is not None]
+        self._versions = [(tensor, _version(tensor)) for tensor in (*weights, *self._buffers)]
+
+    def _present(self) -> list[Tensor]:
+        """Return the buffers that the modules have now."""
+        return [of for each in self._modules for of in registered(each)[1].values() if of is not None]
 
     def flags(self) -> tuple[Any, ...]:
         """Return which parameters and buffers get gradients, and how many hooks the modules have."""
-        hooks = [len(of._forward_hooks) + len(of._forward_pre_hooks) for of in self._module.modules()]
+        hooks = [len(of._forward_hooks) + len(of._forward_pre_hooks) for of in self._modules]
         return tuple([tensor.requires_grad for tensor, _ in self._versions]), tuple(hooks)
 
     def changed(self) -> bool:
         """Return whether a parameter or buffer was written to, or a buffer replaced."""
-        buffers = list(self._module.buffers())
+        buffers = self._present()
         # [guard: buffers that a group replaces -> False]
         replaced = len(buffers) != len(self._buffers) or any(map(_differ, buffers, self._buffers))
         # [guard: buffers that a group changes -> False]
@@ -82,7 +101,7 @@ class State:
         if self.changed():
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"a parameter or buffer of a {type(self._module).__name__} that is recomputed in backward was changed "
+                f"a parameter or buffer of a {self._kind} that is recomputed in backward was changed "
                 "after its forward. Change it after backward, or pass recompute=False."
             )
 
@@ -123,17 +142,20 @@ class Watch:
         Why later calls must not be recomputed; empty if they may be, None until the call has returned.
     draws : bool
         Whether the call drew random numbers, or may have in compiled code.
+    compiled : bool
+        Whether modules inside are compiled.
     """
 
     def __init__(self, module: Module) -> None:
         self._module: Module | None = module
         self.reason: str | None = None
         self.draws = True
+        self.compiled = any(map(is_compiled, inside(module)))
 
     def __call__(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Call a function that calls the module."""
         assert self._module is not None
-        state, compiled, self._module = State(self._module), any(map(is_compiled, self._module.modules())), None
+        state, self._module = State(self._module), None
         leaves = tree_leaves((args, kwargs))
         inputs = [(of, _version(of)) for of in leaves if isinstance(of, Tensor)]
         objects = [of for of in leaves if not isinstance(of, Tensor)]
@@ -143,7 +165,7 @@ class Watch:
         else:
             with _Seen() as mode:
                 result = function(*args, **kwargs)
-            seen, self.draws = mode.reason, mode.draws or compiled
+            seen, self.draws = mode.reason, mode.draws or self.compiled
         if state.changed():
             seen = BUFFERS
         elif any(_version(of) != version for of, version in inputs):  # [guard: group that writes to its inputs]
