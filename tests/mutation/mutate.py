@@ -74,6 +74,7 @@ TESTS: dict[str, list[str]] = {
         "tests/model/test_tuning_lifetime.py",
         "tests/recompute/test_aborts.py::test_a_mode_whose_removal_an_interrupt_prevented",
     ],
+    "model/operator_times.py": ["tests/model/test_operator_times.py"],
     "model/metering.py": ["tests/model/test_tuning_values.py::test_values_in_each_stage"],
     "model/tuning.py": ["tests/model/test_tuning_lifetime.py"],
     "model/regions.py": [f"tests/recompute/test_{name}.py" for name in ("beside", "state", "casts")],

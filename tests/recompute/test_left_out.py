@@ -158,6 +158,15 @@ def test_two_halves_of_a_backward():
     assert program.region.left_out
 
 
+def test_what_was_saved_stays_as_long_as_the_graph_is_retained():
+    module, region = Rotated(), Region(saving([ROTATED]), trace=Trace(known=True))
+    loss = recomputed(module, region, torch.randn(4, 8, requires_grad=True)).sum()
+    for retain in (True, True, False):
+        assert len(region.saved) == 1
+        loss.backward(retain_graph=retain)
+    assert not region.saved
+
+
 @pytest.mark.parametrize("other", [False, True])
 def test_a_recomputation_on_another_stream_drops_nothing(other):
     streams = iter([0, int(other)])
