@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from actoffload.recompute import Reads, Region, State, Trace, recomputed, saving
 from actoffload.recompute.trace import hollow, shapes
@@ -258,6 +259,21 @@ def test_a_new_hook_may_keep_anything():
     module[0].register_forward_hook(lambda module, args, output: seen.append(output))
     assert program.steps() == [[], [], [], []]
     assert all(torch.isfinite(of).all() for of in seen)
+
+
+def test_a_mode_of_the_program_sees_real_tensors():
+    class Finite(TorchDispatchMode):
+        def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+            outputs = operator(*args, **(kwargs or {}))
+            assert all(of.isfinite().all() for of in tree_leaves(outputs) if isinstance(of, torch.Tensor))
+            return outputs
+
+    program = Program(Rotated(), ROTATED)
+    program.steps()
+    output = program.forward(torch.randn(4, 8, requires_grad=True))
+    assert program.region.left_out
+    with Finite():
+        output.sum().backward()
 
 
 def test_a_weight_that_gets_gradients_from_now_on():

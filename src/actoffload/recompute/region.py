@@ -24,7 +24,15 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
-from .._torch import DispatchMode, keeps_graph, tree_flatten, tree_unflatten, version_of, versions_shared
+from .._torch import (
+    DispatchMode,
+    current_dispatch_mode,
+    keeps_graph,
+    tree_flatten,
+    tree_unflatten,
+    version_of,
+    versions_shared,
+)
 from .modes import Mode
 from .policy import Call, Policy, concern_of, never, saveable
 from .trace import Learner, Trace, counted, hollow, no_casts_kept, shapes
@@ -245,7 +253,9 @@ class _Returning(_Mode):
             not keeps_graph()  # [guard: graph that is retained]
             and region.stream() == region.at  # [guard: recomputation on another stream]
         )
-        self._left_out = region.left_out if region.complete == frozenset(region.saved) else {}
+        # Not if some were dropped, and not under another mode, which may read what every operator returns.
+        complete = current_dispatch_mode() is None and region.complete == frozenset(region.saved)
+        self._left_out = region.left_out if complete else {}
         self._place = -1
         return super().__enter__()
 
