@@ -18,13 +18,15 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from ..device.base import Backend, Stream, StreamEvent
+from ..engine.layer import Layer
 from ..engine.passes import Pass
 from ..engine.recorder import TimelineRecorder
 from ..engine.reload import Residency
 from ..engine.statistics import Counters
+from ..engine.storage import SavedStorage
 from ..schedule.timeline import Kind
 
-__all__ = ["Border", "Copy", "Meter", "Times", "current_stream"]
+__all__ = ["Border", "Copy", "Meter", "Times", "counts_in", "current_stream"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,9 +234,17 @@ def _on_device(owner: Pass) -> int:
     saved = sum(resident.nbytes for resident in residents)
     for layer in owner.layers:
         for storage in layer.living():
-            if max(storage.layers) == layer.index and storage.residency is not Residency.HOST:
+            if counts_in(storage, layer) and storage.residency is not Residency.HOST:
                 saved += storage.nbytes
     return saved
+
+
+def counts_in(storage: SavedStorage, layer: Layer) -> bool:
+    """Return whether a storage counts in a layer: in the last one that saved it, unless more than two did.
+
+    What many save, such as the angles of rotary embeddings, is on the device from the first of them to the first.
+    """
+    return max(storage.layers) == layer.index and len(storage.layers) <= 2
 
 
 def current_stream(backend: Backend) -> Stream:

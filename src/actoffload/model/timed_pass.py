@@ -13,7 +13,7 @@ from .._torch import after_backward
 from ..device.base import Backend, StreamEvent
 from ..engine.model_pass import ModelPass
 from ..schedule.execution_order import GroupKey
-from .metering import Meter, current_stream
+from .metering import Meter, counts_in, current_stream
 from .operator_times import OperatorTimes
 
 __all__ = ["Stage", "TimedPass"]
@@ -70,7 +70,7 @@ class TimedPass:
             node.register_prehook(reached)
 
     def saw(self, done: ModelPass[GroupKey], sequence: Sequence[GroupKey]) -> None:
-        """Take what the groups saved in the forward; storages count in the last group that saved them."""
+        """Take what the groups saved in the forward."""
         if self.sequence:
             return
         self.sequence, self.adopted = tuple(sequence), done.adopted
@@ -78,7 +78,7 @@ class TimedPass:
         for layer in done.layers:
             residents = {resident: None for ref in layer.residents if (resident := ref()) and resident not in counted}
             counted.update(residents)
-            own = [storage.nbytes for storage in layer.living() if max(storage.layers) == layer.index]
+            own = [storage.nbytes for storage in layer.living() if counts_in(storage, layer)]
             self.sizes.append((*own, *(resident.nbytes for resident in residents)))
 
     def wait(self, backend: Backend) -> None:
