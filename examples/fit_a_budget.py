@@ -41,7 +41,7 @@ def size(nbytes, space=" "):
 
 @contextmanager
 def limited(nbytes):
-    """Let the process use so many bytes of the GPU; the CPU is not limited."""
+    """Limit the memory of the GPU that the process may use to `nbytes`; the CPU is not limited."""
     gc.collect()
     if reference or nbytes is None:
         yield
@@ -68,7 +68,7 @@ class Run:
 
 
 def train(limit=None, offloading=False, **how):
-    """Train a new model on a device of so many bytes; return what it took."""
+    """Train a new model on a device with `nbytes` of memory; return what it took."""
     with limited(limit):
         torch.manual_seed(0)
         of = {"dropout": 0.0, "activation": "gelu", "batch_first": True, "device": device, "dtype": dtype}

@@ -31,6 +31,7 @@ LIMIT = 120.0
 INTERRUPTED_END = "test_an_interrupt_at_every_bytecode_of_the_end_of_a_failed_forward"
 EDITED = "test_an_edit_in_place_of_a_kept_tensor_is_caught_also_between_two_backwards"
 STREAMS = ["tests/engine/edges", "tests/engine/test_adversary.py"]
+RECOMPUTED = [f"tests/recompute/test_{name}.py" for name in ("region", "left_out", "edits", "programs", "aborts")]
 
 TESTS: dict[str, list[str]] = {
     "context/": STREAMS,
@@ -82,14 +83,12 @@ TESTS: dict[str, list[str]] = {
     "model/discovery.py": ["tests/model/test_discovery.py"],
     "model/select.py": ["tests/model/test_select.py", "tests/model/test_select_wrappers.py"],
     "recompute/policy.py": [f"tests/recompute/test_{name}.py" for name in ("region", "state", "programs")],
-    "recompute/region.py": [
-        f"tests/recompute/test_{name}.py" for name in ("region", "left_out", "edits", "programs", "aborts")
-    ],
+    "recompute/region.py": RECOMPUTED,
+    "recompute/modes.py": RECOMPUTED,
     "recompute/watch.py": [
         *(f"tests/recompute/test_{name}.py" for name in ("state", "edits", "beside", "programs")),
         "tests/model/test_discovery_of_models.py::test_layers_that_write_to_a_cache_are_not_recomputed",
     ],
-    "recompute/modes.py": ["tests/recompute/test_aborts.py"],
     "report/": ["tests/model/test_offload_memory.py", "tests/model/test_offload_report.py"],
     "planner/": ["tests/planner"],
     "schedule/": ["tests/schedule"],

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from whole_model import equal, nothing_installed, offload
 
 from actoffload._torch import NO_BACKWARD, backward_id
-from actoffload.recompute import region
+from actoffload.recompute import modes
 
 
 class Explode(torch.autograd.Function):
@@ -175,7 +175,7 @@ def test_a_mode_whose_removal_an_interrupt_prevented(where, monkeypatch):
     want = step(model, 1)  # of other data, for which the outputs that were saved are wrong
     handle = offload(model, recompute=POLICIES["everything"], layers="blocks.?", fraction=1.0)
     step(model)
-    kind = getattr(region, where)
+    kind = getattr(modes, where)
     enter = kind.__enter__
 
     def interrupted_enter(self):

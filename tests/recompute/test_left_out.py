@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from actoffload.recompute import Reads, Region, State, Trace, recomputed, saving
-from actoffload.recompute.trace import hollow, shapes
+from actoffload.recompute.trace import shapes, without_memory
 
 
 def attention(x, weight, angles):
@@ -37,6 +37,15 @@ class Rotated(nn.Module):
 class Cosine(nn.Module):
     def forward(self, x):
         return x.cos()
+
+
+class Moody(Rotated):
+    """Runs other operators when its mood changes."""
+
+    mood = 0
+
+    def forward(self, x):
+        return super().forward(x.sin() if self.mood % 2 else x.cos())
 
 
 class Program:
@@ -314,12 +323,6 @@ def test_autocast():
 
 
 def test_recomputation_that_runs_other_operators_is_an_error():
-    class Moody(Rotated):
-        mood = 0
-
-        def forward(self, x):
-            return super().forward(x.sin() if self.mood % 2 else x.cos())
-
     program = Program(Moody(), ROTATED)
     program.steps()
     output = program.forward(torch.randn(4, 8, requires_grad=True))
@@ -330,12 +333,6 @@ def test_recomputation_that_runs_other_operators_is_an_error():
 
 
 def test_a_call_that_runs_other_operators_leaves_nothing_out():
-    class Moody(Rotated):
-        mood = 0
-
-        def forward(self, x):
-            return super().forward(x.sin() if self.mood % 2 else x.cos())
-
     program = Program(Moody(), ROTATED)
     assert program.steps()[-1] == ROTATION
     program.module.mood += 1
@@ -387,7 +384,7 @@ def test_a_trace_keeps_no_memory():
 
 @pytest.mark.parametrize("of", [torch.empty(3, 4), torch.empty(4, 3).t(), torch.empty(0, 2), torch.empty(())])
 def test_tensors_without_memory(of):
-    found = hollow(shapes(of))
+    found = without_memory(shapes(of))
     assert (found.shape, found.stride(), found.dtype) == (of.shape, of.stride(), of.dtype)
     if of.numel():
         with pytest.raises(RuntimeError, match="invalid python storage"):

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -27,25 +26,22 @@ from .._torch import is_compiled
 from ..device.base import Backend
 from ..planner import (
     GroupPlan,
-    OperatorCost,
     Variant,
     choose,
     choose_recomputed,
     frontier,
-    variants,
     worth_saving,
 )
-from ..planner.variants import within
 from ..recompute import Policy, never, saving
-from ..schedule.costs import LayerCost
 from ..schedule.execution_order import GroupPlans
 from ..schedule.plan import Plan
 from ..schedule.timeline import milliseconds, size
 from .conduct import FollowedModule
-from .group_costs import at_the_pace_of, beside, hook_seconds, layer_costs, measured_link, steady, without_hooks
+from .group_costs import hook_seconds, layer_costs, measured_link
 from .reporting import PassLog, group_names
 from .steering import RolesOfPlan
 from .timed_pass import Stage, TimedPass
+from .ways import HOST_SECONDS, Ways
 
 __all__ = ["FirstSteps", "Script", "StepTimes"]
 
@@ -58,7 +54,6 @@ CAUTION = 0.7  # part of the tolerance that a plan may cost when it is measured,
 MOST = 0.03  # cost, as a fraction of the time of a pass, from which on nothing is offloaded
 SMALLER = 0.9  # of a peak: the next choice that a report names
 HOST_CAUTION = 2.5  # factor of the host time of hooks: on shared machines it varies by as much
-HOST_SECONDS = 60e-6  # of the host for one tensor that is offloaded, unless measured
 
 
 class StepTimes(NamedTuple):
@@ -90,6 +85,7 @@ class FirstSteps:
     ) -> None:
         self._backend, self._groups, self._plans, self._log, self._budget = backend, groups, plans, log, budget
         self._policies = policies or {}  # by group: how it may be recomputed where the memory is not enough
+        self._ways = Ways(groups, self._policies)
         self.roles: RolesOfPlan | None = None  # of the plan that is tried, and in the end chosen
         self.adopts = False  # groups are offloaded with what was saved before them
         self.limit: int | None = None  # bytes of device memory
@@ -255,7 +251,7 @@ class FirstSteps:
         assert self._choose_among is not None
         names, layers, link = self._choose_among.args
         forwards = {key.group: layer.forward for key, layer in zip(first.sequence, layers, strict=False)}
-        operators = self._operators(first.operators.costs(), forwards)
+        operators = self._ways.operators(first.operators.costs(), forwards)
         self.recompute = {
             group: saving(of.name for of in worth_saving(operators.get(group, ()))) for group in self._policies
         }
@@ -273,19 +269,7 @@ class FirstSteps:
         if again.sequence != timed.sequence or group_names(self._groups, again.sequence) != names:
             return plan
         begun = time.perf_counter()
-        costs = self._alone(again, layer_costs(again, timed))
-        wholes: Sequence[LayerCost | None] = [None] * len(costs)
-        if whole is not None and whole.sequence == again.sequence:
-            wholes = self._alone(whole, layer_costs(whole, whole))
-        owns = beside(costs, at_the_pace_of(costs, steady(layers, self._kinds(again))))
-        times = Counter(key.group for key in again.sequence)
-        ways = [
-            # One that saves as much was not recomputed; one that runs several times would have one way for all of them.
-            variants(own, cost, operators.get(key.group, ()), least)
-            if key.group in self._policies and times[key.group] == 1 and cost.nbytes < own.nbytes
-            else (Variant(own),)
-            for key, own, cost, least in zip(again.sequence, owns, costs, wholes, strict=True)
-        ]
+        ways = self._ways.of(operators, layers, again, timed, whole)
         how = dict(self._choose_among.keywords)
         if self.limit is not None:
             how["limit"] = math.floor(self.limit / (1 + CARE)) + 1
@@ -299,27 +283,6 @@ class FirstSteps:
         self.planning += time.perf_counter() - begun
         self.recompute = {again.sequence[k].group: saving(found.saves[k] or ()) for k in found.recomputed}
         return found
-
-    def _alone(self, timed: TimedPass, costs: Sequence[LayerCost]) -> list[LayerCost]:
-        """Return the costs of a pass that offloaded everything, without the time of the host for that."""
-        assert timed.meter is not None
-        kinds = self._kinds(timed)
-        return without_hooks(steady(costs, kinds), timed.meter, kinds, HOST_SECONDS)
-
-    def _kinds(self, timed: TimedPass) -> list[type]:
-        return [type(self._groups[key.group].module) for key in timed.sequence]
-
-    def _operators(
-        self, costs: Mapping[int, list[OperatorCost]], forwards: Mapping[int, float]
-    ) -> dict[int, tuple[OperatorCost, ...]]:
-        """Return the operators of each group, with times that add up to that of its forward.
-
-        The first call of a structure is watched and not recomputed; then those of another module of its type are taken.
-        """
-        found = {group: within(of, forwards.get(group, inf)) for group, of in costs.items()}
-        by_type = {type(self._groups[group].module): of for group, of in reversed(found.items())}
-        others = {group: by_type.get(type(self._groups[group].module), ()) for group in forwards if group not in found}
-        return found | others
 
     def _compare(self, plan: GroupPlan, offloaded: list[TimedPass], without: list[TimedPass]) -> GroupPlan:
         """Return the plan if passes with it are as short as without, and otherwise one that offloads less."""

@@ -37,7 +37,7 @@ class OperatorTimes:
         self._known: dict[int, tuple[Reads, Trace]] = {}
 
     def of(self, group: int, reads: Reads, trace: Trace) -> Callable[[Any, int, partial[Any]], Any]:
-        """Return a function that runs an operator of a group, which has run so often before, and times it.
+        """Return a function that runs and times an operator of a group, given the number of its calls before.
 
         `reads` says which outputs recomputation reads, and `trace` which operators it runs for what.
         """

@@ -1,6 +1,6 @@
 """Recomputation in backward: whole regions of a model, or all of a region but the outputs of chosen operators."""
 
-from .modes import remove_modes
+from .modes import recomputed
 from .policy import (
     COSTLY,
     Call,
@@ -16,9 +16,9 @@ from .policy import (
     saving,
     worth_saving,
 )
-from .region import Reads, Region, recomputed
+from .region import Reads, Region
 from .trace import Trace
-from .watch import State, Watch, structure
+from .watch import State, Watch, remove_modes, structure
 
 __all__ = [
     "COSTLY",

@@ -134,7 +134,7 @@ def _policy_of_operators(given: Any) -> Policy:
 
 
 def named(operator: Any, number: int) -> str:
-    """Return the name of a call of an operator, which the region has called so often before: ``aten.mm.default#0``."""
+    """Return the name of a call, from the number of calls of its operator before: ``aten.mm.default#0``."""
     return f"{operator}#{number}"
 
 

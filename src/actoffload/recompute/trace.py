@@ -42,7 +42,7 @@ from .._torch import (
 )
 from .policy import draws
 
-__all__ = ["Learner", "Shape", "Trace", "counted", "hollow", "no_casts_kept", "nodes_between", "shapes"]
+__all__ = ["Learner", "Shape", "Trace", "counted", "no_casts_kept", "nodes_between", "shapes", "without_memory"]
 
 Key: TypeAlias = tuple[Any, int]  # an operator, and how often the region has called it before
 
@@ -79,22 +79,22 @@ def shapes(outputs: Any) -> tuple[Shape, ...] | Shape | None:
     return None
 
 
-_hollow: dict[Shape, Tensor] = {}
+_made: dict[Shape, Tensor] = {}
 
 
-def hollow(of: tuple[Shape, ...] | Shape) -> Any:
+def without_memory(of: tuple[Shape, ...] | Shape) -> Any:
     """Return tensors of given shapes without memory."""
     if not isinstance(of, Shape):
-        return tuple(map(hollow, of))
-    found = _hollow.get(of)
+        return tuple(map(without_memory, of))
+    found = _made.get(of)
     if found is None:
         assert storage_at is not None
         last = sum((size - 1) * stride for size, stride in zip(of.size, of.stride, strict=True))
         nowhere = storage_at(0, of.device, (last + 1) * of.dtype.itemsize if 0 not in of.size else 0)
         found = torch.empty(0, dtype=of.dtype, device=of.device).set_(nowhere, 0, of.size, of.stride)
-        if len(_hollow) >= 256:  # of programs whose shapes never repeat
-            _hollow.clear()
-        _hollow[of] = found
+        if len(_made) >= 256:  # of programs whose shapes never repeat
+            _made.clear()
+        _made[of] = found
     return found.detach()
 
 
@@ -159,7 +159,6 @@ class Trace:
     expected: frozenset[int] = frozenset()
     useless: frozenset[Key] = frozenset()
     results: frozenset[Key] = frozenset()
-    fixed: bool = False  # shapes follow from those of the inputs: recomputation need not compare them
     casts_once: bool = False  # see [Note: casts of weights]
     calls: Sequence[_Call] = ()  # until autograd saves no more: there recomputation ends
     _known: dict[frozenset[Key], tuple[frozenset[int], frozenset[Key]]] = field(default_factory=dict)
@@ -270,8 +269,6 @@ class Learner:
             makers.update(dict.fromkeys(call.makes, k))
         readers = Counter(key for call in self._calls if not call.view for key in call.reads)
         trace.casts_once = all(sum(readers[key] for key in made) <= 1 for made in self._casts.values())
-        tags = [tag for call in self._calls for tag in call.operator.tags]
-        trace.fixed = torch.Tag.dynamic_output_shape not in tags and torch.Tag.data_dependent_output not in tags
         trace.results = frozenset(call.key for call in self._calls if not call.makes.isdisjoint(results))
 
 

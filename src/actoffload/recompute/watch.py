@@ -15,12 +15,19 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from .._torch import DispatchMode, is_compiled, registered, saved_tensor_hooks, tree_leaves, version_of
-from .modes import Mode
+from .._torch import (
+    DispatchMode,
+    current_dispatch_mode,
+    is_compiled,
+    registered,
+    saved_tensor_hooks,
+    tree_leaves,
+    version_of,
+)
 from .policy import draws
 from .trace import nodes_between
 
-__all__ = ["State", "Watch", "structure"]
+__all__ = ["Mode", "State", "Watch", "remove_modes", "structure"]
 
 T = TypeVar("T")
 
@@ -108,6 +115,31 @@ class State:
 
 def _differ(one: Any, other: Any) -> bool:
     return one is not other
+
+
+_Base: Any = object if DispatchMode is None else DispatchMode
+
+
+class Mode(_Base):  # type: ignore[misc]
+    """A context that sees every operation, beside compiled code, which stays compiled, and higher-order operators."""
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Do without the wrapper of `torch.compiler.disable`, which takes microseconds for each operator."""
+        return False
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let compiled code run as such."""
+        return True
+
+
+def remove_modes() -> None:
+    """Remove the modes of this thread whose own removal an interrupt prevented."""
+    while isinstance(mode := current_dispatch_mode(), Mode):
+        _Base.__exit__(mode, None, None, None)
 
 
 class _Seen(Mode):

@@ -1,0 +1,84 @@
+"""The ways to run each group, from the passes in which groups were recomputed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from math import inf
+
+from ..planner import OperatorCost, Variant, variants
+from ..planner.variants import within
+from ..recompute import Policy
+from ..schedule.costs import LayerCost
+from .conduct import FollowedModule
+from .group_costs import at_the_pace_of, beside, layer_costs, steady, without_hooks
+from .timed_pass import TimedPass
+
+__all__ = ["HOST_SECONDS", "Ways"]
+
+HOST_SECONDS = 60e-6  # of the host for one tensor that is offloaded, unless measured
+
+
+class Ways:
+    """Finds the ways to run the groups of a model, of which those with a policy may be recomputed."""
+
+    def __init__(self, groups: Sequence[FollowedModule], policies: Mapping[int, Policy]) -> None:
+        self._groups, self._policies = groups, policies
+
+    def operators(
+        self, costs: Mapping[int, list[OperatorCost]], forwards: Mapping[int, float]
+    ) -> dict[int, tuple[OperatorCost, ...]]:
+        """Return the operators of each group, with times that add up to that of its forward.
+
+        The first call of a structure is watched and not recomputed; then those of another module of its type are taken.
+        """
+        found = {group: within(of, forwards.get(group, inf)) for group, of in costs.items()}
+        by_type = {self._kind(group): of for group, of in reversed(found.items())}
+        return found | {group: by_type.get(self._kind(group), ()) for group in forwards if group not in found}
+
+    def of(
+        self,
+        operators: Mapping[int, tuple[OperatorCost, ...]],
+        layers: Sequence[LayerCost],
+        again: TimedPass,
+        timed: TimedPass,
+        whole: TimedPass | None,
+    ) -> list[tuple[Variant, ...]]:
+        """Return the variants of each group.
+
+        Parameters
+        ----------
+        operators : mapping of int to tuple of OperatorCost
+            As `operators` returns them.
+        layers : sequence of LayerCost
+            The groups without recomputation.
+        again : TimedPass
+            A pass in which all groups were recomputed, but for outputs that are worth saving, and offloaded.
+        timed : TimedPass
+            The same without offloading, or `again`.
+        whole : TimedPass, optional
+            A pass in which all groups were recomputed as a whole and offloaded.
+        """
+        kinds = [self._kind(key.group) for key in again.sequence]
+        costs = _alone(again, timed, kinds)
+        wholes: Sequence[LayerCost | None] = [None] * len(costs)
+        if whole is not None and whole.sequence == again.sequence:
+            wholes = _alone(whole, whole, kinds)
+        owns = beside(costs, at_the_pace_of(costs, steady(layers, kinds)))
+        times = Counter(key.group for key in again.sequence)
+        return [
+            # One that saves as much was not recomputed; one that runs several times would have one way for all of them.
+            variants(own, cost, operators.get(key.group, ()), least)
+            if key.group in self._policies and times[key.group] == 1 and cost.nbytes < own.nbytes
+            else (Variant(own),)
+            for key, own, cost, least in zip(again.sequence, owns, costs, wholes, strict=True)
+        ]
+
+    def _kind(self, group: int) -> type:
+        return type(self._groups[group].module)
+
+
+def _alone(lean: TimedPass, timed: TimedPass, kinds: Sequence[type]) -> list[LayerCost]:
+    """Return the costs of a pass that offloaded everything, without the time of the host for that."""
+    assert lean.meter is not None
+    return without_hooks(steady(layer_costs(lean, timed), kinds), lean.meter, kinds, HOST_SECONDS)
