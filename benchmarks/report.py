@@ -166,7 +166,7 @@ def trainer_sections(data: Data) -> list[str]:
         low_high = ({"low": min(a["ratios"]), "high": max(a["ratios"])} for a in row["arms"])
         arms = [{**a, **r, "tokens": row["tokens"]} for a, r in zip(row["arms"], low_high, strict=True)]
         rows += [{**a, "name": names.get(a["method"], a["method"])} for a in arms]
-        plans += [text("plan", **row), f"```text\n{_by_method(row)[OURS]['plan']}\n```"]
+        plans += [text("plan", **row), f"```text\n{_by_method(row)[OURS]['plan']}\n```", *_budget_plan(row)]
     noise = "; ".join(text("trainer_noise", **row) for row in data["rows"])
     return [
         "## Hugging Face Trainer",
@@ -175,6 +175,18 @@ def trainer_sections(data: Data) -> list[str]:
         *plans,
         origin(data),
     ]
+
+
+def _budget_plan(row: Data) -> list[str]:
+    """Return the plan for a budget, and where the time of a step with it goes."""
+    arms = _by_method(row)
+    limited = arms.get("budget", {})
+    if "profile" not in limited:
+        return []
+    queue = {f"queue{end}": arms[of]["queue_seconds"] for end, of in (("_none", NOTHING), ("_checkpoint", CHECKPOINT))}
+    profiles = {"budget": limited["profile"], "ours": arms[OURS]["profile"], "queue": limited["queue_seconds"]}
+    plan = f"```text\n{limited['plan']}\n```"
+    return [text("budget_plan", budget=limited["budget"]), plan, text("trainer_profile", **queue, **profiles)]
 
 
 def model_line(data: Data) -> str:

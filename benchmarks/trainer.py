@@ -12,8 +12,9 @@ from __future__ import annotations
 import gc
 import logging
 import tempfile
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from statistics import mean, median
@@ -30,6 +31,8 @@ from actoffload.measure import MemoryMeter
 BUDGET = "budget"
 METHODS = (NOTHING, OURS, BUDGET, CHECKPOINT, AGAIN)
 """The arms of a round, in their order."""
+PROFILED = "profiled, "
+"""Before the name of an arm: one recorded step of it, which is not measured."""
 _NEW, _OLD = "activation_checkpointing", "gradient_checkpointing"
 CHECKPOINTING = _NEW if _NEW in TrainingArguments.__dataclass_fields__ else _OLD
 """The argument of Trainer; transformers 5 renames it."""
@@ -94,7 +97,10 @@ class Tokens(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 
 @dataclass
 class Part:
-    """So many measured steps of a run behind others: seconds of each and of its forward and backward, and the peak."""
+    """So many measured steps of a run behind others: the peak, and seconds of each and of its forward and backward.
+
+    `queue_seconds` are those that the host takes to queue a forward; the device may take longer to run it.
+    """
 
     before: int
     steps: int
@@ -103,6 +109,7 @@ class Part:
     end: Callable[[], object] = lambda: None  # behind all of them
     seconds: list[float] = field(default_factory=list)
     pass_seconds: list[float] = field(default_factory=list)
+    queue_seconds: list[float] = field(default_factory=list)
     peak_bytes: int = 0
 
 
@@ -116,8 +123,8 @@ class Parts(TrainerCallback):  # type: ignore[misc]
         self.steps = sum(part.before + part.steps for part in parts)
 
     def time_passes(self, trainer: Trainer) -> None:
-        """Sample before and after each forward and backward of a Trainer."""
-        inner = trainer.training_step
+        """Sample before and after each forward and backward of a Trainer, and time the host in forward."""
+        inner, inner_loss = trainer.training_step, trainer.compute_loss
 
         def training_step(*arguments: Any, **more: Any) -> torch.Tensor:
             self._sample()
@@ -125,7 +132,14 @@ class Parts(TrainerCallback):  # type: ignore[misc]
             self._sample()
             return loss
 
-        trainer.training_step = training_step
+        def compute_loss(*arguments: Any, **more: Any) -> Any:
+            begun = time.perf_counter()
+            loss = inner_loss(*arguments, **more)
+            if self._meter is not None:
+                self._waiting[0].queue_seconds.append(time.perf_counter() - begun)
+            return loss
+
+        trainer.training_step, trainer.compute_loss = training_step, compute_loss
 
     def _sample(self) -> None:
         if self._meter is not None:
@@ -189,15 +203,26 @@ def train(
         model = settings.model()
     handles: list[actoffload.OffloadHandle] = []
     found: dict[str, dict[str, Any]] = {}
+    recording = ExitStack()
 
     def begin(**how: Any) -> Callable[[], object]:
         return lambda: handles.append(actoffload.offload(model, **how))
 
     def end(method: str) -> Callable[[], object]:
         def ended() -> None:
-            handle = handles.pop()
+            handle = handles[0]
             moved = handle.statistics().bytes_offloaded / settings.steps
             found[method] = {"bytes_offloaded": moved, **planned(handle.plan), "report": str(handle.report())}
+            recording.enter_context(handle.recording())
+
+        return ended
+
+    def profiled(method: str) -> Callable[[], object]:
+        def ended() -> None:
+            recording.close()
+            handle = handles.pop()
+            seconds = {kind.name.lower(): of for kind, of in handle.timeline().seconds.items()}
+            found[method]["profile"] = {**seconds, "again": handle.plan.recompute_seconds}
             handle.remove()
 
         return ended
@@ -206,10 +231,10 @@ def train(
     measured_steps = {"before": settings.measuring, "steps": steps, "measure": lambda: handles[0].reset_statistics()}
     parts = {CHECKPOINT if checkpoint else NOTHING: Part(before, steps)}
     if not checkpoint:
-        parts[OURS] = Part(begin=begin(), end=end(OURS), **measured_steps)
-        if budget is not None:
-            how = begin(memory_budget=budget)
-            parts[BUDGET] = Part(begin=how, end=end(BUDGET), **measured_steps)
+        for method, how in {OURS: begin(), BUDGET: begin(memory_budget=budget)}.items():
+            if method is OURS or budget is not None:
+                parts[method] = Part(begin=how, end=end(method), **measured_steps)
+                parts[PROFILED + method] = Part(1, 1, measure=profiled(method))
         parts[AGAIN] = Part(before, steps)
     run = Parts(*parts.values())
     with tempfile.TemporaryDirectory() as folder, messages() as logged:
@@ -232,8 +257,12 @@ def train(
         run.time_passes(trainer)
         trainer.train()
     trainer.accelerator.free_memory()
-    names = "seconds", "pass_seconds", "peak_bytes"
-    measured: dict[str, Any] = {method: {name: getattr(of, name) for name in names} for method, of in parts.items()}
+    names = "seconds", "pass_seconds", "queue_seconds", "peak_bytes"
+    measured: dict[str, Any] = {
+        method: {name: getattr(of, name) for name in names}
+        for method, of in parts.items()
+        if not method.startswith(PROFILED)
+    }
     for method, more in found.items():
         measured[method] |= {**more, "log": logged}
     if budget is not None:
@@ -275,6 +304,7 @@ def rows(runs: dict[int, list[dict[str, dict[str, Any]]]]) -> list[dict[str, Any
                     "method": method,
                     "seconds": median(each[method] for each in times),
                     "pass_seconds": median(median(each[method]["pass_seconds"]) for each in rounds),
+                    "queue_seconds": median(median(each[method]["queue_seconds"]) for each in rounds),
                     "ratio": median(ratios),
                     "ratios": ratios,
                     "peak_bytes": max(each[method]["peak_bytes"] for each in rounds),

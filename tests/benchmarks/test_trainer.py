@@ -30,7 +30,7 @@ TINY = replace(trainer.REHEARSAL, layers=4, tokens=(1024,), rounds=(1,), warm_up
 
 def run(seconds: float, gib: float, **more: Any) -> dict[str, Any]:
     times = {"seconds": [seconds, seconds, 9.0], "pass_seconds": [seconds / 2, seconds / 2, 9.0]}
-    return {**times, "peak_bytes": gib * GIB, **more}
+    return {**times, "queue_seconds": [seconds / 10] * 3, "peak_bytes": gib * GIB, **more}
 
 
 def of_plan(seconds: float, gib: float) -> dict[str, float]:
@@ -77,6 +77,24 @@ def test_page_has_targets_arms_and_plan(data: dict[str, Any]) -> None:
     assert "differ by at most 20.0 % at 4096 tokens." in page
 
 
+def test_page_says_where_the_time_of_a_step_with_a_budget_goes(data: dict[str, Any]) -> None:
+    page = report.report({"trainer": data})
+    assert "for the budget of" not in page
+    profile = {"forward": 0.03, "backward": 0.07, "again": 0.02, "stall": 0.001}
+    arms = data["rows"][0]["arms"]
+    (ours,) = [arm for arm in arms if arm["method"] == OURS]
+    ours["profile"] = {"forward": 0.025, "backward": 0.045, "again": 0.0, "stall": 0.0}
+    limited = {**ours, "method": trainer.BUDGET, "budget": 19 * GIB, "plan": "some of it", "profile": profile}
+    arms.append({**limited, "queue_seconds": 0.04})
+    page = report.report({"trainer": data})
+    assert "The plan of the last round for the budget of 19.00 GiB:\n\n```text\nsome of it\n```" in page
+    assert "take 30.0 ms in forward and 70.0 ms in backward, 20.0 ms of it to recompute" in page
+    assert "they take 25.0 and 45.0 ms. Compute waits 1.0 ms" in page
+    assert (
+        "40.0 ms to queue a forward with the budget, 21.5 ms with activation checkpointing and 14.5 ms without" in page
+    )
+
+
 def test_headline_begins_with_the_trainer(data: dict[str, Any], tmp_path: Path) -> None:
     path = tmp_path / "trainer.json"
     path.write_text(json.dumps({**data, "format": 1}), encoding="utf-8")
@@ -119,8 +137,13 @@ def test_each_run_trains_a_new_model_and_frees_it(monkeypatch: pytest.MonkeyPatc
     assert list(arms) == list(trainer.METHODS)
     for found in data["rows"][0]["runs"][0].values():
         assert len(found["seconds"]) == len(found["pass_seconds"]) == 3
+        assert len(found["queue_seconds"]) == 3
+        assert all(
+            0 < queue < of_pass for queue, of_pass in zip(found["queue_seconds"], found["pass_seconds"], strict=True)
+        )
         assert all(of_pass < step for of_pass, step in zip(found["pass_seconds"], found["seconds"], strict=True))
     assert arms[OURS]["bytes_offloaded"] >= 2 * 2 * 2 * 1024 * TINY.hidden * 4  # two inputs of norms in two layers
+    assert set(arms[trainer.BUDGET]["profile"]) == {"forward", "backward", "d2h", "h2d", "stall", "again"}
     assert arms[CHECKPOINT]["peak_bytes"] < arms[NOTHING]["peak_bytes"] == arms[AGAIN]["peak_bytes"]
     assert saved == [1]
     gc.collect()

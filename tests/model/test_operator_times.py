@@ -20,6 +20,7 @@ def test_what_operators_read_and_who_needs_them():
         times, reads, trace = OperatorTimes(device), Reads(), Trace()
         region = Region(lambda call: True, reads=reads, trace=trace, timed=times.of(0, reads, trace))
         recomputed(lambda x: x.cos().add(1.0).sigmoid().sin(), region, torch.ones(2, requires_grad=True))
+        device.synchronize(torch.device("cpu"))
         (costs,) = times.costs().values()
     assert [(of.name.split(".")[1], of.reads, of.needed) for of in costs] == [
         ("cos", (), False),
@@ -41,6 +42,7 @@ def test_alike_groups_have_the_median_and_what_is_not_read_is_not_worth_saving()
             recomputed(lambda x, seconds=seconds: work(x * weight, seconds, 1.0, MIB)[:1] * 2.0, region, torch.ones(2))
         again = times.of(0, reads, Trace())
         assert again("operator", 7, partial(int, 5)) == 5, "another call is not timed"
+        device.synchronize(torch.device("cpu"))
         (costs,) = {tuple(of) for of in times.costs().values()}
         name = str(torch.ops.actoffload_tests.work.default)
         assert OperatorCost(f"{name}#0", 2.0, (MIB,)) in costs

@@ -98,6 +98,15 @@ def test_costly_operators_are_saved_and_the_others_run_again(link, budget):
     handle.remove()
 
 
+@pytest.mark.parametrize("lag", [20, 100, 500, 2000])
+def test_nothing_is_read_that_the_device_has_not_reached(lag):
+    device, model, handle = make(1e6, 18 * MIB)
+    device.lag = lag  # about 450 events in a pass
+    assert max(peaks(model, device, 16)) <= 18 * MIB
+    assert handle.plan.recomputed
+    handle.remove()
+
+
 def test_a_slower_link_saves_less():
     numbers, budget = [], 18 * MIB
     for link in (2e5, 3e6):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -24,6 +25,13 @@ PASSES = (0, 1, 3, 4, 7, 9)
 """Numbers of passes before the stages, and before the first passes with the plan."""
 
 
+class Event(NamedTuple):
+    """A moment of a stream, and how many events the device has recorded."""
+
+    time: float
+    number: int
+
+
 class Timed(ReferenceDevice):
     """A device with memory of a given size, whose host is never in the way unless it is told to be.
 
@@ -36,6 +44,8 @@ class Timed(ReferenceDevice):
         super().__init__(*args, **kwargs)
         self.memory = memory
         self.behind = True  # the device lags behind the host
+        self.recorded = self.reached = 0  # events; and those of which the host knows that they have passed
+        self.lag = math.inf  # so many events have not passed unless the host waits
         self.synchronized = 0
         self.highest = 0  # peak before `allocated` reset it
         self.host = 0.0  # seconds; the host takes no time unless a test lets it
@@ -46,11 +56,21 @@ class Timed(ReferenceDevice):
     def host_time(self) -> float:
         return self.host
 
-    def passed(self, event: object) -> bool:
-        return not self.behind
+    def record(self, stream: Any) -> Event:
+        self.recorded += 1
+        return Event(super().record(stream).time, self.recorded)
+
+    def passed(self, event: Event) -> bool:
+        return not self.behind or event.number <= max(self.reached, self.recorded - self.lag)
+
+    def elapsed(self, start: Event, end: Event) -> float:
+        if not (self.passed(start) and self.passed(end)):
+            raise RuntimeError("Both events must have passed: wait for them first.")  # as an accelerator does
+        return super().elapsed(start, end)
 
     def synchronize(self, device: torch.device) -> None:
         self.synchronized += 1
+        self.reached = self.recorded
 
     def compute(self, seconds: float) -> None:
         super().compute(seconds * self.slow())

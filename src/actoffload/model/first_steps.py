@@ -208,7 +208,7 @@ class FirstSteps:
         timed = lean if bare is None else bare
         assert lean.meter is not None
         assert timed.meter is not None
-        timed.wait(self._backend)
+        self._wait(lean, memory, timed)
         begun = time.perf_counter()
         self.adopts, names = lean.adopted > 0, group_names(self._groups, lean.sequence)
         link = measured_link(lean.meter)
@@ -264,7 +264,7 @@ class FirstSteps:
             self.recompute = saving_outputs
         if again.peak_without() <= (self.limit or inf):
             timed = yield from _next(Stage.BARE_AGAIN)
-        timed.wait(self._backend)
+        self._wait(again, whole, timed)
         self.recompute = {}
         if again.sequence != timed.sequence or group_names(self._groups, again.sequence) != names:
             return plan
@@ -303,6 +303,12 @@ class FirstSteps:
         assert self._choose_among is not None
         found = self._timed(self._choose_among(among=plan.offloaded[:less]), fast)
         return replace(found, because=f"Only {len(found.offloaded)} groups are offloaded, because {because}.")
+
+    def _wait(self, *passes: TimedPass | None) -> None:
+        """Wait until the device has run all of some passes, so that what was measured in them may be read."""
+        for timed in passes:
+            if timed is not None:
+                timed.wait(self._backend)
 
     def _fastest(self, passes: list[TimedPass]) -> float:
         """Return the seconds of the fastest of some passes, for as many elements as were planned for."""

@@ -174,6 +174,11 @@ class Meter(TimelineRecorder):
         self._temporary = max(self._temporary, peak - max(self._allocated, now))
         self._allocated = now
 
+    def passed(self) -> bool:
+        """Return whether the device has passed all borders and copies, so that they may be read."""
+        events = [*(border.event for border in self.borders), *(of.ended for of in self._transfers)]
+        return all(map(self._backend.passed, reversed(events)))
+
     def times(self) -> Times:
         """Return the times of the borders; see [Note: clocks]."""
         borders = self.borders

@@ -82,8 +82,10 @@ class TimedPass:
             self.sizes.append((*own, *(resident.nbytes for resident in residents)))
 
     def wait(self, backend: Backend) -> None:
-        """Wait until the device has run it."""
-        if self.ended is not None and not backend.passed(self.ended):
+        """Wait until the device has run it, with its copies."""
+        if self.ended is None:
+            return
+        if not backend.passed(self.ended) or (self.meter is not None and not self.meter.passed()):
             backend.synchronize(backend.current_device())
 
     def seconds(self, backend: Backend) -> float:
