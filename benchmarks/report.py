@@ -1,6 +1,6 @@
 """Write the tables and pictures of the results; no figure of them is typed by hand.
 
-    python benchmarks/report.py            writes report.md, compare.png and llama.png beside the results
+    python benchmarks/report.py            writes report.md and the pictures beside the results
     python benchmarks/report.py --check    fails if report.md is not what the results give
 
 Text and columns are in ``page.toml``.
@@ -298,8 +298,8 @@ def report(results: dict[str, Data], folder: Path = RESULTS) -> str:
 
 
 def headline(folder: Path = RESULTS) -> str:
-    """Return the sentences for the landing page: what `offload(model)` costs and saves, and a number of layers."""
-    found = [sentence(folder) for sentence in (_trainer_headline, _layers_headline)]
+    """Return the sentences for the landing page: what `offload(model)` costs and saves, and what a budget does."""
+    found = [sentence(folder) for sentence in (_trainer_headline, _frontier_headline)]
     return " ".join(filter(None, found)) or "No GPU results are recorded yet."
 
 
@@ -313,18 +313,18 @@ def _trainer_headline(folder: Path) -> str:
     return text("trainer_headline", **{**values, "tokens": first["tokens"], "device": data["device"]["name"]})
 
 
-def _layers_headline(folder: Path) -> str:
-    """Return the sentence on the most GPT blocks that cost at most 1 %, else on the cheapest arm."""
-    data = read(folder, "gpt")
-    arms = [] if data is None else ours(data)
-    if data is None or not arms or data["device"]["reference"]:
+def _frontier_headline(folder: Path) -> str:
+    """Return the sentence on the budget of the first stack whose peak is nearest to that of checkpointing."""
+    data = read(folder, "frontier")
+    if data is None or data["device"]["reference"]:
         return ""
-    free = [a for a in arms if a["ratio"] <= TARGETS["gpt4"]["limit"]]
-    best = free[-1] if free else min(arms, key=lambda a: float(a["ratio"]))
-    values = {**best, "device": data["device"]["name"], "layers": data["settings"]["layers"], "model": model_line(data)}
-    other = arm(data, CHECKPOINT, best["num_layers"])
-    end = "" if other is None else text("headline_checkpoint", **other)
-    return text("headline", before=best["peak_bytes"] + best["drop_bytes"], **values) + end + "."
+    part = next(iter(data["parts"].values()))
+    arms = {a["method"]: a for a in part["arms"]}
+    checkpoint = arms[CHECKPOINT]
+    budgets = [a for a in part["arms"] if a["method"] == OURS]
+    best = min(budgets, key=lambda a: abs(a["peak_bytes"] - checkpoint["peak_bytes"]))
+    values = {**part["settings"], **best, "none": arms[NOTHING], "checkpoint": checkpoint}
+    return text("frontier_headline", **values)
 
 
 def notes(folder: Path = RESULTS) -> str:

@@ -71,7 +71,16 @@ def test_page_and_picture(part: dict[str, Any], tmp_path: Path) -> None:
     assert f"| {stack}: peak / budget, the largest of 3 budgets | ≤ 1.0000 | 1.0100 | missed by 0.0100 |" in page
     assert "| memory_budget | 15.00 |  | 500.0 | 1.100 | +1.0 % | 14.50 | +0.0 % |" in page
     assert "| num_layers |  | 1 |" in page
+    peak = next(arm["peak_bytes"] for arm in arms if arm["method"] == "checkpoint")
+    for arm, more in zip(arms[5:8], (2 * GIB, -GIB, 9 * GIB), strict=True):
+        arm |= {"peak_bytes": peak + more, "ratio": 1.0 + more / GIB / 100}
+    (tmp_path / "frontier.json").write_text(json.dumps(data), encoding="utf-8")
+    assert "instead of" in report.headline(tmp_path)
+    assert "GiB, at 0.990 × the step time; checkpointing takes" in report.headline(tmp_path), "the nearest peak"
     report.main(["--results", str(tmp_path)])
+    device["reference"] = True
+    (tmp_path / "frontier.json").write_text(json.dumps(data), encoding="utf-8")
+    assert report.headline(tmp_path) == "No GPU results are recorded yet."
     assert (tmp_path / "frontier.png").stat().st_size > 10_000
 
 

@@ -110,23 +110,6 @@ def test_columns_of_numbers_are_aligned_to_the_right() -> None:
         assert report.table("host", [row]).splitlines()[1:] == [line, f"| {name} | 2.00 | 1.00 | 3.00 |"]
 
 
-def test_headline_takes_the_most_layers_that_are_nearly_free(tmp_path: Path, results: Results) -> None:
-    for arm in report.ours(results["gpt"]):
-        arm["ratio"] = 1.005 if arm["num_layers"] <= 4 else 1.2
-    report.arm(results["gpt"], "checkpoint", 4)["ratio"] = 1.1
-    store(tmp_path, results)
-    assert ", offloading 4 of 12 GPT blocks (hidden size 4096, 32 heads" in report.headline(tmp_path)
-    assert report.headline(tmp_path).endswith(" at 1.005 × the step time; checkpointing the same blocks takes 1.100 ×.")
-    for arm in report.ours(results["gpt"]):
-        arm["ratio"] = 2.0 - arm["num_layers"] / 20
-    store(tmp_path, results)
-    assert "offloading 10 of 12" in report.headline(tmp_path)
-    for data in results.values():
-        data["device"]["reference"] = True
-    store(tmp_path, results)
-    assert report.headline(tmp_path) == "No GPU results are recorded yet."
-
-
 def test_nothing_recorded(tmp_path: Path) -> None:
     assert "No results are recorded yet." in report.report({})
     assert report.headline(tmp_path) == "No GPU results are recorded yet."
@@ -138,8 +121,7 @@ def test_report_is_written_drawn_and_checked(tmp_path: Path, results: Results) -
     pytest.importorskip("matplotlib")
     store(tmp_path, results)
     assert [report.main(["--results", str(tmp_path), *more]) for more in (["--check"], [], ["--check"])] == [1, 0, 0]
-    for name in ("compare.png", "llama.png"):
-        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "llama.png").read_bytes().startswith(b"\x89PNG")
     report.arm(results["gpt"], "actoffload", 4)["seconds"] *= 2
     store(tmp_path, results)
     assert report.main(["--results", str(tmp_path), "--check"]) == 1
