@@ -54,9 +54,10 @@ def run(options: argparse.Namespace, device: torch.device) -> None:
     if name == "overhead":
         data = measure_tensors(5 if options.rehearse else 100, device)
     elif name in PARTS:
-        command += f" --only {options.only}" if options.only else ""
+        parts = options.only.split(",") if options.only else PARTS[name]
         data = {"parts": kept_parts(options.out, name) if options.only else {}}
-        for part in options.only.split(",") if options.only else PARTS[name]:
+        command += f" --only {','.join(dict.fromkeys((*data['parts'], *parts)))}" if options.only else ""
+        for part in parts:
             print(f"{part}:", flush=True)
             data["parts"][part] = measure_one(name, part, device, rehearse=options.rehearse)
             write(options.out, name, data, command)

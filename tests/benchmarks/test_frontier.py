@@ -94,6 +94,15 @@ def test_parts_of_an_earlier_run_of_the_same_sources_stay(tmp_path: Path) -> Non
     assert run.kept_parts(tmp_path / "none", "frontier") == {}
 
 
+def test_the_command_of_a_result_repeats_all_of_its_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "measure_one", lambda *_, **more: {"noise": 0.0})
+    for parts in ("8k,32k", "32k-compiled"):
+        run.main(["frontier", "--rehearse", "--only", parts, "--out", str(tmp_path)])
+    found = json.loads((tmp_path / "frontier.json").read_text(encoding="utf-8"))
+    assert list(found["parts"]) == ["8k", "32k", "32k-compiled"]
+    assert found["command"].endswith("run.py frontier --only 8k,32k,32k-compiled")
+
+
 def test_targets_have_a_limit_for_each_part() -> None:
     assert set(frontier.TARGETS) == set(frontier.PARTS) <= set(report.PAGE["targets"])
     assert all(SimpleNamespace(**report.PAGE["targets"][name]).limit < 1.2 for name in frontier.PARTS)
