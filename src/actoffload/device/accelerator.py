@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from contextlib import AbstractContextManager
 from operator import attrgetter
 from typing import Any, ClassVar
@@ -10,6 +11,8 @@ import torch
 
 from .._torch import current_stream, is_capturing
 from .base import Backend, Pairs, Stream, StreamEvent
+from .chunks import SEPARATED, TO_DEVICE, TO_HOST, Separator, copy_in_chunks
+from .numa import node_of_device, on_node
 
 __all__ = ["Accelerator"]
 
@@ -35,6 +38,9 @@ class Accelerator(Backend):
         self.name = found.type
         module = getattr(torch, found.type, None)  # torch.cuda, torch.xpu
         self._memory = module if hasattr(module, "mem_get_info") else None
+        self._nvidia = found.type == "cuda" and torch.version.hip is None
+        self._whole = SEPARATED if self._nvidia else sys.maxsize  # copies of fewer bytes are queued whole
+        self._separators: dict[int, Separator] = {}  # by device index
 
     def current_device(self) -> torch.device:
         return torch.device(self.type, torch.accelerator.current_device_index())
@@ -115,7 +121,9 @@ class Accelerator(Backend):
         torch.accelerator.synchronize(device)
 
     def empty_host(self, nbytes: int) -> torch.Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        node = node_of_device(torch.accelerator.current_device_index()) if self._nvidia else None
+        with on_node(node):
+            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
     def release_host(self) -> None:
         release = getattr(torch.accelerator, "empty_host_cache", None)  # since torch 2.10
@@ -123,11 +131,28 @@ class Accelerator(Backend):
             release()
 
     def to_host(self, pairs: Pairs, stream: Stream) -> None:
+        whole = self._whole
         with stream:
             for host, device in pairs:
-                host.copy_(device, True)  # without blocking
+                if host.nbytes < whole:
+                    host.copy_(device, True)  # without blocking
+                else:
+                    separator = self._separator(device.device)
+                    copy_in_chunks(host, device, to_host=True, chunk=TO_HOST, separator=separator)
 
     def to_device(self, pairs: Pairs, stream: Stream) -> None:
+        whole = self._whole
         with stream:
             for host, device in pairs:
-                device.copy_(host, True)  # without blocking
+                if host.nbytes < whole:
+                    device.copy_(host, True)  # without blocking
+                else:
+                    separator = self._separator(device.device)
+                    copy_in_chunks(host, device, to_host=False, chunk=TO_DEVICE, separator=separator)
+
+    def _separator(self, device: torch.device) -> Separator | None:
+        """Return the separator of a device; None while a graph is captured and there is none yet."""
+        found = self._separators.get(device.index)
+        if found is None and not self.capturing():
+            found = self._separators[device.index] = Separator(device)
+        return found

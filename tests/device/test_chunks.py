@@ -1,0 +1,149 @@
+"""Large copies in chunks: which parts there are, that no bit changes, and what is queued behind them."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from actoffload.device.accelerator import Accelerator
+from actoffload.device.chunks import SEPARATED, TO_DEVICE, TO_HOST, copy_in_chunks, pieces
+
+CHUNK = 1 << 13
+
+
+class Counter:
+    """Stands for a separator: counts instead of queueing."""
+
+    def __init__(self) -> None:
+        self.queued = 0
+
+    def queue(self) -> None:
+        self.queued += 1
+
+
+def made(kind: str, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return an empty host tensor and a random one on the "device" as the engine pairs them."""
+    shape = (37, 411)
+    most = 2 if dtype is torch.bool else 256  # a CPU copy of booleans normalizes them
+    source = torch.randint(0, most, (37 * 411 * dtype.itemsize + 512,), dtype=torch.uint8).view(dtype)
+    source = source[512 // dtype.itemsize :]
+    if kind == "contiguous":
+        return torch.zeros(shape, dtype=dtype), source.view(shape)
+    if kind == "transposed":
+        return torch.zeros(shape[::-1], dtype=dtype).t(), source.view(shape[::-1]).t()
+    if kind == "rows":  # a copy of single elements: the host has them without gaps
+        return torch.zeros(37, 200, dtype=dtype), source.view(shape)[:, :200]
+    assert kind == "other order"
+    return torch.zeros(shape, dtype=dtype), source.view(shape[::-1]).t()
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(torch.uint8)
+
+
+@pytest.mark.parametrize("to_host", [True, False])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32, torch.complex64, torch.bool])
+@pytest.mark.parametrize("kind", ["contiguous", "transposed", "rows", "other order"])
+def test_chunks_change_no_bit(kind: str, dtype: torch.dtype, to_host: bool) -> None:
+    host, device = made(kind, dtype)
+    if not to_host:
+        host.copy_(device)
+        device.zero_()
+    source, target = (device, host) if to_host else (host, device)
+    expected = as_bytes(source).clone()
+    separator: Any = Counter()
+    copy_in_chunks(host, device, to_host=to_host, chunk=CHUNK, separator=separator)
+    assert torch.equal(as_bytes(target), expected)
+    cut = kind in ("contiguous", "transposed")
+    parts = list(pieces(host, device, CHUNK))
+    assert separator.queued == len(parts)
+    assert len(parts) == (-(-host.nbytes // CHUNK) if cut else 1)
+
+
+@pytest.mark.parametrize("bits", [torch.complex64, torch.float32])
+def test_conjugated_and_negative_views_are_copied_as_they_read(bits: torch.dtype) -> None:
+    source = torch.randn(3000, dtype=torch.complex64).conj()
+    source = source if bits is torch.complex64 else source.imag  # a view with lazy negation
+    host = torch.zeros(source.shape, dtype=bits)
+    copy_in_chunks(host, source, to_host=True, chunk=CHUNK, separator=None)
+    assert torch.equal(host, source.clone())
+
+
+@pytest.mark.parametrize("itemsize", [1, 2, 4, 8])
+@pytest.mark.parametrize("chunk", [CHUNK, TO_HOST])
+@pytest.mark.parametrize("more", [-1, 0, 1, 511, 4097])
+def test_parts_cover_each_byte_once_and_are_no_larger_than_a_chunk(chunk: int, more: int, itemsize: int) -> None:
+    dtype = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[itemsize]
+    elements = 3 * chunk // itemsize + more
+    tensor = torch.empty(elements, dtype=dtype)
+    parts = list(pieces(tensor, torch.empty(elements, dtype=dtype), chunk))
+    assert len(parts) == -(-tensor.nbytes // chunk)
+    place = 0
+    for host, device in parts:
+        assert host.shape == device.shape
+        assert host.nbytes <= chunk
+        assert host.storage_offset() == device.storage_offset() == place
+        assert place % 512 == 0  # as the memory of the whole tensor is aligned
+        place += host.numel()
+    assert place == elements
+
+
+def test_a_copy_of_one_chunk_is_the_pair_itself() -> None:
+    host, device = torch.empty(64, 64).t(), torch.empty(64, 64).t()
+    assert [(a is host, b is device) for a, b in pieces(host, device, host.nbytes)] == [(True, True)]
+
+
+class Queue:
+    """Stands for a stream."""
+
+    def __enter__(self) -> Queue:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "to_host", "to_device"),
+    [
+        (SEPARATED - 1, 0, 0),
+        (SEPARATED, 1, 1),
+        (TO_DEVICE + 1, 1, 2),
+        (TO_HOST + 1, 2, 3),
+    ],
+)
+def test_an_nvidia_gpu_gets_separators_behind_large_copies_only(nbytes: int, to_host: int, to_device: int) -> None:
+    device = object.__new__(Accelerator)  # this machine may have none
+    device._whole = SEPARATED
+    counter: Any = Counter()
+    device._separator = lambda _: counter  # type: ignore[method-assign]
+    host, on_device = torch.zeros(nbytes, dtype=torch.uint8), torch.ones(nbytes, dtype=torch.uint8)
+    device.to_host([(host, on_device)], Queue())
+    assert counter.queued == to_host
+    assert bool(host.all())
+    on_device.zero_()
+    device.to_device([(host, on_device)], Queue())
+    assert counter.queued == to_host + to_device
+    assert bool(on_device.all())
+
+
+def test_other_accelerators_copy_whole_tensors() -> None:
+    device = object.__new__(Accelerator)
+    device._whole = sys.maxsize
+    device._separator = None  # type: ignore[assignment, method-assign]
+    host, on_device = torch.zeros(SEPARATED, dtype=torch.uint8), torch.ones(SEPARATED, dtype=torch.uint8)
+    device.to_host([(host, on_device)], Queue())
+    assert bool(host.all())
+
+
+def test_no_separator_is_made_while_a_graph_is_captured() -> None:
+    device = object.__new__(Accelerator)
+    device._separators = {}
+    device.capturing = lambda: True  # type: ignore[method-assign]
+    assert device._separator(torch.device("cuda", 0)) is None
+    made_before: Any = Counter()
+    device._separators[1] = made_before
+    assert device._separator(torch.device("cuda", 1)) is made_before
