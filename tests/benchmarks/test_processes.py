@@ -41,7 +41,6 @@ def test_each_rank_returns_its_result() -> None:
     ("how", "limit", "message"),
     [
         ("raises", 60, "(?s)Rank 1 failed:.*rank one cannot"),
-        ("exits", 60, "Rank 1 ended with exit status 7 and no error"),
         ("sleeps", 5, "Ranks 0, 1 of 2 did not end within 5 s"),
     ],
 )
