@@ -5,7 +5,8 @@
 `linear` and `gpt` compare offload with checkpointing and `save_on_cpu`; `llama` measures every number of layers at 8k
 and 32k tokens, and host time; `overhead` measures the host time of one saved tensor; `trainer` trains a Llama with the
 Trainer of Hugging Face; `predict` compares the predictions of plans with what they take; `frontier` compares ways to
-save memory, time against peak.  ``--rehearse`` takes small sizes, for machines without accelerator.
+save memory, time against peak; `parallelism` runs FSDP2, DDP, tensor and context parallel in a process for each GPU.
+``--rehearse`` takes small sizes, for machines without accelerator.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import frontier
+import parallelism
 import predict
 import torch
 from harness import measure
@@ -25,7 +27,12 @@ from results_file import RESULTS, digest, read, write
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from workloads import FULL, REHEARSAL
 
-PARTS = {"llama": ("host", "8k", "32k"), "predict": tuple(predict.PARTS), "frontier": tuple(frontier.PARTS)}
+PARTS = {
+    "llama": ("host", "8k", "32k"),
+    "predict": tuple(predict.PARTS),
+    "frontier": tuple(frontier.PARTS),
+    "parallelism": parallelism.PARTS,
+}
 
 
 def measure_one(name: str, part: str, device: torch.device, *, rehearse: bool) -> dict[str, Any]:
@@ -35,6 +42,8 @@ def measure_one(name: str, part: str, device: torch.device, *, rehearse: bool) -
     if name == "frontier":
         of, budgets = (frontier.SMALL_PARTS, 2) if rehearse else (frontier.PARTS, frontier.BUDGETS)
         return frontier.measure_part(part, of[part], device, budgets)
+    if name == "parallelism":
+        return parallelism.measure_part(part, rehearse=rehearse)
     settings = (REHEARSAL if rehearse else FULL)[part]
     if part == "host":
         return measure_layers(settings, device, 3 if rehearse else 60)
@@ -80,13 +89,15 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("benchmark", choices=("linear", "gpt", "overhead", "trainer", *PARTS))
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the result")
     parser.add_argument(
-        "--only", metavar="PARTS", help="parts of llama, predict or frontier; others of the same sources stay"
+        "--only",
+        metavar="PARTS",
+        help="parts of llama, predict, frontier or parallelism; others of the same sources stay",
     )
     parser.add_argument("--rehearse", action="store_true", help="small sizes")
     options = parser.parse_args(arguments)
     known = PARTS.get(options.benchmark, ())
     if options.only and not set(options.only.split(",")) <= set(known):
-        expected = f"parts of {options.benchmark}: {', '.join(known)}" if known else "llama, predict or frontier"
+        expected = f"parts of {options.benchmark}: {', '.join(known)}" if known else ", ".join(PARTS)
         parser.error(f"--only {options.only}: expected {expected}.")
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     # Slower attention than the flash kernel would hide copies; Trainer is measured as a user runs it.
