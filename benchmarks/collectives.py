@@ -94,7 +94,7 @@ def measure_collectives(
         backend.synchronize(device)
         seconds = backend.elapsed(start, end)
         row["samples"].append(seconds / times)
-        row["covered"] += [min(1.0, backend.elapsed(start, of) / seconds) for of in ends]
+        row["covered"] += [min(1.0, max(0.0, backend.elapsed(start, of) / seconds)) for of in ends]
 
     order = random.Random(0)  # the same in all ranks
     keys = list(rows)

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
+import parallelism_page
 from page import PAGE, Data, origin, table, target, text
 from results_file import RESULTS, digest, read
 
@@ -41,6 +42,7 @@ def targets(results: dict[str, Data]) -> list[Data]:
     found = _trainer_targets(results["trainer"]) if "trainer" in results else []
     found += _predict_targets(results["predict"]) if "predict" in results else []
     found += _frontier_targets(results["frontier"]) if "frontier" in results else []
+    found += parallelism_page.targets(results["parallelism"]) if "parallelism" in results else []
     four, ten = (arm(results.get("gpt", {"arms": []}), OURS, count) for count in (4, 10))
     if four is not None and ten is not None:
         found += [target("gpt4", four["ratio"]), target("gpt10", ten["bound_ratio"])]
@@ -283,7 +285,8 @@ def report(results: dict[str, Data], folder: Path = RESULTS) -> str:
     if not results:
         return parts[0] + "\n\nNo results are recorded yet.\n"
     parts += ["## Targets", table("targets", targets(results))]
-    first = {"frontier": frontier_sections, "trainer": trainer_sections, "predict": predict_sections}
+    first = {"frontier": frontier_sections, "trainer": trainer_sections, "parallelism": parallelism_page.sections}
+    first["predict"] = predict_sections
     for name, sections in first.items():
         parts += sections(results[name]) if name in results else []
     for name in TITLES:
@@ -334,9 +337,8 @@ def notes(folder: Path = RESULTS) -> str:
 
 def load(folder: Path) -> dict[str, Data]:
     """Read all results of a folder."""
-    found = {
-        name: read(folder, name) for name in ("frontier", "trainer", "predict", "gpt", "linear", "llama", "overhead")
-    }
+    first, others = ("frontier", "trainer", "parallelism"), ("predict", "gpt", "linear", "llama", "overhead")
+    found = {name: read(folder, name) for name in (*first, *others)}
     return {name: data for name, data in found.items() if data is not None}
 
 
