@@ -39,7 +39,7 @@ __all__ = ["PARTS", "Sizes", "measure_part"]
 
 LAYERS, DEFAULT, BUDGET = "num_layers", "default", "budget"
 FSDP, DDP, TENSOR, CONTEXT, COLLECTIVES = PARTS = ("fsdp", "ddp", "tensor", "context", "collectives")
-LIMIT = 200.0
+LIMIT = 240.0
 """Seconds for the processes of a part."""
 
 
