@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import os
 import sys
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -58,19 +56,6 @@ def _need(path: str, stub: Callable[..., Any]) -> Any:
 def _getter(path: str, stub: Callable[[Any], Any]) -> Any:
     """Return a function that reads an attribute of a class; where that is missing, note that and return a stub."""
     return stub if _need(path, stub) is stub else attrgetter(path.rpartition(".")[2])
-
-
-_SKIPPED = tuple(
-    [os.path.dirname(path) + os.sep for path in (__file__, torch.__file__)] + [contextlib.__file__]  # noqa: PTH120
-)
-
-
-def warn(message: str, category: type[Warning] = UserWarning) -> None:
-    """Warn at the line of the program: the innermost one outside of this package and of PyTorch."""
-    level, frame = 1, sys._getframe()
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_SKIPPED):
-        level, frame = level + 1, frame.f_back
-    warnings.warn(message, category, stacklevel=level)
 
 
 # Tensors and storages
@@ -252,6 +237,16 @@ def is_compiled(module: Module) -> bool:
 
 SHARDED = ("FSDPModule", "ReplicateModule")
 """Classes that ``fully_shard`` and ``replicate`` mix into the class of a module."""
+
+DATA_PARALLEL = ("DistributedDataParallel", "FullyShardedDataParallel")
+"""Classes of wrappers that have the process group of a model as ``process_group``."""
+
+_active = "nn.parallel.DistributedDataParallel._get_active_ddp_module"
+active_data_parallel: Callable[[], Any] = _find(_active, lambda: None)
+"""Return the `DistributedDataParallel` whose forward runs, or None."""
+
+default_store: Callable[[], Any] | None = _find("distributed.distributed_c10d._get_default_store")
+"""Return the key-value store of the default process group; None where PyTorch has none."""
 
 RESHARD = "reshard"
 """A method of modules whose parameters are replaced while they run."""

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
-from .._torch import warn
+from .._warnings import warn
 from .accelerator import Accelerator
 from .base import Backend
 from .reference import ReferenceDevice

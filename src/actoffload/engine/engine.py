@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from .._torch import warn
+from .._warnings import warn
 from ..device.base import Backend
 from ..schedule.plan import Plan, Roles
 from . import ownership

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 
 from torch.nn import Module
 
-from .._torch import after_backward, warn
+from .._torch import after_backward
+from .._warnings import warn
 from ..engine.layer import tensors_in
 from ..engine.model_pass import ModelPass
 from ..engine.statistics import Reason
@@ -60,7 +61,8 @@ class Finder:
         self._lean = lean  # a limit of memory holds: each block leaves when its forward has ended
 
     def retire(self) -> None:
-        """Do nothing: nothing is measured yet."""
+        """Pass it on to what steers next."""
+        self._then.retire()
 
     def plan(self) -> GroupPlan:
         """Return the plan that follows."""

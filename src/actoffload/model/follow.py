@@ -31,7 +31,8 @@ from typing import Any, TypeAlias
 from torch.jit import ScriptModule
 from torch.nn import Module
 
-from .._torch import CALLS, opaque, warn
+from .._torch import CALLS, opaque
+from .._warnings import warn
 from .conduct import ROOT, FollowedModule
 from .tracker import Tracker
 

@@ -12,7 +12,7 @@ from torch.nn import Module
 
 from .. import device as devices
 from .._arguments import check_fraction, check_num_layers, check_whole
-from .._torch import warn
+from .._warnings import warn
 from ..engine.engine import Engine
 from ..engine.recorder import TimelineRecorder
 from ..engine.statistics import Statistics
@@ -50,6 +50,7 @@ class OffloadHandle:
         steer: Steer = BySchedule,
         *,
         arguments: dict[str, Any] | None = None,
+        meet: Callable[[], None] | None = None,
         follow: bool = True,
     ) -> None:
         self._modules = tuple(modules)
@@ -58,7 +59,7 @@ class OffloadHandle:
         self._engine = engine
         self._arguments = arguments  # of `offload`
         self._log = PassLog()
-        self._tracker = Tracker(self._modules, engine, steer(self._groups, plans, self._log))
+        self._tracker = Tracker(self._modules, engine, steer(self._groups, plans, self._log), meet)
         if follow:
             self._followers = Followers(self._tracker, self._modules, dict(vars(self)))
 

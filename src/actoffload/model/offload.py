@@ -13,7 +13,8 @@ from torch.nn import Module
 
 from .. import device as devices
 from .._arguments import budget_bytes, check_bytes, check_fraction, check_num_layers, check_whole
-from .._torch import load_dynamo, unsupported, warn
+from .._torch import load_dynamo, unsupported
+from .._warnings import warn
 from ..engine.engine import Engine
 from ..planner import GroupPlan
 from ..recompute import Given, Noted, never, policy_of, worth_saving
@@ -27,6 +28,7 @@ from .finding import Finder
 from .follow import followers_of, refuse_scripted
 from .handle import OffloadHandle
 from .outside import written
+from .ranks import Ranks
 from .reporting import PassLog
 from .select import choose, find_kept, split_default
 from .steering import ByPlan, BySchedule
@@ -63,8 +65,10 @@ def offload(
 
     Without `num_layers`, `fraction` and `max_inflight` the first nine passes are measured, the first two of them with
     everything offloaded.  Then groups are offloaded as far as that costs no time, or as far as the memory of the device
-    makes necessary.  The logger ``actoffload`` says once, at level INFO, what was measured and decided.  Without an
-    accelerator nothing is measured, and all groups but the last two are offloaded.
+    makes necessary.  A plan that costs time all the same is tried with fewer groups, each time in five more passes.
+    The ranks of a sharded or data-parallel model measure in the same passes and follow one plan.  The logger
+    ``actoffload`` says once, at level INFO, what was measured and decided.  Without an accelerator nothing is measured,
+    and all groups but the last two are offloaded.
 
     Parameters
     ----------
@@ -114,6 +118,7 @@ def offload(
     ------
     ValueError
         If nothing is found, a pattern matches nothing, a number is out of its range, or the model is offloaded already.
+        In the first forward, if the ranks of a sharded or data-parallel model got different arguments.
     TypeError
         If `module` is not a module, or a ``ScriptModule``; if an entry of `layers` or `keep` is of another type; or if
         a numeric argument is not a number.
@@ -192,23 +197,6 @@ def offload(
     if always or (policies and engine.backend.times):
         load_dynamo()
 
-    def steer(groups: Sequence[FollowedModule], plans: GroupPlans, log: PassLog) -> Steering:
-        steering: Steering
-        if isinstance(plan, GroupPlan):
-            steering = ByPlan(groups, plans, log, plan, policies)
-        elif by_hand or not engine.backend.times:
-            because = "" if by_hand else ON_REFERENCE if memory_budget is None else f"{ON_REFERENCE} {NO_BUDGET}"
-            steering = BySchedule(groups, plans, log, because, always)
-        else:
-            budget = None if memory_budget is None else budget_bytes(memory_budget, engine.backend.total_memory())
-            more: dict[str, Any] = {"budget": budget, "recompute": always, "policies": {} if always else policies}
-            steering = Tuner(engine, groups, plans, log, type(module).__name__, passes=int(searching), **more)
-        if not searching:
-            return steering
-        lean = isinstance(steering, Tuner)
-        default = frozenset((BLOCK, MODULE))
-        return Finder(groups, plans, log, weakref.ref(module), steering, default=default, lean=lean)
-
     arguments = {
         "layers": written(module, layers),
         "num_layers": num_layers,
@@ -219,7 +207,33 @@ def offload(
         "max_inflight": max_inflight,
         "memory_budget": memory_budget,
     }
-    handle = OffloadHandle(modules, plans, engine, steer, arguments=arguments)
+    how = recompute if isinstance(recompute, bool | str) else "a policy"
+    compared = {**arguments, "recompute": how, "plan": None if plan is None else "a plan"}
+    ranks = Ranks(weakref.ref(module), {name: repr(value) for name, value in compared.items()})
+
+    def steer(groups: Sequence[FollowedModule], plans: GroupPlans, log: PassLog) -> Steering:
+        steering: Steering
+        if isinstance(plan, GroupPlan):
+            steering = ByPlan(groups, plans, log, plan, policies)
+        elif by_hand or not engine.backend.times:
+            because = "" if by_hand else ON_REFERENCE if memory_budget is None else f"{ON_REFERENCE} {NO_BUDGET}"
+            steering = BySchedule(groups, plans, log, because, always)
+        else:
+            budget = None if memory_budget is None else budget_bytes(memory_budget, engine.backend.total_memory())
+            more: dict[str, Any] = {
+                "ranks": ranks,
+                "budget": budget,
+                "recompute": always,
+                "policies": {} if always else policies,
+            }
+            steering = Tuner(engine, groups, plans, log, type(module).__name__, passes=int(searching), **more)
+        if not searching:
+            return steering
+        lean = isinstance(steering, Tuner)
+        default = frozenset((BLOCK, MODULE))
+        return Finder(groups, plans, log, weakref.ref(module), steering, default=default, lean=lean)
+
+    handle = OffloadHandle(modules, plans, engine, steer, arguments=arguments, meet=ranks.meet)
     problem = unsupported()
     if problem is not None:
         warn(problem)

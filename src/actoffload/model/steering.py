@@ -79,10 +79,15 @@ def recomputing(plan: GroupPlan, order: Sequence[GroupKey], policies: Mapping[in
 
 
 class RolesOfPlan:
-    """What a plan for the groups of one order means for others; made once for each."""
+    """What a plan for the groups of one order means for others, made once for each; and how groups are recomputed."""
 
     def __init__(self, groups: Sequence[FollowedModule], plan: GroupPlan) -> None:
         self._groups, self.plan = groups, plan
+        saves = dict(zip(plan.names, plan.saves, strict=False))
+        names = group_names(groups, [GroupKey(k) for k in range(len(groups))])
+        self.recompute: Mapping[int, Policy] = {
+            k: saving(of) for k, name in enumerate(names) if (of := saves.get(name)) is not None
+        }
         # What a later group saves drives an incremental release, so that has to be seen too.
         self.incremental = any(action.do in REST for actions in plan.plan.steps.values() for action in actions)
         self._known: dict[tuple[GroupKey, ...], Roles] = {}
@@ -109,10 +114,9 @@ class ByPlan(BySchedule):
         plan: GroupPlan,
         recompute: Mapping[int, Policy] | None = None,
     ) -> None:
-        saves = {name: of for name, of in zip(plan.names, plan.saves, strict=False) if of is not None}
-        again = {k: saving(saves[groups[k].name]) for k in recompute or () if groups[k].name in saves}
-        super().__init__(groups, plans, log, recompute=again)
         self._roles = RolesOfPlan(groups, plan)
+        again = {k: of for k, of in self._roles.recompute.items() if k in (recompute or ())}
+        super().__init__(groups, plans, log, recompute=again)
         self._mode = Mode.WHOLE  # until a forward has shown whether something is saved between the groups
 
     def forward_begins(self, inputs: tuple[Any, Any], *, alone: bool, busy: bool) -> Conduct:

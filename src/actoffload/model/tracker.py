@@ -16,8 +16,8 @@ from .._torch import (
     backward_id,
     saved_tensor_hooks,
     unsupported,
-    warn,
 )
+from .._warnings import warn
 from ..engine.engine import Engine
 from ..engine.layer import Layer, tensors_in
 from ..engine.model_pass import ModelPass
@@ -63,7 +63,7 @@ class _Thread(threading.local):
 class Tracker:
     """Turns the calls of a model's modules into passes.
 
-    The model is the first of the modules.
+    The model is the first of the modules.  `meet` is called once, before the first forward.
     """
 
     def __init__(
@@ -71,10 +71,12 @@ class Tracker:
         modules: Sequence[FollowedModule],
         engine: Engine,
         steering: Steering,
+        meet: Callable[[], None] | None = None,
     ) -> None:
         self._modules = modules
         self._engine = engine
         self.steering = steering
+        self._meet = meet
         self._thread = _Thread()
         self._warned: set[str] = set()
         self._running: set[int] = set()  # threads in a forward
@@ -122,6 +124,9 @@ class Tracker:
             self._finish()
             if self.paused or not torch.is_grad_enabled():
                 return
+            if self._meet is not None:
+                meet, self._meet = self._meet, None
+                meet()
             alone = of.role is not ROOT
             current = thread.current
             # [guard: pass of a loop over the groups -> False]

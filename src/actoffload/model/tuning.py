@@ -1,7 +1,8 @@
 """The default of `offload`: measure during the first steps, then offload what costs no time.
 
 What is measured, and how the plan is chosen, is in `FirstSteps`.  Here each pass of the model gets its purpose: a stage
-of the first steps, or the plan; and the first steps are repeated when costs have changed.
+of the first steps, or the plan; and the first steps are repeated when costs have changed.  Where several ranks run one
+model, the first of them decides: see [Note: ranks decide together].
 
 A pass is timed on the device, from the start of the forward to the end of its backward.  The events are read passes
 later; the host waits for the device at most twice, where the device is more than a whole pass behind.
@@ -17,21 +18,23 @@ from dataclasses import replace
 from statistics import median
 from typing import Any
 
-from .._torch import warn
+from .._warnings import warn
 from ..engine.engine import Engine
 from ..engine.layer import tensors_in
 from ..engine.model_pass import ModelPass
 from ..planner import GroupPlan
 from ..recompute import Policy
 from ..schedule.execution_order import GroupKey, GroupPlans
-from ..schedule.plan import Roles
-from ..schedule.timeline import milliseconds, size
-from .conduct import Conduct, FollowedModule, Mode
+from ..schedule.timeline import size
+from .conduct import Conduct, FollowedModule
+from .findings import Findings, room_in
 from .first_steps import FirstSteps, Script
+from .lockstep import WINDOW, Decision
 from .metering import Meter
 from .operator_times import OperatorTimes
-from .reporting import PassLog, group_names
-from .steering import recomputing
+from .ranks import Ranks
+from .reporting import PassLog
+from .stages import BY_GROUP, LEAN, Stages
 from .timed_pass import Stage, TimedPass
 
 __all__ = ["Tuner"]
@@ -39,12 +42,8 @@ __all__ = ["Tuner"]
 logger = logging.getLogger("actoffload")
 
 MOVED = 0.10  # change of a cost from which on another plan is looked for
-WINDOW = 8  # passes over which costs are compared
 PATIENCE = 64  # passes before a plan is replaced, doubled each time
 UNFINISHED = 4  # forwards in a row that run before the backward of the one before
-
-LEAN = (Stage.FIRST, Stage.LEAN, Stage.FIRST_AGAIN, Stage.AGAIN, Stage.WHOLE)  # everything is offloaded
-BY_GROUP = (Stage.LEAN, Stage.MEMORY, Stage.BARE, Stage.AGAIN, Stage.WHOLE, Stage.BARE_AGAIN)  # measured by group
 
 MEASURING = "This is the plan of the first steps, which are measured."
 ALONE = "The groups are called and not the model, so no pass can be timed."
@@ -68,6 +67,8 @@ class Tuner:
         By group: what is saved of it if it is recomputed because the memory is not enough otherwise.
     budget : int, optional
         Bytes of device memory that forward and backward may take; None for all that there are.
+    ranks : Ranks, optional
+        That run the model together.
     """
 
     def __init__(
@@ -81,17 +82,20 @@ class Tuner:
         budget: int | None = None,
         recompute: Mapping[int, Policy] | None = None,
         policies: Mapping[int, Policy] | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         self._engine, self._groups, self._plans, self._log, self._title = engine, groups, plans, log, title
-        self._budget, self._recompute, self._policies = budget, recompute or {}, policies or {}
+        self._budget, self._policies = budget, policies or {}
+        self._stages = Stages(engine, groups, plans, log, recompute or {}, self._policies)
+        self._ranks = Ranks() if ranks is None else ranks
         self._lock = threading.Lock()
         self._number = passes
         self._current: TimedPass | None = None  # in progress, or the latest
         self._thread = 0  # that runs its forward
         self._unfinished = 0
         self._alone = False  # the groups are called, and not the model
-        self._chosen: FirstSteps | None = None  # whose plan is kept
-        self._measuring: FirstSteps
+        self._chosen: Findings | None = None  # whose plan is kept
+        self._measuring: Findings
         self._script: Script | None
         self._stage: Stage | None
         self._begin(passes + 1, warm=passes > 0)
@@ -102,10 +106,8 @@ class Tuner:
 
     def plan(self) -> GroupPlan:
         """Return the plan, or what is done until there is one."""
-        if self._chosen is None or self._chosen.roles is None:
-            return self._leanest(ALONE if self._alone else UNTIMED if self._unfinished >= UNFINISHED else MEASURING)
-        order = self._plans.order
-        return recomputing(self._chosen.roles.plan.remapped(group_names(self._groups, order)), order, self._recompute)
+        because = ALONE if self._alone else UNTIMED if self._unfinished >= UNFINISHED else MEASURING
+        return self._stages.plan(self._chosen, because)
 
     def frontier(self) -> Sequence[GroupPlan]:
         """Return the plans that are worth having, for what was measured."""
@@ -134,15 +136,20 @@ class Tuner:
         with self._lock:
             if alone or busy:
                 self._alone = not busy
-                return self._whole()
+                return self._stages.whole(self._chosen)
             self._alone = False
-            if self._engine.backend.capturing() or not isinstance(self._engine.recorder, Meter | None):
+            aside = self._engine.backend.capturing() or not isinstance(self._engine.recorder, Meter | None)
+            if aside:
                 self._drop()  # [guard: pass measured while a graph is captured or a step is recorded]
-                return self._whole()
+                if self._ranks.lockstep is None:
+                    return self._stages.whole(self._chosen)
             self._close()
             self._number += 1
             elements = sum(tensor.numel() for tensor in tensors_in(inputs))
-            return self._steady(elements) if self._stage is None else self._measure(elements)
+            stage = self._stage_of_pass(elements, aside=aside)
+            if aside:
+                return self._stages.whole(self._chosen)
+            return self._steady(elements) if stage is None else self._measure(stage, elements)
 
     def forward_ends(self, output: Any) -> None:
         """Time the pass until the end of its backward."""
@@ -164,13 +171,10 @@ class Tuner:
         """Stop measuring."""
         with self._lock:
             self._drop()
+            self._ranks.leave()
 
-    def _measure(self, elements: int) -> Conduct:
-        """Begin a pass of the first steps; one that may not fit offloads everything and does not count."""
-        stage = self._stage
-        assert stage is not None
-        if self._unfinished >= UNFINISHED or not (stage in LEAN or self._measuring.fits(elements)):
-            stage = Stage.FIRST
+    def _measure(self, stage: Stage, elements: int) -> Conduct:
+        """Begin a pass of the first steps."""
         if self._measuring.host_bytes is not None:
             self._engine.trim(keep=self._measuring.host_bytes)
         timed = self._time(stage, elements)
@@ -178,14 +182,9 @@ class Tuner:
             memory = stage not in (Stage.BARE, Stage.BARE_AGAIN)
             timed.meter = Meter(self._engine.backend, self._engine.counters, memory=memory)
             self._engine.record(timed.meter)
-        recompute = {**self._recompute, **self._measuring.recompute}
         if stage is Stage.FIRST_AGAIN:
             timed.operators = OperatorTimes(self._engine.backend)
-        if stage in LEAN:
-            return replace(self._lean(recompute), operators=timed.operators)
-        if stage in BY_GROUP:
-            return Conduct(Mode.SCOPED, self._plans.order, recompute=recompute)
-        return self._planned(self._measuring) if stage is Stage.PLAN else self._idle()
+        return self._stages.of(stage, self._measuring, timed.operators)
 
     def _time(self, stage: Stage, elements: int) -> TimedPass:
         self._thread = threading.get_ident()
@@ -209,7 +208,12 @@ class Tuner:
             return
         self._unfinished = 0
         if self._script is None:
-            self._later.append(timed)
+            if self._stage is None:
+                self._later.append(timed)
+            elif timed.stage is Stage.LEAN and timed.meter is not None:
+                self._measuring.allocated_before = timed.meter.allocated_before
+                room = room_in(timed, self._engine.backend, self._budget)
+                self._ranks.together(lambda of: of.post_room(room))
             return
         try:
             self._stage = self._script.send(timed)
@@ -219,46 +223,22 @@ class Tuner:
             else:
                 self._settle(stop.value)
 
-    def _planned(self, chosen: FirstSteps) -> Conduct:
-        assert chosen.roles is not None
-        recompute = {**self._recompute, **chosen.recompute}
-        if not chosen.roles.plan.offloaded and not recompute:
-            return self._idle()
-        mode = Mode.WHOLE if chosen.adopts or chosen.roles.incremental else Mode.SCOPED
-        return Conduct(mode, self._plans.order, chosen.roles, recompute)
-
-    def _lean(self, recompute: Mapping[int, Policy]) -> Conduct:
-        return Conduct(Mode.WHOLE, self._plans.order, lambda order: Roles.leanest(len(order)), recompute)
-
-    def _idle(self) -> Conduct:
-        if self._recompute:
-            return Conduct(Mode.SCOPED, self._plans.order, recompute=self._recompute)
-        self._engine.counters.passes += 1
-        return Conduct(Mode.IDLE)
-
-    def _whole(self) -> Conduct:
-        """Follow the whole forward, by the plan if there is one."""
-        chosen, order = self._chosen, self._plans.order
-        if chosen is None or chosen.roles is None:
-            return Conduct(Mode.WHOLE, order, self._plans.roles, self._recompute)
-        return Conduct(Mode.WHOLE, order, chosen.roles, {**self._recompute, **chosen.recompute})
-
-    def _leanest(self, because: str) -> GroupPlan:
-        order = self._plans.order
-        names = group_names(self._groups, order)
-        plan = GroupPlan(names, self._plans.roles(order).plan, self._log.bytes_of(order), because=because)
-        return recomputing(plan, order, self._recompute)
-
     # The plan
 
     def _begin(self, number: int, *, warm: bool = False) -> None:
         """Measure the first steps, or measure them again; `number` is that of the first pass."""
         self._begun = number
-        self._measuring = FirstSteps(
-            self._engine.backend, self._groups, self._plans, self._log, self._budget, self._policies
+        steps = FirstSteps(
+            self._engine.backend,
+            self._groups,
+            self._plans,
+            self._log,
+            self._budget,
+            self._policies,
+            self._ranks.room_of_all,
         )
-        script = self._measuring.run(warm=warm)
-        self._stage, self._script = next(script), script
+        script = steps.run(warm=warm)
+        self._measuring, self._stage, self._script = steps.found, next(script), script
 
     def _settle(self, plan: GroupPlan) -> None:
         """Keep a plan from now on."""
@@ -275,20 +255,60 @@ class Tuner:
                 f"memory_budget is {size(self._budget)}, but the smallest peak that a plan reaches is "
                 f"{size(plan.peak_bytes)}: that plan is used."
             )
-        logger.info("%s", self._decision(plan, self._chosen))
+        passes = f"passes {self._begun} to {self._number}"
+        if (lockstep := self._ranks.lockstep) is not None:
+            passes += f" by rank {lockstep.leader}"
+            if lockstep.leads:
+                self._ranks.together(lambda of: of.decide(self._number, Decision(found=self._chosen)))
+        logger.info("%s", self._chosen.decision(self._title, passes))
 
-    def _decision(self, plan: GroupPlan, found: FirstSteps) -> str:
-        """Return what was measured and decided, in a line."""
-        number = f"{len(plan.offloaded)} of {len(plan.names)} groups of {self._title}"
-        again = f", {len(plan.recomputed)} are recomputed" if plan.recomputed else ""
-        passes = f"measured in passes {self._begun} to {self._number}"
-        line = f"{number} are offloaded ({size(plan.offloaded_bytes)}){again}: {passes}"
-        if found.planning:
-            line += f", planned in {milliseconds(found.planning)}"
-        if found.times is not None:
-            with_, without = milliseconds(found.times.offloaded), milliseconds(found.times.without)
-            line += f"; a pass takes {with_}, {without} without offloading"
-        return f"{line}. {plan.because}" if plan.because else line
+    # Together with other ranks
+
+    def _stage_of_pass(self, elements: int, *, aside: bool) -> Stage | None:
+        """Return what a pass is for, the same in all ranks; None for the plan.  `aside`: it is not measured."""
+        if self._stage is None and self._number % WINDOW == 0 and self._renews():
+            self._begin(self._number, warm=True)
+        lockstep = self._ranks.lockstep
+        if self._stage is not None and lockstep is not None and not lockstep.leads:
+            self._follow()
+        stage = self._stage
+        if stage is None:
+            return None
+        # A pass that may not fit offloads everything and does not count.
+        if aside or self._unfinished >= UNFINISHED or not (stage in LEAN or self._measuring.fits(elements)):
+            stage = Stage.FIRST
+        if lockstep is not None and lockstep.leads:
+            known = replace(self._measuring, choose=None, search_frontier=None)  # which are large
+            self._ranks.together(lambda of: of.decide(self._number, Decision(stage, known)))
+        return stage
+
+    def _follow(self) -> None:
+        """Take what another rank decided for this pass; go on alone if it does not answer."""
+        decision, before = self._ranks.together(lambda of: of.decision(self._number)), self._measuring
+        if decision is None or decision.found is None:
+            self._stage = None
+            if self._chosen is None:
+                self._begin(self._number, warm=True)
+            return
+        found = decision.found
+        if before.allocated_before:  # by this rank
+            found.allocated_before = before.allocated_before
+        if found.plan == before.plan:
+            found.plan = before.plan  # whose roles are known
+        self._measuring, self._stage, self._script = found, decision.stage, None
+        if decision.stage is None:
+            assert found.plan is not None
+            self._settle(found.plan)
+
+    def _renews(self) -> bool:
+        """Return whether the first steps are measured again from this pass on."""
+        chosen, lockstep = self._chosen, self._ranks.lockstep
+        assert chosen is not None
+        wanted = (lockstep is None or lockstep.leads) and self._moved(chosen)
+        wanted = wanted or chosen.exceeds(self._engine.backend.in_use() or 0)
+        if lockstep is None:
+            return wanted
+        return bool(self._ranks.together(lambda of: of.begins_again(self._number, wanted=wanted)))
 
     # Later
 
@@ -296,16 +316,13 @@ class Tuner:
         """Return how a pass is followed once there is a plan."""
         chosen = self._chosen
         assert chosen is not None
-        if self._number % WINDOW == 0 and (self._moved(chosen) or chosen.exceeds(self._engine.backend.in_use() or 0)):
-            self._begin(self._number, warm=True)
-            return self._measure(elements)
         if self._number % WINDOW == 0 or not self._later:
             self._time(Stage.PLAN, elements)
         if not chosen.fits(elements):
-            return self._lean({**self._policies, **self._recompute})
-        return self._idle() if elements < chosen.least_size else self._planned(chosen)
+            return self._stages.leanest()
+        return self._stages.idle() if elements < chosen.least_size else self._stages.planned(chosen)
 
-    def _moved(self, chosen: FirstSteps) -> bool:
+    def _moved(self, chosen: Findings) -> bool:
         """Return whether costs are others than those of the plan, and have been for some passes."""
         backend = self._engine.backend
         done = [timed for timed in self._later if timed.ended and backend.passed(timed.ended)]

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from math import inf
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from ..schedule.costs import Link
 from .group_plan import GroupPlan
@@ -37,12 +37,13 @@ def choose_recomputed(
     host_seconds: float = 0.0,
     host_caution: float = 1.0,
     tolerance: float = 0.002,
+    without_bytes: int | None = None,
 ) -> GroupPlan:
     """Return the fastest plan within a limit, in which groups are kept, offloaded, recomputed, or both of the latter.
 
     Parameters
     ----------
-    names, link, limit, host_seconds, host_caution, tolerance
+    names, link, limit, host_seconds, host_caution, tolerance, without_bytes
         As in `choose`.
     groups : sequence of sequence of Variant
         The ways to run each group; the first is without recomputation.
@@ -74,9 +75,8 @@ def choose_recomputed(
     def search(chosen: Chosen) -> Search:
         costs = [group[k].cost for group, k in zip(groups, chosen, strict=True)]
         profile = Profile.of(costs, link, copies=copies)
-        return Search(
-            profile, link, host_seconds, host_seconds * host_caution, inf if limit is None else limit, tolerance
-        )
+        most = inf if limit is None else limit
+        return Search(profile, link, host_seconds, host_seconds * host_caution, most, tolerance, without_bytes)
 
     plain = (0,) * len(groups)
     without = search(plain)
@@ -93,10 +93,13 @@ def choose_recomputed(
     plan, chosen = min(plans, key=lambda each: each[0].peak_bytes or 0) if len(plans) > 1 else plans[0]
     least = plan.peak_bytes or 0
     if limit is not None and least > limit:  # of the plans with about the smallest peak the fastest
-        how = {"host_seconds": host_seconds, "host_caution": host_caution, "tolerance": tolerance}
+        how: dict[str, Any] = {"host_seconds": host_seconds, "host_caution": host_caution, "tolerance": tolerance}
         near = choose_recomputed(names, groups, link, limit=math.ceil(least * (1 + NEAR)), **how)
         return replace(near, because=without.beyond())
-    return _described(plan, groups, chosen, baseline) if any(chosen) else plan
+    if not any(chosen):
+        return plan
+    because = without.above("offloading and recomputing")
+    return replace(_described(plan, groups, chosen, baseline), because=because)
 
 
 def _described(

@@ -31,6 +31,7 @@ def choose(
     host_caution: float = 1.0,
     tolerance: float = 0.002,
     among: Collection[int] | None = None,
+    without_bytes: int | None = None,
 ) -> GroupPlan:
     """Return the fastest plan whose peak is within a limit.
 
@@ -55,6 +56,9 @@ def choose(
         Part of the time of a step.
     among : collection of int, optional
         Positions of the groups that may be offloaded; None for all.
+    without_bytes : int, optional
+        Peak of device memory without offloading as it was measured, for the reason; None to take what the costs add up
+        to.
 
     Returns
     -------
@@ -90,6 +94,7 @@ def choose(
         host_seconds * host_caution,
         inf if limit is None else limit,
         tolerance,
+        without_bytes,
     )
     return search.result(tuple(names))
 
@@ -104,6 +109,7 @@ class Search:
     host_seconds: float
     limit: float
     tolerance: float
+    without_bytes: int | None = None
 
     def __post_init__(self) -> None:
         self.place = partial(place, self.profile, host_seconds=self.host_seconds)
@@ -212,14 +218,22 @@ class Search:
         """Return the reason for a plan that exceeds the limit."""
         return f"No plan is within the limit of {size(int(self.limit))}; this one has the smallest peak."
 
+    @property
+    def without(self) -> int:
+        """The peak without offloading, in bytes."""
+        return self.keep.peak_bytes if self.without_bytes is None else self.without_bytes
+
+    def above(self, action: str) -> str:
+        """Return the reason for a plan that costs time, where memory would be too small without an action."""
+        return f"Without {action} the peak would be {size(self.without)}, above the limit of {size(int(self.limit))}."
+
     def because(self, plan: Plan, result: Simulation) -> str:
         """Return why this plan was chosen."""
         allowed = self.keep.seconds * (1 + self.tolerance)
         if result.device_peak_bytes > self.limit:
             return self.beyond()
-        if self.keep.peak_bytes > self.limit and result.step_time > allowed:
-            kept, limit = size(self.keep.peak_bytes), size(int(self.limit))
-            return f"Without offloading the peak would be {kept}, above the limit of {limit}."
+        if self.without > self.limit and result.step_time > allowed:
+            return self.above("offloading")
         if plan.offloaded:
             return ""
         if not self.profile.movable:

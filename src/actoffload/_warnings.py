@@ -1,0 +1,46 @@
+"""Warnings that name a line of the program that uses the package.
+
+A warning is shown with the line that caused it, and Python shows each only once for a line.  The caller of a hook is
+PyTorch, or the package itself, so a fixed number of frames to skip would name the wrong line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import warnings
+
+import torch
+
+__all__ = ["warn"]
+
+_SKIPPED = tuple(
+    [os.path.dirname(path) + os.sep for path in (__file__, torch.__file__)] + [contextlib.__file__]  # noqa: PTH120
+)
+"""What the paths of files begin with that are part of no program."""
+
+
+def warn(message: str, category: type[Warning] = UserWarning) -> None:
+    """Warn at the line of the program: the innermost one outside of this package and of PyTorch.
+
+    Parameters
+    ----------
+    message : str
+        What is wrong, and what to do.
+    category : type
+        The class of the warning.
+
+    Examples
+    --------
+    >>> from actoffload._warnings import warn
+    >>> with warnings.catch_warnings(record=True) as found:
+    ...     warnings.simplefilter("always")
+    ...     warn("Nothing is offloaded.")
+    >>> str(found[0].message)
+    'Nothing is offloaded.'
+    """
+    level, frame = 1, sys._getframe()
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_SKIPPED):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, category, stacklevel=level)

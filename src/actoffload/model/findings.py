@@ -1,0 +1,170 @@
+"""What the first steps of a model show: plain data, which the ranks of a model can share."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import NamedTuple
+
+from ..device.base import Backend
+from ..planner import GroupPlan
+from ..schedule.timeline import milliseconds, size
+from .timed_pass import TimedPass
+
+__all__ = ["CARE", "Findings", "Room", "StepTimes", "room_in"]
+
+MORE = 0.005  # of the limit: so much more allocated memory is looked at
+CARE = 0.002  # part of a peak by which plans with recomputation may exceed what was predicted
+ROOM = 0.03  # fraction of the device memory that predictions leave free
+SMALLER = 0.9  # of a peak: the next choice that a report names
+
+
+class StepTimes(NamedTuple):
+    """Seconds of a pass with the plan and without offloading, and the numbers of the first and last pass compared."""
+
+    offloaded: float
+    without: float
+    first: int
+    last: int
+
+
+class Room(NamedTuple):
+    """Bytes of device memory that a pass may take, None for no limit, and those that it takes without offloading."""
+
+    limit: int | None
+    peak: int
+
+    def for_all(self, least: int) -> Room:
+        """Return the room of a rank whose plan has to fit where `least` bytes are free without offloading."""
+        return self if self.limit is None else self._replace(limit=self.limit - max(self.free - least, 0))
+
+    @property
+    def free(self) -> int:
+        """Bytes that would be free without offloading; negative where it does not fit."""
+        return (self.limit or 0) - self.peak
+
+
+def room_in(lean: TimedPass, backend: Backend, budget: int | None) -> Room:
+    """Return the room that there is by a measured pass that offloaded everything."""
+    limit, meter = backend.memory_limit(), lean.meter
+    if limit is None or meter is None or not meter.borders:
+        return Room(None, 0)
+    limit = round(limit * (1 - ROOM))
+    # Earlier passes, whose backward is still to come, may keep everything.
+    in_flight = lean.waiting * sum(map(sum, lean.sizes))
+    return Room((limit if budget is None else min(limit, budget)) - in_flight, lean.peak_without())
+
+
+@dataclass
+class Findings:
+    """What the first steps have shown so far, and the plan that follows from it.
+
+    Parameters
+    ----------
+    plan : GroupPlan, optional
+        The plan that is tried, and in the end chosen.
+    saves : mapping of int to tuple of str
+        By group that is recomputed in the present stage: the operators whose outputs are saved.
+    adopts : bool
+        Whether groups are offloaded with what was saved before them.
+    limit : int, optional
+        Bytes of device memory that a pass may take.
+    size : int
+        Elements of the inputs.
+    least_size : int
+        Fewest elements for which hooks cost nothing.
+    in_flight : int
+        Number of passes whose memory is needed at once.
+    allocated_before : int
+        Bytes of device memory that were allocated before a pass.
+    bare_peak : int
+        Peak of device memory without offloading, in bytes: measured if such a pass fits, otherwise the sum of what was
+        measured with everything offloaded.
+    host_bytes : int, optional
+        Bytes to which the host memory is to be reduced now.
+    planning : float
+        Seconds that planning took.
+    times : StepTimes, optional
+        Of whole passes.
+    careful : bool
+        Whether some groups may be recomputed.
+    choose, search_frontier : partial, optional
+        The functions of the planner, with the costs that were measured.
+    """
+
+    plan: GroupPlan | None = None
+    saves: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
+    adopts: bool = False
+    limit: int | None = None
+    size: int = 0
+    least_size: int = 0
+    in_flight: int = 1
+    allocated_before: int = 0
+    bare_peak: int = 0
+    host_bytes: int | None = None
+    planning: float = 0.0
+    times: StepTimes | None = None
+    careful: bool = False
+    choose: partial[GroupPlan] | None = None
+    search_frontier: partial[tuple[GroupPlan, ...]] | None = None
+
+    def chosen(self, **changes: object) -> GroupPlan:
+        """Return the best plan by the costs that were measured; `changes` replace arguments of the planner."""
+        assert self.choose is not None
+        return self.with_care(self.choose(**changes))
+
+    def with_care(self, plan: GroupPlan) -> GroupPlan:
+        """Return a plan with the peak that it has at most."""
+        if plan.peak_bytes is None or not self.careful:
+            return plan
+        return replace(plan, peak_bytes=math.ceil(plan.peak_bytes * (1 + CARE)))
+
+    def frontier(self) -> tuple[GroupPlan, ...]:
+        """Return the plans that are worth having; none if the costs are not known."""
+        return () if self.search_frontier is None else tuple(map(self.with_care, self.search_frontier()))
+
+    def next_choice(self) -> str:
+        """Return what a smaller peak would cost, in a sentence; empty if that is not known or there is none."""
+        plan = self.plan
+        if plan is None or self.choose is None or plan.peak_bytes is None or not plan.baseline_seconds:
+            return ""
+        found = self.chosen(limit=round(plan.peak_bytes * SMALLER))
+        if found.seconds is None or found.peak_bytes is None or found.peak_bytes >= plan.peak_bytes:
+            return ""
+        cost = found.seconds / (found.baseline_seconds or plan.baseline_seconds)
+        peaks = f"A peak of {size(found.peak_bytes)} instead of {size(plan.peak_bytes)}"
+        budget = f'memory_budget="{math.ceil(found.peak_bytes / 2**20)}MiB"'
+        return f"{peaks} would cost at most {cost:.2f} x the time of a pass without offloading: {budget}."
+
+    def fits(self, elements: int) -> bool:
+        """Return whether a pass with inputs of this size fits with the plan, or without one if there is none."""
+        peak = None if self.plan is None else self.plan.peak_bytes
+        peak = self.bare_peak if peak is None else peak
+        # An upper bound: activations grow with the inputs, weights do not.
+        return self.limit is None or elements <= self.size or peak * elements <= self.limit * self.size
+
+    def exceeds(self, in_use: int) -> bool:
+        """Return whether the plan exceeds the limit because more is allocated before a pass than when it was measured.
+
+        An optimizer allocates its states in its first step, which may come after the first passes.
+        """
+        peak, more = None if self.plan is None else self.plan.peak_bytes, in_use - self.allocated_before
+        if peak is None or self.limit is None or self.in_flight > 1:
+            return False
+        return more > MORE * self.limit and peak + more > self.limit
+
+    def decision(self, title: str, passes: str) -> str:
+        """Return what was measured in some passes of a model and decided, in a line."""
+        plan = self.plan
+        assert plan is not None
+        number = f"{len(plan.offloaded)} of {len(plan.names)} groups of {title}"
+        again = f", {len(plan.recomputed)} are recomputed" if plan.recomputed else ""
+        line = f"{number} are offloaded ({size(plan.offloaded_bytes)}){again}: measured in {passes}"
+        if self.planning:
+            line += f", planned in {milliseconds(self.planning)}"
+        if self.times is not None:
+            with_, without = milliseconds(self.times.offloaded), milliseconds(self.times.without)
+            line += f"; a pass takes {with_}, {without} without offloading"
+        return f"{line}. {plan.because}" if plan.because else line

@@ -1,0 +1,143 @@
+"""Let all ranks of a model measure in the same passes, and follow the plan of one of them.
+
+`[Note: ranks decide together]`  The ranks of a sharded or data-parallel model wait for each other in each layer.  If
+each measured by itself, one would offload everything while another times its passes, and each would choose another
+plan.  So the first rank decides: for each pass that is measured it posts its stage, and what is known by then, before
+its own forward begins.  The others take that message at the start of the same pass, and run the same stage.  At the end
+it posts the plan.  The memory of all ranks counts: each posts how much room it has, and the least is planned with.
+
+When the first rank finds other costs later, it announces a pass that all ranks have still ahead, and that is a
+multiple of a window.  The others look for an announcement at these passes only: a steady pass needs no message.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from .._warnings import warn
+from .board import Board, LostRankError
+from .findings import Findings, Room
+from .timed_pass import Stage
+
+__all__ = ["LIMIT", "WINDOW", "Decision", "Lockstep"]
+
+WINDOW = 8  # passes between two looks for an announcement
+LIMIT = 60.0  # seconds for which a rank waits for the one that leads, which itself waits half as long for the others
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What a pass is for, and what is known; without a stage measuring is over, without findings the rank has left."""
+
+    stage: Stage | None = None
+    found: Findings | None = None
+
+
+class Lockstep:
+    """One rank's part in what the ranks of a model decide together; any method may raise `LostRankError`.
+
+    Measuring and what follows it is one epoch, numbered from 0.  Ranks that are `gone` missed the first forward.
+    """
+
+    def __init__(self, board: Board, gone: Collection[int] = ()) -> None:
+        self._board, self._epoch = board, 0
+        self.leader = board.ranks[0]
+        self.leads = board.rank == self.leader
+        self._again: int | None = None  # pass with which the next epoch begins
+        self._measuring, self._asked, self._shown = True, False, False
+        self._gone = set(gone)  # ranks whose memory does not count
+
+    # Measuring
+
+    def decide(self, number: int, decision: Decision) -> None:
+        """Post what a pass is for; without a stage, for all passes that follow."""
+        assert self.leads
+        self._measuring = decision.stage is not None
+        self._board.post(self._key(number if self._measuring else "end"), decision)
+
+    def decision(self, number: int) -> Decision:
+        """Wait for what a pass is for."""
+        assert not self.leads
+        key = self._board.find([self._key(number), self._key("end")], LIMIT)
+        if key is None:
+            waited = f"Rank {self._board.rank} waited {LIMIT:.0f} s for rank {self.leader}"
+            raise LostRankError(f"{waited} in pass {number} of the model.")
+        found: Decision = self._board.take(key, len(self._board.ranks) - 1)
+        if found.stage is None and found.found is None:
+            raise LostRankError(f"In rank {self.leader} offloading was ended or rescheduled during the first steps.")
+        return found
+
+    def post_room(self, room: Room) -> None:
+        """Post how much memory this rank has without offloading, as measured first."""
+        if not self._shown:
+            self._shown = True
+            self._board.post(self._key(f"room {self._board.rank}"), room)
+
+    def room_of_all(self, own: Room) -> Room:
+        """Return the room with which a plan fits in all ranks."""
+        least = own.free
+        for room in self._rooms():
+            if room.limit is not None:
+                least = min(least, room.free)
+        return own.for_all(least)
+
+    def _rooms(self) -> list[Room]:
+        until, found, missing = time.monotonic() + LIMIT / 2, list[Room](), list[int]()
+        for rank in self._board.ranks[1:]:
+            own, gone = self._key(f"room {rank}"), f"gone {rank}"
+            if rank in self._gone:
+                continue
+            key = self._board.find([own, gone], max(until - time.monotonic(), 0.0))
+            if key == own:
+                found.append(self._board.take(own))
+            else:
+                self._gone.add(rank)
+                missing += [rank] if key is None else []
+        if missing:
+            of = ", ".join(map(str, missing))
+            warn(
+                f"Rank {self.leader} waited {LIMIT / 2:.0f} s for rank {of}, whose memory counts no more. Call the "
+                "model equally often in all ranks."
+            )
+        return found
+
+    # Later
+
+    def begins_again(self, number: int, *, wanted: bool) -> bool:
+        """Return whether a new epoch begins with this pass, which is a multiple of `WINDOW`.
+
+        Where it is wanted, the leading rank announces it; another rank asks for it.
+        """
+        board = self._board
+        if self.leads:
+            if self._again is None and (wanted or board.has(self._key("ask"))):
+                self._again = number + WINDOW
+                board.post(self._key("again"), self._again)
+        else:
+            if self._again is None and board.has(self._key("again")):
+                self._again = board.take(self._key("again"), len(board.ranks) - 1)
+            if self._again is None and wanted and not self._asked:
+                self._asked = True
+                board.post(self._key("ask"), True)
+        if self._again is None or number < self._again:
+            return False
+        if self.leads and board.has(self._key("ask")):
+            board.take(self._key("ask"))
+        late, self._again = number > self._again, None
+        self._measuring, self._asked, self._shown = True, False, False
+        self._epoch += 1
+        if late and not self.leads:
+            self.post_room(Room(None, 0))  # it may have missed the pass that shows its memory
+        return True
+
+    def leave(self) -> None:
+        """Say that this rank takes no further part."""
+        if not self.leads:
+            self._board.post(f"gone {self._board.rank}", True)
+        elif self._measuring:
+            self.decide(0, Decision())
+
+    def _key(self, name: int | str) -> str:
+        return f"{self._epoch}/{name}"

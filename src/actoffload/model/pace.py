@@ -1,0 +1,89 @@
+"""Compare what passes with a plan take with what they take without offloading."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import inf
+
+from ..device.base import Backend
+from ..planner import GroupPlan
+from ..schedule.timeline import milliseconds, size
+from .findings import StepTimes
+from .timed_pass import TimedPass
+
+__all__ = ["TOLERANCE", "TRIES", "Comparison", "fastest", "refer", "relative"]
+
+TOLERANCE, SHORT_TOLERANCE, SHORT = 0.01, 0.02, 0.020  # of the time of a pass; for short passes; seconds
+CAUTION = 0.7  # part of the tolerance that a plan may cost when it is measured, for passes that take longer later
+MOST = 0.03  # cost, as a fraction of the time of a pass, up to which it is taken to fall with the number of groups
+FEWER, TRIES = 0.75, 3  # part of the groups of a plan that cost more, with which it is tried again; how often
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Seconds of a pass with a plan and without offloading, and the numbers of the first and last pass compared."""
+
+    plan: GroupPlan
+    times: StepTimes
+
+    @staticmethod
+    def of(
+        plan: GroupPlan, offloaded: Sequence[TimedPass], without: Sequence[TimedPass], backend: Backend, size: int
+    ) -> Comparison:
+        """Compare passes that the device has run; `size` is the number of elements that the plan is for."""
+        numbers = [timed.number for timed in (*offloaded, *without)]
+        seconds = fastest(offloaded, backend, size), fastest(without, backend, size)
+        return Comparison(plan, StepTimes(*seconds, min(numbers), max(numbers)))
+
+    @property
+    def cost(self) -> float:
+        """How much longer a pass takes with the plan, as a fraction of its time without offloading."""
+        return self.times.offloaded / self.times.without - 1
+
+    @property
+    def allowed(self) -> float:
+        """What the plan may cost."""
+        return CAUTION * (SHORT_TOLERANCE if self.times.without < SHORT else TOLERANCE)
+
+    @property
+    def is_free(self) -> bool:
+        """Whether passes with the plan are as short as without."""
+        return self.cost <= self.allowed
+
+    def cut(self) -> int:
+        """Return the number of groups for which the cost is small enough if each costs as much; 0 if that is unsafe.
+
+        A large cost does not fall with the number of groups: it begins where the copies no longer fit beside compute.
+        """
+        return 0 if self.cost > MOST else math.floor(len(self.plan.offloaded) * min(self.allowed / self.cost, 1.0))
+
+    def fewer(self) -> int:
+        """Return the number of groups with which the plan is tried again."""
+        return math.floor(len(self.plan.offloaded) * FEWER)
+
+    def because(self, others: Sequence[Comparison] = ()) -> str:
+        """Return the reason for another plan, as a clause; `others` were tried afterwards, with fewer groups."""
+        number, taken = len(self.plan.offloaded), milliseconds(self.times.offloaded)
+        tried = f"with {number} groups offloaded ({size(self.plan.offloaded_bytes)}) a pass took {taken}"
+        found = f"{tried}, without offloading {milliseconds(self.times.without)}"
+        more = [f"with {len(of.plan.offloaded)} it took {1 + of.cost:.3f} x the time without" for of in others]
+        return "; ".join((f"{found}, although copies should have taken no time", *more))
+
+
+def fastest(passes: Sequence[TimedPass], backend: Backend, size: int) -> float:
+    """Return the seconds of the fastest of some passes, for a number of elements of the inputs."""
+    return min(timed.pace(backend) for timed in passes) * max(size, 1)
+
+
+def refer(plan: GroupPlan, without: float) -> GroupPlan:
+    """Return a plan whose expected time refers to the measured time of whole passes without offloading."""
+    if plan.seconds is None or not plan.baseline_seconds:
+        return plan
+    return replace(plan, seconds=plan.seconds / plan.baseline_seconds * without, baseline_seconds=without)
+
+
+def relative(plan: GroupPlan) -> float:
+    """Return the time of a pass with a plan, relative to that without offloading and recomputing."""
+    return plan.seconds / plan.baseline_seconds if plan.seconds and plan.baseline_seconds else inf

@@ -1,0 +1,405 @@
+"""Ranks of one model: the same stages in the same passes, one plan, and no rank that hangs."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from timed_device import Timed, TimedModel, offload, step
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import actoffload
+from actoffload.model import lockstep, ranks
+from actoffload.model.board import Board, LostRankError
+from actoffload.model.ranks import ranks_of
+from actoffload.model.tuning import PATIENCE, WINDOW
+
+KIB = 2**10
+ALL = ["FIRST", "LEAN", "MEMORY", "BARE", "PLAN", "PLAN", "PLAN", "WARM", "NONE"]
+
+
+@dataclass
+class Rank:
+    """One rank, in a thread of its own."""
+
+    number: int
+    device: Timed
+    model: TimedModel
+    handle: actoffload.OffloadHandle
+    stages: list[str] = field(default_factory=list)
+    before: dict[int, Callable[[Rank], object]] = field(default_factory=dict)  # by pass: what is done before it
+    passes: int | None = None  # after which it ends
+    seconds: float = 0.0
+    error: BaseException | None = None
+
+    def run(self, passes: int, wait: Callable[[], object]) -> None:
+        begun = time.monotonic()
+        try:
+            for k in range(passes if self.passes is None else self.passes):
+                self.before.get(k, lambda rank: None)(self)
+                step(self.model)
+                stage = getattr(self.handle._tracker.steering, "_stage", None)
+                self.stages.append("" if stage is None else stage.name)
+                wait()
+        except BaseException as error:
+            self.error = error
+        self.seconds = time.monotonic() - begun
+
+
+class Program:
+    """Ranks that run steps together; as with collectives, none is more than a pass ahead."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.store, self.local, self.ranks = dist.HashStore(), threading.local(), list[Rank]()
+        self.calls: list[tuple[int, str]] = []
+        monkeypatch.setattr(ranks, "board_of", self.board)
+
+    def board(self, model: object) -> Board:
+        return Board("model", self.local.rank, range(len(self.ranks)), lambda: self.store)
+
+    def add(self, link: float = 1e4, memory: int | None = None, count: int = 8, nbytes: int = 4 * KIB, **more) -> Rank:
+        device = Timed(link, link, memory=memory)
+        model = TimedModel(device, count, nbytes=nbytes)
+        self.ranks.append(Rank(len(self.ranks), device, model, offload(model, device, **more)))
+        return self.ranks[-1]
+
+    def run(self, passes: int, *, together: bool = True) -> list[str]:
+        """Run passes; return the warnings."""
+        barrier = threading.Barrier(len(self.ranks))
+
+        def main(rank: Rank) -> None:
+            self.local.rank = rank.number
+            rank.run(passes, (lambda: barrier.wait(30)) if together else lambda: None)
+
+        threads = [threading.Thread(target=main, args=(rank,)) for rank in self.ranks]
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        for rank in self.ranks:
+            if rank.error is not None:
+                raise rank.error
+        return [str(each.message) for each in found]
+
+
+@pytest.fixture
+def program(monkeypatch: pytest.MonkeyPatch) -> Program:
+    return Program(monkeypatch)
+
+
+def slower(rank: Rank, times: float) -> None:
+    rank.device.slow = lambda: times
+
+
+# One decision
+
+
+@pytest.mark.parametrize(("links", "offloaded"), [((1e4, 1e2, 3e3), 6), ((1e2, 1e4, 2e3), 0)])
+def test_clocks_that_differ_wildly(program, links, offloaded):
+    for link in links:
+        program.add(link)
+    slower(program.ranks[1], 5.0)
+    slower(program.ranks[2], 0.2)
+    assert program.run(14) == []
+    want = [*ALL, *[""] * 5] if offloaded else [*ALL[:4], "WARM", "NONE", *[""] * 8]
+    assert [rank.stages for rank in program.ranks] == [want] * 3
+    assert [rank.handle.plan.offloaded for rank in program.ranks] == [tuple(range(offloaded))] * 3
+    assert len({str(rank.handle.plan) for rank in program.ranks}) == 1
+    assert program.store.num_keys() == 0, "what was read is deleted"
+    assert {len(rank.handle.frontier().plans) for rank in program.ranks} != {0}
+
+
+def test_groups_that_are_found_and_recomputed(program):
+    """Rank 1 would not have to recompute anything."""
+    for link in (3e2, 1e6):
+        program.add(link, 2**40, 12, layers=None, memory_budget=24 * KIB)
+    assert program.run(16) == []
+    first, second = program.ranks
+    assert first.stages == second.stages
+    assert {"LEAN", "FIRST_AGAIN", "AGAIN", "PLAN"} <= set(first.stages)
+    assert first.handle.plan.recomputed == second.handle.plan.recomputed != ()
+    assert first.handle.plan.plan == second.handle.plan.plan
+    assert program.store.num_keys() == 0
+
+
+@pytest.mark.parametrize("demanding", [0, 2])
+def test_a_budget_holds_in_the_most_demanding_rank(program, demanding):
+    for _ in range(3):
+        program.add(1e3, 2**40, 12, memory_budget=32 * KIB, recompute=False)
+    rank = program.ranks[demanding]
+    more = rank.device.count(torch.zeros(6 * KIB // 4))
+    for each in program.ranks:
+        each.before[10] = lambda rank: setattr(rank.device, "highest", 0)
+    assert program.run(16) == []
+    assert len({str(rank.handle.plan.plan) for rank in program.ranks}) == 1
+    peaks = [max(each.device.created.peak, each.device.highest) for each in program.ranks]
+    assert max(peaks) == peaks[demanding] <= 32 * KIB
+    assert peaks[demanding] > 27 * KIB, "what there is is used"
+    del more
+
+
+def test_a_rank_that_comes_late(program):
+    for _ in range(2):
+        program.add()
+    program.ranks[1].before = {0: lambda _: time.sleep(0.3), 5: lambda _: time.sleep(0.2)}
+    program.ranks[0].before = {3: lambda _: time.sleep(0.2)}
+    assert program.run(12, together=False) == []
+    assert program.ranks[0].stages == program.ranks[1].stages == [*ALL, *[""] * 3]
+
+
+def test_steady_passes_post_nothing(program, monkeypatch):
+    for _ in range(2):
+        program.add()
+    program.run(10)
+    calls, call = [], Board._call
+    monkeypatch.setattr(Board, "_call", lambda self, *a: (calls.append(a[0]), call(self, *a))[1])
+    program.run(2 * WINDOW)
+    assert calls == ["check"] * 4, "one look for each rank and window"
+
+
+# Ranks that deviate
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lockstep, "LIMIT", 0.4)
+    monkeypatch.setattr(ranks, "LIMIT", 0.4)
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize("passes", [0, 4])
+def test_the_deciding_rank_stops(program, passes):
+    for _ in range(2):
+        program.add()
+    program.ranks[0].passes = passes
+    (warning,) = program.run(14, together=False)
+    where = "in the first forward" if not passes else f"in pass {passes + 1} of the model"
+    assert f"Rank 1 waited 0 s for rank 0 {where}. So this rank decides alone" in warning
+    assert program.ranks[1].handle.plan.offloaded == tuple(range(6))
+    assert program.ranks[1].stages[-1] == ""
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize("passes", [0, 1])
+def test_another_rank_stops(program, passes):
+    for _ in range(3):
+        program.add()
+    program.ranks[2].passes = passes
+    (warning,) = program.run(12, together=False)
+    assert warning.startswith("Rank 0 waited 0 s for rank 2")
+    assert [rank.stages for rank in program.ranks[:2]] == [[*ALL, *[""] * 3]] * 2
+
+
+def by_hand(rank: Rank) -> None:
+    rank.handle.reschedule(num_layers=1)
+
+
+def ended(rank: Rank) -> None:
+    rank.handle.remove()
+
+
+@pytest.mark.parametrize(("end", "at"), [(by_hand, 5), (ended, 1), (ended, 12)])
+def test_offloading_ends_in_the_deciding_rank_only(program, end, at):
+    for _ in range(2):
+        program.add()
+    program.ranks[0].before[at] = end
+    found = program.run(at + 12)
+    assert len(found) == (at < 10)
+    assert all(each.startswith("In rank 0 offloading was ended or rescheduled during the first") for each in found)
+    assert program.ranks[1].handle.plan.offloaded == tuple(range(6))
+    assert max(rank.seconds for rank in program.ranks) < 20
+
+
+@pytest.mark.parametrize(("end", "at"), [(by_hand, 1), (ended, 5), (ended, 12)])
+def test_offloading_ends_in_another_rank_only(program, end, at):
+    for _ in range(3):
+        program.add()
+    program.ranks[1].before[at] = end
+    assert program.run(at + 12) == []
+    assert program.ranks[0].stages == program.ranks[2].stages
+    assert program.ranks[0].stages[:9] == ALL
+    assert max(rank.seconds for rank in program.ranks) < 20
+
+
+def test_a_step_is_recorded_in_one_rank_only(program):
+    for _ in range(2):
+        program.add()
+    first = program.ranks[0]
+    blocks: list[Any] = []
+
+    def record(rank: Rank) -> None:
+        blocks.append(rank.handle.recording())
+        blocks[0].__enter__()
+
+    first.before = {3: record, 4: lambda _: blocks[0].__exit__(None, None, None)}
+    assert program.run(13) == []
+    assert [rank.stages[4:] for rank in program.ranks] == [[*ALL[2:], *[""] * 2]] * 2
+
+
+def test_the_process_group_is_destroyed(program):
+    for _ in range(2):
+        program.add()
+
+    def destroy(rank: Rank) -> None:
+        program.store = None
+
+    program.ranks[0].before[4] = destroy
+    found = program.run(16)
+    assert len(found) == 2
+    assert all(each.startswith("The process group was destroyed. So this rank decides alone") for each in found)
+    assert [rank.handle.plan.offloaded for rank in program.ranks] == [tuple(range(6))] * 2
+
+
+def test_a_store_that_does_not_answer():
+    class Dead:
+        def check(self, keys: list[str]) -> bool:
+            raise ConnectionResetError
+
+    with pytest.raises(LostRankError, match=r"^The store .* does not answer \(ConnectionResetError\)"):
+        Board("model", 1, (0, 1), Dead).has("end")
+
+
+# Later
+
+
+def measured_again(rank: Rank) -> list[int]:
+    return [k + 1 for k, stage in enumerate(rank.stages) if stage == "LEAN" and rank.stages[k - 1] == ""]
+
+
+def test_costs_that_change_are_measured_again_in_the_same_pass(program):
+    for link in (2.5e3, 1e4):
+        program.add(link, count=4).device.behind = False
+    program.run(WINDOW * WINDOW)
+    before = program.ranks[0].handle.plan.offloaded_bytes
+    slower(program.ranks[0], 2.0)
+    assert program.run(PATIENCE) == []
+    first, second = map(measured_again, program.ranks)
+    assert first == second
+    assert [number % WINDOW for number in first] == [0]
+    assert [rank.handle.plan.offloaded_bytes > before for rank in program.ranks] == [True] * 2
+    assert program.ranks[0].stages == program.ranks[1].stages
+    assert program.store.num_keys() == 0
+
+
+def test_only_the_deciding_rank_notices_other_times(program):
+    for _ in range(2):
+        program.add(1e4, count=3).device.behind = False
+    program.run(WINDOW * WINDOW)
+    slower(program.ranks[1], 2.0)
+    program.run(3 * WINDOW)
+    assert list(map(measured_again, program.ranks)) == [[], []]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_whose_memory_is_taken_later(program, rank):
+    for _ in range(2):
+        program.add(1e3, 2**40, 12, memory_budget=24 * KIB, recompute=False)
+    states: list[torch.Tensor] = []
+    program.ranks[rank].before[14] = lambda rank: states.append(rank.device.count(torch.zeros(8 * KIB // 4)))
+    for each in program.ranks:
+        each.before[50] = lambda rank: (
+            setattr(rank.device, "highest", 0),
+            setattr(rank.device.created, "peak", rank.device.created.now),
+        )
+    assert program.run(52) == []
+    again = list(map(measured_again, program.ranks))
+    assert again[0] == again[1] != []
+    peaks = [max(each.device.created.peak, each.device.highest) for each in program.ranks]
+    assert max(peaks) == peaks[rank] <= 24 * KIB
+
+
+# Arguments
+
+
+def test_arguments_that_differ(program):
+    for layers in (2, 2, 3):
+        program.add(num_layers=layers)
+    with pytest.raises(ValueError, match="num_layers is 2 in rank 0 and 3 in rank 2") as raised:
+        program.run(1, together=False)
+    assert {str(rank.error) for rank in program.ranks} == {str(raised.value)}
+    assert [type(rank.error) for rank in program.ranks] == [ValueError] * 3
+    assert program.store.num_keys() == 0
+
+
+# Processes
+
+
+def test_a_model_in_one_process():
+    model = TimedModel(Timed())
+    assert ranks_of(model) == ()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert ranks_of(DistributedDataParallel(model)) == ()
+    finally:
+        dist.destroy_process_group()
+
+
+def of_steps(rank: int, passes: int, **more: Any) -> dict[str, Any]:
+    """Run steps in which the clocks of two ranks differ; return what this rank did."""
+    device = Timed(*[(1e4, 1e2)[rank]] * 2)
+    model = DistributedDataParallel(TimedModel(device, nbytes=4 * KIB))
+    handle = offload(model, device, layers="module.blocks", **more)
+    found = []
+    for _ in range(passes):
+        step(model)
+        stage = getattr(handle._tracker.steering, "_stage", None)
+        found.append("" if stage is None else stage.name)
+    return {"stages": found, "offloaded": handle.plan.offloaded, "names": handle.plan.names}
+
+
+def sentence(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+def rank_main(rank: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    url = f"file://{folder / 'store'}"
+    dist.init_process_group("gloo", init_method=url, rank=rank, world_size=2, timeout=timedelta(seconds=60))
+    mesh = init_device_mesh("cpu", (2,))
+    sharded = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    fully_shard(sharded, mesh=mesh)
+    inside, seen = torch.nn.Linear(4, 4), []
+    inside.register_forward_pre_hook(lambda module, args: seen.append(ranks_of(module)))
+    DistributedDataParallel(inside)(torch.ones(1, 4))
+    found = {
+        "sharded": ranks_of(sharded),
+        "inside": seen,
+        "plain": ranks_of(torch.nn.Linear(4, 4)),
+        "steps": of_steps(rank, 12),
+        "budget": sentence(lambda: of_steps(rank, 1, memory_budget=f"{rank + 1}GiB")),
+    }
+    (folder / f"{rank}.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+def test_two_processes(tmp_path):
+    mp.spawn(rank_main, (tmp_path,), 2)  # raises what any of them raises
+    first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
+    assert first == second
+    assert first["sharded"] == [0, 1]
+    assert first["inside"] == [[0, 1]]
+    assert first["plain"] == []
+    assert first["steps"]["stages"] == [*ALL, *[""] * 3]
+    assert first["steps"]["offloaded"] == list(range(6))
+    assert "memory_budget is '1GiB' in rank 0 and '2GiB' in rank 1. Pass the same" in first["budget"]
