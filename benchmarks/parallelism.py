@@ -10,7 +10,7 @@ import gc
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from statistics import mean, median
 from typing import Any
@@ -55,8 +55,8 @@ class Sizes:
         Numbers of layers that are offloaded, by part.
     passes : int
         Steps of the default and of a budget before anything else is measured; in the first ones they measure.
-    repeats : int
-        Samples of each arm.
+    repeats : dict of str to int
+        Samples of each arm, by part.
     link : int
         Bytes of a copy with which the rates of the link are measured.
     collectives : dict of str to int
@@ -75,10 +75,10 @@ class Sizes:
 MIB = 2**20
 SIZES = Sizes(
     FULL["8k"],
-    replace(FULL["gpt"], layers=8, min_bytes=FULL["8k"].min_bytes),
+    FULL["gpt"],
     {FSDP: (2, 3, 4, 8), DDP: (2, 3), TENSOR: (2,), CONTEXT: (2,)},
     passes=16,
-    repeats={FSDP: 6, DDP: 5, TENSOR: 4, CONTEXT: 4},
+    repeats={FSDP: 5, DDP: 4, TENSOR: 4, CONTEXT: 4},
     link=256 * MIB,
     collectives={"nbytes": 416 * MIB, "times": 20, "copied": 256 * MIB, "copies": 16, "repeats": 7},
 )
@@ -160,7 +160,7 @@ class Trained:
         self.dtype: torch.dtype = getattr(torch, settings.dtype)
         torch.manual_seed(0)  # all ranks make the same weights
         with device:
-            model = (Blocks if part == CONTEXT else Model)(settings).to(self.dtype)
+            model = (Model if settings.kv_heads else Blocks)(settings).to(self.dtype)
         for k, layer in enumerate(model.layers):
             model.layers[k] = layer if call is None else _Called(layer, call)
         self.model = PARALLEL[part](model, mesh)
@@ -207,11 +207,12 @@ class Arm:
     def row(self, others: int) -> dict[str, Any]:
         """Return the peak without what other models hold, the bytes offloaded, and the stall of a recorded step."""
         row: dict[str, Any] = {"method": self.method, "num_layers": self.num_layers, "budget": self.budget}
-        row["peak_bytes"] = measure_peak(self.step, warmup=2) - others
         handle = self.trained.handle
+        self.step()
         if handle is not None:
             handle.reset_statistics()
-            self.step()
+        row["peak_bytes"] = measure_peak(self.step, warmup=0) - others
+        if handle is not None:
             row["bytes_offloaded"], row["stall_seconds"] = handle.statistics().bytes_offloaded, 0.0
             if handle.plan.offloaded:
                 with handle.recording():

@@ -41,7 +41,7 @@ def test_each_rank_returns_its_result() -> None:
     ("how", "limit", "message"),
     [
         ("raises", 60, "(?s)Rank 1 failed:.*rank one cannot"),
-        ("sleeps", 5, "Ranks 0, 1 of 2 did not end within 5 s"),
+        ("sleeps", 1, "Ranks 0, 1 of 2 did not end within 1 s"),
     ],
 )
 def test_one_rank_that_fails_ends_all(how: str, limit: float, message: str) -> None:
