@@ -161,6 +161,21 @@ def test_a_budget_that_is_too_small_is_not_measured_again_and_again():
     assert handle.plan is plan
 
 
+@pytest.mark.parametrize("recompute", [False, "auto"])
+def test_the_reason_has_the_peak_without_offloading(recompute):
+    """The peak that was measured, not that of a plan in which groups are recomputed and nothing is offloaded."""
+    device = Timed(3e2, 3e2, memory=2**40)
+    model = TimedModel(device, 12, nbytes=4 * 2**10)
+    (without,) = peaks(model, device, 1)
+    handle = offload(model, device, memory_budget=24 * 2**10, recompute=recompute)
+    for _ in range(14):
+        step(model)
+    assert bool(handle.plan.recomputed) == (recompute == "auto")
+    action = "offloading and recomputing" if handle.plan.recomputed else "offloading"
+    limit = "above the limit of 24.0 KiB."
+    assert handle.plan.because == f"Without {action} the peak would be {without / 2**10:.1f} KiB, {limit}"
+
+
 # The frontier
 
 
