@@ -150,6 +150,8 @@ def test_a_budget_holds_in_the_most_demanding_rank(program, demanding):
     assert len({str(rank.handle.plan.plan) for rank in program.ranks}) == 1
     peaks = [max(each.device.created.peak, each.device.highest) for each in program.ranks]
     assert max(peaks) == peaks[demanding] <= 32 * KIB
+    because = "Another rank takes 6.0 KiB more than the one that decides."
+    assert (because in program.ranks[1].handle.plan.because) == (demanding == 2)
     assert peaks[demanding] > 27 * KIB, "what there is is used"
     del more
 
@@ -322,6 +324,29 @@ def test_a_rank_whose_memory_is_taken_later(program, rank):
     assert again[0] == again[1] != []
     peaks = [max(each.device.created.peak, each.device.highest) for each in program.ranks]
     assert max(peaks) == peaks[rank] <= 24 * KIB
+
+
+def test_a_budget_that_is_too_small_for_one_rank(program):
+    for _ in range(2):
+        program.add(1e6, 2**40, 12, memory_budget=8 * KIB, recompute=False)
+    more = program.ranks[1].device.count(torch.zeros(6 * KIB // 4))
+    found = program.run(12)
+    peak = program.ranks[0].handle.plan.peak_bytes + more.nbytes
+    reaches = f"but the smallest peak that a plan reaches is {peak / KIB:.1f} KiB: that plan is used."
+    assert found == [f"memory_budget is 8.0 KiB, {reaches}"] * 2
+
+
+def test_offloading_ends_after_measuring_again_was_announced(program):
+    for _ in range(2):
+        program.add(1e3, 2**40, 12, memory_budget=24 * KIB, recompute=False)
+    states: list[torch.Tensor] = []
+    first = program.ranks[0]
+    first.before[14] = lambda rank: states.append(rank.device.count(torch.zeros(8 * KIB // 4)))
+    first.before[17] = ended  # pass 16 announces pass 24
+    (warning,) = program.run(26)
+    assert warning.startswith("In rank 0 offloading was ended or rescheduled during the first steps. So this rank")
+    assert program.ranks[1].seconds < 20
+    assert program.ranks[1].handle.plan.offloaded, "the plan from before is kept"
 
 
 # Arguments

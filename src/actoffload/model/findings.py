@@ -71,6 +71,8 @@ class Findings:
         Whether groups are offloaded with what was saved before them.
     limit : int, optional
         Bytes of device memory that a pass may take.
+    reserve : int
+        Bytes by which the limit is smaller for the rank that takes most.
     size : int
         Elements of the inputs.
     least_size : int
@@ -98,6 +100,7 @@ class Findings:
     saves: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
     adopts: bool = False
     limit: int | None = None
+    reserve: int = 0
     size: int = 0
     least_size: int = 0
     in_flight: int = 1
@@ -113,7 +116,11 @@ class Findings:
     def chosen(self, **changes: object) -> GroupPlan:
         """Return the best plan by the costs that were measured; `changes` replace arguments of the planner."""
         assert self.choose is not None
-        return self.with_care(self.choose(**changes))
+        plan = self.with_care(self.choose(**changes))
+        if not (self.reserve and plan.because):
+            return plan
+        more = f"Another rank takes {size(self.reserve)} more than the one that decides."
+        return replace(plan, because=f"{plan.because} {more}")
 
     def with_care(self, plan: GroupPlan) -> GroupPlan:
         """Return a plan with the peak that it has at most."""

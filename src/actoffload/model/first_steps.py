@@ -128,9 +128,11 @@ class FirstSteps:
     def _fits_bare(self, lean: TimedPass) -> bool:
         """Return whether a pass without offloading fits into the memory of the device, in all ranks."""
         assert lean.meter is not None
-        room, self.found.size = self._of_all(room_in(lean, self._backend, self._budget)), lean.elements
-        if room.limit is None:
+        own, self.found.size = room_in(lean, self._backend, self._budget), lean.elements
+        room = self._of_all(own)
+        if own.limit is None or room.limit is None:
             return True
+        self.found.reserve = own.limit - room.limit
         self.found.limit, self.found.bare_peak = room
         self.found.allocated_before = lean.meter.allocated_before
         return room.free >= 0

@@ -136,7 +136,8 @@ class Lockstep:
         """Say that this rank takes no further part."""
         if not self.leads:
             self._board.post(f"gone {self._board.rank}", True)
-        elif self._measuring:
+        elif self._measuring or self._again is not None:
+            self._epoch += not self._measuring  # the others begin the next epoch as announced
             self.decide(0, Decision())
 
     def _key(self, name: int | str) -> str:

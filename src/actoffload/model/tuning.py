@@ -250,10 +250,11 @@ class Tuner:
         self._later.clear()
         if not plan.offloaded:
             self._log.nothing_offloaded()
-        if self._budget is not None and plan.peak_bytes is not None and plan.peak_bytes > self._budget:
+        peak = None if plan.peak_bytes is None else plan.peak_bytes + self._chosen.reserve
+        if self._budget is not None and peak is not None and peak > self._budget:
             warn(
-                f"memory_budget is {size(self._budget)}, but the smallest peak that a plan reaches is "
-                f"{size(plan.peak_bytes)}: that plan is used."
+                f"memory_budget is {size(self._budget)}, but the smallest peak that a plan reaches is {size(peak)}: "
+                "that plan is used."
             )
         passes = f"passes {self._begun} to {self._number}"
         if (lockstep := self._ranks.lockstep) is not None:
@@ -286,7 +287,7 @@ class Tuner:
         """Take what another rank decided for this pass; go on alone if it does not answer."""
         decision, before = self._ranks.together(lambda of: of.decision(self._number)), self._measuring
         if decision is None or decision.found is None:
-            self._stage = None
+            self._stage = self._script = None
             if self._chosen is None:
                 self._begin(self._number, warm=True)
             return
