@@ -1,6 +1,8 @@
 """When to offload: plans as data, schedules that make them, and `simulate`, which predicts their cost."""
 
 from .costs import LayerCost, Link, Saved
+from .pipeline import Chunk, Computation, SplitCost, StageCost, Step
+from .pipeline_plan import ChunkAction, Moment, PipelinePlan, Transfer
 from .plan import Action, Do, Event, Plan, When
 from .schedules import DefaultSchedule, GroupSchedule, ManualSchedule
 from .simulate import simulate
@@ -8,6 +10,9 @@ from .timeline import Kind, Simulation, Span, Timeline
 
 __all__ = [
     "Action",
+    "Chunk",
+    "ChunkAction",
+    "Computation",
     "DefaultSchedule",
     "Do",
     "Event",
@@ -16,11 +21,17 @@ __all__ = [
     "LayerCost",
     "Link",
     "ManualSchedule",
+    "Moment",
+    "PipelinePlan",
     "Plan",
     "Saved",
     "Simulation",
     "Span",
+    "SplitCost",
+    "StageCost",
+    "Step",
     "Timeline",
+    "Transfer",
     "When",
     "simulate",
 ]
