@@ -1,8 +1,8 @@
 """When to offload: plans as data, schedules that make them, and `simulate`, which predicts their cost."""
 
 from .costs import LayerCost, Link, Saved
-from .pipeline import Chunk, Computation, SplitCost, StageCost, Step
-from .pipeline_plan import ChunkAction, Moment, PipelinePlan, Transfer
+from .pipeline import Chunk, ChunkAction, Computation, Moment, SplitCost, StageCost, Step, Transfer
+from .pipeline_plan import PipelinePlan
 from .plan import Action, Do, Event, Plan, When
 from .schedules import DefaultSchedule, GroupSchedule, ManualSchedule
 from .simulate import simulate

@@ -1,4 +1,4 @@
-"""The steps of a rank of a pipeline, and what its stages cost."""
+"""The steps of a rank of a pipeline, what its stages cost, and what is done with what a group saves."""
 
 from __future__ import annotations
 
@@ -9,8 +9,19 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from .costs import LayerCost
+from .plan import Do
 
-__all__ = ["Chunk", "Computation", "SplitCost", "StageCost", "Step", "used_in"]
+__all__ = [
+    "Chunk",
+    "ChunkAction",
+    "Computation",
+    "Moment",
+    "SplitCost",
+    "StageCost",
+    "Step",
+    "Transfer",
+    "used_in",
+]
 
 
 class Computation(enum.Enum):
@@ -124,6 +135,53 @@ class StageCost:
     def nbytes(self) -> int:
         """Bytes that all groups save in one forward."""
         return sum(cost.nbytes for cost in self.groups)
+
+
+class Moment(NamedTuple):
+    """When a rank can act; moments are ordered as they come.
+
+    Parameters
+    ----------
+    step : int
+        Position in the order of the rank.
+    position : int
+        Position in the step, in the order of execution: the start of the first group that runs in it is 0, and the end
+        of a step with `n` groups is `n`.  Backward runs the groups in reverse order, so position 0 is where it comes to
+        the last group.  A weight backward has only two moments, 0 and `n`.
+    """
+
+    step: int
+    position: int
+
+
+class ChunkAction(NamedTuple):
+    """An action on one chunk: ``ChunkAction(Do.RELOAD, Chunk(0, 3, 1))``."""
+
+    do: Do
+    chunk: Chunk
+
+    def __str__(self) -> str:
+        return f"{self.do.value} {self.chunk}"
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """When the memory of an offloaded chunk is freed and allocated again; its copy starts as its tensors are saved.
+
+    Parameters
+    ----------
+    release : Moment
+        Compute waits for the copy to the host, and the device memory is freed.
+    reload : Moment
+        Device memory is allocated, and the copies to the device are queued.
+    reload_again : Moment, optional
+        For a backward that is split: the memory is freed at the end of the input backward, and what the weight
+        backward needs is reloaded at this moment.  None keeps it on the device between the two.
+    """
+
+    release: Moment
+    reload: Moment
+    reload_again: Moment | None = None
 
 
 def used_in(order: Sequence[Step], splits: Mapping[int, bool]) -> dict[tuple[int, int], tuple[int, int, int]]:

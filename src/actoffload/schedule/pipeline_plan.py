@@ -12,65 +12,18 @@ from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 from tabulate import tabulate
 
-from .pipeline import Chunk, Computation, Step, used_in
+from .pipeline import Chunk, ChunkAction, Computation, Moment, Step, Transfer, used_in
 from .plan import Do
 from .timeline import mebibytes, milliseconds
 
-__all__ = ["ChunkAction", "Moment", "PipelinePlan", "Transfer"]
+__all__ = ["PipelinePlan"]
 
 FORMAT, VERSION = "actoffload pipeline plan", 1
 WRITTEN = "seconds", "baseline_seconds", "peak_bytes", "because"  # as they are
-
-
-class Moment(NamedTuple):
-    """When a rank can act; moments are ordered as they come.
-
-    Parameters
-    ----------
-    step : int
-        Position in the order of the rank.
-    position : int
-        Position in the step, in the order of execution: the start of the first group that runs in it is 0, and the end
-        of a step with `n` groups is `n`.  Backward runs the groups in reverse order, so position 0 is where it comes to
-        the last group.  A weight backward has only two moments, 0 and `n`.
-    """
-
-    step: int
-    position: int
-
-
-class ChunkAction(NamedTuple):
-    """An action on one chunk: ``ChunkAction(Do.RELOAD, Chunk(0, 3, 1))``."""
-
-    do: Do
-    chunk: Chunk
-
-    def __str__(self) -> str:
-        return f"{self.do.value} {self.chunk}"
-
-
-@dataclass(frozen=True, slots=True)
-class Transfer:
-    """When the memory of an offloaded chunk is freed and allocated again; its copy starts as its tensors are saved.
-
-    Parameters
-    ----------
-    release : Moment
-        Compute waits for the copy to the host, and the device memory is freed.
-    reload : Moment
-        Device memory is allocated, and the copies to the device are queued.
-    reload_again : Moment, optional
-        For a backward that is split: the memory is freed at the end of the input backward, and what the weight
-        backward needs is reloaded at this moment.  None keeps it on the device between the two.
-    """
-
-    release: Moment
-    reload: Moment
-    reload_again: Moment | None = None
 
 
 @dataclass(frozen=True)
@@ -156,7 +109,9 @@ class PipelinePlan:
 
     def __reduce__(self) -> tuple[object, ...]:
         values = {each.name: getattr(self, each.name) for each in fields(self) if each.init}
-        plain = {name: dict(value) if isinstance(value, MappingProxyType) else value for name, value in values.items()}
+        plain: dict[str, Any] = {
+            name: dict(value) if isinstance(value, MappingProxyType) else value for name, value in values.items()
+        }
         return partial(PipelinePlan, **plain), ()
 
     def at(self, moment: Moment) -> tuple[ChunkAction, ...]:
