@@ -2,7 +2,10 @@
 
 from .costs import LayerCost, Link, Saved
 from .pipeline import Chunk, ChunkAction, Computation, Moment, SplitCost, StageCost, Step, Transfer
+from .pipeline_orders import gpipe, interleaved_1f1b, looped_bfs, one_f_one_b, read_order
 from .pipeline_plan import PipelinePlan
+from .pipeline_results import PipelineSimulation, RankSimulation
+from .pipeline_simulation import simulate_pipeline
 from .plan import Action, Do, Event, Plan, When
 from .schedules import DefaultSchedule, GroupSchedule, ManualSchedule
 from .simulate import simulate
@@ -23,7 +26,9 @@ __all__ = [
     "ManualSchedule",
     "Moment",
     "PipelinePlan",
+    "PipelineSimulation",
     "Plan",
+    "RankSimulation",
     "Saved",
     "Simulation",
     "Span",
@@ -33,5 +38,11 @@ __all__ = [
     "Timeline",
     "Transfer",
     "When",
+    "gpipe",
+    "interleaved_1f1b",
+    "looped_bfs",
+    "one_f_one_b",
+    "read_order",
     "simulate",
+    "simulate_pipeline",
 ]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
@@ -117,6 +117,10 @@ class PipelinePlan:
     def at(self, moment: Moment) -> tuple[ChunkAction, ...]:
         """Return what is done at a moment, in order; empty for most."""
         return self._actions.get(moment, ())
+
+    def moments(self) -> Iterable[tuple[Moment, tuple[ChunkAction, ...]]]:
+        """Return all moments at which something is done, in order, and what."""
+        return self._actions.items()
 
     def position(self, step: int, group: int) -> Moment:
         """Return the moment at which a group starts in a step: its forward, or where backward comes to it."""
