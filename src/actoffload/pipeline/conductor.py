@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,7 +22,6 @@ from typing import Any
 
 from .._torch import address
 from ..engine.engine import Engine
-from ..engine.finalizers import Resources
 from ..engine.layer import Phase, tensors_in
 from ..engine.model_pass import ModelPass
 from ..schedule.execution_order import GroupKey
@@ -31,16 +30,6 @@ from ..schedule.pipeline_plan import PipelinePlan
 from ..schedule.plan import Do, When
 
 __all__ = ["Conductor", "Microbatch"]
-
-
-class Boundary:
-    """The bytes of a stage's output that the schedule keeps for one microbatch, as long as this exists."""
-
-    __slots__ = ("__weakref__", "_resources")
-
-    def __init__(self, nbytes: int, engine: Engine) -> None:
-        self._resources = Resources.of(self, freed=engine.counters.freed)
-        engine.counters.rise(nbytes, self._resources)
 
 
 @dataclass(eq=False)
@@ -52,9 +41,9 @@ class Microbatch:
     planned: bool  # the plan has it; otherwise everything is offloaded as soon as possible
     running: Step | None = None  # what is computed of it now
     split: bool = False  # its input backward used what it saved
+    half: bool = False  # and has ended
     of: weakref.ref[ModelPass[GroupKey]] | None = None
     used: set[tuple[int, int]] | None = None  # by the backward of the weights: layers, and places in their order
-    boundary: Boundary | None = None
 
     @property
     def owner(self) -> ModelPass[GroupKey] | None:
@@ -77,7 +66,8 @@ class Learned:
     order: tuple[Step, ...] = ()  # of the latest whole step
     used: dict[tuple[int, int], frozenset[int]] = field(default_factory=dict)  # by stage and group: places
     split: dict[int, bool] = field(default_factory=dict)  # by stage
-    boundary: dict[int, int] = field(default_factory=dict)  # by stage: bytes
+    sent: dict[int, int] = field(default_factory=dict)  # by stage: bytes of its output
+    boundary: dict[int, int] = field(default_factory=dict)  # by stage: the part of them that is not saved
 
 
 class Conductor:
@@ -93,7 +83,8 @@ class Conductor:
         self._runs: dict[Step, _Run] = {}
         self._microbatches: dict[tuple[int, int], Microbatch] = {}
         self._forwards = threading.local()
-        self.watching: Callable[[Step, bool], None] | None = None  # called at the begin and the end of a computation
+        # Called where a computation begins (None, 0) and ends (None, 1), and at each event of its groups.
+        self.watching: Callable[[Step, When | None, int], None] | None = None
 
     def follow(self, plan: PipelinePlan | None) -> None:
         """Carry out another plan from the next step on."""
@@ -133,10 +124,10 @@ class Conductor:
             return
         microbatch = self._begin(step)
         if self.watching is not None:
-            self.watching(step, False)
+            self.watching(step, None, 0)
         yield
         if self.watching is not None:
-            self.watching(step, True)
+            self.watching(step, None, 1)
         if microbatch is not None:
             self._end(stage, step, microbatch)
 
@@ -148,9 +139,6 @@ class Conductor:
                 found = Microbatch(step.stage, step.microbatch, planned=index is not None)
                 self._microbatches[key] = found
                 vars(self._forwards)[str(step.stage)] = found
-                known = self.learned.boundary.get(step.stage)
-                if known:
-                    found.boundary = Boundary(known, self.engine)
             microbatch = self._microbatches.get(key)
             if microbatch is None:
                 return None
@@ -176,9 +164,9 @@ class Conductor:
             if computation is Computation.FORWARD:
                 vars(self._forwards).pop(str(step.stage), None)
                 if owner is not None and step.stage not in self.learned.boundary:
-                    self.learned.boundary[step.stage] = _unsaved(stage, step.microbatch, owner)
+                    self._learn_outputs(stage, step, owner)
             elif computation is Computation.BACKWARD_INPUT:
-                self.learned.split[step.stage] = microbatch.split
+                self.learned.split[step.stage] = microbatch.half = microbatch.split
             run = self._runs.get(step)
             if run is not None and self.plan is not None:
                 self._advance(step, self.plan.end(run.step).position)
@@ -190,7 +178,6 @@ class Conductor:
                 self._learn_used(microbatch)
                 if owner is not None:
                     self._free(owner)
-                microbatch.boundary = None
                 self._microbatches.pop((step.stage, step.microbatch), None)
 
     def _keep_for_weights(self, microbatch: Microbatch, owner: ModelPass[GroupKey]) -> None:
@@ -200,6 +187,14 @@ class Conductor:
                 layer.retained = False
                 layer.evict(but=self.learned.used.get((microbatch.stage, layer.index), ()))
                 layer.retained = True
+
+    def _learn_outputs(self, stage: Any, step: Step, owner: ModelPass[GroupKey]) -> None:
+        """Note the bytes of the outputs that the schedule keeps for a microbatch, all and those that are not saved."""
+        outputs = getattr(stage, "fwd_cache", {}).get(step.microbatch, ((),))[0]
+        found = dict(_storages(outputs))
+        unsaved = {key: nbytes for key, nbytes in found.items() if not owner.registry.follows(key)}
+        self.learned.sent[step.stage] = sum(found.values())
+        self.learned.boundary[step.stage] = sum(unsaved.values())
 
     def _learn_used(self, microbatch: Microbatch) -> None:
         """Note what the backward of the weights has unpacked, by group."""
@@ -235,6 +230,8 @@ class Conductor:
         step, owner = microbatch.running, microbatch.owner
         if step is None or owner is None:
             return
+        if self.watching is not None:
+            self.watching(step, when, index)
         if when is When.FORWARD_START:
             self._advance(step, index)
         elif when is When.BACKWARD_START and step.computation is not Computation.FORWARD:
@@ -269,20 +266,15 @@ class Conductor:
         if action.do is Do.RELEASE and layer.phase is Phase.RELOADING:  # between two backwards
             layer.retained = False
             layer.evict()
-        elif action.do is Do.RELOAD and layer.phase is Phase.RELEASED and microbatch.split:
+        elif action.do is Do.RELOAD and layer.phase is Phase.RELEASED and microbatch.half:
             layer.retained = True
             layer.reload(self.learned.used.get((chunk.stage, chunk.group)))
         elif action.do is not Do.OFFLOAD:  # each tensor is copied where it is saved
             owner.do(action.do, chunk.group)
 
 
-def _unsaved(stage: Any, microbatch: int, owner: ModelPass[GroupKey]) -> int:
-    """Return the bytes of the outputs that a schedule keeps for the backward of a microbatch, but for saved ones."""
-    outputs: Sequence[Any] = getattr(stage, "fwd_cache", {}).get(microbatch, ((),))[0]
-    return sum({key: nbytes for key, nbytes in _storages(outputs) if not owner.registry.follows(key)}.values())
-
-
-def _storages(tensors: Sequence[Any]) -> Iterator[tuple[int, int]]:
-    for tensor in tensors_in(list(tensors)):
+def _storages(tensors: Any) -> Iterator[tuple[int, int]]:
+    """Yield address and bytes of the storages of nested tensors."""
+    for tensor in tensors_in(tensors):
         storage = tensor.untyped_storage()
         yield address(storage), storage.nbytes()

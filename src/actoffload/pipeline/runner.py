@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,16 +12,21 @@ import torch
 from .._pipelining import runs_backward
 from ..engine import tensor_marks
 from ..engine.layer import tensors_in
-from ..schedule.pipeline import Step
+from ..schedule.pipeline import Computation, Step
 from ..schedule.pipeline_plan import PipelinePlan
 from .conductor import Conductor
 from .exchange import Measured, Settings, disagreement, gather
+from .first_steps import FirstSteps
 from .follow import unfollow
+from .planning import Limits, decision, plans_of
+from .report import PipelineReport
 from .stages import RankStage
 
 __all__ = ["Runner"]
 
 logger = logging.getLogger("actoffload")
+
+MEASURING = "This is done in the first steps, which are measured: everything is offloaded."
 
 
 class Runner:
@@ -37,16 +42,28 @@ class Runner:
         Of the rank.
     settings : Settings
         The arguments of this rank.
+    limits : Limits
+        What the arguments allow.
     group : ProcessGroup, optional
         The ranks of the pipeline.
     """
 
     def __init__(
-        self, followed: Sequence[Any], stages: Sequence[RankStage], conductor: Conductor, settings: Settings, group: Any
+        self,
+        followed: Sequence[Any],
+        stages: Sequence[RankStage],
+        conductor: Conductor,
+        settings: Settings,
+        limits: Limits,
+        group: Any,
     ) -> None:
         self._followed, self.stages, self.conductor = tuple(followed), tuple(stages), conductor
-        self._settings, self._group = settings, group
+        self._settings, self._limits, self.group, self.rank = settings, limits, group, settings.rank
+        self._script = FirstSteps(self.stages, conductor, limits.memory_budget)
+        self._measured: list[Measured] = []  # of all ranks, when they planned
         self.plans: tuple[PipelinePlan, ...] = ()  # of all ranks
+        self.because = MEASURING
+        self._expected: int | None = None  # peak of saved tensors in the plan of this rank
         self.number = 0  # of steps with backward that began
         self.installed = True
 
@@ -64,7 +81,9 @@ class Runner:
             yield
             failed = False
         finally:
-            self.conductor.end(failed=failed)
+            changed = self.conductor.end(failed=failed)
+            if training:
+                self._after(failed=failed, changed=changed)
 
     @contextmanager
     def computing(self, stage: Any, step: Step, inputs: Any = ()) -> Iterator[None]:
@@ -75,12 +94,62 @@ class Runner:
             yield
 
     def _before(self) -> None:
+        """Exchange the arguments before the first step, and plan when enough is measured; see [Note: collectives]."""
         self.number += 1
         if self.number == 1:
-            wrong = disagreement(gather(self._settings, self._group))
+            wrong = disagreement(gather(self._settings, self.group))
             if wrong:
                 self.remove()
                 raise ValueError(wrong)
+        elif not self.plans and self.number > self._script.steps:
+            found = gather(self._script.measured(self.rank), self.group)
+            if all(each is not None for each in found):
+                self._measured = [each for each in found if each is not None]
+                self._plan()
+                if self.rank == 0:
+                    logger.info("%s", decision(self.plans))
+        if self.conductor.plan is None:
+            self._script.begin(self.number)
+
+    def _after(self, *, failed: bool, changed: bool) -> None:
+        """Take what a step showed; plan anew if it ran another order than the plan has."""
+        self._script.end(failed=failed)
+        if not failed and self.conductor.plan is not None and (changed or self._script.outdated(self.conductor.plan)):
+            mine = self._script.measured(self.rank)
+            if mine is not None:
+                self._measured = [mine if each.rank == self.rank else each for each in self._measured]
+                self._plan()
+
+    def _plan(self) -> None:
+        """Plan for all ranks, and follow the plan of this one."""
+        self.plans, peaks = plans_of(self._measured, self._limits)
+        found = next(plan for plan in self.plans if plan.rank == self.rank)
+        self.conductor.follow(found)
+        self.because, self._expected = found.because, peaks[self.plans.index(found)]
+
+    def report(self) -> PipelineReport:
+        """Return what this rank did since its statistics were reset."""
+        learned, plan = self.conductor.learned, self.conductor.plan
+        if not learned.order:
+            raise RuntimeError("There is nothing to report yet: no step of the schedule has ended. Run a step first.")
+        statistics = self.conductor.engine.statistics()
+        forwards = [step.stage for step in learned.order if step.computation is Computation.FORWARD]
+        saved = {of.index: sum(nbytes for group in of.steering.saved for _, nbytes in group) for of in self.stages}
+        groups = {of.index: len(of.steering.saved) for of in self.stages}
+        return PipelineReport(
+            rank=self.rank,
+            stages=tuple(of.index for of in self.stages),
+            chunks=sum(groups[stage] for stage in forwards),
+            offloaded=0 if plan is None else len(plan.transfers),
+            saved_bytes=sum(saved[stage] for stage in forwards),
+            offloaded_bytes=0 if plan is None else plan.offloaded_bytes,
+            peak_bytes=statistics.peak_resident_bytes,
+            expected_bytes=self._expected,
+            boundary_bytes=sum(learned.boundary.values()),
+            on_demand=statistics.reloaded_on_demand,
+            host_bytes=statistics.host_bytes,
+            because=self.because,
+        )
 
     def remove(self) -> None:
         """Follow the schedule no longer, and end offloading in its stages."""

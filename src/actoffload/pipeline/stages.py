@@ -8,7 +8,6 @@ from typing import Any
 
 from torch.nn import Module
 
-from ..engine.engine import Engine
 from ..model.conduct import GROUP, KEPT, ROOT, FollowedModule, Steering
 from ..model.discovery import BLOCK, MODULE, candidates
 from ..model.finding import Finder
@@ -107,7 +106,7 @@ def _groups(
     return chosen, kept, default
 
 
-def problem_of(stages: Sequence[Any], engine: Engine) -> str:
+def problem_of(stages: Sequence[Any]) -> str:
     """Return why the stages of a rank cannot be offloaded; empty if they can."""
     if not stages:
         return "the schedule has no stages."

@@ -16,7 +16,13 @@ from ..schedule.execution_order import GroupKey, GroupPlans
 from ..schedule.plan import Action, Do, Plan, Roles, When
 from .conductor import Conductor
 
-__all__ = ["StageSteering"]
+__all__ = ["KEPT", "StageSteering"]
+
+KEPT = -1  # the place of a storage that is kept on the device
+
+
+def _sizes(saved: Sequence[Sequence[tuple[int, int]]]) -> list[list[int]]:
+    return [sorted(nbytes for _, nbytes in of_group) for of_group in saved]
 
 
 @lru_cache(maxsize=256)
@@ -69,7 +75,7 @@ class StageSteering:
     ) -> None:
         self._stage, self._conductor = stage, conductor
         self._groups, self._plans, self._log, self._policies = groups, plans, log, policies
-        self.sizes: tuple[tuple[int, ...], ...] = ()  # by group: bytes of the storages that it saves
+        self.saved: tuple[tuple[tuple[int, int], ...], ...] = ()  # by group: place and bytes of what it saves
         self.bare = False  # offload nothing, to measure
 
     @property
@@ -106,13 +112,18 @@ class StageSteering:
         """Learn the order of the groups, and what they save."""
         self._plans.learn(sequence)
         self._log.forward_done(done, sequence)
-        counted, sizes = set[object](), []
+        counted, saved = set[object](), []
         for layer in done.layers:
             residents = {resident: None for ref in layer.residents if (resident := ref()) and resident not in counted}
             counted.update(residents)
-            own = [storage.nbytes for storage in layer.living() if counts_in(storage, layer)]
-            sizes.append((*own, *(resident.nbytes for resident in residents)))
-        self.sizes = tuple(sizes)
+            own = [
+                (place, storage.nbytes)
+                for place, ref in enumerate(layer.storages)
+                if (storage := ref()) is not None and counts_in(storage, layer)
+            ]
+            saved.append((*own, *((KEPT, resident.nbytes) for resident in residents)))
+        if _sizes(saved) != _sizes(self.saved):  # what is kept has no place, so a measured pass is not replaced by it
+            self.saved = tuple(saved)
 
     def retire(self) -> None:
         """Do nothing: the schedule is followed no longer."""
