@@ -32,6 +32,8 @@ class Computation(enum.Enum):
     BACKWARD_INPUT = "I"
     BACKWARD_WEIGHT = "W"
 
+    __hash__ = object.__hash__  # that of an enumeration hashes the name each time
+
 
 class Step(NamedTuple):
     """One computation of a rank: ``Step(2, Computation.FORWARD, 0)`` is printed as ``2F0``."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
@@ -23,6 +23,8 @@ from .timeline import mebibytes, milliseconds
 __all__ = ["PipelinePlan"]
 
 FORMAT, VERSION = "actoffload pipeline plan", 1
+KINDS = Do.RELEASE, Do.RELOAD, Do.OFFLOAD  # in the order in which they are done at one moment
+NOTHING: dict[int, tuple[ChunkAction, ...]] = {}
 WRITTEN = "seconds", "baseline_seconds", "peak_bytes", "because"  # as they are
 
 
@@ -69,9 +71,10 @@ class PipelinePlan:
       the moments; at the same moment in the order in which the chunks are used.
     - A full backward frees a tensor when it needs the next one of the group, and the last one where it comes to the
       next group or ends.  A group whose backward unpacks all at once is freed there as a whole.
-    - An input backward of a stage with a split frees nothing before it ends.  At its end the bytes that the weight
-      backward does not need are freed; with `reload_again` all bytes of the chunk are freed, and the bytes of
-      `SplitCost.kept` are occupied again at that moment.  The weight backward frees them at its end.
+    - An input backward of a stage with a split frees nothing before it ends, because autograd keeps the graph.  At its
+      end an offloaded chunk frees the bytes that the weight backward does not need; with `reload_again` it frees all
+      bytes, and the bytes of `SplitCost.kept` are occupied again at that moment.  Everything else is freed at the end
+      of the weight backward.
     - At one moment releases come first, then reloads, then the group starts.  At the end of a step the bytes of its
       last group are freed before that.
     - `StageCost.boundary_bytes` are occupied from the start of a forward to the end of its full or weight backward.
@@ -88,7 +91,7 @@ class PipelinePlan:
     baseline_seconds: float | None = None
     peak_bytes: int | None = None
     because: str = ""
-    _actions: dict[Moment, tuple[ChunkAction, ...]] = field(init=False, repr=False, compare=False)
+    actions: dict[int, dict[int, tuple[ChunkAction, ...]]] = field(init=False, repr=False, compare=False)
     _uses: dict[tuple[int, int], tuple[int, int, int]] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -105,7 +108,7 @@ class PipelinePlan:
             problem = self._problem(chunk, transfer)
             if problem:
                 raise ValueError(f"The plan offloads {chunk}, but {problem}.")
-        object.__setattr__(self, "_actions", self._by_moment())
+        object.__setattr__(self, "actions", self._by_moment())
 
     def __reduce__(self) -> tuple[object, ...]:
         values = {each.name: getattr(self, each.name) for each in fields(self) if each.init}
@@ -116,11 +119,7 @@ class PipelinePlan:
 
     def at(self, moment: Moment) -> tuple[ChunkAction, ...]:
         """Return what is done at a moment, in order; empty for most."""
-        return self._actions.get(moment, ())
-
-    def moments(self) -> Iterable[tuple[Moment, tuple[ChunkAction, ...]]]:
-        """Return all moments at which something is done, in order, and what."""
-        return self._actions.items()
+        return self.actions.get(moment[0], NOTHING).get(moment[1], ())
 
     def position(self, step: int, group: int) -> Moment:
         """Return the moment at which a group starts in a step: its forward, or where backward comes to it."""
@@ -175,23 +174,19 @@ class PipelinePlan:
                 return f"{self.order[moment.step]} has no position {moment.position}"
         return ""
 
-    def _by_moment(self) -> dict[Moment, tuple[ChunkAction, ...]]:
+    def _by_moment(self) -> dict[int, dict[int, tuple[ChunkAction, ...]]]:
         """Return all actions by moment: releases, then reloads in the order in which they are used, then offloads."""
-        kinds = (Do.RELEASE, Do.RELOAD, Do.OFFLOAD)
         calls: list[tuple[Moment, int, Moment, Chunk]] = []
         for chunk, transfer in self.transfers.items():
             first, saved = (
                 self.first_use(chunk),
                 self.position(self.uses(chunk.stage, chunk.microbatch)[0], chunk.group),
             )
-            calls += [(saved, 2, first, chunk), (transfer.release, 0, first, chunk), (transfer.reload, 1, first, chunk)]
+            calls += (saved, 2, first, chunk), (transfer.release, 0, first, chunk), (transfer.reload, 1, first, chunk)
             if transfer.reload_again is not None:
                 calls.append((self.end(first.step), 0, first, chunk))
                 calls.append((transfer.reload_again, 1, self.last_use(chunk), chunk))
-        actions: dict[Moment, tuple[ChunkAction, ...]] = {}
-        for moment, kind, _, chunk in sorted(calls):
-            actions[moment] = (*actions.get(moment, ()), ChunkAction(kinds[kind], chunk))
-        return actions
+        return actions_at(calls)
 
     def __str__(self) -> str:
         rows = []
@@ -269,6 +264,15 @@ class PipelinePlan:
                 f"{path} is no pipeline plan that this version of actoffload can read ({error!r}); "
                 "write it with `plan.save(path)`."
             ) from error
+
+
+def actions_at(calls: list[tuple[Moment, int, Moment, Chunk]]) -> dict[int, dict[int, tuple[ChunkAction, ...]]]:
+    """Return actions by step and position; a call has a moment, a number of `KINDS`, when the chunk is used, and it."""
+    actions: dict[int, dict[int, tuple[ChunkAction, ...]]] = {}
+    for (step, position), kind, _, chunk in sorted(calls):
+        of = actions.setdefault(step, {})
+        of[position] = (*of.get(position, ()), ChunkAction(KINDS[kind], chunk))
+    return actions
 
 
 def _cell(nbytes: int) -> str:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from tabulate import tabulate
 
-from .pipeline_clocks import RawSpan
-from .timeline import Span, Timeline, mebibytes, milliseconds
+from .timeline import Timeline, mebibytes, milliseconds
 
 __all__ = ["PipelineSimulation", "RankSimulation"]
 
@@ -33,6 +33,8 @@ class RankSimulation:
         Bytes copied to the host and back.
     starts : tuple of float
         When each computation of the order starts.
+    record : callable
+        Returns the timeline.
     """
 
     end: float
@@ -43,8 +45,7 @@ class RankSimulation:
     bytes_offloaded: int
     bytes_reloaded: int
     starts: tuple[float, ...]
-    _spans: list[RawSpan]
-    _resident: list[tuple[float, int]]
+    record: Callable[[], Timeline] = field(repr=False, compare=False)
 
     @cached_property
     def timeline(self) -> Timeline:
@@ -52,7 +53,7 @@ class RankSimulation:
 
         Compute in which nothing moves is one span for each computation, otherwise one for each group.
         """
-        return Timeline.build([Span(*span) for span in self._spans], self._resident, source="simulated")
+        return self.record()
 
 
 @dataclass(frozen=True)

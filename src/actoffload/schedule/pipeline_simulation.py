@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import partial
 from math import inf
 
 from .costs import Link
-from .pipeline import Chunk, ChunkAction, Computation, StageCost, Step, Transfer
-from .pipeline_clocks import Part, RankClock, StageTimes, stage_times
+from .pipeline import Computation, StageCost, Step
 from .pipeline_plan import PipelinePlan
+from .pipeline_rank import NEVER, Compiled, RankRun, Steps
 from .pipeline_results import PipelineSimulation, RankSimulation
-from .plan import Do
-from .timeline import Kind
+from .pipeline_times import StageTimes, Whole, stage_times
+from .timeline import Timeline
 
-__all__ = ["simulate_pipeline"]
-
-KINDS = dict.fromkeys(Computation, Kind.BACKWARD) | {Computation.FORWARD: Kind.FORWARD}
+__all__ = ["Pipeline", "simulate_pipeline"]
 
 
 def simulate_pipeline(
@@ -77,11 +75,10 @@ def simulate_pipeline(
     nothing: list[PipelinePlan | None] = [None] * len(steps)
     planned = nothing if plans is None else list(plans)
     _check(steps, stages, planned)
-    times = stage_times(tuple(stages), link)
-    sends = [tuple(send_latency + of / send_bandwidth for of in (c.sent_forward, c.sent_backward)) for c in stages]
-    baseline = ranks = _Pipeline(steps, times, link, nothing, sends).run()
+    pipeline = Pipeline(steps, stages, link, send_latency, send_bandwidth)
+    baseline = ranks = pipeline.run([{}] * len(steps))
     if any(plan is not None and plan.transfers for plan in planned):
-        ranks = _Pipeline(steps, times, link, planned, sends).run()
+        ranks = pipeline.run([{} if plan is None else plan.actions for plan in planned])
     return PipelineSimulation(ranks, baseline)
 
 
@@ -104,174 +101,93 @@ def _check(orders: list[tuple[Step, ...]], stages: Sequence[StageCost], plans: l
                 raise ValueError(f"The plan of rank {rank} is for other groups or splits of stage {stage}.")
 
 
-@dataclass(slots=True)
-class _Rank:
-    """A rank that runs."""
+class Pipeline:
+    """The orders and costs of all ranks, which can be run with any plans.
 
-    number: int
-    order: tuple[Step, ...]
-    clock: RankClock
-    transfers: dict[Chunk, Transfer]
-    actions: dict[int, dict[int, tuple[ChunkAction, ...]]]  # by step and position
-    starts: list[float]
-    copied: dict[Chunk, float]
-    needs: dict[Chunk, float]  # when the compute of a reloaded chunk can start without a stall
-    reloading: dict[tuple[int, int], int]  # chunks of each stage and microbatch that are reloaded
-
-
-class _Pipeline:
-    """All ranks, and what they have sent."""
+    Parameters
+    ----------
+    orders, stages, link, send_latency, send_bandwidth
+        As in `simulate_pipeline`.
+    """
 
     def __init__(
         self,
-        orders: list[tuple[Step, ...]],
-        times: list[StageTimes],
+        orders: Sequence[Sequence[Step]],
+        stages: Sequence[StageCost],
         link: Link,
-        plans: Sequence[PipelinePlan | None],
-        sends: Sequence[tuple[float, ...]],
+        send_latency: float = 0.0,
+        send_bandwidth: float = inf,
     ) -> None:
-        self.times, self.sends = times, sends
+        self.link, self.times = link, stage_times(stages, link)
+        self.latency, self.bandwidth = send_latency, send_bandwidth
         self.rank_of = {step.stage: rank for rank, order in enumerate(orders) for step in order}
-        self.arrivals: dict[tuple[int, bool, int], float] = {}  # by stage, whether a forward, and microbatch
-        self.ranks = [
-            self._rank(number, order, link, plan)
-            for number, (order, plan) in enumerate(zip(orders, plans, strict=True))
-        ]
+        self.microbatches = 1 + max((step.microbatch for order in orders for step in order), default=0)
+        self.compiled = [self._compile(rank, order) for rank, order in enumerate(orders)]
 
-    def _rank(self, number: int, order: tuple[Step, ...], link: Link, plan: PipelinePlan | None) -> _Rank:
-        stages = {step.stage for step in order}
-        clock = RankClock(link, sum(self.times[stage].cost.other_bytes for stage in stages))
-        actions: dict[int, dict[int, tuple[ChunkAction, ...]]] = {}
-        for moment, of in plan.moments() if plan is not None else ():
-            actions.setdefault(moment.step, {})[moment.position] = of
-        transfers = dict(plan.transfers) if plan is not None else {}
-        return _Rank(number, order, clock, transfers, actions, [], {}, {}, {})
+    def _compile(self, rank: int, order: Sequence[Step]) -> list[Compiled]:
+        """Return the steps of a rank with all that is looked up for them."""
+        first = {(step.stage, step.computation): Compiled(-1, -1, 0.0, *self._costs(step)) for step in order}
+        number, last = self.microbatches, len(self.times)
+        compiled = []
+        for (stage, computation), of in first.items():
+            if computation is Computation.BACKWARD_WEIGHT:
+                continue
+            forward = computation is Computation.FORWARD
+            before, behind = (stage - 1, stage + 1) if forward else (stage + 1, stage - 1)
+            needs = (2 * before + forward) * number if 0 <= before < last else -1
+            cost = of.times.cost
+            nbytes = cost.sent_forward if forward else cost.sent_backward
+            far = self.rank_of.get(behind, rank) != rank
+            delay = self.latency + nbytes / self.bandwidth if far else 0.0
+            first[stage, computation] = of._replace(needs=needs, sends=(2 * stage + forward) * number, delay=delay)
+        for step in order:
+            needs, sends, delay, whole, times, _ = first[step.stage, step.computation]
+            at = step.microbatch
+            compiled.append(
+                Compiled(needs + at if needs >= 0 else -1, sends + at if sends >= 0 else -1, delay, whole, times, step)
+            )
+        return compiled
 
-    def run(self) -> tuple[RankSimulation, ...]:
-        """Run every rank as far as it comes, until all have ended."""
-        waiting: dict[tuple[int, bool, int], _Rank] = {}
-        ready = list(reversed(self.ranks))
+    def run(self, actions: Sequence[Steps]) -> tuple[RankSimulation, ...]:
+        """Run every rank with its actions as far as it comes, until all have ended."""
+        arrivals = [NEVER] * (2 * len(self.times) * self.microbatches)
+        ranks = [self._rank(number, of) for number, of in enumerate(actions)]
+        waiting: dict[int, int] = {}
+        ready = list(reversed(range(len(ranks))))
         while ready:
-            rank = ready.pop()
-            while len(rank.starts) < len(rank.order):
-                step = rank.order[len(rank.starts)]
-                needed, arrival = self._arrival(step)
-                if needed is not None and arrival is None:
-                    waiting[needed] = rank
-                    break
-                rank.clock.begin(arrival or 0.0)
-                rank.starts.append(rank.clock.compute)
-                self._step(rank, step)
-                sent = self._send(rank, step)
-                if sent in waiting:
-                    ready.append(waiting.pop(sent))
-        for rank in waiting.values():
-            step = rank.order[len(rank.starts)]
-            raise ValueError(f"Rank {rank.number} waits for ever at its step {step}: no rank sends what it needs.")
-        return tuple(map(_result, self.ranks))
+            number = ready.pop()
+            needed = ranks[number].advance(arrivals, waiting, ready)
+            if needed >= 0:
+                waiting[needed] = number
+        for number in waiting.values():
+            step = ranks[number].steps[len(ranks[number].starts)].step
+            raise ValueError(f"Rank {number} waits forever at its step {step}: no rank sends what that needs.")
+        return tuple(
+            RankSimulation(
+                end=rank.compute,
+                bubble_seconds=rank.bubble,
+                stall_seconds=rank.stalled,
+                peak_bytes=rank.saved_peak,
+                device_peak_bytes=rank.peak,
+                bytes_offloaded=rank.bytes_out,
+                bytes_reloaded=rank.bytes_back,
+                starts=tuple(rank.starts),
+                record=partial(self._record, number, actions[number], arrivals),
+            )
+            for number, rank in enumerate(ranks)
+        )
 
-    def _arrival(self, step: Step) -> tuple[tuple[int, bool, int] | None, float | None]:
-        """Return what a step needs of another stage, and when that arrives if it is known; None if it needs nothing."""
-        forward = step.computation is Computation.FORWARD
-        other = step.stage - 1 if forward else step.stage + 1
-        if step.computation is Computation.BACKWARD_WEIGHT or not 0 <= other < len(self.times):
-            return None, None
-        needed = other, forward, step.microbatch
-        return needed, self.arrivals.get(needed)
+    def _rank(self, number: int, actions: Steps, record: bool = False) -> RankRun:
+        steps = self.compiled[number]
+        other = {step.step.stage: step.times.cost.other_bytes for step in steps}
+        return RankRun(steps, self.times, self.link, sum(other.values()), actions, record)
 
-    def _send(self, rank: _Rank, step: Step) -> tuple[int, bool, int]:
-        """Note when what a step computes is with the stage that needs it."""
-        forward = step.computation is Computation.FORWARD
-        key = step.stage, forward, step.microbatch
-        if step.computation is not Computation.BACKWARD_WEIGHT:
-            to = step.stage + 1 if forward else step.stage - 1
-            far = self.rank_of.get(to, rank.number) != rank.number
-            self.arrivals[key] = rank.clock.compute + (self.sends[step.stage][not forward] if far else 0.0)
-        return key
+    def _record(self, number: int, actions: Steps, arrivals: list[float]) -> Timeline:
+        """Run one rank again, with what the others sent."""
+        rank = self._rank(number, actions, record=True)
+        rank.advance(list(arrivals), {}, [])
+        return rank.timeline()
 
-    def _step(self, rank: _Rank, step: Step) -> None:
-        times, kind = self.times[step.stage], KINDS[step.computation]
-        actions = rank.actions.get(len(rank.starts) - 1)
-        if actions is None and not rank.reloading.get((step.stage, step.microbatch)):
-            rank.clock.whole(times.whole[step.computation], kind, step.microbatch)
-            return
-        self._parts(rank, step, times, kind, actions or {})
-
-    def _parts(
-        self, rank: _Rank, step: Step, times: StageTimes, kind: Kind, actions: dict[int, tuple[ChunkAction, ...]]
-    ) -> None:
-        """Run a step group by group."""
-        stage, computation, microbatch = step
-        clock, forward = rank.clock, computation is Computation.FORWARD
-        if forward:
-            clock.other += times.cost.boundary_bytes
-        count = len(times.groups)
-        parts: list[Part] = times.parts(computation)
-        for position in range(count):
-            offload = self._act(rank, actions[position]) if position in actions else None
-            if position >= len(parts):
-                continue  # an input backward without a split computes nothing
-            chunk = Chunk(stage, microbatch, position if forward else count - 1 - position)
-            need = 0.0
-            if not forward and chunk in rank.needs:
-                need = rank.needs.pop(chunk)
-                rank.reloading[stage, microbatch] -= 1
-            start = clock.run(parts[position], kind, microbatch, need)
-            if offload is not None:
-                rank.copied[chunk] = clock.copy_out(times.groups[chunk.group], start, microbatch)
-        self._end(clock, computation, times)
-        if count in actions:
-            self._act(rank, actions[count])
-
-    @staticmethod
-    def _end(clock: RankClock, computation: Computation, times: StageTimes) -> None:
-        """Free what a step frees at its end."""
-        boundary = times.cost.boundary_bytes
-        if computation is Computation.BACKWARD:
-            clock.other -= boundary
-        elif computation is Computation.BACKWARD_INPUT:
-            clock.occupy(times.after_input)
-        elif computation is Computation.BACKWARD_WEIGHT:
-            clock.other -= boundary + (times.kept_other if times.cost.splits else 0)
-            clock.occupy(-times.kept)
-
-    def _act(self, rank: _Rank, actions: tuple[ChunkAction, ...]) -> Chunk | None:
-        """Carry out the actions of a moment; return the chunk of which the offload begins."""
-        clock, offload = rank.clock, None
-        for do, chunk in actions:
-            group = self.times[chunk.stage].groups[chunk.group]
-            if do is Do.OFFLOAD:
-                offload = chunk
-                continue
-            again = chunk not in rank.copied
-            if do is Do.RELEASE:
-                clock.wait(rank.copied.get(chunk, 0.0), chunk.microbatch)
-                clock.occupy(-group.again_bytes if again else -group.nbytes)
-                continue
-            seconds, ahead, nbytes = group.back, group.back_ahead, group.nbytes
-            if again:
-                seconds = ahead = group.again
-                nbytes = group.again_bytes
-            clock.occupy(nbytes)
-            rank.needs[chunk] = clock.copy_back(seconds, ahead, nbytes, chunk.microbatch)
-            of = chunk.stage, chunk.microbatch
-            rank.reloading[of] = rank.reloading.get(of, 0) + 1
-            rank.copied.pop(chunk, None)
-        return offload
-
-
-def _result(rank: _Rank) -> RankSimulation:
-    clock = rank.clock
-    copied = {kind: sum(span[4] for span in clock.spans if span[0] is kind) for kind in (Kind.D2H, Kind.H2D)}
-    return RankSimulation(
-        clock.compute,
-        clock.bubble,
-        clock.stalled,
-        clock.saved_peak,
-        clock.peak,
-        copied[Kind.D2H],
-        copied[Kind.H2D],
-        tuple(rank.starts),
-        clock.spans,
-        clock.resident,
-    )
+    def _costs(self, step: Step) -> tuple[Whole, StageTimes, Step]:
+        times = self.times[step.stage]
+        return times.whole[step.computation], times, step
