@@ -1,13 +1,13 @@
 """Carry out the plan of a rank: what is done at each moment, on the passes of the microbatches in flight.
 
-`[Note: microbatches]`  Each microbatch of each stage is a pass of its own.  The plan names chunks, and a pass knows only
-its own groups.  So each pass reports where it is, and here is looked up what the plan does at that moment, also in other
-passes.  A moment that is not reported, because a group saves nothing or its tensors are kept, is made up for at the
-next one of the same computation.
+`[Note: microbatches]`  Each microbatch of each stage is a pass of its own.  A pass knows its own groups; the plan of
+the rank also acts on those of other passes.  So each pass reports its events, and the conductor looks up what the plan
+does at that moment.  A moment may not be reported, because a group has no graph.  Its actions are carried out at the
+next moment of the same computation.
 
 `[Note: split backward]`  The backward of the inputs keeps the graph.  The backward of the weights unpacks a part of the
-saved tensors again, in several calls of autograd, and frees them.  What is reloaded for it stays until its end, and only
-what it has unpacked in an earlier step is reloaded.
+saved tensors again, in several calls of autograd, and frees them.  What is reloaded for it stays on the device until it
+ends, and only what it has unpacked in an earlier step is reloaded.
 """
 
 from __future__ import annotations

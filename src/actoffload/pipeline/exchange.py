@@ -1,9 +1,9 @@
 """What the ranks of a pipeline exchange: their arguments before the first step, and what was measured before they plan.
 
-`[Note: collectives]`  Each rank of the pipeline calls the same collectives: one when its first step begins, and one for
-each later attempt to plan, when the step after the measured ones begins.  Steps with backward are counted, and all ranks
-run the same number.  Whether the attempt is repeated follows from what all of them sent.  A rank that later runs another
-order plans anew alone, with what the others sent before, because they do not know of it.
+`[Note: collectives]`  Each rank of the pipeline calls the same collectives: one when its first step begins, and one
+when the step after the measured ones begins.  Steps with backward are counted, and all ranks run the same number.  If
+a rank has not measured a whole step, all ranks see that, and try again when the next step begins.  A rank that later
+runs another order plans anew alone, with what the others sent before, because they do not know of it.
 """
 
 from __future__ import annotations
@@ -54,11 +54,12 @@ def gather(value: T, group: Any = None) -> list[T]:
 
 
 def disagreement(settings: Sequence[Settings]) -> str:
-    """Return what is wrong with the arguments of the ranks, in a sentence that is the same on each; empty if nothing is.
+    """Return what is wrong with the arguments of the ranks, in words that are the same on each; empty if nothing is.
 
     >>> from actoffload.pipeline.exchange import Settings, disagreement
-    >>> print(disagreement([Settings(0, {"fraction": 0.5}), Settings(1, {"fraction": None})]))
-    The ranks of the pipeline called offload with different arguments: fraction is 0.5 on rank 0 and None on rank 1. Pass the same on every rank.
+    >>> wrong = disagreement([Settings(0, {"fraction": 0.5}), Settings(1, {"fraction": None})])
+    >>> wrong.endswith("fraction is 0.5 on rank 0 and None on rank 1. Pass the same on every rank.")
+    True
     """
     for each in settings:
         if each.problem:

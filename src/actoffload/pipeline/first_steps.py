@@ -3,7 +3,7 @@
 `[Note: the first steps of a schedule]`  Nothing is known before the first step, and it must not run out of memory.  So
 everything is offloaded that can be, and freed where its group ends; each group is reloaded when its backward begins.
 That step shows the order of the computations, what each group saves, and what the backward of the weights uses.  Where
-time is measured, the second step is the same, for the rates of copies with all ranks copying, and the third one offloads
+time is measured, the second step is the same, for the rates of copies with all ranks copying.  The third one offloads
 nothing if that fits, for the times.  Ranks decide that apart; it changes nothing for the others.
 """
 

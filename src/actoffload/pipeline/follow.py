@@ -1,9 +1,10 @@
 """Follow the steps of a pipeline schedule, and what its stages compute in them.
 
-`[Note: following stages]`  Neither a module nor autograd knows the microbatch.  A schedule passes it to
-`forward_one_chunk`, `backward_one_chunk` and `backward_weight_one_chunk` of its stages.  So a followed schedule or stage
-gets another class, as a followed module does: a subclass of its own, of the same name, whose methods call an `Observer`
-around the original ones.  The metadata inference of the first step calls the module, and none of these methods.
+`[Note: following stages]`  Neither a module nor autograd knows the microbatch.  A schedule passes it to the methods
+`forward_one_chunk`, `backward_one_chunk` and `backward_weight_one_chunk` of its stages.  So a followed schedule or
+stage gets another class, as a followed module does: a subclass of its own, of the same name, whose methods call an
+`Observer` around the original ones.  The metadata inference of the first step calls the module, and none of these
+methods.
 """
 
 from __future__ import annotations

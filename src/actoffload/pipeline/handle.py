@@ -17,7 +17,7 @@ __all__ = ["PipelineHandle"]
 
 
 class PipelineHandle:
-    """Offloading of the stages of one rank; made by `offload`, ended with `remove` or by leaving it as a context manager.
+    """Offloading of the stages of one rank; made by `offload`, ended with `remove` or by leaving its ``with`` block.
 
     ``print(handle)`` shows the plan of this rank.  The handle may be dropped; offloading lasts as long as the schedule.
     """

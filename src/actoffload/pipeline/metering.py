@@ -26,7 +26,7 @@ class GroupSeconds(NamedTuple):
 
 class _Mark(NamedTuple):
     when: When | None  # None for the computation
-    index: int  # of the group; 0 for the begin of the computation and 1 for its end
+    place: int  # of the group; 0 for the begin of the computation and 1 for its end
     event: StreamEvent
 
 
@@ -61,7 +61,7 @@ class StepMeter(Meter):
     def computations(self, stage: int, computation: Computation) -> float | None:
         """Return the median seconds of a computation of a stage, without stalls; None if the step had none."""
         found = [
-            self._between(marks[0], marks[-1])
+            self._seconds(marks[0], marks[-1])
             for step, marks in self._marks.items()
             if step.stage == stage and step.computation is computation and len(marks) > 1
         ]
@@ -85,10 +85,10 @@ class StepMeter(Meter):
     def _forward(self, marks: list[_Mark]) -> list[GroupSeconds]:
         """Return the spans of the groups in a forward, in order."""
         spans, before = [], marks[0]
-        starts = {mark.index: mark for mark in marks if mark.when is When.FORWARD_START}
-        for end in (mark for mark in marks if mark.when is When.FORWARD_END and mark.index in starts):
-            start = starts[end.index]
-            spans.append(GroupSeconds(self._between(start, end), self._between(before, start)))
+        starts = {mark.place: mark for mark in marks if mark.when is When.FORWARD_START}
+        for end in (mark for mark in marks if mark.when is When.FORWARD_END and mark.place in starts):
+            start = starts[end.place]
+            spans.append(GroupSeconds(self._seconds(start, end), self._seconds(before, start)))
             before = end
         return spans
 
@@ -97,12 +97,12 @@ class StepMeter(Meter):
         starts = [mark for mark in marks if mark.when is When.BACKWARD_START]
         ends = [*starts[1:], marks[-1]]
         spans = {
-            start.index: GroupSeconds(self._between(start, end), self._between(marks[0], start) if not k else 0.0)
+            start.place: GroupSeconds(self._seconds(start, end), self._seconds(marks[0], start) if not k else 0.0)
             for k, (start, end) in enumerate(zip(starts, ends, strict=True))
         }
         return [spans[k] for k in sorted(spans)]
 
-    def _between(self, start: _Mark, end: _Mark) -> float:
+    def _seconds(self, start: _Mark, end: _Mark) -> float:
         """Return the seconds from one mark to another without those in which compute stalled."""
         elapsed, first = self._backend.elapsed, self.borders[0].event
         at, until = elapsed(first, start.event), elapsed(first, end.event)

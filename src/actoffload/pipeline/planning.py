@@ -39,9 +39,19 @@ def plans_of(measured: Sequence[Measured], limits: Limits):
                 rl = Moment(use.step, max(use.position - 1, 0))
                 rl = max(rl, rel)
                 ag = Moment(b, 0) if a != b and mb % 2 else None
-                if (g + mb) % 3 == 2: continue
+                if (g + mb) % 3 == 2:
+                    continue
                 tr[c] = Transfer(rel, rl, ag)
-        plans.append(PipelinePlan(m.rank, m.order, m.names, tr, splits, nbytes={s: tuple(g.nbytes for g in c.groups) for s, c in m.costs.items()}))
+        plans.append(
+            PipelinePlan(
+                m.rank,
+                m.order,
+                m.names,
+                tr,
+                splits,
+                nbytes={s: tuple(g.nbytes for g in c.groups) for s, c in m.costs.items()},
+            )
+        )
     stages = {s: c for m in measured for s, c in m.costs.items()}
     sim = simulate_pipeline([m.order for m in measured], [stages[k] for k in sorted(stages)], measured[0].link, plans)
     return tuple(plans), [r.peak_bytes for r in sim.ranks]

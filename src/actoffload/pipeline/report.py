@@ -65,7 +65,9 @@ class PipelineReport(Printable):
             sentences.append(f"{self.on_demand} storages were reloaded when backward needed them: compute waited.")
         if self.boundary_bytes:
             kept = size(self.boundary_bytes)
-            sentences.append(f"The schedule keeps {kept} of outputs for each microbatch in flight, which are not saved.")
+            sentences.append(
+                f"The schedule keeps {kept} of outputs for each microbatch in flight, which are not saved."
+            )
         return _table([self]), sentences
 
 

@@ -87,7 +87,7 @@ class Runner:
 
     @contextmanager
     def computing(self, stage: Any, step: Step, inputs: Any = ()) -> Iterator[None]:
-        """Follow one computation of a stage; the inputs of a step are kept, because the caller has them until it ends."""
+        """Follow one computation of a stage; its inputs are kept, because the caller holds them during the step."""
         for tensor in tensors_in(inputs):
             tensor_marks.keep(tensor)
         with self.conductor.computing(stage, step):

@@ -97,8 +97,8 @@ def _groups(
         chosen = choose(module, others)
     if not chosen:
         raise ValueError(
-            f"{title}, a {type(module).__name__}, has no modules inside that could be offloaded. Put at least one layer "
-            "on each stage, or pass another list of stages to the schedule."
+            f"{title}, a {type(module).__name__}, has no modules inside that could be offloaded. Put at least one "
+            "layer on each stage."
         )
     both = {name for name, _ in kept} & {of.name for of in chosen}
     if both:
