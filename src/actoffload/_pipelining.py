@@ -30,6 +30,7 @@ NAMES = (
 )
 """The schedules that are supported; a subclass of one of them is, too."""
 
+
 def _schedules() -> Any:
     try:
         return importlib.import_module("torch.distributed.pipelining.schedules")
