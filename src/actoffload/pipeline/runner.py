@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -57,7 +58,9 @@ class Runner:
         limits: Limits,
         group: Any,
     ) -> None:
-        self._followed, self.stages, self.conductor = tuple(followed), tuple(stages), conductor
+        # Weak references: the schedule and its stages refer to this object.
+        self._followed = [weakref.ref(each) for each in followed]
+        self.stages, self.conductor = tuple(stages), conductor
         self._settings, self._limits, self.group, self.rank = settings, limits, group, settings.rank
         self._script = FirstSteps(self.stages, conductor, limits.memory_budget)
         self._measured: list[Measured] = []  # of all ranks, when they planned
@@ -155,7 +158,7 @@ class Runner:
         """Follow the schedule no longer, and end offloading in its stages."""
         if self.installed:
             self.installed = False
-            unfollow(self._followed)
+            unfollow([each for ref in self._followed if (each := ref()) is not None])
             for stage in self.stages:
                 stage.handle.remove()
             self.conductor.engine.close()
