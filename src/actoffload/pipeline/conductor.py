@@ -183,10 +183,11 @@ class Conductor:
     def _keep_for_weights(self, microbatch: Microbatch, owner: ModelPass[GroupKey]) -> None:
         """Free what the backward of the weights does not use of what stays for it."""
         for layer in owner.layers:
-            if layer.retained and layer.phase is Phase.RELOADING:
-                layer.retained = False
+            stays = layer.retained and microbatch.half
+            layer.retained = False
+            if stays and layer.phase is Phase.RELOADING:
                 layer.evict(but=self.learned.used.get((microbatch.stage, layer.index), ()))
-                layer.retained = True
+            layer.retained = stays
 
     def _learn_outputs(self, stage: Any, step: Step, owner: ModelPass[GroupKey]) -> None:
         """Note the bytes of the outputs that the schedule keeps for a microbatch, all and those that are not saved."""

@@ -95,7 +95,7 @@ class StepMeter(Meter):
     def _backward(self, marks: list[_Mark]) -> list[GroupSeconds]:
         """Return the spans of the groups in a backward, in order of the forward: each until the next one begins."""
         starts = [mark for mark in marks if mark.when is When.BACKWARD_START]
-        ends = [*starts[1:], marks[-1]]
+        ends = [*starts[1:], marks[-1]][: len(starts)]
         spans = {
             start.place: GroupSeconds(self._seconds(start, end), self._seconds(marks[0], start) if not k else 0.0)
             for k, (start, end) in enumerate(zip(starts, ends, strict=True))

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 
-from ..schedule.pipeline import Chunk, Computation, Moment, StageCost, Transfer, used_in
+from ..planner import plan_pipeline
+from ..schedule.costs import Link
 from ..schedule.pipeline_plan import PipelinePlan
 from ..schedule.pipeline_simulation import simulate_pipeline
-from ..schedule.costs import Link
+from ..schedule.timeline import milliseconds, size
 from .exchange import Measured
 
 __all__ = ["Limits", "decision", "plans_of"]
@@ -18,44 +20,65 @@ __all__ = ["Limits", "decision", "plans_of"]
 class Limits:
     """What the arguments of `offload` allow; None for no limit."""
 
-    fraction: float | None = None  # of the groups of a stage
+    fraction: float | None = None  # of the bytes of each microbatch
     max_inflight: int | None = None  # groups that are copied at a time
-    delta_bytes_per_rank: int | None = None  # so much less is offloaded on each rank than on the one before
-    memory_budget: int | None = None  # bytes of device memory
+    delta_bytes_per_rank: int | None = None  # so many bytes less on each rank than on the one before
+    memory_budget: int | None = None  # bytes of device memory of each rank
 
 
-def plans_of(measured: Sequence[Measured], limits: Limits):
-    plans = []
-    for m in measured:
-        splits = {s: bool(c.splits) for s, c in m.costs.items()}
-        base = PipelinePlan(m.rank, m.order, m.names, splits=splits)
-        tr = {}
-        for (s, mb), (f, a, b) in used_in(m.order, splits).items():
-            n = len(m.names[s])
-            for g in range(n):
-                c = Chunk(s, mb, g)
-                rel = Moment(f, g + 1)
-                use = base.first_use(c)
-                rl = Moment(use.step, max(use.position - 1, 0))
-                rl = max(rl, rel)
-                ag = Moment(b, 0) if a != b and mb % 2 else None
-                if (g + mb) % 3 == 2:
-                    continue
-                tr[c] = Transfer(rel, rl, ag)
-        plans.append(
-            PipelinePlan(
-                m.rank,
-                m.order,
-                m.names,
-                tr,
-                splits,
-                nbytes={s: tuple(g.nbytes for g in c.groups) for s, c in m.costs.items()},
-            )
+def plans_of(measured: Sequence[Measured], limits: Limits) -> tuple[tuple[PipelinePlan, ...], list[int]]:
+    """Return the plans of all ranks, and the bytes of saved tensors that each has on its device at a time."""
+    orders, names = [of.order for of in measured], {stage: of for each in measured for stage, of in each.names.items()}
+    costs = {stage: cost for each in measured for stage, cost in each.costs.items()}
+    stages, link = [costs[stage] for stage in sorted(costs)], _slowest([of.link for of in measured])
+    budgets = [of.limit for of in measured]
+    plans: tuple[PipelinePlan, ...] = ()
+    if limits.memory_budget is None:
+        plans = plan_pipeline(
+            orders,
+            stages,
+            link,
+            names=names,
+            fraction=limits.fraction,
+            delta_bytes_per_rank=limits.delta_bytes_per_rank,
+            max_inflight=limits.max_inflight,
         )
-    stages = {s: c for m in measured for s, c in m.costs.items()}
-    sim = simulate_pipeline([m.order for m in measured], [stages[k] for k in sorted(stages)], measured[0].link, plans)
-    return tuple(plans), [r.peak_bytes for r in sim.ranks]
+    within = all(plan.peak_bytes is None or plan.peak_bytes <= (of or inf) for plan, of in zip(plans, budgets))
+    if not plans or not within:
+        least = min((of for of in budgets if of is not None), default=None)
+        plans = plan_pipeline(
+            orders,
+            stages,
+            link,
+            names=names,
+            max_inflight=limits.max_inflight,
+            memory_budget=None if least is None else [least if of is None else of for of in budgets],
+        )
+    peaks = [rank.peak_bytes for rank in simulate_pipeline(orders, stages, link, plans).ranks]
+    return plans, peaks
 
 
-def decision(plans):
-    return str(plans)
+def _slowest(links: Sequence[Link]) -> Link:
+    """Return the lowest rates of all ranks: they wait for each other."""
+    both = [link.both for link in links if link.both is not None]
+    return Link(
+        min(link.d2h for link in links),
+        min(link.h2d for link in links),
+        max(link.latency for link in links),
+        min(both, default=None),
+    )
+
+
+def decision(plans: Sequence[PipelinePlan]) -> str:
+    """Return what was decided for each rank, in a line for each and one for all."""
+    lines = ["The plans of all ranks of the pipeline:"]
+    for plan in plans:
+        chunks = sum(len(plan.names[step.stage]) for step in plan.order if step.computation.value == "F")
+        line = f"  rank {plan.rank}: {len(plan.transfers)} of {chunks} groups of all microbatches are offloaded"
+        line += f" ({size(plan.offloaded_bytes)})"
+        if plan.peak_bytes is not None:
+            line += f", peak {size(plan.peak_bytes)}"
+        if plan.seconds is not None and plan.baseline_seconds:
+            line += f", {milliseconds(plan.seconds)} a step, {milliseconds(plan.baseline_seconds)} without offloading"
+        lines.append(f"{line}. {plan.because}".rstrip())
+    return "\n".join(lines)

@@ -1,0 +1,130 @@
+"""A device whose virtual times count: costs are measured, and a step with the plan takes as long as it says."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pipeline_programs import NAMES, SPLIT, alone, make
+from torch import nn
+
+from actoffload import PipelineHandle, offload
+from actoffload.device import use
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "model"))
+
+from timed_device import Timed, TimedBlock  # noqa: E402
+
+KIB = 2**10
+MICROBATCHES, BLOCKS, SAVED = 8, 4, 4 * KIB
+MEASURED = 3  # steps
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _group() -> Iterator[None]:
+    with alone():
+        yield
+
+
+def run(
+    name: str, link: float, steps: int, memory: int | None = 2**20, **arguments: Any
+) -> tuple[PipelineHandle, list[tuple[float, int]], Timed]:
+    """Return the handle, and the virtual seconds and the peak of saved bytes of each step."""
+    device = Timed(link, link, memory=memory)
+
+    def module(stage: int) -> nn.Module:
+        return nn.Sequential(*(TimedBlock(device, 1.0, 2.0, SAVED) for _ in range(BLOCKS)))
+
+    schedule, _ = make(name, MICROBATCHES, module=module)
+    with use(device):
+        handle = offload(schedule, min_bytes=64, **arguments)
+    found = []
+    for _ in range(steps):
+        handle.reset_statistics()
+        begun = device.main.now
+        x = torch.ones(4 * MICROBATCHES)
+        schedule.step(x, target=torch.ones(4 * MICROBATCHES))
+        found.append((device.main.now - begun, handle.report().peak_bytes))
+    return handle, found, device
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_never_slower(name):
+    """The link carries two groups in the time of one forward."""
+    handle, steps, device = run(name, 2.0 * SAVED, MEASURED + 2)
+    plan, report = handle.plan, handle.report()
+    assert plan is not None
+    without, most = steps[MEASURED - 1]  # offloads nothing
+    for seconds, peak in steps[MEASURED:]:
+        assert seconds == without == plan.seconds == plan.baseline_seconds
+        assert peak == report.expected_bytes < most
+        assert report.on_demand == 0
+    assert steps[1][0] > without  # everything is offloaded, and waited for
+    assert steps[1][1] < most
+    assert device.synchronized <= 2
+    handle.remove()
+
+
+@pytest.mark.parametrize("name", ["Schedule1F1B", "ScheduleInterleaved1F1B", "ScheduleLoopedBFS", *SPLIT])
+def test_a_slow_link_costs_nothing(name):
+    """A group takes eight times as long to copy as to compute."""
+    handle, steps, _ = run(name, SAVED / 8, MEASURED + 2)
+    assert handle.plan is not None
+    for seconds, _ in steps[MEASURED:]:
+        assert seconds == handle.plan.seconds == steps[MEASURED - 1][0]
+    handle.remove()
+
+
+def test_a_memory_budget():
+    """A budget below what is free costs time, as much as the plan says."""
+    handle, steps, _ = run("ScheduleGPipe", SAVED / 2, MEASURED + 1)
+    assert handle.plan is not None
+    assert handle.plan.peak_bytes is not None
+    budget = handle.plan.peak_bytes // 2
+    handle.remove()
+    handle, steps, _ = run("ScheduleGPipe", SAVED / 2, MEASURED + 2, memory_budget=budget)
+    plan = handle.plan
+    assert plan is not None
+    assert plan.peak_bytes is not None
+    assert plan.peak_bytes <= budget
+    assert plan.seconds is not None
+    assert plan.seconds > (plan.baseline_seconds or 0)
+    for seconds, peak in steps[MEASURED:]:
+        assert seconds == plan.seconds
+        assert peak <= budget
+    # Nothing was offloaded to measure times in a step that would not have been within the budget.
+    assert all(peak <= budget for _, peak in steps)
+    handle.remove()
+
+
+def test_a_device_that_is_too_small():
+    """Without a budget the memory of the device is one."""
+    handle, steps, device = run("ScheduleGPipe", SAVED / 2, MEASURED + 2, memory=12 * SAVED)
+    assert handle.plan is not None
+    assert handle.plan.peak_bytes is not None
+    assert handle.plan.peak_bytes <= 12 * SAVED * 0.97
+    assert all(peak <= 12 * SAVED for _, peak in steps)
+    handle.remove()
+
+
+def test_fewer_bytes_by_knobs():
+    whole = run("Schedule1F1B", 2.0 * SAVED, MEASURED + 1, fraction=1.0)[0]
+    half = run("Schedule1F1B", 2.0 * SAVED, MEASURED + 1, fraction=0.5)[0]
+    none = run("Schedule1F1B", 2.0 * SAVED, MEASURED + 1, fraction=0.0)[0]
+    sizes = [handle.plan.offloaded_bytes for handle in (whole, half, none) if handle.plan is not None]
+    assert sizes[0] > sizes[1] > sizes[2] == 0
+    for handle in (whole, half, none):
+        handle.remove()
+
+
+def test_the_decision_is_logged(caplog):
+    with caplog.at_level(logging.INFO, logger="actoffload"):
+        run("Schedule1F1B", 2.0 * SAVED, MEASURED + 1)[0].remove()
+    (record,) = caplog.records
+    assert "rank 0:" in record.getMessage()
+    assert "groups of all microbatches are offloaded" in record.getMessage()
