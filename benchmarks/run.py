@@ -5,18 +5,21 @@
 `linear` and `gpt` compare offload with checkpointing and `save_on_cpu`; `llama` measures every number of layers at 8k
 and 32k tokens, and host time; `overhead` measures the host time of one saved tensor; `trainer` trains a Llama with the
 Trainer of Hugging Face; `predict` compares the predictions of plans with what they take; `frontier` compares ways to
-save memory, time against peak.  ``--rehearse`` takes small sizes, for machines without accelerator.
+save memory, time against peak; `pipelines` measures pipelines of two ranks, and with four GPUs also of four.
+``--rehearse`` takes small sizes, for machines without accelerator.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import frontier
+import pipelines
 import predict
 import torch
 from harness import measure
@@ -25,7 +28,12 @@ from results_file import RESULTS, digest, read, write
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from workloads import FULL, REHEARSAL
 
-PARTS = {"llama": ("host", "8k", "32k"), "predict": tuple(predict.PARTS), "frontier": tuple(frontier.PARTS)}
+PARTS = {
+    "llama": ("host", "8k", "32k"),
+    "predict": tuple(predict.PARTS),
+    "frontier": tuple(frontier.PARTS),
+    "pipelines": tuple(pipelines.PARTS),
+}
 
 
 def measure_one(name: str, part: str, device: torch.device, *, rehearse: bool) -> dict[str, Any]:
@@ -54,9 +62,13 @@ def run(options: argparse.Namespace, device: torch.device) -> None:
     if name == "overhead":
         data = measure_tensors(5 if options.rehearse else 100, device)
     elif name in PARTS:
-        parts = options.only.split(",") if options.only else PARTS[name]
+        default = pipelines.available(torch.accelerator.device_count()) if name == "pipelines" else PARTS[name]
+        parts = options.only.split(",") if options.only else default
         data = {"parts": kept_parts(options.out, name) if options.only else {}}
         command += f" --only {','.join(dict.fromkeys((*data['parts'], *parts)))}" if options.only else ""
+        if name == "pipelines":
+            run_pipelines(parts, device, data, options, command)
+            return
         for part in parts:
             print(f"{part}:", flush=True)
             data["parts"][part] = measure_one(name, part, device, rehearse=options.rehearse)
@@ -74,19 +86,33 @@ def run(options: argparse.Namespace, device: torch.device) -> None:
     print(f"wrote {write(options.out, name, data, command).name}")
 
 
+def run_pipelines(
+    parts: Sequence[str], device: torch.device, data: dict[str, Any], options: argparse.Namespace, command: str
+) -> None:
+    """Measure pipelines in processes of their own, and write the result after each."""
+
+    def done(part: str, found: dict[str, Any]) -> None:
+        data["parts"][part] = found
+        print(f"{part}: wrote {write(options.out, 'pipelines', data, command).name}", flush=True)
+
+    pipelines.measure_parts(parts, device, rehearse=options.rehearse, done=done)
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Run what the command line names."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("benchmark", choices=("linear", "gpt", "overhead", "trainer", *PARTS))
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the result")
     parser.add_argument(
-        "--only", metavar="PARTS", help="parts of llama, predict or frontier; others of the same sources stay"
+        "--only",
+        metavar="PARTS",
+        help="parts of llama, predict, frontier or pipelines; others of the same sources stay",
     )
     parser.add_argument("--rehearse", action="store_true", help="small sizes")
     options = parser.parse_args(arguments)
     known = PARTS.get(options.benchmark, ())
     if options.only and not set(options.only.split(",")) <= set(known):
-        expected = f"parts of {options.benchmark}: {', '.join(known)}" if known else "llama, predict or frontier"
+        expected = f"parts of {options.benchmark}: {', '.join(known)}" if known else "a benchmark with parts"
         parser.error(f"--only {options.only}: expected {expected}.")
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     # Slower attention than the flash kernel would hide copies; Trainer is measured as a user runs it.
