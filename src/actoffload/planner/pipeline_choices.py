@@ -128,21 +128,28 @@ class RankChoices:
         placement.trim(target)
         return placement
 
-    def within(self, budget: int, seconds: Callable[[RankPlacement], float]) -> tuple[RankPlacement, float] | None:
-        """Return the placement within a budget that takes the least time, and that time; None if none was found."""
+    def within(
+        self, budget: int, seconds: Callable[[RankPlacement], float], free: float, trials: int = TRIALS
+    ) -> tuple[RankPlacement, float] | None:
+        """Return the placement within a budget that takes the least time, and that time; None if none was found.
+
+        Of those that take at most `free` seconds the one of the fewest bytes is returned; with few `trials` the first.
+        """
         found: tuple[RankPlacement, float] | None = None
-        for placement in self._forced(budget):
+        for placement in self._forced(budget, trials):
             if placement.peak_bytes > budget:
                 continue
             placement.trim(budget)
             took = seconds(placement)
-            if found is None or took < found[1]:
+            if found is None or (max(took, free), placement.nbytes) < (max(found[1], free), found[0].nbytes):
                 found = placement, took
+            if took <= free and trials < TRIALS:
+                break
         return found
 
-    def _forced(self, budget: int) -> Iterator[RankPlacement]:
+    def _forced(self, budget: int, trials: int) -> Iterator[RankPlacement]:
         count = len(self.profile.parts(self.possible))
-        for number in range(count, 0, -max(count // TRIALS, 1)):
+        for number in range(count, 0, -max(count // trials, 1)):
             for again in (False, True) if self.splits else (False,):
                 yield self._place(number, again, budget)
 

@@ -9,6 +9,8 @@ from itertools import accumulate
 from math import inf
 
 from ..schedule.pipeline import Chunk, Transfer
+from ..schedule.pipeline_plan import Call, actions_at
+from ..schedule.pipeline_rank import Steps
 from .pipeline_profile import Candidate, RankProfile
 
 __all__ = ["RankPlacement", "place_rank"]
@@ -50,6 +52,21 @@ class RankPlacement:
             candidates[k].chunk: Transfer(moments[release], moments[reload], moments[again] if again >= 0 else None)
             for k, (release, reload, again) in sorted(self.placed.items())
         }
+
+    def actions(self) -> Steps:
+        """Return what is done at each moment, as the plan with these `transfers` has it."""
+        moments, calls = self.profile.moments, list[Call]()
+        for k, (release, reload, again) in self.placed.items():
+            of = self.profile.candidates[k]
+            use, chunk = moments[of.use], of.chunk
+            calls += (
+                (moments[of.saved], 2, use, chunk),
+                (moments[release], 0, use, chunk),
+                (moments[reload], 1, use, chunk),
+            )
+            if again >= 0:
+                calls += (moments[of.trimmed], 0, use, chunk), (moments[again], 1, moments[of.last], chunk)
+        return actions_at(calls)
 
     def copy(self) -> RankPlacement:
         """Return a placement that can be changed without changing this one."""
@@ -246,13 +263,12 @@ class _Run:
             before = reload
             placed[k] = used[k], reload, -1
         for k, (release, reload, _) in list(placed.items()):
-            if release >= reload:
-                of = profile.candidates[k]
-                del placed[k]
-                if of.split:
-                    self.placement.add(of.nbytes - of.again_bytes, of.trimmed, of.gone)
-                continue
-            self._again(k, latest)
+            if not any(profile.runs[release:reload]):  # released for nothing
+                reload = max(release, reload)
+                placed[k] = release, reload, -1
+                self.placement.remove(k)
+            else:
+                self._again(k, latest)
 
     def _again(self, k: int, latest: dict[tuple[int, bool], int]) -> None:
         """Free a chunk between its two backwards, if there is time."""

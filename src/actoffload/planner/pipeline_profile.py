@@ -58,6 +58,8 @@ class RankProfile:
         Bytes on the device from each moment to the next, at most.
     allowed : list of bool
         Whether something can be done then.
+    runs : list of bool
+        Whether compute follows.
     candidates : list of Candidate
         In order of saving.
     last_forward : float
@@ -71,6 +73,7 @@ class RankProfile:
     when: list[float]
     needs: list[int]
     allowed: list[bool]
+    runs: list[bool]
     candidates: list[Candidate]
     last_forward: float
     link: Link
@@ -111,7 +114,9 @@ class RankProfile:
         candidates.sort(key=lambda of: of.saved)
         forwards = [k for k, step in enumerate(order) if step.computation is Computation.FORWARD]
         last_forward = starts[forwards[-1]] if forwards else 0.0
-        return RankProfile(order, walk.moments, walk.when, walk.needs, walk.allowed, candidates, last_forward, link)
+        return RankProfile(
+            order, walk.moments, walk.when, walk.needs, walk.allowed, walk.runs, candidates, last_forward, link
+        )
 
     @property
     def peak_bytes(self) -> int:
@@ -148,6 +153,7 @@ class _Walk:
         self.when: list[float] = []
         self.needs: list[int] = []
         self.allowed: list[bool] = []
+        self.runs: list[bool] = []
         self.first: list[int] = []  # moment of each step
 
     def step(self, number: int, step: Step, start: float, times: StageTimes) -> None:
@@ -169,17 +175,18 @@ class _Walk:
             if part is not None:
                 self.saved, self.other = self.saved + part.saved, self.other + part.kept
             need = max(before, self.saved + self.other) + (part.temporary if part is not None else 0)
-            self._add(Moment(number, position), now, need, not (apart and position))
+            self._add(Moment(number, position), now, need, not (apart and position), part is not None)
             now += part.seconds if part is not None else 0.0
         if computation is Computation.BACKWARD:
             self.other -= cost.boundary_bytes
         elif computation is Computation.BACKWARD_WEIGHT:
             self.other -= cost.boundary_bytes + (times.kept_other if cost.splits else 0)
             self.saved -= cost.nbytes if cost.splits else 0
-        self._add(Moment(number, count), now, self.saved + self.other, True)
+        self._add(Moment(number, count), now, self.saved + self.other, True, False)
 
-    def _add(self, moment: Moment, when: float, need: int, allowed: bool) -> None:
+    def _add(self, moment: Moment, when: float, need: int, allowed: bool, runs: bool) -> None:
         self.moments.append(moment)
         self.when.append(max(when, self.when[-1] if self.when else 0.0))
         self.needs.append(need)
         self.allowed.append(allowed)
+        self.runs.append(runs)

@@ -28,8 +28,16 @@ MARGINS = 0.05, 0.15, 0.3, 0.6
 FREE = 0.002
 """Part of the step by which a plan without a cost may take longer."""
 
-TRIALS = 10
+EXTENTS = 10
 """Extents of recomputation that are tried."""
+
+QUICK, ALL = 4, 12
+"""Numbers of groups that are tried for a limit."""
+
+PRECISION = 64
+"""The level of the peaks is found within this part of it."""
+
+COSTS = "No plan of this rank"
 
 
 def plan_pipeline(
@@ -107,6 +115,10 @@ def plan_pipeline(
     return search.plans(search.best(budgets), names or {})
 
 
+Chosen = tuple[RankPlacement, str]
+"""What a rank does, and why."""
+
+
 class _Search:
     """The ranks, and their stages as they are run."""
 
@@ -146,7 +158,7 @@ class _Search:
             if budget is None or len(steps) == 1:
                 continue
             best, least = before, inf
-            some = max((len(steps) - 1) // TRIALS, 1)
+            some = max((len(steps) - 1) // EXTENTS, 1)
             for ways in (steps[0], *steps[1:-1:some], steps[-1]):
                 self._use({**before, **ways})
                 if self.seconds >= least:
@@ -161,52 +173,84 @@ class _Search:
         choices = self._choices(rank)
         if choices.free(choices.lowest()).peak_bytes <= budget:
             return self.seconds
-        found = choices.within(budget, partial(self._alone, rank))
+        found = choices.within(budget, partial(self._alone, rank), self.allowed)
         return inf if found is None else found[1]
 
     def _alone(self, rank: int, placement: RankPlacement) -> float:
         """Return the time of a step in which one rank offloads."""
         actions: list[Steps] = [{} for _ in self.orders]
-        actions[rank] = self._plan(rank, placement).actions
+        actions[rank] = placement.actions()
         return max(of.end for of in self.pipeline.run(actions))
 
-    def best(self, budgets: Sequence[int | None]) -> list[tuple[RankPlacement, str]]:
-        """Return what each rank does, and why; with more room for delays of copies if the simulation has stalls."""
-        found: list[tuple[RankPlacement, str]] = []
+    @property
+    def allowed(self) -> float:
+        """Seconds that a step may take without a cost."""
+        return self.seconds * (1 + FREE)
+
+    def best(self, budgets: Sequence[int | None]) -> list[Chosen]:
+        """Return what each rank does, and why; with more room for delays of copies if the simulation takes longer."""
+        found: list[Chosen] = []
         for margin in MARGINS:
-            self.free = True
-            found = self._placements([self._choices(rank, margin) for rank in range(len(self.orders))], budgets)
-            if not self.free or self._simulated(found)[1] <= self.seconds * (1 + FREE):
+            ranks = [self._choices(rank, margin) for rank in range(len(self.orders))]
+            free = [of.everything() if self.knobs.given else of.free(of.lowest()) for of in ranks]
+            level = self._level(ranks, free, budgets)
+            found = [self._chosen(*each, level) for each in zip(ranks, free, budgets, strict=True)]
+            if any(because.startswith(COSTS) for _, because in found) or self._simulated(found)[1] <= self.allowed:
                 break
         return found
 
-    def _placements(
-        self, ranks: Sequence[RankChoices], budgets: Sequence[int | None]
-    ) -> list[tuple[RankPlacement, str]]:
-        free = [of.everything() if self.knobs.given else of.free(of.lowest()) for of in ranks]
-        level = max((of.peak_bytes for of in free), default=0)
-        found = []
-        for number, (rank, lowest, budget) in enumerate(zip(ranks, free, budgets, strict=True)):
-            if budget is not None and lowest.peak_bytes > budget:
-                found.append(self._costly(number, rank, lowest.peak_bytes, budget))
-            elif self.knobs.given:
-                found.append((lowest, ""))
+    def _level(self, ranks: Sequence[RankChoices], free: Sequence[RankPlacement], budgets: Sequence[int | None]) -> int:
+        """Return the lowest peak that all ranks without a budget reach at no cost.
+
+        Where a rank waits for another one, it can as well wait for its copies.
+        """
+        mine = [(rank, of) for rank, of, budget in zip(ranks, free, budgets, strict=True) if budget is None]
+        high = max((of.peak_bytes for _, of in mine), default=0)
+        if self.knobs.given or not mine:
+            return high
+        low = max(rank.smallest().peak_bytes for rank, _ in mine)
+        while high - low > max(high // PRECISION, 1):
+            middle = (low + high) // 2
+            found = self._leveled(mine, middle)
+            if found is None or self._simulated(found)[1] > self.allowed:
+                low = middle
             else:
-                because = f"No rank needs more than {size(level)}." if budget is None else ""
-                found.append((rank.reaching(level if budget is None else budget), because))
+                high = max(placement.peak_bytes for placement, _ in found)
+        return high
+
+    def _leveled(self, ranks: Sequence[tuple[RankChoices, RankPlacement]], level: int) -> list[Chosen] | None:
+        """Return what ranks do for a peak within a level, or None if one of them cannot without a cost."""
+        found: list[Chosen] = [(RankPlacement(profile, [0]), "") for profile in self.profiles]
+        for rank, free in sorted(ranks, key=lambda of: -of[1].peak_bytes):
+            placement = self._without_cost(rank, free, level, QUICK)
+            if placement is None:
+                return None
+            found[rank.rank] = placement, ""
         return found
 
-    def _costly(self, number: int, rank: RankChoices, free: int, budget: int) -> tuple[RankPlacement, str]:
-        """Return what a rank does that cannot keep within its budget without a cost."""
-        self.free = False
-        found = rank.within(budget, partial(self._alone, number))
-        if found is None:
-            because = f"No plan of this rank is within the limit of {size(budget)}; this one has the smallest peak."
-            return rank.smallest(), because
-        return found[0], f"Without a cost in time the peak would be {size(free)}, above the limit of {size(budget)}."
+    def _without_cost(self, rank: RankChoices, free: RankPlacement, limit: int, trials: int) -> RankPlacement | None:
+        """Return the placement of a rank within a limit, or None if none without a cost in time is found."""
+        if free.peak_bytes <= limit:
+            return rank.reaching(limit)
+        found = rank.within(limit, partial(self._alone, rank.rank), self.allowed, trials)
+        return found[0] if found is not None and found[1] <= self.allowed else None
 
-    def _simulated(self, found: Sequence[tuple[RankPlacement, str]]) -> tuple[Sequence[RankSimulation], float]:
-        ranks = self.pipeline.run([self._plan(rank, of).actions for rank, (of, _) in enumerate(found)])
+    def _chosen(self, rank: RankChoices, free: RankPlacement, budget: int | None, level: int) -> Chosen:
+        """Return what a rank does, and why."""
+        if self.knobs.given and (budget is None or free.peak_bytes <= budget):
+            return free, ""
+        limit = level if budget is None else budget
+        placement = self._without_cost(rank, free, limit, QUICK if budget is None else ALL)
+        if placement is not None:
+            return placement, f"No rank needs more than {size(level)}." if budget is None else ""
+        found = rank.within(limit, partial(self._alone, rank.rank), self.allowed)
+        if found is None:
+            because = f"{COSTS} is within the limit of {size(limit)}; this one has the smallest peak."
+            return rank.smallest(), because
+        return found[0], f"{COSTS} without a cost in time is within the limit of {size(limit)}."
+
+    def _simulated(self, found: Sequence[Chosen]) -> tuple[Sequence[RankSimulation], float]:
+        ranks = self.pipeline.run([placement.actions() for placement, _ in found])
         return ranks, max((rank.end for rank in ranks), default=0.0)
 
     def _plan(
@@ -225,9 +269,7 @@ class _Search:
             {stage: saves[stage] for stage in mine if stage in saves},
         )
 
-    def plans(
-        self, found: Sequence[tuple[RankPlacement, str]], names: Mapping[int, Sequence[str]]
-    ) -> tuple[PipelinePlan, ...]:
+    def plans(self, found: Sequence[Chosen], names: Mapping[int, Sequence[str]]) -> tuple[PipelinePlan, ...]:
         """Return the plans with what they are expected to cost."""
         ranks, seconds = self._simulated(found)
         return tuple(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
@@ -20,10 +20,12 @@ from .pipeline import Chunk, ChunkAction, Computation, Moment, Step, Transfer, u
 from .plan import Do
 from .timeline import mebibytes, milliseconds
 
-__all__ = ["PipelinePlan"]
+__all__ = ["Call", "PipelinePlan", "actions_at"]
 
 FORMAT, VERSION = "actoffload pipeline plan", 1
 KINDS = Do.RELEASE, Do.RELOAD, Do.OFFLOAD  # in the order in which they are done at one moment
+Call = tuple[Moment, int, Moment, Chunk]
+"""Moment, position in `KINDS`, and the chunk after the moment at which it is used."""
 NOTHING: dict[int, tuple[ChunkAction, ...]] = {}
 WRITTEN = "seconds", "baseline_seconds", "peak_bytes", "because"  # as they are
 
@@ -176,7 +178,7 @@ class PipelinePlan:
 
     def _by_moment(self) -> dict[int, dict[int, tuple[ChunkAction, ...]]]:
         """Return all actions by moment: releases, then reloads in the order in which they are used, then offloads."""
-        calls: list[tuple[Moment, int, Moment, Chunk]] = []
+        calls: list[Call] = []
         for chunk, transfer in self.transfers.items():
             first, saved = (
                 self.first_use(chunk),
@@ -266,8 +268,8 @@ class PipelinePlan:
             ) from error
 
 
-def actions_at(calls: list[tuple[Moment, int, Moment, Chunk]]) -> dict[int, dict[int, tuple[ChunkAction, ...]]]:
-    """Return actions by step and position; a call has a moment, a number of `KINDS`, when the chunk is used, and it."""
+def actions_at(calls: Iterable[Call]) -> dict[int, dict[int, tuple[ChunkAction, ...]]]:
+    """Return actions by step and position, in order."""
     actions: dict[int, dict[int, tuple[ChunkAction, ...]]] = {}
     for (step, position), kind, _, chunk in sorted(calls):
         of = actions.setdefault(step, {})
