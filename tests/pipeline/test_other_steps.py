@@ -26,7 +26,7 @@ def _group() -> Iterator[None]:
         yield
 
 
-class Stopped(Exception):
+class StoppedError(Exception):
     """Raised by a block."""
 
 
@@ -44,13 +44,13 @@ class Stopping(nn.Module):
             if k == 1 and torch.is_grad_enabled():
                 self.after -= 1
                 if not self.after and not self.backward:
-                    raise Stopped
+                    raise StoppedError
                 if not self.after:
                     x.register_hook(self.stop)
         return x
 
     def stop(self, gradient: torch.Tensor) -> None:
-        raise Stopped
+        raise StoppedError
 
 
 def same(want: list[torch.Tensor], got: list[torch.Tensor]) -> bool:
@@ -76,9 +76,9 @@ def test_an_exception_in_a_microbatch(name, backward, first):
     if not first:
         train(schedule, modules, 2)
     modules[1].after = 3 if first and not backward else 2
-    with pytest.raises((Stopped, RuntimeError)):
+    with pytest.raises((StoppedError, RuntimeError)):
         train(schedule, modules, 1)
-    getattr(schedule, "_internal_losses").clear()  # PyTorch's own schedule does not
+    schedule._internal_losses.clear()  # PyTorch's own schedule does not
     got = train(schedule, modules)
     assert same(want, got)
     gc.collect()  # PyTorch's exception refers to the frames of the schedule
@@ -204,7 +204,9 @@ def test_a_schedule_that_is_not_known():
 
         def step(self, *args: Any, **kwargs: Any) -> None: ...
 
-    with pytest.raises(ValueError, match="offload got a Another, which is not supported; expected one of ScheduleGPipe"):
+    with pytest.raises(
+        ValueError, match="offload got a Another, which is not supported; expected one of ScheduleGPipe"
+    ):
         offload(Another())
 
 

@@ -167,18 +167,19 @@ class Conductor:
                     self._learn_outputs(stage, step, owner)
             elif computation is Computation.BACKWARD_INPUT:
                 self.learned.split[step.stage] = microbatch.half = microbatch.split
-            run = self._runs.get(step)
-            if run is not None and self.plan is not None:
-                self._advance(step, self.plan.end(run.step).position)
-                del self._runs[step]
-            if owner is not None and computation is Computation.BACKWARD_INPUT and microbatch.planned:
-                self._keep_for_weights(microbatch, owner)
-            microbatch.running = None
-            if computation in (Computation.BACKWARD, Computation.BACKWARD_WEIGHT):
+                if owner is not None and microbatch.planned:
+                    self._keep_for_weights(microbatch, owner)
+            else:
                 self._learn_used(microbatch)
                 if owner is not None:
                     self._free(owner)
                 self._microbatches.pop((step.stage, step.microbatch), None)
+            microbatch.running = None
+            run = self._runs.get(step)
+            if run is not None and self.plan is not None:
+                # What the computation has freed at its end is free before.
+                self._advance(step, self.plan.end(run.step).position)
+                del self._runs[step]
 
     def _keep_for_weights(self, microbatch: Microbatch, owner: ModelPass[GroupKey]) -> None:
         """Free what the backward of the weights does not use of what stays for it."""
@@ -264,7 +265,7 @@ class Conductor:
         if microbatch is None or owner is None or chunk.group >= len(owner.layers):
             return
         layer = owner.layers[chunk.group]
-        if action.do is Do.RELEASE and layer.phase is Phase.RELOADING:  # between two backwards
+        if action.do is Do.RELEASE and microbatch.half:  # between two backwards
             layer.retained = False
             layer.evict()
         elif action.do is Do.RELOAD and layer.phase is Phase.RELEASED and microbatch.half:

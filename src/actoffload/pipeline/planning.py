@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import inf
+from functools import partial
 
 from ..planner import plan_pipeline
 from ..schedule.costs import Link
@@ -32,30 +32,19 @@ def plans_of(measured: Sequence[Measured], limits: Limits) -> tuple[tuple[Pipeli
     costs = {stage: cost for each in measured for stage, cost in each.costs.items()}
     stages, link = [costs[stage] for stage in sorted(costs)], _slowest([of.link for of in measured])
     budgets = [of.limit for of in measured]
+    plan = partial(plan_pipeline, orders, stages, link, names=names, max_inflight=limits.max_inflight)
     plans: tuple[PipelinePlan, ...] = ()
     if limits.memory_budget is None:
-        plans = plan_pipeline(
-            orders,
-            stages,
-            link,
-            names=names,
-            fraction=limits.fraction,
-            delta_bytes_per_rank=limits.delta_bytes_per_rank,
-            max_inflight=limits.max_inflight,
-        )
-    within = all(plan.peak_bytes is None or plan.peak_bytes <= (of or inf) for plan, of in zip(plans, budgets))
-    if not plans or not within:
-        least = min((of for of in budgets if of is not None), default=None)
-        plans = plan_pipeline(
-            orders,
-            stages,
-            link,
-            names=names,
-            max_inflight=limits.max_inflight,
-            memory_budget=None if least is None else [least if of is None else of for of in budgets],
-        )
+        plans = plan(fraction=limits.fraction, delta_bytes_per_rank=limits.delta_bytes_per_rank)
+    if not plans or any(_exceeds(of, limit) for of, limit in zip(plans, budgets, strict=True)):
+        least = min(of for of in budgets if of is not None)
+        plans = plan(memory_budget=[least if of is None else of for of in budgets])
     peaks = [rank.peak_bytes for rank in simulate_pipeline(orders, stages, link, plans).ranks]
     return plans, peaks
+
+
+def _exceeds(plan: PipelinePlan, limit: int | None) -> bool:
+    return limit is not None and plan.peak_bytes is not None and plan.peak_bytes > limit
 
 
 def _slowest(links: Sequence[Link]) -> Link:
