@@ -260,3 +260,39 @@ def test_a_report_before_the_first_step():
         assert "0" in repr(handle)
         assert handle.table().to_dict()["ranks"][0]["rank"] == 0
         assert set(handle.stages) == {0}
+
+
+@pytest.mark.parametrize("name", ["Schedule1F1B", ZERO_BUBBLE])
+def test_stages_with_known_shapes(name):
+    """PyTorch infers no metadata then, so the groups are found in the first microbatch."""
+
+    def known(microbatches: int = 4) -> tuple[Any, list[nn.Module]]:
+        schedule, modules = make(name, microbatches)
+        old = getattr(schedule, "_stages", None) or [schedule._stage]
+        example = torch.zeros(8, 16)
+        stages = [
+            pipelining.PipelineStage(
+                stage.submod,
+                stage.stage_index,
+                stage.num_stages,
+                torch.device("cpu"),
+                input_args=example.clone().requires_grad_(stage.stage_index > 0),
+                output_args=example.clone().requires_grad_(),
+            )
+            for stage in old
+        ]
+        single = name == "Schedule1F1B"
+        return type(schedule)(stages[0] if single else stages, microbatches, loss_fn=schedule._loss_fn), modules
+
+    want = train(*known())
+    schedule, modules = known()
+    handle = offloaded(schedule)
+    got = train(schedule, modules)
+    assert same(want, got)
+    assert handle.plan is not None
+    handle.reset_statistics()
+    train(schedule, modules, 1)
+    assert handle.report().peak_bytes == handle.report().expected_bytes
+    assert handle.report().on_demand == 0
+    assert held(handle) == (0, 0)
+    handle.remove()

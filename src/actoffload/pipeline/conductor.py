@@ -78,6 +78,7 @@ class Conductor:
         self.learned = Learned()
         self.plan: PipelinePlan | None = None
         self.training = False  # a step with backward is in progress
+        self.scoped = False  # only groups that are offloaded are followed, see `model.conduct` [Note: modes]
         self._steps: Mapping[Step, int] = {}  # of the plan
         self._ran: list[Step] = []
         self._runs: dict[Step, _Run] = {}

@@ -27,8 +27,9 @@ class PipelineReport(Printable):
     saved_bytes, offloaded_bytes : int
         What they save in a step, and what the plan offloads of it.
     peak_bytes : int
-        Largest number of bytes of saved tensors on the device since the step began, with the outputs that the schedule
-        keeps.
+        Largest number of bytes of saved tensors on the device at a time, in the steps since `offload` or
+        `reset_statistics`.  On an accelerator that of the first step with the plan; later steps do not count what is
+        kept.
     expected_bytes : int, optional
         The same in the plan; None as long as there is no plan.
     boundary_bytes : int

@@ -67,6 +67,7 @@ class Runner:
         self.plans: tuple[PipelinePlan, ...] = ()  # of all ranks
         self.because = MEASURING
         self._expected: int | None = None  # peak of saved tensors in the plan of this rank
+        self._peak = 0  # the same in the latest step in which all groups were followed
         self.number = 0  # of steps with backward that began
         self.installed = True
 
@@ -115,8 +116,17 @@ class Runner:
             self._script.begin(self.number)
 
     def _after(self, *, failed: bool, changed: bool) -> None:
-        """Take what a step showed; plan anew if it ran another order than the plan has."""
+        """Take what a step showed; plan anew if it ran another order than the plan has, or saved other bytes."""
         self._script.end(failed=failed)
+        conductor = self.conductor
+        if not failed and conductor.plan is not None and not conductor.scoped:
+            self._peak = conductor.engine.statistics().peak_resident_bytes
+        outdated = any(stage.steering.changed for stage in self.stages)
+        for stage in self.stages:
+            stage.steering.changed = False
+        # Where the time of the host counts, groups that are kept are followed in one step with a new plan, and no more.
+        followed = conductor.plan is not None and not (failed or changed or outdated)
+        conductor.scoped = followed and conductor.engine.backend.times
         if not failed and self.conductor.plan is not None and (changed or self._script.outdated(self.conductor.plan)):
             mine = self._script.measured(self.rank)
             if mine is not None:
@@ -128,6 +138,7 @@ class Runner:
         self.plans, peaks = plans_of(self._measured, self._limits)
         found = next(plan for plan in self.plans if plan.rank == self.rank)
         self.conductor.follow(found)
+        self.conductor.scoped = False
         self.because, self._expected = found.because, peaks[self.plans.index(found)]
 
     def report(self) -> PipelineReport:
@@ -146,7 +157,7 @@ class Runner:
             offloaded=0 if plan is None else len(plan.transfers),
             saved_bytes=sum(saved[stage] for stage in forwards),
             offloaded_bytes=0 if plan is None else plan.offloaded_bytes,
-            peak_bytes=statistics.peak_resident_bytes,
+            peak_bytes=self._peak if self.conductor.scoped else statistics.peak_resident_bytes,
             expected_bytes=self._expected,
             boundary_bytes=sum(learned.boundary.values()),
             on_demand=statistics.reloaded_on_demand,

@@ -77,6 +77,8 @@ class StageSteering:
         self._groups, self._plans, self._log, self._policies = groups, plans, log, policies
         self.saved: tuple[tuple[tuple[int, int], ...], ...] = ()  # by group: place and bytes of what it saves
         self.bare = False  # offload nothing, to measure
+        self.adopts = False  # groups are offloaded with what was saved before them
+        self.changed = False  # groups saved other bytes in a forward in which not all were followed
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -99,7 +101,11 @@ class StageSteering:
             chunks = conductor.plan.transfers
             offloaded = frozenset(chunk.group for chunk in chunks if chunk[:2] == (microbatch.stage, microbatch.number))
             roles_of = partial(self._offloading, offloaded)
-        return Conduct(Mode.WHOLE, order, roles_of, self._policies, begun=partial(conductor.pass_begins, microbatch))
+        mode = Mode.WHOLE
+        if conductor.scoped and microbatch.planned and not self.adopts:
+            idle = conductor.plan is not None and not conductor.plan.transfers and not self._policies
+            mode = Mode.IDLE if idle else Mode.SCOPED
+        return Conduct(mode, order, roles_of, self._policies, begun=partial(conductor.pass_begins, microbatch))
 
     @staticmethod
     def _offloading(offloaded: frozenset[int], order: tuple[GroupKey, ...]) -> Roles:
@@ -112,6 +118,7 @@ class StageSteering:
         """Learn the order of the groups, and what they save."""
         self._plans.learn(sequence)
         self._log.forward_done(done, sequence)
+        self.adopts |= done.adopted > 0
         counted, saved = set[object](), []
         for layer in done.layers:
             residents = {resident: None for ref in layer.residents if (resident := ref()) and resident not in counted}
@@ -122,7 +129,10 @@ class StageSteering:
                 if (storage := ref()) is not None and counts_in(storage, layer)
             ]
             saved.append((*own, *((KEPT, resident.nbytes) for resident in residents)))
-        if _sizes(saved) != _sizes(self.saved):  # what is kept has no place, so a measured pass is not replaced by it
+        if done.partly:
+            pairs = zip(_sizes(saved), _sizes(self.saved), strict=False)
+            self.changed |= len(saved) != len(self.saved) or any(now and now != before for now, before in pairs)
+        elif _sizes(saved) != _sizes(self.saved):  # what is kept has no place, so a measured pass is not replaced by it
             self.saved = tuple(saved)
 
     def retire(self) -> None:
