@@ -226,7 +226,10 @@ def _simulated(handle: Any, rank: int) -> dict[str, Any]:
         return {"because": str(handle)}
     measured = handle._runner._measured
     costs = {stage: cost for each in measured for stage, cost in each.costs.items()}
-    link = Link(*(min(getattr(each.link, name) for each in measured) for name in ("d2h", "h2d")))
+    links = [each.link for each in measured]
+    both = min((link.both for link in links if link.both is not None), default=None)
+    slowest = (min(link.d2h for link in links), min(link.h2d for link in links))
+    link = Link(*slowest, max(link.latency for link in links), both)  # ranks wait for each other
     orders = [each.order for each in measured]
     found = simulate_pipeline(orders, [costs[stage] for stage in sorted(costs)], link, handle.plans)
     mine, without = found.ranks[rank], found.baseline[rank]

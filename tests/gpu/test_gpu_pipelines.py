@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from gpu_harness import DEVICE, lenient
-from pipelines_harness import SCHEDULES, WORLD, check, run
+from pipelines_harness import SCHEDULES, WAYS, WORLD, check, run
 
 pytestmark = [pytest.mark.gpu, pytest.mark.multi_gpu, *lenient]
 
@@ -16,14 +16,19 @@ def ranks() -> dict[str, list[dict[str, Any]]]:
     return run(DEVICE.type)
 
 
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_gradients_and_peaks(name: str, ranks: dict[str, list[dict[str, Any]]]) -> None:
-    assert len(ranks[name]) == WORLD
-    for seen in ranks[name]:
+def test_gradients_and_peaks(name: str, way: str, ranks: dict[str, list[dict[str, Any]]]) -> None:
+    found = ranks[f"{name}, {way}"]
+    assert len(found) == WORLD
+    for seen in found:
         check(seen)
 
 
-def test_some_memory_is_saved(ranks: dict[str, list[dict[str, Any]]]) -> None:
-    """Interleaved stages keep several microbatches, and copies of all of them have the time of a whole step."""
-    first = ranks["ScheduleInterleaved1F1B"][0]
-    assert max(first["peaks"]) < min(first["peaks_without"])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_the_first_rank_has_a_lower_peak_if_everything_is_offloaded(
+    name: str, ranks: dict[str, list[dict[str, Any]]]
+) -> None:
+    seen = ranks[f"{name}, all"][0]
+    assert seen["offloads"]
+    assert max(seen["peaks"]) < min(seen["peaks_without"])
