@@ -193,32 +193,48 @@ class _Search:
         for margin in MARGINS:
             ranks = [self._choices(rank, margin) for rank in range(len(self.orders))]
             free = [of.everything() if self.knobs.given else of.free(of.lowest()) for of in ranks]
-            level = self._level(ranks, free, budgets)
-            found = [self._chosen(*each, level) for each in zip(ranks, free, budgets, strict=True)]
+            found = self._leveled(ranks, free, budgets)
+            for of, lowest, budget in zip(ranks, free, budgets, strict=True):
+                if budget is not None:
+                    found[of.rank] = self._within(of, lowest, budget)
             if any(because.startswith(COSTS) for _, because in found) or self._simulated(found)[1] <= self.allowed:
-                break
-        return found
+                return found
+        return self._without_stalls(found, budgets)
 
-    def _level(self, ranks: Sequence[RankChoices], free: Sequence[RankPlacement], budgets: Sequence[int | None]) -> int:
-        """Return the lowest peak that all ranks without a budget reach at no cost.
+    def _without_stalls(self, found: list[Chosen], budgets: Sequence[int | None]) -> list[Chosen]:
+        """Let ranks without a budget offload nothing, those that wait longest first, until there is no cost."""
+        while True:
+            ranks, seconds = self._simulated(found)
+            offloading = [k for k, budget in enumerate(budgets) if budget is None and found[k][0].placed]
+            if seconds <= self.allowed or not offloading:
+                return found
+            worst = max(offloading, key=lambda k: ranks[k].stall_seconds)
+            profile = self.profiles[worst]
+            found[worst] = RankPlacement(profile, list(profile.needs)), "Offloading would cost time here."
+
+    def _leveled(
+        self, ranks: Sequence[RankChoices], free: Sequence[RankPlacement], budgets: Sequence[int | None]
+    ) -> list[Chosen]:
+        """Return what the ranks without a budget do for the lowest peak that all of them reach at no cost.
 
         Where a rank waits for another one, it can as well wait for its copies.
         """
+        if self.knobs.given:
+            return [(of, "") for of in free]
         mine = [(rank, of) for rank, of, budget in zip(ranks, free, budgets, strict=True) if budget is None]
         high = max((of.peak_bytes for _, of in mine), default=0)
-        if self.knobs.given or not mine:
-            return high
-        low = max(rank.smallest().peak_bytes for rank, _ in mine)
+        low = max((rank.smallest().peak_bytes for rank, _ in mine), default=0)
+        found = self._at(mine, high) or []
         while high - low > max(high // PRECISION, 1):
             middle = (low + high) // 2
-            found = self._leveled(mine, middle)
-            if found is None or self._simulated(found)[1] > self.allowed:
+            lower = self._at(mine, middle)
+            if lower is None or self._simulated(lower)[1] > self.allowed:
                 low = middle
             else:
-                high = max(placement.peak_bytes for placement, _ in found)
-        return high
+                found, high = lower, max(placement.peak_bytes for placement, _ in lower)
+        return [(placement, f"No rank needs more than {size(high)}.") for placement, _ in found]
 
-    def _leveled(self, ranks: Sequence[tuple[RankChoices, RankPlacement]], level: int) -> list[Chosen] | None:
+    def _at(self, ranks: Sequence[tuple[RankChoices, RankPlacement]], level: int) -> list[Chosen] | None:
         """Return what ranks do for a peak within a level, or None if one of them cannot without a cost."""
         found: list[Chosen] = [(RankPlacement(profile, [0]), "") for profile in self.profiles]
         for rank, free in sorted(ranks, key=lambda of: -of[1].peak_bytes):
@@ -235,19 +251,18 @@ class _Search:
         found = rank.within(limit, partial(self._alone, rank.rank), self.allowed, trials)
         return found[0] if found is not None and found[1] <= self.allowed else None
 
-    def _chosen(self, rank: RankChoices, free: RankPlacement, budget: int | None, level: int) -> Chosen:
-        """Return what a rank does, and why."""
-        if self.knobs.given and (budget is None or free.peak_bytes <= budget):
+    def _within(self, rank: RankChoices, free: RankPlacement, budget: int) -> Chosen:
+        """Return what a rank with a budget does, and why."""
+        if self.knobs.given and free.peak_bytes <= budget:
             return free, ""
-        limit = level if budget is None else budget
-        placement = self._without_cost(rank, free, limit, QUICK if budget is None else ALL)
+        placement = self._without_cost(rank, free, budget, ALL)
         if placement is not None:
-            return placement, f"No rank needs more than {size(level)}." if budget is None else ""
-        found = rank.within(limit, partial(self._alone, rank.rank), self.allowed)
+            return placement, ""
+        found = rank.within(budget, partial(self._alone, rank.rank), self.allowed)
         if found is None:
-            because = f"{COSTS} is within the limit of {size(limit)}; this one has the smallest peak."
+            because = f"{COSTS} is within the limit of {size(budget)}; this one has the smallest peak."
             return rank.smallest(), because
-        return found[0], f"{COSTS} without a cost in time is within the limit of {size(limit)}."
+        return found[0], f"{COSTS} without a cost in time is within the limit of {size(budget)}."
 
     def _simulated(self, found: Sequence[Chosen]) -> tuple[Sequence[RankSimulation], float]:
         ranks = self.pipeline.run([placement.actions() for placement, _ in found])
