@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from pipeline_programs import NAMES, SPLIT, alone, make
+from helpers import same_bits
+from pipeline_programs import MIN_BYTES, NAMES, SPLIT, Block, alone, block_bytes, make, train
 from torch import nn
 
 from actoffload import PipelineHandle, offload
@@ -130,3 +131,60 @@ def test_the_decision_is_logged(caplog):
     (record,) = caplog.records
     assert "rank 0:" in record.getMessage()
     assert "groups of all microbatches are offloaded" in record.getMessage()
+
+
+# The backward of the inputs of a stage frees nothing, so a microbatch of a stage is the least.
+@pytest.mark.parametrize(("name", "part"), [("ScheduleGPipe", 0.3), ("ScheduleInterleaved1F1B", 0.3), (SPLIT[1], 0.8)])
+def test_recomputed_where_offloading_costs_time(name, part):
+    """The link is slow; a recomputed group takes half as long again, and saves next to nothing."""
+    handle, steps, _ = run(name, SAVED / 16, MEASURED + 1)
+    assert handle.plan is not None
+    assert handle.plan.peak_bytes is not None
+    budget = round(handle.plan.peak_bytes * part)
+    handle.remove()
+    times = {}
+    for recompute in (False, "auto"):
+        handle, steps, _ = run(name, SAVED / 16, 9, memory_budget=budget, recompute=recompute)
+        plan = handle.plan
+        assert plan is not None
+        assert plan.peak_bytes is not None
+        assert bool(plan.saves) == (recompute == "auto")
+        times[recompute] = steps[-1][0]
+        assert plan.seconds == pytest.approx(times[recompute], rel=0.01)
+        assert all(peak <= budget for _, peak in steps)
+        assert handle.report().on_demand == 0
+        handle.remove()
+    assert times["auto"] < times[False]
+
+
+class Computing(Block):
+    """A block that takes a virtual second in forward, also where it is recomputed."""
+
+    device = Timed()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.device.compute(1.0)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("name", ["ScheduleInterleaved1F1B", *SPLIT, "ScheduleDualPipeV"])
+def test_recomputed_groups_have_the_same_gradients(name, monkeypatch):
+    def module(stage: int) -> nn.Module:
+        return nn.Sequential(*(Computing() for _ in range(BLOCKS)))
+
+    want = train(*make(name, module=module), 9)
+    device = Timed(block_bytes() / 8, block_bytes() / 8, memory=2**30)
+    monkeypatch.setattr(Computing, "device", device)
+    schedule, modules = make(name, module=module)
+    with use(device):
+        handle = offload(schedule, min_bytes=MIN_BYTES, memory_budget=round(1.2 * BLOCKS * block_bytes()))
+    got = train(schedule, modules, 9)
+    assert all(same_bits(a, b) for a, b in zip(want, got, strict=True))
+    assert handle.plan is not None
+    assert handle.plan.saves
+    statistics = handle.statistics()
+    assert statistics.resident_bytes == statistics.host_bytes_used == 0
+    handle.reset_statistics()
+    train(schedule, modules, 1)
+    assert handle.report().on_demand == 0
+    handle.remove()

@@ -9,11 +9,12 @@ runs another order plans anew alone, with what the others sent before, because t
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from ..planner import Variant
 from ..schedule.costs import Link
 from ..schedule.pipeline import StageCost, Step
 
@@ -41,7 +42,7 @@ class Measured:
     costs: Mapping[int, StageCost]  # by stage
     link: Link
     limit: int | None = None  # bytes of device memory
-    extra: Mapping[str, Any] = field(default_factory=dict)
+    again: Mapping[int, Sequence[Variant | None]] | None = None  # by stage and group: where it is recomputed
 
 
 def gather(value: T, group: Any = None) -> list[T]:

@@ -5,14 +5,21 @@ everything is offloaded that can be, and freed where its group ends; each group 
 That step shows the order of the computations, what each group saves, and what the backward of the weights uses.  Where
 time is measured, the second step is the same, for the rates of copies with all ranks copying.  The third one offloads
 nothing if that fits, for the times.  Ranks decide that apart; it changes nothing for the others.
+
+Where a rank cannot keep within its memory at no cost, and groups may be recomputed, three more steps recompute and
+offload everything: in the first one each group is watched, the last one is measured.  All ranks run them, because they
+know the plans of all.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from ..device.base import Backend
 from ..model.group_costs import measured_link
+from ..planner import Variant
+from ..recompute import Noted, names_of, saving, worth_saving
 from ..schedule.costs import Link
 from ..schedule.pipeline import Computation, Step
 from ..schedule.pipeline_plan import PipelinePlan
@@ -26,6 +33,7 @@ __all__ = ["FirstSteps"]
 
 ROOM = 0.03  # fraction of the device memory that predictions leave free
 TIMED_STEPS = 3
+AGAIN_STEPS = 3
 
 
 class FirstSteps:
@@ -40,13 +48,18 @@ class FirstSteps:
         self._meter: StepMeter | None = None  # of the present step
         self._bare = False
         self.other_bytes = 0  # of device memory, beside saved tensors
+        self._plain: Measured | None = None  # what was measured without recomputation
+        self._used: dict[tuple[int, int], frozenset[int]] = {}  # what was learned of it
+        self._policies: dict[int, list[Noted]] = {}  # by stage and group
 
     def begin(self, number: int) -> None:
         """Begin a step before there is a plan."""
         if not self._backend.times or number == 1:
             return
         engine = self._conductor.engine
-        self._bare = number >= TIMED_STEPS and self._copies is not None and self._fits_bare()
+        if self._plain is not None and number < self.steps:
+            return
+        self._bare = self._plain is None and number >= TIMED_STEPS and self._copies is not None and self._fits_bare()
         for stage in self._stages:
             stage.steering.bare = self._bare
         self._backend.allocated()  # resets the peak
@@ -115,7 +128,43 @@ class FirstSteps:
                     self._backend.synchronize(self._backend.current_device())
                 cost = measured_costs(of.index, cost, self._times)
             found[of.index] = cost
-        return Measured(rank, learned.order, names, found, link, self.limit())
+        mine = Measured(rank, learned.order, names, found, link, self.limit())
+        if self._plain is None or self._plain.names != names:
+            return mine
+        return replace(self._plain, order=learned.order, again=self._variants(mine))
+
+    def again(self, mine: Measured) -> None:
+        """Measure steps in which everything is recomputed; `mine` was measured without."""
+        self._plain, self.steps = mine, self.steps + AGAIN_STEPS
+        learned = self._conductor.learned
+        self._used, learned.used = learned.used, {}
+        for of in self._stages:
+            policies = [Noted(worth_saving) for _ in of.steering.names]
+            self._policies[of.index] = policies
+            of.steering.recompute(dict(enumerate(policies)))
+
+    def settle(self, plan: PipelinePlan) -> None:
+        """Recompute what a plan says from the next step on."""
+        learned = self._conductor.learned
+        for of in self._stages if self._plain is not None else ():
+            saves = plan.saves.get(of.index, (None,) * len(of.steering.names))
+            of.steering.recompute({k: saving(names) for k, names in enumerate(saves) if names is not None})
+            for k, names in enumerate(saves):
+                key = of.index, k
+                if names is None and key in self._used:
+                    learned.used[key] = self._used[key]
+
+    def _variants(self, found: Measured) -> dict[int, list[Variant | None]]:
+        """Return how groups are recomputed, and what they cost then; None for those that are not."""
+        assert self._plain is not None
+        again: dict[int, list[Variant | None]] = {}
+        for stage, cost in found.costs.items():
+            ways = again[stage] = []
+            for k, (plain, own) in enumerate(zip(self._plain.costs[stage].groups, cost.groups, strict=True)):
+                less = plain.nbytes - own.nbytes
+                own = replace(own, backward_temporary=max(less, 0))
+                ways.append(Variant(own, names_of(self._policies[stage][k])) if less > 0 else None)
+        return again
 
     def _link(self) -> Link | None:
         """Return the rates of copies, as they were with all ranks copying."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from os import PathLike
 from typing import Any, Literal, overload
 
@@ -201,8 +202,8 @@ def _offload_schedule(schedule: Any, *, layers: Any, keep: Any, recompute: Any, 
             "This schedule is offloaded already: call remove() of its handle first; PipelineHandle.of(schedule) "
             "returns it."
         )
-    limits = _limits(**given)
     backend = devices.backend()
+    limits = replace(_limits(**given), may_recompute=recompute == "auto" and backend.times)
     stages = stages_of(schedule)
     rank, group = rank_of(stages[0]) if stages else (0, None)
     engine = Engine(Plan(1), backend, given["max_host_bytes"], min_bytes=given["min_bytes"])
@@ -211,6 +212,7 @@ def _offload_schedule(schedule: Any, *, layers: Any, keep: Any, recompute: Any, 
     if recompute is not False and recompute != "auto":
         policy = worth_saving if recompute is True else policy_of(recompute)
         policy = policy if policy is never else Noted(policy)
+    if policy is not None or limits.may_recompute:
         load_dynamo()
     problem, made = problem_of(stages), list[RankStage]()
     try:

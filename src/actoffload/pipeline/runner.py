@@ -19,7 +19,7 @@ from .conductor import Conductor
 from .exchange import Measured, Settings, disagreement, gather
 from .first_steps import FirstSteps
 from .follow import unfollow
-from .planning import Limits, decision, plans_of
+from .planning import Limits, costs_time, decision, plans_of
 from .report import PipelineReport
 from .stages import RankStage
 
@@ -110,7 +110,12 @@ class Runner:
             if all(each is not None for each in found):
                 self._measured = [each for each in found if each is not None]
                 self._plan()
-                if self.rank == 0:
+                mine = next(each for each in self._measured if each.rank == self.rank)
+                if self._limits.may_recompute and mine.again is None and costs_time(self._measured, self.plans):
+                    self.plans, self.because = (), MEASURING
+                    self.conductor.follow(None)
+                    self._script.again(mine)
+                elif self.rank == 0:
                     logger.info("%s", decision(self.plans))
         if self.conductor.plan is None:
             self._script.begin(self.number)
@@ -138,6 +143,7 @@ class Runner:
         self.plans, peaks = plans_of(self._measured, self._limits)
         found = next(plan for plan in self.plans if plan.rank == self.rank)
         self.conductor.follow(found)
+        self._script.settle(found)
         self.conductor.scoped = False
         self.because, self._expected = found.because, peaks[self.plans.index(found)]
 

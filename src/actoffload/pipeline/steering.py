@@ -75,10 +75,16 @@ class StageSteering:
     ) -> None:
         self._stage, self._conductor = stage, conductor
         self._groups, self._plans, self._log, self._policies = groups, plans, log, policies
+        self._always = policies
         self.saved: tuple[tuple[tuple[int, int], ...], ...] = ()  # by group: place and bytes of what it saves
         self.bare = False  # offload nothing, to measure
         self.adopts = False  # groups are offloaded with what was saved before them
         self.changed = False  # groups saved other bytes in a forward in which not all were followed
+
+    def recompute(self, policies: Mapping[int, Policy] | None = None) -> None:
+        """Recompute other groups from the next forward on, by their place in the order; None for those of `offload`."""
+        order = self._plans.order
+        self._policies = self._always if policies is None else {order[k].group: of for k, of in policies.items()}
 
     @property
     def names(self) -> tuple[str, ...]:
