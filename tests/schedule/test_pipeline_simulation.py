@@ -214,6 +214,20 @@ def test_64_stages_and_256_microbatches_take_less_than_a_second() -> None:
     found = simulate_pipeline(orders, stages, Link(50e9, 50e9), send_bandwidth=100e9)
     assert time.process_time() - began < 1.0  # takes 0.1 to 0.2 s
     assert [rank.peak_bytes >> 30 for rank in found.ranks] == list(range(64, 0, -1))
+    plans = []
+    for rank, order in enumerate(orders[:-3]):
+        plan = PipelinePlan(rank, order, {rank: ("stage",)})
+        transfers = {}
+        for microbatch in range(256):
+            saved, use, _ = plan.uses(rank, microbatch)
+            if use - saved > 3:
+                transfers[Chunk(rank, microbatch, 0)] = Transfer(Moment(saved + 1, 1), Moment(use - 1, 0))
+        plans.append(replace(plan, transfers=transfers))
+    began = time.process_time()
+    offloading = simulate_pipeline(orders, stages, Link(99e9, 99e9), [*plans, None, None, None], send_bandwidth=100e9)
+    assert time.process_time() - began < 1.0  # takes 0.3 to 0.5 s
+    assert offloading.slowdown < 1.01
+    assert max(rank.peak_bytes >> 30 for rank in offloading.ranks) <= 4
 
 
 def test_what_cannot_run_is_named() -> None:

@@ -94,7 +94,7 @@ def plan_pipeline(
     >>> orders = one_f_one_b(ranks=4, microbatches=16)
     >>> plans = plan_pipeline(orders, [StageCost((group,) * 4)] * 4, Link(d2h=10e9, h2d=10e9))
     >>> [plan.peak_bytes >> 20 for plan in plans]  # MiB; without offloading 4096, 3072, 2048 and 1024
-    [2816, 2816, 2048, 1024]
+    [2048, 2048, 2048, 1024]
     """
     check_whole(optional=True, max_inflight=max_inflight)
     check_bytes(optional=True, delta_bytes_per_rank=delta_bytes_per_rank)

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from tabulate import tabulate
+from tabulate import SEPARATING_LINE, tabulate
 
 from .pipeline import Chunk, ChunkAction, Computation, Moment, Step, Transfer, used_in
 from .plan import Do
@@ -191,20 +191,21 @@ class PipelinePlan:
         return actions_at(calls)
 
     def __str__(self) -> str:
-        rows = []
+        rows, total = [], [0, 0]
         for stage, names in self.names.items():
             microbatches = sum(of == stage for of, _ in self._uses)
-            nbytes, saves = self.nbytes.get(stage, ()), self.saves.get(stage, ())
+            nbytes, saves = self.nbytes.get(stage) or (0,) * len(names), self.saves.get(stage, ())
             for group, name in enumerate(names):
                 number = sum(chunk.stage == stage and chunk.group == group for chunk in self.transfers)
-                each = nbytes[group] if nbytes else 0
-                kept, offloaded = each * (microbatches - number), each * number
-                cells = [str(stage), name, f"{number} of {microbatches}", *map(_cell, (kept, offloaded))]
-                rows.append([*cells, "yes" if saves and saves[group] is not None else "-"])
-        header = ["stage", "group", "offloaded microbatches", "kept", "offloaded", "recomputed"]
+                sizes = nbytes[group] * (microbatches - number), nbytes[group] * number
+                total = [before + size for before, size in zip(total, sizes, strict=True)]
+                recomputed = "yes" if saves and saves[group] is not None else "-"
+                rows.append([str(stage), name, f"{number} of {microbatches}", *map(_cell, sizes), recomputed])
+        rows += [[SEPARATING_LINE], ["", "", "", *map(_cell, total), ""]]
+        header = ["stage", "group", "microbatches offloaded", "kept", "offloaded", "recomputed"]
         shown = len(header) if self.saves else len(header) - 1
-        rows.append(["", "", str(len(self.transfers)), "", _cell(self.offloaded_bytes), ""])
-        table = tabulate([row[:shown] for row in rows], header[:shown], disable_numparse=True)
+        align = ("right", "left", *["right"] * (shown - 2))
+        table = tabulate([row[:shown] for row in rows], header[:shown], disable_numparse=True, colalign=align)
         return "\n\n".join(filter(None, (f"rank {self.rank}\n{table}", self._expected())))
 
     def _expected(self) -> str:
