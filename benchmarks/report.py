@@ -15,6 +15,7 @@ from pathlib import Path
 
 import parallelism_page
 from page import PAGE, Data, origin, table, target, text
+from pipelines_page import pipelines_sections, pipelines_targets
 from results_file import RESULTS, digest, read
 
 NOTHING, OURS, CHECKPOINT = "no offload", "actoffload", "checkpoint"
@@ -43,6 +44,7 @@ def targets(results: dict[str, Data]) -> list[Data]:
     found += _predict_targets(results["predict"]) if "predict" in results else []
     found += _frontier_targets(results["frontier"]) if "frontier" in results else []
     found += parallelism_page.targets(results["parallelism"]) if "parallelism" in results else []
+    found += pipelines_targets(results["pipelines"]) if "pipelines" in results else []
     four, ten = (arm(results.get("gpt", {"arms": []}), OURS, count) for count in (4, 10))
     if four is not None and ten is not None:
         found += [target("gpt4", four["ratio"]), target("gpt10", ten["bound_ratio"])]
@@ -286,7 +288,7 @@ def report(results: dict[str, Data], folder: Path = RESULTS) -> str:
         return parts[0] + "\n\nNo results are recorded yet.\n"
     parts += ["## Targets", table("targets", targets(results))]
     first = {"frontier": frontier_sections, "trainer": trainer_sections, "parallelism": parallelism_page.sections}
-    first["predict"] = predict_sections
+    first |= {"pipelines": pipelines_sections, "predict": predict_sections}
     for name, sections in first.items():
         parts += sections(results[name]) if name in results else []
     for name in TITLES:
@@ -337,8 +339,8 @@ def notes(folder: Path = RESULTS) -> str:
 
 def load(folder: Path) -> dict[str, Data]:
     """Read all results of a folder."""
-    first, others = ("frontier", "trainer", "parallelism"), ("predict", "gpt", "linear", "llama", "overhead")
-    found = {name: read(folder, name) for name in (*first, *others)}
+    names = ("frontier", "trainer", "parallelism", "pipelines", "predict", "gpt", "linear", "llama", "overhead")
+    found = {name: read(folder, name) for name in names}
     return {name: data for name, data in found.items() if data is not None}
 
 

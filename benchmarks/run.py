@@ -5,7 +5,8 @@
 `linear` and `gpt` compare offload with checkpointing and `save_on_cpu`; `llama` measures every number of layers at 8k
 and 32k tokens, and host time; `overhead` measures the host time of one saved tensor; `trainer` trains a Llama with the
 Trainer of Hugging Face; `predict` compares the predictions of plans with what they take; `frontier` compares ways to
-save memory, time against peak; `parallelism` runs FSDP2, DDP, tensor and context parallel in a process for each GPU.
+save memory, time against peak; `parallelism` runs FSDP2, DDP, tensor and context parallel in a process for each GPU;
+`pipelines` measures pipelines of two ranks, and with four GPUs also of four.
 ``--rehearse`` takes small sizes, for machines without accelerator.
 """
 
@@ -13,12 +14,14 @@ from __future__ import annotations
 
 import argparse
 import gc
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import frontier
 import parallelism
+import pipelines
 import predict
 import torch
 from harness import measure
@@ -32,6 +35,7 @@ PARTS = {
     "predict": tuple(predict.PARTS),
     "frontier": tuple(frontier.PARTS),
     "parallelism": parallelism.PARTS,
+    "pipelines": tuple(pipelines.PARTS),
 }
 
 
@@ -63,9 +67,13 @@ def run(options: argparse.Namespace, device: torch.device) -> None:
     if name == "overhead":
         data = measure_tensors(5 if options.rehearse else 100, device)
     elif name in PARTS:
-        parts = options.only.split(",") if options.only else PARTS[name]
+        default = pipelines.available(torch.accelerator.device_count()) if name == "pipelines" else PARTS[name]
+        parts = options.only.split(",") if options.only else default
         data = {"parts": kept_parts(options.out, name) if options.only else {}}
         command += f" --only {','.join(dict.fromkeys((*data['parts'], *parts)))}" if options.only else ""
+        if name == "pipelines":
+            run_pipelines(parts, device, data, options, command)
+            return
         for part in parts:
             print(f"{part}:", flush=True)
             data["parts"][part] = measure_one(name, part, device, rehearse=options.rehearse)
@@ -83,6 +91,18 @@ def run(options: argparse.Namespace, device: torch.device) -> None:
     print(f"wrote {write(options.out, name, data, command).name}")
 
 
+def run_pipelines(
+    parts: Sequence[str], device: torch.device, data: dict[str, Any], options: argparse.Namespace, command: str
+) -> None:
+    """Measure pipelines in processes of their own, and write the result after each."""
+
+    def done(part: str, found: dict[str, Any]) -> None:
+        data["parts"][part] = found
+        print(f"{part}: wrote {write(options.out, 'pipelines', data, command).name}", flush=True)
+
+    pipelines.measure_parts(parts, device, rehearse=options.rehearse, done=done)
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Run what the command line names."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
@@ -91,7 +111,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument(
         "--only",
         metavar="PARTS",
-        help="parts of llama, predict, frontier or parallelism; others of the same sources stay",
+        help="parts of llama, predict, frontier, parallelism or pipelines; others of the same sources stay",
     )
     parser.add_argument("--rehearse", action="store_true", help="small sizes")
     options = parser.parse_args(arguments)

@@ -14,8 +14,9 @@ gpu-tests.json and a file for each benchmark, such as trainer.json      for benc
 
 ``--only tests,gallery,benchmarks`` chooses steps; ``benchmarks`` stands for overhead, linear and gpt.  Run only when
 they are named: ``trainer``, ``predict``, ``frontier-eager`` and ``frontier-compiled`` (some minutes each), ``llama``,
-``parallelism``, which needs several GPUs, and ``host`` (the host time of Llama layers alone, under a minute), whose
-file takes the place of that of ``llama``.  ``--rehearse`` takes small sizes, for a machine without a GPU.
+``parallelism`` and ``pipelines``, which need two GPUs, and ``host`` (the host time of Llama layers alone, under a
+minute), whose file takes the place of that of ``llama``.
+``--rehearse`` takes small sizes, for a machine without a GPU.
 """
 
 # ruff: noqa: T201 - a script that prints
@@ -85,6 +86,7 @@ def steps(out: Path, *, rehearse: bool, select: str) -> dict[str, Step]:
         Step("parallelism", (benchmark, "parallelism", *target, *small), 400),
         Step("host", (benchmark, "llama", "--only", "host", *target, *small), 60),
         Step("llama", (benchmark, "llama", *target, *small), 330),
+        Step("pipelines", (benchmark, "pipelines", *target, *small), 420),
     ]
     # The machine of a rehearsal has slow cores, which others may use too.
     return {step.name: replace(step, limit=step.limit * (3 if rehearse else 1)) for step in every}

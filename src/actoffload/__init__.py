@@ -1,8 +1,9 @@
 """Activation offloading for PyTorch.
 
-`offload` takes a whole model as it is.  `get_cpu_offload_context` goes around each layer of a training loop.  What else
-is public is in the subpackages: `actoffload.schedule` (plans and `simulate`), `actoffload.report`,
-`actoffload.measure`, `actoffload.moe`, `actoffload.context` and `actoffload.device`.
+`offload` takes a whole model, or a pipeline schedule, as it is.  `get_cpu_offload_context` goes around each layer of a
+training loop.  What else is public is in the subpackages: `actoffload.schedule` (plans and `simulate`),
+`actoffload.report`, `actoffload.measure`, `actoffload.moe`, `actoffload.pipeline`, `actoffload.context` and
+`actoffload.device`.
 """
 
 from . import measure as measure
@@ -12,7 +13,8 @@ from .annotations import is_cpu_offload_enabled, mark_not_offload, start_offload
 from .context import get_cpu_offload_context
 from .device import ReferenceDeviceWarning
 from .engine.engine import HostMemoryWarning
-from .model import OffloadHandle, offload
+from .model import OffloadHandle
+from .pipeline import PipelineHandle, offload
 from .report import find_synchronizations, gather_reports
 
 __version__ = "0.1.0.dev0"
@@ -20,6 +22,7 @@ __version__ = "0.1.0.dev0"
 __all__ = [
     "HostMemoryWarning",
     "OffloadHandle",
+    "PipelineHandle",
     "ReferenceDeviceWarning",
     "find_synchronizations",
     "gather_reports",

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 PAGE = Path(__file__).parents[2] / "docs" / "api.md"
-PACKAGES = ("", ".planner", ".schedule", ".report", ".context", ".moe", ".device")
+PACKAGES = ("", ".planner", ".schedule", ".report", ".pipeline", ".context", ".moe", ".device")
 
 
 def public() -> set[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from itertools import count
 from typing import Any, TypeAlias
@@ -83,6 +83,7 @@ class Layer:
         self._returning: list[weakref.ref[SavedStorage]] | None = None
         self.on_demand = 0  # reloads that the plan did not start in time
         self.ahead = 0
+        self.retained = False  # what is reloaded stays on the device when a backward of it has ended
         self.bytes_reloaded = 0
         self._grad_mode = torch.is_grad_enabled()
         self._graphless = self._returned = False
@@ -200,10 +201,20 @@ class Layer:
                 storage.release(self.index, position)
         self._copied_out.clear()
 
-    def reload(self) -> None:
-        """Queue the reloads, last saved first, as backward needs them."""
+    def place_of(self, storage: SavedStorage) -> int:
+        """Return the place of a storage in the order in which this layer saved its storages."""
+        return next((place for place, ref in enumerate(self.storages) if ref() is storage), -1)
+
+    def reload(self, places: Container[int] | None = None) -> None:
+        """Queue the reloads, last saved first, as backward needs them; at `places` in the order of saving, or all."""
         self.phase = Phase.RELOADING
-        waiting = [storage for storage in reversed(self.living()) if storage.residency is Residency.HOST]
+        found = [
+            storage
+            for place, ref in enumerate(self.storages)
+            if places is None or place in places
+            if (storage := ref()) is not None
+        ]
+        waiting = [storage for storage in reversed(found) if storage.residency is Residency.HOST]
         self.ahead += len(waiting)
         self.bytes_reloaded += sum(storage.bytes_copied for storage in waiting)
         reload(waiting, self.index)
@@ -265,9 +276,17 @@ class Layer:
             returning.pop()
         return room
 
-    def evict(self) -> None:
-        """Drop the device memory of what a retained graph still holds; the host copies remain."""
-        for storage in self.living():
+    def evict(self, but: Container[int] = ()) -> None:
+        """Drop the device memory of what a retained graph still holds; the host copies remain.
+
+        What lies at the places `but` in the order of saving stays.
+        """
+        if self.retained:
+            return
+        for place, ref in enumerate(self.storages):
+            storage = ref()
+            if storage is None or place in but:
+                continue
             if storage.residency is Residency.RELOADED and min(storage.layers) == self.index:
                 storage.evict()
         self._returning = None

@@ -12,7 +12,7 @@ to the last one first.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Generic
 
 import torch
@@ -62,6 +62,7 @@ class ModelPass(Pass, Generic[Key]):
         self._region_saved = False  # what checkpointed them has saved them
         self.adopted = 0  # bytes saved between the groups that are offloaded with one of them
         self.partly = partly  # only what offloaded groups save is seen
+        self.model: Hashable = None  # which of several models of the engine this is a pass of
         super().__init__(engine, roles_of(order.sequence))
 
     @property
@@ -84,7 +85,7 @@ class ModelPass(Pass, Generic[Key]):
                 self.follow(roles)
         layer = self.forward_start()
         layer.owned = owned
-        layer.layouts = self.engine.layouts.setdefault(key, {})
+        layer.layouts = self.engine.layouts.setdefault((self.model, key), {})
         if self.engine.recorder is not None:
             inputs = list(inputs)
             self.record_inputs(layer, inputs)

@@ -76,6 +76,10 @@ class Pass:
         self.roles = engine.roles if roles is None else roles
         self.registry = StorageRegistry(engine)
         self.forward_ended: Callable[[Pass], None] | None = None  # called when backward begins, with the lock
+        # Called at each event of a layer, with the lock, before what happens there.
+        self.observer: Callable[[When, int], None] | None = None
+        # What backward has used, by layer and place in its order of saving; only while it is a set.
+        self.used: set[tuple[int, int]] | None = None
         self._backwards: dict[int, _Backward] = {}  # those that run, by autograd's id
         self._reached: set[int] = set()  # layers that one of them, or one that overlapped with them, has started
         with engine.lock:
@@ -164,6 +168,8 @@ class Pass:
                 first.bytes_reloaded += storage.bytes_copied
             if index != OUTSIDE and self.layers[index].prefetching is not None:
                 self.layers[index].prefetch()
+            if self.used is not None and index != OUTSIDE:
+                self.used.update((k, self.layers[k].place_of(storage)) for k in storage.layers if k != OUTSIDE)
             tensor = storage.fetch(view, probe, index, captured)
             if self.engine.recorder is not None:
                 self.engine.recorder.level()
@@ -262,6 +268,8 @@ class Pass:
         recorder = self.engine.recorder
         if recorder is not None:
             recorder.before_actions()
+        if self.observer is not None:
+            self.observer(when, index)
         for action in self.roles.actions.get((when._name_, index), ()):
             if action.layer < len(self.layers):
                 self.do(action.do, action.layer, index)

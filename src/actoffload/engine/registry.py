@@ -241,6 +241,10 @@ class StorageRegistry:
         ref = self.storages.get(address)
         return None if ref is None else ref()
 
+    def follows(self, address: int) -> bool:
+        """Return whether the storage at an address is saved, and its bytes are counted."""
+        return self.at(address) is not None or self.resident_at(address) is not None
+
     def held_elsewhere(self, storage: SavedStorage) -> torch.UntypedStorage | None:
         """Return the memory, not to be kept, of a released storage that exists, and not because it was saved again."""
         if storage.residency is not Residency.HOST or storage_expired(storage.resources.weak):

@@ -47,6 +47,7 @@ class Conduct:
     roles_of: Callable[[tuple[GroupKey, ...]], Roles] = lambda order: Roles.keep_all(len(order))
     recompute: Mapping[int, Policy] = field(default_factory=dict)  # by group: what is saved where it is recomputed
     operators: OperatorTimes | None = None  # times the operators of these groups
+    begun: Callable[[ModelPass[GroupKey]], None] | None = None  # called with the pass before its first group
 
 
 class Steering(Protocol):

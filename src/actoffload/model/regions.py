@@ -14,7 +14,18 @@ from .._folding import fold_names
 from .._torch import in_transform, saved_tensor_hooks
 from ..engine.pack import Saved
 from ..engine.unpack import unpack
-from ..recompute import Reads, Region, State, Trace, Watch, never, recomputed, structure
+from ..recompute import (
+    Reads,
+    Region,
+    Reuse,
+    State,
+    Trace,
+    Watch,
+    in_pipeline_stage,
+    never,
+    recomputed,
+    structure,
+)
 from .conduct import DROPPED, Conduct, FollowedModule
 
 __all__ = ["Regions"]
@@ -53,6 +64,7 @@ class Regions:
         self._autocast = True  # the program began autocast before the forward
         self._reads: dict[int, Reads] = {}
         self._traces: dict[tuple[int, Hashable], Trace] = {}  # by group and structure
+        self._reuses: dict[tuple[int, Hashable], Reuse] = {}  # the same, of calls in stages of a pipeline
         self._watches: dict[Hashable, Watch] = {}  # by structure
         self._latest: dict[int, tuple[str, Watch | None]] = {}  # by group: what decided on its latest call
 
@@ -110,6 +122,7 @@ class Regions:
             alone=alone,
             stream=stream,
             draws=not capturing,
+            reuse=self._reuses.setdefault((of.group, key), Reuse()) if in_pipeline_stage() else None,
         )
         return lambda function, *args, **kwargs: recomputed(function, region, *args, **kwargs)
 

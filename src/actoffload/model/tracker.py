@@ -174,6 +174,8 @@ class Tracker:
             order = ExecutionOrder(conduct.order)
             owned, scoped = GroupTensors(None, thread.owned), conduct.mode is Mode.SCOPED
             current = ModelPass(self._engine, order, conduct.roles_of, owned, partly=scoped)
+            if conduct.begun is not None:
+                conduct.begun(current)
             thread.current = current
         thread.packer = Packer()
         thread.between = current.packer_outside()

@@ -2,6 +2,7 @@
 
 from .frontier import frontier
 from .group_plan import Choice, GroupPlan
+from .pipeline_search import plan_pipeline
 from .recomputation import choose_recomputed
 from .search import choose
 from .variants import OperatorCost, Variant, variants, worth_saving
@@ -14,6 +15,7 @@ __all__ = [
     "choose",
     "choose_recomputed",
     "frontier",
+    "plan_pipeline",
     "variants",
     "worth_saving",
 ]

@@ -8,7 +8,7 @@ from functools import cached_property
 from itertools import accumulate
 from typing import TypeAlias
 
-from ..schedule.costs import LayerCost, Link
+from ..schedule.costs import LayerCost, Link, copies_back, copies_out
 
 __all__ = ["Profile"]
 
@@ -51,7 +51,7 @@ class Profile:
     @staticmethod
     def copies(costs: Iterable[LayerCost], link: Link) -> Copies:
         """Return what profiles need of the copies of each group, for profiles of many choices among these costs."""
-        return {id(cost): (cost.nbytes, *_copies_out(cost, link), *_copies_back(cost, link)) for cost in costs}
+        return {id(cost): (cost.nbytes, *copies_out(cost, link), *copies_back(cost, link)) for cost in costs}
 
     @staticmethod
     def of(
@@ -117,26 +117,6 @@ class Profile:
         most_kept = list(accumulate(reversed(kept), max))[::-1]
         firsts = [*self.movable, count - 1]  # the first group that could be offloaded and is not, or the last one
         return [max(most_offloaded[k], most_kept[k] - (before[k] - fixed[k])) for k in firsts]
-
-
-def _copies_out(cost: LayerCost, link: Link) -> tuple[float, float]:
-    """Return the seconds of the copies to the host, and from the start of forward until they are done."""
-    total = end = 0.0
-    for saved in cost.saved:
-        seconds = link.latency + saved.nbytes / link.d2h
-        total += seconds
-        end = max(end, saved.saved_at * cost.forward) + seconds
-    return total, end
-
-
-def _copies_back(cost: LayerCost, link: Link) -> tuple[float, float]:
-    """Return the seconds of the copies back, and by how much they must start before backward does."""
-    total, ahead = 0.0, float("-inf")
-    for saved in reversed(cost.saved):
-        total += link.latency + saved.nbytes / link.h2d
-        needed = 0.0 if cost.unpacks_at_once else saved.needed_at * cost.backward
-        ahead = max(ahead, total - needed)
-    return total, ahead
 
 
 def _backward_starts(costs: Sequence[LayerCost]) -> tuple[list[float], float]:

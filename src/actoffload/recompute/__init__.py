@@ -17,6 +17,7 @@ from .policy import (
     worth_saving,
 )
 from .region import Reads, Region
+from .reuse import Reuse, in_pipeline_stage
 from .trace import Trace
 from .watch import State, Watch, remove_modes, structure
 
@@ -29,9 +30,11 @@ __all__ = [
     "Policy",
     "Reads",
     "Region",
+    "Reuse",
     "State",
     "Trace",
     "Watch",
+    "in_pipeline_stage",
     "named",
     "names_of",
     "never",

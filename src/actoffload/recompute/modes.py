@@ -4,9 +4,9 @@
 when it is recomputed.  The first hands the outputs that a policy chooses to `pack`, which keeps or offloads them; the
 second returns them where the same operator comes again, instead of running it, unless they were written to.  Both see
 what autograd runs, below autograd itself, so the graph of the recomputation is that of the forward.  What was saved
-stays as long as the graph is retained, because it may be used several times, and a split backward may need a region
-twice.  Otherwise an output is dropped when it has been returned; should a region be recomputed once more, its operator
-runs again.
+stays as long as the graph is retained, because it may be used several times.  Otherwise, and where a split backward
+keeps what is recomputed, an output is dropped when it has been returned; should a region be recomputed once more, its
+operator runs again.
 
 Autograd holds the region through the frame of the checkpoint, and the region what `pack` returned.  So all of it is
 freed with the graph.
@@ -15,6 +15,7 @@ freed with the graph.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, TypeVar
 
@@ -133,7 +134,7 @@ class _Returning(_Mode):
         region = self.region
         self._operators = {operator for operator, _ in region.saved}
         self._last = (
-            not keeps_graph()  # [guard: graph that is retained]
+            (region.reuse is not None or not keeps_graph())  # [guard: graph that is retained]
             and region.stream() == region.at  # [guard: recomputation on another stream]
         )
         # Not if some were dropped, and not under another mode, which may read what every operator returns.
@@ -221,7 +222,7 @@ def recomputed(function: Callable[..., T], region: Region, *args: Any, **kwargs:
     def call(*tensors: Tensor) -> T:
         if first:  # [guard: containers of the program -> False]
             args, kwargs = first.pop()
-            with region.around():
+            with region.around(), nullcontext() if region.reuse is None else region.reuse.hooks(tensors):
                 return function(*args, **kwargs)
         if region.state is not None:
             region.state.check()  # [guard: weight that is changed before recomputation]

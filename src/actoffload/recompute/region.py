@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .._torch import version_of
 from .policy import Policy, never
+from .reuse import Reuse
 from .trace import Learner, Trace, no_casts_kept
 from .watch import State
 
@@ -76,6 +77,9 @@ class Region:
         drops nothing early: memory is freed in the order of the stream on which it was allocated.
     draws : bool
         Whether it may draw random numbers, so that the state of the generators is kept for recomputation.
+    reuse : Reuse, optional
+        What earlier calls kept between both halves of a split backward; see `[Note: split backward]` of `reuse.py`.
+        Without it each backward recomputes the region.
     """
 
     def __init__(
@@ -90,9 +94,10 @@ class Region:
         alone: bool = False,
         stream: Callable[[], Any] = lambda: None,
         draws: bool = True,
+        reuse: Reuse | None = None,
     ) -> None:
         self.policy, self.pack, self.unpack, self.state, self.timed = policy, pack, unpack, state, timed
-        self.alone, self.draws = alone, draws
+        self.alone, self.draws, self.reuse = alone, draws, reuse
         self.stream, self.at = stream, stream()
         self.reads = Reads() if reads is None else reads
         self.trace = Trace() if trace is None else trace

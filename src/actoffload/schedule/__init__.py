@@ -1,6 +1,11 @@
 """When to offload: plans as data, schedules that make them, and `simulate`, which predicts their cost."""
 
 from .costs import LayerCost, Link, Saved
+from .pipeline import Chunk, ChunkAction, Computation, Moment, SplitCost, StageCost, Step, Transfer
+from .pipeline_orders import gpipe, interleaved_1f1b, looped_bfs, one_f_one_b, read_order
+from .pipeline_plan import PipelinePlan
+from .pipeline_results import PipelineSimulation, RankSimulation
+from .pipeline_simulation import simulate_pipeline
 from .plan import Action, Do, Event, Plan, When
 from .schedules import DefaultSchedule, GroupSchedule, ManualSchedule
 from .simulate import simulate
@@ -8,6 +13,9 @@ from .timeline import Kind, Simulation, Span, Timeline
 
 __all__ = [
     "Action",
+    "Chunk",
+    "ChunkAction",
+    "Computation",
     "DefaultSchedule",
     "Do",
     "Event",
@@ -16,11 +24,25 @@ __all__ = [
     "LayerCost",
     "Link",
     "ManualSchedule",
+    "Moment",
+    "PipelinePlan",
+    "PipelineSimulation",
     "Plan",
+    "RankSimulation",
     "Saved",
     "Simulation",
     "Span",
+    "SplitCost",
+    "StageCost",
+    "Step",
     "Timeline",
+    "Transfer",
     "When",
+    "gpipe",
+    "interleaved_1f1b",
+    "looped_bfs",
+    "one_f_one_b",
+    "read_order",
     "simulate",
+    "simulate_pipeline",
 ]

@@ -10,7 +10,7 @@ from statistics import median
 
 from .timeline import Kind, Span, Timeline
 
-__all__ = ["LayerCost", "Link", "Saved", "measured_costs"]
+__all__ = ["LayerCost", "Link", "Saved", "copies_back", "copies_out", "measured_costs"]
 
 
 def _seconds(name: str, value: float) -> None:
@@ -180,6 +180,26 @@ class Link:
             if value is not None and not value > 0:
                 raise ValueError(f"{name} is {value}; expected bytes per second, more than 0.")
         _seconds("latency", self.latency)
+
+
+def copies_out(cost: LayerCost, link: Link) -> tuple[float, float]:
+    """Return the seconds of the copies to the host, and from the start of forward until they are done."""
+    total = end = 0.0
+    for saved in cost.saved:
+        seconds = link.latency + saved.nbytes / link.d2h
+        total += seconds
+        end = max(end, saved.saved_at * cost.forward) + seconds
+    return total, end
+
+
+def copies_back(cost: LayerCost, link: Link) -> tuple[float, float]:
+    """Return the seconds of the copies back, and by how much they must start before backward does."""
+    total, ahead = 0.0, float("-inf")
+    for saved in reversed(cost.saved):
+        total += link.latency + saved.nbytes / link.h2d
+        needed = 0.0 if cost.unpacks_at_once else saved.needed_at * cost.backward
+        ahead = max(ahead, total - needed)
+    return total, ahead
 
 
 def measured_costs(timelines: Timeline | Sequence[Timeline]) -> tuple[LayerCost, ...]:

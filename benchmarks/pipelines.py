@@ -1,0 +1,336 @@
+"""Pipelines of several GPUs: step times, peaks and stalls of each rank, without offload, with it, and as simulated.
+
+Every rank is a process.  One schedule of `torch.distributed.pipelining` runs without offload, with
+``offload(schedule)``, without, with a memory budget of 40 % of the highest peak, and without again.  A ratio refers to
+the mean of the phases without offload before and after.  R is the drop of a rank's peak over the drop that the
+simulation of the plan gives for its saved tensors.
+"""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import json
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from harness import AGAIN, NOTHING, OURS, synchronize
+from mixtures import MixtureSettings, set_waits
+from processes import run_ranks
+from torch.distributed import pipelining
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from workloads import Model, Settings
+
+import actoffload
+from actoffload.engine.recorder import TimelineRecorder
+from actoffload.measure import MemoryMeter
+from actoffload.schedule import Kind, Link, simulate_pipeline
+
+__all__ = ["PARTS", "SMALL_PARTS", "Part", "available", "measure_parts"]
+
+BUDGET, WAITING = "budget", "waiting"
+SHARE = 0.4
+"""Budget as a part of the highest peak without offload."""
+PLANNING = 8
+"""Steps after which there has to be a plan."""
+LIMIT = 500.0
+"""Seconds for all parts of one number of ranks."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A pipeline.
+
+    Parameters
+    ----------
+    schedule : str
+        A class of `torch.distributed.pipelining`.
+    settings : Settings or MixtureSettings
+        The layers of one stage.
+    stages, microbatches : int
+        Stages of each rank; microbatches of a step.
+    world, data : int
+        Number of ranks, and how many of them have different data for the same stages.
+    steps : int
+        Measured steps of each phase.
+    """
+
+    schedule: str
+    settings: Settings | MixtureSettings
+    stages: int
+    microbatches: int
+    world: int = 2
+    data: int = 1
+    steps: int = 3
+
+    @property
+    def mixture(self) -> bool:
+        """Whether the model is a mixture of experts."""
+        return isinstance(self.settings, MixtureSettings)
+
+
+def _dense(tokens: int, layers: int) -> Settings:
+    """Return Llama layers as wide as those of Llama 3 8B."""
+    return Settings(layers, (1, tokens, 4096), "bfloat16", 32, 8, 14336)
+
+
+def _small(part: Part) -> Part:
+    """Return a part that two cores run in seconds."""
+    if isinstance(part.settings, MixtureSettings):
+        settings: Any = replace(
+            part.settings, layers=1, shape=(1, 32, 32), dtype="float32", heads=2, ffn=48, experts=4, min_bytes=1024
+        )
+    else:
+        sizes: dict[str, Any] = {"heads": 2, "kv_heads": 1, "intermediate": 112, "dtype": "float32"}
+        settings = replace(part.settings, layers=2, shape=(1, 32, 32), min_bytes=1024, **sizes)
+    return replace(part, settings=settings, microbatches=min(part.microbatches, 6), steps=1)
+
+
+MIXTURE = Part("ScheduleInterleaved1F1B", MixtureSettings(2, (1, 8192, 4096), "bfloat16", 32, 2048, 8), 2, 8)
+TWO = {
+    "1f1b": Part("Schedule1F1B", _dense(8192, 4), 1, 8),
+    "interleaved": Part("ScheduleInterleaved1F1B", _dense(16384, 2), 2, 16, steps=2),
+    "zero-bubble": Part("ScheduleInterleavedZeroBubble", _dense(8192, 2), 2, 8),
+    "mixture": MIXTURE,
+}
+FOUR = {f"{name}-4": replace(part, world=4) for name, part in TWO.items() if name != "mixture"}
+FOUR["mixture-4"] = replace(MIXTURE, world=4, data=2)
+PARTS = {**TWO, **FOUR}
+SMALL_PARTS = {name: _small(part) for name, part in PARTS.items()}
+
+
+def available(gpus: int) -> tuple[str, ...]:
+    """Return the parts that run by default: those of two ranks, and with four GPUs all."""
+    return tuple(PARTS if gpus >= 4 else TWO)
+
+
+VS = ("ScheduleZBVZeroBubble", "ScheduleDualPipeV")
+"""Schedules whose first rank has the first and the last stage."""
+
+
+class _Recorder(TimelineRecorder):
+    """Records copies and stalls, not the level of memory."""
+
+    levels = False
+
+
+class Pipeline:
+    """The stages of one rank and their schedule."""
+
+    def __init__(self, part: Part, device: torch.device) -> None:
+        self.part, self.device, settings = part, device, part.settings
+        rank, data = dist.get_rank(), part.data
+        self.ranks = part.world // data
+        self.rank = rank // data
+        # Every rank makes all groups, in the same order.
+        lines = [dist.new_group(list(range(k, part.world, data))) for k in range(data)]
+        pairs = [dist.new_group(list(range(k * data, (k + 1) * data))) for k in range(self.ranks)]
+        self.line, self.pair = lines[rank % data], pairs[self.rank] if data > 1 else None
+        self.modules: list[Any] = []
+        indices = [self.rank + k * self.ranks for k in range(part.stages)]
+        for index in indices:
+            torch.manual_seed(index)
+            with device:  # billions of weights are slow to make on the host
+                module = settings.stage(self.pair) if isinstance(settings, MixtureSettings) else Model(settings)
+            self.modules.append(module.to(getattr(torch, settings.dtype)))
+        number = self.ranks * part.stages
+        stages = [
+            pipelining.PipelineStage(module, index, number, device, group=self.line)
+            for index, module in zip(indices, self.modules, strict=True)
+        ]
+        kind = getattr(pipelining, part.schedule)
+        given = stages if issubclass(kind, pipelining.schedules.PipelineScheduleMulti) else stages[0]
+        self.schedule = kind(given, part.microbatches, loss_fn=lambda y, _: y.float().square().mean())
+        batch, *shape = settings.shape
+        torch.manual_seed(rank)
+        self.input = torch.randn(batch * part.microbatches, *shape, device=device, dtype=getattr(torch, settings.dtype))
+        self.target = torch.zeros(batch * part.microbatches, device=device)
+        # The outputs of all microbatches would be kept until the step ends.
+        self.more = {"return_outputs": False} if "return_outputs" in inspect.signature(kind.step).parameters else {}
+
+    def step(self) -> None:
+        """Run one step; gradients keep their memory between steps."""
+        for module in self.modules:
+            module.zero_grad(set_to_none=False)
+        last = self.ranks - 1 if self.part.schedule not in VS else 0
+        first = (self.input,) if self.rank == 0 else ()
+        more = {"target": self.target, "losses": []} if self.rank == last else {}
+        self.schedule.step(*first, **more, **self.more)
+        if self.pair is not None:
+            for module in self.modules:
+                for weight in module.replicated():
+                    dist.all_reduce(weight.grad, group=self.pair)
+
+    def phase(self, warmup: int, steps: int) -> dict[str, Any]:
+        """Return seconds and peaks of this rank in some steps, which all ranks begin together."""
+        for _ in range(warmup):
+            self.step()
+        seconds, peaks = [], []
+        for _ in range(steps):
+            with MemoryMeter() as meter:
+                dist.barrier()
+                begun = time.perf_counter()
+                self.step()
+                synchronize(self.device)
+                seconds.append(time.perf_counter() - begun)
+            peaks.append(meter.peak_bytes)
+        return {"seconds": seconds, "peaks": peaks}
+
+    def offloaded(self, **how: Any) -> dict[str, Any]:
+        """Return a phase with offload, with what the plan of this rank does and what is simulated for it."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", actoffload.ReferenceDeviceWarning)
+            handle = actoffload.offload(self.schedule, min_bytes=self.part.settings.min_bytes, **how)
+        planning = 0
+        while handle.plan is None and planning < PLANNING:
+            self.step()
+            planning += 1
+        found = {**self.phase(1, self.part.steps), "planning_steps": planning}
+        found |= self._recorded(handle) | _simulated(handle, self.rank)
+        handle.remove()
+        return found
+
+    def _recorded(self, handle: Any) -> dict[str, Any]:
+        """Return the copies and stalls of a recorded step."""
+        engine = handle._runner.conductor.engine
+        recorder = _Recorder(engine.backend, engine.counters)
+        handle.reset_statistics()
+        engine.record(recorder)
+        try:
+            self.step()
+        finally:
+            engine.record(None)
+        timeline, statistics = recorder.timeline(), handle.statistics()
+        busy = {kind.name.lower(): timeline.seconds(kind) for kind in (Kind.D2H, Kind.H2D)}
+        copied = {kind.name.lower(): timeline.nbytes(kind) for kind in (Kind.D2H, Kind.H2D)}
+        return {
+            "stall_seconds": timeline.seconds(Kind.STALL),
+            "bytes_offloaded": statistics.bytes_offloaded,
+            "host_bytes": statistics.host_bytes,
+            "on_demand": statistics.reloaded_on_demand,
+            "rate": {name: copied[name] / seconds for name, seconds in busy.items() if seconds},
+        }
+
+
+def _simulated(handle: Any, rank: int) -> dict[str, Any]:
+    """Return what is simulated for the plans of all ranks, from what was measured when they were made."""
+    if handle.plan is None:
+        return {"because": str(handle)}
+    measured = handle._runner._measured
+    costs = {stage: cost for each in measured for stage, cost in each.costs.items()}
+    links = [each.link for each in measured]
+    both = min((link.both for link in links if link.both is not None), default=None)
+    slowest = (min(link.d2h for link in links), min(link.h2d for link in links))
+    link = Link(*slowest, max(link.latency for link in links), both)  # ranks wait for each other
+    orders = [each.order for each in measured]
+    found = simulate_pipeline(orders, [costs[stage] for stage in sorted(costs)], link, handle.plans)
+    mine, without = found.ranks[rank], found.baseline[rank]
+    return {
+        "because": handle.plan.because,
+        "plan": str(handle.plan),
+        "predicted": {
+            "seconds": found.step_time,
+            "ratio": found.slowdown,
+            "stall_seconds": mine.stall_seconds,
+            "bubble_seconds": mine.bubble_seconds,
+            "drop_bytes": without.peak_bytes - mine.peak_bytes,
+        },
+    }
+
+
+def _arms(pipeline: Pipeline) -> list[tuple[str, dict[str, Any]]]:
+    """Run all phases on this rank; return what each showed."""
+    part = pipeline.part
+    found: list[tuple[str, dict[str, Any]]] = []
+    if part.mixture:
+        set_waits(pipeline.modules, waits=True)
+        found.append((WAITING, pipeline.phase(2, part.steps)))
+        set_waits(pipeline.modules, waits=False)
+    found.append((NOTHING, pipeline.phase(1 if part.mixture else 2, part.steps)))
+    found.append((OURS, pipeline.offloaded()))
+    found.append((AGAIN, pipeline.phase(1, part.steps)))
+    peaks: list[Any] = [None] * part.world
+    dist.all_gather_object(peaks, max(found[-1][1]["peaks"]))
+    budget = int(SHARE * max(peaks))
+    found.append((BUDGET, {**pipeline.offloaded(memory_budget=budget), "budget": budget}))
+    found.append((AGAIN, pipeline.phase(1, part.steps)))
+    return found
+
+
+def _measured(device: torch.device, names: tuple[str, ...], small: bool, folder: str) -> None:
+    """Measure parts as one rank; rank 0 writes a file for each."""
+    for name in names:
+        part = (SMALL_PARTS if small else PARTS)[name]
+        # Slower attention than the flash kernel would hide copies.
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION if device.type == "cuda" else SDPBackend.MATH):
+            pipeline = Pipeline(part, device)
+            mine = _arms(pipeline)
+        ranks: list[Any] = [None] * part.world
+        dist.all_gather_object(ranks, mine)
+        if dist.get_rank() == 0:
+            path = Path(folder) / f"{name}.json"
+            path.with_suffix(".part").write_text(json.dumps(_result(part, ranks)), encoding="utf-8")
+            path.with_suffix(".part").replace(path)
+        del pipeline, mine, ranks
+        gc.collect()
+        if device.type != "cpu":
+            torch.accelerator.empty_cache()
+
+
+def _result(part: Part, ranks: list[list[tuple[str, dict[str, Any]]]]) -> dict[str, Any]:
+    """Return the data of a part from what all ranks measured."""
+    arms = []
+    for k, (method, first) in enumerate(ranks[0]):
+        phases = [of[k][1] for of in ranks]
+        samples = [max(step) for step in zip(*(of["seconds"] for of in phases), strict=True)]
+        arm: dict[str, Any] = {"method": method, "seconds": median(samples), "samples": samples}
+        arm |= {key: first[key] for key in ("budget", "because", "planning_steps") if key in first}
+        arms.append({**arm, "ranks": [_of_rank(of) for of in phases]})
+    still = [arm for arm in arms if arm["method"] in (NOTHING, AGAIN)]
+    for k, arm in enumerate(arms):
+        none = [arm] if arm in still else [each for each in arms[max(k - 1, 0) : k + 2] if each in still]
+        arm["baseline_seconds"] = mean(each["seconds"] for each in none)
+        arm["ratio"] = arm["seconds"] / arm["baseline_seconds"]
+        for rank, row in enumerate(arm["ranks"]):
+            row["peak_without"] = max(each["ranks"][rank]["peak_bytes"] for each in none)
+            row["drop_bytes"] = row["peak_without"] - row["peak_bytes"]
+            expected = row.get("predicted", {}).get("drop_bytes")
+            if expected:
+                row["r"] = row["drop_bytes"] / expected
+    times = [arm["seconds"] for arm in still]
+    described = {"schedule": part.schedule, "stages": part.stages, "microbatches": part.microbatches}
+    described |= {"world": part.world, "data": part.data, "mixture": part.mixture, "settings": part.settings.to_json()}
+    return {**described, "noise": (max(times) - min(times)) / mean(times), "arms": arms}
+
+
+def _of_rank(phase: dict[str, Any]) -> dict[str, Any]:
+    """Return what is written of a phase of one rank."""
+    left = ("seconds", "budget", "because")
+    return {"peak_bytes": max(phase["peaks"]), **{key: of for key, of in phase.items() if key not in left}}
+
+
+def measure_parts(
+    names: Sequence[str], device: torch.device, *, rehearse: bool, done: Callable[[str, dict[str, Any]], object]
+) -> None:
+    """Measure parts, each on its number of ranks; call `done` with the name and the data of each.
+
+    Raises `RankError` if a rank fails, after `done` was called for the parts before.
+    """
+    for world in sorted({PARTS[name].world for name in names}):
+        some = tuple(name for name in names if PARTS[name].world == world)
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                run_ranks(_measured, some, rehearse, folder, world=world, device=device.type, limit=LIMIT)
+            finally:
+                for name in some:
+                    path = Path(folder) / f"{name}.json"
+                    if path.is_file():
+                        done(name, json.loads(path.read_text(encoding="utf-8")))

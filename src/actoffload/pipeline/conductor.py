@@ -1,0 +1,283 @@
+"""Carry out the plan of a rank: what is done at each moment, on the passes of the microbatches in flight.
+
+`[Note: microbatches]`  Each microbatch of each stage is a pass of its own.  A pass knows its own groups; the plan of
+the rank also acts on those of other passes.  So each pass reports its events, and the conductor looks up what the plan
+does at that moment.  A moment may not be reported, because a group has no graph.  Its actions are carried out at the
+next moment of the same computation.
+
+`[Note: split backward]`  The backward of the inputs keeps the graph.  The backward of the weights unpacks a part of the
+saved tensors again, in several calls of autograd, and frees them.  What is reloaded for it stays on the device until it
+ends, and only what it has unpacked in an earlier step is reloaded.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from .._torch import address
+from ..engine.engine import Engine
+from ..engine.layer import Phase, tensors_in
+from ..engine.model_pass import ModelPass
+from ..schedule.execution_order import GroupKey
+from ..schedule.pipeline import ChunkAction, Computation, Moment, Step
+from ..schedule.pipeline_plan import PipelinePlan
+from ..schedule.plan import Do, When
+
+__all__ = ["Conductor", "Microbatch"]
+
+
+@dataclass(eq=False)
+class Microbatch:
+    """One microbatch of one stage in the present step."""
+
+    stage: int
+    number: int
+    planned: bool  # the plan has it; otherwise everything is offloaded as soon as possible
+    running: Step | None = None  # what is computed of it now
+    split: bool = False  # its input backward used what it saved
+    half: bool = False  # and has ended
+    of: weakref.ref[ModelPass[GroupKey]] | None = None
+    used: set[tuple[int, int]] | None = None  # by the backward of the weights: layers, and places in their order
+
+    @property
+    def owner(self) -> ModelPass[GroupKey] | None:
+        """Its pass, as long as that exists."""
+        return None if self.of is None else self.of()
+
+
+@dataclass(slots=True)
+class _Run:
+    """A computation in progress that the plan has."""
+
+    step: int  # in the order of the plan
+    done: int = -1  # the last position whose actions are done
+
+
+@dataclass(eq=False)
+class Learned:
+    """What the steps so far showed of the stages of a rank."""
+
+    order: tuple[Step, ...] = ()  # of the latest whole step
+    used: dict[tuple[int, int], frozenset[int]] = field(default_factory=dict)  # by stage and group: places
+    split: dict[int, bool] = field(default_factory=dict)  # by stage
+    sent: dict[int, int] = field(default_factory=dict)  # by stage: bytes of its output
+    boundary: dict[int, int] = field(default_factory=dict)  # by stage: the part of them that is not saved
+
+
+class Conductor:
+    """What happens in the steps of one schedule on one rank."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.learned = Learned()
+        self.plan: PipelinePlan | None = None
+        self.training = False  # a step with backward is in progress
+        self.scoped = False  # only groups that are offloaded are followed, see `model.conduct` [Note: modes]
+        self._steps: Mapping[Step, int] = {}  # of the plan
+        self._ran: list[Step] = []
+        self._runs: dict[Step, _Run] = {}
+        self._microbatches: dict[tuple[int, int], Microbatch] = {}
+        self._forwards = threading.local()
+        # Called where a computation begins (None, 0) and ends (None, 1), and at each event of its groups.
+        self.watching: Callable[[Step, When | None, int], None] | None = None
+
+    def follow(self, plan: PipelinePlan | None) -> None:
+        """Carry out another plan from the next step on."""
+        self.plan = plan
+        self._steps = {} if plan is None else {step: k for k, step in enumerate(plan.order)}
+
+    # Steps
+
+    def begin(self, *, training: bool) -> None:
+        """Begin a step of the schedule."""
+        self.training = training
+        self._clear()
+
+    def end(self, *, failed: bool) -> bool:
+        """End a step of the schedule; return whether it ran another order than the plan has, or than the one before."""
+        ran, training = tuple(self._ran), self.training
+        self.training = False
+        self._clear()
+        if failed or not training or not ran:
+            return False
+        before = self.learned.order if self.plan is None else self.plan.order
+        self.learned.order = ran
+        return ran != before
+
+    def _clear(self) -> None:
+        with self.engine.lock:
+            self._ran, self._runs, self._microbatches = [], {}, {}
+            self._forwards.__dict__.clear()
+
+    # Computations
+
+    @contextmanager
+    def computing(self, stage: Any, step: Step) -> Iterator[None]:
+        """Begin and end one computation of a stage."""
+        if not self.training:
+            yield
+            return
+        microbatch = self._begin(step)
+        if self.watching is not None:
+            self.watching(step, None, 0)
+        yield
+        if self.watching is not None:
+            self.watching(step, None, 1)
+        if microbatch is not None:
+            self._end(stage, step, microbatch)
+
+    def _begin(self, step: Step) -> Microbatch | None:
+        with self.engine.lock:
+            self._ran.append(step)
+            key, index = (step.stage, step.microbatch), self._steps.get(step)
+            if step.computation is Computation.FORWARD:
+                found = Microbatch(step.stage, step.microbatch, planned=index is not None)
+                self._microbatches[key] = found
+                vars(self._forwards)[str(step.stage)] = found
+            microbatch = self._microbatches.get(key)
+            if microbatch is None:
+                return None
+            microbatch.running = step
+            if index is not None:
+                self._runs[step] = _Run(index)
+            owner = microbatch.owner
+            if owner is None:
+                return microbatch
+            again = microbatch.split and step.computation is Computation.BACKWARD_WEIGHT
+            if again or (step.computation is Computation.BACKWARD_INPUT and microbatch.planned):
+                for layer in owner.layers:
+                    layer.retained = True
+            if again:
+                microbatch.used = owner.used = set()
+                self._advance(step, 0)
+            return microbatch
+
+    def _end(self, stage: Any, step: Step, microbatch: Microbatch) -> None:
+        computation = step.computation
+        with self.engine.lock:
+            owner = microbatch.owner
+            if computation is Computation.FORWARD:
+                vars(self._forwards).pop(str(step.stage), None)
+                if owner is not None and step.stage not in self.learned.boundary:
+                    self._learn_outputs(stage, step, owner)
+            elif computation is Computation.BACKWARD_INPUT:
+                self.learned.split[step.stage] = microbatch.half = microbatch.split
+                if owner is not None and microbatch.planned:
+                    self._keep_for_weights(microbatch, owner)
+            else:
+                self._learn_used(microbatch)
+                if owner is not None:
+                    self._free(owner)
+                self._microbatches.pop((step.stage, step.microbatch), None)
+            microbatch.running = None
+            run = self._runs.get(step)
+            if run is not None and self.plan is not None:
+                # What the computation has freed at its end is free before.
+                self._advance(step, self.plan.end(run.step).position)
+                del self._runs[step]
+
+    def _keep_for_weights(self, microbatch: Microbatch, owner: ModelPass[GroupKey]) -> None:
+        """Free what the backward of the weights does not use of what stays for it."""
+        for layer in owner.layers:
+            stays = layer.retained and microbatch.half
+            layer.retained = False
+            if stays and layer.phase is Phase.RELOADING:
+                layer.evict(but=self.learned.used.get((microbatch.stage, layer.index), ()))
+            layer.retained = stays
+
+    def _learn_outputs(self, stage: Any, step: Step, owner: ModelPass[GroupKey]) -> None:
+        """Note the bytes of the outputs that the schedule keeps for a microbatch, all and those that are not saved."""
+        outputs = getattr(stage, "fwd_cache", {}).get(step.microbatch, ((),))[0]
+        found = dict(_storages(outputs))
+        unsaved = {key: nbytes for key, nbytes in found.items() if not owner.registry.follows(key)}
+        self.learned.sent[step.stage] = sum(found.values())
+        self.learned.boundary[step.stage] = sum(unsaved.values())
+
+    def _learn_used(self, microbatch: Microbatch) -> None:
+        """Note what the backward of the weights has unpacked, by group."""
+        places: dict[int, set[int]] = {}
+        for index, place in microbatch.used or ():
+            places.setdefault(index, set()).add(place)
+        for index, of in places.items():
+            key = microbatch.stage, index
+            self.learned.used[key] = self.learned.used.get(key, frozenset()) | of
+
+    def _free(self, owner: ModelPass[GroupKey]) -> None:
+        """Free what the last backward of a microbatch has left, where the program keeps the graph."""
+        owner.used = None
+        for layer in owner.layers:
+            if layer.retained:
+                layer.retained = False
+                layer.evict()
+
+    # Passes
+
+    def forward_of(self, stage: int) -> Microbatch | None:
+        """Return the microbatch whose forward on a stage runs in this thread."""
+        found: Microbatch | None = vars(self._forwards).get(str(stage))
+        return found
+
+    def pass_begins(self, microbatch: Microbatch, owner: ModelPass[GroupKey]) -> None:
+        """Follow the pass of a microbatch."""
+        microbatch.of = weakref.ref(owner)
+        owner.model = microbatch.stage
+        owner.observer = partial(self._observe, microbatch)
+
+    def _observe(self, microbatch: Microbatch, when: When, index: int) -> None:
+        step, owner = microbatch.running, microbatch.owner
+        if step is None or owner is None:
+            return
+        if self.watching is not None:
+            self.watching(step, when, index)
+        if when is When.FORWARD_START:
+            self._advance(step, index)
+        elif when is When.BACKWARD_START and step.computation is not Computation.FORWARD:
+            if step.computation is Computation.BACKWARD_WEIGHT and microbatch.split:
+                return
+            microbatch.split |= step.computation is Computation.BACKWARD_INPUT
+            if not microbatch.planned:
+                owner.do(Do.RELOAD, index)
+            elif self.plan is not None:
+                self._advance(step, len(self.plan.names[step.stage]) - 1 - index)
+
+    # The plan
+
+    def _advance(self, step: Step, position: int) -> None:
+        """Do what the plan does in a computation up to a position, and is not done yet."""
+        run, plan = self._runs.get(step), self.plan
+        if run is None or plan is None:
+            return
+        while run.done < position:
+            run.done += 1
+            for action in plan.at(Moment(run.step, run.done)):
+                self._act(action)
+
+    def _act(self, action: ChunkAction) -> None:
+        """Carry out an action on a chunk; what does not apply is passed over."""
+        chunk = action.chunk
+        microbatch = self._microbatches.get((chunk.stage, chunk.microbatch))
+        owner = None if microbatch is None else microbatch.owner
+        if microbatch is None or owner is None or chunk.group >= len(owner.layers):
+            return
+        layer = owner.layers[chunk.group]
+        if action.do is Do.RELEASE and microbatch.half:  # between two backwards
+            layer.retained = False
+            layer.evict()
+        elif action.do is Do.RELOAD and layer.phase is Phase.RELEASED and microbatch.half:
+            layer.retained = True
+            layer.reload(self.learned.used.get((chunk.stage, chunk.group)))
+        elif action.do is not Do.OFFLOAD:  # each tensor is copied where it is saved
+            owner.do(action.do, chunk.group)
+
+
+def _storages(tensors: Any) -> Iterator[tuple[int, int]]:
+    """Yield address and bytes of the storages of nested tensors."""
+    for tensor in tensors_in(tensors):
+        storage = tensor.untyped_storage()
+        yield address(storage), storage.nbytes()

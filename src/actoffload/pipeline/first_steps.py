@@ -1,0 +1,185 @@
+"""The first steps of a schedule on one rank, in which everything is offloaded, and what they showed.
+
+`[Note: the first steps of a schedule]`  Nothing is known before the first step, and it must not run out of memory.  So
+everything is offloaded that can be, and freed where its group ends; each group is reloaded when its backward begins.
+That step shows the order of the computations, what each group saves, and what the backward of the weights uses.  Where
+time is measured, the second step is the same, for the rates of copies with all ranks copying.  The third one offloads
+nothing if that fits, for the times.  Ranks decide that apart; it changes nothing for the others.
+
+Where a rank cannot keep within its memory at no cost, and groups may be recomputed, three more steps recompute and
+offload everything: in the first one each group is watched, the last one is measured.  All ranks run them, because they
+know the plans of all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from ..device.base import Backend
+from ..model.group_costs import measured_link
+from ..planner import Variant
+from ..recompute import Noted, names_of, saving, worth_saving
+from ..schedule.costs import Link
+from ..schedule.pipeline import Computation, Step
+from ..schedule.pipeline_plan import PipelinePlan
+from .conductor import Conductor
+from .costs import even_costs, measured_costs
+from .exchange import Measured
+from .metering import StepMeter
+from .stages import RankStage
+
+__all__ = ["FirstSteps"]
+
+ROOM = 0.03  # fraction of the device memory that predictions leave free
+TIMED_STEPS = 3
+AGAIN_STEPS = 3
+
+
+class FirstSteps:
+    """What the first steps of a rank showed."""
+
+    def __init__(self, stages: Sequence[RankStage], conductor: Conductor, budget: int | None = None) -> None:
+        self._stages, self._conductor, self._budget = stages, conductor, budget
+        self._backend: Backend = conductor.engine.backend
+        self.steps = TIMED_STEPS if self._backend.times else 1
+        self._copies: StepMeter | None = None  # of a step that offloaded everything
+        self._times: StepMeter | None = None
+        self._meter: StepMeter | None = None  # of the present step
+        self._bare = False
+        self.other_bytes = 0  # of device memory, beside saved tensors
+        self._plain: Measured | None = None  # what was measured without recomputation
+        self._used: dict[tuple[int, int], frozenset[int]] = {}  # what was learned of it
+        self._policies: dict[int, list[Noted]] = {}  # by stage and group
+
+    def begin(self, number: int) -> None:
+        """Begin a step before there is a plan."""
+        if not self._backend.times or number == 1:
+            return
+        engine = self._conductor.engine
+        if self._plain is not None and number < self.steps:
+            return
+        self._bare = self._plain is None and number >= TIMED_STEPS and self._copies is not None and self._fits_bare()
+        for stage in self._stages:
+            stage.steering.bare = self._bare
+        self._backend.allocated()  # resets the peak
+        with engine.lock:
+            engine.counters.reset()
+        self._meter = StepMeter(self._backend, engine.counters)
+        engine.record(self._meter)
+        self._conductor.watching = self._meter.note
+
+    def end(self, *, failed: bool) -> None:
+        """End a step."""
+        meter, engine = self._meter, self._conductor.engine
+        self._meter = self._conductor.watching = None
+        if meter is None:
+            return
+        if engine.recorder is meter:
+            engine.record(None)
+        for stage in self._stages:
+            stage.steering.bare = False
+        if failed:
+            return
+        _, peak = self._backend.allocated() or (0, 0)
+        self.other_bytes = max(self.other_bytes, peak - engine.statistics().peak_resident_bytes)
+        if not self._bare:
+            self._copies = meter
+        self._times = meter
+
+    def limit(self) -> int | None:
+        """Return the bytes of device memory that a plan may use; None if that is not known."""
+        limit = self._backend.memory_limit()
+        limit = None if limit is None else round(limit * (1 - ROOM))
+        known = [of for of in (limit, self._budget) if of is not None]
+        return min(known, default=None)
+
+    def _fits_bare(self) -> bool:
+        """Return whether a step without offloading fits into the memory of the device."""
+        limit = self.limit()
+        return limit is None or self.other_bytes + self._most_saved(self._conductor.learned.order) <= limit
+
+    def _most_saved(self, order: Sequence[Step]) -> int:
+        """Return the bytes of saved tensors that are on the device at a time if nothing is offloaded."""
+        sizes = {of.index: sum(n for group in of.steering.saved for _, n in group) for of in self._stages}
+        now = most = 0
+        for step in order:
+            if step.computation is Computation.FORWARD:
+                now += sizes[step.stage]
+            elif step.computation is not Computation.BACKWARD_INPUT:
+                now -= sizes[step.stage]
+            most = max(most, now)
+        return most
+
+    def measured(self, rank: int) -> Measured | None:
+        """Return what this rank knows; None if no whole step was seen."""
+        learned = self._conductor.learned
+        if not learned.order or not all(of.steering.saved for of in self._stages):
+            return None
+        names = {of.index: of.steering.names for of in self._stages}
+        link = self._link()
+        if link is None:
+            return None
+        found = {}
+        for k, of in enumerate(self._stages):
+            cost = even_costs(of.index, of.steering.saved, learned, 0 if k else self.other_bytes)
+            if self._times is not None:
+                if not self._times.passed():
+                    self._backend.synchronize(self._backend.current_device())
+                cost = measured_costs(of.index, cost, self._times)
+            found[of.index] = cost
+        mine = Measured(rank, learned.order, names, found, link, self.limit())
+        if self._plain is None or self._plain.names != names:
+            return mine
+        return replace(self._plain, order=learned.order, again=self._variants(mine))
+
+    def again(self, mine: Measured) -> None:
+        """Measure steps in which everything is recomputed; `mine` was measured without."""
+        self._plain, self.steps = mine, self.steps + AGAIN_STEPS
+        learned = self._conductor.learned
+        self._used, learned.used = learned.used, {}
+        for of in self._stages:
+            policies = [Noted(worth_saving) for _ in of.steering.names]
+            self._policies[of.index] = policies
+            of.steering.recompute(dict(enumerate(policies)))
+
+    def settle(self, plan: PipelinePlan) -> None:
+        """Recompute what a plan says from the next step on."""
+        learned = self._conductor.learned
+        for of in self._stages if self._plain is not None else ():
+            saves = plan.saves.get(of.index, (None,) * len(of.steering.names))
+            of.steering.recompute({k: saving(names) for k, names in enumerate(saves) if names is not None})
+            for k, names in enumerate(saves):
+                key = of.index, k
+                if names is None and key in self._used:
+                    learned.used[key] = self._used[key]
+
+    def _variants(self, found: Measured) -> dict[int, list[Variant | None]]:
+        """Return how groups are recomputed, and what they cost then; None for those that are not."""
+        assert self._plain is not None
+        again: dict[int, list[Variant | None]] = {}
+        for stage, cost in found.costs.items():
+            ways = again[stage] = []
+            for k, (plain, own) in enumerate(zip(self._plain.costs[stage].groups, cost.groups, strict=True)):
+                less = plain.nbytes - own.nbytes
+                own = replace(own, backward_temporary=max(less, 0))
+                ways.append(Variant(own, names_of(self._policies[stage][k])) if less > 0 else None)
+        return again
+
+    def _link(self) -> Link | None:
+        """Return the rates of copies, as they were with all ranks copying."""
+        if not self._backend.times:
+            return Link(getattr(self._backend, "d2h", float("inf")), getattr(self._backend, "h2d", float("inf")))
+        if self._copies is None:
+            return None
+        if not self._copies.passed():
+            self._backend.synchronize(self._backend.current_device())
+        return measured_link(self._copies) or Link(float("inf"), float("inf"))
+
+    def outdated(self, plan: PipelinePlan) -> bool:
+        """Return whether the groups save something else than they did when a plan was made."""
+        for of in self._stages:
+            sizes = tuple(sum(nbytes for _, nbytes in group) for group in of.steering.saved)
+            if plan.names[of.index] != of.steering.names or plan.nbytes.get(of.index, sizes) != sizes:
+                return True
+        return False

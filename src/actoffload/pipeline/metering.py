@@ -1,0 +1,117 @@
+"""Measure a step of a schedule: when computations and groups begin and end on the device, and how fast copies are."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from statistics import median
+from typing import NamedTuple
+
+from ..device.base import Backend, StreamEvent
+from ..engine.statistics import Counters
+from ..model.metering import Border, Meter, current_stream
+from ..schedule.pipeline import Computation, Step
+from ..schedule.plan import When
+from ..schedule.timeline import Kind
+
+__all__ = ["GroupSeconds", "StepMeter"]
+
+
+class GroupSeconds(NamedTuple):
+    """Seconds of one group in one computation, and of the gap before it."""
+
+    seconds: float
+    gap: float
+
+
+class _Mark(NamedTuple):
+    when: When | None  # None for the computation
+    place: int  # of the group; 0 for the begin of the computation and 1 for its end
+    event: StreamEvent
+
+
+class StepMeter(Meter):
+    """Records the copies of a step, and the events of its computations.
+
+    It is installed as the recorder of the engine; `note` is called by the conductor.
+    """
+
+    def __init__(self, backend: Backend, counters: Counters) -> None:
+        super().__init__(backend, counters, memory=False)
+        begun = backend.record_timed(current_stream(backend))
+        self.borders.append(Border(Kind.FORWARD, -1, False, begun, backend.host_time()))
+        self._marks: dict[Step, list[_Mark]] = defaultdict(list)
+
+    def note(self, step: Step, when: When | None, index: int) -> None:
+        """Note an event of a computation, or of a group in it."""
+        event = self._backend.record_timed(current_stream(self._backend))
+        self._marks[step].append(_Mark(when, index, event))
+
+    def begin(self, owner: object, kind: Kind, layer: int) -> None:
+        """Do nothing: `note` is called at the same events."""
+
+    def finish(self, owner: object, kind: Kind, layer: int) -> None:
+        """Do nothing: `note` is called at the same events."""
+
+    def passed(self) -> bool:
+        """Return whether the device has passed all marks and copies."""
+        marks = (mark.event for marks in self._marks.values() for mark in marks)
+        return super().passed() and all(map(self._backend.passed, marks))
+
+    def computations(self, stage: int, computation: Computation) -> float | None:
+        """Return the median seconds of a computation of a stage, without stalls; None if the step had none."""
+        found = [
+            self._seconds(marks[0], marks[-1])
+            for step, marks in self._marks.items()
+            if step.stage == stage and step.computation is computation and len(marks) > 1
+        ]
+        return median(found) if found else None
+
+    def groups(self, stage: int, computation: Computation, count: int) -> list[GroupSeconds] | None:
+        """Return the median seconds of each group in a computation of a stage; None if the step had none of it."""
+        read = self._forward if computation is Computation.FORWARD else self._backward
+        found = [
+            spans
+            for step, marks in self._marks.items()
+            if step.stage == stage and step.computation is computation
+            if len(spans := read(marks)) == count
+        ]
+        if not found:
+            return None
+        return [
+            GroupSeconds(median(of[k].seconds for of in found), median(of[k].gap for of in found)) for k in range(count)
+        ]
+
+    def _forward(self, marks: list[_Mark]) -> list[GroupSeconds]:
+        """Return the spans of the groups in a forward, in order."""
+        spans, before = [], marks[0]
+        starts = {mark.place: mark for mark in marks if mark.when is When.FORWARD_START}
+        for end in (mark for mark in marks if mark.when is When.FORWARD_END and mark.place in starts):
+            start = starts[end.place]
+            spans.append(GroupSeconds(self._seconds(start, end), self._seconds(before, start)))
+            before = end
+        return spans
+
+    def _backward(self, marks: list[_Mark]) -> list[GroupSeconds]:
+        """Return the spans of the groups in a backward, in order of the forward: each until the next one begins."""
+        starts = [mark for mark in marks if mark.when is When.BACKWARD_START]
+        ends = [*starts[1:], marks[-1]][: len(starts)]
+        spans = {
+            start.place: GroupSeconds(self._seconds(start, end), self._seconds(marks[0], start) if not k else 0.0)
+            for k, (start, end) in enumerate(zip(starts, ends, strict=True))
+        }
+        return [spans[k] for k in sorted(spans)]
+
+    def _seconds(self, start: _Mark, end: _Mark) -> float:
+        """Return the seconds from one mark to another without those in which compute stalled."""
+        elapsed, first = self._backend.elapsed, self.borders[0].event
+        at, until = elapsed(first, start.event), elapsed(first, end.event)
+        stalled = self._stalled_until()
+        return max(until - stalled(until) - at + stalled(at), 0.0)
+
+    def _stalled_until(self) -> Callable[[float], float]:
+        if self._stalled is None:
+            self._stalled = self._stalls()
+        return self._stalled
+
+    _stalled: Callable[[float], float] | None = None

@@ -1,0 +1,259 @@
+"""The function `offload` for a whole model and for a pipeline schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from os import PathLike
+from typing import Any, Literal, overload
+
+from torch.nn import Module
+
+from .. import device as devices
+from .._arguments import budget_bytes, check_bytes, check_fraction, check_whole
+from .._pipelining import NAMES, is_schedule, is_supported, microbatches, rank_of, stages_of
+from .._torch import load_dynamo, unsupported
+from .._warnings import warn
+from ..engine.engine import Engine
+from ..model import OffloadHandle
+from ..model import offload as offload_module
+from ..planner import GroupPlan
+from ..recompute import Given, Noted, Policy, never, policy_of, worth_saving
+from ..schedule.plan import Plan
+from .conductor import Conductor
+from .exchange import Settings
+from .follow import follow, observer_of
+from .handle import PipelineHandle
+from .planning import Limits
+from .runner import Runner
+from .stages import RankStage, problem_of
+
+__all__ = ["offload"]
+
+
+@overload
+def offload(
+    module: Module,
+    *,
+    layers: str | Module | type[Module] | Iterable[Any] | None = None,
+    num_layers: int | None = None,
+    keep: str | Module | type[Module] | Iterable[Any] = (),
+    min_bytes: int = 1 << 20,
+    fraction: float | None = None,
+    max_host_bytes: int | None = None,
+    max_inflight: int | None = None,
+    memory_budget: int | float | str | None = None,
+    recompute: bool | Given | Literal["auto"] = "auto",
+    plan: GroupPlan | str | PathLike[str] | None = None,
+) -> OffloadHandle: ...
+
+
+@overload
+def offload(
+    module: Any,
+    *,
+    layers: str | Module | type[Module] | Iterable[Any] | None = None,
+    keep: str | Module | type[Module] | Iterable[Any] = (),
+    min_bytes: int = 1 << 20,
+    fraction: float | None = None,
+    max_host_bytes: int | None = None,
+    max_inflight: int | None = None,
+    memory_budget: int | float | str | None = None,
+    delta_bytes_per_rank: int | None = None,
+    recompute: bool | Given | Literal["auto"] = "auto",
+) -> PipelineHandle: ...
+
+
+def offload(
+    module: Any,
+    *,
+    layers: str | Module | type[Module] | Iterable[Any] | None = None,
+    num_layers: int | None = None,
+    keep: str | Module | type[Module] | Iterable[Any] = (),
+    min_bytes: int = 1 << 20,
+    fraction: float | None = None,
+    max_host_bytes: int | None = None,
+    max_inflight: int | None = None,
+    memory_budget: int | float | str | None = None,
+    delta_bytes_per_rank: int | None = None,
+    recompute: bool | Given | Literal["auto"] = "auto",
+    plan: GroupPlan | str | PathLike[str] | None = None,
+) -> OffloadHandle | PipelineHandle:
+    """Offload the activations of a model, or of the stages of a pipeline schedule; their code stays as it is.
+
+    The chosen modules are *groups*: what autograd saves in one of them is offloaded together.  Each group is copied to
+    the host while it computes, freed before a later group needs the memory, and reloaded before backward needs it.  The
+    execution order of the groups is learned from the forward.
+
+    Without `num_layers`, `fraction` and `max_inflight` the first nine passes are measured, the first two of them with
+    everything offloaded.  Then groups are offloaded as far as that costs no time, or as far as the memory of the device
+    makes necessary.  The logger ``actoffload`` says once, at level INFO, what was measured and decided.  Without an
+    accelerator nothing is measured, and all groups but the last two are offloaded.
+
+    A schedule of `torch.distributed.pipelining` is offloaded by one plan for all microbatches and stages of a rank.
+    Every rank passes its schedule with the same arguments.  The first steps are measured with everything offloaded;
+    then the ranks exchange what they cost and make the plans of all together.  In a model that is no schedule but the
+    module of a stage, each microbatch is a pass of its own.
+
+    Parameters
+    ----------
+    module : torch.nn.Module or schedule
+        The model, or any part of it; wrapped or not.  Call this object in training.  Or a pipeline schedule: one of
+        ``ScheduleGPipe``, ``Schedule1F1B``, ``ScheduleInterleaved1F1B``, ``ScheduleLoopedBFS``,
+        ``ScheduleInterleavedZeroBubble``, ``ScheduleZBVZeroBubble`` and ``ScheduleDualPipeV``.
+    layers : str, module, type or iterable of these, optional
+        What may be offloaded.  None finds the groups in the first forward: the repeated blocks, or the modules that
+        together save most.  A string is the dotted path of a module, of a list of modules, whose children are meant
+        then, or a glob pattern over dotted names: ``"*.self_attn"``.  Several entries give several kinds of groups; the
+        entry ``...`` means what None does: ``[..., "*.head"]``.
+    num_layers : int, optional
+        Number of groups of each kind to offload, from the first on; the last of a kind is always kept.  Not for
+        schedules.
+    keep : str, module, type or iterable of these
+        Modules whose saved tensors are kept on the device, given like `layers`: the router, the head, a norm.  Where
+        chosen and kept modules are nested, the innermost decides.
+    min_bytes : int
+        Smaller tensors are kept, in bytes.
+    fraction : float, optional
+        Fraction of the eligible groups of each kind to offload, from the first on; 0.0 to 1.0.  Eligible are all but
+        the last two; with several kinds, all but the last of each, and not the last two of all.
+    max_host_bytes : int, optional
+        Largest amount of page-locked host memory to hold for each device, in bytes; it is allocated in steps of 2 MiB.
+        What does not fit is kept on the device, with one warning.
+    max_inflight : int, optional
+        Largest number of groups in flight whenever one has ended, in either direction; compute waits for the others.
+    memory_budget : int, str or float, optional
+        Limit for the peak of device memory in forward and backward: bytes, text such as ``"24GiB"``, or a fraction of
+        the memory of the device.  The fastest plan within it is chosen, in passes that are within it too.  None is the
+        memory of the device.  With a schedule it is the limit of each rank.
+    delta_bytes_per_rank : int, optional
+        Of a schedule: each rank offloads so many bytes less than the rank before it, because later ranks have fewer
+        microbatches in flight.  None lets the planner level the peaks of all ranks.
+    recompute : "auto", bool, callable or list
+        Recompute groups in backward, but for outputs of operators that are saved, and kept or offloaded.  ``"auto"``
+        recomputes as many groups as are needed where memory is too small for keeping and offloading at no cost; which
+        outputs are saved follows from measured times.  True recomputes all groups, but for matrix products,
+        convolutions and attention.  A policy recomputes all groups but for what it saves: a list of operators, or a
+        function, as ``torch.utils.checkpoint.create_selective_checkpoint_contexts`` takes them.  False recomputes
+        nothing.
+        Groups that change buffers are never recomputed.
+    plan : GroupPlan, str or PathLike, optional
+        A plan of another run, or the file to which ``handle.plan.save`` wrote it; nothing is measured then.  Not for
+        schedules.
+
+    Returns
+    -------
+    OffloadHandle
+        Prints what was chosen, reports what happened, pauses and ends offloading.  `PipelineHandle` for a schedule.
+
+    Raises
+    ------
+    ValueError
+        If nothing is found, a pattern matches nothing, a number is out of its range, or the model is offloaded already.
+        For a schedule also in its first step, on every rank, if that is so on one rank, or the arguments differ.
+    TypeError
+        If `module` is not a module, or a ``ScriptModule``; if an entry of `layers` or `keep` is of another type; or if
+        a numeric argument is not a number.
+
+    Warns
+    -----
+    UserWarning
+        If so few groups were found that none is offloaded; once the first passes are measured, if no plan is within the
+        memory budget.
+
+    Examples
+    --------
+    >>> model = torch.nn.Sequential(*[torch.nn.Linear(512, 512) for _ in range(6)])
+    >>> handle = actoffload.offload(model)
+    >>> x = torch.randn(1024, 512, requires_grad=True)
+    >>> model(x * 1.0).sum().backward()
+    >>> handle.statistics().tensors_offloaded
+    4
+    >>> handle.remove()
+    """
+    common: dict[str, Any] = {
+        "layers": layers,
+        "keep": keep,
+        "min_bytes": min_bytes,
+        "fraction": fraction,
+        "max_host_bytes": max_host_bytes,
+        "max_inflight": max_inflight,
+        "memory_budget": memory_budget,
+        "recompute": recompute,
+    }
+    if is_schedule(module):
+        if num_layers is not None or plan is not None:
+            raise ValueError(
+                "num_layers and plan are for a single module: leave them out for a pipeline schedule, and use fraction "
+                "or delta_bytes_per_rank."
+            )
+        return _offload_schedule(module, delta_bytes_per_rank=delta_bytes_per_rank, **common)
+    if delta_bytes_per_rank is not None:
+        raise ValueError("delta_bytes_per_rank is for pipeline schedules: call offload with the schedule object.")
+    return offload_module(module, num_layers=num_layers, plan=plan, **common)
+
+
+def _offload_schedule(schedule: Any, *, layers: Any, keep: Any, recompute: Any, **given: Any) -> PipelineHandle:
+    """Offload the stages of this rank by one plan."""
+    name = type(schedule).__name__
+    if not is_supported(schedule):
+        raise ValueError(f"offload got a {name}, which is not supported; expected one of {', '.join(NAMES)}.")
+    if observer_of(schedule) is not None:
+        raise ValueError(
+            "This schedule is offloaded already: call remove() of its handle first; PipelineHandle.of(schedule) "
+            "returns it."
+        )
+    backend = devices.backend()
+    limits = replace(_limits(**given), may_recompute=recompute == "auto" and backend.times)
+    stages = stages_of(schedule)
+    rank, group = rank_of(stages[0]) if stages else (0, None)
+    engine = Engine(Plan(1), backend, given["max_host_bytes"], min_bytes=given["min_bytes"])
+    conductor = Conductor(engine)
+    policy: Policy | None = None
+    if recompute is not False and recompute != "auto":
+        policy = worth_saving if recompute is True else policy_of(recompute)
+        policy = policy if policy is never else Noted(policy)
+    if policy is not None or limits.may_recompute:
+        load_dynamo()
+    problem, made = problem_of(stages), list[RankStage]()
+    try:
+        for stage in stages if not problem else ():
+            made.append(RankStage(stage, conductor, layers, keep, policy, given))
+    except (TypeError, ValueError) as error:  # raised in the first step, on every rank
+        problem = str(error)
+        for each in made:
+            each.handle.remove()
+        made = []
+    shown = {**given, "recompute": recompute if isinstance(recompute, (bool, str)) else "a policy"}
+    arguments = {"schedule": name, "the number of microbatches": microbatches(schedule), **shown}
+    runner = Runner([*stages, schedule], made, conductor, Settings(rank, arguments, problem), limits, group)
+    missing = unsupported()
+    if missing is not None:
+        warn(missing)
+        runner.remove()
+        return PipelineHandle(runner)
+    follow(schedule, stages, runner)
+    return PipelineHandle(runner)
+
+
+def _limits(
+    *,
+    min_bytes: int,
+    fraction: float | None,
+    max_host_bytes: int | None,
+    max_inflight: int | None,
+    memory_budget: int | float | str | None,
+    delta_bytes_per_rank: int | None,
+) -> Limits:
+    """Check the arguments that limit what is offloaded; errors are those of `offload`."""
+    check_bytes(min_bytes=min_bytes)
+    check_bytes(max_host_bytes=max_host_bytes, delta_bytes_per_rank=delta_bytes_per_rank, optional=True)
+    check_whole(max_inflight=max_inflight, optional=True)
+    if fraction is not None:
+        check_fraction(fraction)
+        if not 0.0 <= fraction <= 1.0:
+            raise ValueError(f"fraction is {fraction}; expected a part of the groups, from 0.0 to 1.0.")
+    if max_inflight is not None and max_inflight < 1:
+        raise ValueError(f"max_inflight is {max_inflight}; expected a number of groups, at least 1.")
+    budget = None if memory_budget is None else budget_bytes(memory_budget, devices.backend().total_memory())
+    return Limits(fraction, max_inflight, delta_bytes_per_rank, budget)

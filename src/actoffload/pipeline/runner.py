@@ -1,0 +1,181 @@
+"""The steps of a schedule on one rank: measure first, then plan together with the other ranks, then follow the plan."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from .._pipelining import runs_backward
+from ..engine import tensor_marks
+from ..engine.layer import tensors_in
+from ..schedule.pipeline import Computation, Step
+from ..schedule.pipeline_plan import PipelinePlan
+from .conductor import Conductor
+from .exchange import Measured, Settings, disagreement, gather
+from .first_steps import FirstSteps
+from .follow import unfollow
+from .planning import Limits, costs_time, decision, plans_of
+from .report import PipelineReport
+from .stages import RankStage
+
+__all__ = ["Runner"]
+
+logger = logging.getLogger("actoffload")
+
+MEASURING = "This is done in the first steps, which are measured: everything is offloaded."
+
+
+class Runner:
+    """Follows the steps of a schedule; every rank of the pipeline has one.
+
+    Parameters
+    ----------
+    followed : sequence
+        The stages of the rank and the schedule.
+    stages : sequence of RankStage
+        The stages, followed.
+    conductor : Conductor
+        Of the rank.
+    settings : Settings
+        The arguments of this rank.
+    limits : Limits
+        What the arguments allow.
+    group : ProcessGroup, optional
+        The ranks of the pipeline.
+    """
+
+    def __init__(
+        self,
+        followed: Sequence[Any],
+        stages: Sequence[RankStage],
+        conductor: Conductor,
+        settings: Settings,
+        limits: Limits,
+        group: Any,
+    ) -> None:
+        # Weak references: the schedule and its stages refer to this object.
+        self._followed = [weakref.ref(each) for each in followed]
+        self.stages, self.conductor = tuple(stages), conductor
+        self._settings, self._limits, self.group, self.rank = settings, limits, group, settings.rank
+        self._script = FirstSteps(self.stages, conductor, limits.memory_budget)
+        self._measured: list[Measured] = []  # of all ranks, when they planned
+        self.plans: tuple[PipelinePlan, ...] = ()  # of all ranks
+        self.because = MEASURING
+        self._expected: int | None = None  # peak of saved tensors in the plan of this rank
+        self._peak = 0  # the same in the latest step in which all groups were followed
+        self.number = 0  # of steps with backward that began
+        self.installed = True
+
+    # Steps
+
+    @contextmanager
+    def step(self, schedule: Any) -> Iterator[None]:
+        """Follow one step of the schedule."""
+        training = runs_backward(schedule) and torch.is_grad_enabled()
+        if training:
+            self._before()
+        self.conductor.begin(training=training)
+        failed = True
+        try:
+            yield
+            failed = False
+        finally:
+            changed = self.conductor.end(failed=failed)
+            if training:
+                self._after(failed=failed, changed=changed)
+
+    @contextmanager
+    def computing(self, stage: Any, step: Step, inputs: Any = ()) -> Iterator[None]:
+        """Follow one computation of a stage; its inputs are kept, because the caller holds them during the step."""
+        for tensor in tensors_in(inputs):
+            tensor_marks.keep(tensor)
+        with self.conductor.computing(stage, step):
+            yield
+
+    def _before(self) -> None:
+        """Exchange the arguments before the first step, and plan when enough is measured; see [Note: collectives]."""
+        self.number += 1
+        if self.number == 1:
+            wrong = disagreement(gather(self._settings, self.group))
+            if wrong:
+                self.remove()
+                raise ValueError(wrong)
+        elif not self.plans and self.number > self._script.steps:
+            found = gather(self._script.measured(self.rank), self.group)
+            if all(each is not None for each in found):
+                self._measured = [each for each in found if each is not None]
+                self._plan()
+                mine = next(each for each in self._measured if each.rank == self.rank)
+                if self._limits.may_recompute and mine.again is None and costs_time(self._measured, self.plans):
+                    self.plans, self.because = (), MEASURING
+                    self.conductor.follow(None)
+                    self._script.again(mine)
+                elif self.rank == 0:
+                    logger.info("%s", decision(self.plans))
+        if self.conductor.plan is None:
+            self._script.begin(self.number)
+
+    def _after(self, *, failed: bool, changed: bool) -> None:
+        """Take what a step showed; plan anew if it ran another order than the plan has, or saved other bytes."""
+        self._script.end(failed=failed)
+        conductor = self.conductor
+        if not failed and conductor.plan is not None and not conductor.scoped:
+            self._peak = conductor.engine.statistics().peak_resident_bytes
+        outdated = any(stage.steering.changed for stage in self.stages)
+        for stage in self.stages:
+            stage.steering.changed = False
+        # Where the time of the host counts, groups that are kept are followed in one step with a new plan, and no more.
+        followed = conductor.plan is not None and not (failed or changed or outdated)
+        conductor.scoped = followed and conductor.engine.backend.times
+        if not failed and self.conductor.plan is not None and (changed or self._script.outdated(self.conductor.plan)):
+            mine = self._script.measured(self.rank)
+            if mine is not None:
+                self._measured = [mine if each.rank == self.rank else each for each in self._measured]
+                self._plan()
+
+    def _plan(self) -> None:
+        """Plan for all ranks, and follow the plan of this one."""
+        self.plans, peaks = plans_of(self._measured, self._limits)
+        found = next(plan for plan in self.plans if plan.rank == self.rank)
+        self.conductor.follow(found)
+        self._script.settle(found)
+        self.conductor.scoped = False
+        self.because, self._expected = found.because, peaks[self.plans.index(found)]
+
+    def report(self) -> PipelineReport:
+        """Return what this rank did since its statistics were reset."""
+        learned, plan = self.conductor.learned, self.conductor.plan
+        if not learned.order:
+            raise RuntimeError("There is nothing to report yet: no step of the schedule has ended. Run a step first.")
+        statistics = self.conductor.engine.statistics()
+        forwards = [step.stage for step in learned.order if step.computation is Computation.FORWARD]
+        saved = {of.index: sum(nbytes for group in of.steering.saved for _, nbytes in group) for of in self.stages}
+        groups = {of.index: len(of.steering.saved) for of in self.stages}
+        return PipelineReport(
+            rank=self.rank,
+            stages=tuple(of.index for of in self.stages),
+            chunks=sum(groups[stage] for stage in forwards),
+            offloaded=0 if plan is None else len(plan.transfers),
+            saved_bytes=sum(saved[stage] for stage in forwards),
+            offloaded_bytes=0 if plan is None else plan.offloaded_bytes,
+            peak_bytes=self._peak if self.conductor.scoped else statistics.peak_resident_bytes,
+            expected_bytes=self._expected,
+            boundary_bytes=sum(learned.boundary.values()),
+            on_demand=statistics.reloaded_on_demand,
+            host_bytes=statistics.host_bytes,
+            because=self.because,
+        )
+
+    def remove(self) -> None:
+        """Follow the schedule no longer, and end offloading in its stages."""
+        if self.installed:
+            self.installed = False
+            unfollow([each for ref in self._followed if (each := ref()) is not None])
+            for stage in self.stages:
+                stage.handle.remove()
+            self.conductor.engine.close()

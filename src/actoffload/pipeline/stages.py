@@ -1,0 +1,114 @@
+"""The stages of a rank: their groups, and the handle that follows the module of each."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch.nn import Module
+
+from ..model.conduct import GROUP, KEPT, ROOT, FollowedModule, Steering
+from ..model.discovery import BLOCK, MODULE, candidates
+from ..model.finding import Finder
+from ..model.follow import followers_of, refuse_scripted
+from ..model.handle import OffloadHandle
+from ..model.outside import written
+from ..model.reporting import PassLog
+from ..model.select import Chosen, choose, find_kept, split_default
+from ..recompute import Policy
+from ..schedule.execution_order import GroupKey, GroupPlans
+from ..schedule.schedules import GroupSchedule
+from .conductor import Conductor
+from .steering import StageSteering
+
+__all__ = ["RankStage"]
+
+
+class RankStage:
+    """One stage of a rank, whose module is followed.
+
+    Parameters
+    ----------
+    stage : object
+        A stage of `torch.distributed.pipelining`.
+    conductor : Conductor
+        Of the rank.
+    layers, keep
+        As in `offload`.
+    policy : Policy, optional
+        What is saved of the groups, if they are recomputed.
+    arguments : mapping
+        Of `offload`, for reports.
+
+    Raises
+    ------
+    ValueError
+        If the module has no groups, or is offloaded already.
+    """
+
+    def __init__(
+        self,
+        stage: Any,
+        conductor: Conductor,
+        layers: Any,
+        keep: Any,
+        policy: Policy | None,
+        arguments: Mapping[str, Any],
+    ) -> None:
+        module: Module = stage.submod
+        self.index = int(stage.stage_index)
+        self.steering: StageSteering
+        title = f"the module of stage {self.index}"
+        refuse_scripted(module, title)
+        if followers_of(module) is not None:
+            raise ValueError(f"{title} is offloaded already: call remove() of its handle before offload(schedule).")
+        chosen, kept, searching = _groups(module, layers, keep, title)
+        plans = GroupPlans(GroupSchedule(), [of.kind for of in chosen])
+        if searching:
+            plans.learn([GroupKey(k) for k, of in enumerate(chosen) if of.kind == BLOCK])
+        modules = [
+            FollowedModule(ROOT, type(module).__name__, weakref.ref(module)),
+            *(FollowedModule(GROUP, of.name, weakref.ref(of.module), k, of.kind) for k, of in enumerate(chosen)),
+            *(FollowedModule(KEPT, name, weakref.ref(of)) for name, of in kept),
+        ]
+        policies = {} if policy is None else dict.fromkeys(range(len(chosen)), policy)
+
+        def steer(groups: Sequence[FollowedModule], plans: GroupPlans, log: PassLog) -> Steering:
+            self.steering = StageSteering(self.index, conductor, groups, plans, log, policies)
+            if not searching:
+                return self.steering
+            default, root = frozenset((BLOCK, MODULE)), weakref.ref(module)
+            return Finder(groups, plans, log, root, self.steering, default=default, lean=True)
+
+        shown = {**arguments, "layers": written(module, layers), "keep": written(module, keep)}
+        self.handle = OffloadHandle(modules, plans, conductor.engine, steer, arguments=shown)
+
+
+def _groups(
+    module: Module, layers: Any, keep: Any, title: str
+) -> tuple[Sequence[Chosen], Sequence[tuple[str, Module]], bool]:
+    """Return the groups that may be offloaded, the kept modules, and whether the first forward chooses among them."""
+    kept = find_kept(module, keep)
+    default, others = split_default(layers)
+    if default:
+        chosen = candidates(module, choose(module, others) if others else (), [of for _, of in kept])
+    else:
+        chosen = choose(module, others)
+    if not chosen:
+        raise ValueError(
+            f"{title}, a {type(module).__name__}, has no modules inside that could be offloaded. Put at least one "
+            "layer on each stage."
+        )
+    both = {name for name, _ in kept} & {of.name for of in chosen}
+    if both:
+        raise ValueError(f"{title}: '{min(both)}' is chosen by layers and by keep: take it out of one of them.")
+    return chosen, kept, default
+
+
+def problem_of(stages: Sequence[Any]) -> str:
+    """Return why the stages of a rank cannot be offloaded; empty if they can."""
+    if not stages:
+        return "the schedule has no stages."
+    without = [stage for stage in stages if not isinstance(getattr(stage, "submod", None), Module)]
+    return f"stage {without[0].stage_index} has no module." if without else ""

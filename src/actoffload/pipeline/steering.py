@@ -1,0 +1,174 @@
+"""How the forwards of one stage are followed: by the plan of the rank; before there is one, everything is offloaded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache, partial
+from typing import Any
+
+from ..engine.model_pass import ModelPass
+from ..model.conduct import Conduct, FollowedModule, Mode
+from ..model.metering import counts_in
+from ..model.reporting import PassLog, group_names
+from ..planner import GroupPlan
+from ..recompute import Policy
+from ..schedule.execution_order import GroupKey, GroupPlans
+from ..schedule.plan import Action, Do, Plan, Roles, When
+from .conductor import Conductor
+
+__all__ = ["KEPT", "StageSteering"]
+
+KEPT = -1  # the place of a storage that is kept on the device
+
+
+def _sizes(saved: Sequence[Sequence[tuple[int, int]]]) -> list[list[int]]:
+    return [sorted(nbytes for _, nbytes in of_group) for of_group in saved]
+
+
+@lru_cache(maxsize=256)
+def _roles(layers: int, offloaded: frozenset[int], *, at_once: bool) -> Roles:
+    """Return the roles in a forward that offloads some layers, and frees them `at_once` or as the plan of the rank."""
+    actions: dict[tuple[str, int], tuple[Action, ...]] = {}
+    for k in offloaded:
+        actions[When.FORWARD_START.name, k] = (Action(Do.OFFLOAD, k),)
+        if at_once:
+            actions[When.FORWARD_END.name, k] = (Action(Do.RELEASE, k),)
+    keep = Roles.keep_all(layers)
+    return Roles(
+        keep.plan,
+        stay=keep.stay - offloaded,
+        last_leaving=max(offloaded, default=layers),
+        released_incrementally=frozenset(),
+        reached=frozenset(range(layers)),
+        planned=True,
+        actions=actions,
+    )
+
+
+def _lean(order: tuple[GroupKey, ...]) -> Roles:
+    return _roles(len(order), frozenset(range(len(order))), at_once=True)
+
+
+class StageSteering:
+    """Steer the forwards of one stage.
+
+    Parameters
+    ----------
+    stage : int
+        Its index in the pipeline.
+    conductor : Conductor
+        Of the rank.
+    groups, plans, log
+        Of the module of the stage.
+    policies : mapping of int to Policy
+        What is saved of each group that is recomputed.
+    """
+
+    def __init__(
+        self,
+        stage: int,
+        conductor: Conductor,
+        groups: Sequence[FollowedModule],
+        plans: GroupPlans,
+        log: PassLog,
+        policies: Mapping[int, Policy],
+    ) -> None:
+        self._stage, self._conductor = stage, conductor
+        self._groups, self._plans, self._log, self._policies = groups, plans, log, policies
+        self._always = policies
+        self.saved: tuple[tuple[tuple[int, int], ...], ...] = ()  # by group: place and bytes of what it saves
+        self.bare = False  # offload nothing, to measure
+        self.adopts = False  # groups are offloaded with what was saved before them
+        self.changed = False  # groups saved other bytes in a forward in which not all were followed
+
+    def recompute(self, policies: Mapping[int, Policy] | None = None) -> None:
+        """Recompute other groups from the next forward on, by their place in the order; None for those of `offload`."""
+        order = self._plans.order
+        self._policies = self._always if policies is None else {order[k].group: of for k, of in policies.items()}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the groups, in the order of the latest forward."""
+        return group_names(self._groups, self._plans.order)
+
+    def forward_begins(self, inputs: tuple[Any, Any], *, alone: bool, busy: bool) -> Conduct:
+        """Return how the forward of a microbatch is followed; one that is none offloads everything."""
+        conductor = self._conductor
+        microbatch, order = conductor.forward_of(self._stage), self._plans.order
+        if microbatch is None and not conductor.training:
+            return Conduct(Mode.IDLE)
+        if microbatch is None:  # the metadata inference of the schedule
+            return Conduct(Mode.WHOLE, order, lambda order: Roles.leanest(len(order)), self._policies)
+        roles_of = _lean
+        if self.bare:
+            roles_of = partial(self._offloading, frozenset())
+        elif microbatch.planned:
+            assert conductor.plan is not None
+            chunks = conductor.plan.transfers
+            offloaded = frozenset(chunk.group for chunk in chunks if chunk[:2] == (microbatch.stage, microbatch.number))
+            roles_of = partial(self._offloading, offloaded)
+        mode = Mode.WHOLE
+        if conductor.scoped and microbatch.planned and not self.adopts:
+            idle = conductor.plan is not None and not conductor.plan.transfers and not self._policies
+            mode = Mode.IDLE if idle else Mode.SCOPED
+        return Conduct(mode, order, roles_of, self._policies, begun=partial(conductor.pass_begins, microbatch))
+
+    @staticmethod
+    def _offloading(offloaded: frozenset[int], order: tuple[GroupKey, ...]) -> Roles:
+        return _roles(len(order), frozenset(k for k in offloaded if k < len(order)), at_once=False)
+
+    def forward_ends(self, output: Any) -> None:
+        """Do nothing: the schedule says when a computation ends."""
+
+    def pass_ends(self, done: ModelPass[GroupKey], sequence: Sequence[GroupKey]) -> None:
+        """Learn the order of the groups, and what they save."""
+        self._plans.learn(sequence)
+        self._log.forward_done(done, sequence)
+        self.adopts |= done.adopted > 0
+        counted, saved = set[object](), []
+        for layer in done.layers:
+            residents = {resident: None for ref in layer.residents if (resident := ref()) and resident not in counted}
+            counted.update(residents)
+            own = [
+                (place, storage.nbytes)
+                for place, ref in enumerate(layer.storages)
+                if (storage := ref()) is not None and counts_in(storage, layer)
+            ]
+            saved.append((*own, *((KEPT, resident.nbytes) for resident in residents)))
+        if done.partly:
+            pairs = zip(_sizes(saved), _sizes(self.saved), strict=False)
+            self.changed |= len(saved) != len(self.saved) or any(now and now != before for now, before in pairs)
+        elif _sizes(saved) != _sizes(self.saved):  # what is kept has no place, so a measured pass is not replaced by it
+            self.saved = tuple(saved)
+
+    def retire(self) -> None:
+        """Do nothing: the schedule is followed no longer."""
+
+    def facts(self) -> dict[str, Any]:
+        """Return what is known of whole steps, as fields of `StepFacts`."""
+        plan = self._conductor.plan
+        return {"because": "" if plan is None else plan.because}
+
+    def frontier(self) -> Sequence[GroupPlan]:
+        """Refuse: the plan is one for all stages."""
+        raise RuntimeError(
+            "A stage of a pipeline has no plans of its own: the plan of the rank is the plan of PipelineHandle."
+        )
+
+    def plan(self) -> GroupPlan:
+        """Return which groups of the first microbatch are offloaded, as a plan of this stage alone."""
+        order, plan = self._plans.order, self._conductor.plan
+        offloaded = (
+            range(len(order) - 1)
+            if plan is None
+            else sorted(
+                chunk.group for chunk in plan.transfers if chunk[:2] == (self._stage, 0) and chunk.group < len(order)
+            )
+        )
+        calls = Roles.leanest(len(order)).plan
+        steps = {
+            event: tuple(action for action in actions if action.layer in offloaded)
+            for event, actions in calls.steps.items()
+        }
+        kept = {event: actions for event, actions in steps.items() if actions}
+        return GroupPlan(self.names, Plan(max(len(order), 1), kept), self._log.bytes_of(order))

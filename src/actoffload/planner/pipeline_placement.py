@@ -1,0 +1,279 @@
+"""Place releases and reloads on a pipeline rank: when chunks that are to be offloaded are freed and reloaded."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from itertools import accumulate
+from math import inf
+
+from ..schedule.pipeline import Chunk, Transfer
+from ..schedule.pipeline_plan import Call, actions_at
+from ..schedule.pipeline_rank import Steps
+from .pipeline_profile import Candidate, RankProfile
+
+__all__ = ["RankPlacement", "place_rank"]
+
+
+@dataclass(slots=True)
+class RankPlacement:
+    """Where chunks are released and reloaded, and the memory that this needs.
+
+    Parameters
+    ----------
+    profile : RankProfile
+        The rank.
+    needs : list of int
+        Bytes on the device from each moment to the next, at most.
+    placed : dict of int to (int, int, int)
+        For each offloaded candidate the numbers of the moments of its release and its reload, and of the second reload
+        or -1.
+    """
+
+    profile: RankProfile
+    needs: list[int]
+    placed: dict[int, tuple[int, int, int]] = field(default_factory=dict)
+
+    @property
+    def peak_bytes(self) -> int:
+        """Largest number of bytes on the device."""
+        return max(self.needs, default=0)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are offloaded."""
+        return sum(self.profile.candidates[k].nbytes for k in self.placed)
+
+    def transfers(self) -> dict[Chunk, Transfer]:
+        """Return what a plan needs."""
+        moments, candidates = self.profile.moments, self.profile.candidates
+        return {
+            candidates[k].chunk: Transfer(moments[release], moments[reload], moments[again] if again >= 0 else None)
+            for k, (release, reload, again) in sorted(self.placed.items())
+        }
+
+    def actions(self) -> Steps:
+        """Return what is done at each moment, as the plan with these `transfers` has it."""
+        moments, calls = self.profile.moments, list[Call]()
+        for k, (release, reload, again) in self.placed.items():
+            of = self.profile.candidates[k]
+            use, chunk = moments[of.use], of.chunk
+            calls += (
+                (moments[of.saved], 2, use, chunk),
+                (moments[release], 0, use, chunk),
+                (moments[reload], 1, use, chunk),
+            )
+            if again >= 0:
+                calls += (moments[of.trimmed], 0, use, chunk), (moments[again], 1, moments[of.last], chunk)
+        return actions_at(calls)
+
+    def copy(self) -> RankPlacement:
+        """Return a placement that can be changed without changing this one."""
+        return RankPlacement(self.profile, list(self.needs), dict(self.placed))
+
+    def add(self, nbytes: int, start: int, stop: int) -> None:
+        """Count bytes from one moment to another."""
+        needs = self.needs
+        for m in range(start, stop):
+            needs[m] += nbytes
+
+    def remove(self, k: int) -> None:
+        """Keep a chunk on the device after all."""
+        of = self.profile.candidates[k]
+        release, reload, again = self.placed.pop(k)
+        self.add(of.nbytes, release, reload)
+        if of.split:
+            self.add(of.nbytes - of.again_bytes, of.trimmed, of.gone)
+        if again >= 0:
+            self.add(of.again_bytes, of.trimmed, again)
+
+    def trim(self, limit: int) -> None:
+        """Keep all that need not be offloaded for a peak within a limit, the chunks that are idle longest last."""
+        when, candidates = self.profile.when, self.profile.candidates
+        idle = {k: when[reload] - when[release] for k, (release, reload, _) in self.placed.items()}
+        for k in sorted(self.placed, key=lambda k: (idle[k], k)):
+            of, (release, reload, again) = candidates[k], self.placed[k]
+            if max(self.needs[release:reload], default=0) + of.nbytes > limit:
+                continue
+            if of.split:
+                more = of.nbytes - of.again_bytes
+                until = max(again, of.trimmed)
+                if max(self.needs[of.trimmed : until], default=0) + of.nbytes > limit:
+                    continue
+                if max(self.needs[until : of.gone], default=0) + more > limit:
+                    continue
+            self.remove(k)
+
+
+def place_rank(
+    profile: RankProfile,
+    chosen: Collection[int],
+    again: Collection[int] = (),
+    limit: float = inf,
+    *,
+    margin: float = 0.05,
+    max_inflight: int | None = None,
+) -> RankPlacement:
+    """Return where to release and reload chosen chunks.
+
+    A chunk is released at the first moment where its copy is expected to be done, and earlier where memory would exceed
+    the limit.  It is reloaded as late as the link allows, and later where memory would exceed the limit.  What would
+    only be reloaded at once is kept.
+
+    Parameters
+    ----------
+    profile : RankProfile
+        The rank.
+    chosen : collection of int
+        Positions of the candidates to offload.
+    again : collection of int
+        Those of them that are freed between their two backwards.
+    limit : float
+        Bytes of device memory.  The peak may exceed it if no placement of these chunks fits.
+    margin : float
+        Part of the time of each copy by which it is expected to be late.
+    max_inflight : int, optional
+        A chunk is kept if so many others are being copied to the host when its forward starts.
+    """
+    run = _Run(profile, margin, limit, RankPlacement(profile, []))
+    latest = run.latest_reloads(chosen, again)
+    releases = run.releases(sorted(chosen), latest, max_inflight)
+    if limit < inf:
+        run.force(releases)
+    run.finish(releases, latest)
+    return run.placement
+
+
+@dataclass(slots=True)
+class _Run:
+    profile: RankProfile
+    margin: float
+    limit: float
+    placement: RankPlacement
+    first_reload: float = inf
+    done: dict[int, float] = field(default_factory=dict)
+
+    def latest_reloads(self, chosen: Collection[int], again: Collection[int]) -> dict[tuple[int, bool], int]:
+        """Return the last moment at which the first and the second reload of each chunk can start without a stall."""
+        profile, margin, free = self.profile, self.margin, inf
+        when, candidates = profile.when, profile.candidates
+        calls = [(candidates[k].use, k, False) for k in chosen]
+        calls += [(candidates[k].last, k, True) for k in again if candidates[k].split]
+        latest = {}
+        for use, k, second in sorted(calls, reverse=True):
+            of = candidates[k]
+            seconds, ahead = (of.again, of.again) if second else (of.back, of.ahead)
+            if when[use] <= profile.last_forward:
+                slow = self._slow()
+                seconds, ahead = seconds * slow, ahead + seconds * (slow - 1)
+            free = min(when[use] - ahead - margin * seconds, free - (1 + margin) * seconds)
+            m = min(bisect_right(when, free) - 1, use)
+            latest[k, second] = self._before(m) if m >= 0 else -1
+            self.first_reload = min(self.first_reload, free)
+        return latest
+
+    def _slow(self) -> float:
+        """Return how many times longer copies take while both directions are busy."""
+        link = self.profile.link
+        return max((link.d2h + link.h2d) / link.both, 1.0) if link.both is not None else 1.0
+
+    def _before(self, m: int) -> int:
+        while not self.profile.allowed[m]:
+            m -= 1
+        return m
+
+    def _behind(self, m: int) -> int:
+        while not self.profile.allowed[m]:
+            m += 1
+        return m
+
+    def releases(
+        self, chosen: list[int], latest: dict[tuple[int, bool], int], max_inflight: int | None
+    ) -> dict[int, int]:
+        """Return the first moment at which the copies of each chunk are done; where a limit may force it, any chunk."""
+        profile, margin, queue, slow = self.profile, self.margin, 0.0, self._slow()
+        when, found, ends = profile.when, dict[int, int](), list[float]()
+        for k in chosen:
+            of = profile.candidates[k]
+            ends = [end for end in ends if end > of.start] if max_inflight is not None else ends
+            if max_inflight is not None and len(ends) >= max_inflight:
+                continue
+            factor = slow if of.start >= self.first_reload else 1.0
+            done = max(max(queue, of.start + of.out_ready) + of.out * factor, of.start + of.out_after)
+            m = bisect_left(when, done + margin * of.out * factor, of.saved + 1)
+            m = self._behind(m) if m < of.use else of.use
+            if self.limit == inf and m >= latest[k, False]:
+                continue  # used too soon
+            found[k], self.done[k], queue = m, done, done
+            ends.append(done)
+        return found
+
+    def force(self, releases: dict[int, int]) -> None:
+        """Release chunks earlier where memory would exceed the limit: those first that are copied first."""
+        candidates, needs = self.profile.candidates, self._needs(releases)
+        waiting = sorted(releases, key=lambda k: candidates[k].saved)
+        for m, need in enumerate(needs):
+            need = needs[m]
+            if need <= self.limit or not self.profile.allowed[m]:
+                continue
+            for k in waiting:
+                of = candidates[k]
+                if of.saved < m < releases[k]:
+                    for at in range(m, min(releases[k], of.use)):
+                        needs[at] -= of.nbytes
+                    releases[k] = m
+                    if needs[m] <= self.limit:
+                        break
+            waiting = [k for k in waiting if releases[k] > m]
+
+    def _needs(self, releases: dict[int, int]) -> list[int]:
+        """Return the bytes from each moment to the next if all reloads are as late as can be."""
+        change = [0] * (len(self.profile.needs) + 1)
+        for k, release in releases.items():
+            of = self.profile.candidates[k]
+            change[release] -= of.nbytes
+            change[max(of.use, release)] += of.nbytes
+            self._trimmed(change, of)
+        return [need + less for need, less in zip(self.profile.needs, accumulate(change), strict=False)]
+
+    @staticmethod
+    def _trimmed(change: list[int], of: Candidate) -> None:
+        if of.split:
+            change[of.trimmed] -= of.nbytes - of.again_bytes
+            change[of.gone] += of.nbytes - of.again_bytes
+
+    def finish(self, releases: dict[int, int], latest: dict[tuple[int, bool], int]) -> None:
+        """Place the reloads, no later than they must be and no earlier than memory allows."""
+        profile, limit, placed = self.profile, self.limit, self.placement.placed
+        used = {k: m for k, m in releases.items() if m < profile.candidates[k].use}
+        needs = self.placement.needs = self._needs(used)
+        before = 0
+        for k in sorted(used, key=lambda k: profile.candidates[k].use):
+            of, reload = profile.candidates[k], profile.candidates[k].use
+            earliest = max(latest[k, False], used[k], before)
+            if limit == inf:
+                reload = earliest
+            else:
+                while reload > earliest and needs[reload - 1] + of.nbytes <= limit:
+                    reload -= 1
+                reload = self._behind(reload)
+            for m in range(reload, of.use):
+                needs[m] += of.nbytes
+            before = reload
+            placed[k] = used[k], reload, -1
+        for k, (release, reload, _) in list(placed.items()):
+            if not any(profile.runs[release:reload]):  # released for nothing
+                reload = max(release, reload)
+                placed[k] = release, reload, -1
+                self.placement.remove(k)
+            else:
+                self._again(k, latest)
+
+    def _again(self, k: int, latest: dict[tuple[int, bool], int]) -> None:
+        """Free a chunk between its two backwards, if there is time."""
+        of, m = self.profile.candidates[k], latest.get((k, True), -1)
+        if m > of.trimmed and self.profile.moments[m].step > self.profile.moments[of.trimmed].step:
+            release, reload, _ = self.placement.placed[k]
+            self.placement.placed[k] = release, reload, m
+            self.placement.add(-of.again_bytes, of.trimmed, m)

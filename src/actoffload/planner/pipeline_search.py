@@ -1,0 +1,299 @@
+"""Choose what every rank of a pipeline offloads: what levels their peaks at no cost in time, or within a budget."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from math import inf
+
+from .._arguments import check_bytes, check_fraction, check_whole
+from ..schedule.costs import Link
+from ..schedule.pipeline import StageCost, Step
+from ..schedule.pipeline_plan import PipelinePlan
+from ..schedule.pipeline_rank import Steps
+from ..schedule.pipeline_results import RankSimulation
+from ..schedule.pipeline_simulation import Pipeline
+from ..schedule.timeline import size
+from .pipeline_choices import Knobs, RankChoices
+from .pipeline_placement import RankPlacement
+from .pipeline_profile import RankProfile
+from .pipeline_recomputation import StageVariants, Ways, recomputed, saved_by, upgrades
+
+__all__ = ["plan_pipeline"]
+
+MARGINS = 0.05, 0.15, 0.3, 0.6
+"""Parts of the time of a copy by which it is expected to be late; the next is tried if the simulation stalls."""
+
+FREE = 0.002
+"""Part of the step by which a plan without a cost may take longer."""
+
+EXTENTS = 10
+"""Extents of recomputation that are tried."""
+
+QUICK, ALL = 4, 12
+"""Numbers of groups that are tried for a limit."""
+
+PRECISION = 64
+"""The level of the peaks is found within this part of it."""
+
+COSTS = "No plan of this rank"
+
+
+def plan_pipeline(
+    orders: Sequence[Sequence[Step]],
+    stages: Sequence[StageCost],
+    link: Link,
+    *,
+    names: Mapping[int, Sequence[str]] | None = None,
+    fraction: float | None = None,
+    delta_bytes_per_rank: int | None = None,
+    max_inflight: int | None = None,
+    memory_budget: int | Sequence[int] | None = None,
+    variants: StageVariants | None = None,
+    send_latency: float = 0.0,
+    send_bandwidth: float = inf,
+) -> tuple[PipelinePlan, ...]:
+    """Return what each rank of a pipeline offloads, and when.
+
+    By default each rank offloads the least that levels the peaks of all ranks as low as is possible without a cost in
+    time: a rank that needs less memory than the level offloads nothing.
+
+    Parameters
+    ----------
+    orders, stages, link, send_latency, send_bandwidth
+        As in `simulate_pipeline`.
+    names : mapping of int to sequence of str, optional
+        Names of the groups of each stage; by default their numbers.
+    fraction : float, optional
+        Fraction of the bytes of each microbatch to offload, if there is time to copy them.  The peaks are not leveled
+        then.
+    delta_bytes_per_rank : int, optional
+        Of each microbatch rank `r` offloads at least ``r * delta_bytes_per_rank`` bytes less than all, or than
+        `fraction`.  The peaks are not leveled then.
+    max_inflight : int, optional
+        Groups that are copied to the host at a time, at most; what would be one more is kept.
+    memory_budget : int or sequence of int, optional
+        Bytes of device memory of each rank.  Each rank offloads the least that keeps within it, at a cost in time if
+        there is no other way.
+    variants : mapping, optional
+        Ways to run the groups with recomputation, the first without; they are used only where a budget cannot be
+        reached without a cost in time, and only if they cost less.
+
+    Returns
+    -------
+    tuple of PipelinePlan
+        One for each rank, the same on every rank that calls this with the same arguments.  If a rank cannot keep
+        within its budget, its plan has the smallest peak that was found, and `PipelinePlan.because` says so.
+
+    Examples
+    --------
+    >>> from actoffload.planner import plan_pipeline
+    >>> from actoffload.schedule import LayerCost, Link, StageCost, one_f_one_b
+    >>> group = LayerCost.even(2**28, forward=0.010, backward=0.020)
+    >>> orders = one_f_one_b(ranks=4, microbatches=16)
+    >>> plans = plan_pipeline(orders, [StageCost((group,) * 4)] * 4, Link(d2h=10e9, h2d=10e9))
+    >>> [plan.peak_bytes >> 20 for plan in plans]  # MiB; without offloading 4096, 3072, 2048 and 1024
+    [2048, 2048, 2048, 1024]
+    """
+    check_whole(optional=True, max_inflight=max_inflight)
+    check_bytes(optional=True, delta_bytes_per_rank=delta_bytes_per_rank)
+    if max_inflight is not None and max_inflight < 1:
+        raise ValueError(f"max_inflight is {max_inflight}; expected a number of groups, at least 1.")
+    if fraction is not None:
+        check_fraction(fraction)
+    budgets: Sequence[int | None]
+    budgets = memory_budget if isinstance(memory_budget, Sequence) else [memory_budget] * len(orders)
+    if len(budgets) != len(orders):
+        raise ValueError(f"memory_budget has {len(budgets)} entries for {len(orders)} ranks; give one for each.")
+    for budget in budgets:
+        check_bytes(optional=True, memory_budget=budget)
+    run = partial(Pipeline, orders, link=link, send_latency=send_latency, send_bandwidth=send_bandwidth)
+    knobs = Knobs(fraction, delta_bytes_per_rank, max_inflight)
+    search = _Search(orders, stages, run, knobs, variants or {})
+    search.recompute(budgets)
+    return search.plans(search.best(budgets), names or {})
+
+
+Chosen = tuple[RankPlacement, str]
+"""What a rank does, and why."""
+
+
+class _Search:
+    """The ranks, and their stages as they are run."""
+
+    def __init__(
+        self,
+        orders: Sequence[Sequence[Step]],
+        stages: Sequence[StageCost],
+        run: Callable[[Sequence[StageCost]], Pipeline],
+        knobs: Knobs,
+        variants: StageVariants,
+    ) -> None:
+        self.orders, self.plain, self.run = [tuple(order) for order in orders], tuple(stages), run
+        self.knobs, self.variants = knobs, variants
+        self.ways: Ways = {}
+        self._use(self.ways)
+        self.baseline_seconds = self.seconds
+
+    def _use(self, ways: Ways) -> None:
+        """Run the pipeline without offloading, with groups recomputed in some ways."""
+        self.ways, self.stages = ways, recomputed(self.plain, self.variants, ways)
+        self.pipeline = self.run(self.stages)
+        ranks = self.pipeline.run([{}] * len(self.orders))
+        self.seconds = max((rank.end for rank in ranks), default=0.0)
+        self.profiles = [
+            RankProfile.of(order, of.starts, self.pipeline.times, self.pipeline.link)
+            for order, of in zip(self.orders, ranks, strict=True)
+        ]
+
+    def _choices(self, rank: int, margin: float = MARGINS[0]) -> RankChoices:
+        return RankChoices(self.profiles[rank], rank, self.knobs, margin)
+
+    def recompute(self, budgets: Sequence[int | None]) -> None:
+        """Recompute groups of the ranks that can reach their budgets so at a lower cost than by offloading alone."""
+        for rank, budget in enumerate(budgets):
+            before = self.ways
+            steps = upgrades(self.variants, {step.stage for step in self.orders[rank]})
+            if budget is None or len(steps) == 1:
+                continue
+            best, least = before, inf
+            some = max((len(steps) - 1) // EXTENTS, 1)
+            for ways in (steps[0], *steps[1:-1:some], steps[-1]):
+                self._use({**before, **ways})
+                if self.seconds >= least:
+                    break
+                seconds = self._seconds(rank, budget)
+                if seconds < least:
+                    best, least = self.ways, seconds
+            self._use(best if least < inf else {**before, **steps[-1]})
+
+    def _seconds(self, rank: int, budget: int) -> float:
+        """Return the time of a step in which one rank keeps within its budget; infinite if it cannot."""
+        choices = self._choices(rank)
+        if choices.free(choices.lowest()).peak_bytes <= budget:
+            return self.seconds
+        found = choices.within(budget, partial(self._alone, rank), self.allowed)
+        return inf if found is None else found[1]
+
+    def _alone(self, rank: int, placement: RankPlacement) -> float:
+        """Return the time of a step in which one rank offloads."""
+        actions: list[Steps] = [{} for _ in self.orders]
+        actions[rank] = placement.actions()
+        return max(of.end for of in self.pipeline.run(actions))
+
+    @property
+    def allowed(self) -> float:
+        """Seconds that a step may take without a cost."""
+        return self.seconds * (1 + FREE)
+
+    def best(self, budgets: Sequence[int | None]) -> list[Chosen]:
+        """Return what each rank does, and why; with more room for delays of copies if the simulation takes longer."""
+        found: list[Chosen] = []
+        for margin in MARGINS:
+            ranks = [self._choices(rank, margin) for rank in range(len(self.orders))]
+            free = [of.everything() if self.knobs.given else of.free(of.lowest()) for of in ranks]
+            found = self._leveled(ranks, free, budgets)
+            for of, lowest, budget in zip(ranks, free, budgets, strict=True):
+                if budget is not None:
+                    found[of.rank] = self._within(of, lowest, budget)
+            if any(because.startswith(COSTS) for _, because in found) or self._simulated(found)[1] <= self.allowed:
+                return found
+        return self._without_stalls(found, budgets)
+
+    def _without_stalls(self, found: list[Chosen], budgets: Sequence[int | None]) -> list[Chosen]:
+        """Let ranks without a budget offload nothing, those that wait longest first, until there is no cost."""
+        while True:
+            ranks, seconds = self._simulated(found)
+            offloading = [k for k, budget in enumerate(budgets) if budget is None and found[k][0].placed]
+            if seconds <= self.allowed or not offloading:
+                return found
+            worst = max(offloading, key=lambda k: ranks[k].stall_seconds)
+            profile = self.profiles[worst]
+            found[worst] = RankPlacement(profile, list(profile.needs)), "Offloading would cost time here."
+
+    def _leveled(
+        self, ranks: Sequence[RankChoices], free: Sequence[RankPlacement], budgets: Sequence[int | None]
+    ) -> list[Chosen]:
+        """Return what the ranks without a budget do for the lowest peak that all of them reach at no cost.
+
+        Where a rank waits for another one, it can as well wait for its copies.
+        """
+        if self.knobs.given:
+            return [(of, "") for of in free]
+        mine = [(rank, of) for rank, of, budget in zip(ranks, free, budgets, strict=True) if budget is None]
+        high = max((of.peak_bytes for _, of in mine), default=0)
+        low = max((rank.smallest().peak_bytes for rank, _ in mine), default=0)
+        found = self._at(mine, high) or []
+        while high - low > max(high // PRECISION, 1):
+            middle = (low + high) // 2
+            lower = self._at(mine, middle)
+            if lower is None or self._simulated(lower)[1] > self.allowed:
+                low = middle
+            else:
+                found, high = lower, max(placement.peak_bytes for placement, _ in lower)
+        return [(placement, f"No rank needs more than {size(high)}.") for placement, _ in found]
+
+    def _at(self, ranks: Sequence[tuple[RankChoices, RankPlacement]], level: int) -> list[Chosen] | None:
+        """Return what ranks do for a peak within a level, or None if one of them cannot without a cost."""
+        found: list[Chosen] = [(RankPlacement(profile, [0]), "") for profile in self.profiles]
+        for rank, free in sorted(ranks, key=lambda of: -of[1].peak_bytes):
+            placement = self._without_cost(rank, free, level, QUICK)
+            if placement is None:
+                return None
+            found[rank.rank] = placement, ""
+        return found
+
+    def _without_cost(self, rank: RankChoices, free: RankPlacement, limit: int, trials: int) -> RankPlacement | None:
+        """Return the placement of a rank within a limit, or None if none without a cost in time is found."""
+        if free.peak_bytes <= limit:
+            return rank.reaching(limit)
+        found = rank.within(limit, partial(self._alone, rank.rank), self.allowed, trials)
+        return found[0] if found is not None and found[1] <= self.allowed else None
+
+    def _within(self, rank: RankChoices, free: RankPlacement, budget: int) -> Chosen:
+        """Return what a rank with a budget does, and why."""
+        if self.knobs.given and free.peak_bytes <= budget:
+            return free, ""
+        placement = self._without_cost(rank, free, budget, ALL)
+        if placement is not None:
+            return placement, ""
+        found = rank.within(budget, partial(self._alone, rank.rank), self.allowed)
+        if found is None:
+            because = f"{COSTS} is within the limit of {size(budget)}; this one has the smallest peak."
+            return rank.smallest(), because
+        return found[0], f"{COSTS} without a cost in time is within the limit of {size(budget)}."
+
+    def _simulated(self, found: Sequence[Chosen]) -> tuple[Sequence[RankSimulation], float]:
+        ranks = self.pipeline.run([placement.actions() for placement, _ in found])
+        return ranks, max((rank.end for rank in ranks), default=0.0)
+
+    def _plan(
+        self, rank: int, placement: RankPlacement, names: Mapping[int, Sequence[str]] | None = None
+    ) -> PipelinePlan:
+        mine = sorted({step.stage for step in self.orders[rank]})
+        saves = saved_by(self.stages, self.variants, self.ways)
+        numbers = {stage: tuple(map(str, range(len(self.stages[stage].groups)))) for stage in mine}
+        return PipelinePlan(
+            rank,
+            self.orders[rank],
+            {stage: tuple((names or {}).get(stage, numbers[stage])) for stage in mine},
+            placement.transfers(),
+            {stage: bool(self.stages[stage].splits) for stage in mine},
+            {stage: tuple(cost.nbytes for cost in self.stages[stage].groups) for stage in mine},
+            {stage: saves[stage] for stage in mine if stage in saves},
+        )
+
+    def plans(self, found: Sequence[Chosen], names: Mapping[int, Sequence[str]]) -> tuple[PipelinePlan, ...]:
+        """Return the plans with what they are expected to cost."""
+        ranks, seconds = self._simulated(found)
+        return tuple(
+            replace(
+                self._plan(number, placement, names),
+                seconds=seconds,
+                baseline_seconds=self.baseline_seconds,
+                peak_bytes=ranks[number].device_peak_bytes,
+                because=because,
+            )
+            for number, (placement, because) in enumerate(found)
+        )

@@ -1,0 +1,232 @@
+"""The steps of a rank of a pipeline, what its stages cost, and what is done with what a group saves."""
+
+from __future__ import annotations
+
+import enum
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from .costs import LayerCost
+from .plan import Do
+
+__all__ = [
+    "Chunk",
+    "ChunkAction",
+    "Computation",
+    "Moment",
+    "SplitCost",
+    "StageCost",
+    "Step",
+    "Transfer",
+    "used_in",
+]
+
+
+class Computation(enum.Enum):
+    """What a rank computes for one microbatch of one of its stages, with the letters that PyTorch uses."""
+
+    FORWARD = "F"
+    BACKWARD = "B"
+    BACKWARD_INPUT = "I"
+    BACKWARD_WEIGHT = "W"
+
+    __hash__ = object.__hash__  # that of an enumeration hashes the name each time
+
+
+class Step(NamedTuple):
+    """One computation of a rank: ``Step(2, Computation.FORWARD, 0)`` is printed as ``2F0``."""
+
+    stage: int
+    computation: Computation
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.computation.value}{self.microbatch}"
+
+    @staticmethod
+    def parse(text: str) -> Step:
+        """Return the step of a text such as ``2F0``.
+
+        Raises
+        ------
+        ValueError
+            If the text is no forward or backward of a microbatch.
+        """
+        match = re.fullmatch(r"(\d+)([FBIW])(\d+)", text)
+        if match is None:
+            raise ValueError(f"{text!r} is no step of a pipeline; expected a stage, F, B, I or W, and a microbatch.")
+        return Step(int(match[1]), Computation(match[2]), int(match[3]))
+
+
+class Chunk(NamedTuple):
+    """What one group of a stage saves in the forward of one microbatch; it is offloaded and reloaded as a whole."""
+
+    stage: int
+    microbatch: int
+    group: int
+
+    def __str__(self) -> str:
+        return f"group {self.group} of stage {self.stage}, microbatch {self.microbatch}"
+
+
+@dataclass(frozen=True, slots=True)
+class SplitCost:
+    """How the backward of a group is split into that of its inputs and that of its weights.
+
+    Parameters
+    ----------
+    input_seconds, weight_seconds : float
+        Seconds of compute of each.
+    kept : int
+        Bytes that the weight backward needs again; at most the bytes that the group saves.
+    """
+
+    input_seconds: float
+    weight_seconds: float
+    kept: int
+
+
+@dataclass(frozen=True, slots=True)
+class StageCost:
+    """What one microbatch costs on a stage.
+
+    Parameters
+    ----------
+    groups : tuple of LayerCost
+        The groups of the stage, in order of the forward.  Gaps are compute between them; `LayerCost.other_bytes` is not
+        read.
+    splits : tuple of SplitCost
+        For each group, if its backward can be split.  If empty, the input backward computes nothing and the weight
+        backward is the full backward, as on PyTorch's first stage.
+    boundary_bytes : int
+        Bytes of the stage's input and output, unless they are among what the groups save, that are kept from the start
+        of a microbatch's forward to the end of its full or weight backward.
+    sent_forward, sent_backward : int
+        Bytes of the output that are sent to the next stage, and of the gradient that is sent to the previous one.
+    other_bytes : int
+        Bytes that are always on the device: weights, gradients, the state of the optimizer.
+
+    Raises
+    ------
+    ValueError
+        If there are splits, but not one for each group, or a number is negative.
+    """
+
+    groups: tuple[LayerCost, ...]
+    splits: tuple[SplitCost, ...] = ()
+    boundary_bytes: int = 0
+    sent_forward: int = 0
+    sent_backward: int = 0
+    other_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "groups", tuple(self.groups))
+        object.__setattr__(self, "splits", tuple(self.splits))
+        if self.splits and len(self.splits) != len(self.groups):
+            raise ValueError(f"There are {len(self.splits)} splits for {len(self.groups)} groups; give one for each.")
+        for cost, split in zip(self.groups, self.splits, strict=False):
+            if not (split.input_seconds >= 0 and split.weight_seconds >= 0 and 0 <= split.kept <= cost.nbytes):
+                raise ValueError(f"{split} is not a split of a group that saves {cost.nbytes} bytes.")
+        for name in ("boundary_bytes", "sent_forward", "sent_backward", "other_bytes"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} is {getattr(self, name)}; expected bytes, 0 or more.")
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that all groups save in one forward."""
+        return sum(cost.nbytes for cost in self.groups)
+
+
+class Moment(NamedTuple):
+    """When a rank can act; moments are ordered as they come.
+
+    Parameters
+    ----------
+    step : int
+        Position in the order of the rank.
+    position : int
+        Position in the step, in the order of execution: the start of the first group that runs in it is 0, and the end
+        of a step with `n` groups is `n`.  Backward runs the groups in reverse order, so position 0 is where it comes to
+        the last group.  A weight backward has only two moments, 0 and `n`.
+    """
+
+    step: int
+    position: int
+
+
+class ChunkAction(NamedTuple):
+    """An action on one chunk: ``ChunkAction(Do.RELOAD, Chunk(0, 3, 1))``."""
+
+    do: Do
+    chunk: Chunk
+
+    def __str__(self) -> str:
+        return f"{self.do.value} {self.chunk}"
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """When the memory of an offloaded chunk is freed and allocated again; its copy starts as its tensors are saved.
+
+    Parameters
+    ----------
+    release : Moment
+        Compute waits for the copy to the host, and the device memory is freed.
+    reload : Moment
+        Device memory is allocated, and the copies to the device are queued.
+    reload_again : Moment, optional
+        For a backward that is split: the memory is freed at the end of the input backward, and what the weight
+        backward needs is reloaded at this moment.  None keeps it on the device between the two.
+    """
+
+    release: Moment
+    reload: Moment
+    reload_again: Moment | None = None
+
+
+def used_in(order: Sequence[Step], splits: Mapping[int, bool]) -> dict[tuple[int, int], tuple[int, int, int]]:
+    """Return where the tensors of each microbatch of each stage are saved and used, as positions in the order.
+
+    Parameters
+    ----------
+    order : sequence of Step
+        What a rank computes.
+    splits : mapping of int to bool
+        Whether the input backward of a stage uses its tensors; False on a stage without `StageCost.splits`.
+
+    Returns
+    -------
+    dict
+        For each stage and microbatch: the step of its forward, the first step that uses its tensors, and the last.
+
+    Raises
+    ------
+    ValueError
+        If a computation comes twice, has no forward before it, or a forward has no full backward after it.
+    """
+    found: dict[Step, int] = {}
+    for k, step in enumerate(order):
+        if step in found:
+            raise ValueError(f"The order has the step {step} twice; each computation comes once.")
+        found[step] = k
+    result = {}
+    for step, forward in found.items():
+        if step.computation is not Computation.FORWARD:
+            if Step(step.stage, Computation.FORWARD, step.microbatch) not in found:
+                raise ValueError(f"The order has the step {step} without a forward of that microbatch.")
+            continue
+        full, first, last = (
+            found.get(step._replace(computation=each))
+            for each in (Computation.BACKWARD, Computation.BACKWARD_INPUT, Computation.BACKWARD_WEIGHT)
+        )
+        if full is not None and first is None and last is None:
+            first = last = full
+        if first is None or last is None or not forward < first <= last:
+            raise ValueError(
+                f"After the step {step} the order needs one full backward of that microbatch, or one of its inputs and "
+                "then one of its weights."
+            )
+        result[step.stage, step.microbatch] = forward, first if full or splits[step.stage] else last, last
+    return result

@@ -1,0 +1,318 @@
+"""The plan of one rank of a pipeline: what is offloaded, when it is freed and when it is reloaded.
+
+The runtime executes a `PipelinePlan` on tensors, and `simulate_pipeline` predicts what it costs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from tabulate import SEPARATING_LINE, tabulate
+
+from .pipeline import Chunk, ChunkAction, Computation, Moment, Step, Transfer, used_in
+from .plan import Do
+from .timeline import mebibytes, milliseconds
+
+__all__ = ["Call", "PipelinePlan", "actions_at"]
+
+FORMAT, VERSION = "actoffload pipeline plan", 1
+KINDS = Do.RELEASE, Do.RELOAD, Do.OFFLOAD  # in the order in which they are done at one moment
+Call = tuple[Moment, int, Moment, Chunk]
+"""Moment, position in `KINDS`, and the chunk after the moment at which it is used."""
+NOTHING: dict[int, tuple[ChunkAction, ...]] = {}
+WRITTEN = "seconds", "baseline_seconds", "peak_bytes", "because"  # as they are
+
+
+@dataclass(frozen=True)
+class PipelinePlan:
+    """What one rank of a pipeline offloads, and when; ``print`` gives a table by stage and group.
+
+    Parameters
+    ----------
+    rank : int
+        The rank of the pipeline.
+    order : tuple of Step
+        What it computes, in order.
+    names : mapping of int to tuple of str
+        The groups of each of its stages.
+    transfers : mapping of Chunk to Transfer
+        What is offloaded.  All else is kept.
+    splits : mapping of int to bool
+        For each stage whether an input backward uses its tensors.  Stages that are not named have no split.
+    nbytes : mapping of int to tuple of int
+        Bytes that each group saves and that could be offloaded; empty if not known.
+    saves : mapping of int to tuple
+        For each stage and group None if the group is not recomputed, otherwise the names of the operators whose outputs
+        are saved.  Stages that are not named are not recomputed.
+    seconds, baseline_seconds : float, optional
+        Expected time of a step of the schedule, and without offloading.
+    peak_bytes : int, optional
+        Expected peak of device memory of this rank.
+    because : str
+        One sentence on why this plan was chosen; may be empty.
+
+    Raises
+    ------
+    ValueError
+        If a chunk does not exist, or its moments are out of order.
+
+    Notes
+    -----
+    Bytes are counted so, by the runtime on the reference device and by the simulation:
+
+    - A saved tensor occupies its bytes from where forward saves it.
+    - `Transfer.release` frees all of a chunk at that moment, after compute has waited for the copy.
+    - `Transfer.reload` occupies all of it at that moment, when the copies are queued.  Copies back run in the order of
+      the moments; at the same moment in the order in which the chunks are used.
+    - A full backward frees a tensor when it needs the next one of the group, and the last one where it comes to the
+      next group or ends.  A group whose backward unpacks all at once is freed there as a whole.
+    - An input backward of a stage with a split frees nothing before it ends, because autograd keeps the graph.  At its
+      end an offloaded chunk frees the bytes that the weight backward does not need; with `reload_again` it frees all
+      bytes, and the bytes of `SplitCost.kept` are occupied again at that moment.  Everything else is freed at the end
+      of the weight backward.
+    - At one moment releases come first, then reloads, then the group starts.  At the end of a step the bytes of its
+      last group are freed before that.
+    - `StageCost.boundary_bytes` are occupied from the start of a forward to the end of its full or weight backward.
+    """
+
+    rank: int
+    order: tuple[Step, ...]
+    names: Mapping[int, tuple[str, ...]]
+    transfers: Mapping[Chunk, Transfer] = field(default_factory=dict)
+    splits: Mapping[int, bool] = field(default_factory=dict)
+    nbytes: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    saves: Mapping[int, tuple[tuple[str, ...] | None, ...]] = field(default_factory=dict)
+    seconds: float | None = None
+    baseline_seconds: float | None = None
+    peak_bytes: int | None = None
+    because: str = ""
+    actions: dict[int, dict[int, tuple[ChunkAction, ...]]] = field(init=False, repr=False, compare=False)
+    _uses: dict[tuple[int, int], tuple[int, int, int]] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "order", tuple(self.order))
+        for name in ("names", "transfers", "nbytes", "saves"):
+            object.__setattr__(self, name, MappingProxyType(dict(getattr(self, name))))
+        splits = {stage: bool(self.splits.get(stage, False)) for stage in self.names}
+        object.__setattr__(self, "splits", MappingProxyType(splits))
+        unknown = {step.stage for step in self.order} - set(self.names)
+        if unknown:
+            raise ValueError(f"The order has steps of stage {min(unknown)}, but names has no groups of that stage.")
+        object.__setattr__(self, "_uses", used_in(self.order, splits))
+        for chunk, transfer in self.transfers.items():
+            problem = self._problem(chunk, transfer)
+            if problem:
+                raise ValueError(f"The plan offloads {chunk}, but {problem}.")
+        object.__setattr__(self, "actions", self._by_moment())
+
+    def __reduce__(self) -> tuple[object, ...]:
+        values = {each.name: getattr(self, each.name) for each in fields(self) if each.init}
+        plain: dict[str, Any] = {
+            name: dict(value) if isinstance(value, MappingProxyType) else value for name, value in values.items()
+        }
+        return partial(PipelinePlan, **plain), ()
+
+    def at(self, moment: Moment) -> tuple[ChunkAction, ...]:
+        """Return what is done at a moment, in order; empty for most."""
+        return self.actions.get(moment[0], NOTHING).get(moment[1], ())
+
+    def position(self, step: int, group: int) -> Moment:
+        """Return the moment at which a group starts in a step: its forward, or where backward comes to it."""
+        at = self.order[step]
+        if at.computation is Computation.FORWARD:
+            return Moment(step, group)
+        return Moment(step, len(self.names[at.stage]) - 1 - group)
+
+    def end(self, step: int) -> Moment:
+        """Return the moment at which a step ends."""
+        return Moment(step, len(self.names[self.order[step].stage]))
+
+    def uses(self, stage: int, microbatch: int) -> tuple[int, int, int]:
+        """Return the step that saves the tensors of a microbatch, the first that uses them and the last."""
+        return self._uses[stage, microbatch]
+
+    @property
+    def offloaded_bytes(self) -> int:
+        """Bytes that are offloaded in one step of the schedule; 0 if sizes are not known."""
+        return sum(self.nbytes[chunk.stage][chunk.group] for chunk in self.transfers if chunk.stage in self.nbytes)
+
+    def first_use(self, chunk: Chunk) -> Moment:
+        """Return the moment at which a backward first comes to a chunk."""
+        return self._use(chunk, 1)
+
+    def last_use(self, chunk: Chunk) -> Moment:
+        """Return the moment at which the last backward that uses a chunk comes to it."""
+        return self._use(chunk, 2)
+
+    def _use(self, chunk: Chunk, which: int) -> Moment:
+        uses = self._uses[chunk.stage, chunk.microbatch]
+        if which == 2 and uses[1] != uses[2]:
+            return Moment(uses[2], 0)  # a weight backward starts as a whole
+        return self.position(uses[which], chunk.group)
+
+    def _problem(self, chunk: Chunk, transfer: Transfer) -> str:
+        """Return what is wrong with a transfer; empty if nothing is."""
+        if (chunk.stage, chunk.microbatch) not in self._uses or not 0 <= chunk.group < len(self.names[chunk.stage]):
+            return "this rank does not compute that"
+        saved = self.position(self._uses[chunk.stage, chunk.microbatch][0], chunk.group)
+        if not saved < transfer.release:
+            return "frees it before its forward has ended"
+        if not transfer.release <= transfer.reload <= self.first_use(chunk):
+            return "reloads it before it is freed, or after it is used"
+        again, first, last = transfer.reload_again, self.first_use(chunk), self.last_use(chunk)
+        if again is not None and not first.step < again.step <= last.step:
+            return "reloads it again outside of the time between its two backwards"
+        if again is not None and again > last:
+            return "reloads it again after it is used"
+        for moment in filter(None, (transfer.release, transfer.reload, again)):
+            if not 0 <= moment.position <= self.end(moment.step).position:
+                return f"{self.order[moment.step]} has no position {moment.position}"
+        return ""
+
+    def _by_moment(self) -> dict[int, dict[int, tuple[ChunkAction, ...]]]:
+        """Return all actions by moment: releases, then reloads in the order in which they are used, then offloads."""
+        calls: list[Call] = []
+        for chunk, transfer in self.transfers.items():
+            first, saved = (
+                self.first_use(chunk),
+                self.position(self.uses(chunk.stage, chunk.microbatch)[0], chunk.group),
+            )
+            calls += (saved, 2, first, chunk), (transfer.release, 0, first, chunk), (transfer.reload, 1, first, chunk)
+            if transfer.reload_again is not None:
+                calls.append((self.end(first.step), 0, first, chunk))
+                calls.append((transfer.reload_again, 1, self.last_use(chunk), chunk))
+        return actions_at(calls)
+
+    def __str__(self) -> str:
+        rows, total = [], [0, 0]
+        for stage, names in self.names.items():
+            microbatches = sum(of == stage for of, _ in self._uses)
+            nbytes, saves = self.nbytes.get(stage) or (0,) * len(names), self.saves.get(stage, ())
+            for group, name in enumerate(names):
+                number = sum(chunk.stage == stage and chunk.group == group for chunk in self.transfers)
+                sizes = nbytes[group] * (microbatches - number), nbytes[group] * number
+                total = [before + size for before, size in zip(total, sizes, strict=True)]
+                recomputed = "yes" if saves and saves[group] is not None else "-"
+                rows.append([str(stage), name, f"{number} of {microbatches}", *map(_cell, sizes), recomputed])
+        rows += [[SEPARATING_LINE], ["", "", "", *map(_cell, total), ""]]
+        header = ["stage", "group", "microbatches offloaded", "kept", "offloaded", "recomputed"]
+        shown = len(header) if self.saves else len(header) - 1
+        align = ("right", "left", *["right"] * (shown - 2))
+        table = tabulate([row[:shown] for row in rows], header[:shown], disable_numparse=True, colalign=align)
+        return "\n\n".join(filter(None, (f"rank {self.rank}\n{table}", self._expected())))
+
+    def _expected(self) -> str:
+        parts = []
+        if self.peak_bytes is not None:
+            parts.append(f"peak {mebibytes(self.peak_bytes)}")
+        if self.seconds is not None:
+            beside = f", {milliseconds(self.baseline_seconds)} without offloading" if self.baseline_seconds else ""
+            parts.append(f"step {milliseconds(self.seconds)}{beside}")
+        expected = f"Expected: {'; '.join(parts)}." if parts else ""
+        return " ".join(filter(None, (expected, self.because)))
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan to a JSON file.
+
+        Parameters
+        ----------
+        path : str or path-like
+            Replaced if it exists.
+        """
+        content = {
+            "format": FORMAT,
+            "version": VERSION,
+            "rank": self.rank,
+            "order": [str(step) for step in self.order],
+            "stages": [
+                [stage, names, self.splits[stage], self.nbytes.get(stage), self.saves.get(stage)]
+                for stage, names in self.names.items()
+            ],
+            "transfers": [
+                [*chunk, transfer.release, transfer.reload, transfer.reload_again]
+                for chunk, transfer in self.transfers.items()
+            ],
+            **{name: getattr(self, name) for name in WRITTEN},
+        }
+        Path(path).write_text(json.dumps(content) + "\n", encoding="utf-8")
+
+    @staticmethod
+    def load(path: str | os.PathLike[str]) -> PipelinePlan:
+        """Read a plan from a file that `save` wrote.
+
+        Parameters
+        ----------
+        path : str or path-like
+            The file.
+
+        Raises
+        ------
+        FileNotFoundError
+            If there is no such file.
+        ValueError
+            If the file has no plan, or one of another version.
+        """
+        text = Path(path).read_bytes()
+        try:
+            return _read(json.loads(text))
+        except (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError) as error:
+            raise ValueError(
+                f"{path} is no pipeline plan that this version of actoffload can read ({error!r}); "
+                "write it with `plan.save(path)`."
+            ) from error
+
+
+def actions_at(calls: Iterable[Call]) -> dict[int, dict[int, tuple[ChunkAction, ...]]]:
+    """Return actions by step and position, in order."""
+    actions: dict[int, dict[int, tuple[ChunkAction, ...]]] = {}
+    for (step, position), kind, _, chunk in sorted(calls):
+        of = actions.setdefault(step, {})
+        of[position] = (*of.get(position, ()), ChunkAction(KINDS[kind], chunk))
+    return actions
+
+
+def _cell(nbytes: int) -> str:
+    return mebibytes(nbytes) if nbytes else "-"
+
+
+def _read(content: dict[str, Any]) -> PipelinePlan:
+    """Return the plan in the content of a file."""
+    if (content["format"], content["version"]) != (FORMAT, VERSION):
+        raise ValueError(f"expected {FORMAT} of version {VERSION}")
+
+    def moment(value: Any) -> Moment:
+        step, position = map(_integer, value)
+        return Moment(step, position)
+
+    stages = {_integer(stage): rest for stage, *rest in content["stages"]}
+    return PipelinePlan(
+        rank=_integer(content["rank"]),
+        order=tuple(Step.parse(text) for text in content["order"]),
+        names={stage: tuple(map(str, names)) for stage, (names, *_) in stages.items()},
+        transfers={
+            Chunk(*map(_integer, chunk)): Transfer(moment(release), moment(reload), again and moment(again))
+            for *chunk, release, reload, again in content["transfers"]
+        },
+        splits={stage: split is True for stage, (_, split, *_) in stages.items()},
+        nbytes={stage: tuple(map(_integer, sizes)) for stage, (_, _, sizes, _) in stages.items() if sizes is not None},
+        saves={
+            stage: tuple(None if of is None else tuple(map(str, of)) for of in saves)
+            for stage, (*_, saves) in stages.items()
+            if saves is not None
+        },
+        **{name: content[name] for name in WRITTEN},
+    )
+
+
+def _integer(value: Any) -> int:
+    """Return a number that is not negative."""
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{value!r} is no number that was expected")
+    return value

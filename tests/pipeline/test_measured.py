@@ -1,0 +1,190 @@
+"""A device whose virtual times count: costs are measured, and a step with the plan takes as long as it says."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import same_bits
+from pipeline_programs import MIN_BYTES, NAMES, SPLIT, Block, alone, block_bytes, make, train
+from torch import nn
+
+from actoffload import PipelineHandle, offload
+from actoffload.device import use
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "model"))
+
+from timed_device import Timed, TimedBlock
+
+KIB = 2**10
+MICROBATCHES, BLOCKS, SAVED = 8, 4, 4 * KIB
+MEASURED = 3  # steps
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _group() -> Iterator[None]:
+    with alone():
+        yield
+
+
+def run(
+    name: str, link: float, steps: int, memory: int | None = 2**20, **arguments: Any
+) -> tuple[PipelineHandle, list[tuple[float, int]], Timed]:
+    """Return the handle, and the virtual seconds and the peak of saved bytes of each step."""
+    device = Timed(link, link, memory=memory)
+
+    def module(stage: int) -> nn.Module:
+        return nn.Sequential(*(TimedBlock(device, 1.0, 2.0, SAVED) for _ in range(BLOCKS)))
+
+    schedule, _ = make(name, MICROBATCHES, module=module)
+    with use(device):
+        handle = offload(schedule, min_bytes=64, **arguments)
+    found = []
+    for _ in range(steps):
+        handle.reset_statistics()
+        begun = device.main.now
+        x = torch.ones(4 * MICROBATCHES)
+        schedule.step(x, target=torch.ones(4 * MICROBATCHES))
+        found.append((device.main.now - begun, handle.report().peak_bytes))
+    return handle, found, device
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_never_slower(name):
+    """The link carries two groups in the time of one forward."""
+    handle, steps, device = run(name, 2.0 * SAVED, MEASURED + 2)
+    plan, report = handle.plan, handle.report()
+    assert plan is not None
+    without, most = steps[MEASURED - 1]  # offloads nothing
+    for seconds, peak in steps[MEASURED:]:
+        assert seconds == plan.seconds
+        assert without == plan.baseline_seconds
+        assert seconds <= 1.002 * without
+        assert peak == report.expected_bytes < most
+        assert report.on_demand == 0
+    assert steps[1][0] > without  # everything is offloaded, and waited for
+    assert steps[1][1] < most
+    assert device.synchronized <= 2
+    handle.remove()
+
+
+@pytest.mark.parametrize("name", ["Schedule1F1B", "ScheduleInterleaved1F1B", SPLIT[1]])
+def test_a_slow_link_costs_nothing(name):
+    """A group takes eight times as long to copy as to compute."""
+    handle, steps, _ = run(name, SAVED / 8, MEASURED + 2)
+    assert handle.plan is not None
+    for seconds, _ in steps[MEASURED:]:
+        assert seconds == handle.plan.seconds <= 1.002 * steps[MEASURED - 1][0]
+    handle.remove()
+
+
+def test_a_memory_budget():
+    """A budget below what is free costs time, as much as the plan says."""
+    handle, steps, _ = run("ScheduleGPipe", SAVED / 2, MEASURED + 1)
+    assert handle.plan is not None
+    assert handle.plan.peak_bytes is not None
+    budget = handle.plan.peak_bytes // 2
+    handle.remove()
+    handle, steps, _ = run("ScheduleGPipe", SAVED / 2, MEASURED + 2, memory_budget=budget)
+    plan = handle.plan
+    assert plan is not None
+    assert plan.peak_bytes is not None
+    assert plan.peak_bytes <= budget
+    assert plan.seconds is not None
+    assert plan.seconds > (plan.baseline_seconds or 0)
+    for seconds, peak in steps[MEASURED:]:
+        assert seconds == plan.seconds
+        assert peak <= budget
+    # Nothing was offloaded to measure times in a step that would not have been within the budget.
+    assert all(peak <= budget for _, peak in steps)
+    handle.remove()
+
+
+def test_a_device_that_is_too_small():
+    """Without a budget the memory of the device is one."""
+    handle, steps, _ = run("ScheduleGPipe", SAVED / 2, MEASURED + 2, memory=12 * SAVED)
+    assert handle.plan is not None
+    assert handle.plan.peak_bytes is not None
+    assert handle.plan.peak_bytes <= 12 * SAVED * 0.97
+    assert all(peak <= 12 * SAVED for _, peak in steps)
+    handle.remove()
+
+
+def test_fewer_bytes_by_knobs():
+    whole = run("Schedule1F1B", 2.0 * SAVED, MEASURED + 1, fraction=1.0)[0]
+    half = run("Schedule1F1B", 2.0 * SAVED, MEASURED + 1, fraction=0.5)[0]
+    none = run("Schedule1F1B", 2.0 * SAVED, MEASURED + 1, fraction=0.0)[0]
+    sizes = [handle.plan.offloaded_bytes for handle in (whole, half, none) if handle.plan is not None]
+    assert sizes[0] >= sizes[1] > sizes[2] == 0
+    for handle in (whole, half, none):
+        handle.remove()
+
+
+def test_the_decision_is_logged(caplog):
+    with caplog.at_level(logging.INFO, logger="actoffload"):
+        run("Schedule1F1B", 2.0 * SAVED, MEASURED + 1)[0].remove()
+    (record,) = caplog.records
+    assert "rank 0:" in record.getMessage()
+    assert "groups of all microbatches are offloaded" in record.getMessage()
+
+
+# The backward of the inputs of a stage frees nothing, so a microbatch of a stage is the least.
+@pytest.mark.parametrize(("name", "part"), [("ScheduleGPipe", 0.3), ("ScheduleInterleaved1F1B", 0.3), (SPLIT[1], 0.8)])
+def test_recomputed_where_offloading_costs_time(name, part):
+    """The link is slow; a recomputed group takes half as long again, and saves next to nothing."""
+    handle, steps, _ = run(name, SAVED / 16, MEASURED + 1)
+    assert handle.plan is not None
+    assert handle.plan.peak_bytes is not None
+    budget = round(handle.plan.peak_bytes * part)
+    handle.remove()
+    times = {}
+    for recompute in (False, "auto"):
+        handle, steps, _ = run(name, SAVED / 16, 9, memory_budget=budget, recompute=recompute)
+        plan = handle.plan
+        assert plan is not None
+        assert plan.peak_bytes is not None
+        assert bool(plan.saves) == (recompute == "auto")
+        times[recompute] = steps[-1][0]
+        assert plan.seconds == pytest.approx(times[recompute], rel=0.01)
+        assert all(peak <= budget for _, peak in steps)
+        assert handle.report().on_demand == 0
+        handle.remove()
+    assert times["auto"] < times[False]
+
+
+class Computing(Block):
+    """A block that takes a virtual second in forward, also where it is recomputed."""
+
+    device = Timed()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.device.compute(1.0)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("name", ["ScheduleInterleaved1F1B", *SPLIT, "ScheduleDualPipeV"])
+def test_recomputed_groups_have_the_same_gradients(name, monkeypatch):
+    def module(stage: int) -> nn.Module:
+        return nn.Sequential(*(Computing() for _ in range(BLOCKS)))
+
+    want = train(*make(name, module=module), 9)
+    device = Timed(block_bytes() / 8, block_bytes() / 8, memory=2**30)
+    monkeypatch.setattr(Computing, "device", device)
+    schedule, modules = make(name, module=module)
+    with use(device):
+        handle = offload(schedule, min_bytes=MIN_BYTES, memory_budget=round(1.2 * BLOCKS * block_bytes()))
+    got = train(schedule, modules, 9)
+    assert all(same_bits(a, b) for a, b in zip(want, got, strict=True))
+    assert handle.plan is not None
+    assert handle.plan.saves
+    statistics = handle.statistics()
+    assert statistics.resident_bytes == statistics.host_bytes_used == 0
+    handle.reset_statistics()
+    train(schedule, modules, 1)
+    assert handle.report().on_demand == 0
+    handle.remove()

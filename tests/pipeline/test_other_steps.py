@@ -1,0 +1,298 @@
+"""Steps that are not like those before, exceptions in a microbatch, and arguments that are wrong."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from helpers import same_bits
+from pipeline_programs import BLOCKS, Block, alone, make, offloaded, train
+from torch import nn
+from torch.distributed import pipelining
+
+import actoffload
+from actoffload import PipelineHandle, offload
+
+ZERO_BUBBLE = "ScheduleZBVZeroBubble"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _group() -> Iterator[None]:
+    with alone():
+        yield
+
+
+class StoppedError(Exception):
+    """Raised by a block."""
+
+
+class Stopping(nn.Module):
+    """Blocks of which the second raises an exception when it is told to."""
+
+    def __init__(self, backward: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
+        self.after, self.backward = -1, backward
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for k, block in enumerate(self.blocks):
+            x = block(x)
+            if k == 1 and torch.is_grad_enabled():
+                self.after -= 1
+                if not self.after and not self.backward:
+                    raise StoppedError
+                if not self.after:
+                    x.register_hook(self.stop)
+        return x
+
+    def stop(self, gradient: torch.Tensor) -> None:
+        raise StoppedError
+
+
+def same(want: list[torch.Tensor], got: list[torch.Tensor]) -> bool:
+    return len(want) == len(got) > 0 and all(same_bits(a, b) for a, b in zip(want, got, strict=True))
+
+
+def held(handle: PipelineHandle) -> tuple[int, int]:
+    statistics = handle.statistics()
+    return statistics.resident_bytes, statistics.host_bytes_used
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize("name", ["ScheduleInterleaved1F1B", ZERO_BUBBLE])
+@pytest.mark.parametrize("first", [True, False], ids=["first step", "later step"])
+def test_an_exception_in_a_microbatch(name, backward, first):
+    def module(stage: int) -> nn.Module:
+        return Stopping(backward)
+
+    schedule, modules = make(name, module=module)
+    want = train(schedule, modules)
+    schedule, modules = make(name, module=module)
+    handle = offloaded(schedule)
+    if not first:
+        train(schedule, modules, 2)
+    modules[1].after = 3 if first and not backward else 2
+    with pytest.raises((StoppedError, RuntimeError)):
+        train(schedule, modules, 1)
+    schedule._internal_losses.clear()  # PyTorch's own schedule does not
+    got = train(schedule, modules)
+    assert same(want, got)
+    gc.collect()  # PyTorch's exception refers to the frames of the schedule
+    assert held(handle) == (0, 0)
+    assert handle.plan is not None
+    handle.reset_statistics()
+    train(schedule, modules, 1)
+    report = handle.report()
+    assert report.peak_bytes == report.expected_bytes
+    assert report.on_demand == 0
+    handle.remove()
+
+
+def test_another_number_of_microbatches():
+    schedule, modules = make("Schedule1F1B", 4)
+    handle = offloaded(schedule)
+    train(schedule, modules, 2)
+    before = handle.plan
+    for number in (6, 3):
+        schedule._n_microbatches = number
+        want = train(*make("Schedule1F1B", number), 3, number)
+        rows: list[Any] = []
+        schedule._stage_forward_initialized = schedule._stage_backward_initialized = False  # buffers for all of them
+        got = train(schedule, modules, 3, number, lambda k, rows=rows: rows.append(handle.report()))
+        assert same(want, got)
+        assert handle.plan is not None
+        assert len(handle.plan.order) == 2 * number
+        handle.reset_statistics()
+        train(schedule, modules, 1, number)
+        report = handle.report()
+        assert report.peak_bytes == report.expected_bytes
+        assert report.on_demand == 0
+    assert handle.plan != before
+    assert held(handle) == (0, 0)
+    handle.remove()
+
+
+def test_larger_microbatches():
+    schedule, modules = make(ZERO_BUBBLE)
+    handle = offloaded(schedule)
+    train(schedule, modules, 2)
+    before = handle.plan
+    for stage in schedule._stages:
+        stage._runtime_validate = False
+    schedule._stages_forward_initialized = schedule._stages_backward_initialized = False
+    want = train(*make(ZERO_BUBBLE), 3, rows=24)
+    got = train(schedule, modules, 3, rows=24)
+    assert same(want, got)
+    assert before is not None
+    assert handle.plan is not None
+    assert handle.plan.offloaded_bytes == 3 * before.offloaded_bytes
+    handle.remove()
+
+
+def test_evaluation_between_steps():
+    x = torch.randn(32, 16)
+
+    def evaluate(schedule: Any) -> None:
+        with torch.no_grad():
+            assert schedule.eval(x, target=x) is not None
+        assert schedule.eval(x, target=x) is not None  # with a graph that no backward runs
+
+    def evaluate_offloaded(k: int) -> None:
+        plan, nbytes = handle.plan, handle.statistics().bytes_offloaded
+        evaluate(schedule)
+        assert handle.plan is plan
+        assert handle.statistics().bytes_offloaded == nbytes
+
+    # PyTorch cannot evaluate schedules with two adjacent stages on a rank.
+    plain, modules = make("Schedule1F1B")
+    want = train(plain, modules, after=lambda k: evaluate(plain))
+    schedule, modules = make("Schedule1F1B")
+    handle = offloaded(schedule)
+    got = train(schedule, modules, after=evaluate_offloaded)
+    assert same(want, got)
+    assert handle.plan is not None
+    handle.remove()
+
+
+def test_removed_in_the_middle():
+    want = train(*make(ZERO_BUBBLE), 4)
+    schedule, modules = make(ZERO_BUBBLE)
+    handle = offloaded(schedule)
+    kinds = {type(each) for each in (schedule, *schedule._stages)}
+    got = train(schedule, modules, 4, after=lambda k: handle.remove() if k == 2 else None)
+    assert same(want, got)
+    assert kinds.isdisjoint({type(each) for each in (schedule, *schedule._stages)})
+    assert type(schedule) is pipelining.ScheduleZBVZeroBubble
+    assert not handle.installed
+    assert handle.statistics().host_bytes == 0
+    handle.remove()
+    with offloaded(schedule) as again:
+        train(schedule, modules, 2)
+        assert PipelineHandle.of(schedule) is not None
+        assert again.plan is not None
+        assert again.plan.offloaded_bytes
+    assert PipelineHandle.of(schedule) is None
+
+
+def test_no_cycle_keeps_a_schedule():
+    schedule, modules = make("Schedule1F1B")
+    offloaded(schedule)
+    train(schedule, modules, 2)
+    gc.collect()
+    ref = weakref.ref(schedule)
+    gc.disable()
+    try:
+        del schedule, modules
+        assert ref() is None
+    finally:
+        gc.enable()
+
+
+# Arguments
+
+
+def test_a_schedule_that_is_not_known():
+    class Another(pipelining.schedules._PipelineSchedule):
+        def __init__(self) -> None:
+            pass
+
+        def _step_microbatches(self, *args: Any, **kwargs: Any) -> None: ...
+
+        def step(self, *args: Any, **kwargs: Any) -> None: ...
+
+    with pytest.raises(
+        ValueError, match="offload got a Another, which is not supported; expected one of ScheduleGPipe"
+    ):
+        offload(Another())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"num_layers": 2}, "num_layers and plan are for a single module"),
+        ({"fraction": 1.5}, "fraction is 1.5; expected a part of the groups, from 0.0 to 1.0"),
+        ({"max_inflight": 0}, "max_inflight is 0; expected a number of groups, at least 1"),
+        ({"delta_bytes_per_rank": -1}, "delta_bytes_per_rank is -1; expected a number of bytes"),
+        ({"memory_budget": "many"}, "memory_budget is 'many'"),
+    ],
+)
+def test_arguments_that_are_wrong(arguments, message):
+    schedule, _ = make("Schedule1F1B")
+    with pytest.raises(ValueError, match=message):
+        offload(schedule, **arguments)
+    assert PipelineHandle.of(schedule) is None
+
+
+def test_delta_bytes_of_a_module():
+    with pytest.raises(ValueError, match="delta_bytes_per_rank is for pipeline schedules"):
+        offload(Block(), delta_bytes_per_rank=1)
+
+
+def test_offloaded_twice():
+    schedule, modules = make("Schedule1F1B")
+    with offloaded(schedule), pytest.raises(ValueError, match="This schedule is offloaded already"):
+        offload(schedule)
+    with actoffload.offload(modules[0]):
+        handle = offloaded(schedule)
+        with pytest.raises(ValueError, match="Rank 0 of the pipeline: the module of stage 0 is offloaded already"):
+            train(schedule, modules, 1)
+        assert not handle.installed
+    train(schedule, modules, 1)
+
+
+def test_a_handle_of_something_else():
+    with pytest.raises(TypeError, match="expected the schedule"):
+        PipelineHandle.of(nn.Linear(2, 2))
+
+
+def test_a_report_before_the_first_step():
+    schedule, modules = make("Schedule1F1B")
+    with offloaded(schedule) as handle:
+        with pytest.raises(RuntimeError, match="no step of the schedule has ended"):
+            handle.report()
+        assert "first steps" in str(handle)
+        train(schedule, modules, 2)
+        assert "rank" in str(handle.report())
+        assert "0" in repr(handle)
+        assert handle.table().to_dict()["ranks"][0]["rank"] == 0
+        assert set(handle.stages) == {0}
+
+
+@pytest.mark.parametrize("name", ["Schedule1F1B", ZERO_BUBBLE])
+def test_stages_with_known_shapes(name):
+    """PyTorch infers no metadata then, so the groups are found in the first microbatch."""
+
+    def known(microbatches: int = 4) -> tuple[Any, list[nn.Module]]:
+        schedule, modules = make(name, microbatches)
+        old = getattr(schedule, "_stages", None) or [schedule._stage]
+        example = torch.zeros(8, 16)
+        stages = [
+            pipelining.PipelineStage(
+                stage.submod,
+                stage.stage_index,
+                stage.num_stages,
+                torch.device("cpu"),
+                input_args=example.clone().requires_grad_(stage.stage_index > 0),
+                output_args=example.clone().requires_grad_(),
+            )
+            for stage in old
+        ]
+        single = name == "Schedule1F1B"
+        return type(schedule)(stages[0] if single else stages, microbatches, loss_fn=schedule._loss_fn), modules
+
+    want = train(*known())
+    schedule, modules = known()
+    handle = offloaded(schedule)
+    got = train(schedule, modules)
+    assert same(want, got)
+    assert handle.plan is not None
+    handle.reset_statistics()
+    train(schedule, modules, 1)
+    assert handle.report().peak_bytes == handle.report().expected_bytes
+    assert handle.report().on_demand == 0
+    assert held(handle) == (0, 0)
+    handle.remove()

@@ -1,0 +1,60 @@
+"""All schedules in two and in four processes; ranks that disagree end with the same sentence."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pipeline_programs import NAMES
+from pipeline_ranks import BAD, run_ranks
+from test_one_rank import check
+
+FOUR = ("Schedule1F1B", "ScheduleInterleaved1F1B", "ScheduleZBVZeroBubble", "ScheduleDualPipeV")
+
+Ranks = dict[str, list[dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
+    return run_ranks(tmp_path_factory.mktemp("two"), 2, [*NAMES, *BAD])
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
+    return run_ranks(tmp_path_factory.mktemp("four"), 4, list(FOUR))
+
+
+def check_ranks(ranks: list[dict[str, Any]]) -> None:
+    """Check every rank, that all know the same of all, and that something is offloaded."""
+    for seen in ranks:
+        assert "error" not in seen, seen["error"]
+        check(seen)
+        assert seen["ranks"] == len(ranks)
+        assert seen["table"] == ranks[0]["table"]
+    assert sum(seen["plan_bytes"] for seen in ranks) > 0
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_two_ranks(two, name):
+    check_ranks(two[name])
+
+
+@pytest.mark.parametrize("name", FOUR)
+def test_four_ranks(four, name):
+    check_ranks(four[name])
+
+
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [
+        ("different arguments", "fraction is None on rank 0 and 0.5 on rank 1. Pass the same on every rank."),
+        ("a stage without layers", "Rank 1 of the pipeline: the module of stage 1, a Nothing, has no modules inside"),
+    ],
+)
+def test_one_sentence_on_every_rank(two, name, part):
+    first, second = two[name]
+    for seen in (first, second):
+        assert "error" not in seen, seen["error"]
+        assert part in seen["message"]
+        assert not seen["installed"]
+    assert first["message"] == second["message"]

@@ -1,0 +1,114 @@
+"""Random pipelines for property tests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hypothesis import strategies as st
+
+from actoffload.schedule import (
+    Chunk,
+    Computation,
+    LayerCost,
+    Moment,
+    PipelinePlan,
+    Saved,
+    SplitCost,
+    StageCost,
+    Step,
+    Transfer,
+    gpipe,
+    interleaved_1f1b,
+    looped_bfs,
+    one_f_one_b,
+)
+
+Orders = Sequence[tuple[Step, ...]]
+
+eighths = st.integers(0, 8).map(lambda k: k / 8)
+seconds = st.integers(1, 16).map(lambda k: k / 8)
+nbytes = st.integers(0, 50)
+
+
+@st.composite
+def groups(draw: st.DrawFn) -> LayerCost:
+    saved_at = sorted(draw(st.lists(eighths, min_size=1, max_size=3)))
+    saved = tuple(Saved(draw(st.integers(1, 100)), at, draw(eighths)) for at in saved_at)
+    return LayerCost(
+        draw(seconds),
+        draw(seconds),
+        saved,
+        gap_forward=draw(eighths),
+        gap_backward=draw(eighths),
+        forward_temporary=draw(nbytes),
+        backward_temporary=draw(nbytes),
+        gap_backward_temporary=draw(nbytes),
+        kept_bytes=draw(nbytes),
+    )
+
+
+@st.composite
+def stages(draw: st.DrawFn, count: int, split: bool = False) -> list[StageCost]:
+    found = []
+    for stage in range(count):
+        of = draw(st.lists(groups(), min_size=1, max_size=3))
+        splits = [SplitCost(cost.backward / 2, cost.backward / 2, cost.nbytes // 2) for cost in of]
+        found.append(
+            StageCost(tuple(of), tuple(splits) if split and stage else (), draw(nbytes), draw(nbytes), draw(nbytes))
+        )
+    return found
+
+
+@st.composite
+def schedules(draw: st.DrawFn) -> tuple[Orders, int, bool]:
+    """Return orders, the number of stages, and whether backwards are split."""
+    ranks, microbatches = draw(st.integers(1, 3)), draw(st.sampled_from([1, 2, 4, 6]))
+    kind = draw(st.sampled_from([gpipe, one_f_one_b, interleaved_1f1b, looped_bfs]))
+    orders = kind(ranks, microbatches)
+    split = draw(st.booleans())
+    if split:
+        orders = tuple(split_backwards(order, draw(st.integers(0, 2))) for order in orders)
+    return orders, ranks * (1 if kind in (gpipe, one_f_one_b) else 2), split
+
+
+def split_backwards(order: Sequence[Step], later: int) -> tuple[Step, ...]:
+    """Return an order in which every weight backward comes some backwards after that of the inputs."""
+    steps: list[Step] = []
+    waiting: list[Step] = []
+    for step in order:
+        if step.computation is Computation.BACKWARD:
+            steps.append(step._replace(computation=Computation.BACKWARD_INPUT))
+            waiting.append(step._replace(computation=Computation.BACKWARD_WEIGHT))
+            if len(waiting) > later:
+                steps.append(waiting.pop(0))
+        else:
+            steps.append(step)
+    return (*steps, *waiting)
+
+
+@st.composite
+def plans(draw: st.DrawFn, orders: Orders, costs: Sequence[StageCost]) -> list[PipelinePlan]:
+    """Return plans with any legal moments."""
+    found = []
+    for rank, order in enumerate(orders):
+        mine = sorted({step.stage for step in order})
+        names = {stage: tuple(f"{stage}.{k}" for k in range(len(costs[stage].groups))) for stage in mine}
+        splits = {stage: bool(costs[stage].splits) for stage in mine}
+        sizes = {stage: tuple(cost.nbytes for cost in costs[stage].groups) for stage in mine}
+        empty = PipelinePlan(rank, order, names, splits=splits, nbytes=sizes)
+        moments = [Moment(k, at) for k, step in enumerate(order) for at in range(len(names[step.stage]) + 1)]
+        transfers = {}
+        for stage in mine:
+            for microbatch in {step.microbatch for step in order}:
+                for group in range(len(names[stage])):
+                    chunk = Chunk(stage, microbatch, group)
+                    saved, use = empty.position(empty.uses(stage, microbatch)[0], group), empty.first_use(chunk)
+                    between = [moment for moment in moments if saved < moment <= use]
+                    if not between or not draw(st.booleans()):
+                        continue
+                    release, reload = sorted((draw(st.sampled_from(between)), draw(st.sampled_from(between))))
+                    later = [moment for moment in moments if use.step < moment.step and moment <= empty.last_use(chunk)]
+                    again = draw(st.sampled_from([None, *later])) if later else None
+                    transfers[chunk] = Transfer(release, reload, again)
+        found.append(PipelinePlan(rank, order, names, transfers, splits, sizes))
+    return found

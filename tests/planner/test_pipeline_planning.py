@@ -1,0 +1,297 @@
+"""Plans of pipelines: what the planner says equals what the simulation gives, and keeps what it promises."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from itertools import pairwise
+
+import pipeline_cases
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from actoffload.planner import OperatorCost, Variant, plan_pipeline, variants
+from actoffload.planner.pipeline_choices import Knobs, RankChoices
+from actoffload.planner.pipeline_placement import place_rank
+from actoffload.planner.pipeline_profile import RankProfile
+from actoffload.schedule import (
+    Chunk,
+    LayerCost,
+    Link,
+    Moment,
+    PipelinePlan,
+    PipelineSimulation,
+    Saved,
+    SplitCost,
+    StageCost,
+    Step,
+    Transfer,
+    gpipe,
+    interleaved_1f1b,
+    one_f_one_b,
+    simulate_pipeline,
+)
+from actoffload.schedule.pipeline_simulation import Pipeline
+
+MIB = 2**20
+GROUP = LayerCost.even(256 * MIB, forward=0.010, backward=0.020)
+STAGE = StageCost((GROUP,) * 4, boundary_bytes=16 * MIB)
+
+
+def simulated(
+    orders: pipeline_cases.Orders, stages: list[StageCost], link: Link, plans: tuple[PipelinePlan, ...]
+) -> PipelineSimulation:
+    found = simulate_pipeline(orders, stages, link, plans)
+    for plan, rank in zip(plans, found.ranks, strict=True):
+        assert plan.peak_bytes == rank.device_peak_bytes
+        assert plan.seconds == found.step_time
+    return found
+
+
+def test_moments_by_hand() -> None:
+    """F0 from 0 to 1, F1 to 2, B0 to 4, B1 to 6; each has two groups, and every copy takes a quarter of a second."""
+    group = LayerCost(0.5, 1.0, (Saved(100),))
+    (order,) = gpipe(1, 2)
+    link = Link(400, 400)
+    pipeline = Pipeline([order], [StageCost((group,) * 2)], link)
+    (rank,) = pipeline.run([{}])
+    profile = RankProfile.of(order, rank.starts, pipeline.times, link)
+    assert profile.needs == [100, 200, 200, 300, 400, 400, 400, 300, 200, 200, 100, 0]
+    assert profile.when == [0, 0.5, 1, 1, 1.5, 2, 2, 3, 4, 4, 5, 6]
+    placement = place_rank(profile, range(4), margin=0.0)
+    assert placement.transfers() == {
+        # Saved at 0.5 and copied by 0.75; needed at 3, so it is reloaded at 2.
+        Chunk(0, 0, 0): Transfer(Moment(0, 2), Moment(2, 0)),
+        # Saved at 1.5 and copied by 1.75; needed at 5, so it is reloaded at 4.
+        Chunk(0, 1, 0): Transfer(Moment(1, 2), Moment(3, 0)),
+    }  # the others are saved at 1 and 2, copied by 1.25 and 2.25, and reloaded at 1.5 and 3: nothing runs between
+    assert placement.needs == [100, 200, 100, 200, 300, 200, 300, 200, 100, 200, 100, 0]
+    plan = PipelinePlan(0, order, {0: ("a", "b")}, placement.transfers())
+    assert placement.actions() == plan.actions
+    kept = placement.copy()
+    kept.trim(300)
+    assert kept.needs == placement.needs
+    kept.trim(400)
+    assert (kept.needs, kept.placed) == (profile.needs, {})
+
+
+def test_a_limit_releases_earlier_and_reloads_later() -> None:
+    group = LayerCost(1.0, 2.0, (Saved(100),))
+    (order,) = gpipe(1, 3)
+    link = Link(50, 50)  # 2 seconds for each
+    pipeline = Pipeline([order], [StageCost((group,))], link)
+    (rank,) = pipeline.run([{}])
+    profile = RankProfile.of(order, rank.starts, pipeline.times, link)
+    assert place_rank(profile, [0, 1, 2]).peak_bytes == 300
+    forced = place_rank(profile, [0, 1, 2], limit=200)
+    plan = PipelinePlan(0, order, {0: ("group",)}, forced.transfers())
+    (rank,) = simulate_pipeline([order], [StageCost((group,))], link, [plan]).ranks
+    assert (forced.peak_bytes, rank.peak_bytes) == (200, 200)
+    assert rank.stall_seconds > 0
+    assert place_rank(profile, [0, 1, 2], limit=0).peak_bytes == 100
+
+
+@given(st.data())
+@settings(deadline=None, max_examples=30)
+def test_needs_are_those_of_the_simulation(data: st.DataObject) -> None:
+    orders, count, split = data.draw(pipeline_cases.schedules())
+    stages = data.draw(pipeline_cases.stages(count, split))
+    link = Link(64.0, 64.0, both=data.draw(st.sampled_from([None, 100.0])))
+    pipeline = Pipeline(orders, stages, link)
+    for number, (order, rank) in enumerate(zip(orders, pipeline.run([{}] * len(orders)), strict=True)):
+        profile = RankProfile.of(order, rank.starts, pipeline.times, link)
+        assert profile.peak_bytes == rank.device_peak_bytes
+        chosen = [k for k in range(len(profile.candidates)) if data.draw(st.booleans())]
+        limit = data.draw(st.sampled_from([float("inf"), profile.peak_bytes // 2, 0]))
+        placement = place_rank(profile, chosen, chosen if data.draw(st.booleans()) else (), limit)
+        for trim in (False, True):
+            if trim:
+                before = placement.peak_bytes
+                placement.trim(data.draw(st.integers(before, before + 100)))
+            mine = sorted({step.stage for step in order})
+            plan = PipelinePlan(
+                number,
+                order,
+                {stage: tuple(map(str, range(len(stages[stage].groups)))) for stage in mine},
+                placement.transfers(),
+                {stage: bool(stages[stage].splits) for stage in mine},
+            )
+            actions = [{} for _ in orders]
+            actions[number] = placement.actions()
+            assert actions[number] == plan.actions
+            found = pipeline.run(actions)[number]
+            assert placement.peak_bytes == found.device_peak_bytes <= profile.peak_bytes
+            for transfer in plan.transfers.values():
+                assert transfer.release < transfer.reload
+                for moment in filter(None, (transfer.release, transfer.reload, transfer.reload_again)):
+                    weight = order[moment.step].computation.value == "W" and plan.splits[order[moment.step].stage]
+                    assert not weight or moment in (Moment(moment.step, 0), plan.end(moment.step))
+
+
+@given(st.data())
+@settings(deadline=None, max_examples=20)
+def test_without_a_budget_there_is_no_cost(data: st.DataObject) -> None:
+    orders, count, split = data.draw(pipeline_cases.schedules())
+    stages = data.draw(pipeline_cases.stages(count, split))
+    link = Link(data.draw(st.sampled_from([32.0, 512.0])), 256.0, both=data.draw(st.sampled_from([None, 260.0])))
+    plans = plan_pipeline(orders, stages, link)
+    found = simulated(orders, stages, link, plans)
+    assert found.slowdown <= 1.002 or link.both is not None
+    level = max(rank.device_peak_bytes for rank in found.ranks)
+    for rank, without in zip(found.ranks, found.baseline, strict=True):
+        if without.device_peak_bytes <= level:
+            assert rank.bytes_offloaded == 0 or rank.device_peak_bytes == level
+    assert plan_pipeline(orders, stages, link) == plans
+
+
+@given(st.data())
+@settings(deadline=None, max_examples=20)
+def test_a_budget_is_kept_or_the_plan_says_so(data: st.DataObject) -> None:
+    orders, count, split = data.draw(pipeline_cases.schedules())
+    stages = data.draw(pipeline_cases.stages(count, split))
+    budget = data.draw(st.integers(100, 1500))
+    plans = plan_pipeline(orders, stages, Link(64.0, 64.0), memory_budget=budget)
+    found = simulated(orders, stages, Link(64.0, 64.0), plans)
+    for plan, rank, without in zip(plans, found.ranks, found.baseline, strict=True):
+        if rank.device_peak_bytes > budget:
+            assert plan.because.startswith("No plan of this rank is within the limit of")
+        elif without.device_peak_bytes <= budget:
+            assert not plan.transfers
+
+
+def test_peaks_are_leveled_with_the_least_bytes() -> None:
+    orders, stages, link = one_f_one_b(8, 32), [StageCost((GROUP,) * 8)] * 8, Link(10e9, 10e9)
+    began = time.process_time()
+    plans = plan_pipeline(orders, stages, link)
+    assert time.process_time() - began < 5.0
+    found = simulated(orders, stages, link, plans)
+    assert found.slowdown <= 1.002
+    peaks = [rank.device_peak_bytes for rank in found.ranks]
+    without = [rank.device_peak_bytes for rank in found.baseline]
+    level = max(peaks)
+    assert level <= 0.7 * max(without)
+    offloaded = [plan.offloaded_bytes for plan in plans]
+    assert all(before >= after for before, after in pairwise(offloaded))
+    for plan, peak, before in zip(plans, peaks, without, strict=True):
+        assert (peak == before) == (not plan.transfers) == (before <= level)
+    assert all(plan.because == f"No rank needs more than {level // MIB}.0 MiB." for plan in plans)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_dense_interleaved_drops_by_60_percent(ranks: int) -> None:
+    """16 microbatches, 2 stages a rank, and copies that take two thirds of the compute of their groups."""
+    orders, stages = interleaved_1f1b(ranks, 16), [StageCost((GROUP,) * 4)] * (2 * ranks)
+    rate = 256 * MIB / 0.020
+    for link in (Link(rate, rate), Link(rate, rate, both=1.6 * rate)):
+        found = simulated(orders, stages, link, plan_pipeline(orders, stages, link))
+        worst = max(rank.device_peak_bytes for rank in found.baseline)
+        assert max(rank.device_peak_bytes for rank in found.ranks) <= 0.4 * worst
+        assert found.slowdown <= 1.05
+
+
+def test_the_group_whose_backward_comes_next_stays() -> None:
+    orders, stages, link = one_f_one_b(2, 8), [STAGE] * 2, Link(40e9, 40e9)
+    plans = plan_pipeline(orders, stages, link)
+    last = plans[1]  # the backward of each microbatch follows its forward
+    assert {chunk.group for chunk in last.transfers}.isdisjoint({3})
+    for chunk, transfer in plans[0].transfers.items():
+        use = plans[0].first_use(chunk)
+        ahead = transfer.reload
+        assert ahead < use  # never on demand
+        assert use.step - ahead.step <= 1
+
+
+def test_zero_bubble_frees_between_the_two_backwards() -> None:
+    group = LayerCost(1.0, 2.0, (Saved(60, 0.5, 0.5), Saved(40)))
+    stages = [StageCost((group,) * 2)] + [StageCost((group,) * 2, (SplitCost(1.0, 1.0, 60),) * 2)] * 3
+    orders = tuple(pipeline_cases.split_backwards(order, 3) for order in one_f_one_b(4, 8))
+    link = Link(1000, 1000)
+    plans = plan_pipeline(orders, stages, link)
+    found = simulated(orders, stages, link, plans)
+    assert found.slowdown <= 1.002
+    assert max(r.device_peak_bytes for r in found.ranks) < 0.6 * max(r.device_peak_bytes for r in found.baseline)
+    again = [transfer.reload_again is not None for transfer in plans[1].transfers.values()]
+    assert any(again)
+    assert not any(transfer.reload_again for transfer in plans[0].transfers.values())
+
+
+def test_knobs() -> None:
+    orders, stages, link = one_f_one_b(4, 16), [STAGE] * 4, Link(40e9, 40e9)
+    half = plan_pipeline(orders, stages, link, fraction=0.5)
+    assert {chunk.group for chunk in half[0].transfers} == {0, 1}
+    less = plan_pipeline(orders, stages, link, delta_bytes_per_rank=256 * MIB)
+    for rank, plan in enumerate(less):
+        of_each = {chunk.group for chunk in plan.transfers}
+        assert len(of_each) <= 4 - rank
+    assert {chunk.group for chunk in less[2].transfers} == {0, 1}
+    slow = Link(12e9, 12e9)
+    for cap in (1, 2):
+        found = simulate_pipeline(orders, stages, slow, plan_pipeline(orders, stages, slow, max_inflight=cap))
+        starts = sorted((span.start, span.end) for span in found.ranks[0].timeline.spans if span.kind.name == "D2H")
+        assert found.slowdown <= 1.002
+        assert starts
+    capped = plan_pipeline(orders, stages, slow, fraction=1.0, max_inflight=1)
+    free = plan_pipeline(orders, stages, slow, fraction=1.0)
+    assert len(capped[0].transfers) < len(free[0].transfers)
+    assert plan_pipeline(orders, stages, link, fraction=0.0)[0].transfers == {}
+
+
+def test_a_budget_costs_time_only_if_it_must() -> None:
+    orders, stages, link = one_f_one_b(4, 16), [STAGE] * 4, Link(20e9, 20e9)
+    free = plan_pipeline(orders, stages, link)
+    enough = plan_pipeline(orders, stages, link, memory_budget=3000 * MIB)
+    assert enough[0].seconds == pytest.approx(free[0].baseline_seconds, rel=0.002)
+    assert enough[0].offloaded_bytes < free[0].offloaded_bytes
+    assert enough[2].transfers == {}
+    budgets = [free[0].peak_bytes - 256 * MIB, 4096 * MIB, 4096 * MIB, 4096 * MIB]
+    tight = plan_pipeline(orders, stages, link, memory_budget=budgets)
+    assert tight[0].peak_bytes <= budgets[0]
+    assert tight[0].because.startswith("No plan of this rank without a cost in time is within the limit of")
+    assert tight[1].transfers == {}
+    least = plan_pipeline(orders, stages, link, memory_budget=100 * MIB)
+    assert all(plan.because.startswith("No plan of this rank is within the limit of 100.0 MiB") for plan in least)
+    assert least[0].peak_bytes < tight[0].peak_bytes
+
+
+def recomputable() -> tuple[Variant, ...]:
+    """Return the ways to run a group of which a matrix product saves half and a cheap operator the other half."""
+    plain = replace(GROUP, saved=(Saved(128 * MIB, 0.5, 0.5), Saved(128 * MIB)))
+    half = replace(plain, saved=plain.saved[:1], backward=0.0205)
+    operators = (
+        OperatorCost("aten.mm.default#0", 0.008, (128 * MIB,), costly=True),
+        OperatorCost("aten.gelu.default#0", 0.0005, (128 * MIB,), reads=(0,)),
+    )
+    return variants(plain, half, operators)
+
+
+def test_recomputation_only_where_a_budget_needs_it() -> None:
+    ways = {stage: (recomputable(),) * 4 for stage in range(4)}
+    stages = [StageCost(tuple(of[0].cost for of in ways[stage])) for stage in range(4)]
+    orders, link = one_f_one_b(4, 16), Link(4e9, 4e9)
+    without = plan_pipeline(orders, stages, link, memory_budget=2048 * MIB)
+    plans = plan_pipeline(orders, stages, link, memory_budget=2048 * MIB, variants=ways)
+    assert all(plan.peak_bytes <= 2048 * MIB for plan in plans)
+    assert plans[0].seconds < without[0].seconds
+    assert any(saves is not None for saves in plans[0].saves[0])
+    assert not plans[2].saves  # within the budget as it is
+    assert not plans[3].saves
+    assert plan_pipeline(orders, stages, link, variants=ways) == plan_pipeline(orders, stages, link)
+
+
+def test_bad_arguments_are_named() -> None:
+    orders, stages, link = one_f_one_b(2, 4), [STAGE] * 2, Link(1e9, 1e9)
+    with pytest.raises(ValueError, match="memory_budget has 3 entries for 2 ranks"):
+        plan_pipeline(orders, stages, link, memory_budget=[1, 2, 3])
+    with pytest.raises(ValueError, match="max_inflight is 0; expected a number of groups, at least 1"):
+        plan_pipeline(orders, stages, link, max_inflight=0)
+    with pytest.raises(TypeError, match="fraction is 'half'"):
+        plan_pipeline(orders, stages, link, fraction="half")  # type: ignore[arg-type]
+
+
+def test_a_rank_without_steps() -> None:
+    orders: list[tuple[Step, ...]] = [*one_f_one_b(1, 2), ()]
+    plans = plan_pipeline(orders, [STAGE], Link(40e9, 40e9))
+    assert plans[1].transfers == {}
+    choices = RankChoices(RankProfile.of((), (), [], Link(1.0, 1.0)), 0, Knobs(), 0.05)
+    assert choices.lowest() == 0

@@ -1,0 +1,253 @@
+"""Simulated pipelines: small ones worked out by hand, what holds for all, and the time that it takes."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import pipeline_cases
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from actoffload.schedule import (
+    Action,
+    Chunk,
+    Computation,
+    Do,
+    Event,
+    Kind,
+    LayerCost,
+    Link,
+    Moment,
+    PipelinePlan,
+    Plan,
+    Saved,
+    SplitCost,
+    StageCost,
+    Transfer,
+    When,
+    gpipe,
+    looped_bfs,
+    one_f_one_b,
+    read_order,
+    simulate,
+    simulate_pipeline,
+)
+
+FAST = Link(1e9, 1e9)
+STAGE = StageCost((LayerCost(1.0, 2.0, (Saved(100),)),))
+
+
+def test_bubbles_and_sends_by_hand() -> None:
+    stages = [replace(STAGE, sent_forward=10, sent_backward=5)] * 2
+    found = simulate_pipeline(gpipe(2, 2), stages, FAST, send_latency=0.25, send_bandwidth=10.0)
+    first, second = found.ranks
+    # F0 0-1, F1 1-2; on rank 1 F0 2.25-3.25, F1 3.25-4.25, B0 4.25-6.25, B1 6.25-8.25; back at 7 and at 9.
+    assert second.starts == (2.25, 3.25, 4.25, 6.25)
+    assert first.starts == (0.0, 1.0, 7.0, 9.0)
+    assert (first.bubble_seconds, second.bubble_seconds) == (5.0, 2.25)
+    assert (found.step_time, found.slowdown) == (11.0, 1.0)
+    assert [rank.peak_bytes for rank in found.ranks] == [200, 200]
+
+
+def test_1f1b_needs_less_memory_on_later_ranks() -> None:
+    stages = [replace(STAGE, boundary_bytes=7, other_bytes=1000)] * 3
+    found = simulate_pipeline(one_f_one_b(3, 6), stages, FAST)
+    assert [rank.peak_bytes for rank in found.ranks] == [300, 200, 100]
+    assert [rank.device_peak_bytes for rank in found.ranks] == [1321, 1214, 1107]
+
+
+def offloading(release: Moment, reload: Moment, microbatch: int = 0) -> PipelinePlan:
+    """Return a plan of a rank with the orders F0 F1 B0 B1, which offloads one microbatch."""
+    (order,) = gpipe(1, 2)
+    return PipelinePlan(0, order, {0: ("group",)}, {Chunk(0, microbatch, 0): Transfer(release, reload)})
+
+
+def test_copies_by_hand() -> None:
+    # Saved at 1, copied out from 1 to 2; freed at the end of F1 at 2; back from 2 to 3.
+    (rank,) = simulate_pipeline(gpipe(1, 2), [STAGE], Link(100, 100), [offloading(Moment(1, 1), Moment(1, 1))]).ranks
+    assert (rank.stall_seconds, rank.end) == (1.0, 7.0)  # backward of microbatch 0 comes next, and waits
+    assert rank.peak_bytes == 200
+    assert [(s.kind, s.start, s.end) for s in rank.timeline.of(Kind.D2H, Kind.H2D, Kind.STALL)] == [
+        (Kind.D2H, 1.0, 2.0),
+        (Kind.H2D, 2.0, 3.0),
+        (Kind.STALL, 2.0, 3.0),
+    ]
+    # Microbatch 1 is saved at 2, copied by 3, freed at the end of B0 at 4, where backward needs it: back at 5.
+    (late,) = simulate_pipeline(
+        gpipe(1, 2), [STAGE], Link(100, 100), [offloading(Moment(2, 1), Moment(3, 0), microbatch=1)]
+    ).ranks
+    assert (late.stall_seconds, late.end, late.bytes_offloaded, late.bytes_reloaded) == (1.0, 7.0, 100, 100)
+    assert late.timeline.resident[-4:] == ((4.0, 100), (4.0, 0), (4.0, 100), (7.0, 0))
+
+
+def test_a_release_waits_for_its_copy() -> None:
+    (rank,) = simulate_pipeline(gpipe(1, 2), [STAGE], Link(50, 1e9), [offloading(Moment(1, 0), Moment(2, 0))]).ranks
+    assert rank.starts == (0.0, 1.0, 4.0, pytest.approx(6.0))  # F1 begins at 3, when microbatch 0 is copied
+    assert rank.peak_bytes == 200  # at its backward
+
+
+def test_both_directions_share_the_link() -> None:
+    order = read_order(["0F0", "0F1", "0B0", "0F2", "0B1", "0B2"])
+    stage = StageCost((LayerCost(1.0, 2.0, (Saved(100),)),))
+    transfers = {
+        Chunk(0, 0, 0): Transfer(Moment(1, 1), Moment(2, 0)),  # D2H 1-2, H2D at 2
+        Chunk(0, 1, 0): Transfer(Moment(4, 0), Moment(4, 0)),  # D2H 2-...
+    }
+    plan = PipelinePlan(0, order, {0: ("group",)}, transfers)
+
+    def spans(both: float | None) -> list[tuple[float, float]]:
+        (rank,) = simulate_pipeline([order], [stage], Link(100, 100, both=both), [plan]).ranks
+        return [(span.start, span.end) for span in rank.timeline.of(Kind.D2H, Kind.H2D)]
+
+    assert spans(None) == [(1.0, 2.0), (2.0, 3.0), (2.0, 3.0), (6.0, 7.0)]
+    # While microbatch 1 is copied to the host, 50 bytes a second are left for microbatch 0: half of it by 3.
+    assert spans(150) == [(1.0, 2.0), (2.0, 3.0), (2.0, 3.5), (6.5, 7.5)]
+
+
+def test_split_backward_by_hand() -> None:
+    order = read_order(["0F0", "0F1", "0I0", "0I1", "0W0", "0W1"])
+    cost = LayerCost(1.0, 4.0, (Saved(60, 0.5, 0.5), Saved(40)))
+    stage = StageCost((cost,), (SplitCost(2.0, 2.0, 60),), boundary_bytes=5)
+    (rank,) = simulate_pipeline([order], [stage], Link(100, 100)).ranks
+    assert [nbytes for _, nbytes in rank.timeline.resident[1::2]] == [100, 200, 200, 200, 100, 0]
+    assert (rank.end, rank.peak_bytes, rank.device_peak_bytes) == (10.0, 200, 210)
+
+    def run(again: Moment | None) -> tuple[float, list[int]]:
+        transfers = {Chunk(0, 0, 0): Transfer(Moment(1, 1), Moment(2, 0), again)}
+        plan = PipelinePlan(0, order, {0: ("group",)}, transfers, {0: True})
+        (rank,) = simulate_pipeline([order], [stage], Link(100, 100), [plan]).ranks
+        after = [nbytes for at, nbytes in rank.timeline.resident if at == rank.starts[3]]
+        return rank.stall_seconds, [after[-1] if after else -1, rank.bytes_reloaded]
+
+    # The last 40 bytes arrive 0.4 s after the input backward could start, the other 60 as it needs them at a half.
+    assert run(None) == (pytest.approx(0.4), [160, 100])
+    assert run(Moment(4, 0)) == (pytest.approx(0.4 + 0.6), [100, 160])
+    assert run(Moment(3, 0)) == (pytest.approx(0.4), [160, 160])
+
+
+def test_first_stage_without_split_runs_all_in_its_weight_backward() -> None:
+    order = read_order(["0F0", "0F1", "0I0", "0I1", "0W0", "0W1"])
+    transfers = {Chunk(0, 1, 0): Transfer(Moment(2, 1), Moment(4, 0))}
+    plan = PipelinePlan(0, order, {0: ("group",)}, transfers)
+    (rank,) = simulate_pipeline([order], [STAGE], Link(100, 100), [plan]).ranks
+    assert rank.starts == (0.0, 1.0, 2.0, 3.0, 3.0, 5.0)  # at the release compute waits for the copy
+    assert (rank.stall_seconds, rank.peak_bytes) == (1.0, 200)
+
+
+@st.composite
+def whole_steps(draw: st.DrawFn) -> tuple[Plan, PipelinePlan, StageCost, Link]:
+    """Return the same plan for one microbatch as a plan of a step and as one of a pipeline."""
+    cost = draw(pipeline_cases.stages(1))[0]
+    groups = tuple(replace(of, kept_bytes=0) for of in cost.groups)  # which `simulate` has among the resident bytes
+    stage = replace(cost, groups=groups, boundary_bytes=0)
+    count = len(groups)
+    (order,) = gpipe(1, 1)
+    calls, transfers = [], {}
+    for k in range(count - 1):
+        if draw(st.booleans()):
+            release, reload = draw(st.integers(k, count - 1)), draw(st.integers(k, count - 1))
+            calls += [
+                (Event(When.FORWARD_START, k), Action(Do.OFFLOAD, k)),
+                (Event(When.FORWARD_END, release), Action(Do.RELEASE, k)),
+                (Event(When.BACKWARD_START, reload), Action(Do.RELOAD, k)),
+            ]
+            transfers[Chunk(0, 0, k)] = Transfer(Moment(0, release + 1), Moment(1, count - 1 - reload))
+    calls.sort(key=lambda call: (call[0].when.name, call[1].do is Do.RELOAD, -call[1].layer))
+    link = Link(draw(st.sampled_from([16.0, 64.0])), draw(st.sampled_from([16.0, 64.0])))
+    names = {0: tuple(map(str, range(count)))}
+    return Plan.of(count, calls), PipelinePlan(0, order, names, transfers), stage, link
+
+
+@given(whole_steps())
+@settings(deadline=None, max_examples=40)
+def test_one_microbatch_on_one_rank_is_a_step(case: tuple[Plan, PipelinePlan, StageCost, Link]) -> None:
+    plan, of_rank, stage, link = case
+    # A release is at the end of a forward there, and here at the start of the next: the gap between is behind it.
+    stage = replace(stage, groups=tuple(replace(of, gap_forward=0.0) for of in stage.groups))
+    step = simulate(plan, stage.groups, link)
+    (rank,) = simulate_pipeline(gpipe(1, 1), [stage], link, [of_rank]).ranks
+    assert rank.peak_bytes == step.peak_bytes
+    assert rank.device_peak_bytes == step.device_peak_bytes + stage.other_bytes
+    assert rank.end == pytest.approx(step.step_time)
+    assert rank.stall_seconds == pytest.approx(step.stall_seconds)
+    assert (rank.bytes_offloaded, rank.bytes_reloaded) == (step.bytes_offloaded, step.bytes_reloaded)
+
+
+@given(st.data())
+@settings(deadline=None, max_examples=40)
+def test_every_pipeline(data: st.DataObject) -> None:
+    orders, count, split = data.draw(pipeline_cases.schedules())
+    stages = data.draw(pipeline_cases.stages(count, split))
+    plans = data.draw(pipeline_cases.plans(orders, stages))
+    link = Link(data.draw(st.sampled_from([16.0, 256.0])), 64.0, both=data.draw(st.sampled_from([None, 70.0])))
+    found = simulate_pipeline(orders, stages, link, plans)
+    assert found.slowdown >= 1 - 1e-9
+    for rank, without, plan, order in zip(found.ranks, found.baseline, plans, orders, strict=True):
+        assert rank.peak_bytes <= without.peak_bytes
+        assert rank.device_peak_bytes <= without.device_peak_bytes
+        assert rank.bytes_offloaded == plan.offloaded_bytes
+        assert rank.timeline.resident[-1][1] == 0
+        assert rank.timeline.peak_bytes == rank.peak_bytes
+        assert rank.timeline.nbytes(Kind.D2H) == rank.bytes_offloaded
+        assert rank.timeline.seconds(Kind.STALL) == pytest.approx(rank.stall_seconds)
+        busy = rank.timeline.seconds(Kind.FORWARD, Kind.BACKWARD)
+        gaps = sum(
+            of.gap_forward if step.computation is Computation.FORWARD else of.gap_backward
+            for step in order
+            for of in stages[step.stage].groups
+            if step.computation is not Computation.BACKWARD_INPUT and stages[step.stage].splits == ()
+        )
+        if not split:
+            assert sum((busy, rank.stall_seconds, rank.bubble_seconds)) <= rank.end + 1e-9 + gaps
+            assert sum((busy, gaps, rank.stall_seconds, rank.bubble_seconds)) >= rank.end - 1e-9
+    # Bytes do not depend on times.
+    faster = simulate_pipeline(orders, stages, Link(1e9, 1e9), plans)
+    assert [r.device_peak_bytes for r in faster.ranks] == [r.device_peak_bytes for r in found.ranks]
+
+
+def test_64_stages_and_256_microbatches_take_less_than_a_second() -> None:
+    orders = one_f_one_b(64, 256)
+    stages = [StageCost((LayerCost.even(2**30, 0.010, 0.020),), boundary_bytes=2**20, sent_forward=2**24)] * 64
+    began = time.process_time()
+    found = simulate_pipeline(orders, stages, Link(50e9, 50e9), send_bandwidth=100e9)
+    assert time.process_time() - began < 1.0  # takes 0.1 to 0.2 s
+    assert [rank.peak_bytes >> 30 for rank in found.ranks] == list(range(64, 0, -1))
+    plans = []
+    for rank, order in enumerate(orders[:-3]):
+        plan = PipelinePlan(rank, order, {rank: ("stage",)})
+        transfers = {}
+        for microbatch in range(256):
+            saved, use, _ = plan.uses(rank, microbatch)
+            if use - saved > 3:
+                transfers[Chunk(rank, microbatch, 0)] = Transfer(Moment(saved + 1, 1), Moment(use - 1, 0))
+        plans.append(replace(plan, transfers=transfers))
+    began = time.process_time()
+    offloading = simulate_pipeline(orders, stages, Link(99e9, 99e9), [*plans, None, None, None], send_bandwidth=100e9)
+    assert time.process_time() - began < 1.0  # takes 0.3 to 0.5 s
+    assert offloading.slowdown < 1.01
+    assert max(rank.peak_bytes >> 30 for rank in offloading.ranks) <= 4
+
+
+def test_what_cannot_run_is_named() -> None:
+    stages = [STAGE] * 2
+    with pytest.raises(ValueError, match=r"Rank 0 waits forever at its step 0B0: no rank sends what that needs"):
+        simulate_pipeline([read_order(["0F0", "0B0"]), read_order(["1F0", "1F1", "1B1"])], stages, FAST)
+    with pytest.raises(ValueError, match="Rank 1 has stage 1, but there are costs of 1 stages"):
+        simulate_pipeline(gpipe(2, 2), stages[:1], FAST)
+    with pytest.raises(ValueError, match="There are 1 plans for 2 ranks"):
+        simulate_pipeline(gpipe(2, 2), stages, FAST, [None])
+    with pytest.raises(ValueError, match="The plan of rank 0 is for another order"):
+        simulate_pipeline(gpipe(1, 3), stages[:1], FAST, [offloading(Moment(1, 1), Moment(2, 0))])
+    with pytest.raises(ValueError, match="Stage 1 has an input backward, but its cost has no splits"):
+        simulate_pipeline([read_order(["0F0", "0B0"]), read_order(["1F0", "1I0", "1W0"])], stages, FAST)
+    two = StageCost(STAGE.groups * 2)
+    with pytest.raises(ValueError, match="other groups or splits of stage 0"):
+        simulate_pipeline(gpipe(1, 2), [two], FAST, [offloading(Moment(1, 1), Moment(2, 0))])
+
+
+def test_a_table_by_rank() -> None:
+    text = str(simulate_pipeline(looped_bfs(2, 2), [STAGE] * 4, FAST))
+    assert text.splitlines()[0] == "step 15000.00 ms, 1.000 x no offload"
+    assert text.splitlines()[2].split() == ["rank", "peak", "without", "peak", "offloaded", "stalled", "bubbles"]
