@@ -2,8 +2,9 @@
 
 Every rank is a process.  One schedule of `torch.distributed.pipelining` runs without offload, with
 ``offload(schedule)``, without, with a memory budget of 40 % of the highest peak, and without again.  A ratio refers to
-the mean of the phases without offload before and after.  R is the drop of a rank's peak over the drop that the
-simulation of the plan gives for its saved tensors.
+the mean of the phases without offload before and after.  R is the drop of a rank's peak over the drop that is
+expected: the peak of each computation without offload, less the saved tensors that are not on the device there by the
+simulation of the plan.
 """
 
 from __future__ import annotations
@@ -15,10 +16,13 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
+from math import inf
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -30,9 +34,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from workloads import Model, Settings
 
 import actoffload
+from actoffload.device.reference import CreatedStorages
 from actoffload.engine.recorder import TimelineRecorder
 from actoffload.measure import MemoryMeter
 from actoffload.schedule import Kind, Link, simulate_pipeline
+from actoffload.schedule.pipeline_results import RankSimulation
 
 __all__ = ["PARTS", "SMALL_PARTS", "Part", "available", "measure_parts"]
 
@@ -112,6 +118,9 @@ def available(gpus: int) -> tuple[str, ...]:
     return tuple(PARTS if gpus >= 4 else TWO)
 
 
+METHODS = {"forward_one_chunk": "F", "backward_one_chunk": "B", "backward_weight_one_chunk": "W"}
+"""Methods of a stage that compute, and the letter of `Computation`."""
+
 VS = ("ScheduleZBVZeroBubble", "ScheduleDualPipeV")
 """Schedules whose first rank has the first and the last stage."""
 
@@ -120,6 +129,39 @@ class _Recorder(TimelineRecorder):
     """Records copies and stalls, not the level of memory."""
 
     levels = False
+
+
+def _watched(
+    function: Callable[..., Any], stage: int, letter: str, peaks: dict[str, int], storages: CreatedStorages | None
+) -> Callable[..., Any]:
+    """Return a method of a stage that notes the peak of its computation."""
+
+    def watched(number: int, *args: Any, **kwargs: Any) -> Any:
+        if storages is None:
+            torch.accelerator.reset_peak_memory_stats()
+        else:
+            storages.peak = storages.now
+        result = function(number, *args, **kwargs)
+        half = letter == "B" and not kwargs.get("full_backward", True)
+        peak = torch.accelerator.max_memory_allocated() if storages is None else storages.peak
+        peaks[f"{stage}{'I' if half else letter}{number}"] = peak
+        return result
+
+    return watched
+
+
+def _levels(of: RankSimulation) -> list[int]:
+    """Return the largest number of bytes of saved tensors in each computation of a rank, as simulated."""
+    points, ends, found, level, at = of.timeline.resident, [*of.starts[1:], inf], [], 0, 0
+    for start, end in zip(of.starts, ends, strict=True):
+        while at < len(points) and points[at][0] <= start:
+            level, at = points[at][1], at + 1
+        most = level
+        while at < len(points) and points[at][0] < end:
+            level, at = points[at][1], at + 1
+            most = max(most, level)
+        found.append(most)
+    return found
 
 
 class Pipeline:
@@ -142,7 +184,7 @@ class Pipeline:
                 module = settings.stage(self.pair) if isinstance(settings, MixtureSettings) else Model(settings)
             self.modules.append(module.to(getattr(torch, settings.dtype)))
         number = self.ranks * part.stages
-        stages = [
+        stages = self.stages = [
             pipelining.PipelineStage(module, index, number, device, group=self.line)
             for index, module in zip(indices, self.modules, strict=True)
         ]
@@ -184,7 +226,19 @@ class Pipeline:
             peaks.append(meter.peak_bytes)
         return {"seconds": seconds, "peaks": peaks}
 
-    def offloaded(self, **how: Any) -> dict[str, Any]:
+    def profile(self) -> dict[str, int]:
+        """Return the peak of device memory in each computation of a step; keys are those of `Step`."""
+        peaks: dict[str, int] = {}
+        storages = CreatedStorages() if self.device.type == "cpu" else None
+        with storages or nullcontext(), ExitStack() as stack:
+            for stage in self.stages:
+                for name, letter in METHODS.items():
+                    watched = _watched(getattr(stage, name), stage.stage_index, letter, peaks, storages)
+                    stack.enter_context(mock.patch.object(stage, name, watched))
+            self.step()
+        return peaks
+
+    def offloaded(self, profile: dict[str, int], **how: Any) -> dict[str, Any]:
         """Return a phase with offload, with what the plan of this rank does and what is simulated for it."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", actoffload.ReferenceDeviceWarning)
@@ -194,7 +248,7 @@ class Pipeline:
             self.step()
             planning += 1
         found = {**self.phase(1, self.part.steps), "planning_steps": planning}
-        found |= self._recorded(handle) | _simulated(handle, self.rank)
+        found |= self._recorded(handle) | _simulated(handle, self.rank, profile)
         handle.remove()
         return found
 
@@ -220,8 +274,12 @@ class Pipeline:
         }
 
 
-def _simulated(handle: Any, rank: int) -> dict[str, Any]:
-    """Return what is simulated for the plans of all ranks, from what was measured when they were made."""
+def _simulated(handle: Any, rank: int, profile: dict[str, int]) -> dict[str, Any]:
+    """Return what is simulated for the plans of all ranks, from what was measured when they were made.
+
+    The expected peak is that of the profile without offload, less the saved tensors that the plan has not on the device
+    in the same computation.
+    """
     if handle.plan is None:
         return {"because": str(handle)}
     measured = handle._runner._measured
@@ -233,6 +291,9 @@ def _simulated(handle: Any, rank: int) -> dict[str, Any]:
     orders = [each.order for each in measured]
     found = simulate_pipeline(orders, [costs[stage] for stage in sorted(costs)], link, handle.plans)
     mine, without = found.ranks[rank], found.baseline[rank]
+    memory = [profile.get(str(step), 0) for step in handle.plan.order]
+    less = [before - now for before, now in zip(_levels(without), _levels(mine), strict=True)]
+    expected = max(bytes_ - gone for bytes_, gone in zip(memory, less, strict=True))
     return {
         "because": handle.plan.because,
         "plan": str(handle.plan),
@@ -241,7 +302,8 @@ def _simulated(handle: Any, rank: int) -> dict[str, Any]:
             "ratio": found.slowdown,
             "stall_seconds": mine.stall_seconds,
             "bubble_seconds": mine.bubble_seconds,
-            "drop_bytes": without.peak_bytes - mine.peak_bytes,
+            "drop_bytes": max(memory) - expected,
+            "saved_drop_bytes": without.peak_bytes - mine.peak_bytes,
         },
     }
 
@@ -255,12 +317,13 @@ def _arms(pipeline: Pipeline) -> list[tuple[str, dict[str, Any]]]:
         found.append((WAITING, pipeline.phase(2, part.steps)))
         set_waits(pipeline.modules, waits=False)
     found.append((NOTHING, pipeline.phase(1 if part.mixture else 2, part.steps)))
-    found.append((OURS, pipeline.offloaded()))
+    profile = pipeline.profile()
+    found.append((OURS, pipeline.offloaded(profile)))
     found.append((AGAIN, pipeline.phase(1, part.steps)))
     peaks: list[Any] = [None] * part.world
     dist.all_gather_object(peaks, max(found[-1][1]["peaks"]))
     budget = int(SHARE * max(peaks))
-    found.append((BUDGET, {**pipeline.offloaded(memory_budget=budget), "budget": budget}))
+    found.append((BUDGET, {**pipeline.offloaded(profile, memory_budget=budget), "budget": budget}))
     found.append((AGAIN, pipeline.phase(1, part.steps)))
     return found
 
