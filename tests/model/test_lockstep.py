@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -396,6 +397,12 @@ def sentence(call: Callable[[], object]) -> str:
     return "no error"
 
 
+def without_store(model: torch.nn.Module) -> tuple[int, ...]:
+    """Return the ranks of a model where PyTorch lacks the private name of the store."""
+    with mock.patch.object(ranks, "default_store", None):
+        return ranks_of(model)
+
+
 def rank_main(rank: int, folder: Path) -> None:
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -410,6 +417,7 @@ def rank_main(rank: int, folder: Path) -> None:
     found = {
         "sharded": ranks_of(sharded),
         "inside": seen,
+        "without a store": without_store(sharded),
         "plain": ranks_of(torch.nn.Linear(4, 4)),
         "steps": of_steps(rank, 12),
         "budget": sentence(lambda: of_steps(rank, 1, memory_budget=f"{rank + 1}GiB")),
@@ -424,7 +432,7 @@ def test_two_processes(tmp_path):
     assert first == second
     assert first["sharded"] == [0, 1]
     assert first["inside"] == [[0, 1]]
-    assert first["plain"] == []
+    assert first["plain"] == first["without a store"] == []
     assert first["steps"]["stages"] == [*ALL, *[""] * 3]
     assert first["steps"]["offloaded"] == list(range(6))
     assert "memory_budget is '1GiB' in rank 0 and '2GiB' in rank 1. Pass the same" in first["budget"]
