@@ -137,8 +137,8 @@ print(results[0]["why"])
 # %%
 # Memory by rank
 # --------------
-# The peak of device memory of each rank, with weights and gradients. Without offloading the first rank has more
-# microbatches in flight than the last one.
+# The peak of device memory of each rank in a step; on a GPU weights and gradients are part of it. The first rank has
+# more microbatches in flight than the last one, and so it offloads more.
 names = [f"rank {rank}" for rank in range(ranks)]
 figure, ax = pyplot.subplots(figsize=(6, 2.6), layout="constrained")
 for place, (key, label, colour) in enumerate((("without", "no offload", "#9a9a9a"), ("with", "offloaded", "#2b8cc4"))):
