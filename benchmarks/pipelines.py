@@ -37,7 +37,11 @@ import actoffload
 from actoffload.device.reference import CreatedStorages
 from actoffload.engine.recorder import TimelineRecorder
 from actoffload.measure import MemoryMeter
-from actoffload.schedule import Kind, Link, simulate_pipeline
+from actoffload.pipeline.exchange import Measured
+from actoffload.pipeline.planning import _slowest as slowest
+from actoffload.pipeline.planning import _variants as variants_of
+from actoffload.planner.pipeline_recomputation import recomputed
+from actoffload.schedule import Computation, Kind, Link, PipelinePlan, StageCost, simulate_pipeline
 from actoffload.schedule.pipeline_results import RankSimulation
 
 __all__ = ["PARTS", "SMALL_PARTS", "Part", "available", "measure_parts"]
@@ -282,30 +286,48 @@ def _simulated(handle: Any, rank: int, profile: dict[str, int]) -> dict[str, Any
     """
     if handle.plan is None:
         return {"because": str(handle)}
-    measured = handle._runner._measured
-    costs = {stage: cost for each in measured for stage, cost in each.costs.items()}
-    links = [each.link for each in measured]
-    both = min((link.both for link in links if link.both is not None), default=None)
-    slowest = (min(link.d2h for link in links), min(link.h2d for link in links))
-    link = Link(*slowest, max(link.latency for link in links), both)  # ranks wait for each other
-    orders = [each.order for each in measured]
-    found = simulate_pipeline(orders, [costs[stage] for stage in sorted(costs)], link, handle.plans)
-    mine, without = found.ranks[rank], found.baseline[rank]
-    memory = [profile.get(str(step), 0) for step in handle.plan.order]
-    less = [before - now for before, now in zip(_levels(without), _levels(mine), strict=True)]
-    expected = max(bytes_ - gone for bytes_, gone in zip(memory, less, strict=True))
+    plain, again, link = _costs(handle._runner._measured, handle.plans)
+    orders = [plan.order for plan in handle.plans]
+    without = simulate_pipeline(orders, plain, link).ranks[rank]
+    found = simulate_pipeline(orders, again, link, handle.plans)
+    mine, expected = found.ranks[rank], 0
+    levels = zip(handle.plan.order, _levels(without), _levels(mine), strict=True)
+    for step, before, now in levels:
+        # What is recomputed in a backward is on the device for one group at a time.
+        pairs = zip(plain[step.stage].groups, again[step.stage].groups, strict=True)
+        more = max(new.backward_temporary - old.backward_temporary for old, new in pairs)
+        now += 0 if step.computation in (Computation.FORWARD, Computation.BACKWARD_WEIGHT) else more
+        expected = max(expected, profile.get(str(step), 0) - before + now)
+    seconds, baseline = handle.plan.seconds or found.step_time, handle.plan.baseline_seconds or found.baseline_time
     return {
         "because": handle.plan.because,
         "plan": str(handle.plan),
         "predicted": {
-            "seconds": found.step_time,
-            "ratio": found.slowdown,
+            "seconds": seconds,
+            "ratio": seconds / baseline,
             "stall_seconds": mine.stall_seconds,
             "bubble_seconds": mine.bubble_seconds,
-            "drop_bytes": max(memory) - expected,
+            "drop_bytes": max(profile.values()) - expected,
             "saved_drop_bytes": without.peak_bytes - mine.peak_bytes,
         },
     }
+
+
+def _costs(
+    measured: Sequence[Measured], plans: Sequence[PipelinePlan]
+) -> tuple[list[StageCost], list[StageCost], Link]:
+    """Return the costs of all stages, as measured and as the plans recompute them, and the link of the slowest rank."""
+    costs = {stage: cost for each in measured for stage, cost in each.costs.items()}
+    plain = [costs[stage] for stage in sorted(costs)]
+    ways = {
+        (stage, k): 1
+        for of in plans
+        for stage, saves in of.saves.items()
+        for k, names in enumerate(saves)
+        if names is not None
+    }
+    again = recomputed(plain, variants_of(measured, costs), ways)
+    return plain, list(again), slowest([of.link for of in measured])
 
 
 def _arms(pipeline: Pipeline) -> list[tuple[str, dict[str, Any]]]:

@@ -33,7 +33,8 @@ from actoffload.measure import MemoryMeter
 
 gpus = torch.cuda.device_count() >= 2
 width, tokens, dtype = (4096, 4096, torch.bfloat16) if gpus else (64, 64, torch.float32)
-ranks, stages_per_rank, layers, microbatches, steps = 2, 2, 2, 8, 4 if gpus else 2
+ranks, stages_per_rank, layers = 2, 2, 2
+microbatches, steps = (8, 4) if gpus else (4, 2)
 
 
 class Block(torch.nn.Module):
@@ -126,7 +127,7 @@ if "RANK" in os.environ:  # this process is a rank
 with tempfile.TemporaryDirectory() as folder:
     launcher = ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    subprocess.run([sys.executable, "-m", *launcher, __file__, folder], env=environment, check=True)
+    subprocess.run([sys.executable, "-m", *launcher, sys.argv[0], folder], env=environment, check=True)
     results = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(ranks)]
 
 print("Two GPUs with NCCL." if gpus else "Two processes on the CPU with gloo.")
@@ -136,8 +137,8 @@ print(results[0]["why"])
 # %%
 # Memory by rank
 # --------------
-# The peak of device memory of each rank, with weights and gradients. Without offloading the first rank has more
-# microbatches in flight than the last one.
+# The peak of device memory of each rank in a step; on a GPU weights and gradients are part of it. The first rank has
+# more microbatches in flight than the last one, and so it offloads more.
 names = [f"rank {rank}" for rank in range(ranks)]
 figure, ax = pyplot.subplots(figsize=(6, 2.6), layout="constrained")
 for place, (key, label, colour) in enumerate((("without", "no offload", "#9a9a9a"), ("with", "offloaded", "#2b8cc4"))):

@@ -93,7 +93,7 @@ def test_a_limit_releases_earlier_and_reloads_later() -> None:
 
 
 @given(st.data())
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=20)
 def test_needs_are_those_of_the_simulation(data: st.DataObject) -> None:
     orders, count, split = data.draw(pipeline_cases.schedules())
     stages = data.draw(pipeline_cases.stages(count, split))
@@ -130,7 +130,7 @@ def test_needs_are_those_of_the_simulation(data: st.DataObject) -> None:
 
 
 @given(st.data())
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=12)
 def test_without_a_budget_there_is_no_cost(data: st.DataObject) -> None:
     orders, count, split = data.draw(pipeline_cases.schedules())
     stages = data.draw(pipeline_cases.stages(count, split))
@@ -146,7 +146,7 @@ def test_without_a_budget_there_is_no_cost(data: st.DataObject) -> None:
 
 
 @given(st.data())
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=12)
 def test_a_budget_is_kept_or_the_plan_says_so(data: st.DataObject) -> None:
     orders, count, split = data.draw(pipeline_cases.schedules())
     stages = data.draw(pipeline_cases.stages(count, split))

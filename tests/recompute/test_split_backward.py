@@ -352,19 +352,23 @@ SCHEDULES = [ScheduleZBVZeroBubble, ScheduleInterleavedZeroBubble]
 
 
 @pytest.mark.filterwarnings("ignore::actoffload.ReferenceDeviceWarning")
+@pytest.mark.parametrize("whole", [False, True], ids=["modules", "schedule"])
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda of: of.__name__)
 @pytest.mark.usefixtures("alone", "offload_small_tensors")
-def test_offloaded_stages_of_a_zero_bubble_schedule(schedule):
+def test_offloaded_stages_of_a_zero_bubble_schedule(schedule, whole):
     """Groups that `offload` recomputes, in stages that a real schedule runs."""
 
     def step(recompute):
         torch.manual_seed(0)
         modules = [nn.Sequential(Block(), MLP(), nn.LayerNorm(WIDTH)) for _ in range(2)]
-        if recompute is not None:
+        how = {"layers": ["0", "1"], "recompute": recompute, "min_bytes": 64}
+        if recompute is not None and not whole:
             for module in modules:
-                offload(module, layers=["0", "1"], recompute=recompute)
+                offload(module, **how)
         stages = [PipelineStage(module, k, 2, torch.device("cpu")) for k, module in enumerate(modules)]
         steps = schedule(stages, 4, loss_fn=lambda y, target: ((y - target) ** 2).mean())
+        if recompute is not None and whole:
+            offload(steps, **how)
         blocks = [block for module in modules for block in module[:2]]
         found, counts = [], []
         for _ in range(2):

@@ -127,6 +127,17 @@ def test_split_backward_by_hand() -> None:
     assert run(Moment(3, 0)) == (pytest.approx(0.4), [160, 160])
 
 
+def test_full_backward_of_a_stage_that_can_split() -> None:
+    """A tensor that is needed at a half of its backward is needed later in a full one than in one of the inputs."""
+    stage = StageCost((LayerCost(1.0, 4.0, (Saved(100, 1.0, 0.5),)),), (SplitCost(2.0, 2.0, 60),))
+    for order, stalled in ((["0F0", "0F1", "0B0", "0B1"], 0.0), (["0F0", "0F1", "0I0", "0B1", "0W0"], 1.0)):
+        steps = read_order(order)
+        transfers = {Chunk(0, 0, 0): Transfer(Moment(1, 1), Moment(2, 0))}
+        plan = PipelinePlan(0, steps, {0: ("group",)}, transfers, {0: True})
+        (rank,) = simulate_pipeline([steps], [stage], Link(100, 50), [plan]).ranks
+        assert rank.stall_seconds == stalled  # copied back in 2 seconds from its start on
+
+
 def test_first_stage_without_split_runs_all_in_its_weight_backward() -> None:
     order = read_order(["0F0", "0F1", "0I0", "0I1", "0W0", "0W1"])
     transfers = {Chunk(0, 1, 0): Transfer(Moment(2, 1), Moment(4, 0))}

@@ -176,7 +176,8 @@ class _Run:
     def _slow(self) -> float:
         """Return how many times longer copies take while both directions are busy."""
         link = self.profile.link
-        return max((link.d2h + link.h2d) / link.both, 1.0) if link.both is not None else 1.0
+        both = link.d2h + link.h2d
+        return max(both / link.both, 1.0) if link.both is not None and both < inf else 1.0
 
     def _before(self, m: int) -> int:
         while not self.profile.allowed[m]:

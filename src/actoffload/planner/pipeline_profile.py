@@ -106,7 +106,7 @@ class RankProfile:
                             of.out_ready,
                             of.out_after,
                             of.back,
-                            of.back_ahead,
+                            of.back_ahead if first == last else of.input_ahead,
                             of.again,
                             of.again_bytes,
                         )

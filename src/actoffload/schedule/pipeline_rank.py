@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -42,6 +42,7 @@ class RankRun:
     link: Link
     other: int  # bytes on the device beside saved tensors
     actions: Steps
+    split: Collection[tuple[int, int]]  # stages and microbatches of which the input backward uses the saved tensors
     record: bool = False  # a timeline; it takes about as long as the run
     compute: float = 0.0
     host: float = 0.0
@@ -185,7 +186,8 @@ class RankRun:
                 self._release(chunk, group)
             elif chunk in self._copied:
                 del self._copied[chunk]
-                self._reload(chunk, group.back, group.back_ahead, group.nbytes)
+                split = (chunk.stage, chunk.microbatch) in self.split
+                self._reload(chunk, group.back, group.input_ahead if split else group.back_ahead, group.nbytes)
             else:  # for the weight backward
                 self._reload(chunk, group.again, group.again, group.again_bytes)
         return offloaded

@@ -122,6 +122,12 @@ class Pipeline:
         self.latency, self.bandwidth = send_latency, send_bandwidth
         self.rank_of = {step.stage: rank for rank, order in enumerate(orders) for step in order}
         self.microbatches = 1 + max((step.microbatch for order in orders for step in order), default=0)
+        self.split = {
+            (step.stage, step.microbatch)
+            for order in orders
+            for step in order
+            if step.computation is Computation.BACKWARD_INPUT and stages[step.stage].splits
+        }
         self.compiled = [self._compile(rank, order) for rank, order in enumerate(orders)]
 
     def _compile(self, rank: int, order: Sequence[Step]) -> list[Compiled]:
@@ -180,7 +186,7 @@ class Pipeline:
     def _rank(self, number: int, actions: Steps, record: bool = False) -> RankRun:
         steps = self.compiled[number]
         other = {step.step.stage: step.times.cost.other_bytes for step in steps}
-        return RankRun(steps, self.times, self.link, sum(other.values()), actions, record)
+        return RankRun(steps, self.times, self.link, sum(other.values()), actions, self.split, record)
 
     def _record(self, number: int, actions: Steps, arrivals: list[float]) -> Timeline:
         """Run one rank again, with what the others sent."""

@@ -34,7 +34,8 @@ class GroupTimes:
     out_ready: float  # from the start of forward until the first copy can start
     out_after: float  # until all are done, if the queue is free
     back: float  # the copies back
-    back_ahead: float  # by which they must start before backward does, without a stall
+    back_ahead: float  # by which they must start before a full backward does, without a stall
+    input_ahead: float  # the same for an input backward
     again_bytes: int  # what a weight backward needs again
     again: float
 
@@ -174,9 +175,11 @@ def stage_times(stages: Sequence[StageCost], link: Link) -> list[StageTimes]:
 
 def _group_times(cost: LayerCost, split: SplitCost | None, link: Link) -> GroupTimes:
     out, after = copies_out(cost, link)
+    back, ahead = copies_back(cost, link)
     # The input backward needs the tensors at the same parts of a shorter time.
-    back, ahead = copies_back(cost if split is None else replace(cost, backward=split.input_seconds), link)
+    of_input = ahead if split is None else copies_back(replace(cost, backward=split.input_seconds), link)[1]
     ready = cost.saved[0].saved_at * cost.forward if cost.saved else 0.0
     again = split.kept if split is not None else 0
     latency = link.latency * len(cost.saved)
-    return GroupTimes(cost.nbytes, out, ready, after, back, ahead, again, again and latency + again / link.h2d)
+    seconds = latency + again / link.h2d if again else 0.0
+    return GroupTimes(cost.nbytes, out, ready, after, back, ahead, of_input, again, seconds)
