@@ -263,8 +263,8 @@ def _measure_arms(device: torch.device, part: str, sizes: Sizes, mesh: Any, link
     if part == FSDP:
         models += [make(partial(checkpoint, use_reentrant=False)), make()]
     held = sum(model.held for model in models)
-    with measured_costs(device) as costs:
-        default.offload(sizes.passes)
+    default.offload(sizes.passes)
+    predict = measured_costs(default.handle)
     layers.offload(num_layers=max(counts))
     arms += [Arm(LAYERS, layers, count) for count in counts]
     arms.append(Arm(DEFAULT, default))
@@ -279,8 +279,8 @@ def _measure_arms(device: torch.device, part: str, sizes: Sizes, mesh: Any, link
     for arm in arms:
         rows.append(arm.row(held - arm.trained.held))
         handle = arm.trained.handle
-        if handle is not None and costs and arm.method != BUDGET:
-            rows[-1]["predicted_extra"] = _extra_seconds(costs[-1], handle.plan, link)
+        if handle is not None and predict is not None and arm.method != BUDGET:
+            rows[-1]["predicted_extra"] = _extra_seconds(predict, handle.plan, link)
         if dist.get_rank() == 0:
             print(f"  {arm.method} {arm.num_layers or ''}: {rows[-1]['peak_bytes'] / 2**30:.2f} GiB", flush=True)
     samples = measure_step_times(

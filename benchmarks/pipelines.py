@@ -330,23 +330,35 @@ def _costs(
     return plain, list(again), slowest([of.link for of in measured])
 
 
+def _say(what: str) -> None:
+    """Print a line of progress on the first rank."""
+    if dist.get_rank() == 0:
+        print(f"{time.strftime('%H:%M:%S')} {what}", flush=True)
+
+
 def _arms(pipeline: Pipeline) -> list[tuple[str, dict[str, Any]]]:
     """Run all phases on this rank; return what each showed."""
     part = pipeline.part
     found: list[tuple[str, dict[str, Any]]] = []
+
+    def add(method: str, phase: dict[str, Any]) -> None:
+        found.append((method, phase))
+        peak, seconds = max(phase["peaks"]) / 2**30, median(phase["seconds"])
+        _say(f"  {method}: {seconds:.3f} s, {peak:.2f} GiB on the first rank")
+
     if part.mixture:
         set_waits(pipeline.modules, waits=True)
-        found.append((WAITING, pipeline.phase(2, part.steps)))
+        add(WAITING, pipeline.phase(2, part.steps))
         set_waits(pipeline.modules, waits=False)
-    found.append((NOTHING, pipeline.phase(1 if part.mixture else 2, part.steps)))
+    add(NOTHING, pipeline.phase(1 if part.mixture else 2, part.steps))
     profile = pipeline.profile()
-    found.append((OURS, pipeline.offloaded(profile)))
-    found.append((AGAIN, pipeline.phase(1, part.steps)))
+    add(OURS, pipeline.offloaded(profile))
+    add(AGAIN, pipeline.phase(1, part.steps))
     peaks: list[Any] = [None] * part.world
     dist.all_gather_object(peaks, max(found[-1][1]["peaks"]))
     budget = int(SHARE * max(peaks))
-    found.append((BUDGET, {**pipeline.offloaded(profile, memory_budget=budget), "budget": budget}))
-    found.append((AGAIN, pipeline.phase(1, part.steps)))
+    add(BUDGET, {**pipeline.offloaded(profile, memory_budget=budget), "budget": budget})
+    add(AGAIN, pipeline.phase(1, part.steps))
     return found
 
 
@@ -356,6 +368,7 @@ def _measured(device: torch.device, names: tuple[str, ...], small: bool, folder:
         part = (SMALL_PARTS if small else PARTS)[name]
         # Slower attention than the flash kernel would hide copies.
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION if device.type == "cuda" else SDPBackend.MATH):
+            _say(f"{name}:")
             pipeline = Pipeline(part, device)
             mine = _arms(pipeline)
         ranks: list[Any] = [None] * part.world

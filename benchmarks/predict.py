@@ -10,8 +10,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import mean, median
@@ -23,6 +22,7 @@ from workloads import FULL, REHEARSAL, Settings, Stack
 
 import actoffload
 from actoffload.measure import measure_peak, measure_step_times
+from actoffload.planner import choose
 from actoffload.schedule import simulate
 
 DEFAULT, NONE = "default", "none"
@@ -51,26 +51,17 @@ Predict = Callable[[Any], dict[str, float]]
 """From a plan to seconds and bytes."""
 
 
-@contextmanager
-def measured_costs(device: torch.device) -> Iterator[list[Predict]]:
-    """Collect a function that predicts plans, each time when the default plans; nothing on the reference device."""
-    found: list[Predict] = []
-    if device.type == "cpu":
-        yield found
-        return
-    from actoffload.model import first_steps
+def measured_costs(handle: Any) -> Predict | None:
+    """Return a function that predicts plans from what the first steps of a handle measured.
 
-    choose = first_steps.choose
-
-    def choosing(names: Any, layers: Any, link: Any, **more: Any) -> Any:
-        found.append(partial(predicted, layers, link, more.get("host_seconds", 0.0)))
-        return choose(names, layers, link, **more)
-
-    first_steps.choose = choosing
-    try:
-        yield found
-    finally:
-        first_steps.choose = choose
+    None if nothing was measured, or if the planner chose among ways to recompute groups, which `simulate` does not
+    take.
+    """
+    found = getattr(handle._tracker.steering, "_chosen", None)
+    if found is None or found.choose is None or found.choose.func is not choose:
+        return None
+    _, layers, link = found.choose.args
+    return partial(predicted, layers, link, found.choose.keywords.get("host_seconds", 0.0))
 
 
 def predicted(layers: Any, link: Any, host_seconds: float, plan: Any) -> dict[str, float]:
@@ -87,11 +78,10 @@ class Plans:
         if part.compiled:
             for layer in (*self.stack.model.layers, *self.stack.twin.layers):
                 layer.compile()
-        with measured_costs(device) as costs:
-            self.handle = actoffload.offload(self.stack.model, min_bytes=part.settings.min_bytes)
-            for _ in range(PASSES):
-                self.step(DEFAULT)
-        self.predict: Predict | None = costs[-1] if costs else None
+        self.handle = actoffload.offload(self.stack.model, min_bytes=part.settings.min_bytes)
+        for _ in range(PASSES):
+            self.step(DEFAULT)
+        self.predict = measured_costs(self.handle)
         self._count: int | str = DEFAULT
 
     def step(self, plan: int | str) -> None:
