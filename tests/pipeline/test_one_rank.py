@@ -69,6 +69,21 @@ def test_recomputed(name, recompute):
     assert seen["saved"] < compare(name)["saved"]
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_the_order_of_the_schedule_is_the_one_that_runs(name):
+    schedule, modules = make(name)
+    handle = offloaded(schedule)
+    before = handle.order
+    train(schedule, modules, 2)
+    assert handle.plan is not None
+    ran = handle.order
+    assert ran == handle.plan.order
+    if name != "Schedule1F1B":  # of which PyTorch has a diagram only, with one forward too many
+        assert before == ran
+    assert len(ran) >= 2 * 4
+    handle.remove()
+
+
 def test_the_order_is_the_one_that_ran():
     schedule, modules = make("ScheduleZBVZeroBubble")
     handle = offloaded(schedule)

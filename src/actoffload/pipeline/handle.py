@@ -7,6 +7,7 @@ from typing import Any
 from .._pipelining import is_schedule
 from ..engine.statistics import Statistics
 from ..model.handle import OffloadHandle
+from ..schedule.pipeline import Step
 from ..schedule.pipeline_plan import PipelinePlan
 from .exchange import gather
 from .follow import observer_of
@@ -57,6 +58,11 @@ class PipelineHandle:
     def plan(self) -> PipelinePlan | None:
         """The plan of this rank; None until the first steps are measured."""
         return self._runner.conductor.plan
+
+    @property
+    def order(self) -> tuple[Step, ...]:
+        """What this rank computes in a step, as it ran last; before the first step as the schedule says."""
+        return self._runner.order()
 
     @property
     def plans(self) -> tuple[PipelinePlan, ...]:

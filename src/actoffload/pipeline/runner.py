@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 
-from .._pipelining import runs_backward
+from .._pipelining import actions_of, runs_backward
 from ..engine import tensor_marks
 from ..engine.layer import tensors_in
 from ..schedule.pipeline import Computation, Step
+from ..schedule.pipeline_orders import read_order
 from ..schedule.pipeline_plan import PipelinePlan
 from .conductor import Conductor
 from .exchange import Measured, Settings, disagreement, gather
@@ -146,6 +147,11 @@ class Runner:
         self._script.settle(found)
         self.conductor.scoped = False
         self.because, self._expected = found.because, peaks[self.plans.index(found)]
+
+    def order(self) -> tuple[Step, ...]:
+        """Return what this rank computes: the order that ran wins over the one that the schedule has."""
+        schedule = self._followed[-1]()
+        return self.conductor.learned.order or read_order(actions_of(schedule, self.rank))
 
     def report(self) -> PipelineReport:
         """Return what this rank did since its statistics were reset."""
