@@ -1,0 +1,83 @@
+"""A callback for the Trainer of Lightning, under both names of the package."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from torch.nn import Module
+
+from .fit import FitCallback
+
+__all__ = ["LightningOffloadCallback"]
+
+
+class LightningOffloadCallback(FitCallback):
+    """Offload a LightningModule while it is fitted.
+
+    Every rank offloads its own module at the start of ``fit()`` and removes the handle at its end, also after an
+    exception.
+
+    Parameters
+    ----------
+    module : str, optional
+        Dotted name of the module inside of the LightningModule that the training step calls, such as ``"model"``.  None
+        means its only child that has parameters.  With several of these it means the LightningModule itself, whose
+        training step has to call ``self(...)`` then: the handle follows calls of the module that is offloaded.
+    report_at : int or None
+        Batch, counted from the start of ``fit()``, after which the report is logged; at the end of shorter fits.  None
+        logs nothing.
+    log : callable
+        Called with the text of the report, on rank 0; ``print`` by default.
+    arguments
+        Those of `actoffload.offload`, such as ``memory_budget="24GiB"``.
+
+    Attributes
+    ----------
+    handle : OffloadHandle or None
+        Handle of the latest fit.
+    report : Report or None
+        Report of the latest fit, from the batch `report_at` or from the end.
+
+    Raises
+    ------
+    ImportError
+        If Lightning is not installed.
+    TypeError
+        If an argument is not one of `actoffload.offload`.
+    """
+
+    bases: ClassVar[tuple[tuple[str, str], ...]] = (
+        ("lightning.pytorch", "Callback"),
+        ("pytorch_lightning", "Callback"),
+    )
+
+    def __init__(self, module: str | None = None, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.module = module
+
+    def _chosen(self, whole: Module) -> Module:
+        """Return the module to offload."""
+        if self.module is not None:
+            return whole.get_submodule(self.module)
+        children = [child for child in whole.children() if any(True for _ in child.parameters())]
+        return children[0] if len(children) == 1 else whole
+
+    def on_fit_start(self, trainer: Any, pl_module: Module) -> None:
+        """Offload the module."""
+        self._begin(self._chosen(pl_module))
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Log the report if this is the batch for it."""
+        self._step(lead=trainer.is_global_zero)
+
+    def on_train_end(self, trainer: Any, pl_module: Module) -> None:
+        """Log the report if no batch did, and remove the handle."""
+        self._end(lead=trainer.is_global_zero)
+
+    def on_exception(self, trainer: Any, pl_module: Module, exception: BaseException) -> None:
+        """Remove the handle."""
+        self._remove()
+
+    def teardown(self, trainer: Any, pl_module: Module, stage: str) -> None:
+        """Remove the handle of a fit that ran no batch."""
+        self._remove()

@@ -1,0 +1,196 @@
+"""The callbacks offload for as long as a framework trains, report once, and change no bit of the weights."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import actoffload
+from actoffload.integrations import LightningOffloadCallback, OffloadCallback
+
+STEPS, BLOCKS = 4, 5
+ROWS = torch.randn(2 * STEPS, 64, 64, generator=torch.Generator().manual_seed(0))
+FAILS = 2
+
+
+class Net(nn.Module):
+    """Blocks whose forward takes a batch as the Trainer passes it, and returns a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(5))
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        self.calls += 1
+        for block in self.blocks:
+            x = x + block(x)
+        return {"loss": x.square().mean()}
+
+
+def failing(net: Net) -> Net:
+    """Let the forward with the number `FAILS` raise, once."""
+
+    def hook(module: Net, args: Any) -> None:
+        if module.calls == FAILS:
+            module.calls += 1
+            raise RuntimeError("out of luck")
+
+    net.register_forward_pre_hook(hook)
+    return net
+
+
+def train_with_hugging_face(net: Net, folder: Path, callbacks: list[Any]) -> None:
+    from transformers import Trainer, TrainingArguments
+    from transformers.trainer_callback import PrinterCallback
+
+    arguments = TrainingArguments(
+        str(folder),
+        max_steps=STEPS,
+        per_device_train_batch_size=2,
+        report_to="none",
+        save_strategy="no",
+        use_cpu=True,
+        disable_tqdm=True,
+        optim="sgd",
+    )
+    trainer = Trainer(net, arguments, train_dataset=[{"x": row} for row in ROWS], callbacks=callbacks)
+    trainer.remove_callback(PrinterCallback)
+    trainer.train()
+
+
+def import_lightning() -> Any:
+    """Return Lightning under the name that is installed; both packages have the same classes."""
+    found = importlib.util.find_spec("lightning") is not None
+    return pytest.importorskip("lightning.pytorch" if found else "pytorch_lightning")
+
+
+def fit_with_lightning(net: Net, folder: Path, callbacks: list[Any]) -> None:
+    lightning = import_lightning()
+
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net, self.loss = net, nn.MSELoss()
+
+        def training_step(self, batch: Tensor, index: int) -> Tensor:
+            return self.net(batch)["loss"]
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), 0.1)
+
+    trainer = lightning.Trainer(
+        default_root_dir=str(folder),
+        accelerator="cpu",
+        max_steps=STEPS,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=callbacks,
+    )
+    trainer.fit(Module(), torch.utils.data.DataLoader(ROWS, batch_size=2))
+
+
+Train = Callable[[Net, Path, list[Any]], None]
+FRAMEWORKS = [
+    pytest.param(train_with_hugging_face, OffloadCallback, id="Trainer"),
+    pytest.param(fit_with_lightning, LightningOffloadCallback, id="Lightning"),
+]
+pytestmark = pytest.mark.filterwarnings("default")  # those of the frameworks
+both = pytest.mark.parametrize(("train", "make"), FRAMEWORKS)
+
+
+@both
+def test_offloads_in_training_and_reports_once(train, make, tmp_path, capsys):
+    plain, net, texts = Net(), Net(), []
+    train(plain, tmp_path, [])
+    callback = make(report_at=3, log=texts.append, min_bytes=0)
+    train(net, tmp_path, [callback])
+    assert all(map(torch.equal, net.parameters(), plain.parameters()))
+    assert callback.report.passes == 3
+    assert len(callback.report.offloaded_groups) == BLOCKS - 2
+    assert callback.report.totals.bytes_offloaded > 0
+    assert texts == [str(callback.report)]
+    assert not callback.handle.installed
+    assert actoffload.OffloadHandle.of(net) is None
+
+
+@both
+def test_a_short_training_is_reported_at_its_end(train, make, tmp_path, capsys):
+    callback = make(min_bytes=0)
+    train(Net(), tmp_path, [callback])
+    assert callback.report.passes == STEPS
+    assert str(callback.report) in capsys.readouterr().out
+
+
+@both
+def test_none_logs_nothing(train, make, tmp_path):
+    texts = []
+    callback = make(report_at=None, log=texts.append, min_bytes=0)
+    train(Net(), tmp_path, [callback])
+    assert not texts
+    assert callback.report.totals.bytes_offloaded > 0
+
+
+@both
+def test_training_again_after_an_exception(train, make, tmp_path):
+    net, callback = failing(Net()), make(report_at=STEPS, log=str, min_bytes=0)
+    with pytest.raises(RuntimeError, match="out of luck"):
+        train(net, tmp_path, [callback])
+    assert callback.report is None
+    train(net, tmp_path, [callback])
+    assert callback.report.passes == STEPS
+    assert not callback.handle.installed
+
+
+@both
+def test_arguments_are_checked_where_they_are_given(train, make):
+    if make is LightningOffloadCallback:
+        import_lightning()
+    with pytest.raises(TypeError, match="num_layer"):
+        make(num_layer=3)
+    with pytest.raises(TypeError, match="report_at is 'soon'"):
+        make(report_at="soon")
+
+
+@both
+def test_copies_and_pickles(train, make, tmp_path):
+    """Lightning sends callbacks to processes that it spawns."""
+    if make is LightningOffloadCallback:
+        import_lightning()
+    callback = make(report_at=7, num_layers=2)
+    for copied in (pickle.loads(pickle.dumps(callback)), copy.deepcopy(callback)):
+        assert type(copied) is type(callback)
+        assert isinstance(copied, make)
+        assert copied.report_at == 7
+
+
+def test_the_module_of_a_lightning_module():
+    lightning = import_lightning()
+    whole = lightning.LightningModule()
+    whole.net, whole.loss = nn.Sequential(nn.Linear(4, 4)), nn.MSELoss()
+    assert LightningOffloadCallback()._chosen(whole) is whole.net
+    assert LightningOffloadCallback("net.0")._chosen(whole) is whole.net[0]
+    whole.head = nn.Linear(4, 4)
+    assert LightningOffloadCallback()._chosen(whole) is whole
+    assert LightningOffloadCallback("head")._chosen(whole) is whole.head
+    with pytest.raises(AttributeError, match="nothing"):
+        LightningOffloadCallback("nothing")._chosen(whole)
+
+
+def test_without_the_framework():
+    class Missing(OffloadCallback):
+        bases = (("no_such_framework.callbacks", "Callback"),)
+
+    with pytest.raises(ImportError, match=r"Missing needs no_such_framework.callbacks: install it\."):
+        Missing()
