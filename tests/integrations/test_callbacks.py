@@ -7,6 +7,7 @@ import importlib.util
 import pickle
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 import actoffload
-from actoffload.integrations import LightningOffloadCallback, OffloadCallback
+from actoffload.integrations import LightningOffloadCallback, OffloadCallback, fit
+from actoffload.report import RankReports, Report
 
 STEPS, BLOCKS = 4, 5
 ROWS = torch.randn(2 * STEPS, 64, 64, generator=torch.Generator().manual_seed(0))
@@ -186,6 +188,28 @@ def test_the_module_of_a_lightning_module():
     assert LightningOffloadCallback("head")._chosen(whole) is whole.head
     with pytest.raises(AttributeError, match="nothing"):
         LightningOffloadCallback("nothing")._chosen(whole)
+
+
+@pytest.mark.parametrize("lead", [True, False])
+def test_with_several_ranks_one_of_them_logs_the_table_of_all(monkeypatch, lead):
+    """All ranks gather, because that is a collective."""
+    several = SimpleNamespace(is_available=lambda: True, is_initialized=lambda: True, get_world_size=lambda: 2)
+    gathered, texts, model = [], [], Net()
+
+    def gather(report: Report) -> RankReports:
+        gathered.append(RankReports((report, report)))
+        return gathered[0]
+
+    monkeypatch.setattr(fit, "dist", several)
+    monkeypatch.setattr(fit, "gather_reports", gather)
+    callback = OffloadCallback(report_at=1, log=texts.append, min_bytes=0)
+    state = SimpleNamespace(is_world_process_zero=lead)
+    callback.on_train_begin(None, state, None, model=model)
+    model(ROWS)["loss"].backward()
+    callback.on_step_end(None, state, None)
+    callback.on_train_end(None, state, None)
+    assert len(gathered) == 1
+    assert texts == ([f"{callback.report}\n\n{gathered[0]}"] if lead else [])
 
 
 def test_without_the_framework():
