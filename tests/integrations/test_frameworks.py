@@ -1,11 +1,17 @@
-"""The callbacks offload for as long as a framework trains, report once, and change no bit of the weights."""
+"""Callbacks for training frameworks, the programs of the pages about these, and the names on the pages on migration.
+
+All in one file, because importing the frameworks takes longer than the tests, and the tests of a file share a process.
+"""
 
 from __future__ import annotations
 
 import copy
 import importlib.util
+import inspect
 import pickle
+import re
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,10 +19,18 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu
+from torch.distributed.algorithms._checkpoint import checkpoint_wrapper
+from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import actoffload
+from actoffload import OffloadHandle
 from actoffload.integrations import LightningOffloadCallback, OffloadCallback, fit
 from actoffload.report import RankReports, Report
+
+INTEGRATIONS = Path(__file__).parents[2] / "docs" / "integrations"
+MIGRATION = INTEGRATIONS.parent / "migration"
 
 STEPS, BLOCKS = 4, 5
 ROWS = torch.randn(2 * STEPS, 64, 64, generator=torch.Generator().manual_seed(0))
@@ -29,7 +43,9 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(5))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(BLOCKS)
+        )
         self.calls = 0
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
@@ -218,3 +234,96 @@ def test_without_the_framework():
 
     with pytest.raises(ImportError, match=r"Missing needs no_such_framework.callbacks: install it\."):
         Missing()
+
+
+# Pages about frameworks
+
+NEEDS = {
+    "trainer": ("accelerate", "transformers"),
+    "trl": ("datasets", "trl"),
+    "lightning": ("pytorch_lightning",),
+    "accelerate": ("accelerate",),
+    "peft": ("peft", "transformers"),
+    "diffusers": ("diffusers",),
+    "torchtitan": (),
+}
+
+
+def test_every_page_is_tested():
+    assert {page.stem for page in INTEGRATIONS.glob("*.md")} == {*NEEDS, "index"}
+
+
+@pytest.mark.parametrize("page", NEEDS)
+def test_the_program_of_a_page(page, tmp_path, monkeypatch, capsys):
+    for package in NEEDS[page]:
+        pytest.importorskip(package)
+    monkeypatch.chdir(tmp_path)
+    blocks = re.findall(
+        r"^```python\n(.*?)^```", (INTEGRATIONS / f"{page}.md").read_text(encoding="utf-8"), re.M | re.S
+    )
+    names: dict[str, Any] = {"__name__": "__main__"}
+    exec("\n".join(blocks), names)
+    callback = names.get("callback")
+    report = callback.report if callback else names.get("report", names.get("reports"))
+    handle = callback.handle if callback else names["handle"]
+    assert isinstance(handle, OffloadHandle)
+    reports = report.reports if isinstance(report, RankReports) else (report,)
+    for each in reports:
+        assert isinstance(each, Report)
+        assert each.coverage > 0.8
+        assert each.totals.bytes_offloaded > 0
+        assert not any("(part " in group.name for group in each.groups)
+    assert "offloaded" in capsys.readouterr().out
+    if callback:
+        assert callback.report.passes == 2
+        assert not handle.installed
+    handle.remove()
+
+
+# Pages on migration
+
+
+def text() -> str:
+    return "\n".join(page.read_text(encoding="utf-8") for page in MIGRATION.glob("*.md"))
+
+
+def takes(function: Any, *arguments: str) -> None:
+    """Check that a function takes these arguments, and that a page names each of them."""
+    parameters = inspect.signature(function).parameters
+    for argument in arguments:
+        assert argument in parameters
+        assert argument in text()
+
+
+def test_names_of_pytorch():
+    takes(save_on_cpu, "pin_memory", "device_type")
+    takes(checkpoint, "use_reentrant", "context_fn")
+    takes(fully_shard, "offload_policy")
+    takes(CPUOffloadPolicy, "pin_memory")
+    takes(CPUOffload, "offload_params")
+    for function in (checkpoint_sequential, checkpoint_wrapper.offload_wrapper, checkpoint_wrapper.checkpoint_wrapper):
+        assert function.__name__ in text()
+    assert hasattr(torch.utils.checkpoint, "create_selective_checkpoint_contexts")
+
+
+def test_names_of_transformers():
+    transformers = pytest.importorskip("transformers")
+    known = {field.name for field in fields(transformers.TrainingArguments)}
+    names = {"gradient_checkpointing", "activation_checkpointing", "activation_checkpointing_kwargs"}
+    assert names <= known
+    assert all(name in text() for name in names)
+    takes(transformers.PreTrainedModel.activation_checkpointing_enable, "every_n_layers", "offload")
+    assert hasattr(transformers.PreTrainedModel, "gradient_checkpointing_enable")
+
+
+def test_names_of_trl():
+    trl = pytest.importorskip("trl")
+    from trl.models.activation_offloading import NoOpManager, OffloadActivations, get_act_offloading_ctx_manager
+
+    takes(OffloadActivations, "use_pin_memory", "use_streams", "min_offload_size", "max_fwd_stash_size")
+    takes(get_act_offloading_ctx_manager, "model")
+    assert NoOpManager.__name__ in text()
+    parameters = inspect.signature(OffloadActivations).parameters
+    for name in ("min_offload_size", "max_fwd_stash_size"):
+        assert f"`{name}={parameters[name].default}`" in text()
+    assert "activation_offloading" in {field.name for field in fields(trl.SFTConfig)}
