@@ -175,10 +175,18 @@ def test_training_again_after_an_exception(train, make, tmp_path):
 def test_arguments_are_checked_where_they_are_given(train, make):
     if make is LightningOffloadCallback:
         import_lightning()
-    with pytest.raises(TypeError, match="num_layer"):
+    with pytest.raises(
+        TypeError, match="Callback got an unexpected keyword argument 'num_layer'; expected arguments of"
+    ):
         make(num_layer=3)
     with pytest.raises(TypeError, match="report_at is 'soon'"):
         make(report_at="soon")
+
+
+@both
+def test_signature(train, make):
+    parameters = inspect.signature(make).parameters
+    assert [name for name in parameters if name != "module"] == ["report_at", "log", "arguments"]
 
 
 @both

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
 from inspect import signature
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch.distributed as dist
 from torch.nn import Module
@@ -40,13 +40,23 @@ class FitCallback:
     handle: OffloadHandle | None
     report: Report | None
 
-    def __new__(cls, *_: Any, **__: Any) -> FitCallback:
+    def __init_subclass__(cls) -> None:
+        """Show the parameters of ``__init__`` as those of the class, and not those of ``__new__``."""
+        super().__init_subclass__()
+        own = signature(cls.__init__)
+        cls.__signature__ = own.replace(parameters=list(own.parameters.values())[1:])  # type: ignore[attr-defined]
+
+    def __new__(cls, *_: Any, **__: Any) -> Self:
         """Return an instance of a class that derives from the framework's class too."""
-        return object.__new__(_derived(cls))
+        made: Self = object.__new__(_derived(cls))
+        return made
 
     def __init__(self, *, report_at: int | None = 20, log: Callable[[str], object] = print, **arguments: Any) -> None:
         check_whole(report_at=report_at, optional=True)
-        signature(offload).bind(None, **arguments)  # raises the TypeError of a call with an unknown argument
+        try:
+            signature(offload).bind(None, **arguments)
+        except TypeError as error:
+            raise TypeError(f"{type(self).__name__} {error}; expected arguments of actoffload.offload.") from None
         self.report_at, self._log, self._arguments = report_at, log, arguments
         self._steps = 0
         self.handle = self.report = None
@@ -92,7 +102,7 @@ _PLAIN: dict[type, type[FitCallback]] = {}
 """The class that derives from each callback and the framework's class; and the other way round."""
 
 
-def _derived(cls: type[FitCallback]) -> type[FitCallback]:
+def _derived(cls: type[FitCallback]) -> Any:
     """Return a class that derives from a callback and from the framework's class."""
     if cls in _PLAIN:
         return cls

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 from torch.nn import Module
@@ -51,8 +52,15 @@ class LightningOffloadCallback(FitCallback):
         ("pytorch_lightning", "Callback"),
     )
 
-    def __init__(self, module: str | None = None, **arguments: Any) -> None:
-        super().__init__(**arguments)
+    def __init__(
+        self,
+        module: str | None = None,
+        *,
+        report_at: int | None = 20,
+        log: Callable[[str], object] = print,
+        **arguments: Any,
+    ) -> None:
+        super().__init__(report_at=report_at, log=log, **arguments)
         self.module = module
 
     def _chosen(self, whole: Module) -> Module:
