@@ -45,6 +45,8 @@ class LightningOffloadCallback(FitCallback):
         If Lightning is not installed.
     TypeError
         If an argument is not one of `actoffload.offload`.
+    ValueError
+        At the start of ``fit()``, if several children have parameters and the LightningModule has no ``forward``.
     """
 
     bases: ClassVar[tuple[tuple[str, str], ...]] = (
@@ -67,8 +69,16 @@ class LightningOffloadCallback(FitCallback):
         """Return the module to offload."""
         if self.module is not None:
             return whole.get_submodule(self.module)
-        children = [child for child in whole.children() if any(True for _ in child.parameters())]
-        return children[0] if len(children) == 1 else whole
+        children = {name: child for name, child in whole.named_children() if any(True for _ in child.parameters())}
+        if len(children) == 1:
+            return next(iter(children.values()))
+        if children and not _has_forward(whole):
+            names = list(children)
+            raise ValueError(
+                f"{type(whole).__name__} has no forward, and its children with parameters are {', '.join(names)}: pass "
+                f'the name of the one that training_step calls, as LightningOffloadCallback("{names[0]}").'
+            )
+        return whole
 
     def on_fit_start(self, trainer: Any, pl_module: Module) -> None:
         """Offload the module."""
@@ -89,3 +99,9 @@ class LightningOffloadCallback(FitCallback):
     def teardown(self, trainer: Any, pl_module: Module, stage: str) -> None:
         """Remove the handle of a fit that ran no batch."""
         self._remove()
+
+
+def _has_forward(module: Module) -> bool:
+    """Return whether the class of a LightningModule defines ``forward``, so that its training step may call it."""
+    owner = next(cls for cls in type(module).__mro__ if "forward" in vars(cls))
+    return owner.__module__.partition(".")[0] not in {"lightning", "pytorch_lightning", "torch"}
