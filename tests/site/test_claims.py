@@ -10,12 +10,18 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 LIST = ROOT / "docs" / "development" / "claims.md"
-ROW = re.compile(r"^\| ((?:guide|integrations|migration)/\w+) \| (.+) \| (.+) \|$", re.MULTILINE)
+LINE = re.compile(r"^## (\S+)$|^- (.+) → (.+)$", re.MULTILINE)
 WITHOUT = {"index", "glossary"}  # they link and define
 
 
 def claims() -> list[tuple[str, str, str]]:
-    return ROW.findall(LIST.read_text(encoding="utf-8"))
+    """Return page, claim and evidence of each line."""
+    found, page = [], ""
+    for title, claim, evidence in LINE.findall(LIST.read_text(encoding="utf-8")):
+        page = title or page
+        if not title:
+            found.append((page, claim, evidence))
+    return found
 
 
 def test_every_page_is_listed():
