@@ -2,7 +2,8 @@
 
 `offload` takes a whole model, or a pipeline schedule, as it is.  `get_cpu_offload_context` goes around each layer of a
 training loop.  What else is public is in the subpackages: `actoffload.schedule` (plans and `simulate`),
-`actoffload.report`, `actoffload.measure`, `actoffload.moe`, `actoffload.pipeline`, `actoffload.context` and
+`actoffload.report`, `actoffload.measure`, `actoffload.machine`, `actoffload.moe`, `actoffload.pipeline`,
+`actoffload.integrations`, `actoffload.context` and
 `actoffload.device`.
 """
 

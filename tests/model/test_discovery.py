@@ -238,6 +238,20 @@ def test_modules_that_hold_blocks_are_divided_although_they_are_small():
     assert choose_groups([*tower, *rest])[:6] == tuple(f"tower.{k}" for k in range(6))
 
 
+def test_a_large_repeated_block_is_not_divided_into_its_parts():
+    """As in a U-Net, whose blocks save different amounts: the largest of them is one group, not one for each part."""
+
+    def unet(largest: int) -> list[Measured]:
+        sizes = (8, 6, 4, 3, 2, 1, 3, 5, 9, largest)
+        blocks = [block(f"b{k}", 0) for k in range(len(sizes))]
+        parts = [[Measured(f"b{k}.{j}", 10 * size, f"b{k}") for j in range(5)] for k, size in enumerate(sizes)]
+        return [of for each, inside in zip(blocks, parts, strict=True) for of in (each, *inside)]
+
+    whole = tuple(f"b{k}" for k in range(10))
+    assert choose_groups(unet(12)) == choose_groups(unet(24)) == whole  # 23 % and 37 % of all
+    assert choose_groups(unet(40)) == (*whole[:9], *(f"b9.{j}" for j in range(5)))  # one half of all
+
+
 def test_there_are_four_groups_if_modules_can_be_divided_further():
     halves = [Measured("root", 0), *(Measured(f"leaf{k}", 1, "root") for k in range(7)), Measured("x", 100)]
     assert len(choose_groups(halves)) >= 4

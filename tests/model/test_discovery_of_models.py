@@ -13,6 +13,7 @@ from recomputing import whole_model
 from saving import default_groups, share_in
 from test_stacks_of_models import BART, HUGGING_FACE, SMALL, TEXT, library
 from torch import nn
+from whole_model import offload
 
 from actoffload.model.discovery import ENOUGH
 from actoffload.model.module_names import starred
@@ -46,6 +47,16 @@ def test_the_blocks_of_a_model_whose_blocks_are_pairs():
 def test_the_blocks_of_a_unet():
     found = check(designs.UNet((16, 32)), torch.randn(2, 3, 32, 32))
     assert found["up_blocks.*.resnets.*"] == 6
+
+
+def test_the_second_pass_of_a_unet_runs_in_the_order_of_the_first():
+    """The first pass follows the parts of each block, and is reported by groups."""
+    model, x = designs.UNet((16, 32)), torch.randn(2, 3, 32, 32)
+    handle = offload(model, min_bytes=64)
+    for _ in range(2):
+        model(x).square().mean().backward()
+        assert handle.report().order == ""
+    handle.remove()
 
 
 def test_lists_of_norm_block_and_residual():

@@ -9,6 +9,8 @@ the outermost modules inwards:
 
 - If the repeated blocks of `find_stacks` save nearly everything, only they are walked through.
 - A module that saves at most one eighth of all, or that is one of three or more that save about the same, is a group.
+  A repeated block is a group up to three eighths: the blocks of a U-Net save very different amounts, and divided into
+  convolutions, norms and activations the largest of them would be more groups than all others together.
 - A larger one is divided into the modules inside of it.  If these do not save nearly all of it, it is a group as well:
   its own stretches, between the calls of the inner ones, are parts of that group.
 - A module that saves next to nothing is no group; what it saves belongs to the module around it.
@@ -48,6 +50,7 @@ _NEARLY = 0.85  # share of a module's bytes that the modules inside of it save i
 _ALIKE = 3  # number of modules that are alike from which on they are not divided
 _FEW, _MANY = 4, 128  # number of groups
 _LEAST = 500  # a group saves at least this part of all
+_BLOCK = 3  # how many times larger than another group a repeated block may be
 # Largest and smallest part of all that a group saves; the later pairs are for models that the first does not fit.
 _SIZES = ((8, _LEAST), (16, _LEAST), (32, _LEAST), (64, _LEAST), (8, 100), (64, 20 * _LEAST))
 
@@ -236,7 +239,8 @@ class _Tree:
         total, inner = self.total[of.name], self.children[of.name]
         if not total or total < smallest:  # [guard: modules that save nothing]
             return set()
-        if not inner or (of.name not in self.holds_blocks and (total <= largest or self._alike(of))):
+        most = _BLOCK * largest if of.block else largest  # [guard: large repeated block]
+        if not inner or (of.name not in self.holds_blocks and (total <= most or self._alike(of))):
             return {of.name}
         found = set[str]().union(*(self._cover(each, largest, smallest) for each in inner))
         share = self.covered(found) / total

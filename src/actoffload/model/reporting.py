@@ -80,6 +80,10 @@ class LatestPass:
         outside = {reason: (count, nbytes) for reason, (count, nbytes) in done.kept_outside.items()}
         return LatestPass(statistics, outside, saved, tuple(sequence), as_before)
 
+    def called(self) -> list[GroupKey]:
+        """Return the groups in the order of their calls; in the pass that found them a call may have several rows."""
+        return [key for key, (_, row) in zip(self.sequence, self.statistics.groups, strict=True) if row.calls]
+
     def with_kept(self, whole: LatestPass) -> LatestPass:
         """Return this pass with what its kept groups, and the code outside of groups, saved in another one."""
         rows = dict(zip(whole.sequence, whole.statistics.groups, strict=True))
@@ -117,7 +121,7 @@ class PassLog:
 
     def forward_done(self, done: ModelPass[GroupKey], sequence: Sequence[GroupKey]) -> None:
         """Take the statistics of a pass whose forward has ended."""
-        latest = LatestPass.of(done, sequence, None if self.latest is None else self.latest.sequence)
+        latest = LatestPass.of(done, sequence, None if self.latest is None else self.latest.called())
         if done.partly and self.whole is not None:
             latest = latest.with_kept(self.whole)
         self.history.add(done)

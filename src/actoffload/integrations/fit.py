@@ -1,0 +1,126 @@
+"""What the callbacks have in common: offload at the start of a fit, report once, remove at the end."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from importlib.util import find_spec
+from inspect import signature
+from typing import Any, ClassVar, Self
+
+import torch.distributed as dist
+from torch.nn import Module
+
+from .._arguments import check_whole
+from ..model import OffloadHandle, offload
+from ..report import Report, gather_reports
+
+__all__ = ["FitCallback"]
+
+
+class FitCallback:
+    """Base of the callbacks; an instance also derives from the callback class of the framework.
+
+    That class is imported when the first instance is made, so that this package imports without any framework.
+
+    Parameters
+    ----------
+    report_at : int or None
+        Number of the step, counted from the start of the fit, after which the report is logged; at the end of shorter
+        fits.  None logs nothing.
+    log : callable
+        Called with the text of the report, on rank 0.
+    arguments
+        Those of `offload`.
+    """
+
+    bases: ClassVar[tuple[tuple[str, str], ...]]  # module and name of the framework's class, the preferred one first
+
+    handle: OffloadHandle | None
+    report: Report | None
+
+    def __init_subclass__(cls) -> None:
+        """Show the parameters of ``__init__`` as those of the class, and not those of ``__new__``."""
+        super().__init_subclass__()
+        own = signature(cls.__init__)
+        cls.__signature__ = own.replace(parameters=list(own.parameters.values())[1:])  # type: ignore[attr-defined]
+
+    def __new__(cls, *_: Any, **__: Any) -> Self:
+        """Return an instance of a class that derives from the framework's class too."""
+        made: Self = object.__new__(_derived(cls))
+        return made
+
+    def __init__(self, *, report_at: int | None = 20, log: Callable[[str], object] = print, **arguments: Any) -> None:
+        check_whole(report_at=report_at, optional=True)
+        try:
+            signature(offload).bind(None, **arguments)
+        except TypeError as error:
+            raise TypeError(f"{type(self).__name__} {error}; expected arguments of actoffload.offload.") from None
+        self.report_at, self._log, self._arguments = report_at, log, arguments
+        self._steps = 0
+        self.handle = self.report = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle by the class without the framework's, as processes that are spawned need it."""
+        return _made, (_PLAIN[type(self)],), vars(self)
+
+    def _begin(self, model: Module) -> None:
+        self._remove()  # an exception ended the fit before
+        self._steps, self.report = 0, None
+        self.handle = offload(model, **self._arguments)
+
+    def _step(self, *, lead: bool) -> None:
+        self._steps += 1
+        if self._steps == self.report_at:
+            self._report(lead=lead)
+
+    def _end(self, *, lead: bool) -> None:
+        if self.report is None and self.handle is not None:
+            self._report(lead=lead)
+        self._remove()
+
+    def _report(self, *, lead: bool) -> None:
+        """Take the report; log it on rank 0, with the table of all ranks if there are several."""
+        assert self.handle is not None
+        self.report = self.handle.report()
+        if self.report_at is None:
+            return
+        text = str(self.report)
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            text = f"{text}\n\n{gather_reports(self.report)}"
+        if lead:
+            self._log(text)
+
+    def _remove(self) -> None:
+        if self.handle is not None:
+            self.handle.remove()
+
+
+_DERIVED: dict[type, type[FitCallback]] = {}
+_PLAIN: dict[type, type[FitCallback]] = {}
+"""The class that derives from each callback and the framework's class; and the other way round."""
+
+
+def _derived(cls: type[FitCallback]) -> Any:
+    """Return a class that derives from a callback and from the framework's class."""
+    if cls in _PLAIN:
+        return cls
+    if cls in _DERIVED:
+        return _DERIVED[cls]
+    # A program may have two names of one framework installed; it imported the one that it uses.
+    names = sorted(cls.bases, key=lambda base: base[0] not in sys.modules)
+    for module, name in names:
+        if find_spec(module.partition(".")[0]) is not None:
+            base = getattr(import_module(module), name)
+            break
+    else:
+        raise ImportError(f"{cls.__name__} needs {' or '.join(module for module, _ in cls.bases)}: install it.")
+    own = {"__doc__": cls.__doc__, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
+    made: type[FitCallback] = type(cls.__name__, (cls, base), own)
+    _PLAIN[made], _DERIVED[cls] = cls, made
+    return made
+
+
+def _made(cls: type[FitCallback]) -> FitCallback:
+    return cls.__new__(cls)

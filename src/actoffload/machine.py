@@ -1,0 +1,203 @@
+"""What a machine offers for offloading: the link between device and host, matrix products, limits of host memory.
+
+``python -m actoffload`` prints it.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from .measure import DeviceInfo, describe_device, measure_link, measure_step_times
+from .report.tables import Printable, Table
+from .schedule.costs import Link
+
+resource: Any = import_module("resource") if find_spec("resource") else None  # not on Windows
+
+__all__ = ["HostMemory", "Machine", "host_memory", "measure_machine"]
+
+GIB = 2**30
+UNLIMITED = 2**60  # control groups write "no limit" as a number near 2**63
+
+
+@dataclass(frozen=True)
+class HostMemory:
+    """Host memory of this process.
+
+    Parameters
+    ----------
+    total, available : int
+        Bytes of the machine, or of the control group of the process where that is less, as in a container.
+    memlock : int or None
+        Limit of the process for locked memory in bytes, which ``ulimit -l`` sets; None is no limit.
+    """
+
+    total: int
+    available: int
+    memlock: int | None
+
+
+@dataclass(frozen=True)
+class Machine(Printable):
+    """What offloading depends on; ``print`` gives a table and what follows from it.
+
+    Parameters
+    ----------
+    device : DeviceInfo
+        The device and versions.
+    host : HostMemory
+        Limits of host memory.
+    device_bytes : int or None
+        Memory of the device in bytes.
+    link : Link or None
+        Bytes per second of copies in each direction alone, and of both together; None on the reference device.
+    flops : float or None
+        Floating-point operations per second of large bfloat16 matrix products.
+    pin_seconds : float or None
+        Seconds to allocate 1 GiB of pinned memory, which is done once and not in each step.
+    """
+
+    device: DeviceInfo
+    host: HostMemory
+    device_bytes: int | None = None
+    link: Link | None = None
+    flops: float | None = None
+    pin_seconds: float | None = None
+
+    @property
+    def flops_per_byte(self) -> float | None:
+        """FLOP in forward for each saved byte from which on copies to the host take no longer than the forward."""
+        return None if self.link is None or self.flops is None else self.flops / self.link.d2h
+
+    def _content(self) -> tuple[list[Table], tuple[str, ...]]:
+        d2h, h2d, both = (None, None, None) if self.link is None else (self.link.d2h, self.link.h2d, self.link.both)
+        rows = [
+            ("device", str(self.device)),
+            ("device memory", _gib(self.device_bytes)),
+            ("device to host", _rate(d2h)),
+            ("host to device", _rate(h2d)),
+            ("both at once, in sum", _rate(both)),
+            ("bfloat16 matrix products", "" if self.flops is None else f"{self.flops / 1e12:.0f} TFLOP/s"),
+            ("1 GiB of pinned memory", "" if self.pin_seconds is None else f"{self.pin_seconds:.2f} s to allocate"),
+            ("host memory", f"{_gib(self.host.total)}, {_gib(self.host.available)} available"),
+            ("locked memory (ulimit -l)", "no limit" if self.host.memlock is None else _gib(self.host.memlock)),
+        ]
+        table = Table(("", ""), tuple(row for row in rows if row[1]), left=2)
+        return [table], (self._verdict(),)
+
+    def _verdict(self) -> str:
+        if self.flops_per_byte is None:
+            return (
+                "No accelerator found: the link is not measured, because times of the reference device say nothing "
+                "about a GPU."
+            )
+        return (
+            f"All layers can be offloaded at no cost if each computes {self.flops_per_byte:,.0f} FLOP in forward for "
+            "each byte that it saves. With half of that, half of the layers can be."
+        )
+
+
+def measure_machine(nbytes: int = 2**28, width: int = 8192) -> Machine:
+    """Measure this machine.
+
+    Parameters
+    ----------
+    nbytes : int
+        Bytes of each copy that is measured.
+    width : int
+        Rows and columns of the matrices that are multiplied.
+
+    Examples
+    --------
+    >>> from actoffload.machine import measure_machine
+    >>> measure_machine().host.total > 0
+    True
+    """
+    machine = Machine(describe_device(), host_memory())
+    device = torch.accelerator.current_accelerator(check_available=True)
+    if device is None:
+        return machine
+    total = torch.get_device_module().mem_get_info()[1]
+    begun = time.perf_counter()
+    pinned = torch.empty(GIB, dtype=torch.uint8, pin_memory=True)
+    pin_seconds = time.perf_counter() - begun
+    del pinned
+    link = measure_link(nbytes)
+    both = _both_directions(device, nbytes)
+    a = torch.randn(width, width, dtype=torch.bfloat16, device=device)
+    seconds = median(measure_step_times({"product": lambda: a @ a}, steps=10)["product"])
+    # The sum of both cannot be more than each direction alone allows; a little more is noise.
+    link = replace(link, both=min(both, link.d2h + link.h2d))
+    return replace(machine, device_bytes=total, link=link, flops=2 * width**3 / seconds, pin_seconds=pin_seconds)
+
+
+def _both_directions(device: torch.device, nbytes: int) -> float:
+    """Return the bytes per second of copies in both directions at once, in sum."""
+    on_device = [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(2)]
+    on_host = [torch.empty(nbytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+    streams = torch.Stream(device), torch.Stream(device)
+
+    def copy() -> None:
+        current = torch.accelerator.current_stream()
+        for stream, target, source in zip(streams, (on_host[0], on_device[1]), (on_device[0], on_host[1]), strict=True):
+            stream.wait_stream(current)
+            with stream:
+                target.copy_(source, non_blocking=True)
+        for stream in streams:
+            current.wait_stream(stream)
+
+    arms: dict[str, Callable[[], object]] = {"both": copy}
+    return 2 * nbytes / median(measure_step_times(arms)["both"])
+
+
+def host_memory(root: Path = Path("/")) -> HostMemory:
+    """Return the host memory that this process may use; `root` is where ``proc`` and ``sys`` are mounted."""
+    names = dict(line.split(":", 1) for line in _read(root / "proc/meminfo").splitlines() if line.count(":") == 1)
+    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 0
+    total = _kibibytes(names.get("MemTotal")) or pages
+    available = _kibibytes(names.get("MemAvailable")) or total
+    groups = root / "sys/fs/cgroup"
+    for limit, used in (
+        ("memory.max", "memory.current"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    ):
+        most = _read(groups / limit).strip()
+        if most.isdigit() and int(most) < UNLIMITED:
+            total = min(total, int(most))
+            available = min(available, int(most) - int(_read(groups / used).strip() or 0))
+    return HostMemory(total, available, _memlock())
+
+
+def _memlock() -> int | None:
+    if resource is None:
+        return None
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="ascii")
+    except OSError:
+        return ""
+
+
+def _kibibytes(text: str | None) -> int:
+    return int(text.split()[0]) * 1024 if text else 0
+
+
+def _gib(nbytes: int | None) -> str:
+    return "" if nbytes is None else f"{nbytes / GIB:.1f} GiB" if nbytes >= GIB // 10 else f"{nbytes / 2**10:.0f} KiB"
+
+
+def _rate(bytes_per_second: float | None) -> str:
+    return "" if not bytes_per_second else f"{bytes_per_second / 1e9:.1f} GB/s"

@@ -1,0 +1,46 @@
+"""`python -m actoffload` on a GPU, and pinned memory under a limit for locked memory."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from gpu_harness import needs_cuda
+
+from actoffload.machine import measure_machine
+
+pytestmark = pytest.mark.gpu
+
+
+@needs_cuda
+def test_measured() -> None:
+    machine = measure_machine()
+    print(machine)
+    assert machine.link is not None
+    assert machine.link.both is not None
+    # Both directions at once are faster than one alone, and no faster than both alone.
+    assert max(machine.link.d2h, machine.link.h2d) < machine.link.both <= machine.link.d2h + machine.link.h2d
+    assert machine.flops is not None
+    assert machine.flops > 1e12
+    assert machine.device_bytes is not None
+    assert machine.device_bytes > 2**30
+
+
+LOCKED = """
+import resource
+resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, 65536))
+import torch, actoffload
+assert torch.empty(2**28, dtype=torch.uint8, pin_memory=True).is_pinned()
+model = torch.nn.Sequential(*[torch.nn.Linear(1024, 1024) for _ in range(6)]).cuda()
+handle = actoffload.offload(model, num_layers=4)
+model(torch.randn(16384, 1024, device="cuda")).square().mean().backward()
+assert handle.statistics().bytes_offloaded > 0, handle.report()
+"""
+
+
+@needs_cuda
+def test_locked_memory_is_no_limit_for_pinned_memory() -> None:
+    """The guide says so: the driver does not count pinned memory against `ulimit -l`."""
+    done = subprocess.run([sys.executable, "-c", LOCKED], capture_output=True, text=True, check=False)
+    assert not done.returncode, done.stderr
