@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from matplotlib.text import Text
 
-__all__ = ["plot_frontier", "plot_memory", "plot_step", "plot_timeline"]
+__all__ = ["plot_frontier", "plot_measurements", "plot_memory", "plot_step", "plot_timeline", "plot_trace"]
 
 # Okabe and Ito's palette, distinct with any colour vision; all light enough for dark labels.
 COLOURS = {Kind.FORWARD: "#56b4e9", Kind.BACKWARD: "#e69f00", Kind.D2H: "#cc79a7", Kind.H2D: "#2fb28a"}
@@ -119,6 +119,55 @@ def plot_memory(curves: Mapping[str, Sequence[tuple[float, int]]], ax: Axes | No
     ax.set_ylim(0, highest / divisor * 1.08 or 1.0)
     ax.set_ylabel(f"memory ({memory_unit})")
     _legend(ax, None, columns=min(len(curves), 2))
+    return ax
+
+
+def plot_trace(traces: Mapping[str, Sequence[int]], ax: Axes | None = None) -> Axes:
+    """Draw memory at the borders of layers, with the peak of each trace.
+
+    Parameters
+    ----------
+    traces : mapping of str to sequence of int
+        Bytes by name, as `actoffload.measure.trace_memory` returns them; all of the same length.
+    ax : matplotlib Axes, optional
+        Where to draw; a new figure by default.  It is returned.
+    """
+    if ax is None:
+        ax = _pyplot().subplots(figsize=(6.4, 3.2), layout="constrained")[1]
+    highest, length = max(map(max, traces.values())), max(map(len, traces.values()))
+    divisor, unit = _byte_unit(highest)
+    for (name, trace), (colour, dashes) in zip(traces.items(), cycle(LINES), strict=False):
+        y = [nbytes / divisor for nbytes in trace]
+        ax.plot(range(len(y)), y, color=colour, linestyle=dashes, linewidth=2.2, label=f"{name}, {max(y):.4g} {unit}")
+        ax.plot(y.index(max(y)), max(y), "o", color=colour, markersize=6, zorder=4)
+    ax.axvline((length - 1) / 2, color="#808080", linewidth=0.8, linestyle=":")
+    ax.set_xlim(0, length - 1)
+    ax.set_ylim(0, 1.08 * highest / divisor or 1.0)
+    ax.set_xticks([(length - 1) / 4, 3 * (length - 1) / 4], ["forward, layer by layer", "backward, layer by layer"])
+    ax.tick_params(axis="x", length=0)
+    ax.set_ylabel(f"memory ({unit})")
+    ax.spines[["top", "right"]].set_visible(False)
+    _legend(ax, None, columns=min(len(traces), 2))
+    return ax
+
+
+def plot_measurements(peaks: Mapping[str, int], times: Mapping[str, float], ax: Axes | None = None) -> Axes:
+    """Draw peaks of device memory as bars, and beside each its time as a ratio to the first one, where it is known."""
+    if ax is None:
+        ax = _pyplot().subplots(figsize=(6.4, 0.9 + 0.5 * len(peaks)), layout="constrained")[1]
+    divisor, unit = _byte_unit(max(peaks.values()))
+    first, colours = next(iter(peaks)), ["#7f7f7f", *[LINES[0][0]] * (len(peaks) - 1)]
+    bars = ax.barh(list(peaks), [nbytes / divisor for nbytes in peaks.values()], color=colours, height=0.62)
+    texts = [f"{nbytes / divisor:.4g} {unit}" for nbytes in peaks.values()]
+    if times:
+        ratios = [f"{times[name] / times[first]:.3f} x" for name in peaks]
+        texts = [f"{text}, {ratio}" for text, ratio in zip(texts, ratios, strict=True)]
+    ax.bar_label(bars, texts, padding=4)
+    ax.set_xlim(right=1.45 * max(peaks.values()) / divisor)
+    ax.invert_yaxis()
+    ax.set_xlabel(f"peak of device memory ({unit}){', step time x ' + first if times else ''}")
+    ax.tick_params(axis="y", length=0)
+    ax.spines[["top", "right"]].set_visible(False)
     return ax
 
 
