@@ -54,7 +54,8 @@ def plot_timeline(timeline: Timeline, ax: Axes | None = None, names: Sequence[st
     Parameters
     ----------
     timeline, names : Timeline, sequence of str
-        Simulated or measured; names of the layers by index, written instead of their numbers where they fit.
+        Simulated or measured; names of the layers by index, written instead of their numbers where they fit.  One of
+        the reference device has no times.
     ax : matplotlib Axes, optional
         Where to draw; a new figure by default.  It is returned.
     """
@@ -78,6 +79,9 @@ def plot_timeline(timeline: Timeline, ax: Axes | None = None, names: Sequence[st
     present = {span.kind for span in timeline.spans}
     patches = [Patch(label=kind.value, **_style(kind)) for kind in Kind if kind in present]
     _legend(ax, patches, columns=len(Kind))
+    if timeline.source == "reference device":  # its clock says nothing about a GPU
+        ax.set_xticks([])
+        ax.set_xlabel("order of the step on the reference device")
     _fit_labels(ax, labels, names)
     return ax
 
@@ -178,6 +182,7 @@ def plot_step(timeline: Timeline, names: Sequence[str] = ()) -> Figure:
     )
     plot_memory({"": resident_points(timeline)}, memory)
     plot_timeline(timeline, lanes, names)
+    memory.set_xlabel(lanes.get_xlabel())
     lanes.set_xlabel("")
     figure.align_ylabels()
     return figure  # type: ignore[no-any-return]
