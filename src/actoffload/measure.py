@@ -132,11 +132,13 @@ def compare_steps(
         function()
         offloading.reset_statistics()
         peaks.append(measure_peak(function, warmup=0))
-    copied = offloading.statistics().bytes_offloaded
+    copied, device = offloading.statistics().bytes_offloaded, describe_device()
     arms = {"without": without, "offloaded": offloaded}
-    times = measure_step_times(arms, repeats=repeats, steps=steps, warmup=1)
+    if device.reference:  # its times are not shown
+        repeats = steps = 1
+    times = measure_step_times(arms, repeats=repeats, steps=steps, warmup=0 if device.reference else 1)
     seconds = [median(of_arm) for of_arm in times.values()]
-    return Comparison(describe_device(), peaks[0], peaks[1], copied, seconds[0], seconds[1])
+    return Comparison(device, peaks[0], peaks[1], copied, seconds[0], seconds[1])
 
 
 def compare_captures(
