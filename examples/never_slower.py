@@ -64,7 +64,8 @@ class Steps(TrainerCallback):
 
     def __str__(self):
         after = slice(measuring, None)
-        return f"{1e3 * median(self.seconds[after]):.1f} ms, {max(self.peaks[after]) / 2**30:.2f} GiB"
+        peak = f"{max(self.peaks[after]) / 2**20:.0f} MiB"
+        return peak if reference else f"{1e3 * median(self.seconds[after]):.1f} ms, {peak}"
 
 
 def train(length, offloading):
@@ -121,7 +122,7 @@ print(plan)
 
 # %%
 # The report compares the step with the step without offloading.
-report
+print(report)
 
 # %%
 # Short sequences
@@ -135,23 +136,30 @@ print(plan)
 # %%
 # Step by step
 # ------------
-# The time of each step. The first nine steps are shaded: they measure. The legend has the median time and the peak of
-# the steps after them. On the reference device all that can be offloaded is offloaded, because its times say nothing
-# about a GPU.
-figure, axes = pyplot.subplots(1, 2, figsize=(8.5, 3.4), layout="constrained")
+# The peak of each step, and on a GPU its time. The first nine steps are shaded: they measure. The legend has the median
+# time and the peak of the steps after them. The reference device measures no time, so there all that can be offloaded
+# is offloaded.
 panels = {"long": (long_without, long_with), "short": (short_without, short_with)}
-for ax, (name, (without, with_offload)) in zip(axes, panels.items(), strict=True):
-    ax.axvspan(0.5, measuring + 0.5, color="#eeeeee")
-    numbers = range(1, last + 1)
-    ax.plot(numbers, [1e3 * s for s in without.seconds], "o-", color="#555555", label=f"no offload: {without}")
-    ax.plot(numbers, [1e3 * s for s in with_offload.seconds], "o-", color="#2b8cc4", label=f"offload: {with_offload}")
-    ax.set_ylim(0, 5e3 * median(without.seconds))  # the first step, which allocates host memory, takes longer
+rows = [("peak memory (MiB)", lambda steps: [peak / 2**20 for peak in steps.peaks])]
+if not reference:
+    rows.insert(0, ("step time (ms)", lambda steps: [1e3 * seconds for seconds in steps.seconds]))
+size = (8.5, 0.6 + 2.7 * len(rows))
+figure, axes = pyplot.subplots(len(rows), 2, figsize=size, layout="constrained", sharex=True, squeeze=False)
+for row, (label, values) in zip(axes, rows, strict=True):
+    for ax, (name, (without, with_offload)) in zip(row, panels.items(), strict=True):
+        ax.axvspan(0.5, measuring + 0.5, color="#eeeeee")
+        numbers = range(1, last + 1)
+        ax.plot(numbers, values(without), "o-", color="#555555", label=f"no offload: {without}")
+        ax.plot(numbers, values(with_offload), "o-", color="#2b8cc4", label=f"offload: {with_offload}")
+        ax.set_ylim(0, 2 * max(values(without)[measuring:]))  # the first step, which allocates host memory, is longer
+        ax.set_ylabel(label)
+        ax.spines[["top", "right"]].set_visible(False)
+for ax, name in zip(axes[0], panels, strict=True):
     ax.set_title(f"{lengths[name]} tokens × {batch}", fontsize=10, loc="left")
-    ax.set_xlabel("step")
-    ax.set_ylabel("step time (ms)")
     ax.legend(frameon=False, fontsize=8, loc="upper right")
-    ax.spines[["top", "right"]].set_visible(False)
-pyplot.show()
+for ax in axes[-1]:
+    ax.set_xlabel("step")
+figure.savefig("never_slower.png", dpi=150)
 
 # %%
 # ``plan.save("plan.json")`` writes a plan to a file. ``actoffload.offload(model, plan="plan.json")`` repeats it without

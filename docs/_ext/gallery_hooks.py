@@ -17,6 +17,7 @@ ORDER = (
     "not_freed.py",
     "offload_beside_checkpointing.py",
     "moe_groups.py",
+    "moe_routing.py",
     # A training loop with a context around each layer.
     "basic.py",
     "manual_synchronization.py",
