@@ -155,6 +155,5 @@ def graphed_step():
 print("Weights are bit-identical:", all(map(torch.equal, expected, weights_after_training(graphed_step))))
 
 # %%
-# A graph keeps its host memory. ``close`` frees it when the graphs are no longer replayed.
-del replay, model
+# A graph keeps its host memory. ``close`` frees it; the graphs must not be replayed afterwards.
 context.close()

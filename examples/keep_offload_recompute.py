@@ -93,7 +93,9 @@ handle.remove()
 handle = actoffload.offload(model, memory_budget=budget, recompute=True if reference else "auto")
 measured |= measure_steps({"offload and recompute": train_step}, warmup=first_steps)
 print(handle.plan)
-print(f"The blocks save {sum(handle.plan.nbytes) / 2**20:.1f} MiB, and {saved_without / 2**20:.1f} without recomputation.")
+print(
+    f"The blocks save {sum(handle.plan.nbytes) / 2**20:.1f} MiB, and {saved_without / 2**20:.1f} without recomputation."
+)
 
 # %%
 # Peak and time

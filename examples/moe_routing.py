@@ -27,7 +27,6 @@ width, shape, dtype = (128, (8, 256), torch.float32) if reference else (4096, (2
 experts, topk = 8, 2
 
 
-
 def lines_that_wait(function):
     """Call a function; return the lines at which the host waited."""
     if device.type != "cuda":

@@ -146,7 +146,7 @@ if not reference:
 size = (8.5, 0.6 + 2.7 * len(rows))
 figure, axes = pyplot.subplots(len(rows), 2, figsize=size, layout="constrained", sharex=True, squeeze=False)
 for row, (label, values) in zip(axes, rows, strict=True):
-    for ax, (name, (without, with_offload)) in zip(row, panels.items(), strict=True):
+    for ax, (without, with_offload) in zip(row, panels.values(), strict=True):
         ax.axvspan(0.5, measuring + 0.5, color="#eeeeee")
         numbers = range(1, last + 1)
         ax.plot(numbers, values(without), "o-", color="#555555", label=f"no offload: {without}")
