@@ -30,16 +30,16 @@ print(f"Runs on {describe_device()}.")
 config = LlamaConfig(
     hidden_size=128 if reference else 4096,
     intermediate_size=448 if reference else 14336,
-    num_hidden_layers=6 if reference else 8,
+    num_hidden_layers=4 if reference else 8,
     num_attention_heads=4 if reference else 32,
     num_key_value_heads=1 if reference else 8,
-    vocab_size=1024 if reference else 32000,
+    vocab_size=256 if reference else 32000,
     use_cache=False,  # a cache of keys and values would keep memory that should be freed
 )
 torch.manual_seed(0)
 with device:
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32 if reference else torch.bfloat16)
-    tokens = torch.randint(config.vocab_size, (8, 256) if reference else (1, 2048))
+    tokens = torch.randint(config.vocab_size, (4, 256) if reference else (1, 2048))
 optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
 
 # %%

@@ -33,13 +33,13 @@ print(f"Runs on {describe_device()}.")
 config = LlamaConfig(
     hidden_size=128 if reference else 2048,
     intermediate_size=384 if reference else 5632,
-    num_hidden_layers=6 if reference else 12,
+    num_hidden_layers=4 if reference else 12,
     num_attention_heads=4 if reference else 32,
     num_key_value_heads=1 if reference else 4,
     vocab_size=256 if reference else 32000,
 )
-lengths = {"long": 512, "short": 64} if reference else {"long": 4096, "short": 512}
-batch, measuring, last = 4 if reference else 2, 9, 14 if reference else 24
+lengths = {"long": 256, "short": 64} if reference else {"long": 4096, "short": 512}
+batch, measuring, last = 2, 9, 12 if reference else 24
 
 
 class Steps(TrainerCallback):
