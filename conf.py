@@ -9,7 +9,7 @@ import warnings
 from pathlib import Path
 
 ROOT = Path(__file__).parent
-sys.path[:0] = [str(ROOT / "docs" / "_ext"), str(ROOT / "src"), str(ROOT / "benchmarks")]
+sys.path[:0] = [str(ROOT / folder) for folder in ("docs/_ext", "docs/figures", "src", "benchmarks")]
 
 import report  # noqa: E402 - lies in benchmarks
 from gallery_hooks import DeviceMemory  # noqa: E402 - lies in docs/_ext
@@ -38,6 +38,7 @@ extensions = [
 exclude_patterns = [
     "_*",
     "tools",
+    "figures",
     "recordings",
     "gallery/backreferences",
     "gallery/**/*.ipynb",

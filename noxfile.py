@@ -98,7 +98,7 @@ def docs(session: nox.Session) -> None:
     _run(session, *sphinx, "-b", "html", "docs", str(HTML), env=env)
     _run(session, *sphinx, "-b", "doctest", "docs", str(BUILD / "doctest"), env=env)
     _run(session, "docs/tools/check_links.py", str(HTML))
-    _run(session, "docs/tools/check_gallery.py")
+    _run(session, "docs/tools/record_gallery.py", "check")
     _run(session, "benchmarks/report.py", "--check")
     _run(session, "docs/tools/check_browser.py", str(HTML))
     if serve:

@@ -1,16 +1,16 @@
 """Record the gallery on a machine with an accelerator, and put recordings into the repository.
 
-On the machine with the accelerator (needs torch, matplotlib and the packages of the `docs` extra)::
+On the machine with the accelerator (needs torch, matplotlib, sphinx-gallery and myst-parser)::
 
     PYTHONPATH=src python docs/tools/record_gallery.py record --out DIR
 
-executes every example and packs those that completed into DIR/gallery-recording.tar.gz. Then, in the
-repository::
+executes every example and packs those that completed into DIR/gallery-recording.tar.gz. Then, in the repository::
 
     python docs/tools/record_gallery.py unpack DIR/gallery-recording.tar.gz
 
 replaces the recordings in docs/recordings by those in the archive. ``record --rehearse`` does the same without an
-accelerator; ``unpack`` rejects its archive.
+accelerator; ``unpack`` rejects its archive. ``check`` prints whether each recording is current: a damaged recording and
+one of a removed example are errors, an outdated or missing one only with ``--strict``, since it needs a GPU.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ import recording_data as data  # noqa: E402 - lies in docs/_ext
 
 ARCHIVE = "gallery-recording.tar.gz"
 TEXT = {".rst", ".json", ".ipynb"}
+# Of the extensions of the site, those that execute examples: a GPU machine needs no others.
+EXTENSIONS = "myst_parser,sphinx_gallery.gen_gallery,recordings"
 
 
 def execute_gallery(root: Path) -> int:
@@ -41,7 +43,18 @@ def execute_gallery(root: Path) -> int:
     """
     shutil.rmtree(root / "docs" / "gallery", ignore_errors=True)
     with tempfile.TemporaryDirectory() as out:
-        command = [sys.executable, "-m", "sphinx", "-b", "dummy", "-c", str(root)]
+        command = [
+            sys.executable,
+            "-m",
+            "sphinx",
+            "-q",
+            "-b",
+            "dummy",
+            "-c",
+            str(root),
+            "-D",
+            f"extensions={EXTENSIONS}",
+        ]
         command += ["-d", f"{out}/doctrees", str(root / "docs"), f"{out}/dummy"]
         environment = {**os.environ, "ACTOFFLOAD_GALLERY": "live"}
         return subprocess.run(command, cwd=root, env=environment, check=False).returncode
@@ -59,22 +72,9 @@ def machine_paths(folder: Path, root: Path) -> list[str]:
 
 
 def pack(root: Path, archive: Path, *, rehearse: bool = False) -> tuple[list[str], list[str]]:
-    """Pack every example that was executed.
+    """Pack every example that docs/gallery holds executed; with `rehearse`, also runs of the reference device.
 
-    Parameters
-    ----------
-    root : Path
-        The project's root; its docs/gallery holds the executed examples.
-    archive : Path
-        Archive to write.
-    rehearse : bool
-        Also pack runs of the reference device.
-
-    Returns
-    -------
-    packed, problems : list of str
-        Names of the examples in the archive, and a sentence for each example that is missing from it or that
-        must not be committed.
+    Returns the names of the packed examples, and a sentence for each example that is missing or must not be committed.
     """
     packed, problems = [], []
     examples_dir, gallery = root / "examples", root / "docs" / "gallery"
@@ -84,7 +84,7 @@ def pack(root: Path, archive: Path, *, rehearse: bool = False) -> tuple[list[str
             name = example.relative_to(examples_dir)
             folder = gallery / name.parent
             try:
-                run = data.read_provenance(folder / f"{example.stem}.executed.json")
+                run = data.Provenance.read(folder / f"{example.stem}.executed.json")
                 if run.reference and not rehearse:
                     raise data.RecordingError("it ran on the reference device; record where torch sees a GPU.")
                 run = replace(run, command="docs/tools/record_gallery.py record")
@@ -97,27 +97,13 @@ def pack(root: Path, archive: Path, *, rehearse: bool = False) -> tuple[list[str
             packed.append(name.as_posix())
         archive.parent.mkdir(parents=True, exist_ok=True)
         with tarfile.open(archive, "w:gz") as tar:
-            for path in sorted(stage.rglob("*")):
-                if path.is_file():
-                    tar.add(path, path.relative_to(stage).as_posix())
+            for path in sorted(p for p in stage.rglob("*") if p.is_file()):
+                tar.add(path, path.relative_to(stage).as_posix())
     return packed, problems
 
 
 def unpack(archive: Path, recordings: Path) -> list[str]:
-    """Replace recordings by those of an archive.
-
-    Parameters
-    ----------
-    archive : Path
-        Archive that `pack` wrote.
-    recordings : Path
-        Folder of the recordings; those of other examples are kept.
-
-    Returns
-    -------
-    list of str
-        Names of the unpacked examples. Nothing is replaced if a recording of the archive is damaged.
-    """
+    """Replace the recordings that an archive has, and return their names; replace nothing if one is damaged."""
     with tempfile.TemporaryDirectory() as temporary:
         stage = Path(temporary)
         with tarfile.open(archive) as tar:
@@ -135,18 +121,51 @@ def unpack(archive: Path, recordings: Path) -> list[str]:
     return list(found)
 
 
+def check(root: Path) -> tuple[list[str], list[str]]:
+    """Compare recordings with examples and sources; return a sentence for each error, and for each outdated one."""
+    sources = data.source_digest(root / "src" / "actoffload")
+    found = data.find_recordings(root / "docs" / "recordings")
+    examples = {p.relative_to(root / "examples").as_posix(): p for p in data.find_examples(root / "examples")}
+    errors, reports = [], []
+    for name in found.keys() - examples.keys():
+        errors.append(f"{name}: has a recording but no example; remove {found[name].relative_to(root)}.")
+    for name, example in examples.items():
+        if name not in found:
+            reports.append(f"{name}: has no recording; its page is built on the reference device.")
+            continue
+        try:
+            recorded = data.load_recording(found[name])
+        except data.RecordingError as error:
+            errors.append(f"{name}: {error}")
+            continue
+        if recorded.example_digest != data.example_digest(example):
+            reports.append(f"{name}: its text changed since its recording of {recorded.date[:10]}.")
+        elif recorded.reference:
+            errors.append(f"{name}: its recording was made on the reference device, not on an accelerator.")
+        elif recorded.source_digest != sources:
+            reports.append(f"{name}: recorded on {recorded.date[:10]} from other library sources than the present.")
+        else:
+            print(f"gallery: {name}: current, recorded on {recorded.device}, {recorded.date[:10]}.")
+    return sorted(errors), reports
+
+
 def main(arguments: list[str]) -> int:
-    """Run the command; return 1 if a recording is missing or rejected."""
-    parser = argparse.ArgumentParser(description="Record gallery examples, or unpack recordings.")
+    """Run the command; return 1 if a recording is missing, rejected or, with ``check``, in error."""
+    parser = argparse.ArgumentParser(description="Record gallery examples, unpack or check recordings.")
     commands = parser.add_subparsers(dest="command", required=True)
     record = commands.add_parser("record", help="execute the gallery and pack it")
     record.add_argument("--out", type=Path, required=True, help=f"folder for {ARCHIVE}")
     record.add_argument("--keep", action="store_true", help="pack what an earlier build executed")
     record.add_argument("--rehearse", action="store_true", help="pack runs of the reference device too")
-    unpacking = commands.add_parser("unpack", help="put an archive into docs/recordings")
-    unpacking.add_argument("archive", type=Path)
+    commands.add_parser("unpack", help="put an archive into docs/recordings").add_argument("archive", type=Path)
+    checking = commands.add_parser("check", help="compare recordings with examples and sources")
+    checking.add_argument("--strict", action="store_true", help="fail if a recording is missing or outdated")
     options = parser.parse_args(arguments)
 
+    if options.command == "check":
+        errors, reports = check(ROOT)
+        print("\n".join(f"gallery: {line}" for line in errors + reports))
+        return 1 if errors or (options.strict and reports) else 0
     if options.command == "unpack":
         try:
             names = unpack(options.archive, ROOT / "docs" / "recordings")

@@ -10,6 +10,7 @@ from xml.etree import ElementTree
 import pytest
 
 pytest.importorskip("matplotlib", reason="figures need matplotlib")
+import drawn_figures
 import schedule_figures
 
 from actoffload.schedule import simulate
@@ -94,7 +95,7 @@ def test_figures_are_the_same_in_every_build(tmp_path: Path, name: str) -> None:
     for page, file in first.files.items():
         text = file.read_text(encoding="utf-8")
         assert text == again.files[page].read_text(encoding="utf-8")
-        assert schedule_figures.INK[page] in text
+        assert drawn_figures.INK[page] in text
         assert str(tmp_path) not in text
 
 
