@@ -1,7 +1,7 @@
 """Write the tables and pictures of the results; no figure of them is typed by hand.
 
-    python benchmarks/report.py            writes report.md and the pictures beside the results
-    python benchmarks/report.py --check    fails if report.md is not what the results give
+    python benchmarks/report.py            writes report.md, development.md and the pictures beside the results
+    python benchmarks/report.py --check    fails if they are not what the results give
 
 Text and columns are in ``page.toml``.
 """
@@ -16,6 +16,7 @@ from pathlib import Path
 from page import PAGE, Data, origin, table, target, text
 from results_file import RESULTS, digest, read
 
+WRITTEN = "<!-- Written by benchmarks/report.py from the results beside it; do not edit. -->"
 NOTHING, OURS, CHECKPOINT = "no offload", "actoffload", "checkpoint"
 TITLES, LENGTHS, TARGETS = PAGE["names"]["layers"], PAGE["names"]["lengths"], PAGE["targets"]
 
@@ -121,6 +122,25 @@ def frontier_sections(data: Data) -> list[str]:
         found += [text("frontier_noise", **part), f"```text\n{at_target['plan']}\n```"]
         found.append(text("frontier_profile", **part["profile"]))
     return [*found, origin(data)]
+
+
+def peers_sections(data: Data) -> list[str]:
+    """Return the section of other tools."""
+    names, rows = PAGE["names"]["peers"], []
+    for a in data["arms"]:
+        name = names.get(a["method"], a["method"])
+        name = names["budget"] if a["budget"] is not None else name
+        version = data["versions"].get(a["method"], "")
+        known = {key: value for key, value in a.items() if value is not None}
+        rows.append({**known, "name": f"{name} ({version})" if version else name})
+    missing = [text("left_out", name=names.get(tool, tool), why=why) for tool, why in data["left_out"].items()]
+    return [
+        "## Other tools",
+        text("peers", **data["settings"], noise=data["noise"]),
+        table("peers", rows),
+        *missing,
+        origin(data),
+    ]
 
 
 def _predict_targets(data: Data) -> list[Data]:
@@ -278,14 +298,21 @@ def runs(folder: Path) -> str:
 
 
 def report(results: dict[str, Data], folder: Path = RESULTS) -> str:
-    """Return the page's tables as Markdown."""
-    parts = ["<!-- Written by benchmarks/report.py from the results beside it; do not edit. -->"]
-    if not results:
-        return parts[0] + "\n\nNo results are recorded yet.\n"
-    parts += ["## Targets", table("targets", targets(results))]
-    first = {"frontier": frontier_sections, "trainer": trainer_sections, "predict": predict_sections}
-    for name, sections in first.items():
-        parts += sections(results[name]) if name in results else []
+    """Return the tables of both pages as Markdown."""
+    return readers_page(results) + developers_page(results, folder)
+
+
+def readers_page(results: dict[str, Data]) -> str:
+    """Return what a reader wants to compare: time against peak, other tools, the Trainer."""
+    sections = {"frontier": frontier_sections, "peers": peers_sections, "trainer": trainer_sections}
+    parts = [part for name, of in sections.items() if name in results for part in of(results[name])]
+    return "\n\n".join([WRITTEN, *(parts or ["No results are recorded yet."])]) + "\n"
+
+
+def developers_page(results: dict[str, Data], folder: Path = RESULTS) -> str:
+    """Return targets, predictions, and time by number of layers and of the host."""
+    parts = [WRITTEN, "## Targets", table("targets", targets(results))]
+    parts += predict_sections(results["predict"]) if "predict" in results else []
     for name in TITLES:
         parts += layers_sections(name, results[name]) if name in results else []
     parts += llama_sections(results["llama"]) if "llama" in results else []
@@ -335,7 +362,8 @@ def notes(folder: Path = RESULTS) -> str:
 def load(folder: Path) -> dict[str, Data]:
     """Read all results of a folder."""
     found = {
-        name: read(folder, name) for name in ("frontier", "trainer", "predict", "gpt", "linear", "llama", "overhead")
+        name: read(folder, name)
+        for name in ("frontier", "peers", "trainer", "predict", "gpt", "linear", "llama", "overhead")
     }
     return {name: data for name, data in found.items() if data is not None}
 
@@ -344,16 +372,18 @@ def main(arguments: list[str]) -> int:
     """Write the report, or check it."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the results")
-    parser.add_argument("--check", action="store_true", help="compare report.md instead of writing it")
+    parser.add_argument("--check", action="store_true", help="compare the pages instead of writing them")
     options = parser.parse_args(arguments)
     results = load(options.results)
-    words, path = report(results, options.results), options.results / "report.md"
+    pages = {"report.md": readers_page(results), "development.md": developers_page(results, options.results)}
     if options.check:
-        if path.is_file() and path.read_text(encoding="utf-8") == words:
-            return 0
-        print("report.md is not what the results give; run python benchmarks/report.py")
-        return 1
-    path.write_text(words, encoding="utf-8")
+        paths = {name: options.results / name for name in pages}
+        old = [n for n, path in paths.items() if not path.is_file() or path.read_text(encoding="utf-8") != pages[n]]
+        for name in old:
+            print(f"{name} is not what the results give; run python benchmarks/report.py")
+        return int(bool(old))
+    for name, words in pages.items():
+        (options.results / name).write_text(words, encoding="utf-8")
     if results:
         from picture import draw
 

@@ -5,7 +5,8 @@
 `linear` and `gpt` compare offload with checkpointing and `save_on_cpu`; `llama` measures every number of layers at 8k
 and 32k tokens, and host time; `overhead` measures the host time of one saved tensor; `trainer` trains a Llama with the
 Trainer of Hugging Face; `predict` compares the predictions of plans with what they take; `frontier` compares ways to
-save memory, time against peak.  ``--rehearse`` takes small sizes, for machines without accelerator.
+save memory, time against peak; `peers` compares with other tools; `overlap` records steps for figures.  ``--rehearse``
+takes small sizes, for machines without accelerator.
 """
 
 from __future__ import annotations
@@ -13,10 +14,13 @@ from __future__ import annotations
 import argparse
 import gc
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import frontier
+import overlap
+import peers
 import predict
 import torch
 from harness import measure
@@ -64,6 +68,12 @@ def run(options: argparse.Namespace, device: torch.device) -> None:
             gc.collect()
             if device.type != "cpu":
                 torch.accelerator.empty_cache()
+    elif name == "overlap":
+        settings = replace((REHEARSAL if options.rehearse else FULL)["gpt"], layers=overlap.LAYERS)
+        data = overlap.measure_overlap(settings, device, 1 if options.rehearse else overlap.RECORDINGS)
+    elif name == "peers":
+        parts = peers.SMALL_PARTS if options.rehearse else peers.PARTS
+        data = peers.measure_peers(parts, device, 1 if options.rehearse else peers.REPEATS)
     elif name == "trainer":
         import trainer
 
@@ -77,7 +87,7 @@ def run(options: argparse.Namespace, device: torch.device) -> None:
 def main(arguments: list[str] | None = None) -> None:
     """Run what the command line names."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("benchmark", choices=("linear", "gpt", "overhead", "trainer", *PARTS))
+    parser.add_argument("benchmark", choices=("linear", "gpt", "overhead", "overlap", "peers", "trainer", *PARTS))
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the result")
     parser.add_argument(
         "--only", metavar="PARTS", help="parts of llama, predict or frontier; others of the same sources stay"

@@ -14,9 +14,8 @@ gpu-tests.json and a file for each benchmark, such as trainer.json      for benc
 
 ``--only tests,gallery,benchmarks`` chooses steps; ``benchmarks`` stands for overhead, linear and gpt.  Run only when
 they are named: ``trainer``, ``predict``, ``frontier-eager`` and ``frontier-compiled`` (some minutes each), ``llama``,
-and ``host`` (the host time of Llama layers alone, under a minute), whose file takes the place of that of ``llama``.
-``--rehearse`` takes small sizes, for a machine without a
-GPU.
+``peers`` and ``overlap`` (under two minutes each), and ``host`` (the host time of Llama layers alone, under a minute),
+whose file takes the place of that of ``llama``.  ``--rehearse`` takes small sizes, for a machine without a GPU.
 """
 
 # ruff: noqa: T201 - a script that prints
@@ -80,6 +79,8 @@ def steps(out: Path, *, rehearse: bool, select: str) -> dict[str, Step]:
         Step("linear", (benchmark, "linear", *target, *small), 70),
         Step("gpt", (benchmark, "gpt", *target, *small), 300),
         Step("trainer", (benchmark, "trainer", *target, *small), 240),
+        Step("peers", (benchmark, "peers", *target, *small), 120),
+        Step("overlap", (benchmark, "overlap", *target, *small), 60),
         Step("predict", (benchmark, "predict", *target, *small), 400),
         Step("frontier-eager", (benchmark, "frontier", "--only", "8k,32k", *target, *small), 540),
         Step("frontier-compiled", (benchmark, "frontier", "--only", "8k-compiled,32k-compiled", *target, *small), 480),

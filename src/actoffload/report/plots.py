@@ -64,11 +64,12 @@ def plot_timeline(timeline: Timeline, ax: Axes | None = None, names: Sequence[st
     from matplotlib.patches import Patch
 
     scale = _set_time_axis(ax, timeline.end)
-    ax.set_ylim(len(LANES) - 0.5, -0.5)
-    ax.set_yticks(range(len(LANES)), [name for name, _ in LANES])
+    lanes = LANES if timeline.of(Kind.D2H, Kind.H2D) or not timeline.spans else LANES[:1]  # none that stays empty
+    ax.set_ylim(len(lanes) - 0.5, -0.5)
+    ax.set_yticks(range(len(lanes)), [name for name, _ in lanes])
     ax.tick_params(axis="y", length=0)
     labels, cut = [], without_stalls(timeline)
-    for lane, (_, kinds) in enumerate(LANES):
+    for lane, (_, kinds) in enumerate(lanes):
         ax.axhspan(lane - HEIGHT / 2, lane + HEIGHT / 2, color="#808080", alpha=0.12, linewidth=0)
         # Neighbours that belong to one layer, the copies of its tensors, are one box.
         of_lane = (span for span in cut if span.kind in kinds)
@@ -112,9 +113,8 @@ def plot_memory(curves: Mapping[str, Sequence[tuple[float, int]]], ax: Axes | No
     for (name, points), (colour, dashes) in zip(curves.items(), cycle(LINES), strict=False):
         x = [seconds * scale for seconds, _ in points]
         y = [nbytes / divisor for _, nbytes in points]
-        peak, top = max(nbytes for _, nbytes in points), max(y)
-        peak_divisor, peak_unit = _byte_unit(peak)
-        label = f"{name + ', ' if name else ''}peak {peak / peak_divisor:.4g} {peak_unit}"
+        top = max(y)
+        label = f"{name + ', ' if name else ''}peak {top:.4g} {memory_unit}"
         ax.step(x, y, where="post", color=colour, linestyle=dashes, linewidth=1.8, label=label)
         if len(curves) == 1:
             ax.fill_between(x, y, step="post", color=colour, alpha=0.22, linewidth=0)
@@ -177,8 +177,10 @@ def plot_measurements(peaks: Mapping[str, int], times: Mapping[str, float], ax: 
 
 def plot_step(timeline: Timeline, names: Sequence[str] = ()) -> Figure:
     """Return a figure with compute, copies and resident bytes of one step; see `plot_timeline` and `plot_memory`."""
+    copies = bool(timeline.of(Kind.D2H, Kind.H2D))
+    ratios, size = ((3, 2.4), (7.5, 4.0)) if copies else ((1.2, 2.4), (7.5, 2.9))
     figure, (lanes, memory) = _pyplot().subplots(
-        2, sharex=True, figsize=(7.5, 4.0), height_ratios=(3, 2.4), layout="constrained"
+        2, sharex=True, figsize=size, height_ratios=ratios, layout="constrained"
     )
     plot_memory({"": resident_points(timeline)}, memory)
     plot_timeline(timeline, lanes, names)
