@@ -185,7 +185,10 @@ class GalleryRecordings:
         text = content[0]
         if docname in self.pages:
             page = self.pages[docname]
-            text = re.sub(r"^(\S.*\n={3,}\n)", lambda found: f"{found[1]}\n{page.box()}\n", text, count=1, flags=re.M)
+            title = re.search(r"^(\S.*)\n={3,}\n", text, flags=re.M)
+            if title:  # a window title of its own: a page of the guide may have the same heading
+                before, after = text[: title.end()], text[title.end() :]
+                text = f".. title:: Example: {title[1]}\n\n{before}\n{page.box()}\n{after}"
             peak = r"\1" if _measured(page) else NOT_MEASURED
             text = re.sub(r"\*\*Estimated memory usage:\*\* +(.*)", rf"**Peak device memory:** {peak}", text)
             text = _alternatives(text, Path(docname).name.replace("_", " "))
