@@ -31,15 +31,16 @@ def source_page(repository: str, module: str, name: str) -> str | None:
 def settings(urls: dict[str, str]) -> dict[str, Any]:
     """Return the values of conf.py; ``link_extension`` and ``icon_links`` are for lists there."""
     base, repository = urls.get("Documentation", ""), urls.get("Repository", "")
-    found: dict[str, Any] = {
+
+    def linkcode_resolve(domain: str, info: dict[str, str]) -> str | None:
+        return source_page(repository, info["module"], info["fullname"]) if domain == "py" else None
+
+    icon = {"name": "Source repository", "url": repository, "icon": "fa-brands fa-github"}
+    return {
         "html_baseurl": base,
         "ogp_site_url": base,
         "notfound_urls_prefix": urlsplit(base).path or "/",
+        "linkcode_resolve": linkcode_resolve,
+        "link_extension": "sphinx.ext.linkcode" if repository else "sphinx.ext.viewcode",
+        "icon_links": [icon] if repository else [],
     }
-    if not repository:
-        return {**found, "link_extension": "sphinx.ext.viewcode", "icon_links": []}
-    icon = {"name": "Source repository", "url": repository, "icon": "fa-brands fa-github"}
-    found["linkcode_resolve"] = lambda domain, info: (
-        source_page(repository, info["module"], info["fullname"]) if domain == "py" and info["module"] else None
-    )
-    return {**found, "link_extension": "sphinx.ext.linkcode", "icon_links": [icon]}

@@ -82,10 +82,7 @@ def external_page(name: str) -> str | None:
 
 
 def names_a_variable(node: pending_xref) -> bool:
-    """Return whether a reference is the name of a parameter in single backticks, which gets no link.
-
-    Only lower-case names without a dot count, so that a misspelt class or ``module.function`` stays a warning.
-    """
+    """Return whether a reference is the lower-case name of a parameter in single backticks, which gets no link."""
     target = str(node["reftarget"])
     return node.get("reftype") == "obj" and target.isidentifier() and target.islower()
 
@@ -102,12 +99,9 @@ def public_name(name: str) -> str | None:
         owner = path.removeprefix(f"{package}.")
         if owner in module.__all__:
             found = getattr(module, owner)
-            in_class = attribute in getattr(found, "__dataclass_fields__", {})
-            return (
-                f"{package}.{owner}{f'.{attribute}' * (not in_class)}"
-                if in_class or hasattr(found, attribute)
-                else None
-            )
+            if attribute in getattr(found, "__dataclass_fields__", {}):
+                return f"{package}.{owner}"
+            return f"{package}.{owner}.{attribute}" if hasattr(found, attribute) else None
         short = attribute if name.startswith("actoffload.") else name
         if short in module.__all__:
             return f"{package}.{short}"
@@ -126,14 +120,12 @@ def resolve(app: Sphinx, env: BuildEnvironment, node: pending_xref, content: nod
     if node.get("refdomain") != "py":
         return None
     target = str(node["reftarget"])
-    address = external_page(target)
+    address, owner = external_page(target), public_name(target)
     if address is not None:
         return nodes.reference("", "", content, internal=False, refuri=address, reftitle=target)
-    owner = public_name(target)
-    if owner is not None:
-        found = env.domains["py"].resolve_xref(env, node["refdoc"], app.builder, "obj", owner, node, content)
-        if found is not None:
-            return found
+    python, arguments = env.domains["py"], (env, node["refdoc"], app.builder, "obj")
+    if owner is not None and (found := python.resolve_xref(*arguments, owner, node, content)) is not None:
+        return found
     return content if names_a_variable(node) or is_internal(target) else None
 
 

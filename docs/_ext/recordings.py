@@ -107,35 +107,29 @@ class GalleryRecordings:
         mode, conf = app.config.recordings_mode, app.config.sphinx_gallery_conf
         if mode not in MODES:
             raise ConfigError(f"recordings_mode is {mode!r}, expected one of {', '.join(MODES)}.")
-        self.gallery, recordings = Path(conf["gallery_dirs"]), Path(app.confdir) / app.config.recordings_dir
-        self.examples = data.find_examples((Path(app.srcdir) / conf["examples_dirs"]).resolve())
-        self.pages: dict[str, Page] = {}
+        gallery, recordings = Path(conf["gallery_dirs"]), Path(app.confdir) / app.config.recordings_dir
+        self.index, self.pages = f"{gallery.as_posix()}/index", dict[str, Page]()
+        found = data.find_examples((Path(app.srcdir) / conf["examples_dirs"]).resolve())
+        self.examples = {(gallery / name).with_suffix("").as_posix(): (name, path) for name, path in found.items()}
         self.here = _run_here(data.source_digest(Path(app.confdir) / app.config.recordings_package))
         live = mode == "live" or (mode == "auto" and not self.here.reference)
-        for name, example in self.examples.items():
-            note = self._note(app, name)
+        for docname, (name, example) in self.examples.items():
+            note, folder = executed_file(app, docname), data.recording_dir(recordings, name)
             page = Page(self.here.source_digest, "Every example is executed in this build.")
             digest = data.example_digest(example)
             if not live:
-                page = self._find_recording(data.recording_dir(recordings, name), digest)
+                page = self._find_recording(folder, digest)
             if page.run is not None:
                 note.unlink(missing_ok=True)
-                restore(data.recording_dir(recordings, name), page.run, example, note.parent)
+                restore(folder, page.run, example, note.parent)
             elif not self._executed_here(note, digest):
                 for path in (note, note.with_name(example.name + ".md5")):
                     path.unlink(missing_ok=True)  # sphinx-gallery executes what has no .md5
-            self.pages[self._docname(name)] = page
+            self.pages[docname] = page
         # Before the examples run, so that an error here does not discard their results.
         if not self.here.reference and not all(page.restored for page in self.pages.values()):
             link = measure_link()
             self.here = replace(self.here, link={"d2h": link.d2h, "h2d": link.h2d})
-
-    def _note(self, app: Sphinx, name: str) -> Path:
-        """Return the file that records that the page of an example was executed on this machine."""
-        return (Path(app.srcdir) / self.gallery / name).with_suffix(".executed.json")
-
-    def _docname(self, name: str) -> str:
-        return (self.gallery / name).with_suffix("").as_posix()
 
     def _find_recording(self, folder: Path, digest: str) -> Page:
         page = Page(self.here.source_digest, "It has no recorded GPU run yet.")
@@ -156,21 +150,19 @@ class GalleryRecordings:
             run = data.Provenance.read(note)
         except data.RecordingError:
             return False
-        return run.example_digest == digest and all(
-            getattr(run, key) == getattr(self.here, key) for key in ("source_digest", "device")
-        )
+        same = run.source_digest == self.here.source_digest and run.device == self.here.device
+        return same and run.example_digest == digest
 
     def finish(self, app: Sphinx) -> None:
         """Record which examples were executed, and log the state of every page; runs after sphinx-gallery."""
         executed = {Path(p).resolve() for p in app.config.sphinx_gallery_conf["passing_examples"]}
-        for name, example in self.examples.items():
-            page, note = self.pages[self._docname(name)], self._note(app, name)
+        for docname, (name, example) in self.examples.items():
+            page, note, digest = self.pages[docname], executed_file(app, docname), data.example_digest(example)
             if example in executed:
                 date = datetime.now(UTC).isoformat(timespec="seconds")
-                digest = data.example_digest(example)
                 replace(self.here, example=name, example_digest=digest, date=date).write(note)
             if page.run is None and note.is_file():
-                self.pages[self._docname(name)] = page = replace(page, run=data.Provenance.read(note))
+                self.pages[docname] = page = replace(page, run=data.Provenance.read(note))
             logger.info("gallery: %s: %s", name, page.summary())
 
     def outdated(self, app: Sphinx, env: BuildEnvironment, *_: Any) -> list[str]:
@@ -201,9 +193,14 @@ class GalleryRecordings:
             for name in (name for name, page in self.pages.items() if not page.measured):
                 row = rf"(:ref:`sphx_glr_{name.replace('/', '_')}\.py`.*\n.*\n +- ).*"
                 text = re.sub(row, rf"\g<1>{NOT_MEASURED}", text)
-        elif docname == f"{self.gallery.as_posix()}/index":
+        elif docname == self.index:
             text = re.sub(r":alt: *$", ":alt: Picture of the example", text, flags=re.M)
         content[0] = text
+
+
+def executed_file(app: Sphinx, docname: str) -> Path:
+    """Return the file that records that a page was executed on this machine."""
+    return Path(app.srcdir) / f"{docname}.executed.json"
 
 
 def _alternatives(text: str, stem: str) -> str:

@@ -66,29 +66,31 @@ def find_pages(site: Path) -> list[Path]:
     return sorted(p for p in site.rglob("*.html") if not p.relative_to(site).parts[0].startswith("_"))
 
 
+def read_site(site: Path) -> dict[Path, Page]:
+    """Read the pages and our style sheets of the site in a folder."""
+    sheets = {path: read_style_sheet(path) for path in sorted(site.glob("_static/*.css"))}
+    return {path: read_page(path) for path in find_pages(site)} | sheets
+
+
 def check_links(site: Path, pages: dict[Path, Page]) -> list[str]:
     """Return a sentence for each broken link inside the site."""
     problems = []
-    for path, page in pages.items():
-        for line, link in page.links:
-            parts = urlsplit(link)
-            if parts.scheme or parts.netloc:
-                continue
-            target = path if not parts.path else _target(site, path, unquote(parts.path))
-            where = f"{path.relative_to(site)}:{line}: {link}"
-            if not target.is_relative_to(site):
-                problems.append(f"{where} leads out of the site.")
-            elif not target.is_file():
-                problems.append(f"{where} leads to no file.")
-            elif target in pages and unquote(parts.fragment) not in pages[target].anchors | IGNORED_ANCHORS:
-                problems.append(f"{where} names an anchor that the page does not have.")
+    links = ((path, line, link) for path, page in pages.items() for line, link in page.links)
+    for path, line, link in links:
+        parts = urlsplit(link)
+        if parts.scheme or parts.netloc:
+            continue
+        start = site if parts.path.startswith("/") else path.parent
+        target = (start / unquote(parts.path).lstrip("/")).resolve() if parts.path else path
+        target = target / "index.html" if target.is_dir() else target
+        where = f"{path.relative_to(site)}:{line}: {link}"
+        if not target.is_relative_to(site):
+            problems.append(f"{where} leads out of the site.")
+        elif not target.is_file():
+            problems.append(f"{where} leads to no file.")
+        elif target in pages and unquote(parts.fragment) not in pages[target].anchors | IGNORED_ANCHORS:
+            problems.append(f"{where} names an anchor that the page does not have.")
     return problems
-
-
-def _target(site: Path, page: Path, path: str) -> Path:
-    start = site if path.startswith("/") else page.parent
-    target = (start / path.lstrip("/")).resolve()
-    return target / "index.html" if target.is_dir() else target
 
 
 def check_words(site: Path, pages: dict[Path, Page]) -> list[str]:
@@ -115,17 +117,10 @@ def check_words(site: Path, pages: dict[Path, Page]) -> list[str]:
 def external_links(site: Path, pages: dict[Path, Page]) -> dict[str, list[str]]:
     """Return the pages that link to other hosts, by address without anchor."""
     found: dict[str, set[str]] = defaultdict(set)
-    for path, page in pages.items():
-        for _, link in page.links:
-            if urlsplit(link).netloc:
-                found[link.partition("#")[0]].add(path.relative_to(site).as_posix())
+    for path, link in ((path, link) for path, page in pages.items() for _, link in page.links):
+        if urlsplit(link).netloc:
+            found[link.partition("#")[0]].add(path.relative_to(site).as_posix())
     return {link: sorted(names) for link, names in sorted(found.items())}
-
-
-def read_site(site: Path) -> dict[Path, Page]:
-    """Read the pages and our style sheets of the site in a folder."""
-    sheets = {path: read_style_sheet(path) for path in sorted(site.glob("_static/*.css"))}
-    return {path: read_page(path) for path in find_pages(site)} | sheets
 
 
 def check_site(site: Path) -> list[str]:
@@ -140,18 +135,16 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("site", type=Path)
     parser.add_argument("--external", type=Path, help="write the links to other hosts into this file")
     options = parser.parse_args(arguments)
-    if not (options.site / "index.html").is_file():
+    site = options.site.resolve()
+    if not (site / "index.html").is_file():
         print("Expected the folder of a built site (with index.html); run `nox -s docs` to build it.")
         return 2
-    site = options.site.resolve()
     pages = read_site(site)
-    problems = check_links(site, pages) + check_words(site, pages)
-    print("\n".join(problems))
-    found = external_links(site, pages)
+    problems, found = check_links(site, pages) + check_words(site, pages), external_links(site, pages)
     if options.external:
         lines = [f"{link}  ({', '.join(names)})\n" for link, names in found.items()]
         options.external.write_text("".join(lines), encoding="utf-8")
-    print(f"site: {len(find_pages(site))} pages, {len(problems)} problems, {len(found)} external links.")
+    print("\n".join([*problems, f"site: {len(pages)} files, {len(problems)} problems, {len(found)} external links."]))
     return 1 if problems else 0
 
 

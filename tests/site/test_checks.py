@@ -94,7 +94,7 @@ def test_links_to_other_hosts_are_listed(site, capsys):
 
     assert main([str(site), "--external", str(site / "external.txt")]) == 0
     assert (site / "external.txt").read_text() == "https://example.org/x  (sub/other.html)\n"
-    assert "2 pages, 0 problems, 1 external links" in capsys.readouterr().out
+    assert "2 files, 0 problems, 1 external links" in capsys.readouterr().out
     write(site / "index.html", "<a href='#two'>x</a>")
     assert main([str(site)]) == 1
     assert main([str(site / "sub")]) == 2
@@ -111,25 +111,13 @@ def test_misspelt_words_are_found_and_the_configuration_skips_recordings(tmp_pat
     assert [line.partition(":")[0] for line in done.stdout.splitlines()] == ["./docs/page.md"]
 
 
-@pytest.fixture(scope="module")
-def tab():
-    pytest.importorskip("selenium", reason="the site's packages are not installed")
-    from check_browser import browser, find_browser
-
-    path = find_browser()
-    if path is None:
-        pytest.skip("no Chromium or Chrome is installed")
-    with browser(path) as opened:
-        yield opened
-
-
 DESKTOP, PHONE = (1280, 900), (390, 844)
 CELLS = "<table style='width: {}px'><tr><td>what it is</td><td style='text-align: right'>3136.0 MiB</td></tr></table>"
 
 
 @pytest.mark.timeout(120)
 def test_the_browser_finds_broken_pages(site, tab):
-    from check_browser import check_page, serving
+    from browser import check_page, serving
 
     write(site / "bad.html", "<img src='gone.png'><script>console.error('said'); undefinedName()</script>")
     write(site / "warns.html", "<script>console.warn('careful')</script>")
@@ -163,7 +151,7 @@ def test_the_browser_finds_broken_pages(site, tab):
 
 
 def test_copy_buttons_have_a_name_and_copy(site, tab):
-    from check_browser import check_page, serving
+    from browser import check_page, serving
 
     button = "<button class='copybtn' {} onclick='{}'></button>"
     write(site / "good.html", button.format("aria-label='Copy'", 'this.className += " success"'))
@@ -176,7 +164,7 @@ def test_copy_buttons_have_a_name_and_copy(site, tab):
 
 
 def test_search_and_theme_switch(site, tab):
-    from check_browser import check_search, check_theme, serving
+    from browser import check_search, check_theme, serving
 
     found = "if (location.search === '?q=FSDP') document.write('<ul class=search><li><a href=x>x</a></ul>')"
     write(site / "search.html", f"<div id='search-results'><script>{found}</script></div>")
