@@ -13,6 +13,7 @@ sys.path[:0] = [str(ROOT / folder) for folder in ("docs/_ext", "docs/figures", "
 
 import report  # noqa: E402 - lies in benchmarks
 from gallery_hooks import DeviceMemory  # noqa: E402 - lies in docs/_ext
+from project_links import settings  # noqa: E402 - lies in docs/_ext
 
 with (ROOT / "pyproject.toml").open("rb") as file:
     _project = tomllib.load(file)["project"]
@@ -22,7 +23,12 @@ version = release = _project["version"]
 author = "The actoffload authors"
 project_copyright = f"2026, {author}"
 
+# Canonical and source links, where [project.urls] says the addresses.
+_links = settings(_project.get("urls", {}))
+globals().update(_links)
+
 extensions = [
+    _links["link_extension"],
     "myst_parser",
     "sphinx.ext.autodoc",
     "sphinx.ext.doctest",
@@ -30,12 +36,15 @@ extensions = [
     "sphinx_design",
     "sphinx_copybutton",
     "sphinx_gallery.gen_gallery",
+    "sphinxext.opengraph",
+    "notfound.extension",
     "recordings",
     "python_refs",
     "schedule_figures",
     "budget_figures",
 ]
 exclude_patterns = [
+    "sg_execution_times.rst",  # one gallery: its own page of computation times has the same
     "_*",
     "tools",
     "figures",
@@ -99,6 +108,11 @@ recordings_package = "src/actoffload"
 # -- HTML -----------------------------------------------------------------------------------------------
 html_theme = "pydata_sphinx_theme"
 html_title = "actoffload"
+html_domain_indices = False  # the pages of the API list the modules
+# Descriptions of pages are their first sentences; the pictures of cards are drawn with fonts from other hosts.
+ogp_enable_meta_description = True
+ogp_social_cards = {"enable": False}
+ogp_site_name = "actoffload"
 html_static_path = ["docs/_static"]
 templates_path = ["docs/_templates"]
 html_css_files = ["custom.css"]
@@ -109,7 +123,12 @@ html_copy_source = False
 html_context = {"default_mode": "auto"}  # light or dark by the system of the reader
 html_sidebars = {page: [] for page in ("*", "guide/*", "development/*")}  # these pages have no section to navigate
 html_theme_options = {
-    "logo": {"image_light": "_static/logo.svg", "image_dark": "_static/logo-dark.svg", "text": "actoffload"},
+    "logo": {
+        "image_light": "_static/logo.svg",
+        "image_dark": "_static/logo-dark.svg",
+        "alt_text": "actoffload, home page",
+    },
+    "icon_links": _links["icon_links"],
     "show_prev_next": True,
     "navbar_align": "left",
     "header_links_before_dropdown": 4,  # fits into one row with search and theme switch at 1200 pixels

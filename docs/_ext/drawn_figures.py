@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import matplotlib
 from docutils import nodes
 from docutils.parsers.rst import directives
-from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
 if TYPE_CHECKING:
@@ -58,21 +57,19 @@ def write(title: str, folder: Path, plot: Callable[[], Figure]) -> dict[str, Pat
 
 
 class DrawnFigure(SphinxDirective):
-    """``{KIND-figure} NAME`` with the caption as its content; a subclass says which figures there are."""
+    """``{KIND-figure} NAME`` with the caption as its content.
+
+    A subclass says which figures there are, writes the files of one into a folder, and lists the files of the library
+    that they depend on.
+    """
 
     required_arguments = 1
     has_content = True
     option_spec = {"name": directives.unchanged}
     kind: str
     names: Collection[str]
-
-    def draw(self, name: str, folder: Path) -> Drawn:
-        """Write the files of a figure into a folder."""
-        raise NotImplementedError
-
-    def sources(self) -> Sequence[Path]:
-        """Return the files that the figures depend on."""
-        raise NotImplementedError
+    draw: Callable[[Any, str, Path], Drawn]
+    sources: Callable[[Any], Sequence[Path]]
 
     def run(self) -> list[nodes.Node]:
         """Draw the figure and return its nodes."""

@@ -11,7 +11,6 @@ from unittest import mock
 
 MB = 1e6  # sphinx-gallery prints the number followed by "MB"
 ORDER = (
-    # Whole models, with one line.
     "never_slower.py",
     "fit_a_budget.py",
     "keep_offload_recompute.py",
@@ -20,7 +19,7 @@ ORDER = (
     "offload_beside_checkpointing.py",
     "moe_groups.py",
     "moe_routing.py",
-    # A training loop with a context around each layer.
+    # Above, whole models; below, a training loop with a context around each layer.
     "basic.py",
     "manual_synchronization.py",
     "cuda_graphs.py",
@@ -39,8 +38,7 @@ _modules: list[ModuleType] = []  # in which the present page runs
 class DeviceMemory:
     """``show_memory`` of sphinx-gallery: peak memory allocated on the accelerator while a block runs, in MB.
 
-    Without an accelerator it reports 0, and the page says that nothing was measured. It is an instance because
-    Sphinx cannot pickle functions in its cached configuration.
+    Without an accelerator it is 0. It is an instance because Sphinx cannot pickle functions in its configuration.
     """
 
     def __call__(self, func: Callable[[], Any]) -> tuple[float, Any]:
@@ -71,10 +69,9 @@ class DeviceMemory:
 
 @contextmanager
 def _watch_peak() -> Iterator[Callable[[], int]]:
-    """Measure the peak of the allocator, including the peaks before the code that runs resets them.
+    """Measure the peak of the allocator, including the peaks before the resets of the code that runs.
 
-    Examples reset the peak between their own measurements. Without reading the peak before each reset, the column
-    would show only the peak after the last one.
+    Examples reset the peak between their own measurements; the column shows the peak of the whole page.
     """
     import torch
 
@@ -84,16 +81,12 @@ def _watch_peak() -> Iterator[Callable[[], int]]:
         seen[0] = max(seen[0], torch.accelerator.max_memory_allocated())
         return seen[0]
 
-    def noting(reset: Callable[..., None]) -> Callable[..., None]:
-        def wrapper(*args: Any, **kwargs: Any) -> None:
-            look()
-            reset(*args, **kwargs)
-
-        return wrapper
-
     torch.accelerator.reset_peak_memory_stats()
     with ExitStack() as stack:
         for module in {torch.accelerator, torch.get_device_module()}:
             reset = module.reset_peak_memory_stats
-            stack.enter_context(mock.patch.object(module, "reset_peak_memory_stats", noting(reset)))
+            noting = mock.patch.object(
+                module, "reset_peak_memory_stats", lambda *a, do=reset, **k: (look(), do(*a, **k))
+            )
+            stack.enter_context(noting)
         yield look

@@ -15,7 +15,6 @@ from pathlib import Path
 
 FORMAT = 1
 RECORDING_FILE = "recording.json"
-PAGE_FILES = (".rst", ".py.md5", ".cost.json", ".codeobj.json", ".ipynb")
 
 
 class RecordingError(Exception):
@@ -56,14 +55,15 @@ class Provenance:
         if not isinstance(data, dict) or data.pop("format", None) != FORMAT:
             raise RecordingError(f"{where}: expected a recording of format {FORMAT}; record the example again.")
         try:
-            return cls(**{key: value for key, value in data.items() if key in cls.__dataclass_fields__})
+            return cls(**data)
         except TypeError as error:
             raise RecordingError(f"{where}: {error}; record the example again.") from error
 
     def write(self, path: Path) -> None:
         """Write a provenance file, sorted and indented for readable diffs."""
-        text = json.dumps({"format": FORMAT, **asdict(self)}, indent=1, sort_keys=True) + "\n"
-        path.write_text(text, encoding="utf-8")
+        path.write_text(
+            json.dumps({"format": FORMAT, **asdict(self)}, indent=1, sort_keys=True) + "\n", encoding="utf-8"
+        )
 
 
 def _digest(paths: list[Path], base: Path, start: bytes = b"") -> str:
@@ -88,23 +88,16 @@ def example_digest(example: Path) -> str:
     return _digest(sorted(example.parent.glob("_*.py")), example.parent, _text(example))
 
 
-def file_digest(path: Path) -> str:
-    """Return the sha256 of a file's bytes as hexadecimal digits."""
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+def find_examples(examples_dir: Path) -> dict[str, Path]:
+    """Return the examples that become gallery pages by relative path: ``*.py`` without an underscore in front."""
+    found = sorted(p for p in examples_dir.rglob("[!_]*.py") if "__pycache__" not in p.parts)
+    return {path.relative_to(examples_dir).as_posix(): path for path in found}
 
 
-def find_examples(examples_dir: Path) -> list[Path]:
-    """List the examples that become gallery pages: every ``*.py`` whose name does not start with an underscore."""
-    return sorted(p for p in examples_dir.rglob("[!_]*.py") if "__pycache__" not in p.parts)
-
-
-def generated_files(gallery_dir: Path, example: Path) -> list[Path]:
-    """List the files that sphinx-gallery keeps of an executed example, but for the ``.zip``, which `restore` makes."""
-    # Not a glob, which would match the images of "basic_more" for "basic".
-    mine = re.compile(rf"sphx_glr_{re.escape(example.stem)}_(\d{{3}}(_\d+_\d+x)?|thumb)\.\w+")
-    pages = [gallery_dir / (example.stem + suffix) for suffix in PAGE_FILES]
-    images = [p for p in sorted(gallery_dir.glob("images/**/*")) if mine.fullmatch(p.name)]
-    return [p for p in pages + images if p.is_file()]
+def find_recordings(recordings: Path) -> dict[str, Path]:
+    """Return the folders with a recording, by the path of the example that the folder name gives."""
+    folders = sorted(p.parent for p in recordings.rglob(RECORDING_FILE))
+    return {folder.relative_to(recordings).as_posix() + ".py": folder for folder in folders}
 
 
 def recording_dir(recordings: Path, example: str) -> Path:
@@ -112,40 +105,39 @@ def recording_dir(recordings: Path, example: str) -> Path:
     return recordings / Path(example).with_suffix("")
 
 
+def generated_files(gallery_dir: Path, example: Path) -> list[Path]:
+    """List the files that sphinx-gallery keeps of an executed example, but for the ``.zip``, which can be made."""
+    # Not a glob, which would match the images of "basic_more" for "basic".
+    image = re.compile(rf"sphx_glr_{re.escape(example.stem)}_(\d{{3}}(_\d+_\d+x)?|thumb)\.\w+")
+    suffixes = (".rst", ".py.md5", ".cost.json", ".codeobj.json", ".ipynb")
+    found = [p for p in sorted(gallery_dir.glob("images/**/*")) if image.fullmatch(p.name)]
+    return [p for p in [*(gallery_dir / (example.stem + suffix) for suffix in suffixes), *found] if p.is_file()]
+
+
 def store_recording(gallery_dir: Path, example: Path, provenance: Provenance, target: Path) -> None:
     """Copy an executed example from the gallery folder into the folder of its recording, whose old files are removed.
 
     Raises `RecordingError` if the example has no page or no ``.md5``, that is, was not executed to its end.
     """
-    sources = generated_files(gallery_dir, example)
+    sources = {path.relative_to(gallery_dir).as_posix(): path for path in generated_files(gallery_dir, example)}
     for needed in (example.stem + ".rst", example.name + ".md5"):
-        if gallery_dir / needed not in sources:
+        if needed not in sources:
             raise RecordingError(f"{example.name} left no {needed}: it did not run to its end.")
     shutil.rmtree(target, ignore_errors=True)
-    digests = {}
-    for path in sources:
-        name = path.relative_to(gallery_dir).as_posix()
+    for name, path in sources.items():
         (target / name).parent.mkdir(parents=True, exist_ok=True)
-        (target / name).write_bytes(path.read_bytes())
-        digests[name] = file_digest(path)
+        shutil.copyfile(path, target / name)
+    digests = {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in sources.items()}
     replace(provenance, files=digests).write(target / RECORDING_FILE)
 
 
 def load_recording(folder: Path) -> Provenance:
     """Read a recording and verify its files; raise `RecordingError` for the first that differs."""
-    provenance = Provenance.read(folder / RECORDING_FILE)
-    for name, digest in provenance.files.items():
+    run = Provenance.read(folder / RECORDING_FILE)
+    for name, digest in run.files.items():
         if not (folder / name).is_file():
-            raise RecordingError(f"The recording of {provenance.example} lacks {name}; record it again.")
-        if file_digest(folder / name) != digest:
-            raise RecordingError(
-                f"{name} in the recording of {provenance.example} is not the file that was recorded; "
-                "restore it or record the example again."
-            )
-    return provenance
-
-
-def find_recordings(recordings: Path) -> dict[str, Path]:
-    """Return the folders with a recording, by the path of the example that the folder name gives."""
-    folders = sorted(p.parent for p in recordings.rglob(RECORDING_FILE))
-    return {folder.relative_to(recordings).as_posix() + ".py": folder for folder in folders}
+            raise RecordingError(f"The recording of {run.example} lacks {name}; record it again.")
+        if hashlib.sha256((folder / name).read_bytes()).hexdigest() != digest:
+            other = f"{name} in the recording of {run.example} is not the file that was recorded"
+            raise RecordingError(f"{other}; restore it or record the example again.")
+    return run

@@ -12,13 +12,13 @@ whatever can be restored.
 
 from __future__ import annotations
 
-import io
 import re
-import zipfile
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from filecmp import cmp
 from importlib import metadata
 from pathlib import Path
+from shutil import copyfile
 from typing import Any
 
 import recording_data as data
@@ -26,6 +26,7 @@ from sphinx.application import Sphinx
 from sphinx.environment import BuildEnvironment
 from sphinx.errors import ConfigError
 from sphinx.util import logging
+from sphinx_gallery.utils import zip_files
 
 from actoffload.measure import describe_device, measure_link
 
@@ -38,7 +39,10 @@ NOT_MEASURED = "not measured (reference device)"
 
 @dataclass(frozen=True)
 class Page:
-    """One gallery page: its run, whether that was restored, and why the example is executed in this build otherwise."""
+    """One gallery page: the digest of the present library, the run that the page shows, and whether that was restored.
+
+    The reason is why the example is executed in this build.
+    """
 
     source_digest: str
     reason: str = ""
@@ -49,6 +53,11 @@ class Page:
     def stale(self) -> bool:
         """Whether the run used other library sources than the current ones."""
         return self.run is not None and self.run.source_digest != self.source_digest
+
+    @property
+    def measured(self) -> bool:
+        """Whether the run was one on an accelerator."""
+        return self.run is not None and not self.run.reference
 
     def summary(self) -> str:
         """Return one line for the build log that says what the page shows."""
@@ -98,39 +107,32 @@ class GalleryRecordings:
         mode, conf = app.config.recordings_mode, app.config.sphinx_gallery_conf
         if mode not in MODES:
             raise ConfigError(f"recordings_mode is {mode!r}, expected one of {', '.join(MODES)}.")
-        self.gallery = Path(conf["gallery_dirs"])
-        self.examples = (Path(app.srcdir) / conf["examples_dirs"]).resolve()
-        self.recordings = Path(app.confdir) / app.config.recordings_dir
-        self.source_digest = data.source_digest(Path(app.confdir) / app.config.recordings_package)
-        self.device, self.pages = describe_device(), dict[str, Page]()
-        live = mode == "live" or (mode == "auto" and not self.device.reference)
-        for example, name, target in self._examples(app):
-            page = Page(self.source_digest, "Every example is executed in this build.")
+        gallery, recordings = Path(conf["gallery_dirs"]), Path(app.confdir) / app.config.recordings_dir
+        self.index, self.pages = f"{gallery.as_posix()}/index", dict[str, Page]()
+        found = data.find_examples((Path(app.srcdir) / conf["examples_dirs"]).resolve())
+        self.examples = {(gallery / name).with_suffix("").as_posix(): (name, path) for name, path in found.items()}
+        self.here = _run_here(data.source_digest(Path(app.confdir) / app.config.recordings_package))
+        live = mode == "live" or (mode == "auto" and not self.here.reference)
+        for docname, (name, example) in self.examples.items():
+            note, folder = executed_file(app, docname), data.recording_dir(recordings, name)
+            page = Page(self.here.source_digest, "Every example is executed in this build.")
             digest = data.example_digest(example)
             if not live:
-                page = self._find_recording(name, digest)
+                page = self._find_recording(folder, digest)
             if page.run is not None:
-                restore(data.recording_dir(self.recordings, name), page.run, example, target)
-            elif not self._executed_here(example, target, digest):
-                for path in (executed_file(example, target), target / (example.name + ".md5")):
+                note.unlink(missing_ok=True)
+                restore(folder, page.run, example, note.parent)
+            elif not self._executed_here(note, digest):
+                for path in (note, note.with_name(example.name + ".md5")):
                     path.unlink(missing_ok=True)  # sphinx-gallery executes what has no .md5
-            self.pages[self._docname(name)] = page
+            self.pages[docname] = page
         # Before the examples run, so that an error here does not discard their results.
-        executing = not all(page.restored for page in self.pages.values())
-        link = measure_link() if executing and not self.device.reference else None
-        self.link = {"d2h": link.d2h, "h2d": link.h2d} if link else {}
+        if not self.here.reference and not all(page.restored for page in self.pages.values()):
+            link = measure_link()
+            self.here = replace(self.here, link={"d2h": link.d2h, "h2d": link.h2d})
 
-    def _examples(self, app: Sphinx) -> list[tuple[Path, str, Path]]:
-        """Return each example, its path in the folder of the examples, and the folder of its page."""
-        found = [(path, path.relative_to(self.examples)) for path in data.find_examples(self.examples)]
-        return [(path, name.as_posix(), Path(app.srcdir) / self.gallery / name.parent) for path, name in found]
-
-    def _docname(self, name: str) -> str:
-        return (self.gallery / name).with_suffix("").as_posix()
-
-    def _find_recording(self, name: str, digest: str) -> Page:
-        folder = data.recording_dir(self.recordings, name)
-        page = Page(self.source_digest, "It has no recorded GPU run yet.")
+    def _find_recording(self, folder: Path, digest: str) -> Page:
+        page = Page(self.here.source_digest, "It has no recorded GPU run yet.")
         if not (folder / data.RECORDING_FILE).is_file():
             return page
         try:
@@ -138,38 +140,30 @@ class GalleryRecordings:
         except data.RecordingError as error:
             logger.warning("gallery: %s", error, type="recordings", subtype="damaged")
             return replace(page, reason="Its recorded run is damaged.")
-        if run.example_digest != digest:
-            reason = f"Its text changed since it was recorded on {run.device} ({run.date[:10]})."
-            return replace(page, reason=reason)
-        return replace(page, reason="", run=run, restored=True)
+        if run.example_digest == digest:
+            return replace(page, reason="", run=run, restored=True)
+        return replace(page, reason=f"Its text changed since it was recorded on {run.device} ({run.date[:10]}).")
 
-    def _executed_here(self, example: Path, target: Path, digest: str) -> bool:
+    def _executed_here(self, note: Path, digest: str) -> bool:
         """Return whether the gallery folder already has a run of this text, library and device."""
         try:
-            earlier = data.Provenance.read(executed_file(example, target))
+            run = data.Provenance.read(note)
         except data.RecordingError:
             return False
-        run = (earlier.example_digest, earlier.source_digest, earlier.device)
-        return run == (digest, self.source_digest, self.device.name)
+        same = run.source_digest == self.here.source_digest and run.device == self.here.device
+        return same and run.example_digest == digest
 
     def finish(self, app: Sphinx) -> None:
         """Record which examples were executed, and log the state of every page; runs after sphinx-gallery."""
         executed = {Path(p).resolve() for p in app.config.sphinx_gallery_conf["passing_examples"]}
-        for example, name, target in self._examples(app):
-            page, note = self.pages[self._docname(name)], executed_file(example, target)
+        for docname, (name, example) in self.examples.items():
+            page, note, digest = self.pages[docname], executed_file(app, docname), data.example_digest(example)
             if example in executed:
-                self._describe(name, example).write(note)
+                date = datetime.now(UTC).isoformat(timespec="seconds")
+                replace(self.here, example=name, example_digest=digest, date=date).write(note)
             if page.run is None and note.is_file():
-                self.pages[self._docname(name)] = page = replace(page, run=data.Provenance.read(note))
+                self.pages[docname] = page = replace(page, run=data.Provenance.read(note))
             logger.info("gallery: %s: %s", name, page.summary())
-
-    def _describe(self, name: str, example: Path) -> data.Provenance:
-        device, now = self.device, datetime.now(UTC).isoformat(timespec="seconds")
-        versions = {package: metadata.version(package) for package in TOOLCHAIN}
-        names = {"example": name, "example_digest": data.example_digest(example), "source_digest": self.source_digest}
-        device_facts = {key: getattr(device, key) for key in ("reference", "driver", "torch", "python")}
-        facts: dict[str, Any] = {**names, **device_facts, "device": device.name, "toolchain": versions}
-        return data.Provenance(**facts, link=self.link, command="sphinx-build", date=now)
 
     def outdated(self, app: Sphinx, env: BuildEnvironment, *_: Any) -> list[str]:
         """Return the pages to read again because what they say of their run changed."""
@@ -185,20 +179,28 @@ class GalleryRecordings:
         text = content[0]
         if docname in self.pages:
             page = self.pages[docname]
-            text = re.sub(r"^(\S.*\n={3,}\n)", lambda found: f"{found[1]}\n{page.box()}\n", text, count=1, flags=re.M)
-            peak = r"\1" if _measured(page) else NOT_MEASURED
+            title = re.search(r"^(\S.*)\n={3,}\n", text, flags=re.M)
+            if title:  # a window title of its own: a page of the guide may have the same heading
+                before, after = text[: title.end()], text[title.end() :]
+                text = f".. title:: Example: {title[1]}\n\n{before}\n{page.box()}\n{after}"
+            peak = r"\1" if page.measured else NOT_MEASURED
             text = re.sub(r"\*\*Estimated memory usage:\*\* +(.*)", rf"**Peak device memory:** {peak}", text)
             text = _alternatives(text, Path(docname).name.replace("_", " "))
         elif docname.endswith("sg_execution_times"):
             # Its scripts load from other hosts; the plain table is kept.
             text = re.sub(r"^  \.\. raw:: html\n(\n|   .*\n)+", "", text, flags=re.M)
             text = text.replace("Mem (MB)", "Peak device memory (MB)")
-            for name in (name for name, page in self.pages.items() if not _measured(page)):
+            for name in (name for name, page in self.pages.items() if not page.measured):
                 row = rf"(:ref:`sphx_glr_{name.replace('/', '_')}\.py`.*\n.*\n +- ).*"
                 text = re.sub(row, rf"\g<1>{NOT_MEASURED}", text)
-        elif docname == f"{self.gallery.as_posix()}/index":
+        elif docname == self.index:
             text = re.sub(r":alt: *$", ":alt: Picture of the example", text, flags=re.M)
         content[0] = text
+
+
+def executed_file(app: Sphinx, docname: str) -> Path:
+    """Return the file that records that a page was executed on this machine."""
+    return Path(app.srcdir) / f"{docname}.executed.json"
 
 
 def _alternatives(text: str, stem: str) -> str:
@@ -212,32 +214,27 @@ def _alternatives(text: str, stem: str) -> str:
     return "\n".join(lines)
 
 
-def _measured(page: Page) -> bool:
-    return page.run is not None and not page.run.reference
-
-
-def executed_file(example: Path, target: Path) -> Path:
-    """Return the file that records that the page in `target` was executed on this machine."""
-    return target / f"{example.stem}.executed.json"
+def _run_here(source_digest: str) -> data.Provenance:
+    """Return the provenance of runs in this process, but for the example, its digest, the link and the time."""
+    device, versions = describe_device(), {package: metadata.version(package) for package in TOOLCHAIN}
+    facts = {"reference": device.reference, "driver": device.driver, "torch": device.torch, "python": device.python}
+    run: dict[str, Any] = {"source_digest": source_digest, "device": device.name, "toolchain": versions, **facts}
+    return data.Provenance(example="", example_digest="", command="sphinx-build", **run)
 
 
 def restore(folder: Path, recorded: data.Provenance, example: Path, target: Path) -> None:
     """Copy a recording into the gallery folder `target`, and build the ``.zip`` that it does not contain."""
-    executed_file(example, target).unlink(missing_ok=True)
-    files = {name: (folder / name).read_bytes() for name in recorded.files} | {example.name: example.read_bytes()}
-    bundle = io.BytesIO()
-    with zipfile.ZipFile(bundle, "w", zipfile.ZIP_DEFLATED) as archive:
-        for name in (example.name, f"{example.stem}.ipynb"):
-            if name in files:
-                # Without file times: an archive that differs in every build would be read again in every build.
-                archive.writestr(zipfile.ZipInfo(name), files[name])
-    for name, content in (files | {f"{example.stem}.zip": bundle.getvalue()}).items():
-        path = target / name
-        # Sphinx reads again what was modified.
-        if not path.is_file() or path.read_bytes() != content:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.unlink(missing_ok=True)  # sphinx-gallery makes its pages read-only
-            path.write_bytes(content)
+    sources = {target / name: folder / name for name in recorded.files} | {target / example.name: example}
+    # Sphinx reads again what was modified.
+    changed = [path for path, source in sources.items() if not path.is_file() or not cmp(path, source, shallow=False)]
+    for path in changed:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.unlink(missing_ok=True)  # sphinx-gallery makes its pages read-only
+        copyfile(sources[path], path)
+    bundle, stem = target / f"{example.stem}.zip", target / example.stem
+    if changed or not bundle.is_file():
+        files = [stem.with_suffix(suffix) for suffix in (".py", ".ipynb")]
+        zip_files([str(path) for path in files if path.is_file()], bundle, target)
 
 
 def setup(app: Sphinx) -> dict[str, Any]:

@@ -4,13 +4,11 @@ On the machine with the accelerator (needs torch, matplotlib, sphinx-gallery and
 
     PYTHONPATH=src python docs/tools/record_gallery.py record --out DIR
 
-executes every example and packs those that completed into DIR/gallery-recording.tar.gz. Then, in the repository::
-
-    python docs/tools/record_gallery.py unpack DIR/gallery-recording.tar.gz
-
-replaces the recordings in docs/recordings by those in the archive. ``record --rehearse`` does the same without an
-accelerator; ``unpack`` rejects its archive. ``check`` prints whether each recording is current: a damaged recording and
-one of a removed example are errors, an outdated or missing one only with ``--strict``, since it needs a GPU.
+executes every example and packs those that completed into DIR/gallery-recording.tar.gz. Then, in the repository,
+``record_gallery.py unpack ARCHIVE`` replaces the recordings in docs/recordings by those in the archive. ``record
+--rehearse`` does the same without an accelerator; ``unpack`` rejects its archive. ``check`` prints whether each
+recording is current: a damaged recording and one of a removed example are errors, an outdated or missing one only with
+``--strict``, since it needs a GPU.
 """
 
 from __future__ import annotations
@@ -20,7 +18,6 @@ import os
 import shutil
 import subprocess
 import sys
-import tarfile
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -31,7 +28,6 @@ sys.path.insert(0, str(ROOT / "docs" / "_ext"))
 import recording_data as data  # noqa: E402 - lies in docs/_ext
 
 ARCHIVE = "gallery-recording.tar.gz"
-TEXT = {".rst", ".json", ".ipynb"}
 # Of the extensions of the site, those that execute examples: a GPU machine needs no others.
 EXTENSIONS = "myst_parser,sphinx_gallery.gen_gallery,recordings"
 
@@ -43,19 +39,8 @@ def execute_gallery(root: Path) -> int:
     """
     shutil.rmtree(root / "docs" / "gallery", ignore_errors=True)
     with tempfile.TemporaryDirectory() as out:
-        command = [
-            sys.executable,
-            "-m",
-            "sphinx",
-            "-q",
-            "-b",
-            "dummy",
-            "-c",
-            str(root),
-            "-D",
-            f"extensions={EXTENSIONS}",
-        ]
-        command += ["-d", f"{out}/doctrees", str(root / "docs"), f"{out}/dummy"]
+        options = ["-q", "-b", "dummy", "-c", str(root), "-d", f"{out}/doctrees", "-D", f"extensions={EXTENSIONS}"]
+        command = [sys.executable, "-m", "sphinx", *options, str(root / "docs"), f"{out}/dummy"]
         environment = {**os.environ, "ACTOFFLOAD_GALLERY": "live"}
         return subprocess.run(command, cwd=root, env=environment, check=False).returncode
 
@@ -63,12 +48,8 @@ def execute_gallery(root: Path) -> int:
 def machine_paths(folder: Path, root: Path) -> list[str]:
     """List the text files of a recording that contain a path of this machine, for example in a warning."""
     paths = {str(root), sys.prefix, sys.base_prefix, str(Path.home())} - {"/", "/usr"}
-    found = []
-    for path in sorted(folder.rglob("*")):
-        if path.suffix in TEXT:
-            text = path.read_text(encoding="utf-8")
-            found += [f"{path.relative_to(folder)}: {name}" for name in sorted(paths) if name + "/" in text]
-    return found
+    texts = {p: p.read_text("utf-8") for p in sorted(folder.rglob("*")) if p.suffix in (".rst", ".json", ".ipynb")}
+    return [f"{p.relative_to(folder)}: {name}" for p, t in texts.items() for name in sorted(paths) if name + "/" in t]
 
 
 def pack(root: Path, archive: Path, *, rehearse: bool = False) -> tuple[list[str], list[str]]:
@@ -77,38 +58,30 @@ def pack(root: Path, archive: Path, *, rehearse: bool = False) -> tuple[list[str
     Returns the names of the packed examples, and a sentence for each example that is missing or must not be committed.
     """
     packed, problems = [], []
-    examples_dir, gallery = root / "examples", root / "docs" / "gallery"
     with tempfile.TemporaryDirectory() as temporary:
-        stage = Path(temporary)
-        for example in data.find_examples(examples_dir):
-            name = example.relative_to(examples_dir)
-            folder = gallery / name.parent
+        for name, example in data.find_examples(root / "examples").items():
+            folder, target = (root / "docs" / "gallery" / name).parent, data.recording_dir(Path(temporary), name)
             try:
                 run = data.Provenance.read(folder / f"{example.stem}.executed.json")
                 if run.reference and not rehearse:
                     raise data.RecordingError("it ran on the reference device; record where torch sees a GPU.")
                 run = replace(run, command="docs/tools/record_gallery.py record")
-                target = data.recording_dir(stage, name.as_posix())
                 data.store_recording(folder, example, run, target)
             except data.RecordingError as error:
                 problems.append(f"{name}: not recorded: {error}")
                 continue
             problems += [f"{name}: a path of this machine stands in {p}" for p in machine_paths(target, root)]
-            packed.append(name.as_posix())
+            packed.append(name)
         archive.parent.mkdir(parents=True, exist_ok=True)
-        with tarfile.open(archive, "w:gz") as tar:
-            for path in sorted(p for p in stage.rglob("*") if p.is_file()):
-                tar.add(path, path.relative_to(stage).as_posix())
+        shutil.make_archive(str(archive).removesuffix(".tar.gz"), "gztar", temporary)
     return packed, problems
 
 
 def unpack(archive: Path, recordings: Path) -> list[str]:
     """Replace the recordings that an archive has, and return their names; replace nothing if one is damaged."""
     with tempfile.TemporaryDirectory() as temporary:
-        stage = Path(temporary)
-        with tarfile.open(archive) as tar:
-            tar.extractall(stage, filter="data")
-        found = data.find_recordings(stage)
+        shutil.unpack_archive(archive, temporary, filter="data")
+        found = data.find_recordings(Path(temporary))
         if not found:
             raise data.RecordingError(f"{archive.name} holds no recording; expected one written by `record`.")
         for name, folder in found.items():
@@ -124,29 +97,28 @@ def unpack(archive: Path, recordings: Path) -> list[str]:
 def check(root: Path) -> tuple[list[str], list[str]]:
     """Compare recordings with examples and sources; return a sentence for each error, and for each outdated one."""
     sources = data.source_digest(root / "src" / "actoffload")
-    found = data.find_recordings(root / "docs" / "recordings")
-    examples = {p.relative_to(root / "examples").as_posix(): p for p in data.find_examples(root / "examples")}
-    errors, reports = [], []
-    for name in found.keys() - examples.keys():
-        errors.append(f"{name}: has a recording but no example; remove {found[name].relative_to(root)}.")
+    found, examples = data.find_recordings(root / "docs" / "recordings"), data.find_examples(root / "examples")
+    gone = {name: folder.relative_to(root) for name, folder in found.items() if name not in examples}
+    errors = [f"{name}: has a recording but no example; remove {folder}." for name, folder in gone.items()]
+    reports = []
     for name, example in examples.items():
         if name not in found:
             reports.append(f"{name}: has no recording; its page is built on the reference device.")
             continue
         try:
-            recorded = data.load_recording(found[name])
+            run = data.load_recording(found[name])
         except data.RecordingError as error:
             errors.append(f"{name}: {error}")
             continue
-        if recorded.example_digest != data.example_digest(example):
-            reports.append(f"{name}: its text changed since its recording of {recorded.date[:10]}.")
-        elif recorded.reference:
+        if run.example_digest != data.example_digest(example):
+            reports.append(f"{name}: its text changed since its recording of {run.date[:10]}.")
+        elif run.reference:
             errors.append(f"{name}: its recording was made on the reference device, not on an accelerator.")
-        elif recorded.source_digest != sources:
-            reports.append(f"{name}: recorded on {recorded.date[:10]} from other library sources than the present.")
+        elif run.source_digest != sources:
+            reports.append(f"{name}: recorded on {run.date[:10]} from other library sources than the present.")
         else:
-            print(f"gallery: {name}: current, recorded on {recorded.device}, {recorded.date[:10]}.")
-    return sorted(errors), reports
+            print(f"gallery: {name}: current, recorded on {run.device}, {run.date[:10]}.")
+    return errors, reports
 
 
 def main(arguments: list[str]) -> int:
@@ -161,25 +133,22 @@ def main(arguments: list[str]) -> int:
     checking = commands.add_parser("check", help="compare recordings with examples and sources")
     checking.add_argument("--strict", action="store_true", help="fail if a recording is missing or outdated")
     options = parser.parse_args(arguments)
-
     if options.command == "check":
         errors, reports = check(ROOT)
         print("\n".join(f"gallery: {line}" for line in errors + reports))
         return 1 if errors or (options.strict and reports) else 0
     if options.command == "unpack":
         try:
-            names = unpack(options.archive, ROOT / "docs" / "recordings")
+            print("\n".join(f"unpacked {name}" for name in unpack(options.archive, ROOT / "docs" / "recordings")))
         except data.RecordingError as error:
             print(error)
             return 1
-        print("\n".join(f"unpacked {name}" for name in names))
         return 0
     status = 0 if options.keep else execute_gallery(ROOT)
     archive = options.out / ARCHIVE
     packed, problems = pack(ROOT, archive, rehearse=options.rehearse)
-    print("\n".join(problems))
-    size = archive.stat().st_size / 2**20
-    print(f"{archive.name}: {len(packed)} examples, {size:.2f} MiB: {', '.join(packed)}")
+    size = f"{archive.stat().st_size / 2**20:.2f} MiB"
+    print("\n".join([*problems, f"{ARCHIVE}: {len(packed)} examples, {size}: {', '.join(packed)}"]))
     return 1 if problems or not packed or status else 0
 
 

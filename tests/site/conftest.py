@@ -143,3 +143,15 @@ def recorded(project: Project) -> Project:
     project.gpu = False
     project.forget_build()
     return project
+
+
+@pytest.fixture(scope="session")
+def tab():
+    """A tab of a headless browser."""
+    from browser import browser, find_browser
+
+    path = find_browser()
+    if path is None:
+        pytest.skip("no Chromium or Chrome is installed (CHROME may name one)")
+    with browser(path) as opened:
+        yield opened
