@@ -21,7 +21,7 @@ from actoffload.measure import compare_steps, describe_device, trace_memory
 from actoffload.report.plots import plot_timeline, plot_trace
 
 device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-shape = (1, 512, 1024) if device.type == "cpu" else (16, 1024, 1024)
+shape = (1, 256, 1024) if device.type == "cpu" else (16, 1024, 1024)
 print(f"Runs on {describe_device()}.")
 
 torch.manual_seed(0)

@@ -22,7 +22,7 @@ from actoffload.report.plots import plot_timeline, plot_trace
 
 cuda = torch.cuda.is_available()
 device = torch.device("cuda" if cuda else "cpu")
-shape = (16, 1024, 1024) if cuda else (1, 512, 1024)
+shape = (16, 1024, 1024) if cuda else (1, 256, 1024)
 print(f"Runs on {describe_device()}.")
 
 torch.manual_seed(0)
