@@ -283,8 +283,9 @@ const Explorer = (() => {
     element("button", { type: "reset" }, form, "Reset");
     const keys = element("div", { class: "explorer-keys" }, root);
     for (const [kind, name] of Object.entries(NAMES)) {
-      element("i", { class: kind }, keys);
-      element("span", {}, keys, name);
+      const key = element("span", {}, keys);
+      element("i", { class: kind }, key);
+      key.append(name);
     }
     element("div", { class: "explorer-figure" }, root);
     element("dl", { class: "explorer-numbers", "aria-live": "polite" }, root);

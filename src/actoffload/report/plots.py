@@ -137,7 +137,7 @@ def plot_trace(traces: Mapping[str, Sequence[int]], ax: Axes | None = None) -> A
         Where to draw; a new figure by default.  It is returned.
     """
     if ax is None:
-        ax = _pyplot().subplots(figsize=(6.4, 3.2), layout="constrained")[1]
+        ax = _pyplot().subplots(figsize=(5.4, 3.2), layout="constrained")[1]
     highest, length = max(map(max, traces.values())), max(map(len, traces.values()))
     divisor, unit = _byte_unit(highest)
     for (name, trace), (colour, dashes) in zip(traces.items(), cycle(LINES), strict=False):
@@ -158,7 +158,7 @@ def plot_trace(traces: Mapping[str, Sequence[int]], ax: Axes | None = None) -> A
 def plot_measurements(peaks: Mapping[str, int], times: Mapping[str, float], ax: Axes | None = None) -> Axes:
     """Draw peaks of device memory as bars, and beside each its time as a ratio to the first one, where it is known."""
     if ax is None:
-        ax = _pyplot().subplots(figsize=(6.4, 0.9 + 0.5 * len(peaks)), layout="constrained")[1]
+        ax = _pyplot().subplots(figsize=(5.4, 1.0 + 0.5 * len(peaks)), layout="constrained")[1]
     divisor, unit = _byte_unit(max(peaks.values()))
     first, colours = next(iter(peaks)), ["#7f7f7f", *[LINES[0][0]] * (len(peaks) - 1)]
     bars = ax.barh(list(peaks), [nbytes / divisor for nbytes in peaks.values()], color=colours, height=0.62)
