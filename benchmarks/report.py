@@ -133,7 +133,7 @@ def peers_sections(data: Data) -> list[str]:
         version = data["versions"].get(a["method"], "")
         known = {key: value for key, value in a.items() if value is not None}
         rows.append({**known, "name": f"{name} ({version})" if version else name})
-    missing = [text("left_out", name=names.get(tool, tool), why=why) for tool, why in data["left_out"].items()]
+    missing = [text("left_out", tool=names.get(tool, tool), why=why) for tool, why in data["left_out"].items()]
     return [
         "## Other tools",
         text("peers", **data["settings"], noise=data["noise"]),
