@@ -78,7 +78,7 @@ def test_targets_are_on_the_page_for_developers() -> None:
 
 
 def test_recorded_steps_of_overlap() -> None:
-    settings = replace(REHEARSAL["gpt"], layers=overlap.LAYERS, shape=(2, 1024, 128))
+    settings = replace(REHEARSAL["gpt"], layers=overlap.LAYERS)
     data = overlap.measure_overlap(settings, CPU, recordings=1)
     assert data["runs"].keys() == {"2", "3"}
     assert {span[0] for span in data["runs"]["3"]["spans"]} >= {"FORWARD", "BACKWARD", "D2H", "H2D"}
