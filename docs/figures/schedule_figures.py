@@ -106,11 +106,12 @@ def describe(result: Simulation) -> str:
     )
 
 
-def origin(cost: LayerCost, link: Link) -> str:
-    """Return a sentence with what is simulated."""
+def origin(cost: LayerCost, link: Link, peak: int = 0) -> str:
+    """Return a sentence with what is simulated, in the unit of memory of a figure with that peak."""
     forward, backward = cost.forward * 1e3, cost.backward * 1e3
+    nbytes = f"{cost.nbytes / GIB:.4g} GiB" if peak >= GIB else f"{cost.nbytes / MIB:.0f} MiB"
     return (
-        f"Simulated: a layer saves {cost.nbytes / MIB:.0f} MiB, its forward takes {forward:.1f} ms and its backward "
+        f"Simulated: a layer saves {nbytes}, its forward takes {forward:.1f} ms and its backward "
         f"{backward:.1f} ms; the link carries {link.d2h / 1e9:.1f} GB/s in each direction."
     )
 
@@ -133,7 +134,7 @@ class ScheduleFigure(DrawnFigure):
 
     def origin(self, name: str) -> str:
         """Return the sentence with which the caption ends."""
-        return origin(COST, LINK)
+        return origin(COST, LINK, simulate(FIGURES[name](), [COST] * LAYERS, LINK).peak_bytes)
 
     def sources(self) -> Sequence[Path]:
         """Return the files of the library that the figures depend on."""
@@ -232,11 +233,19 @@ OVERLAPS: dict[str, Callable[[], tuple[dict[str, Timeline], str, str]]] = {
 }
 
 
+def memory_plot(results: dict[str, Simulation]) -> Figure:
+    """Draw the memory of several steps, all in GiB."""
+    ax = plot_memory({name: resident_points(result.timeline) for name, result in results.items()})
+    for shown, (name, result) in zip(ax.get_legend().get_texts(), results.items(), strict=True):
+        shown.set_text(f"{name}, peak {result.peak_bytes / GIB:.4g} GiB")
+    return ax.figure
+
+
 def memory() -> tuple[dict[str, Simulation], str]:
     """Return the steps whose memory is compared, and the alt text."""
     plans = {"no offload": sequential(), "2 of 5 layers": full_overlap(), "3 of 5 layers": stalls()}
     results = {name: simulate(plan, [COST] * LAYERS, LINK) for name, plan in plans.items()}
-    peaks = ", ".join(f"{name} {result.peak_bytes / MIB:.0f} MiB" for name, result in results.items())
+    peaks = ", ".join(f"{name} {result.peak_bytes / GIB:.4g} GiB" for name, result in results.items())
     return results, f"Memory of activations over a step. It rises in forward and falls in backward. Peaks: {peaks}."
 
 
@@ -250,14 +259,13 @@ class OverlapFigure(ScheduleFigure):
         """Write the files of a figure into a folder."""
         if name == "memory":
             results, alt = memory()
-            curves = {of: resident_points(result.timeline) for of, result in results.items()}
-            return Drawn(write("overlap-memory", folder, lambda: plot_memory(curves).figure), alt)
+            return Drawn(write("overlap-memory", folder, lambda: memory_plot(results)), alt)
         timelines, alt, _ = OVERLAPS[name]()
         return Drawn(write(f"overlap-{name}", folder, lambda: stacked(timelines)), alt)
 
     def origin(self, name: str) -> str:
         """Return the sentence with which the caption ends."""
-        return origin(COST, LINK) if name == "memory" else OVERLAPS[name]()[2]
+        return origin(COST, LINK, LAYERS * COST.nbytes) if name == "memory" else OVERLAPS[name]()[2]
 
     def sources(self) -> Sequence[Path]:
         """Return the files that the figures depend on."""

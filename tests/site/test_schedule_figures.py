@@ -159,4 +159,4 @@ def test_links_and_memory_are_what_the_captions_say() -> None:
     assert pcie > 0 == c2c
     results, alt = schedule_figures.memory()
     assert [result.peak_bytes // (256 * 2**20) for result in results.values()] == [5, 3, 2]
-    assert "2 of 5 layers 768 MiB" in alt
+    assert "2 of 5 layers 0.75 GiB" in alt

@@ -113,8 +113,9 @@ def plot_memory(curves: Mapping[str, Sequence[tuple[float, int]]], ax: Axes | No
     for (name, points), (colour, dashes) in zip(curves.items(), cycle(LINES), strict=False):
         x = [seconds * scale for seconds, _ in points]
         y = [nbytes / divisor for _, nbytes in points]
-        top = max(y)
-        label = f"{name + ', ' if name else ''}peak {top:.4g} {memory_unit}"
+        peak, top = max(nbytes for _, nbytes in points), max(y)
+        peak_divisor, peak_unit = _byte_unit(peak)
+        label = f"{name + ', ' if name else ''}peak {peak / peak_divisor:.4g} {peak_unit}"
         ax.step(x, y, where="post", color=colour, linestyle=dashes, linewidth=1.8, label=label)
         if len(curves) == 1:
             ax.fill_between(x, y, step="post", color=colour, alpha=0.22, linewidth=0)
