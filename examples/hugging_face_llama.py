@@ -39,7 +39,7 @@ config = LlamaConfig(
 torch.manual_seed(0)
 with device:
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32 if reference else torch.bfloat16)
-    tokens = torch.randint(config.vocab_size, (4, 256) if reference else (1, 2048))
+    tokens = torch.randint(config.vocab_size, (8, 256) if reference else (1, 2048))
 optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
 
 # %%

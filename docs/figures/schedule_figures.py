@@ -134,7 +134,9 @@ class ScheduleFigure(DrawnFigure):
 
     def origin(self, name: str) -> str:
         """Return the sentence with which the caption ends."""
-        return origin(COST, LINK, simulate(FIGURES[name](), [COST] * LAYERS, LINK).peak_bytes)
+        result = simulate(FIGURES[name](), [COST] * LAYERS, LINK)
+        sentence = origin(COST, LINK, result.peak_bytes)
+        return sentence if result.bytes_offloaded else sentence.partition(";")[0] + "."
 
     def sources(self) -> Sequence[Path]:
         """Return the files of the library that the figures depend on."""
