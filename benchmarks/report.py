@@ -335,7 +335,8 @@ def notes(folder: Path = RESULTS) -> str:
 def load(folder: Path) -> dict[str, Data]:
     """Read all results of a folder."""
     found = {
-        name: read(folder, name) for name in ("frontier", "trainer", "predict", "gpt", "linear", "llama", "overhead")
+        name: read(folder, name)
+        for name in ("frontier", "trainer", "memory", "predict", "gpt", "linear", "llama", "overhead")
     }
     return {name: data for name, data in found.items() if data is not None}
 
@@ -355,9 +356,11 @@ def main(arguments: list[str]) -> int:
         return 1
     path.write_text(words, encoding="utf-8")
     if results:
+        import hero
         from picture import draw
 
         draw(results, options.results)
+        hero.draw(results, options.results)
     print(headline(options.results))
     return 0
 
