@@ -60,7 +60,11 @@ def _trainer(ax: Any, data: dict[str, Any], scheme: str) -> None:
     row = data["rows"][0]
     for method, arm in ((arm["method"], arm) for arm in row["arms"] if arm["method"] in LABELS):
         _point(ax, method, arm, scheme)
-    ax.set_title(f"Trainer, Llama 1.1B, {row['tokens']} tokens × {data['settings']['batch']}", fontsize=10, loc="left")
+    ax.set_title(
+        f"Trainer, Llama of {data['settings']['layers']} layers, {row['tokens']} tokens × {data['settings']['batch']}",
+        fontsize=10,
+        loc="left",
+    )
     _axes(ax)
 
 
@@ -72,7 +76,7 @@ def _frontier(ax: Any, data: dict[str, Any], scheme: str) -> None:
     for method in ("checkpoint", "no offload"):
         _point(ax, method, next(a for a in part["arms"] if a["method"] == method), scheme)
     settings = part["settings"]
-    ax.set_title(f"{settings['layers']} Llama 8B layers, {settings['tokens']} tokens", fontsize=10, loc="left")
+    ax.set_title(f"{settings['layers']} Llama layers, {settings['tokens']} tokens", fontsize=10, loc="left")
     _axes(ax)
 
 
@@ -102,5 +106,5 @@ def _memory(ax: Any, data: dict[str, Any], scheme: str) -> None:
     ax.set_ylim(bottom=0)
     ax.set_xlabel("time in one step (ms)")
     ax.set_ylabel("device memory (GiB)")
-    ax.set_title(f"{layers} Llama 8B layers, {tokens} tokens", fontsize=10, loc="left")
+    ax.set_title(f"{layers} Llama layers, {tokens} tokens", fontsize=10, loc="left")
     ax.legend(frameon=False, fontsize=8.5, loc="upper right")

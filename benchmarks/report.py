@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import argparse
 import sys
+import textwrap
 from collections.abc import Iterable
 from pathlib import Path
 
 from page import PAGE, Data, origin, table, target, text
-from results_file import RESULTS, digest, read
+from results_file import RESULTS, ROOT, digest, read
 
+README = ROOT / "README.md"
 NOTHING, OURS, CHECKPOINT = "no offload", "actoffload", "checkpoint"
 TITLES, LENGTHS, TARGETS = PAGE["names"]["layers"], PAGE["names"]["lengths"], PAGE["targets"]
 
@@ -303,6 +305,14 @@ def headline(folder: Path = RESULTS) -> str:
     return " ".join(filter(None, found)) or "No GPU results are recorded yet."
 
 
+def readme(text: str, sentences: str) -> str:
+    """Return the text of README.md with the sentences of the landing page between its two marks."""
+    before, mark, rest = text.partition("<!-- headline: written by benchmarks/report.py -->\n")
+    _, end, after = rest.partition("<!-- headline ends -->")
+    wrapped = textwrap.fill(sentences, 120, break_long_words=False, break_on_hyphens=False)
+    return f"{before}{mark}{wrapped}\n{end}{after}"
+
+
 def _trainer_headline(folder: Path) -> str:
     data = read(folder, "trainer")
     if data is None or data["device"]["reference"]:
@@ -348,13 +358,16 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--check", action="store_true", help="compare report.md instead of writing it")
     options = parser.parse_args(arguments)
     results = load(options.results)
-    words, path = report(results, options.results), options.results / "report.md"
+    written = {options.results / "report.md": report(results, options.results)}
+    if options.results == RESULTS:
+        written[README] = readme(README.read_text(encoding="utf-8"), headline())
     if options.check:
-        if path.is_file() and path.read_text(encoding="utf-8") == words:
-            return 0
-        print("report.md is not what the results give; run python benchmarks/report.py")
-        return 1
-    path.write_text(words, encoding="utf-8")
+        wrong = [p.name for p, words in written.items() if not p.is_file() or p.read_text(encoding="utf-8") != words]
+        for name in wrong:
+            print(f"{name} is not what the results give; run python benchmarks/report.py")
+        return 1 if wrong else 0
+    for path, words in written.items():
+        path.write_text(words, encoding="utf-8")
     if results:
         import hero
         from picture import draw

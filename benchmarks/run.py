@@ -4,8 +4,9 @@
 
 `linear` and `gpt` compare offload with checkpointing and `save_on_cpu`; `llama` measures every number of layers at 8k
 and 32k tokens, and host time; `overhead` measures the host time of one saved tensor; `trainer` trains a Llama with the
-Trainer of Hugging Face; `memory` records device memory over a step; `predict` compares the predictions of plans with what they take; `frontier` compares ways to
-save memory, time against peak.  ``--rehearse`` takes small sizes, for machines without accelerator.
+Trainer of Hugging Face; `memory` records device memory over a step; `predict` compares the predictions of plans with
+what they take; `frontier` compares ways to save memory, time against peak.  ``--rehearse`` takes small sizes, for
+machines without accelerator.
 """
 
 from __future__ import annotations

@@ -14,9 +14,9 @@ gpu-tests.json and a file for each benchmark, such as trainer.json      for benc
 
 ``--only tests,gallery,benchmarks`` chooses steps; ``benchmarks`` stands for overhead, linear and gpt.  Run only when
 they are named: ``trainer``, ``predict``, ``frontier-eager`` and ``frontier-compiled`` (some minutes each), ``llama``,
-``memory`` (device memory over a step, for the picture of the landing page; a minute), and ``host`` (the host time of Llama layers alone, under a minute), whose file takes the place of that of ``llama``.
-``--rehearse`` takes small sizes, for a machine without a
-GPU.
+``memory`` (device memory over a step, for the picture of the landing page; a minute), and ``host`` (the host time of
+Llama layers alone, under a minute), whose file takes the place of that of ``llama``. ``--rehearse`` takes small sizes,
+for a machine without a GPU.
 """
 
 # ruff: noqa: T201 - a script that prints
