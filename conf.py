@@ -130,7 +130,8 @@ html_theme_options = {
     "logo": {
         "image_light": "_static/logo.svg",
         "image_dark": "_static/logo-dark.svg",
-        "alt_text": "actoffload, home page",
+        "text": "actoffload",
+        "alt_text": "Home page of",
     },
     "icon_links": _links["icon_links"],
     "show_prev_next": True,

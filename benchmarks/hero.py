@@ -5,7 +5,6 @@ Where the memory of a step is not recorded, time against peak of Llama layers ta
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,30 +28,28 @@ MARKERS = {"no offload": "D", "checkpoint": "s", "actoffload": "o", "budget": "^
 
 
 def draw(results: dict[str, dict[str, Any]], folder: Path) -> list[Path]:
-    """Draw ``hero-light.png`` and ``hero-dark.png`` into a folder; return them, none without GPU results."""
-    panels: list[tuple[Callable[..., None], dict[str, Any]]] = []
-    for name, panel in (("trainer", _trainer), ("memory", _memory), ("frontier", _frontier)):
-        if len(panels) < 2 and name in results and not results[name]["device"]["reference"]:
-            panels.append((panel, results[name]))
-    if not panels:
-        return []
+    """Draw ``hero-time`` and ``hero-step``, light and dark, from GPU results; return the files."""
     matplotlib.use("agg")
     from matplotlib import pyplot
 
+    found = {name: data for name, data in results.items() if not data["device"]["reference"]}
+    panels = {
+        "time": ("trainer", _trainer),
+        "step": ("memory", _memory) if "memory" in found else ("frontier", _frontier),
+    }
     files = []
-    for scheme, ink in INK.items():
-        coloured = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")
-        with matplotlib.rc_context({**dict.fromkeys(coloured, ink), "font.size": 10}):
-            size = (4.9 * len(panels) + 0.6, 3.3)
-            figure, axes = pyplot.subplots(1, len(panels), figsize=size, layout="constrained", squeeze=False)
-            for ax, (panel, data) in zip(axes[0], panels, strict=True):
-                panel(ax, data, scheme)
+    for title, (name, panel) in panels.items():
+        for scheme, ink in INK.items() if name in found else ():
+            coloured = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")
+            with matplotlib.rc_context({**dict.fromkeys(coloured, ink), "font.size": 10}):
+                figure, ax = pyplot.subplots(figsize=(4.9, 3.4), layout="constrained")
+                panel(ax, found[name], scheme)
                 ax.set_facecolor("none")
                 ax.spines[["top", "right"]].set_visible(False)
-            figure.suptitle(panels[0][1]["device"]["name"], fontsize=8.5, x=0.995, ha="right")
-            files.append(folder / f"hero-{scheme}.png")
-            figure.savefig(files[-1], dpi=160, transparent=True)
-            pyplot.close(figure)
+                ax.set_title(found[name]["device"]["name"], fontsize=8, loc="right")
+                files.append(folder / f"hero-{title}-{scheme}.png")
+                figure.savefig(files[-1], dpi=160, transparent=True)
+                pyplot.close(figure)
     return files
 
 
@@ -61,7 +58,7 @@ def _trainer(ax: Any, data: dict[str, Any], scheme: str) -> None:
     for method, arm in ((arm["method"], arm) for arm in row["arms"] if arm["method"] in LABELS):
         _point(ax, method, arm, scheme)
     ax.set_title(
-        f"Trainer, Llama of {data['settings']['layers']} layers, {row['tokens']} tokens × {data['settings']['batch']}",
+        f"Trainer, {row['tokens']} tokens × {data['settings']['batch']}",
         fontsize=10,
         loc="left",
     )
