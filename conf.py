@@ -116,6 +116,10 @@ html_domain_indices = False  # the pages of the API list the modules
 ogp_enable_meta_description = True
 ogp_social_cards = {"enable": False}
 ogp_site_name = "actoffload"
+notfound_context = {
+    "title": "Page not found",
+    "body": "<h1>Page not found</h1><p>There is no page at this address. The search and the bar above lead on.</p>",
+}
 html_static_path = ["docs/_static"]
 templates_path = ["docs/_templates"]
 html_css_files = ["custom.css"]
