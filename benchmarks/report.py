@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import argparse
 import sys
+import textwrap
 from collections.abc import Iterable
 from pathlib import Path
 
 from page import PAGE, Data, origin, table, target, text
-from results_file import RESULTS, digest, read
+from results_file import RESULTS, ROOT, digest, read
 
 WRITTEN = "<!-- Written by benchmarks/report.py from the results beside it; do not edit. -->"
+README = ROOT / "README.md"
 NOTHING, OURS, CHECKPOINT = "no offload", "actoffload", "checkpoint"
 TITLES, LENGTHS, TARGETS = PAGE["names"]["layers"], PAGE["names"]["lengths"], PAGE["targets"]
 
@@ -330,6 +332,14 @@ def headline(folder: Path = RESULTS) -> str:
     return " ".join(filter(None, found)) or "No GPU results are recorded yet."
 
 
+def readme(text: str, sentences: str) -> str:
+    """Return the text of README.md with the sentences of the landing page between its two marks."""
+    before, mark, rest = text.partition("<!-- headline: written by benchmarks/report.py -->\n")
+    _, end, after = rest.partition("<!-- headline ends -->")
+    wrapped = textwrap.fill(sentences, 120, break_long_words=False, break_on_hyphens=False)
+    return f"{before}{mark}{wrapped}\n{end}{after}"
+
+
 def _trainer_headline(folder: Path) -> str:
     data = read(folder, "trainer")
     if data is None or data["device"]["reference"]:
@@ -363,7 +373,7 @@ def load(folder: Path) -> dict[str, Data]:
     """Read all results of a folder."""
     found = {
         name: read(folder, name)
-        for name in ("frontier", "peers", "trainer", "predict", "gpt", "linear", "llama", "overhead")
+        for name in ("frontier", "peers", "trainer", "memory", "predict", "gpt", "linear", "llama", "overhead")
     }
     return {name: data for name, data in found.items() if data is not None}
 
@@ -375,19 +385,23 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--check", action="store_true", help="compare the pages instead of writing them")
     options = parser.parse_args(arguments)
     results = load(options.results)
-    pages = {"report.md": readers_page(results), "development.md": developers_page(results, options.results)}
+    folder = options.results
+    written = {folder / "report.md": readers_page(results), folder / "development.md": developers_page(results, folder)}
+    if options.results == RESULTS:
+        written[README] = readme(README.read_text(encoding="utf-8"), headline())
     if options.check:
-        paths = {name: options.results / name for name in pages}
-        old = [n for n, path in paths.items() if not path.is_file() or path.read_text(encoding="utf-8") != pages[n]]
-        for name in old:
+        wrong = [p.name for p, words in written.items() if not p.is_file() or p.read_text(encoding="utf-8") != words]
+        for name in wrong:
             print(f"{name} is not what the results give; run python benchmarks/report.py")
-        return int(bool(old))
-    for name, words in pages.items():
-        (options.results / name).write_text(words, encoding="utf-8")
+        return 1 if wrong else 0
+    for path, words in written.items():
+        path.write_text(words, encoding="utf-8")
     if results:
+        import hero
         from picture import draw
 
         draw(results, options.results)
+        hero.draw(results, options.results)
     print(headline(options.results))
     return 0
 

@@ -4,9 +4,9 @@
 
 `linear` and `gpt` compare offload with checkpointing and `save_on_cpu`; `llama` measures every number of layers at 8k
 and 32k tokens, and host time; `overhead` measures the host time of one saved tensor; `trainer` trains a Llama with the
-Trainer of Hugging Face; `predict` compares the predictions of plans with what they take; `frontier` compares ways to
-save memory, time against peak; `peers` compares with other tools; `overlap` records steps for figures.  ``--rehearse``
-takes small sizes, for machines without accelerator.
+Trainer of Hugging Face; `memory` records device memory over a step; `predict` compares the predictions of plans with
+what they take; `frontier` compares ways to save memory, time against peak; `peers` compares with other tools; `overlap`
+records steps for figures.  ``--rehearse`` takes small sizes, for machines without accelerator.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import frontier
 import overlap
 import peers
 import predict
+import step_memory
 import torch
 from harness import measure
 from host_time import measure_layers, measure_tensors
@@ -79,6 +80,8 @@ def run(options: argparse.Namespace, device: torch.device) -> None:
 
         settings = trainer.REHEARSAL if options.rehearse else trainer.FULL
         data = trainer.measure_trainer(settings, device, lambda data: write(options.out, name, data, command))
+    elif name == "memory":
+        data = step_memory.measure_part((frontier.SMALL_PARTS if options.rehearse else frontier.PARTS)["8k"], device)
     else:
         data = measure((REHEARSAL if options.rehearse else FULL)[name], device)
     print(f"wrote {write(options.out, name, data, command).name}")
@@ -87,7 +90,8 @@ def run(options: argparse.Namespace, device: torch.device) -> None:
 def main(arguments: list[str] | None = None) -> None:
     """Run what the command line names."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("benchmark", choices=("linear", "gpt", "overhead", "overlap", "peers", "trainer", *PARTS))
+    names = ("linear", "gpt", "overhead", "overlap", "peers", "trainer", "memory", *PARTS)
+    parser.add_argument("benchmark", choices=names)
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the result")
     parser.add_argument(
         "--only", metavar="PARTS", help="parts of llama, predict or frontier; others of the same sources stay"

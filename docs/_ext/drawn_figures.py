@@ -1,7 +1,7 @@
 """Sphinx extension: directives such as ``{schedule-figure} NAME`` draw a figure of docs/figures during the build.
 
-The figures are computed by the library, so they always agree with it. Each is two SVG files with a transparent
-background, for light and dark pages. The page gives the caption; the alt text is computed with the figure.
+Each figure is computed by the library, so that it agrees with it, and is two SVG files, for light and dark pages. The
+page gives the caption; the alt text is computed with the figure.
 """
 
 from __future__ import annotations
@@ -57,11 +57,7 @@ def write(title: str, folder: Path, plot: Callable[[], Figure]) -> dict[str, Pat
 
 
 class DrawnFigure(SphinxDirective):
-    """``{KIND-figure} NAME`` with the caption as its content.
-
-    A subclass says which figures there are, writes the files of one into a folder, and lists the files of the library
-    that they depend on.
-    """
+    """``{KIND-figure} NAME`` with the caption as its content; a subclass has the figures and their sources."""
 
     required_arguments = 1
     has_content = True

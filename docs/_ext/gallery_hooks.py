@@ -69,10 +69,7 @@ class DeviceMemory:
 
 @contextmanager
 def _watch_peak() -> Iterator[Callable[[], int]]:
-    """Measure the peak of the allocator, including the peaks before the resets of the code that runs.
-
-    Examples reset the peak between their own measurements; the column shows the peak of the whole page.
-    """
+    """Measure the peak of the allocator, including the peaks before those resets that an example makes itself."""
     import torch
 
     seen = [0]
@@ -85,8 +82,6 @@ def _watch_peak() -> Iterator[Callable[[], int]]:
     with ExitStack() as stack:
         for module in {torch.accelerator, torch.get_device_module()}:
             reset = module.reset_peak_memory_stats
-            noting = mock.patch.object(
-                module, "reset_peak_memory_stats", lambda *a, do=reset, **k: (look(), do(*a, **k))
-            )
-            stack.enter_context(noting)
+            noting = {"reset_peak_memory_stats": lambda *a, do=reset, **k: (look(), do(*a, **k))}
+            stack.enter_context(mock.patch.multiple(module, **noting))
         yield look

@@ -36,11 +36,7 @@ def settings(urls: dict[str, str]) -> dict[str, Any]:
         return source_page(repository, info["module"], info["fullname"]) if domain == "py" else None
 
     icon = {"name": "Source repository", "url": repository, "icon": "fa-brands fa-github"}
-    return {
-        "html_baseurl": base,
-        "ogp_site_url": base,
-        "notfound_urls_prefix": urlsplit(base).path or "/",
-        "linkcode_resolve": linkcode_resolve,
-        "link_extension": "sphinx.ext.linkcode" if repository else "sphinx.ext.viewcode",
-        "icon_links": [icon] if repository else [],
-    }
+    addresses = {"html_baseurl": base, "ogp_site_url": base, "notfound_urls_prefix": urlsplit(base).path or "/"}
+    kind = "linkcode" if repository else "viewcode"
+    links = {"link_extension": f"sphinx.ext.{kind}", "icon_links": [icon] if repository else []}
+    return {**addresses, **links, "linkcode_resolve": linkcode_resolve}

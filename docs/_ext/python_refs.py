@@ -1,8 +1,7 @@
 """Sphinx extension: resolve references to names of Python, PyTorch and matplotlib.
 
-The build is nitpicky and must pass offline, so intersphinx, which downloads inventories, is not used. Names of Python
-are imported, so that a misspelt one stays a warning. Names of PyTorch are listed, since its pages follow no single
-rule. A field of a documented dataclass links to its class, which describes the fields.
+The build must pass offline, so intersphinx, which downloads inventories, is not used. Names of Python are imported,
+those of PyTorch listed, so that a misspelt one stays a warning. A field of a dataclass links to its class.
 """
 
 from __future__ import annotations
@@ -63,11 +62,11 @@ def python_page(name: str) -> str | None:
     if name in CONSTANTS:
         return f"{PYTHON}constants.html#{name}"
     found = getattr(builtins, name, None)
+    if isinstance(found, type) and issubclass(found, BaseException):
+        return f"{PYTHON}exceptions.html#{name}"
     if found is not None:
-        if isinstance(found, type) and issubclass(found, BaseException):
-            return f"{PYTHON}exceptions.html#{name}"
-        in_functions = not isinstance(found, type) or name in FUNCTION_PAGE
-        return f"{PYTHON}{'functions' if in_functions else 'stdtypes'}.html#{name}"
+        types = isinstance(found, type) and name not in FUNCTION_PAGE
+        return f"{PYTHON}{'stdtypes' if types else 'functions'}.html#{name}"
     standard = name.split(".")[0] in sys.stdlib_module_names and _find(name) is not None
     return f"{PYTHON}{name.rpartition('.')[0]}.html#{name}" if standard else None
 
@@ -88,10 +87,7 @@ def names_a_variable(node: pending_xref) -> bool:
 
 
 def public_name(name: str) -> str | None:
-    """Return the full name of a public object that is named without its package; for a dataclass field, of its class.
-
-    The modules of definitions, which signatures have, count as no package.
-    """
+    """Return the full name of a public object that is named otherwise; for a dataclass field, that of the class."""
     path, _, attribute = name.rpartition(".")
     for package in PUBLIC:
         # Imported here, since autodoc imports nothing in a build that reads no page.
@@ -130,7 +126,7 @@ def resolve(app: Sphinx, env: BuildEnvironment, node: pending_xref, content: nod
 
 
 def plain_signature(app: Sphinx, what: str, name: str, obj: Any, options: Any, arguments: str, result: str) -> Any:
-    """Handle ``autodoc-process-signature``: replace ``<factory>`` of a dataclass, which Sphinx cannot parse."""
+    """Replace ``<factory>`` in the signature of a dataclass, which Sphinx cannot parse."""
     return (arguments.replace("<factory>", "..."), result) if arguments and "<factory>" in arguments else None
 
 

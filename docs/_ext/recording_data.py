@@ -26,8 +26,7 @@ class Provenance:
     """Origin of the figures of a gallery page.
 
     The example is a path relative to the examples folder. A run without an accelerator has ``reference`` set and no
-    driver; its figures are no GPU figures. The link is in bytes per second, with the keys ``d2h`` and ``h2d``. The
-    files are sha256 digests by path, relative to the folder of the recording.
+    driver. The link is in bytes per second, with the keys ``d2h`` and ``h2d``. The files are sha256 digests by path.
     """
 
     example: str
@@ -66,16 +65,14 @@ class Provenance:
         )
 
 
-def _digest(paths: list[Path], base: Path, start: bytes = b"") -> str:
-    digest = hashlib.sha256(start)
-    for path in paths:
-        digest.update(path.relative_to(base).as_posix().encode() + b"\0" + _text(path) + b"\0")
-    return digest.hexdigest()
-
-
 def _text(path: Path) -> bytes:
     # Universal newlines, as in the hashes of sphinx-gallery: a checkout with CRLF has the same digest.
     return path.read_text(encoding="utf-8", errors="surrogateescape").encode("utf-8", "surrogateescape")
+
+
+def _digest(paths: list[Path], base: Path, start: bytes = b"") -> str:
+    parts = (path.relative_to(base).as_posix().encode() + b"\0" + _text(path) + b"\0" for path in paths)
+    return hashlib.sha256(start + b"".join(parts)).hexdigest()
 
 
 def source_digest(package: Path) -> str:
@@ -98,11 +95,6 @@ def find_recordings(recordings: Path) -> dict[str, Path]:
     """Return the folders with a recording, by the path of the example that the folder name gives."""
     folders = sorted(p.parent for p in recordings.rglob(RECORDING_FILE))
     return {folder.relative_to(recordings).as_posix() + ".py": folder for folder in folders}
-
-
-def recording_dir(recordings: Path, example: str) -> Path:
-    """Return the folder of the recording of ``example`` (``basic.py`` gives ``<recordings>/basic``)."""
-    return recordings / Path(example).with_suffix("")
 
 
 def generated_files(gallery_dir: Path, example: Path) -> list[Path]:

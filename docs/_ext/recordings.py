@@ -4,15 +4,15 @@ sphinx-gallery executes an example only if its text differs from the ``.md5`` of
 folder. Before that, this extension copies the files of the recorded run into the folder (:mod:`recording_data`). An
 example without a recording of its current text is executed. Every page says where its figures come from.
 
-Configuration values: ``recordings_dir`` and ``recordings_package`` are the paths of the recordings and of the library,
-relative to the folder of ``conf.py``. ``recordings_mode`` is ``"auto"``, which executes everything where torch sees an
-accelerator and restores recordings elsewhere; ``"live"``, which executes everything; or ``"recorded"``, which restores
-whatever can be restored.
+``recordings_dir`` and ``recordings_package`` are the paths of the recordings and of the library, from the folder of
+``conf.py``. ``recordings_mode`` is ``"auto"``, which executes everything where torch sees an accelerator and restores
+recordings elsewhere; ``"live"``, which executes everything; or ``"recorded"``, which restores what can be restored.
 """
 
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from filecmp import cmp
@@ -39,10 +39,7 @@ NOT_MEASURED = "not measured (reference device)"
 
 @dataclass(frozen=True)
 class Page:
-    """One gallery page: the digest of the present library, the run that the page shows, and whether that was restored.
-
-    The reason is why the example is executed in this build.
-    """
+    """One gallery page: digest of the library, why the example is executed, the run shown, whether it was restored."""
 
     source_digest: str
     reason: str = ""
@@ -75,13 +72,11 @@ class Page:
         if run is None:
             title, lines = "Not executed", [f"This page shows the example's text only. {self.reason}"]
         elif run.reference:
-            title = "Ran on the reference device"
             text = "Without a GPU, this example ran on the CPU: bytes and times on this page are no GPU figures."
-            lines = [f"{text} {self.reason}", _facts(run)]
+            title, lines = "Ran on the reference device", [f"{text} {self.reason}", _facts(run)]
         else:
-            kind = "restored" if self.restored else "executed"
-            title = f"{'Recorded' if self.restored else 'Executed in this build'} on {run.device}"
-            lines = [_facts(run)]
+            kind, how = ("restored", "Recorded") if self.restored else ("executed", "Executed in this build")
+            title, lines = f"{how} on {run.device}", [_facts(run)]
         if self.stale:
             text = f"Recorded from other library sources than the present ones (``{self.source_digest[:DIGITS]}``):"
             lines.append(f"{text} output and figures may differ from what this version gives.")
@@ -90,7 +85,6 @@ class Page:
 
 
 def _facts(run: data.Provenance) -> str:
-    """Return a line that identifies a run."""
     facts = [f"driver {run.driver}"] if run.driver else []
     facts += [f"torch {run.torch}", f"Python {run.python}"]
     if run.link:
@@ -114,7 +108,7 @@ class GalleryRecordings:
         self.here = _run_here(data.source_digest(Path(app.confdir) / app.config.recordings_package))
         live = mode == "live" or (mode == "auto" and not self.here.reference)
         for docname, (name, example) in self.examples.items():
-            note, folder = executed_file(app, docname), data.recording_dir(recordings, name)
+            note, folder = Path(app.srcdir) / f"{docname}.executed.json", recordings / name.removesuffix(".py")
             page = Page(self.here.source_digest, "Every example is executed in this build.")
             digest = data.example_digest(example)
             if not live:
@@ -146,21 +140,20 @@ class GalleryRecordings:
 
     def _executed_here(self, note: Path, digest: str) -> bool:
         """Return whether the gallery folder already has a run of this text, library and device."""
-        try:
-            run = data.Provenance.read(note)
-        except data.RecordingError:
-            return False
-        same = run.source_digest == self.here.source_digest and run.device == self.here.device
-        return same and run.example_digest == digest
+        with suppress(data.RecordingError):
+            run, here = data.Provenance.read(note), self.here
+            found = (run.example_digest, run.source_digest, run.device)
+            return found == (digest, here.source_digest, here.device)
+        return False
 
     def finish(self, app: Sphinx) -> None:
         """Record which examples were executed, and log the state of every page; runs after sphinx-gallery."""
         executed = {Path(p).resolve() for p in app.config.sphinx_gallery_conf["passing_examples"]}
         for docname, (name, example) in self.examples.items():
-            page, note, digest = self.pages[docname], executed_file(app, docname), data.example_digest(example)
+            page, note = self.pages[docname], Path(app.srcdir) / f"{docname}.executed.json"
             if example in executed:
                 date = datetime.now(UTC).isoformat(timespec="seconds")
-                replace(self.here, example=name, example_digest=digest, date=date).write(note)
+                replace(self.here, example=name, example_digest=data.example_digest(example), date=date).write(note)
             if page.run is None and note.is_file():
                 self.pages[docname] = page = replace(page, run=data.Provenance.read(note))
             logger.info("gallery: %s: %s", name, page.summary())
@@ -198,11 +191,6 @@ class GalleryRecordings:
         content[0] = text
 
 
-def executed_file(app: Sphinx, docname: str) -> Path:
-    """Return the file that records that a page was executed on this machine."""
-    return Path(app.srcdir) / f"{docname}.executed.json"
-
-
 def _alternatives(text: str, stem: str) -> str:
     """Return the text of a page, with the heading above instead of the file's name as an image's alternative."""
     heading, lines = "", text.split("\n")
@@ -217,9 +205,8 @@ def _alternatives(text: str, stem: str) -> str:
 def _run_here(source_digest: str) -> data.Provenance:
     """Return the provenance of runs in this process, but for the example, its digest, the link and the time."""
     device, versions = describe_device(), {package: metadata.version(package) for package in TOOLCHAIN}
-    facts = {"reference": device.reference, "driver": device.driver, "torch": device.torch, "python": device.python}
-    run: dict[str, Any] = {"source_digest": source_digest, "device": device.name, "toolchain": versions, **facts}
-    return data.Provenance(example="", example_digest="", command="sphinx-build", **run)
+    facts = (device.name, device.reference, device.driver, device.torch, device.python)
+    return data.Provenance("", "", source_digest, *facts, toolchain=versions, command="sphinx-build")
 
 
 def restore(folder: Path, recorded: data.Provenance, example: Path, target: Path) -> None:
@@ -243,9 +230,8 @@ def setup(app: Sphinx) -> dict[str, Any]:
     for name, default in (("dir", "docs/recordings"), ("package", "src/actoffload"), ("mode", "auto")):
         app.add_config_value(f"recordings_{name}", default, "")
     gallery = GalleryRecordings()
-    # sphinx-gallery completes its configuration at priority 10 and executes at the default, 500.
-    app.connect("builder-inited", gallery.prepare, priority=100)
-    app.connect("builder-inited", gallery.finish, priority=900)
+    app.connect("builder-inited", gallery.prepare, priority=100)  # after sphinx-gallery has completed its configuration
+    app.connect("builder-inited", gallery.finish, priority=900)  # after it has executed the examples, at 500
     app.connect("env-get-outdated", gallery.outdated)
     app.connect("source-read", gallery.edit)
     return {"version": "2", "parallel_read_safe": True, "parallel_write_safe": True}

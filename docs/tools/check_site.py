@@ -4,8 +4,7 @@ Usage: python docs/tools/check_site.py build/docs/html [--external FILE]
 
 Links inside the site (``href``, ``src``, ``srcset``, ``poster``, their anchors, ``url()`` in our style sheets) lead to
 something. Each page has a title and a description of its own, each image an alternative in words. Links to other hosts
-are not followed; ``--external`` lists them, each with the pages that have it. All links to the project's own addresses,
-those of ``[project.urls]`` in pyproject.toml, are in that list too.
+are not followed; ``--external`` lists them, each with the pages that have it.
 """
 
 from __future__ import annotations
@@ -20,10 +19,8 @@ from urllib.parse import unquote, urlsplit
 
 from bs4 import BeautifulSoup, Tag
 
-# Created by the search and navigation scripts of the theme.
-IGNORED_ANCHORS = {"", "top"}
-# Written by Sphinx without a description.
-GENERATED = {"genindex.html", "search.html", "404.html"}
+IGNORED_ANCHORS = {"", "top"}  # created by the search and navigation scripts of the theme
+GENERATED = {"genindex.html", "search.html", "404.html"}  # written by Sphinx without a description
 FILE_NAME = re.compile(r"\w+([_.-]\w+)*\.\w{2,4}|\w*[_-]\w*|\w+")  # also a single word, which describes no picture
 
 
@@ -104,11 +101,9 @@ def check_words(site: Path, pages: dict[Path, Page]) -> list[str]:
         if path.suffix != ".html":
             continue
         for kind, text in (("title", page.title), ("description", page.description)):
-            if name in GENERATED and kind == "description":
-                continue
-            if not text:
+            if not text and not (name in GENERATED and kind == "description"):
                 problems.append(f"{name}: the page has no {kind}.")
-            elif text in seen:
+            elif text and text in seen:
                 problems.append(f"{name}: the page has the {kind} of {seen[text]}: {text!r}.")
             seen.setdefault(text, name)
     return problems
@@ -123,12 +118,6 @@ def external_links(site: Path, pages: dict[Path, Page]) -> dict[str, list[str]]:
     return {link: sorted(names) for link, names in sorted(found.items())}
 
 
-def check_site(site: Path) -> list[str]:
-    """Return one sentence for each problem of the site in a folder with ``index.html``."""
-    pages = read_site(site.resolve())
-    return check_links(site.resolve(), pages) + check_words(site.resolve(), pages)
-
-
 def main(arguments: list[str]) -> int:
     """Check the site named on the command line; return 1 if it has a problem."""
     parser = argparse.ArgumentParser(description="Check the pages of a built site.")
@@ -137,8 +126,7 @@ def main(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     site = options.site.resolve()
     if not (site / "index.html").is_file():
-        print("Expected the folder of a built site (with index.html); run `nox -s docs` to build it.")
-        return 2
+        parser.error("expected the folder of a built site (with index.html); run `nox -s docs` to build it.")
     pages = read_site(site)
     problems, found = check_links(site, pages) + check_words(site, pages), external_links(site, pages)
     if options.external:

@@ -1,14 +1,10 @@
 """Record the gallery on a machine with an accelerator, and put recordings into the repository.
 
-On the machine with the accelerator (needs torch, matplotlib, sphinx-gallery and myst-parser)::
-
-    PYTHONPATH=src python docs/tools/record_gallery.py record --out DIR
-
-executes every example and packs those that completed into DIR/gallery-recording.tar.gz. Then, in the repository,
-``record_gallery.py unpack ARCHIVE`` replaces the recordings in docs/recordings by those in the archive. ``record
---rehearse`` does the same without an accelerator; ``unpack`` rejects its archive. ``check`` prints whether each
-recording is current: a damaged recording and one of a removed example are errors, an outdated or missing one only with
-``--strict``, since it needs a GPU.
+``PYTHONPATH=src python docs/tools/record_gallery.py record --out DIR`` executes every example on the machine with the
+accelerator (needs torch, matplotlib, sphinx-gallery and myst-parser) and packs them into DIR/gallery-recording.tar.gz.
+In the repository, ``unpack ARCHIVE`` replaces the recordings by those in the archive; it rejects that of ``record
+--rehearse``, which needs no accelerator. ``check`` prints whether each recording is current: a damaged one and one of a
+removed example are errors, an outdated or missing one only with ``--strict``, since it needs a GPU.
 """
 
 from __future__ import annotations
@@ -28,21 +24,18 @@ sys.path.insert(0, str(ROOT / "docs" / "_ext"))
 import recording_data as data  # noqa: E402 - lies in docs/_ext
 
 ARCHIVE = "gallery-recording.tar.gz"
-# Of the extensions of the site, those that execute examples: a GPU machine needs no others.
-EXTENSIONS = "myst_parser,sphinx_gallery.gen_gallery,recordings"
+EXTENSIONS = "myst_parser,sphinx_gallery.gen_gallery,recordings"  # a GPU machine needs no others of the site
 
 
 def execute_gallery(root: Path) -> int:
-    """Execute all examples with Sphinx; return its exit status.
-
-    The dummy builder writes no pages, so that an error in another page does not prevent a recording.
-    """
+    """Execute all examples with Sphinx, whose dummy builder writes no pages; return its exit status."""
     shutil.rmtree(root / "docs" / "gallery", ignore_errors=True)
     with tempfile.TemporaryDirectory() as out:
         options = ["-q", "-b", "dummy", "-c", str(root), "-d", f"{out}/doctrees", "-D", f"extensions={EXTENSIONS}"]
         command = [sys.executable, "-m", "sphinx", *options, str(root / "docs"), f"{out}/dummy"]
-        environment = {**os.environ, "ACTOFFLOAD_GALLERY": "live"}
-        return subprocess.run(command, cwd=root, env=environment, check=False).returncode
+        return subprocess.run(
+            command, cwd=root, env={**os.environ, "ACTOFFLOAD_GALLERY": "live"}, check=False
+        ).returncode
 
 
 def machine_paths(folder: Path, root: Path) -> list[str]:
@@ -60,7 +53,7 @@ def pack(root: Path, archive: Path, *, rehearse: bool = False) -> tuple[list[str
     packed, problems = [], []
     with tempfile.TemporaryDirectory() as temporary:
         for name, example in data.find_examples(root / "examples").items():
-            folder, target = (root / "docs" / "gallery" / name).parent, data.recording_dir(Path(temporary), name)
+            folder, target = (root / "docs" / "gallery" / name).parent, Path(temporary) / name.removesuffix(".py")
             try:
                 run = data.Provenance.read(folder / f"{example.stem}.executed.json")
                 if run.reference and not rehearse:
@@ -88,9 +81,8 @@ def unpack(archive: Path, recordings: Path) -> list[str]:
             if data.load_recording(folder).reference:
                 raise data.RecordingError(f"{name} was run on the reference device; nothing was unpacked.")
         for name, folder in found.items():
-            target = data.recording_dir(recordings, name)
-            shutil.rmtree(target, ignore_errors=True)
-            shutil.copytree(folder, target)
+            shutil.rmtree(recordings / name.removesuffix(".py"), ignore_errors=True)
+            shutil.copytree(folder, recordings / name.removesuffix(".py"))
     return list(found)
 
 
@@ -102,15 +94,14 @@ def check(root: Path) -> tuple[list[str], list[str]]:
     errors = [f"{name}: has a recording but no example; remove {folder}." for name, folder in gone.items()]
     reports = []
     for name, example in examples.items():
-        if name not in found:
-            reports.append(f"{name}: has no recording; its page is built on the reference device.")
-            continue
         try:
-            run = data.load_recording(found[name])
+            run = data.load_recording(found[name]) if name in found else None
         except data.RecordingError as error:
             errors.append(f"{name}: {error}")
             continue
-        if run.example_digest != data.example_digest(example):
+        if run is None:
+            reports.append(f"{name}: has no recording; its page is built on the reference device.")
+        elif run.example_digest != data.example_digest(example):
             reports.append(f"{name}: its text changed since its recording of {run.date[:10]}.")
         elif run.reference:
             errors.append(f"{name}: its recording was made on the reference device, not on an accelerator.")
@@ -141,8 +132,7 @@ def main(arguments: list[str]) -> int:
         try:
             print("\n".join(f"unpacked {name}" for name in unpack(options.archive, ROOT / "docs" / "recordings")))
         except data.RecordingError as error:
-            print(error)
-            return 1
+            sys.exit(str(error))
         return 0
     status = 0 if options.keep else execute_gallery(ROOT)
     archive = options.out / ARCHIVE
