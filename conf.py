@@ -9,10 +9,11 @@ import warnings
 from pathlib import Path
 
 ROOT = Path(__file__).parent
-sys.path[:0] = [str(ROOT / "docs" / "_ext"), str(ROOT / "src"), str(ROOT / "benchmarks")]
+sys.path[:0] = [str(ROOT / folder) for folder in ("docs/_ext", "docs/figures", "src", "benchmarks")]
 
 import report  # noqa: E402 - lies in benchmarks
 from gallery_hooks import DeviceMemory  # noqa: E402 - lies in docs/_ext
+from project_links import settings  # noqa: E402 - lies in docs/_ext
 
 with (ROOT / "pyproject.toml").open("rb") as file:
     _project = tomllib.load(file)["project"]
@@ -22,22 +23,32 @@ version = release = _project["version"]
 author = "The actoffload authors"
 project_copyright = f"2026, {author}"
 
+# Canonical and source links, where [project.urls] says the addresses.
+_links = settings(_project.get("urls", {}))
+globals().update(_links)
+
 extensions = [
+    _links["link_extension"],
     "myst_parser",
     "sphinx.ext.autodoc",
+    "sphinx.ext.autosummary",
     "sphinx.ext.doctest",
     "numpydoc",
     "sphinx_design",
     "sphinx_copybutton",
     "sphinx_gallery.gen_gallery",
+    "sphinxext.opengraph",
+    "notfound.extension",
     "recordings",
     "python_refs",
     "schedule_figures",
     "budget_figures",
 ]
 exclude_patterns = [
+    "sg_execution_times.rst",  # one gallery: its own page of computation times has the same
     "_*",
     "tools",
+    "figures",
     "recordings",
     "gallery/backreferences",
     "gallery/**/*.ipynb",
@@ -57,6 +68,8 @@ myst_substitutions = {"headline": report.headline(), "benchmark_notes": report.n
 default_role = "py:obj"
 
 # -- API reference --------------------------------------------------------------------------------------
+python_maximum_signature_line_length = 80  # longer ones have one argument a line
+autosummary_generate = False  # tables on pages that have the objects themselves
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_typehints_format = "short"
@@ -98,6 +111,15 @@ recordings_package = "src/actoffload"
 # -- HTML -----------------------------------------------------------------------------------------------
 html_theme = "pydata_sphinx_theme"
 html_title = "actoffload"
+html_domain_indices = False  # the pages of the API list the modules
+# Descriptions of pages are their first sentences; the pictures of cards are drawn with fonts from other hosts.
+ogp_enable_meta_description = True
+ogp_social_cards = {"enable": False}
+ogp_site_name = "actoffload"
+notfound_context = {
+    "title": "Page not found",
+    "body": "<h1>Page not found</h1><p>There is no page at this address. The search and the bar above lead on.</p>",
+}
 html_static_path = ["docs/_static"]
 templates_path = ["docs/_templates"]
 html_css_files = ["custom.css"]
@@ -106,15 +128,25 @@ html_favicon = "docs/_static/logo.svg"
 html_show_sourcelink = False
 html_copy_source = False
 html_context = {"default_mode": "auto"}  # light or dark by the system of the reader
-html_sidebars = {page: [] for page in ("*", "guide/*", "development/*")}  # these pages have no section to navigate
+# Pages at the top have no section to navigate.
+html_sidebars = {page: [] for page in ("index", "get_started", "benchmarks", "changelog", "explorer", "404")}
 html_theme_options = {
-    "logo": {"image_light": "_static/logo.svg", "image_dark": "_static/logo-dark.svg", "text": "actoffload"},
+    "logo": {
+        "image_light": "_static/logo.svg",
+        "image_dark": "_static/logo-dark.svg",
+        "text": "actoffload",
+        "alt_text": "Home page of",
+    },
+    "icon_links": _links["icon_links"],
     "show_prev_next": True,
     "navbar_align": "left",
-    "header_links_before_dropdown": 4,  # fits into one row with search and theme switch at 1200 pixels
+    "header_links_before_dropdown": 5,  # Get started, Guides, Examples, Benchmarks, API; the rest below "More"
     # Gallery pages have the section list on the left; their code and tables need the space on the right.
     "secondary_sidebar_items": {
-        **{page: ["page-toc"] for page in ("*", "guide/*", "development/*")},
+        **{
+            f"{folder}*": ["page-toc"]
+            for folder in ("", "api/", "guide/", "integrations/", "migration/", "development/")
+        },
         "gallery/*": [],
     },
     "navigation_with_keys": False,

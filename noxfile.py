@@ -97,9 +97,11 @@ def docs(session: nox.Session) -> None:
     sphinx = ["-m", "sphinx", "-W", "-n", "--keep-going", "-c", ".", "-d", str(BUILD / "doctrees")]
     _run(session, *sphinx, "-b", "html", "docs", str(HTML), env=env)
     _run(session, *sphinx, "-b", "doctest", "docs", str(BUILD / "doctest"), env=env)
-    _run(session, "docs/tools/check_links.py", str(HTML))
-    _run(session, "docs/tools/check_gallery.py")
+    _run(session, "-m", "codespell_lib")  # its configuration is in pyproject.toml
+    _run(session, "docs/tools/check_site.py", str(HTML), "--external", str(BUILD / "external-links.txt"))
+    _run(session, "docs/tools/record_gallery.py", "check")
     _run(session, "benchmarks/report.py", "--check")
-    _run(session, "docs/tools/check_browser.py", str(HTML))
+    _run(session, "-m", "pytest", "-q", "tests/site/test_built_site.py", env={"ACTOFFLOAD_SITE": str(HTML)})
     if serve:
-        _run(session, "docs/tools/serve.py", str(HTML), port)
+        session.log(f"Serving http://127.0.0.1:{port}/ until Ctrl-C.")
+        _run(session, "-m", "http.server", port, "--bind", "127.0.0.1", "--directory", str(HTML))

@@ -50,6 +50,7 @@ class Arm:
 
     method: str
     step: Callable[[], object]
+    model: Any = None
     budget: int | None = None  # bytes
     num_layers: int | None = None
     handle: Any = None
@@ -83,7 +84,8 @@ class Arms:
             contexts = partial(create_selective_checkpoint_contexts, OPERATORS)
             ways[SELECTIVE] = partial(checkpoint, use_reentrant=False, context_fn=contexts)
             ways[SAVE] = partial(_saved_on_cpu, device.type != "cpu")
-        self.arms = [Arm(method, self._step(self._model(way))) for method, way in ways.items()]
+        models = {method: self._model(way) for method, way in ways.items()}
+        self.arms = [Arm(method, self._step(model), model) for method, model in models.items()]
         for arm in self.arms:
             arm.step()  # makes workspaces
 
@@ -111,7 +113,7 @@ class Arms:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", actoffload.ReferenceDeviceWarning)
             handle = actoffload.offload(model, min_bytes=self.part.settings.min_bytes, **how)
-        arm = Arm(method, self._step(model), handle=handle)
+        arm = Arm(method, self._step(model), model, handle=handle)
         arm.budget, arm.num_layers = how.get("memory_budget"), how.get("num_layers")
         arm.highest = max(measure_peak(arm.step, warmup=0) for _ in range(passes))
         self.arms.append(arm)

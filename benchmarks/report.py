@@ -1,7 +1,7 @@
 """Write the tables and pictures of the results; no figure of them is typed by hand.
 
-    python benchmarks/report.py            writes report.md and the pictures beside the results
-    python benchmarks/report.py --check    fails if report.md is not what the results give
+    python benchmarks/report.py            writes report.md, development.md and the pictures beside the results
+    python benchmarks/report.py --check    fails if they are not what the results give
 
 Text and columns are in ``page.toml``.
 """
@@ -10,14 +10,17 @@ from __future__ import annotations
 
 import argparse
 import sys
+import textwrap
 from collections.abc import Iterable
 from pathlib import Path
 
 import parallelism_page
 from page import PAGE, Data, origin, table, target, text
 from pipelines_page import pipelines_sections, pipelines_targets
-from results_file import RESULTS, digest, read
+from results_file import RESULTS, ROOT, digest, read
 
+WRITTEN = "<!-- Written by benchmarks/report.py from the results beside it; do not edit. -->"
+README = ROOT / "README.md"
 NOTHING, OURS, CHECKPOINT = "no offload", "actoffload", "checkpoint"
 TITLES, LENGTHS, TARGETS = PAGE["names"]["layers"], PAGE["names"]["lengths"], PAGE["targets"]
 
@@ -125,6 +128,25 @@ def frontier_sections(data: Data) -> list[str]:
         found += [text("frontier_noise", **part), f"```text\n{at_target['plan']}\n```"]
         found.append(text("frontier_profile", **part["profile"]))
     return [*found, origin(data)]
+
+
+def peers_sections(data: Data) -> list[str]:
+    """Return the section of other tools."""
+    names, rows = PAGE["names"]["peers"], []
+    for a in data["arms"]:
+        name = names.get(a["method"], a["method"])
+        name = names["budget"] if a["budget"] is not None else name
+        version = data["versions"].get(a["method"], "")
+        known = {key: value for key, value in a.items() if value is not None}
+        rows.append({**known, "name": f"{name} ({version})" if version else name})
+    missing = [text("left_out", tool=names.get(tool, tool), why=why) for tool, why in data["left_out"].items()]
+    return [
+        "## Other tools",
+        text("peers", **data["settings"], noise=data["noise"]),
+        table("peers", rows),
+        *missing,
+        origin(data),
+    ]
 
 
 def _predict_targets(data: Data) -> list[Data]:
@@ -282,15 +304,22 @@ def runs(folder: Path) -> str:
 
 
 def report(results: dict[str, Data], folder: Path = RESULTS) -> str:
-    """Return the page's tables as Markdown."""
-    parts = ["<!-- Written by benchmarks/report.py from the results beside it; do not edit. -->"]
-    if not results:
-        return parts[0] + "\n\nNo results are recorded yet.\n"
-    parts += ["## Targets", table("targets", targets(results))]
-    first = {"frontier": frontier_sections, "trainer": trainer_sections, "parallelism": parallelism_page.sections}
-    first |= {"pipelines": pipelines_sections, "predict": predict_sections}
-    for name, sections in first.items():
-        parts += sections(results[name]) if name in results else []
+    """Return the tables of both pages as Markdown."""
+    return readers_page(results) + developers_page(results, folder)
+
+
+def readers_page(results: dict[str, Data]) -> str:
+    """Return what a reader wants to compare: time against peak, other tools, the Trainer, several GPUs."""
+    sections = {"frontier": frontier_sections, "peers": peers_sections, "trainer": trainer_sections}
+    sections |= {"parallelism": parallelism_page.sections, "pipelines": pipelines_sections}
+    parts = [part for name, of in sections.items() if name in results for part in of(results[name])]
+    return "\n\n".join([WRITTEN, *(parts or ["No results are recorded yet."])]) + "\n"
+
+
+def developers_page(results: dict[str, Data], folder: Path = RESULTS) -> str:
+    """Return targets, predictions, and time by number of layers and of the host."""
+    parts = [WRITTEN, "## Targets", table("targets", targets(results))]
+    parts += predict_sections(results["predict"]) if "predict" in results else []
     for name in TITLES:
         parts += layers_sections(name, results[name]) if name in results else []
     parts += llama_sections(results["llama"]) if "llama" in results else []
@@ -306,6 +335,14 @@ def headline(folder: Path = RESULTS) -> str:
     """Return the sentences for the landing page: what `offload(model)` costs and saves, and what a budget does."""
     found = [sentence(folder) for sentence in (_trainer_headline, _frontier_headline)]
     return " ".join(filter(None, found)) or "No GPU results are recorded yet."
+
+
+def readme(text: str, sentences: str) -> str:
+    """Return the text of README.md with the sentences of the landing page between its two marks."""
+    before, mark, rest = text.partition("<!-- headline: written by benchmarks/report.py -->\n")
+    _, end, after = rest.partition("<!-- headline ends -->")
+    wrapped = textwrap.fill(sentences, 120, break_long_words=False, break_on_hyphens=False)
+    return f"{before}{mark}{wrapped}\n{end}{after}"
 
 
 def _trainer_headline(folder: Path) -> str:
@@ -339,7 +376,8 @@ def notes(folder: Path = RESULTS) -> str:
 
 def load(folder: Path) -> dict[str, Data]:
     """Read all results of a folder."""
-    names = ("frontier", "trainer", "parallelism", "pipelines", "predict", "gpt", "linear", "llama", "overhead")
+    first = ("frontier", "peers", "trainer", "parallelism", "pipelines", "memory")
+    names = (*first, "predict", "gpt", "linear", "llama", "overhead")
     found = {name: read(folder, name) for name in names}
     return {name: data for name, data in found.items() if data is not None}
 
@@ -348,20 +386,26 @@ def main(arguments: list[str]) -> int:
     """Write the report, or check it."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the results")
-    parser.add_argument("--check", action="store_true", help="compare report.md instead of writing it")
+    parser.add_argument("--check", action="store_true", help="compare the pages instead of writing them")
     options = parser.parse_args(arguments)
     results = load(options.results)
-    words, path = report(results, options.results), options.results / "report.md"
+    folder = options.results
+    written = {folder / "report.md": readers_page(results), folder / "development.md": developers_page(results, folder)}
+    if options.results == RESULTS:
+        written[README] = readme(README.read_text(encoding="utf-8"), headline())
     if options.check:
-        if path.is_file() and path.read_text(encoding="utf-8") == words:
-            return 0
-        print("report.md is not what the results give; run python benchmarks/report.py")
-        return 1
-    path.write_text(words, encoding="utf-8")
+        wrong = [p.name for p, words in written.items() if not p.is_file() or p.read_text(encoding="utf-8") != words]
+        for name in wrong:
+            print(f"{name} is not what the results give; run python benchmarks/report.py")
+        return 1 if wrong else 0
+    for path, words in written.items():
+        path.write_text(words, encoding="utf-8")
     if results:
+        import hero
         from picture import draw
 
         draw(results, options.results)
+        hero.draw(results, options.results)
     print(headline(options.results))
     return 0
 

@@ -4,10 +4,11 @@
 
 `linear` and `gpt` compare offload with checkpointing and `save_on_cpu`; `llama` measures every number of layers at 8k
 and 32k tokens, and host time; `overhead` measures the host time of one saved tensor; `trainer` trains a Llama with the
-Trainer of Hugging Face; `predict` compares the predictions of plans with what they take; `frontier` compares ways to
-save memory, time against peak; `parallelism` runs FSDP2, DDP, tensor and context parallel in a process for each GPU;
-`pipelines` measures pipelines of two ranks, and with four GPUs also of four.
-``--rehearse`` takes small sizes, for machines without accelerator.
+Trainer of Hugging Face; `memory` records device memory over a step; `predict` compares the predictions of plans with
+what they take; `frontier` compares ways to save memory, time against peak; `peers` compares with other tools; `overlap`
+records steps for figures; `parallelism` runs FSDP2, DDP, tensor and context parallel in a process for each GPU;
+`pipelines` measures pipelines of two ranks, and with four GPUs also of four.  ``--rehearse`` takes small sizes, for
+machines without accelerator.
 """
 
 from __future__ import annotations
@@ -16,13 +17,17 @@ import argparse
 import gc
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import frontier
+import overlap
 import parallelism
+import peers
 import pipelines
 import predict
+import step_memory
 import torch
 from harness import measure
 from host_time import measure_layers, measure_tensors
@@ -81,11 +86,19 @@ def run(options: argparse.Namespace, device: torch.device) -> None:
             gc.collect()
             if device.type != "cpu":
                 torch.accelerator.empty_cache()
+    elif name == "overlap":
+        settings = replace((REHEARSAL if options.rehearse else FULL)["gpt"], layers=overlap.LAYERS)
+        data = overlap.measure_overlap(settings, device, 1 if options.rehearse else overlap.RECORDINGS)
+    elif name == "peers":
+        parts = peers.SMALL_PARTS if options.rehearse else peers.PARTS
+        data = peers.measure_peers(parts, device, 1 if options.rehearse else peers.REPEATS)
     elif name == "trainer":
         import trainer
 
         settings = trainer.REHEARSAL if options.rehearse else trainer.FULL
         data = trainer.measure_trainer(settings, device, lambda data: write(options.out, name, data, command))
+    elif name == "memory":
+        data = step_memory.measure_part((frontier.SMALL_PARTS if options.rehearse else frontier.PARTS)["8k"], device)
     else:
         data = measure((REHEARSAL if options.rehearse else FULL)[name], device)
     print(f"wrote {write(options.out, name, data, command).name}")
@@ -106,7 +119,8 @@ def run_pipelines(
 def main(arguments: list[str] | None = None) -> None:
     """Run what the command line names."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("benchmark", choices=("linear", "gpt", "overhead", "trainer", *PARTS))
+    names = ("linear", "gpt", "overhead", "overlap", "peers", "trainer", "memory", *PARTS)
+    parser.add_argument("benchmark", choices=names)
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the result")
     parser.add_argument(
         "--only",

@@ -3,137 +3,125 @@ Capture the transfers in a CUDA graph
 =====================================
 
 A CUDA graph replays a whole step with one call. With offloading, the copies are captured together with the compute,
-and the memory pool of the graph is smaller by the offloaded bytes. This example captures a whole step, then the forward
-and backward of a module with ``torch.cuda.make_graphed_callables``, and compares replays with eager steps bit by bit.
+and the memory pool of the graph is smaller by the offloaded bytes. This example captures a training step, then the
+forward and backward of a module with ``torch.cuda.make_graphed_callables``, and compares both with eager steps.
 """
 
 # %%
 # Twelve layers, three of which are offloaded
 # -------------------------------------------
-# The other cells need CUDA: elsewhere they do nothing.
-from statistics import median
+# The graph reads its input from one fixed tensor. That tensor is never offloaded, so the step begins with a copy of it,
+# which can be.
+import copy
 
 import torch
-from matplotlib import pyplot
 
 import actoffload
-from actoffload.measure import Comparison, MemoryMeter, describe_device, measure_step_times
-from actoffload.report.plots import plot_memory, plot_timeline
+from actoffload.measure import compare_captures, compare_steps, describe_device, trace_memory
+from actoffload.report.plots import plot_timeline, plot_trace
 
-graphs = torch.cuda.is_available()
-print(f"Runs on {describe_device()}." if graphs else "CUDA graphs need CUDA: nothing is captured on this machine.")
-
-device = torch.device("cuda" if graphs else "cpu")
-shape = (16, 1024, 1024)
-# The gradients of the same weights are computed on two streams on purpose, in a capture and in eager steps.
-torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
+cuda = torch.cuda.is_available()
+device = torch.device("cuda" if cuda else "cpu")
+shape = (16, 1024, 1024) if cuda else (1, 256, 1024)
+print(f"Runs on {describe_device()}.")
 
 torch.manual_seed(0)
 layers = torch.nn.Sequential(*[torch.nn.Linear(1024, 1024) for _ in range(12)]).to(device)
+optimizer = torch.optim.SGD(layers.parameters(), lr=0.1)
+offloading = actoffload.get_cpu_offload_context(enabled=True, num_layers=3, model_layers=12)
+nothing = actoffload.get_cpu_offload_context(enabled=False)
+static_input = torch.randn(shape, device=device)
 
 
-def forward(x, pair, look=None):
-    """Run the layers in the context; `look` is called between them, in both directions."""
-    context, sync_function = pair
+def forward(x, context, sync_function):
+    """Run the layers in the context."""
     for layer in layers:
         with context:
             x = layer(x)
         x = sync_function(x)
-        if look is not None:
-            look()
-            x.register_hook(look)
     return x
 
 
+def train_step(pair):
+    """Run forward, backward and optimizer on the fixed input."""
+    optimizer.zero_grad(set_to_none=False)
+    forward(static_input.clone(), *pair).square().mean().backward()
+    optimizer.step()
+
+
 # %%
-# Capturing a whole step
-# ----------------------
-# The graph reads its input from one fixed tensor. That tensor is never offloaded, so the step begins with a copy of it,
-# which can be. A step before the capture warms the pool of pinned memory: none can be allocated during a capture, and a
-# tensor without host memory would stay on the device, with a warning.
+# Capturing a training step
+# -------------------------
+# Steps before the capture warm the pool of pinned memory: none can be allocated during a capture, and a tensor without
+# host memory would stay on the device, with a warning. They run on the stream of the capture, as PyTorch advises.
+# Without CUDA there are no graphs; the example then runs the same steps eagerly.
 
 
-def train_step(x, pair, look=None):
-    """Run a step that leaves its gradients in the same tensors every time."""
-    layers.zero_grad(set_to_none=False)
-    forward(x.clone(), pair, look).square().mean().backward()
-
-
-def gradients():
-    return [parameter.grad.clone() for parameter in layers.parameters()]
-
-
-def capture(static_input, pair):
-    """Return a graph of a step, and the memory in use during its capture."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
+def capture(pair):
+    """Return a function that replays a captured step."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
         for _ in range(2):
-            train_step(static_input, pair)
-    torch.cuda.current_stream().wait_stream(side)
-
+            train_step(pair)
+    torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with MemoryMeter() as meter, torch.cuda.graph(graph):
-        train_step(static_input, pair, meter.sample)
-    return graph, meter
+    with torch.cuda.graph(graph, stream=stream):
+        train_step(pair)
+    return graph.replay
 
 
-if graphs:
-    offloading = actoffload.get_cpu_offload_context(enabled=True, num_layers=3, model_layers=12)
-    nothing = actoffload.get_cpu_offload_context(enabled=False)
-    static_input = torch.randn(shape, device=device)
-    capture(static_input, nothing)  # the first capture allocates workspaces that the others share
-    plain_graph, plain_memory = capture(static_input, nothing)
-    graph, memory = capture(static_input, offloading)
+graphed = torch.cuda.make_graphed_callables
+if not cuda:
+    print("CUDA graphs need CUDA: nothing is captured on this machine.")
+    capture, graphed = lambda pair: lambda: train_step(pair), lambda module, sample: module
+    compare_captures = compare_steps
+
+# The gradients of the same weights are computed on two streams on purpose, in a capture and in eager steps.
+torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
+replay = capture(offloading)
 
 # %%
-# Replays are eager steps, bit for bit
-# ------------------------------------
-# Ten fresh inputs are copied into the fixed tensor; each replay is compared with an eager step without offloading.
-if graphs:
-    same = 0
+# A replay is an eager step, bit for bit
+# --------------------------------------
+# Ten replays with fresh inputs give the same weights as ten eager steps without offloading.
+start = copy.deepcopy(layers.state_dict())
+
+
+def weights_after_training(step):
+    """Return the weights after ten steps, from the same start and with the same inputs every time."""
+    layers.load_state_dict(start)
+    torch.manual_seed(1)
     for _ in range(10):
         static_input.copy_(torch.randn(shape, device=device))
-        graph.replay()
-        replayed = gradients()
-        train_step(static_input, nothing)
-        same += all(map(torch.equal, replayed, gradients()))
-    print(f"{same} of 10 replays give the gradients of the eager step, bit for bit.")
+        step()
+    return [weight.detach().clone() for weight in layers.parameters()]
+
+
+expected = weights_after_training(lambda: train_step(nothing))
+print("Weights are bit-identical:", all(map(torch.equal, expected, weights_after_training(replay))))
 
 # %%
 # Peak memory of a graph
 # ----------------------
-# The peaks are those of the two captures: a graph keeps its memory as long as it lives.
-if graphs:
-    times = measure_step_times({"without": plain_graph.replay, "with": graph.replay}, steps=5)
-    context = offloading[0]
-    context.reset_statistics()
-    train_step(static_input, offloading)
-    offloaded = context.statistics().bytes_offloaded
-    result = Comparison(
-        device=describe_device(),
-        peak_without=plain_memory.peak_bytes,
-        peak_with=memory.peak_bytes,
-        bytes_offloaded=offloaded,
-        seconds_without=median(times["without"]),
-        seconds_with=median(times["with"]),
-    )
-    print(result)
+# ``compare_captures`` captures the step without and with offloading. The peaks are those of the captures: a graph keeps
+# this memory as long as it lives. The times are those of replays.
+context = offloading[0]
+print(compare_captures(lambda: train_step(nothing), lambda: train_step(offloading), context))
 
 # %%
-# Memory over the step, sampled at the boundary of every layer during the capture; the time is that of the host.
-if graphs:
-    plot_memory({"without": plain_memory.samples, "with offload": memory.samples})
-    pyplot.show()
+# A graph has the memory and the copies of the eager step. These are the memory and the timeline of the eager step,
+# because times inside a graph cannot be read.
+traces = {
+    "no offload": trace_memory(lambda: train_step(nothing), layers),
+    "offload": trace_memory(lambda: train_step(offloading), layers),
+}
+plot_trace(traces).figure.savefig("cuda_graphs_memory.png", dpi=150)
 
 # %%
-# The graph contains the copies of the eager step. This is the timeline of the eager step: times inside a graph cannot
-# be read.
-if graphs:
-    with context.record_timeline() as recorder:
-        train_step(static_input, offloading)
-    plot_timeline(recorder.timeline())
-    pyplot.show()
+with context.record_timeline() as recorder:
+    train_step(offloading)
+plot_timeline(recorder.timeline()).figure.savefig("cuda_graphs_timeline.png", dpi=150)
 
 # %%
 # Graphed callables
@@ -151,23 +139,21 @@ class Model(torch.nn.Module):
 
     def forward(self, x):
         """Run the layers on a copy of the input, which can be offloaded."""
-        return forward(x.clone(), offloading)
+        return forward(x.clone(), *offloading)
 
 
-if graphs:
-    model = torch.cuda.make_graphed_callables(Model(), (torch.randn(shape, device=device),))
-    same = 0
-    for _ in range(10):
-        x = torch.randn(shape, device=device)
-        train_step(x, nothing)
-        expected = gradients()
-        layers.zero_grad(set_to_none=False)
-        model(x).square().mean().backward()
-        same += all(map(torch.equal, expected, gradients()))
-    print(f"{same} of 10 steps with graphed callables give the gradients of the eager step, bit for bit.")
+model = graphed(Model(), (torch.randn(shape, device=device),))
+
+
+def graphed_step():
+    """Run the graphed model, and an eager loss and optimizer."""
+    optimizer.zero_grad(set_to_none=False)
+    model(static_input).square().mean().backward()
+    optimizer.step()
+
+
+print("Weights are bit-identical:", all(map(torch.equal, expected, weights_after_training(graphed_step))))
 
 # %%
-# A graph keeps its host memory. ``close`` frees it when the graphs are no longer replayed.
-if graphs:
-    del graph, model
-    context.close()
+# A graph keeps its host memory. ``close`` frees it; the graphs must not be replayed afterwards.
+context.close()

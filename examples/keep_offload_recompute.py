@@ -11,24 +11,21 @@ chooses for each block. The result is compared with offloading alone and with ac
 # One model, four ways
 # --------------------
 # A few transformer blocks of PyTorch, which may be checkpointed. Without a GPU the example runs on the CPU, with a
-# smaller model. Nothing is measured there, so no budget can be met and no time is shown: ``recompute=True`` recomputes
-# all blocks instead.
+# smaller model. No costs are measured there, so no budget can be met: ``recompute=True`` recomputes all blocks instead.
+import copy
 import warnings
-from statistics import median
 
 import torch
-from matplotlib import pyplot
 from torch.utils.checkpoint import checkpoint
 
 import actoffload
-from actoffload.measure import describe_device, measure_peak, measure_step_times
+from actoffload.measure import describe_device, measure_steps
 
 device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 reference = device.type == "cpu"
 print(f"Runs on {describe_device()}.")
 width, shape, dtype = (128, (8, 256), torch.float32) if reference else (2048, (1, 8192), torch.bfloat16)
 layers = 8 if reference else 12
-unit, bytes_of_unit = ("MiB", 2**20) if reference else ("GiB", 2**30)
 
 
 class Model(torch.nn.Module):
@@ -51,59 +48,39 @@ class Model(torch.nn.Module):
 
 torch.manual_seed(0)
 model = Model()
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
 
 
-def step():
-    """Run a forward and a backward of the same input."""
-    torch.manual_seed(1)
+def train_step():
+    """Run forward, backward and optimizer; the gradients are freed after the step."""
     x = torch.randn(*shape, width, device=device, dtype=dtype)
-    model.zero_grad()
     model(x).float().square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
 
 
-def gradients():
-    """Return the gradients of a step, on the host so that they take no device memory."""
-    step()
-    return [weight.grad.cpu() for weight in model.parameters()]
-
-
-peaks, seconds = {}, {}
-
-
-def measure(name, warmup=2):
-    """Measure the peak of a step, and on a GPU its time."""
-    peaks[name] = measure_peak(step, warmup=warmup)
-    text = ""
-    if not reference:
-        seconds[name] = median(measure_step_times({name: step}, repeats=5, warmup=0)[name])
-        text = f", {1e3 * seconds[name]:.1f} ms, {seconds[name] / seconds['keep']:.3f} x"
-    print(f"{name}: peak {peaks[name] / bytes_of_unit:.2f} {unit}{text}")
-
-
-measure("keep")
-kept = gradients()
-repeatable = all(map(torch.equal, gradients(), kept))
-
+measured = measure_steps({"keep": train_step})
 model.checkpointing = True
-measure("checkpoint")
+measured |= measure_steps({"checkpoint": train_step})
 model.checkpointing = False
+print(measured)
 
 # %%
 # Offload alone
 # -------------
 # The budget is a quarter of the way from the peak with checkpointing to the peak without. ``recompute=False`` allows
-# keeping and offloading only. Where this budget is out of reach so, a warning says which peak is reached.
-budget = round(0.75 * peaks["checkpoint"] + 0.25 * peaks["keep"])
-print(f"budget: {budget / bytes_of_unit:.2f} {unit}")
-first_steps = 2 if reference else 14  # the first steps measure
-with warnings.catch_warnings(record=True) as caught:
-    warnings.simplefilter("always")
+# keeping and offloading only. If this budget is out of reach so, a warning says which peak is reached. The first steps
+# measure; then the plan is final.
+lowest, highest = measured["checkpoint"].peak_bytes, measured["keep"].peak_bytes
+budget = round(0.75 * lowest + 0.25 * highest)
+print(f"budget: {budget / 2**20:.1f} MiB")
+first_steps = 2 if reference else 14
+
+with warnings.catch_warnings():
+    warnings.showwarning = lambda message, *_, **__: print(message)  # without the line of the program
     handle = actoffload.offload(model, memory_budget=budget, recompute=False)
-    measure("offload", first_steps)
-for warning in caught:
-    if "memory_budget" in str(warning.message):
-        print(warning.message)
-saved_without = handle.plan.nbytes
+    measured |= measure_steps({"offload": train_step}, warmup=first_steps)
+saved_without = sum(handle.plan.nbytes)
 handle.remove()
 
 # %%
@@ -114,24 +91,20 @@ handle.remove()
 # compute. They are kept or offloaded like everything else. What is computed again is cheap: norms, activation functions
 # and sums.
 handle = actoffload.offload(model, memory_budget=budget, recompute=True if reference else "auto")
-measure("offload and recompute", first_steps)
+measured |= measure_steps({"offload and recompute": train_step}, warmup=first_steps)
 print(handle.plan)
+print(
+    f"The blocks save {sum(handle.plan.nbytes) / 2**20:.1f} MiB, and {saved_without / 2**20:.1f} without recomputation."
+)
 
 # %%
-# The bytes that the blocks save, without and with recomputation:
-print(f"{'':<28}{'saved by all blocks':>20}")
-for name, saved in {"without recomputation": saved_without, "with the present plan": handle.plan.nbytes}.items():
-    print(f"{name:<28}{sum(saved) / bytes_of_unit:>16.2f} {unit}")
-
-# %%
-# The same bits
+# Peak and time
 # -------------
-# A recomputed block runs the same kernels on the same values with the same random numbers. So gradients have the same
-# bits as without, if those of two runs without have. Some kernels of GPUs add in any order; then the first line below
-# says so, and bits cannot be compared.
-print(f"two runs without:     {'the same bits' if repeatable else 'not the same bits'}")
-same = all(map(torch.equal, gradients(), kept))
-print(f"without and with:     {'the same bits' if same else 'not the same bits'}")
+print(measured)
+
+# %%
+# Each bar is a peak. On a GPU the ratio beside it is the step time.
+measured.plot().figure.savefig("keep_offload_recompute.png", dpi=150)
 
 # %%
 # What other budgets would cost
@@ -140,30 +113,33 @@ print(f"without and with:     {'the same bits' if same else 'not the same bits'}
 # the first steps measured, so no further step is run. Printed it is a table; it is data as well:
 # ``handle.frontier().plans`` are plans that ``offload(model, plan=...)`` takes. On the reference device costs are not
 # known.
-frontier = None
 try:
-    frontier = handle.frontier()
-    print(frontier)
+    print(handle.frontier())
 except RuntimeError as error:
     print(error)
+else:
+    handle.frontier().plot().figure.savefig("keep_offload_recompute_frontier.png", dpi=150)
 
 # %%
-# Left and down is better
-# -----------------------
-# The curve is the frontier, with the present plan marked. The points are measured: keeping everything, checkpointing
-# all blocks, offloading alone, and the present plan. On the reference device the figure has the peaks only.
-colours = {"keep": "#555555", "checkpoint": "#d55e00", "offload": "#b8659a", "offload and recompute": "#009e73"}
-figure, ax = pyplot.subplots(figsize=(7.5, 3.6), layout="constrained")
-if frontier is None:
-    ax.barh(list(peaks), [peak / bytes_of_unit for peak in peaks.values()], color=list(colours.values()), height=0.6)
-    ax.invert_yaxis()
-    ax.set_xlabel(f"peak of device memory ({unit}), reference device")
-else:
-    frontier.plot(ax)
-    for name, colour in colours.items():
-        ax.plot(peaks[name] / bytes_of_unit, 1e3 * seconds[name], "s", color=colour, label=f"{name}, measured")
-    ax.axvline(budget / bytes_of_unit, color="#999999", linestyle=":", label="budget")
-    ax.legend(frameon=False, fontsize=8)
-ax.spines[["top", "right"]].set_visible(False)
-pyplot.show()
+# The same bits
+# -------------
+# A recomputed block runs the same kernels on the same values with the same random numbers. So training gives the same
+# weights, if two runs without offloading do. Some kernels of GPUs add in any order; then the first line says so, and
+# bits cannot be compared.
+start = copy.deepcopy(model.state_dict())
+
+
+def weights_after_training():
+    """Return the weights after three steps, from the same start and with the same inputs every time."""
+    model.load_state_dict(start)
+    torch.manual_seed(1)
+    for _ in range(3):
+        train_step()
+    return [weight.detach().cpu() for weight in model.parameters()]
+
+
+with_handle = weights_after_training()
 handle.remove()
+without, again = weights_after_training(), weights_after_training()
+for name, weights in {"two runs without": again, "without and with": with_handle}.items():
+    print(f"{name}: {'the same bits' if all(map(torch.equal, without, weights)) else 'not the same bits'}")

@@ -12,19 +12,21 @@ offloaded, so that the copies are spread evenly over the step.
 # Your own copy stream
 # --------------------
 # The transfers may run on a stream of the program. By default the context makes one stream for each direction.
+import copy
+
 import torch
-from matplotlib import pyplot
 
 import actoffload
-from actoffload.measure import MemoryMeter, compare_steps, describe_device
-from actoffload.report.plots import plot_memory, plot_timeline
+from actoffload.measure import compare_steps, describe_device, trace_memory
+from actoffload.report.plots import plot_timeline, plot_trace
 
 device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-shape = (1, 512, 1024) if device.type == "cpu" else (16, 1024, 1024)
+shape = (1, 256, 1024) if device.type == "cpu" else (16, 1024, 1024)
 print(f"Runs on {describe_device()}.")
 
 torch.manual_seed(0)
 layers = torch.nn.Sequential(*[torch.nn.Linear(1024, 1024) for _ in range(12)]).to(device)
+optimizer = torch.optim.SGD(layers.parameters(), lr=0.1)
 
 offloading = actoffload.get_cpu_offload_context(
     enabled=True,
@@ -40,13 +42,14 @@ nothing = actoffload.get_cpu_offload_context(enabled=False, manual_synchronizati
 # ``start_offload_layer`` queues the copies and returns at once. ``release_activation_forward_gpu_memory`` makes compute
 # wait for them and frees the device memory. Two layers later the copies have ended, so there is no stall.
 # ``start_reload_layer`` allocates device memory and queues the reload. A hook on the output of a later layer calls it
-# two layers ahead of the use in backward. A layer without calls stays on the device.
+# in backward, two layers ahead of the use. So the three layers are on the host when forward ends, where memory has its
+# peak, and each is reloaded only when backward has freed others. A layer without calls stays on the device.
 offloaded = {0, 4, 8}
 
 
-def step(context, sync_function, controller, look=None):
-    """Run one forward and backward; `look` is called between layers, in both directions."""
-    layers.zero_grad(set_to_none=False)
+def train_step(context, sync_function, controller):
+    """Run forward, backward and optimizer."""
+    optimizer.zero_grad(set_to_none=False)
     x = torch.randn(shape, device=device)
     for k, layer in enumerate(layers):
         with context:
@@ -57,60 +60,51 @@ def step(context, sync_function, controller, look=None):
         if k - 2 in offloaded:
             controller.release_activation_forward_gpu_memory(k - 2)
             x.register_hook(lambda grad, layer=k - 2: controller.start_reload_layer(layer))
-        if look is not None:
-            look()
-            x.register_hook(look)
     x.square().mean().backward()
+    optimizer.step()
 
 
 # %%
-# The input is made inside the step, so nothing else refers to it, and the gradients stay allocated between steps. So
-# the two peaks differ by activations alone. With ``enabled=False`` the controller accepts the same calls and does
-# nothing.
+# With ``enabled=False`` the controller accepts the same calls and does nothing. Three steps give the same weights in
+# both ways, bit for bit.
+start = copy.deepcopy(layers.state_dict())
 
 
-def gradients(trio):
-    """Return the gradients of a step whose input is the same every time."""
+def weights_after_training(trio):
+    """Return the weights after three steps, from the same start and with the same inputs every time."""
+    layers.load_state_dict(start)
     torch.manual_seed(1)
-    step(*trio)
-    return [parameter.grad.clone() for parameter in layers.parameters()]
+    for _ in range(3):
+        train_step(*trio)
+    return [weight.detach().clone() for weight in layers.parameters()]
 
 
-same = all(map(torch.equal, gradients(nothing), gradients(offloading)))
-print("Gradients are bit-identical:", same)
+same = all(map(torch.equal, weights_after_training(nothing), weights_after_training(offloading)))
+print("Weights are bit-identical:", same)
 
 # %%
 # What it saves and what it costs
 # -------------------------------
 # All three layers are freed when forward ends, so no offloaded byte should be on the device at the peak.
-context = offloading[0]
-result = compare_steps(
-    lambda: step(*nothing),
-    lambda: step(*offloading),
-    context,
-    repeats=7 if device.type != "cpu" else 2,
-    steps=5 if device.type != "cpu" else 1,
-)
+result = compare_steps(lambda: train_step(*nothing), lambda: train_step(*offloading), offloading[0])
 print(result)
 
 # %%
 # Memory over the step
 # --------------------
-# Memory is sampled at the boundary of every layer. The curve with offloading falls after each offloaded layer.
-curves = {}
-for name, trio in (("without", nothing), ("with offload", offloading)):
-    with MemoryMeter() as meter:
-        step(*trio, meter.sample)
-    curves[name] = meter.samples
-plot_memory(curves)
-pyplot.show()
+# Memory in use after the forward of every layer and before its backward. With offloading it falls after the forward of
+# the third, seventh and eleventh layer, and rises where a reload starts in backward.
+traces = {
+    "no offload": trace_memory(lambda: train_step(*nothing), layers),
+    "manual schedule": trace_memory(lambda: train_step(*offloading), layers),
+}
+plot_trace(traces).figure.savefig("manual_synchronization_memory.png", dpi=150)
 
 # %%
 # Where the copies go
 # -------------------
 # Each D2H copy starts when its call is made and its tensor is ready. Each H2D copy starts with the backward of the
 # layer whose hook calls ``start_reload_layer``.
-with context.record_timeline() as recorder:
-    step(*offloading)
-plot_timeline(recorder.timeline())
-pyplot.show()
+with offloading[0].record_timeline() as recorder:
+    train_step(*offloading)
+plot_timeline(recorder.timeline()).figure.savefig("manual_synchronization_timeline.png", dpi=150)

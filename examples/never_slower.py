@@ -24,7 +24,7 @@ from matplotlib import pyplot
 from transformers import LlamaConfig, LlamaForCausalLM, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
 import actoffload
-from actoffload.measure import MemoryMeter, describe_device
+from actoffload.measure import Measurement, Measurements, MemoryMeter, describe_device
 
 device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 reference = device.type == "cpu"
@@ -33,13 +33,13 @@ print(f"Runs on {describe_device()}.")
 config = LlamaConfig(
     hidden_size=128 if reference else 2048,
     intermediate_size=384 if reference else 5632,
-    num_hidden_layers=6 if reference else 12,
+    num_hidden_layers=4 if reference else 12,
     num_attention_heads=4 if reference else 32,
     num_key_value_heads=1 if reference else 4,
     vocab_size=256 if reference else 32000,
 )
 lengths = {"long": 512, "short": 64} if reference else {"long": 4096, "short": 512}
-batch, measuring, last = 4 if reference else 2, 9, 14 if reference else 24
+batch, measuring, last = 4 if reference else 2, 9, 12 if reference else 24
 
 
 class Steps(TrainerCallback):
@@ -62,9 +62,9 @@ class Steps(TrainerCallback):
         self.seconds.append(end - begin)
         self.peaks.append(self.meter.peak_bytes)
 
-    def __str__(self):
-        after = slice(measuring, None)
-        return f"{1e3 * median(self.seconds[after]):.1f} ms, {max(self.peaks[after]) / 2**30:.2f} GiB"
+    def measurement(self):
+        """Return the peak and the median time of the steps after those that measure."""
+        return Measurement(max(self.peaks[measuring:]), median(self.seconds[measuring:]))
 
 
 def train(length, offloading):
@@ -121,7 +121,14 @@ print(plan)
 
 # %%
 # The report compares the step with the step without offloading.
-report
+print(report)
+
+# %%
+# Peak and time of the steps after those that measure:
+measured = {"no offload": long_without.measurement(), "offload(model)": long_with.measurement()}
+measured = Measurements(describe_device(), measured)
+print(measured)
+measured.plot().figure.savefig("never_slower.png", dpi=150)
 
 # %%
 # Short sequences
@@ -131,27 +138,34 @@ report
 short_without, _, _ = train(lengths["short"], offloading=False)
 short_with, plan, report = train(lengths["short"], offloading=True)
 print(plan)
+print(Measurements(describe_device(), {"no offload": short_without.measurement(), "offload": short_with.measurement()}))
 
 # %%
 # Step by step
 # ------------
-# The time of each step. The first nine steps are shaded: they measure. The legend has the median time and the peak of
-# the steps after them. On the reference device all that can be offloaded is offloaded, because its times say nothing
-# about a GPU.
-figure, axes = pyplot.subplots(1, 2, figsize=(8.5, 3.4), layout="constrained")
+# The peak of each step, and on a GPU its time. The first nine steps are shaded: they measure. The reference device
+# measures no time, so there all that can be offloaded is offloaded.
 panels = {"long": (long_without, long_with), "short": (short_without, short_with)}
-for ax, (name, (without, with_offload)) in zip(axes, panels.items(), strict=True):
-    ax.axvspan(0.5, measuring + 0.5, color="#eeeeee")
-    numbers = range(1, last + 1)
-    ax.plot(numbers, [1e3 * s for s in without.seconds], "o-", color="#555555", label=f"no offload: {without}")
-    ax.plot(numbers, [1e3 * s for s in with_offload.seconds], "o-", color="#2b8cc4", label=f"offload: {with_offload}")
-    ax.set_ylim(0, 5e3 * median(without.seconds))  # the first step, which allocates host memory, takes longer
+rows = [("peak memory (MiB)", lambda steps: [peak / 2**20 for peak in steps.peaks])]
+if not reference:
+    rows.insert(0, ("step time (ms)", lambda steps: [1e3 * seconds for seconds in steps.seconds]))
+size = (8.5, 0.6 + 2.7 * len(rows))
+figure, axes = pyplot.subplots(len(rows), 2, figsize=size, layout="constrained", sharex=True, squeeze=False)
+for row, (label, values) in zip(axes, rows, strict=True):
+    for ax, (without, with_offload) in zip(row, panels.values(), strict=True):
+        ax.axvspan(0.5, measuring + 0.5, color="#eeeeee")
+        numbers = range(1, last + 1)
+        ax.plot(numbers, values(without), "o-", color="#555555", label="no offload")
+        ax.plot(numbers, values(with_offload), "o-", color="#2b8cc4", label="offload(model)")
+        ax.set_ylim(0, 2 * max(values(without)[measuring:]))  # the first step, which allocates host memory, is longer
+        ax.set_ylabel(label)
+        ax.spines[["top", "right"]].set_visible(False)
+for ax, name in zip(axes[0], panels, strict=True):
     ax.set_title(f"{lengths[name]} tokens × {batch}", fontsize=10, loc="left")
-    ax.set_xlabel("step")
-    ax.set_ylabel("step time (ms)")
     ax.legend(frameon=False, fontsize=8, loc="upper right")
-    ax.spines[["top", "right"]].set_visible(False)
-pyplot.show()
+for ax in axes[-1]:
+    ax.set_xlabel("step")
+figure.savefig("never_slower_steps.png", dpi=150)
 
 # %%
 # ``plan.save("plan.json")`` writes a plan to a file. ``actoffload.offload(model, plan="plan.json")`` repeats it without

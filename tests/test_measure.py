@@ -8,14 +8,19 @@ import actoffload
 from actoffload.measure import (
     Comparison,
     DeviceInfo,
+    Measurement,
+    Measurements,
     MemoryMeter,
     compare_steps,
     describe_device,
     measure_link,
     measure_peak,
     measure_step_times,
+    measure_steps,
     measured_costs,
+    trace_memory,
 )
+from actoffload.report.plots import plot_trace
 from actoffload.schedule import DefaultSchedule, Kind, Link, Plan, Span, Timeline, simulate
 
 MIB = 2**20
@@ -153,6 +158,47 @@ def test_comparison_table() -> None:
     assert lines[-1] == "measured on Some GPU, driver 1.2, torch 2.11, Python 3.12"
     assert comparison(peak_with=70 * MIB).ratio == 0.75
     assert comparison(bytes_offloaded=0).ratio == 1.0
+
+
+def test_tables_of_the_reference_device_have_no_times() -> None:
+    reference = DeviceInfo("reference device (CPU)", True, "")
+    assert "step time" not in str(comparison(device=reference))
+    steps = {"plain": Measurement(4 * MIB, 0.2), "offload": Measurement(3 * MIB, 0.3)}
+    timed = [line.split() for line in str(Measurements(comparison().device, steps)).splitlines()]
+    assert timed[3] == ["offload", "3.0", "MiB", "1.0", "MiB", "300.00", "ms", "1.500"]
+    assert not any("ms" in line.split() for line in str(Measurements(reference, steps)).splitlines())
+
+
+@on_cpu
+def test_measured_steps_are_joined_and_drawn() -> None:
+    pytest.importorskip("matplotlib").use("agg")
+    found = measure_steps({"large": lambda: floats(2 * MIB)}) | measure_steps({"small": lambda: floats(MIB)}, warmup=0)
+    assert {name: of.peak_bytes for name, of in found.steps.items()} == {"large": 2 * MIB, "small": MIB}
+    assert found["small"].seconds == 0.0
+    ax = found.plot()
+    assert [patch.get_width() for patch in ax.patches] == [2.0, 1.0]
+    assert [text.get_text() for text in ax.texts] == ["2 MiB", "1 MiB"]
+    ax = Measurements(comparison().device, {"a": Measurement(MIB, 0.2), "b": Measurement(MIB, 0.3)}).plot()
+    assert [text.get_text() for text in ax.texts] == ["1 MiB, 1.000 x", "1 MiB, 1.500 x"]
+
+
+@on_cpu
+def test_traces_have_a_value_at_each_border_and_leave_no_hook() -> None:
+    model = nn.Sequential(*[nn.Linear(256, 256) for _ in range(3)])
+
+    def step() -> None:
+        model.zero_grad(set_to_none=False)
+        model(torch.randn(1024, 256)).square().mean().backward()
+
+    step()
+    trace = trace_memory(step, model)
+    assert len(trace) == 8
+    assert trace[0] == trace[-1] == 0
+    assert trace[1:4] == [2 * MIB, 3 * MIB, 4 * MIB]
+    assert trace[4] > trace[5] > trace[6]
+    assert not any(module._forward_hooks for module in model)
+    ax = plot_trace({"step": trace})
+    assert ax.lines[0].get_ydata()[3] == 4.0
 
 
 def stack(layers: nn.ModuleList, pair: tuple, rows: int = 1024) -> None:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from types import ModuleType
 from typing import Any
 from unittest import mock
 
 MB = 1e6  # sphinx-gallery prints the number followed by "MB"
 ORDER = (
-    # Whole models, with one line.
     "never_slower.py",
     "fit_a_budget.py",
     "keep_offload_recompute.py",
@@ -17,8 +18,9 @@ ORDER = (
     "not_freed.py",
     "offload_beside_checkpointing.py",
     "moe_groups.py",
+    "moe_routing.py",
     "pipelines.py",
-    # A training loop with a context around each layer.
+    # Above, whole models; below, a training loop with a context around each layer.
     "basic.py",
     "manual_synchronization.py",
     "cuda_graphs.py",
@@ -31,17 +33,30 @@ def example_order(filename: str) -> tuple[int, str]:
     return place, filename
 
 
+_modules: list[ModuleType] = []  # in which the present page runs
+
+
 class DeviceMemory:
     """``show_memory`` of sphinx-gallery: peak memory allocated on the accelerator while a block runs, in MB.
 
-    Without an accelerator it reports 0, and the page says that nothing was measured. It is an instance because
-    Sphinx cannot pickle functions in its cached configuration.
+    Without an accelerator it is 0. It is an instance because Sphinx cannot pickle functions in its configuration.
     """
 
     def __call__(self, func: Callable[[], Any]) -> tuple[float, Any]:
-        """Call `func`; return the peak in MB and the result."""
+        """Call `func`; return the peak in MB and the result.
+
+        sphinx-gallery begins a page with a call that does nothing, and subtracts what it returns: 0, so that a page
+        shows its whole peak. The variables of the page before are deleted then, as its models take memory.
+        """
         import torch
 
+        if getattr(func, "__module__", "") == "sphinx_gallery.gen_rst" and getattr(func, "__name__", "") == "<lambda>":
+            for module in _modules:
+                vars(module).clear()
+            _modules.clear()
+            gc.collect()
+            return 0.0, func()
+        _modules[:] = [func.fake_main] if hasattr(func, "fake_main") else _modules
         if not torch.accelerator.is_available():
             return 0.0, func()
         with _watch_peak() as peak:
@@ -55,11 +70,7 @@ class DeviceMemory:
 
 @contextmanager
 def _watch_peak() -> Iterator[Callable[[], int]]:
-    """Measure the peak of the allocator, including the peaks before the code that runs resets them.
-
-    Examples reset the peak between their own measurements. Without reading the peak before each reset, the column
-    would show only the peak after the last one.
-    """
+    """Measure the peak of the allocator, including the peaks before those resets that an example makes itself."""
     import torch
 
     seen = [0]
@@ -68,16 +79,10 @@ def _watch_peak() -> Iterator[Callable[[], int]]:
         seen[0] = max(seen[0], torch.accelerator.max_memory_allocated())
         return seen[0]
 
-    def noting(reset: Callable[..., None]) -> Callable[..., None]:
-        def wrapper(*args: Any, **kwargs: Any) -> None:
-            look()
-            reset(*args, **kwargs)
-
-        return wrapper
-
     torch.accelerator.reset_peak_memory_stats()
     with ExitStack() as stack:
         for module in {torch.accelerator, torch.get_device_module()}:
             reset = module.reset_peak_memory_stats
-            stack.enter_context(mock.patch.object(module, "reset_peak_memory_stats", noting(reset)))
+            noting = {"reset_peak_memory_stats": lambda *a, do=reset, **k: (look(), do(*a, **k))}
+            stack.enter_context(mock.patch.multiple(module, **noting))
         yield look

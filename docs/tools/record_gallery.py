@@ -1,16 +1,10 @@
 """Record the gallery on a machine with an accelerator, and put recordings into the repository.
 
-On the machine with the accelerator (needs torch, matplotlib and the packages of the `docs` extra)::
-
-    PYTHONPATH=src python docs/tools/record_gallery.py record --out DIR
-
-executes every example and packs those that completed into DIR/gallery-recording.tar.gz. Then, in the
-repository::
-
-    python docs/tools/record_gallery.py unpack DIR/gallery-recording.tar.gz
-
-replaces the recordings in docs/recordings by those in the archive. ``record --rehearse`` does the same without an
-accelerator; ``unpack`` rejects its archive.
+``PYTHONPATH=src python docs/tools/record_gallery.py record --out DIR`` executes every example on the machine with the
+accelerator (needs torch, matplotlib, sphinx-gallery and myst-parser) and packs them into DIR/gallery-recording.tar.gz.
+In the repository, ``unpack ARCHIVE`` replaces the recordings by those in the archive; it rejects that of ``record
+--rehearse``, which needs no accelerator. ``check`` prints whether each recording is current: a damaged one and one of a
+removed example are errors, an outdated or missing one only with ``--strict``, since it needs a GPU.
 """
 
 from __future__ import annotations
@@ -20,7 +14,6 @@ import os
 import shutil
 import subprocess
 import sys
-import tarfile
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -31,136 +24,121 @@ sys.path.insert(0, str(ROOT / "docs" / "_ext"))
 import recording_data as data  # noqa: E402 - lies in docs/_ext
 
 ARCHIVE = "gallery-recording.tar.gz"
-TEXT = {".rst", ".json", ".ipynb"}
+EXTENSIONS = "myst_parser,sphinx_gallery.gen_gallery,recordings"  # a GPU machine needs no others of the site
 
 
 def execute_gallery(root: Path) -> int:
-    """Execute all examples with Sphinx; return its exit status.
-
-    The dummy builder writes no pages, so that an error in another page does not prevent a recording.
-    """
+    """Execute all examples with Sphinx, whose dummy builder writes no pages; return its exit status."""
     shutil.rmtree(root / "docs" / "gallery", ignore_errors=True)
     with tempfile.TemporaryDirectory() as out:
-        command = [sys.executable, "-m", "sphinx", "-b", "dummy", "-c", str(root)]
-        command += ["-d", f"{out}/doctrees", str(root / "docs"), f"{out}/dummy"]
-        environment = {**os.environ, "ACTOFFLOAD_GALLERY": "live"}
-        return subprocess.run(command, cwd=root, env=environment, check=False).returncode
+        options = ["-q", "-b", "dummy", "-c", str(root), "-d", f"{out}/doctrees", "-D", f"extensions={EXTENSIONS}"]
+        command = [sys.executable, "-m", "sphinx", *options, str(root / "docs"), f"{out}/dummy"]
+        return subprocess.run(
+            command, cwd=root, env={**os.environ, "ACTOFFLOAD_GALLERY": "live"}, check=False
+        ).returncode
 
 
 def machine_paths(folder: Path, root: Path) -> list[str]:
     """List the text files of a recording that contain a path of this machine, for example in a warning."""
     paths = {str(root), sys.prefix, sys.base_prefix, str(Path.home())} - {"/", "/usr"}
-    found = []
-    for path in sorted(folder.rglob("*")):
-        if path.suffix in TEXT:
-            text = path.read_text(encoding="utf-8")
-            found += [f"{path.relative_to(folder)}: {name}" for name in sorted(paths) if name + "/" in text]
-    return found
+    texts = {p: p.read_text("utf-8") for p in sorted(folder.rglob("*")) if p.suffix in (".rst", ".json", ".ipynb")}
+    return [f"{p.relative_to(folder)}: {name}" for p, t in texts.items() for name in sorted(paths) if name + "/" in t]
 
 
 def pack(root: Path, archive: Path, *, rehearse: bool = False) -> tuple[list[str], list[str]]:
-    """Pack every example that was executed.
+    """Pack every example that docs/gallery holds executed; with `rehearse`, also runs of the reference device.
 
-    Parameters
-    ----------
-    root : Path
-        The project's root; its docs/gallery holds the executed examples.
-    archive : Path
-        Archive to write.
-    rehearse : bool
-        Also pack runs of the reference device.
-
-    Returns
-    -------
-    packed, problems : list of str
-        Names of the examples in the archive, and a sentence for each example that is missing from it or that
-        must not be committed.
+    Returns the names of the packed examples, and a sentence for each example that is missing or must not be committed.
     """
     packed, problems = [], []
-    examples_dir, gallery = root / "examples", root / "docs" / "gallery"
     with tempfile.TemporaryDirectory() as temporary:
-        stage = Path(temporary)
-        for example in data.find_examples(examples_dir):
-            name = example.relative_to(examples_dir)
-            folder = gallery / name.parent
+        for name, example in data.find_examples(root / "examples").items():
+            folder, target = (root / "docs" / "gallery" / name).parent, Path(temporary) / name.removesuffix(".py")
             try:
-                run = data.read_provenance(folder / f"{example.stem}.executed.json")
+                run = data.Provenance.read(folder / f"{example.stem}.executed.json")
                 if run.reference and not rehearse:
                     raise data.RecordingError("it ran on the reference device; record where torch sees a GPU.")
                 run = replace(run, command="docs/tools/record_gallery.py record")
-                target = data.recording_dir(stage, name.as_posix())
                 data.store_recording(folder, example, run, target)
             except data.RecordingError as error:
                 problems.append(f"{name}: not recorded: {error}")
                 continue
             problems += [f"{name}: a path of this machine stands in {p}" for p in machine_paths(target, root)]
-            packed.append(name.as_posix())
+            packed.append(name)
         archive.parent.mkdir(parents=True, exist_ok=True)
-        with tarfile.open(archive, "w:gz") as tar:
-            for path in sorted(stage.rglob("*")):
-                if path.is_file():
-                    tar.add(path, path.relative_to(stage).as_posix())
+        shutil.make_archive(str(archive).removesuffix(".tar.gz"), "gztar", temporary)
     return packed, problems
 
 
 def unpack(archive: Path, recordings: Path) -> list[str]:
-    """Replace recordings by those of an archive.
-
-    Parameters
-    ----------
-    archive : Path
-        Archive that `pack` wrote.
-    recordings : Path
-        Folder of the recordings; those of other examples are kept.
-
-    Returns
-    -------
-    list of str
-        Names of the unpacked examples. Nothing is replaced if a recording of the archive is damaged.
-    """
+    """Replace the recordings that an archive has, and return their names; replace nothing if one is damaged."""
     with tempfile.TemporaryDirectory() as temporary:
-        stage = Path(temporary)
-        with tarfile.open(archive) as tar:
-            tar.extractall(stage, filter="data")
-        found = data.find_recordings(stage)
+        shutil.unpack_archive(archive, temporary, filter="data")
+        found = data.find_recordings(Path(temporary))
         if not found:
             raise data.RecordingError(f"{archive.name} holds no recording; expected one written by `record`.")
         for name, folder in found.items():
             if data.load_recording(folder).reference:
                 raise data.RecordingError(f"{name} was run on the reference device; nothing was unpacked.")
         for name, folder in found.items():
-            target = data.recording_dir(recordings, name)
-            shutil.rmtree(target, ignore_errors=True)
-            shutil.copytree(folder, target)
+            shutil.rmtree(recordings / name.removesuffix(".py"), ignore_errors=True)
+            shutil.copytree(folder, recordings / name.removesuffix(".py"))
     return list(found)
 
 
+def check(root: Path) -> tuple[list[str], list[str]]:
+    """Compare recordings with examples and sources; return a sentence for each error, and for each outdated one."""
+    sources = data.source_digest(root / "src" / "actoffload")
+    found, examples = data.find_recordings(root / "docs" / "recordings"), data.find_examples(root / "examples")
+    gone = {name: folder.relative_to(root) for name, folder in found.items() if name not in examples}
+    errors = [f"{name}: has a recording but no example; remove {folder}." for name, folder in gone.items()]
+    reports = []
+    for name, example in examples.items():
+        try:
+            run = data.load_recording(found[name]) if name in found else None
+        except data.RecordingError as error:
+            errors.append(f"{name}: {error}")
+            continue
+        if run is None:
+            reports.append(f"{name}: has no recording; its page is built on the reference device.")
+        elif run.example_digest != data.example_digest(example):
+            reports.append(f"{name}: its text changed since its recording of {run.date[:10]}.")
+        elif run.reference:
+            errors.append(f"{name}: its recording was made on the reference device, not on an accelerator.")
+        elif run.source_digest != sources:
+            reports.append(f"{name}: recorded on {run.date[:10]} from other library sources than the present.")
+        else:
+            print(f"gallery: {name}: current, recorded on {run.device}, {run.date[:10]}.")
+    return errors, reports
+
+
 def main(arguments: list[str]) -> int:
-    """Run the command; return 1 if a recording is missing or rejected."""
-    parser = argparse.ArgumentParser(description="Record gallery examples, or unpack recordings.")
+    """Run the command; return 1 if a recording is missing, rejected or, with ``check``, in error."""
+    parser = argparse.ArgumentParser(description="Record gallery examples, unpack or check recordings.")
     commands = parser.add_subparsers(dest="command", required=True)
     record = commands.add_parser("record", help="execute the gallery and pack it")
     record.add_argument("--out", type=Path, required=True, help=f"folder for {ARCHIVE}")
     record.add_argument("--keep", action="store_true", help="pack what an earlier build executed")
     record.add_argument("--rehearse", action="store_true", help="pack runs of the reference device too")
-    unpacking = commands.add_parser("unpack", help="put an archive into docs/recordings")
-    unpacking.add_argument("archive", type=Path)
+    commands.add_parser("unpack", help="put an archive into docs/recordings").add_argument("archive", type=Path)
+    checking = commands.add_parser("check", help="compare recordings with examples and sources")
+    checking.add_argument("--strict", action="store_true", help="fail if a recording is missing or outdated")
     options = parser.parse_args(arguments)
-
+    if options.command == "check":
+        errors, reports = check(ROOT)
+        print("\n".join(f"gallery: {line}" for line in errors + reports))
+        return 1 if errors or (options.strict and reports) else 0
     if options.command == "unpack":
         try:
-            names = unpack(options.archive, ROOT / "docs" / "recordings")
+            print("\n".join(f"unpacked {name}" for name in unpack(options.archive, ROOT / "docs" / "recordings")))
         except data.RecordingError as error:
-            print(error)
-            return 1
-        print("\n".join(f"unpacked {name}" for name in names))
+            sys.exit(str(error))
         return 0
     status = 0 if options.keep else execute_gallery(ROOT)
     archive = options.out / ARCHIVE
     packed, problems = pack(ROOT, archive, rehearse=options.rehearse)
-    print("\n".join(problems))
-    size = archive.stat().st_size / 2**20
-    print(f"{archive.name}: {len(packed)} examples, {size:.2f} MiB: {', '.join(packed)}")
+    size = f"{archive.stat().st_size / 2**20:.2f} MiB"
+    print("\n".join([*problems, f"{ARCHIVE}: {len(packed)} examples, {size}: {', '.join(packed)}"]))
     return 1 if problems or not packed or status else 0
 
 

@@ -1,214 +1,53 @@
 """Measure training steps: device memory, times side by side, bandwidths, and the device they were measured on.
 
 The functions work on any accelerator of `torch.accelerator` and, without one, on the CPU with the reference device.
+Wall-clock times of the reference device say nothing about a GPU, so tables and figures leave them out.
 """
 
 from __future__ import annotations
 
-import platform
-import random
-import subprocess
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
+from ._meters import (
+    DeviceInfo,
+    MemoryMeter,
+    describe_device,
+    measure_link,
+    measure_peak,
+    measure_step_times,
+    trace_memory,
+)
 from .context import OffloadContext
-from .device.accelerator import Accelerator
-from .device.reference import CreatedStorages
 from .model import OffloadHandle
+from .report.plots import plot_measurements
 from .report.tables import Printable, Table
-from .schedule.costs import Link, measured_costs
+from .schedule.costs import measured_costs
 from .schedule.timeline import mebibytes, milliseconds, percent
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 __all__ = [
     "Comparison",
     "DeviceInfo",
+    "Measurement",
+    "Measurements",
     "MemoryMeter",
+    "compare_captures",
     "compare_steps",
     "describe_device",
     "measure_link",
     "measure_peak",
     "measure_step_times",
+    "measure_steps",
     "measured_costs",
+    "trace_memory",
 ]
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceInfo:
-    """The device and the versions of a measurement.
-
-    Parameters
-    ----------
-    name, driver, torch, python : str
-        Name of the accelerator, or ``"reference device (CPU)"``, and versions; no driver has an empty one.
-    reference : bool
-        True without an accelerator: bytes are exact then, times say nothing about a GPU.
-    """
-
-    name: str
-    reference: bool
-    driver: str
-    torch: str = torch.__version__
-    python: str = platform.python_version()
-
-    def __str__(self) -> str:
-        driver = f", driver {self.driver}" if self.driver else ""
-        return f"{self.name}{driver}, torch {self.torch}, Python {self.python}"
-
-
-def describe_device() -> DeviceInfo:
-    """Return the current accelerator and the versions of driver, torch and Python."""
-    if not torch.accelerator.is_available():
-        return DeviceInfo("reference device (CPU)", True, "")
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        driver = subprocess.check_output(command, stderr=subprocess.DEVNULL, text=True, timeout=30).partition("\n")[0]
-    except (OSError, subprocess.SubprocessError):
-        driver = ""
-    return DeviceInfo(str(torch.get_device_module().get_device_name()), False, driver.strip() or "unknown")
-
-
-class MemoryMeter:
-    """Measure the device memory in use while a ``with`` block runs: bytes of tensors, not bytes reserved.
-
-    Without an accelerator these are the bytes of the storages that the block creates, until they are freed.
-
-    Attributes
-    ----------
-    peak_bytes : int
-        Largest number of bytes in use; set at the end of the block.
-    samples : list of (float, int)
-        For each call of `sample`, seconds since the first one, and bytes in use; set at the end of the block.  Seconds
-        are those of the current stream, but of the host in the capture of a CUDA graph.
-
-    Examples
-    --------
-    >>> from actoffload.measure import MemoryMeter
-    >>> with MemoryMeter() as meter:
-    ...     a = torch.zeros(2**18)
-    ...     meter.sample()
-    >>> meter.peak_bytes >= 2**20
-    True
-    """
-
-    def __init__(self) -> None:
-        self._device = torch.accelerator.current_accelerator(check_available=True)
-        self._storages = CreatedStorages()
-        self._earlier = 0  # peak of a meter around this one
-        self._marks: list[tuple[Any, int]] = []  # an event, or seconds of the host
-        self.peak_bytes = 0
-        self.samples: list[tuple[float, int]] = []
-
-    def __enter__(self) -> MemoryMeter:
-        if self._device is None:
-            self._storages.__enter__()
-        else:
-            torch.accelerator.synchronize()
-            torch.accelerator.reset_peak_memory_stats()
-            self._earlier, Accelerator.peak_before_resets = Accelerator.peak_before_resets, 0
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._device is None:
-            self._storages.__exit__()
-            self.peak_bytes = self._storages.peak
-        else:
-            torch.accelerator.synchronize()
-            self.peak_bytes = max(torch.accelerator.max_memory_allocated(), Accelerator.peak_before_resets)
-            Accelerator.peak_before_resets = max(self._earlier, self.peak_bytes)
-        for mark, nbytes in self._marks:
-            first = self._marks[0][0]
-            seconds = mark - first if isinstance(first, float) else first.elapsed_time(mark) * 1e-3
-            self.samples.append((float(seconds), nbytes))
-        self._marks.clear()
-
-    def sample(self, *_: Any) -> None:
-        """Note the bytes in use now; arguments are ignored, so that it can be a hook."""
-        nbytes = self._storages.now if self._device is None else torch.accelerator.memory_allocated()
-        if self._device is None or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
-            self._marks.append((time.perf_counter(), nbytes))
-        else:
-            event = torch.Event(self._device, enable_timing=True)
-            event.record()
-            self._marks.append((event, nbytes))
-
-
-def measure_peak(function: Callable[[], object], warmup: int = 2) -> int:
-    """Return the peak of device memory in bytes while a function runs, usually one training step.
-
-    It is called `warmup` times before, because the first calls allocate gradients and workspaces.
-    """
-    _repeat(function, warmup)
-    with MemoryMeter() as meter:
-        function()
-    return meter.peak_bytes
-
-
-def measure_step_times(
-    arms: Mapping[str, Callable[[], object]], *, repeats: int = 7, steps: int = 1, warmup: int = 2
-) -> dict[str, list[float]]:
-    """Time several functions side by side: return the seconds of one call by name, for each repeat.
-
-    The order is random, so that drifting clocks affect all functions alike.  Each measurement follows an untimed call
-    of the same function.  Seconds are times between events on the current stream.
-
-    Parameters
-    ----------
-    arms : mapping of str to callable
-        Functions by name, called without arguments.
-    repeats, steps, warmup : int
-        Measurements of each function, calls in one of them without a pause between, and calls before the first one.
-    """
-    seconds: dict[str, list[float]] = {name: [] for name in arms}
-    for function in arms.values():
-        _repeat(function, warmup)
-    order, names = random.Random(0), list(arms)
-    for _ in range(repeats):
-        order.shuffle(names)
-        for name in names:
-            arms[name]()
-            seconds[name].append(_time(arms[name], steps))
-    return seconds
-
-
-def _repeat(function: Callable[[], object], times: int) -> None:
-    for _ in range(times):
-        function()
-
-
-def _time(function: Callable[[], object], steps: int) -> float:
-    device = torch.accelerator.current_accelerator(check_available=True)
-    if device is None:
-        begun = time.perf_counter()
-        _repeat(function, steps)
-        return (time.perf_counter() - begun) / steps  # [guard: time of one step]
-    start, end = torch.Event(device, enable_timing=True), torch.Event(device, enable_timing=True)
-    torch.accelerator.synchronize()
-    start.record()
-    _repeat(function, steps)
-    end.record()
-    torch.accelerator.synchronize()
-    return float(start.elapsed_time(end)) * 1e-3 / steps
-
-
-def measure_link(nbytes: int = 2**28, repeats: int = 8) -> Link:
-    """Measure the bandwidth between device and pinned host memory: medians over `repeats` copies of `nbytes` bytes.
-
-    On the reference device it is that of a copy within host memory.
-    """
-    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-    on_device = torch.empty(nbytes, dtype=torch.uint8, device=device)
-    on_host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=device.type != "cpu")
-    arms: dict[str, Callable[[], object]] = {
-        "d2h": lambda: on_host.copy_(on_device, non_blocking=True),
-        "h2d": lambda: on_device.copy_(on_host, non_blocking=True),
-    }
-    times = measure_step_times(arms, repeats=repeats)
-    return Link(d2h=nbytes / median(times["d2h"]), h2d=nbytes / median(times["h2d"]))
 
 
 @dataclass(frozen=True)
@@ -243,16 +82,14 @@ class Comparison(Printable):
         return self.drop / self.bytes_offloaded if self.bytes_offloaded else 1.0
 
     def _content(self) -> tuple[list[Table], tuple[str, ...]]:
-        peaks = map(mebibytes, (self.peak_without, self.peak_with, -self.drop))
-        slower = percent(self.seconds_with / self.seconds_without - 1, sign="+")
-        rows = (
-            ("peak memory", *peaks),
-            ("step time", milliseconds(self.seconds_without), milliseconds(self.seconds_with), slower),
-            ("bytes offloaded", "", mebibytes(self.bytes_offloaded), ""),
-            ("R = drop / offloaded", "", percent(self.ratio, 2), ""),
-        )
+        rows = [("peak memory", *map(mebibytes, (self.peak_without, self.peak_with, -self.drop)))]
+        if not self.device.reference:
+            slower = percent(self.seconds_with / self.seconds_without - 1, sign="+")
+            rows.append(("step time", milliseconds(self.seconds_without), milliseconds(self.seconds_with), slower))
+        rows.append(("bytes offloaded", "", mebibytes(self.bytes_offloaded), ""))
+        rows.append(("R = drop / offloaded", "", percent(self.ratio, 2), ""))
         note = f"measured on {self.device}"
-        return [Table(("", "without", "with offload", "difference"), rows, left=1, note=note)], ()
+        return [Table(("", "without", "with offload", "difference"), tuple(rows), left=1, note=note)], ()
 
 
 def compare_steps(
@@ -291,11 +128,148 @@ def compare_steps(
     offloaded()
     peaks = []
     for function in (without, offloaded):
-        _repeat(function, 2)
+        function()
+        function()
         offloading.reset_statistics()
         peaks.append(measure_peak(function, warmup=0))
-    copied = offloading.statistics().bytes_offloaded
+    copied, device = offloading.statistics().bytes_offloaded, describe_device()
     arms = {"without": without, "offloaded": offloaded}
-    times = measure_step_times(arms, repeats=repeats, steps=steps, warmup=1)
+    if device.reference:  # its times are not shown
+        repeats = steps = 1
+    times = measure_step_times(arms, repeats=repeats, steps=steps, warmup=0 if device.reference else 1)
     seconds = [median(of_arm) for of_arm in times.values()]
+    return Comparison(device, peaks[0], peaks[1], copied, seconds[0], seconds[1])
+
+
+def compare_captures(
+    without: Callable[[], object],
+    offloaded: Callable[[], object],
+    offloading: OffloadContext | OffloadHandle,
+    *,
+    repeats: int = 7,
+    replays: int = 5,
+) -> Comparison:
+    """Capture a step without and with offloading in a CUDA graph each; compare the captures and their replays.
+
+    The peaks are those of the captures, which are the memory that the graphs keep.  Times are those of replays.
+
+    Parameters
+    ----------
+    without, offloaded, offloading
+        As in `compare_steps`.  Both steps must be such that `torch.cuda.graph` can capture them.
+    repeats, replays : int
+        Measurements of each graph, and replays in one of them.
+    """
+    steps = (without, offloaded)
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for step in (*steps, *steps):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    # The first capture on a stream allocates workspaces of cuBLAS, which later ones share: this one is not measured.
+    with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream):
+        without()
+    graphs, peaks = [torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()], []
+    for step, graph in zip(steps, graphs, strict=True):
+        offloading.reset_statistics()
+        with MemoryMeter() as meter, torch.cuda.graph(graph, stream=stream):
+            step()
+        peaks.append(meter.peak_bytes)
+    copied = offloading.statistics().bytes_offloaded
+    times = measure_step_times(
+        {"without": graphs[0].replay, "offloaded": graphs[1].replay}, repeats=repeats, steps=replays
+    )
+    seconds = [median(of_graph) for of_graph in times.values()]
     return Comparison(describe_device(), peaks[0], peaks[1], copied, seconds[0], seconds[1])
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Peak of device memory and time of one kind of step.
+
+    Parameters
+    ----------
+    peak_bytes : int
+        Peak of device memory while one step runs, in bytes.
+    seconds : float
+        Median time of a step; not measured and 0.0 on the reference device.
+    """
+
+    peak_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Measurements(Printable):
+    """Several kinds of steps; ``print`` gives a table, and ``|`` joins those of one device.
+
+    Parameters
+    ----------
+    device : DeviceInfo
+        Device of the measurement.
+    steps : mapping of str to Measurement
+        Steps by name; the first one is what the others are compared with.
+    """
+
+    device: DeviceInfo
+    steps: Mapping[str, Measurement]
+
+    def __or__(self, other: Measurements) -> Measurements:
+        return Measurements(self.device, {**self.steps, **other.steps})
+
+    def __getitem__(self, name: str) -> Measurement:
+        return self.steps[name]
+
+    def _content(self) -> tuple[list[Table], tuple[str, ...]]:
+        first = next(iter(self.steps.values()))
+        header: tuple[str, ...] = ("", "peak memory", "drop")
+        rows = [
+            (name, mebibytes(of.peak_bytes), mebibytes(first.peak_bytes - of.peak_bytes))
+            for name, of in self.steps.items()
+        ]
+        if self.device.reference:
+            return [Table(header, tuple(rows), left=1, note=f"measured on {self.device}")], ()
+        header += ("step time", f"x {next(iter(self.steps))}")
+        timed = tuple(
+            (*row, milliseconds(of.seconds), f"{of.seconds / first.seconds:.3f}")
+            for row, of in zip(rows, self.steps.values(), strict=True)
+        )
+        return [Table(header, timed, left=1, note=f"measured on {self.device}")], ()
+
+    def plot(self, ax: Axes | None = None) -> Axes:
+        """Draw the peaks as bars, each with its time as a ratio to the first one, except on the reference device."""
+        times = {} if self.device.reference else {name: of.seconds for name, of in self.steps.items()}
+        return plot_measurements({name: of.peak_bytes for name, of in self.steps.items()}, times, ax)
+
+
+def measure_steps(
+    steps: Mapping[str, Callable[[], object]], *, warmup: int = 2, repeats: int = 5, calls: int = 1
+) -> Measurements:
+    """Measure the peak memory of several kinds of steps, and on an accelerator their times side by side.
+
+    Parameters
+    ----------
+    steps : mapping of str to callable
+        Steps by name, called without arguments.
+    warmup, repeats, calls : int
+        Calls of each step before it is measured, measurements of its time, and calls in one of them.
+
+    Examples
+    --------
+    >>> from actoffload.measure import measure_steps
+    >>> print(measure_steps({"small": lambda: torch.zeros(2**18), "large": lambda: torch.zeros(2**20)}))
+             peak memory      drop
+    -----  -------------  --------
+    small        1.0 MiB   0.0 MiB
+    large        4.0 MiB  -3.0 MiB
+    measured on reference device (CPU), ...
+    """
+    device = describe_device()
+    for step in steps.values():
+        step()  # before any peak is measured, because libraries keep workspaces
+    peaks = {name: measure_peak(step, warmup=warmup) for name, step in steps.items()}
+    times = {name: [0.0] for name in steps}
+    if not device.reference:
+        times = measure_step_times(steps, repeats=repeats, steps=calls, warmup=0)
+    return Measurements(device, {name: Measurement(peaks[name], median(times[name])) for name in steps})

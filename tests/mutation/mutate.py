@@ -58,7 +58,7 @@ TESTS: dict[str, list[str]] = {
         *STREAMS,
     ],
     "engine/tensor_marks.py": ["tests/engine/test_limits.py", *STREAMS],
-    "measure.py": ["tests/test_measure.py"],
+    "_meters.py": ["tests/test_measure.py"],
     "model/": ["tests/model/test_follow.py", "tests/model/test_tuning_lifetime.py"],
     "model/follow.py": [
         "tests/model/test_follow.py",

@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("sphinx_gallery", reason="the site's packages are not installed")
 
 ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT / "docs" / "_ext"), str(ROOT / "docs" / "tools"), str(Path(__file__).parent)]
+sys.path[:0] = [*(str(ROOT / "docs" / name) for name in ("_ext", "figures", "tools")), str(Path(__file__).parent)]
 
 CONF = """
 from fixed_memory import FixedMemory
@@ -101,7 +101,10 @@ class Project:
 
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Project:
-    import device_info
+    import recordings
+
+    from actoffload.measure import DeviceInfo
+    from actoffload.schedule import Link
 
     files = {
         "conf.py": CONF,
@@ -115,12 +118,14 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Project:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     made = Project(tmp_path)
-    monkeypatch.setattr(device_info, "has_accelerator", lambda: made.gpu)
     monkeypatch.setattr(
-        device_info, "device_name", lambda: "Imagined GPU" if made.gpu else device_info.REFERENCE_DEVICE
+        recordings,
+        "describe_device",
+        lambda: (
+            DeviceInfo("Imagined GPU", False, "1.2.3") if made.gpu else DeviceInfo("reference device (CPU)", True, "")
+        ),
     )
-    monkeypatch.setattr(device_info, "driver_version", lambda: "1.2.3")
-    monkeypatch.setattr(device_info, "measure_link", lambda: {"d2h": 50.0e9, "h2d": 51.0e9})
+    monkeypatch.setattr(recordings, "measure_link", lambda: Link(d2h=50.0e9, h2d=51.0e9))
     return made
 
 
@@ -138,3 +143,15 @@ def recorded(project: Project) -> Project:
     project.gpu = False
     project.forget_build()
     return project
+
+
+@pytest.fixture(scope="session")
+def tab():
+    """A tab of a headless browser."""
+    from browser import browser, find_browser
+
+    path = find_browser()
+    if path is None:
+        pytest.skip("no Chromium or Chrome is installed (CHROME may name one)")
+    with browser(path) as opened:
+        yield opened

@@ -6,7 +6,9 @@ import importlib
 import re
 from pathlib import Path
 
-PAGE = Path(__file__).parents[2] / "docs" / "api.md"
+import pytest
+
+PAGES = sorted((Path(__file__).parents[2] / "docs" / "api").glob("[!i]*.md"))
 PACKAGES = ("", ".planner", ".schedule", ".report", ".pipeline", ".context", ".moe", ".device")
 
 
@@ -20,15 +22,28 @@ def public() -> set[str]:
     return set(found.values())
 
 
-def test_the_page_documents_exactly_the_public_names():
-    text = PAGE.read_text(encoding="utf-8")
-    named, module = [], ""
-    for kind, name in re.findall(r"^\.\. (currentmodule|auto(?!module)\w+):: ([\w.]+)", text, re.MULTILINE):
+def documented(page: Path) -> list[str]:
+    """Return the names that a page documents."""
+    found, module = [], ""
+    text = page.read_text(encoding="utf-8")
+    for kind, name in re.findall(r"^\.\. (currentmodule|auto(?!module|summary)\w+):: ([\w.]+)", text, re.MULTILINE):
         if kind == "currentmodule":
             module = name
         else:
-            named.append(f"{module}.{name}")
-    assert sorted(named) == sorted(public())
+            found.append(f"{module}.{name}")
+    return found
+
+
+def test_the_pages_document_exactly_the_public_names():
+    assert sorted(name for page in PAGES for name in documented(page)) == sorted(public())
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_each_page_has_one_package_and_a_table_of_its_names(page):
+    module = "actoffload" if page.stem == "actoffload" else f"actoffload.{page.stem}"
+    table = re.search(r"autosummary::\n   :nosignatures:\n\n((?:   \w+\n)+)", page.read_text(encoding="utf-8"))
+    assert table
+    assert [f"{module}.{name}" for name in table[1].split()] == documented(page)
 
 
 def test_every_public_name_has_a_docstring():

@@ -1,12 +1,20 @@
-"""The checks of the built site find broken links and broken pages."""
+"""The checks of the built site find broken links, pages without words and pages that do not work in a browser."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
+ROOT = Path(__file__).parents[2]
 # With an icon: the browser requests one some time after the page, and a missing one would be reported for a later page.
-HEAD = "<!doctype html><html><head><link rel='icon' href='data:,'></head>"
-GOOD = HEAD + "<body><main><h1 id='one'>Title</h1><p>{0}</p>{1}</main></body></html>"
+HEAD = "<!doctype html><html><head><link rel='icon' href='data:,'><title>{0}</title>{1}</head>"
+DESCRIPTION = "<meta name='description' content='What {0} is about.'>"
+GOOD = (
+    "<body><main><h1 id='one'>Title</h1><p>Some text that fills the main part of this page well enough.</p>{0}</main>"
+)
 PIXEL = "<svg xmlns='http://www.w3.org/2000/svg' width='4' height='4'><rect width='4' height='4'/></svg>"
 
 
@@ -14,21 +22,26 @@ PIXEL = "<svg xmlns='http://www.w3.org/2000/svg' width='4' height='4'><rect widt
 def site(tmp_path):
     (tmp_path / "sub").mkdir()
     (tmp_path / "pixel.svg").write_text(PIXEL)
-    write(tmp_path / "index.html", "<a href='sub/other.html#one'>a</a><img src='pixel.svg'>")
+    write(tmp_path / "index.html", "<a href='sub/other.html#one'>a</a><img src='pixel.svg' alt='A black square'>")
     write(
         tmp_path / "sub" / "other.html",
-        "<a href='../index.html#one'>b</a><a href='https://example.org/x'>c</a>",
+        "<a href='../index.html#one'>b</a><a href='https://example.org/x#y'>c</a>",
     )
     return tmp_path
 
 
-def write(path, body):
-    path.write_text(GOOD.format("Some text that fills the main part of this page well enough. ", body))
+def write(path, body, description=DESCRIPTION):
+    path.write_text(HEAD.format(path.stem, description.format(path.stem)) + GOOD.format(body))
+
+
+def check_site(folder):
+    from check_site import check_links, check_words, read_site
+
+    pages = read_site(folder)
+    return check_links(folder, pages) + check_words(folder, pages)
 
 
 def test_a_site_without_broken_links_passes(site):
-    from check_links import check_site
-
     assert check_site(site) == []
 
 
@@ -38,48 +51,127 @@ def test_a_site_without_broken_links_passes(site):
         ("<a href='missing.html'>x</a>", "missing.html leads to no file."),
         ("<a href='sub/other.html#two'>x</a>", "other.html#two names an anchor that the page does not have."),
         ("<a href='#two'>x</a>", "#two names an anchor that the page does not have."),
-        ("<img src='gone.png'>", "gone.png leads to no file."),
-        ("<img srcset='pixel.svg 1x, gone.png 2x'>", "gone.png leads to no file."),
+        ("<video poster='gone.png'></video>", "gone.png leads to no file."),
+        ("<img src='gone.png' alt='In words'>", "gone.png leads to no file."),
+        ("<img srcset='pixel.svg 1x, gone.png 2x' alt='In words'>", "gone.png leads to no file."),
         ("<a href='../outside.html'>x</a>", "../outside.html leads out of the site."),
+        ("<img src='pixel.svg'>", "pixel.svg has no alternative in words, but ''."),
+        ("<img src='pixel.svg' alt=' '>", "pixel.svg has no alternative in words, but ''."),
+        ("<img src='pixel.svg' alt='pixel.svg'>", "pixel.svg has no alternative in words, but 'pixel.svg'."),
+        ("<img src='pixel.svg?a_b' alt='a b'>", "pixel.svg?a_b has no alternative in words, but 'a b'."),
+        ("<img src='pixel.svg' alt='plot'>", "pixel.svg has no alternative in words, but 'plot'."),
     ],
 )
-def test_broken_links_are_found(site, body, message):
-    from check_links import check_site
-
+def test_broken_links_and_images_without_words_are_found(site, body, message):
     write(site / "index.html", body)
     (problem,) = check_site(site)
     assert problem.startswith("index.html:1: ")
     assert problem.endswith(message)
 
 
-@pytest.mark.timeout(120)
-def test_the_browser_finds_broken_pages(site):
-    from cdp import browser, find_browser
-    from check_browser import check_page
-    from serve import serving
+def test_a_broken_link_of_a_style_sheet_is_found(site):
+    (site / "_static").mkdir()
+    (site / "_static" / "own.css").write_text("p { }\nh1 { background: url('gone.png'); }")
+    assert check_site(site) == ["_static/own.css:2: gone.png leads to no file."]
 
-    path = find_browser()
-    if path is None:
-        pytest.skip("no Chromium or Chrome is installed")
+
+def test_each_page_has_a_title_and_a_description_of_its_own(site):
+    write(site / "missing.html", "", description="")
+    write(site / "sub" / "index.html", "")
+    (site / "nothing.html").write_text("<main>")
+    assert check_site(site) == [
+        "missing.html: the page has no description.",
+        "nothing.html: the page has no title.",
+        "nothing.html: the page has no description.",
+        "sub/index.html: the page has the title of index.html: 'index'.",
+        "sub/index.html: the page has the description of index.html: 'What index is about.'.",
+    ]
+
+
+def test_links_to_other_hosts_are_listed(site, capsys):
+    from check_site import main
+
+    assert main([str(site), "--external", str(site / "external.txt")]) == 0
+    assert (site / "external.txt").read_text() == "https://example.org/x  (sub/other.html)\n"
+    assert "2 files, 0 problems, 1 external links" in capsys.readouterr().out
+    write(site / "index.html", "<a href='#two'>x</a>")
+    assert main([str(site)]) == 1
+    with pytest.raises(SystemExit):
+        main([str(site / "sub")])
+
+
+def test_misspelt_words_are_found_and_the_configuration_skips_recordings(tmp_path):
+    (tmp_path / "docs" / "recordings").mkdir(parents=True)
+    (tmp_path / "pyproject.toml").write_text((ROOT / "pyproject.toml").read_text())
+    wrong = "recieve"  # codespell:ignore
+    (tmp_path / "docs" / "page.md").write_text(f"We {wrong} a tensor.")
+    (tmp_path / "docs" / "recordings" / "page.md").write_text(f"We {wrong} a tensor.")
+    command = [sys.executable, "-m", "codespell_lib"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert [line.partition(":")[0] for line in done.stdout.splitlines()] == ["./docs/page.md"]
+
+
+DESKTOP, PHONE = (1280, 900), (390, 844)
+CELLS = "<table style='width: {}px'><tr><td>what it is</td><td style='text-align: right'>3136.0 MiB</td></tr></table>"
+
+
+@pytest.mark.timeout(120)
+def test_the_browser_finds_broken_pages(site, tab):
+    from browser import check_page, serving
+
     write(site / "bad.html", "<img src='gone.png'><script>console.error('said'); undefinedName()</script>")
+    write(site / "warns.html", "<script>console.warn('careful')</script>")
     write(site / "wide.html", "<div style='width: 3000px'>wide</div>")
-    (site / "empty.html").write_text(HEAD + "<body><main></main></body></html>")
-    cells = (
-        "<table style='width: {}px'><tr><td>what it is</td><td style='text-align: right'>3136.0 MiB</td></tr></table>"
-    )
-    write(site / "whole.html", cells.format(400))
-    write(site / "split.html", cells.format(10))
+    write(site / "dark.html", "<style>[data-theme=dark] p { width: 3000px }</style>")
+    (site / "empty.html").write_text(HEAD.format("empty", "") + "<body><main></main></body></html>")
+    write(site / "whole.html", CELLS.format(400))
+    write(site / "split.html", CELLS.format(10))
     write(site / "other.html", "<script src='http://127.0.0.2:9/x.js'></script>")
-    with serving(site) as base, browser(path) as tab:
-        assert check_page(tab, base, "index.html", 1280, 900) == []
-        bad = "\n".join(check_page(tab, base, "bad.html", 1280, 900))
-        assert "console error: said" in bad
+    (site / "nothing.py").write_text("")
+    write(site / "download.html", "<a download href='nothing.py'>a script</a>")
+    with serving(site) as base:
+        assert check_page(tab, base, "index.html", DESKTOP) == []
+        bad = "\n".join(check_page(tab, base, "bad.html", DESKTOP))
+        assert "console" in bad
+        assert '"said"' in bad
         assert "undefinedName is not defined" in bad
         assert "status 404" in bad
         assert "image is not drawn" in bad
-        assert check_page(tab, base, "whole.html", 1280, 900) == []
-        split = check_page(tab, base, "split.html", 1280, 900)
-        assert split == ["numbers are split over lines: 3136.0 MiB"]
-        assert any("wider than the window" in p for p in check_page(tab, base, "wide.html", 390, 844))
-        assert "the main part has no heading" in check_page(tab, base, "empty.html", 1280, 900)
-        assert any("loads from another host" in p for p in check_page(tab, base, "other.html", 1280, 900))
+        assert "careful" in "\n".join(check_page(tab, base, "warns.html", DESKTOP))
+        assert check_page(tab, base, "whole.html", DESKTOP) == []
+        assert check_page(tab, base, "split.html", DESKTOP) == ["numbers are split over lines: 3136.0 MiB"]
+        assert any("wider than the window" in p for p in check_page(tab, base, "wide.html", PHONE))
+        assert any("wider than the window" in p for p in check_page(tab, base, "dark.html", PHONE))
+        empty = check_page(tab, base, "empty.html", DESKTOP)
+        assert empty == ["the main part has no heading", "the main part shows 0 characters of text"]
+        assert any("loads from another host" in p for p in check_page(tab, base, "other.html", DESKTOP))
+        assert check_page(tab, base, "download.html", DESKTOP) == [f"download is empty: {base}/nothing.py"]
+        # What one page said is not said of the next one.
+        assert check_page(tab, base, "index.html", PHONE) == []
+
+
+def test_copy_buttons_have_a_name_and_copy(site, tab):
+    from browser import check_page, serving
+
+    button = "<button class='copybtn' {} onclick='{}'></button>"
+    write(site / "good.html", button.format("aria-label='Copy'", 'this.className += " success"'))
+    write(site / "nameless.html", button.format("", 'this.className += " success"'))
+    write(site / "idle.html", button.format("aria-label='Copy'", ""))
+    with serving(site) as base:
+        assert check_page(tab, base, "good.html", DESKTOP) == []
+        assert check_page(tab, base, "nameless.html", DESKTOP) == ["a copy button has no accessible name"]
+        assert check_page(tab, base, "idle.html", DESKTOP) == ["a copy button does not copy"]
+
+
+def test_search_and_theme_switch(site, tab):
+    from browser import check_search, check_theme, serving
+
+    found = "if (location.search === '?q=FSDP') document.write('<ul class=search><li><a href=x>x</a></ul>')"
+    write(site / "search.html", f"<div id='search-results'><script>{found}</script></div>")
+    choose = "document.documentElement.dataset.theme = '{}'"
+    with serving(site) as base:
+        assert check_search(tab, base, ["FSDP", "OOM"], seconds=1) == ["search finds nothing for 'OOM'"]
+        assert check_theme(tab, base) == ["the theme switch does not show the dark theme"]
+        mode = '<button class="theme-change-button" data-mode="{0}" onclick="{1}"></button>'
+        write(site / "index.html", "".join(mode.format(name, choose.format(name)) for name in ("dark", "light")))
+        assert check_theme(tab, base) == []

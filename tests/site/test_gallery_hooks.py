@@ -48,6 +48,19 @@ def test_peak_of_a_block_in_mb(allocator):
     assert DeviceMemory()(lambda: None)[0] == 1.0  # the bytes that are still allocated
 
 
+def test_a_page_shows_its_whole_peak_and_not_the_models_of_the_page_before(allocator):
+    from gallery_hooks import DeviceMemory
+    from sphinx_gallery.gen_rst import _exec_once
+
+    begin = types.FunctionType((lambda: None).__code__, {"__name__": "sphinx_gallery.gen_rst"}, "<lambda>")
+    page = types.ModuleType("page")
+    DeviceMemory()(_exec_once(compile("model = [1]", "page", "exec"), page))
+    assert page.model == [1]
+    allocator.allocate(3_000_000)
+    assert DeviceMemory()(begin) == (0.0, None)
+    assert not hasattr(page, "model")
+
+
 @pytest.mark.parametrize("through", ["accelerator", "module"])
 def test_a_reset_inside_the_block_does_not_hide_the_peak_before_it(allocator, through):
     from gallery_hooks import DeviceMemory

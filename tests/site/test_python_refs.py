@@ -41,12 +41,12 @@ def test_listed_names_of_torch_exist():
 
 
 def test_fields_of_public_dataclasses_link_to_their_class():
-    from python_refs import class_of_field
+    from python_refs import public_name
 
-    assert class_of_field("Saved.needed_at") == "actoffload.schedule.Saved"
-    assert class_of_field("actoffload.schedule.Saved.needed_at") == "actoffload.schedule.Saved"
-    assert class_of_field("Saved.need_at") is None
-    assert class_of_field("Sawed.needed_at") is None
+    assert public_name("Saved.needed_at") == "actoffload.schedule.Saved"
+    assert public_name("actoffload.schedule.Saved.needed_at") == "actoffload.schedule.Saved"
+    assert public_name("Saved.need_at") is None
+    assert public_name("Sawed.needed_at") is None
 
 
 def test_only_lower_case_names_without_a_dot_count_as_variables():

@@ -40,18 +40,18 @@ def test_generated_files_exclude_those_of_a_longer_name(tmp_path):
 
 
 def test_errors_name_the_damaged_or_foreign_file(tmp_path):
-    from recording_data import RecordingError, read_provenance
+    from recording_data import Provenance, RecordingError
 
     path = tmp_path / "first" / "recording.json"
     with pytest.raises(RecordingError, match=r"recording\.json of first cannot be read"):
-        read_provenance(path)
+        Provenance.read(path)
     path.parent.mkdir()
     path.write_text(json.dumps({"format": 99}))
     with pytest.raises(RecordingError, match=r"first/recording\.json: expected a recording of format 1"):
-        read_provenance(path)
+        Provenance.read(path)
     path.write_text(json.dumps({"format": 1, "example": "first.py"}))
     with pytest.raises(RecordingError, match="record the example again"):
-        read_provenance(path)
+        Provenance.read(path)
 
 
 def test_pack_reports_an_example_that_did_not_run_and_machine_paths(recorded):
@@ -90,21 +90,21 @@ def test_unpack_replaces_nothing_when_the_archive_is_damaged(recorded):
 
 
 def test_check_gallery_separates_errors_from_outdated_recordings(recorded, capsys):
-    import check_gallery
+    import record_gallery
 
     (recorded.root / "src" / "lib").rename(recorded.root / "src" / "actoffload")
-    assert check_gallery.check_gallery(recorded.root) == ([], [])
+    assert record_gallery.check(recorded.root) == ([], [])
     assert "first.py: current, recorded on Imagined GPU" in capsys.readouterr().out
     (recorded.root / "src" / "actoffload" / "__init__.py").write_text("version = 3\n")
-    errors, reports = check_gallery.check_gallery(recorded.root)
+    errors, reports = record_gallery.check(recorded.root)
     assert errors == []
     assert "from other library sources" in reports[0]
     recorded.example.write_text(recorded.example.read_text() + "1\n")
-    errors, reports = check_gallery.check_gallery(recorded.root)
+    errors, reports = record_gallery.check(recorded.root)
     assert errors == []
     assert "its text changed" in reports[0]
     recorded.example.rename(recorded.example.with_name("renamed.py"))
-    errors, reports = check_gallery.check_gallery(recorded.root)
+    errors, reports = record_gallery.check(recorded.root)
     assert errors == ["first.py: has a recording but no example; remove docs/recordings/first."]
     assert reports == ["renamed.py: has no recording; its page is built on the reference device."]
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import io
+import json
 import re
+from dataclasses import asdict
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
 pytest.importorskip("matplotlib", reason="figures need matplotlib")
+import drawn_figures
 import schedule_figures
 
 from actoffload.schedule import simulate
@@ -94,7 +97,7 @@ def test_figures_are_the_same_in_every_build(tmp_path: Path, name: str) -> None:
     for page, file in first.files.items():
         text = file.read_text(encoding="utf-8")
         assert text == again.files[page].read_text(encoding="utf-8")
-        assert schedule_figures.INK[page] in text
+        assert drawn_figures.INK[page] in text
         assert str(tmp_path) not in text
 
 
@@ -113,3 +116,47 @@ def test_the_figures_match_their_names() -> None:
     assert run("manual") == (2, 0.0)
     assert run("groups")[0] == 3
     assert 0 < run("groups")[1] < stalled
+
+
+@pytest.fixture
+def overlap_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Write a result whose recorded steps are simulated ones, as a GPU would record them."""
+    costs, link = [schedule_figures.COST] * schedule_figures.LAYERS, schedule_figures.LINK
+    runs, seconds = {}, {"0": 0.15}
+    for name, count in (("full-overlap", "2"), ("stalls", "3")):
+        result = simulate(schedule_figures.FIGURES[name](), costs, link)
+        spans = [[s.kind.name, s.layer, s.start, s.end, s.nbytes] for s in result.timeline.spans]
+        runs[count] = {"spans": spans, "resident": result.timeline.resident}
+        seconds[count] = result.step_time
+    device = {"name": "Some GPU", "driver": "1.2", "torch": "2.13", "reference": False}
+    data = {"device": device, "date": "2026-11-22T10:00:00", "costs": [asdict(cost) for cost in costs]}
+    path = tmp_path / "overlap.json"
+    path.write_text(json.dumps({**data, "link": {"d2h": link.d2h, "h2d": link.h2d}, "runs": runs, "seconds": seconds}))
+    monkeypatch.setattr(schedule_figures, "RESULT", path)
+    return path
+
+
+def test_a_simulated_step_is_drawn_beside_the_recorded_one(overlap_result: Path, tmp_path: Path) -> None:
+    timelines, alt, note = schedule_figures.overlap("stalls")
+    assert list(timelines) == ["simulated", "measured"]
+    assert timelines["measured"].spans == timelines["simulated"].spans
+    assert timelines["measured"].peak_bytes == 2 * 256 * 2**20
+    assert "Below it the measured step, which takes 166.8 ms" in alt
+    assert note.endswith(
+        "166.8 ms simulated, 166.8 ms measured (median). Measured on Some GPU, driver 1.2, torch 2.13, 2026-11-22."
+    )
+    data = json.loads(overlap_result.read_text())
+    data["device"]["reference"] = True
+    overlap_result.write_text(json.dumps(data))
+    assert list(schedule_figures.overlap("stalls")[0]) == ["simulated"]  # a rehearsal is no measurement
+    overlap_result.unlink()
+    assert schedule_figures.overlap("stalls")[2].startswith("Simulated: a layer saves 256 MiB")
+
+
+def test_links_and_memory_are_what_the_captions_say() -> None:
+    _, alt, _ = schedule_figures.links()
+    pcie, c2c = (float(found) for found in re.findall(r"([\d.]+) ms of it stalled", alt))
+    assert pcie > 0 == c2c
+    results, alt = schedule_figures.memory()
+    assert [result.peak_bytes // (256 * 2**20) for result in results.values()] == [5, 3, 2]
+    assert "2 of 5 layers 0.75 GiB" in alt

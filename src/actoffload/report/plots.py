@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from matplotlib.text import Text
 
-__all__ = ["plot_frontier", "plot_memory", "plot_step", "plot_timeline"]
+__all__ = ["plot_frontier", "plot_measurements", "plot_memory", "plot_step", "plot_timeline", "plot_trace"]
 
 # Okabe and Ito's palette, distinct with any colour vision; all light enough for dark labels.
 COLOURS = {Kind.FORWARD: "#56b4e9", Kind.BACKWARD: "#e69f00", Kind.D2H: "#cc79a7", Kind.H2D: "#2fb28a"}
@@ -54,7 +54,8 @@ def plot_timeline(timeline: Timeline, ax: Axes | None = None, names: Sequence[st
     Parameters
     ----------
     timeline, names : Timeline, sequence of str
-        Simulated or measured; names of the layers by index, written instead of their numbers where they fit.
+        Simulated or measured; names of the layers by index, written instead of their numbers where they fit.  One of
+        the reference device has no times.
     ax : matplotlib Axes, optional
         Where to draw; a new figure by default.  It is returned.
     """
@@ -63,11 +64,12 @@ def plot_timeline(timeline: Timeline, ax: Axes | None = None, names: Sequence[st
     from matplotlib.patches import Patch
 
     scale = _set_time_axis(ax, timeline.end)
-    ax.set_ylim(len(LANES) - 0.5, -0.5)
-    ax.set_yticks(range(len(LANES)), [name for name, _ in LANES])
+    lanes = LANES if timeline.of(Kind.D2H, Kind.H2D) or not timeline.spans else LANES[:1]  # none that stays empty
+    ax.set_ylim(len(lanes) - 0.5, -0.5)
+    ax.set_yticks(range(len(lanes)), [name for name, _ in lanes])
     ax.tick_params(axis="y", length=0)
     labels, cut = [], without_stalls(timeline)
-    for lane, (_, kinds) in enumerate(LANES):
+    for lane, (_, kinds) in enumerate(lanes):
         ax.axhspan(lane - HEIGHT / 2, lane + HEIGHT / 2, color="#808080", alpha=0.12, linewidth=0)
         # Neighbours that belong to one layer, the copies of its tensors, are one box.
         of_lane = (span for span in cut if span.kind in kinds)
@@ -78,6 +80,9 @@ def plot_timeline(timeline: Timeline, ax: Axes | None = None, names: Sequence[st
     present = {span.kind for span in timeline.spans}
     patches = [Patch(label=kind.value, **_style(kind)) for kind in Kind if kind in present]
     _legend(ax, patches, columns=len(Kind))
+    if timeline.source == "reference device":  # its clock says nothing about a GPU
+        ax.set_xticks([])
+        ax.set_xlabel("order of the step on the reference device")
     _fit_labels(ax, labels, names)
     return ax
 
@@ -122,13 +127,65 @@ def plot_memory(curves: Mapping[str, Sequence[tuple[float, int]]], ax: Axes | No
     return ax
 
 
+def plot_trace(traces: Mapping[str, Sequence[int]], ax: Axes | None = None) -> Axes:
+    """Draw memory at the borders of layers, with the peak of each trace.
+
+    Parameters
+    ----------
+    traces : mapping of str to sequence of int
+        Bytes by name, as `actoffload.measure.trace_memory` returns them; all of the same length.
+    ax : matplotlib Axes, optional
+        Where to draw; a new figure by default.  It is returned.
+    """
+    if ax is None:
+        ax = _pyplot().subplots(figsize=(5.4, 3.2), layout="constrained")[1]
+    highest, length = max(map(max, traces.values())), max(map(len, traces.values()))
+    divisor, unit = _byte_unit(highest)
+    for (name, trace), (colour, dashes) in zip(traces.items(), cycle(LINES), strict=False):
+        y = [nbytes / divisor for nbytes in trace]
+        ax.plot(range(len(y)), y, color=colour, linestyle=dashes, linewidth=2.2, label=f"{name}, {max(y):.4g} {unit}")
+        ax.plot(y.index(max(y)), max(y), "o", color=colour, markersize=6, zorder=4)
+    ax.axvline((length - 1) / 2, color="#808080", linewidth=0.8, linestyle=":")
+    ax.set_xlim(0, length - 1)
+    ax.set_ylim(0, 1.08 * highest / divisor or 1.0)
+    ax.set_xticks([(length - 1) / 4, 3 * (length - 1) / 4], ["forward, layer by layer", "backward, layer by layer"])
+    ax.tick_params(axis="x", length=0)
+    ax.set_ylabel(f"memory ({unit})")
+    ax.spines[["top", "right"]].set_visible(False)
+    _legend(ax, None, columns=min(len(traces), 2))
+    return ax
+
+
+def plot_measurements(peaks: Mapping[str, int], times: Mapping[str, float], ax: Axes | None = None) -> Axes:
+    """Draw peaks of device memory as bars, and beside each its time as a ratio to the first one, where it is known."""
+    if ax is None:
+        ax = _pyplot().subplots(figsize=(5.4, 1.0 + 0.5 * len(peaks)), layout="constrained")[1]
+    divisor, unit = _byte_unit(max(peaks.values()))
+    first, colours = next(iter(peaks)), ["#7f7f7f", *[LINES[0][0]] * (len(peaks) - 1)]
+    bars = ax.barh(list(peaks), [nbytes / divisor for nbytes in peaks.values()], color=colours, height=0.62)
+    texts = [f"{nbytes / divisor:.4g} {unit}" for nbytes in peaks.values()]
+    if times:
+        ratios = [f"{times[name] / times[first]:.3f} x" for name in peaks]
+        texts = [f"{text}, {ratio}" for text, ratio in zip(texts, ratios, strict=True)]
+    ax.bar_label(bars, texts, padding=4)
+    ax.set_xlim(right=1.45 * max(peaks.values()) / divisor)
+    ax.invert_yaxis()
+    ax.set_xlabel(f"peak of device memory ({unit}){', step time x ' + first if times else ''}")
+    ax.tick_params(axis="y", length=0)
+    ax.spines[["top", "right"]].set_visible(False)
+    return ax
+
+
 def plot_step(timeline: Timeline, names: Sequence[str] = ()) -> Figure:
     """Return a figure with compute, copies and resident bytes of one step; see `plot_timeline` and `plot_memory`."""
+    copies = bool(timeline.of(Kind.D2H, Kind.H2D))
+    ratios, size = ((3, 2.4), (7.5, 4.0)) if copies else ((1.2, 2.4), (7.5, 2.9))
     figure, (lanes, memory) = _pyplot().subplots(
-        2, sharex=True, figsize=(7.5, 4.0), height_ratios=(3, 2.4), layout="constrained"
+        2, sharex=True, figsize=size, height_ratios=ratios, layout="constrained"
     )
     plot_memory({"": resident_points(timeline)}, memory)
     plot_timeline(timeline, lanes, names)
+    memory.set_xlabel(lanes.get_xlabel())
     lanes.set_xlabel("")
     figure.align_ylabels()
     return figure  # type: ignore[no-any-return]

@@ -237,8 +237,9 @@ def _groups_table(report: Report) -> Table:
     """Return the table of groups, with their sums."""
     groups, totals = report.groups, report.totals
     folded = fold(groups, _key)
-    columns = [column for column in COLUMNS if column.of(totals) or (column.always and groups)]
-    if totals.stall_seconds == 0.0:  # 0.00 ms is worth a column
+    possible = [column for column in COLUMNS if report.times or not column.times]
+    columns = [column for column in possible if column.of(totals) or (column.always and groups)]
+    if totals.stall_seconds == 0.0 and report.times:  # 0.00 ms is worth a column
         columns.append(COLUMNS[-1])
     kinds, calls = len({group.kind for group in groups}) > 1, any(group.calls != 1 for group in groups)
     shown = (True, kinds, True, calls)
@@ -302,7 +303,7 @@ def _facts(report: Report) -> Iterator[tuple[str, str]]:
         ahead, demand = totals.reloaded_ahead, totals.reloaded_on_demand
         yield "reloaded", f"{size(totals.bytes_reloaded)}: {ahead} storages ahead, {demand} on demand"
     yield "host memory", f"{size(report.host_bytes)} allocated, at most {size(report.host_bytes_high_water)} in use"
-    if report.step_seconds:
+    if report.step_seconds and report.times:
         stalled = totals.stall_seconds or 0.0
         share = f"{milliseconds(stalled)} of it stalled ({percent(stalled / report.step_seconds)})"
         yield "step", f"{milliseconds(report.step_seconds)}, {share}"

@@ -1,7 +1,6 @@
 """Sphinx extension: the directive ``{budget-figure} NAME`` draws time against peak memory, as the planner expects it.
 
-The figures are drawn during the build of the site from given costs, so they always agree with the library.  Files and
-captions are as in `schedule_figures`.
+The figures are computed from given costs. Files and captions are as in `drawn_figures`.
 """
 
 from __future__ import annotations
@@ -11,7 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from schedule_figures import GIB, Drawn, DrawnFigure, write
+from drawn_figures import Drawn, DrawnFigure, write
+from schedule_figures import GIB
 from sphinx.application import Sphinx
 
 import actoffload

@@ -1,0 +1,126 @@
+"""
+Mixture of experts without synchronization
+==========================================
+
+The host queues both compute and copies, so both start late if it waits for the device in every layer. Routing of tokens
+to experts usually waits. Here a mixture of experts trains without one synchronization, offloads what it saves, and the
+example finds the lines of a program that do wait.
+"""
+
+# %%
+# Routing that waits
+# ------------------
+# The usual way to sort tokens by expert waits once for each expert, to read the number of its tokens.
+# ``find_synchronizations`` names the lines. Without a GPU the example runs on the CPU, with smaller layers, where
+# nothing waits.
+import torch
+from matplotlib import pyplot
+
+import actoffload
+from actoffload.measure import compare_steps, describe_device
+from actoffload.moe import GroupedMLP, indices_to_multihot
+
+device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+reference = device.type == "cpu"
+print(f"Runs on {describe_device()}.")
+width, shape, dtype = (128, (8, 256), torch.float32) if reference else (4096, (2, 1024), torch.bfloat16)
+experts, topk = 8, 2
+
+
+def lines_that_wait(function):
+    """Call a function; return the lines at which the host waited."""
+    if device.type != "cuda":
+        function()
+        return "find_synchronizations needs CUDA."
+    with actoffload.find_synchronizations() as found:
+        function()
+    return found
+
+
+indices = torch.randint(experts, (64, topk), device=device)
+print(lines_that_wait(lambda: [(indices == expert).nonzero() for expert in range(experts)]))
+
+# %%
+# Routing that does not wait
+# --------------------------
+# ``indices_to_multihot`` returns tensors of shape (tokens, experts), which the host knows. The sum of the first over
+# the tokens is the number of tokens of each expert. It stays on the device; ``GroupedMLP`` reads it there where a
+# kernel can.
+counts_stay = reference or (device.type == "cuda" and torch.cuda.get_device_capability()[0] in (9, 10))
+
+
+class Mixture(torch.nn.Module):
+    """Two of eight experts for each token, behind a norm, with a residual connection."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = torch.nn.LayerNorm(width)
+        self.router = torch.nn.Linear(width, experts, bias=False)
+        self.experts = GroupedMLP(experts, width, width)
+        self.counts = None
+
+    def forward(self, x):
+        """Return the input and the weighted sum of the experts."""
+        hidden = self.norm(x).flatten(0, 1)
+        probs, indices = self.router(hidden).softmax(dim=-1).topk(topk)
+        routing_map, _ = indices_to_multihot(indices, probs, experts)
+        self.counts = routing_map.sum(dim=0)
+        order = indices.flatten().argsort(stable=True)
+        tokens = order // topk
+        y = self.experts(hidden[tokens], self.counts if counts_stay else self.counts.tolist())
+        y = y * probs.flatten()[order].unsqueeze(1)
+        return x + torch.zeros_like(hidden).index_add(0, tokens, y).view_as(x)
+
+
+torch.manual_seed(0)
+with device:
+    model = torch.nn.Sequential(torch.nn.Embedding(1024, width), *[Mixture() for _ in range(6)]).to(dtype)
+    tokens = torch.randint(1024, shape)
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+handle = actoffload.offload(model, num_layers=4)
+
+
+def train_step():
+    """Run forward, backward and optimizer; the gradients keep their memory between steps."""
+    optimizer.zero_grad(set_to_none=False)
+    model(tokens).float().square().mean().backward()
+    optimizer.step()
+
+
+# %%
+# A whole step has no synchronization if the counts stay on the device.
+train_step()
+print(lines_that_wait(train_step))
+
+# %%
+# What it saves
+# -------------
+# Four of the six mixtures are offloaded. Every token occurs once for each of its two experts, so a mixture saves more
+# than a dense MLP of the same width.
+
+
+def step_without():
+    """Train without offloading."""
+    with handle.paused():
+        train_step()
+
+
+print(compare_steps(step_without, train_step, handle))
+print(handle.report())
+
+# %%
+# Tokens of each expert
+# ---------------------
+# How many tokens each expert gets changes from step to step. No size of a tensor depends on it, so neither do the
+# bytes that are offloaded.
+figure, ax = pyplot.subplots(figsize=(5.4, 3.2), layout="constrained")
+for number, mixture in enumerate(model[1:]):
+    ax.plot(range(experts), mixture.counts.tolist(), "o-", label=f"layer {number}")
+ax.axhline(shape[0] * shape[1] * topk / experts, color="#808080", linestyle=":", label="evenly")
+ax.set_xlabel("expert")
+ax.set_ylabel("tokens")
+ax.set_ylim(bottom=0)
+ax.legend(frameon=False, ncols=4, loc="lower center")
+ax.spines[["top", "right"]].set_visible(False)
+figure.savefig("moe_routing.png", dpi=150)
+handle.remove()

@@ -1,0 +1,89 @@
+"""The benchmarks of other tools and of overlap at tiny sizes, and their part of the page."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="transformers is not installed")
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / "benchmarks")]
+
+import overlap  # noqa: E402 - lies in benchmarks, as the next ones
+import peers  # noqa: E402
+import report  # noqa: E402
+from predict import Part  # noqa: E402
+from results_file import read, write  # noqa: E402
+from workloads import REHEARSAL  # noqa: E402
+
+from actoffload.schedule import LayerCost, Link, Saved  # noqa: E402
+
+CPU = torch.device("cpu")
+SMALL = {"shape": (1, 640, 128), "intermediate": 448, "min_bytes": 1024, "counts": (1,), "dtype": "float32"}
+TINY = Part(replace(peers.SMALL_PARTS.settings, layers=3, **SMALL), False)
+
+
+@pytest.fixture(scope="module")
+def measured() -> dict[str, Any]:
+    """Measure with stand-ins for two packages: one works, and one fails on this stack."""
+    patch = pytest.MonkeyPatch()
+    trl, engine = ModuleType("trl.models.activation_offloading"), ModuleType("transformer_engine.pytorch")
+    trl.OffloadActivations = torch.autograd.graph.save_on_cpu
+    engine.get_cpu_offload_context = lambda **how: (_ for _ in ()).throw(ValueError("no  such\nlayer"))
+    for name in ("trl", "trl.models", "transformer_engine"):
+        patch.setitem(sys.modules, name, ModuleType(name))
+    patch.setitem(sys.modules, trl.__name__, trl)
+    patch.setitem(sys.modules, engine.__name__, engine)
+    patch.setitem(sys.modules, "torchtune", None)
+    yield peers.measure_peers(TINY, CPU, repeats=1)
+    patch.undo()
+
+
+def test_tools_that_are_here_are_measured_and_the_others_are_named(measured: dict[str, Any]) -> None:
+    methods = [arm["method"] for arm in measured["arms"]]
+    own = ["get_cpu_offload_context", "actoffload", "actoffload"]
+    assert methods == ["no offload", "no offload, again", "checkpoint", "selective", "save_on_cpu", "TRL", *own]
+    assert measured["left_out"].keys() == {"torchtune", "Transformer Engine"}
+    assert measured["left_out"]["Transformer Engine"] == "no such layer"
+    assert measured["left_out"]["torchtune"].startswith("torchtune could not be imported (ModuleNotFoundError")
+    by_method = {arm["method"]: arm for arm in measured["arms"]}
+    assert by_method["get_cpu_offload_context"]["num_layers"] == 1
+    assert by_method["get_cpu_offload_context"]["peak_bytes"] < by_method["no offload"]["peak_bytes"]
+    assert measured["arms"][-1]["budget"] == round(peers.ABOVE * by_method["checkpoint"]["peak_bytes"])
+
+
+def test_page_of_other_tools(measured: dict[str, Any], tmp_path: Path) -> None:
+    write(tmp_path, "peers", {**measured, "versions": {"TRL": "0.25.0"}}, "python benchmarks/run.py peers")
+    page = report.readers_page({"peers": read(tmp_path, "peers")})
+    assert "## Other tools" in page
+    assert "| TRL: OffloadActivations (0.25.0) |" in page
+    assert "| actoffload: offload(model, memory_budget) |" in page
+    assert "Transformer Engine: get_cpu_offload_context is left out: no such layer." in page
+    assert "**Rehearsal on the reference device; no GPU figures.**" in page
+
+
+def test_targets_are_on_the_page_for_developers() -> None:
+    results = report.load(report.RESULTS)
+    readers, developers = report.readers_page(results), report.developers_page(results)
+    assert "## Targets" not in readers
+    assert "## Time against peak" in readers
+    assert "## Targets" in developers
+    assert "## Host time" in developers
+
+
+def test_recorded_steps_of_overlap() -> None:
+    settings = replace(REHEARSAL["gpt"], layers=overlap.LAYERS)
+    data = overlap.measure_overlap(settings, CPU, recordings=1)
+    assert data["runs"].keys() == {"2", "3"}
+    assert {span[0] for span in data["runs"]["3"]["spans"]} >= {"FORWARD", "BACKWARD", "D2H", "H2D"}
+    assert len({span[1] for span in data["runs"]["2"]["spans"] if span[0] == "D2H"}) == 2
+    cost = data["costs"][0]
+    saved = tuple(Saved(**each) for each in cost["saved"])
+    assert LayerCost(cost["forward"], cost["backward"], saved).nbytes > 0
+    assert Link(**data["link"]).d2h > 0

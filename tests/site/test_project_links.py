@@ -1,0 +1,70 @@
+"""Canonical addresses, the repository's link and source links follow from [project.urls]; made-up ones here."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+URLS = {"Documentation": "https://docs.example.org/actoffload/", "Repository": "https://github.com/example/made-up/"}
+PAGE = """
+A page
+======
+
+Some text.
+
+.. autofunction:: actoffload.offload
+"""
+
+
+def build(root: Path, urls: dict[str, str]) -> dict[str, str]:
+    """Build a page with the settings for some addresses; return the pages."""
+    from project_links import settings
+    from sphinx.application import Sphinx
+    from sphinx.util.docutils import docutils_namespace, patch_docutils
+
+    (root / "docs").mkdir()
+    (root / "docs" / "index.rst").write_text(PAGE)
+    found = settings(urls)
+    extensions = ["sphinx.ext.autodoc", "sphinxext.opengraph", "notfound.extension", found.pop("link_extension")]
+    theme = {"icon_links": found.pop("icon_links")}
+    config = {**found, "extensions": extensions, "html_theme": "pydata_sphinx_theme", "html_theme_options": theme}
+    config |= {"ogp_enable_meta_description": True, "ogp_social_cards": {"enable": False}}
+    with patch_docutils(str(root)), docutils_namespace():
+        out = root / "out"
+        args = (root / "docs", None, out, root / "trees", "html")
+        Sphinx(*args, confoverrides=config, status=None, warning=None).build()
+    return {path.relative_to(out).as_posix(): path.read_text(encoding="utf-8") for path in out.rglob("*.html")}
+
+
+def test_without_addresses_nothing_is_linked_and_sources_are_copied(tmp_path):
+    pages = build(tmp_path, {})
+    assert 'rel="canonical"' not in pages["index.html"]
+    assert "github" not in pages["index.html"]
+    assert "_modules/actoffload/model/offload.html" in pages["index.html"]
+    assert '<meta name="description" content="Some text.' in pages["index.html"]
+    assert 'href="/_static' in pages["404.html"]
+
+
+def test_addresses_give_canonical_repository_and_source_links(tmp_path):
+    pages = build(tmp_path, URLS)
+    assert '<link rel="canonical" href="https://docs.example.org/actoffload/index.html" />' in pages["index.html"]
+    assert '<meta property="og:url" content="https://docs.example.org/actoffload/index.html"' in pages["index.html"]
+    assert 'href="https://github.com/example/made-up/"' in pages["index.html"]
+    assert 'href="/actoffload/_static' in pages["404.html"]
+    assert not any(name.startswith("_modules") for name in pages)
+    pattern = r'href="https://github.com/example/made-up/blob/main/src/actoffload/model/offload.py#L(\d+)-L(\d+)"'
+    found = re.search(pattern, pages["index.html"])
+    assert found
+    source = (Path(__file__).parents[2] / "src" / "actoffload" / "model" / "offload.py").read_text().splitlines()
+    assert source[int(found[1]) - 1].startswith("def offload(")
+
+
+@pytest.mark.parametrize("name", ["nothing", "Reason.no_such", "__all__"])
+def test_what_has_no_source_gets_no_link(name):
+    from project_links import source_page
+
+    assert source_page(URLS["Repository"], "actoffload.report", name) is None
+    assert source_page(URLS["Repository"], "collections", "OrderedDict") is None
+    assert source_page(URLS["Repository"], "actoffload.report", "Report") is not None
