@@ -63,7 +63,7 @@ def get_cpu_offload_context(
     offload_stream: torch.Stream | None = None,
     *,
     max_host_bytes: int | None = None,
-) -> Any:
+) -> tuple[Any, ...]:
     """Return a context and a synchronization function that offload the activations of a sequential model.
 
     Each layer runs in the context, and its output goes through the function::
