@@ -188,3 +188,36 @@ def test_recomputed_groups_have_the_same_gradients(name, monkeypatch):
     train(schedule, modules, 1)
     assert handle.report().on_demand == 0
     handle.remove()
+
+
+class Around(nn.Module):
+    """Computes nothing before and behind the module inside, so backward never comes to its own parts."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)
+
+
+def test_groups_without_backward_have_no_time():
+    """The others keep the times that were measured; they are not those of a step in which nothing was measured."""
+    device = Timed(2.0 * SAVED, 2.0 * SAVED, memory=2**20)
+
+    def module(stage: int) -> nn.Module:
+        return nn.Sequential(*(Around(TimedBlock(device, 0.25, 0.5, SAVED)) for _ in range(BLOCKS)))
+
+    schedule, _ = make("Schedule1F1B", MICROBATCHES, module=module)
+    with use(device):
+        handle = offload(schedule, min_bytes=64, layers=["?", "*.inner"])
+    seconds = []
+    for _ in range(MEASURED + 2):
+        begun = device.main.now
+        schedule.step(torch.ones(4 * MICROBATCHES), target=torch.ones(4 * MICROBATCHES))
+        seconds.append(device.main.now - begun)
+    assert handle.plan is not None
+    assert len(handle.plan.names[0]) > BLOCKS  # with the parts that save nothing
+    assert handle.plan.baseline_seconds == pytest.approx(seconds[MEASURED - 1])
+    assert seconds[-1] == pytest.approx(handle.plan.seconds)
+    handle.remove()

@@ -68,39 +68,50 @@ class StepMeter(Meter):
         return median(found) if found else None
 
     def groups(self, stage: int, computation: Computation, count: int) -> list[GroupSeconds] | None:
-        """Return the median seconds of each group in a computation of a stage; None if the step had none of it."""
+        """Return the median seconds of each group in a computation of a stage; None if the step had none of it.
+
+        A group that backward never comes to, because nothing in it needs a gradient of its own, has no time of its own.
+        Where no group was seen, each has the same part of the computation.
+        """
         read = self._forward if computation is Computation.FORWARD else self._backward
-        found = [
-            spans
+        steps = [
+            marks
             for step, marks in self._marks.items()
-            if step.stage == stage and step.computation is computation
-            if len(spans := read(marks)) == count
+            if step.stage == stage and step.computation is computation and len(marks) > 1
         ]
-        if not found:
+        if not steps:
             return None
+        found = [spans for marks in steps if (spans := read(marks))]
+        if not found:
+            whole = median(self._seconds(marks[0], marks[-1]) for marks in steps)
+            return [GroupSeconds(whole / count, 0.0)] * count
+        none = GroupSeconds(0.0, 0.0)
         return [
-            GroupSeconds(median(of[k].seconds for of in found), median(of[k].gap for of in found)) for k in range(count)
+            GroupSeconds(
+                median(of.get(k, none).seconds for of in found),
+                median(of.get(k, none).gap for of in found),
+            )
+            for k in range(count)
         ]
 
-    def _forward(self, marks: list[_Mark]) -> list[GroupSeconds]:
-        """Return the spans of the groups in a forward, in order."""
-        spans, before = [], marks[0]
+    def _forward(self, marks: list[_Mark]) -> dict[int, GroupSeconds]:
+        """Return the spans of the groups in a forward, by their place."""
+        spans, before = {}, marks[0]
         starts = {mark.place: mark for mark in marks if mark.when is When.FORWARD_START}
         for end in (mark for mark in marks if mark.when is When.FORWARD_END and mark.place in starts):
             start = starts[end.place]
-            spans.append(GroupSeconds(self._seconds(start, end), self._seconds(before, start)))
+            spans[end.place] = GroupSeconds(self._seconds(start, end), self._seconds(before, start))
             before = end
         return spans
 
-    def _backward(self, marks: list[_Mark]) -> list[GroupSeconds]:
-        """Return the spans of the groups in a backward, in order of the forward: each until the next one begins."""
+    def _backward(self, marks: list[_Mark]) -> dict[int, GroupSeconds]:
+        """Return the spans of the groups in a backward, by their place: each until the next one begins."""
         starts = [mark for mark in marks if mark.when is When.BACKWARD_START]
         ends = [*starts[1:], marks[-1]][: len(starts)]
-        spans = {
+        return {
             start.place: GroupSeconds(self._seconds(start, end), self._seconds(marks[0], start) if not k else 0.0)
             for k, (start, end) in enumerate(zip(starts, ends, strict=True))
         }
-        return [spans[k] for k in sorted(spans)]
 
     def _seconds(self, start: _Mark, end: _Mark) -> float:
         """Return the seconds from one mark to another without those in which compute stalled."""

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch.nn import Module
 
+from ..model.blocks import find_stacks
 from ..model.conduct import GROUP, KEPT, ROOT, FollowedModule, Steering
 from ..model.discovery import BLOCK, MODULE, candidates
 from ..model.finding import Finder
@@ -91,7 +92,11 @@ def _groups(
     """Return the groups that may be offloaded, the kept modules, and whether the first forward chooses among them."""
     kept = find_kept(module, keep)
     default, others = split_default(layers)
-    if default:
+    # Repeated blocks are groups as they are: each of them has a copy for each microbatch, so they need not be divided.
+    searching = default and not find_stacks(module)
+    if default and not searching:
+        chosen = choose(module, [..., *others] if others else None)
+    elif default:
         chosen = candidates(module, choose(module, others) if others else (), [of for _, of in kept])
     else:
         chosen = choose(module, others)
@@ -103,7 +108,7 @@ def _groups(
     both = {name for name, _ in kept} & {of.name for of in chosen}
     if both:
         raise ValueError(f"{title}: '{min(both)}' is chosen by layers and by keep: take it out of one of them.")
-    return chosen, kept, default
+    return chosen, kept, searching
 
 
 def problem_of(stages: Sequence[Any]) -> str:
