@@ -101,7 +101,8 @@ def docs(session: nox.Session) -> None:
     _run(session, "docs/tools/check_site.py", str(HTML), "--external", str(BUILD / "external-links.txt"))
     _run(session, "docs/tools/record_gallery.py", "check")
     _run(session, "benchmarks/report.py", "--check")
-    _run(session, "-m", "pytest", "-q", "tests/site/test_built_site.py", env={"ACTOFFLOAD_SITE": str(HTML)})
+    browser = ["tests/site/test_built_site.py", "tests/site/test_explorer.py"]
+    _run(session, "-m", "pytest", "-q", *browser, env={"ACTOFFLOAD_SITE": str(HTML)})
     if serve:
         session.log(f"Serving http://127.0.0.1:{port}/ until Ctrl-C.")
         _run(session, "-m", "http.server", port, "--bind", "127.0.0.1", "--directory", str(HTML))

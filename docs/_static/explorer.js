@@ -1,5 +1,5 @@
 // Schedule explorer: `simulate` of actoffload.schedule for the default schedule, and the page that draws it.
-// docs/tools/check_explorer.py compares it with the Python function.
+// tests/site/test_explorer.py compares it with the Python function.
 "use strict";
 
 const Explorer = (() => {

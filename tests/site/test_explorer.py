@@ -1,18 +1,21 @@
-"""The JavaScript of the schedule explorer gives what `simulate` gives, where node is installed to run it."""
+"""The JavaScript of the schedule explorer gives what `simulate` gives: in node, if installed, and in a browser.
+
+`nox -s docs` names the folder of the built site in ACTOFFLOAD_SITE, for the browser.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
+import explorer_checks
 import pytest
 
 ROOT = Path(__file__).parents[2]
-sys.path.append(str(ROOT / "docs" / "tools"))
-check_explorer = pytest.importorskip("check_explorer")
+SITE = os.environ.get("ACTOFFLOAD_SITE")
 
 PROGRAM = """
 const Explorer = require(process.argv[1]);
@@ -28,13 +31,13 @@ def simulated():
     if node is None:
         pytest.skip("node is not installed; nox -s docs runs the same comparison in a browser")
     command = [node, "-e", PROGRAM, str(ROOT / "docs" / "_static" / "explorer.js")]
-    found = subprocess.run(command, input=json.dumps(check_explorer.GRID), capture_output=True, text=True, check=True)
+    found = subprocess.run(command, input=json.dumps(explorer_checks.GRID), capture_output=True, text=True, check=True)
     return json.loads(found.stdout)
 
 
 def test_javascript_agrees_with_simulate(simulated):
-    assert len(check_explorer.GRID) > 500
-    assert check_explorer.differences(simulated) == []
+    assert len(explorer_checks.GRID) > 500
+    assert explorer_checks.differences(simulated) == []
     assert {result["forwardStall"] > 0 for result in simulated} == {False, True}
     assert {result["backwardStall"] > 0 for result in simulated} == {False, True}
 
@@ -42,5 +45,13 @@ def test_javascript_agrees_with_simulate(simulated):
 def test_a_difference_is_named(simulated):
     simulated = [dict(result) for result in simulated]
     simulated[3]["peak"] += 1
-    (sentence,) = check_explorer.differences(simulated)
+    (sentence,) = explorer_checks.differences(simulated)
     assert sentence.startswith("explorer: peak is ")
+
+
+@pytest.mark.skipif(SITE is None, reason="ACTOFFLOAD_SITE names no built site")
+def test_page_in_a_browser(tab):
+    from browser import serving
+
+    with serving(Path(SITE)) as base:
+        assert explorer_checks.checks(tab, base) == []

@@ -1,4 +1,4 @@
-"""Check the schedule explorer: its JavaScript against `simulate`, and its page in a browser.
+"""Checks of the schedule explorer: its JavaScript against `simulate`, and its page in a browser.
 
 `expected` is what the library says, for each setting of `GRID`; `checks` opens the page with a Selenium driver.
 """
