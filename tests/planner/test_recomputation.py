@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import product
 
 import pytest
@@ -12,7 +14,7 @@ from hypothesis import strategies as st
 
 from actoffload.planner import GroupPlan, OperatorCost, Variant, choose, choose_recomputed, variants, worth_saving
 from actoffload.planner.variants import seconds_again, within
-from actoffload.schedule import LayerCost, Link, Saved, simulate
+from actoffload.schedule import LayerCost, Link, Plan, Saved, simulate
 
 GIB = 2**30
 
@@ -112,20 +114,32 @@ def test_what_is_recomputed_is_printed_saved_and_moved(tmp_path):
     assert moved.saves == (*plan.saves[1:], None)
 
 
+SIMULATIONS = 60
+"""So many simulations of 128 groups take 200 ms on a core for which that limit is meant, and longer on slower ones."""
+
+
+def fastest(work: Callable[[], object]) -> float:
+    """Return the seconds of the fastest of three runs, because other processes share the cores."""
+    times = []
+    for _ in range(3):
+        begun = time.process_time()
+        work()
+        times.append(time.process_time() - begun)
+    return min(times)
+
+
 @pytest.mark.parametrize("rate", [1e10, 2e10, 5e10])
 def test_planning_128_groups_takes_at_most_200_ms(rate):
     of, link = groups(128), Link(d2h=rate, h2d=rate)
     seconds = []
     for limit in (6, 12, 24):
-        times = []
-        for _ in range(3):  # the fastest, because other processes share the cores
-            begun = time.process_time()
-            plan = choose_recomputed(names(128), of, link, limit=limit * GIB)
-            times.append(time.process_time() - begun)
-        seconds.append(min(times))
+        plan = choose_recomputed(names(128), of, link, limit=limit * GIB)
+        seconds.append(fastest(partial(choose_recomputed, names(128), of, link, limit=limit * GIB)))
         assert plan.peak_bytes <= limit * GIB
         assert plan.recomputed
-    assert max(seconds) <= 0.2, seconds
+    costs = [ways[0].cost for ways in of]
+    simulated = fastest(lambda: [simulate(Plan(128), costs, link) for _ in range(SIMULATIONS // 6)])
+    assert max(seconds) <= max(0.2, 6 * simulated), (seconds, simulated)
 
 
 # Variants

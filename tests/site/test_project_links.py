@@ -42,7 +42,7 @@ def test_without_addresses_nothing_is_linked_and_sources_are_copied(tmp_path):
     pages = build(tmp_path, {})
     assert 'rel="canonical"' not in pages["index.html"]
     assert "github" not in pages["index.html"]
-    assert "_modules/actoffload/model/offload.html" in pages["index.html"]
+    assert "_modules/actoffload/pipeline/offload.html" in pages["index.html"]
     assert '<meta name="description" content="Some text.' in pages["index.html"]
     assert 'href="/_static' in pages["404.html"]
 
@@ -54,10 +54,10 @@ def test_addresses_give_canonical_repository_and_source_links(tmp_path):
     assert 'href="https://github.com/example/made-up/"' in pages["index.html"]
     assert 'href="/actoffload/_static' in pages["404.html"]
     assert not any(name.startswith("_modules") for name in pages)
-    pattern = r'href="https://github.com/example/made-up/blob/main/src/actoffload/model/offload.py#L(\d+)-L(\d+)"'
+    pattern = r'href="https://github.com/example/made-up/blob/main/src/actoffload/pipeline/offload.py#L(\d+)-L(\d+)"'
     found = re.search(pattern, pages["index.html"])
     assert found
-    source = (Path(__file__).parents[2] / "src" / "actoffload" / "model" / "offload.py").read_text().splitlines()
+    source = (Path(__file__).parents[2] / "src" / "actoffload" / "pipeline" / "offload.py").read_text().splitlines()
     assert source[int(found[1]) - 1].startswith("def offload(")
 
 

@@ -246,7 +246,9 @@ class FirstSteps:
     def _only(self, plan: GroupPlan, compared: Sequence[Comparison]) -> GroupPlan:
         """Return a plan that says why it offloads no more groups."""
         because = compared[0].because(compared[1:])
-        return replace(plan, because=f"Only {len(plan.offloaded)} groups are offloaded, because {because}.")
+        number = len(plan.offloaded)
+        only = "Only 1 group is" if number == 1 else f"Only {number} groups are"
+        return replace(plan, because=f"{only} offloaded, because {because}.")
 
     def _wait(self, *passes: TimedPass | None) -> None:
         """Wait until the device has run all of some passes, so that what was measured in them may be read."""
