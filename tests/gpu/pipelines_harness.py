@@ -37,6 +37,8 @@ GPU = torch.cuda.is_available()
 WORLD, MICROBATCHES, BLOCKS = 2, 8 if GPU else 4, 3 if GPU else 2
 SAME = 3
 """Steps at the end that have to have the same peaks: what is measured is over by then."""
+SENT = 2**19
+"""Bytes of one tensor between two ranks: on a GPU it lives until the host has seen that it was sent, which varies."""
 STEPS = SAME + (5 if GPU else 2)
 
 
@@ -144,7 +146,7 @@ def check(seen: dict[str, Any]) -> None:
     # Memory follows the plan: the same on every step.
     assert len({step["saved"] for step in last}) == 1
     assert last[-1]["saved"] <= last[-1]["expected"]
-    assert len(set(seen["peaks"])) == 1
+    assert max(seen["peaks"]) - min(seen["peaks"]) <= SENT
 
 
 if __name__ == "__main__":
