@@ -90,7 +90,7 @@ def offload(
     makes necessary.  The logger ``actoffload`` says once, at level INFO, what was measured and decided.  Without an
     accelerator nothing is measured, and all groups but the last two are offloaded.
 
-    A schedule of `torch.distributed.pipelining` is offloaded by one plan for all microbatches and stages of a rank.
+    A schedule of ``torch.distributed.pipelining`` is offloaded by one plan for all microbatches and stages of a rank.
     Every rank passes its schedule with the same arguments.  The first steps are measured with everything offloaded;
     then the ranks exchange what they cost and make the plans of all together.  In a model that is no schedule but the
     module of a stage, each microbatch is a pass of its own.
