@@ -65,7 +65,7 @@ class Board:
             time.sleep(min(max(PART * waited, SHORTEST), LONGEST))
 
     def take(self, key: str, readers: int = 1) -> Any:
-        """Return a message that is there, and delete it if so many ranks have read it."""
+        """Return a message that is there, and delete it once that number of ranks has read it."""
         path = self._path(key)
         found = pickle.loads(self._call("get", path))
         if readers > 1:

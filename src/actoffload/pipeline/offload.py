@@ -127,7 +127,7 @@ def offload(
         the memory of the device.  The fastest plan within it is chosen, in passes that are within it too.  None is the
         memory of the device.  With a schedule it is the limit of each rank.
     delta_bytes_per_rank : int, optional
-        Of a schedule: each rank offloads so many bytes less than the rank before it, because later ranks have fewer
+        Of a schedule: bytes by which each rank offloads less than the rank before it, because later ranks have fewer
         microbatches in flight.  None lets the planner level the peaks of all ranks.
     recompute : "auto", bool, callable or list
         Recompute groups in backward, but for outputs of operators that are saved, and kept or offloaded.  ``"auto"``

@@ -26,7 +26,7 @@ class Limits:
 
     fraction: float | None = None  # of the bytes of each microbatch
     max_inflight: int | None = None  # groups that are copied at a time
-    delta_bytes_per_rank: int | None = None  # so many bytes less on each rank than on the one before
+    delta_bytes_per_rank: int | None = None  # fewer on each rank than on the one before
     memory_budget: int | None = None  # bytes of device memory of each rank
     may_recompute: bool = False  # where the memory is not enough
 
