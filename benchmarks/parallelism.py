@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from statistics import mean, median
@@ -37,7 +37,7 @@ from actoffload.schedule import Link, Plan, simulate
 
 __all__ = ["PARTS", "Sizes", "measure_part"]
 
-LAYERS, DEFAULT, BUDGET = "num_layers", "default", "budget"
+LAYERS, DEFAULT, BUDGET, PAUSED = "num_layers", "default", "budget", "paused"
 FSDP, DDP, TENSOR, CONTEXT, COLLECTIVES = PARTS = ("fsdp", "ddp", "tensor", "context", "collectives")
 LIMIT = 240.0
 """Seconds for the processes of a part."""
@@ -199,10 +199,12 @@ class Arm:
     trained: Trained
     num_layers: int | None = None
     budget: int | None = None  # bytes, without what other models hold
+    paused: bool = False  # the handle of the model offloads nothing
 
     def step(self) -> None:
         """Run one step."""
-        self.trained.step(self.num_layers)
+        with self.trained.handle.paused() if self.paused else nullcontext():
+            self.trained.step(self.num_layers)
 
     def row(self, others: int) -> dict[str, Any]:
         """Return the peak without what other models hold, the bytes offloaded, and the stall of a recorded step."""
@@ -212,7 +214,7 @@ class Arm:
         if handle is not None:
             handle.reset_statistics()
         row["peak_bytes"] = measure_peak(self.step, warmup=0) - others
-        if handle is not None:
+        if handle is not None and not self.paused:
             row["bytes_offloaded"], row["stall_seconds"] = handle.statistics().bytes_offloaded, 0.0
             if handle.plan.offloaded:
                 with handle.recording():
@@ -267,7 +269,7 @@ def _measure_arms(device: torch.device, part: str, sizes: Sizes, mesh: Any, link
     predict = measured_costs(default.handle)
     layers.offload(num_layers=max(counts))
     arms += [Arm(LAYERS, layers, count) for count in counts]
-    arms.append(Arm(DEFAULT, default))
+    arms += [Arm(DEFAULT, default), Arm(PAUSED, default, paused=True)]
     if part == FSDP:
         *_, checkpointed, limited = models
         arms.append(Arm(CHECKPOINT, checkpointed))
@@ -279,12 +281,12 @@ def _measure_arms(device: torch.device, part: str, sizes: Sizes, mesh: Any, link
     for arm in arms:
         rows.append(arm.row(held - arm.trained.held))
         handle = arm.trained.handle
-        if handle is not None and predict is not None and arm.method != BUDGET:
+        if handle is not None and predict is not None and arm.method != BUDGET and not arm.paused:
             rows[-1]["predicted_extra"] = _extra_seconds(predict, handle.plan, link)
         if dist.get_rank() == 0:
             print(f"  {arm.method} {arm.num_layers or ''}: {rows[-1]['peak_bytes'] / 2**30:.2f} GiB", flush=True)
     samples = measure_step_times(
-        {str(k): arm.step for k, arm in enumerate(arms)}, repeats=sizes.repeats[part], warmup=0
+        {str(k): arm.step for k, arm in enumerate(arms)}, repeats=sizes.repeats[part], steps=2, warmup=0
     )
     for row, of in zip(rows, samples.values(), strict=True):
         row["samples"] = of

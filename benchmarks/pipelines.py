@@ -49,8 +49,8 @@ __all__ = ["PARTS", "SMALL_PARTS", "Part", "available", "measure_parts"]
 BUDGET, WAITING = "budget", "waiting"
 SHARE = 0.4
 """Budget as a part of the highest peak without offload."""
-PLANNING = 8
-"""Steps after which there has to be a plan."""
+PLANNING = 24
+"""Steps after which there has to be a plan that is kept."""
 LIMIT = 500.0
 """Seconds for all parts of one number of ranks."""
 
@@ -122,6 +122,25 @@ def available(gpus: int) -> tuple[str, ...]:
     return tuple(PARTS if gpus >= 4 else TWO)
 
 
+WORDS = 8
+"""Words of the vocabulary for each number of a hidden state."""
+
+
+class _First(torch.nn.Module):
+    """A first stage: an embedding, and layers behind it.  Hidden states as inputs would be a large part of the peak."""
+
+    def __init__(self, layers: Any, width: int) -> None:
+        super().__init__()
+        self.embedding, self.layers = torch.nn.Embedding(WORDS * width, width), layers
+
+    def forward(self, tokens: torch.Tensor) -> Any:
+        return self.layers(self.embedding(tokens))
+
+    def replicated(self) -> list[torch.nn.Parameter]:
+        """Return the weights whose gradients are averaged over the ranks with other data."""
+        return [*self.embedding.parameters(), *self.layers.replicated()]
+
+
 METHODS = {"forward_one_chunk": "F", "backward_one_chunk": "B", "backward_weight_one_chunk": "W"}
 """Methods of a stage that compute, and the letter of `Computation`."""
 
@@ -186,6 +205,7 @@ class Pipeline:
             torch.manual_seed(index)
             with device:  # billions of weights are slow to make on the host
                 module = settings.stage(self.pair) if isinstance(settings, MixtureSettings) else Model(settings)
+                module = module if index else _First(module, settings.shape[-1])
             self.modules.append(module.to(getattr(torch, settings.dtype)))
         number = self.ranks * part.stages
         stages = self.stages = [
@@ -195,9 +215,9 @@ class Pipeline:
         kind = getattr(pipelining, part.schedule)
         given = stages if issubclass(kind, pipelining.schedules.PipelineScheduleMulti) else stages[0]
         self.schedule = kind(given, part.microbatches, loss_fn=lambda y, _: y.float().square().mean())
-        batch, *shape = settings.shape
+        batch, tokens, width = settings.shape
         torch.manual_seed(rank)
-        self.input = torch.randn(batch * part.microbatches, *shape, device=device, dtype=getattr(torch, settings.dtype))
+        self.input = torch.randint(WORDS * width, (batch * part.microbatches, tokens), device=device)
         self.target = torch.zeros(batch * part.microbatches, device=device)
         # The outputs of all microbatches would be kept until the step ends.
         self.more = {"return_outputs": False} if "return_outputs" in inspect.signature(kind.step).parameters else {}
@@ -248,7 +268,7 @@ class Pipeline:
             warnings.simplefilter("ignore", actoffload.ReferenceDeviceWarning)
             handle = actoffload.offload(self.schedule, min_bytes=self.part.settings.min_bytes, **how)
         planning = 0
-        while handle.plan is None and planning < PLANNING:
+        while handle.settling and planning < PLANNING:
             self.step()
             planning += 1
         found = {**self.phase(1, self.part.steps), "planning_steps": planning}

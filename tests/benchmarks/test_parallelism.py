@@ -37,7 +37,7 @@ def measured(device: torch.device) -> dict[str, Any]:
 def test_two_ranks_measure_every_way_to_run_a_step() -> None:
     ranks = run_ranks(measured, world=2, device="cpu", limit=200)
     rows = parallelism._merged([rank[FSDP] for rank in ranks])
-    methods = ["no offload", "no offload, again", "num_layers", "default", "checkpoint", "budget"]
+    methods = ["no offload", "no offload, again", "num_layers", "default", "paused", "checkpoint", "budget"]
     assert [row["method"] for row in rows] == methods
     none, again, one, default, checkpointed, budget = rows
     assert none["peak_bytes"] == again["peak_bytes"]

@@ -24,6 +24,7 @@ from timed_device import Timed, TimedBlock
 KIB = 2**10
 MICROBATCHES, BLOCKS, SAVED = 8, 4, 4 * KIB
 MEASURED = 3  # steps
+TRIAL = 3  # steps of a plan, of which the last one offloads nothing
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -57,11 +58,12 @@ def run(
 @pytest.mark.parametrize("name", NAMES)
 def test_never_slower(name):
     """The link carries two groups in the time of one forward."""
-    handle, steps, device = run(name, 2.0 * SAVED, MEASURED + 2)
+    handle, steps, device = run(name, 2.0 * SAVED, MEASURED + TRIAL + 2)
     plan, report = handle.plan, handle.report()
     assert plan is not None
     without, most = steps[MEASURED - 1]  # offloads nothing
-    for seconds, peak in steps[MEASURED:]:
+    assert steps[MEASURED + TRIAL - 1][0] == without  # nor does the end of the trial
+    for seconds, peak in (*steps[MEASURED : MEASURED + TRIAL - 1], *steps[MEASURED + TRIAL :]):
         assert seconds == plan.seconds
         assert without == plan.baseline_seconds
         assert seconds <= 1.002 * without
@@ -69,7 +71,7 @@ def test_never_slower(name):
         assert report.on_demand == 0
     assert steps[1][0] > without  # everything is offloaded, and waited for
     assert steps[1][1] < most
-    assert device.synchronized <= 2
+    assert device.synchronized <= 3
     handle.remove()
 
 
@@ -125,9 +127,49 @@ def test_fewer_bytes_by_knobs():
         handle.remove()
 
 
+@pytest.mark.parametrize("least", [0.0, 0.5])
+def test_a_plan_that_costs_time_after_all(least, monkeypatch):
+    """Compute takes a tenth longer in steps that offload more than a part of what the first plan offloads."""
+    first: list[int] = []
+
+    def offloaded(handle: PipelineHandle) -> int:
+        return 0 if handle.plan is None else handle.plan.offloaded_bytes
+
+    device = Timed(2.0 * SAVED, 2.0 * SAVED, memory=2**20)
+
+    def module(stage: int) -> nn.Module:
+        return nn.Sequential(*(TimedBlock(device, 1.0, 2.0, SAVED) for _ in range(BLOCKS)))
+
+    schedule, _ = make("ScheduleGPipe", MICROBATCHES, module=module)
+    with use(device):
+        handle = offload(schedule, min_bytes=64)
+
+    def slow() -> float:
+        now = offloaded(handle)
+        first.extend([now] if now and not first else [])
+        return 1.1 if first and now > least * first[0] else 1.0
+
+    device.slow = slow
+    seconds, plans = [], []
+    for _ in range(MEASURED + 5 * TRIAL):
+        begun = device.main.now
+        schedule.step(torch.ones(4 * MICROBATCHES), target=torch.ones(4 * MICROBATCHES))
+        seconds.append(device.main.now - begun)
+        plans.append(offloaded(handle))
+    without = seconds[MEASURED - 1]
+    assert plans[MEASURED] == first[0] > 0
+    assert seconds[MEASURED] > 1.05 * without
+    assert seconds[-1] <= 1.01 * without
+    assert 0 < plans[-1] <= first[0] / 2 if least else plans[-1] == 0
+    assert handle.plan is not None
+    assert "a step took" in handle.plan.because
+    assert handle.report().host_bytes <= handle.plan.host_bytes + 2**21
+    handle.remove()
+
+
 def test_the_decision_is_logged(caplog):
     with caplog.at_level(logging.INFO, logger="actoffload"):
-        run("Schedule1F1B", 2.0 * SAVED, MEASURED + 1)[0].remove()
+        run("Schedule1F1B", 2.0 * SAVED, MEASURED + TRIAL + 1)[0].remove()
     (record,) = caplog.records
     assert "rank 0:" in record.getMessage()
     assert "groups of all microbatches are offloaded" in record.getMessage()

@@ -30,19 +30,24 @@ __all__ = ["find_stacks", "shapes"]
 _SIDE_BY_SIDE = 2  # lists that a stage holds at most (convolutions, attentions); more are the branches of one block
 
 
-def find_stacks(root: Module) -> tuple[tuple[Module, ...], ...]:
+def find_stacks(root: Module, *, alone: bool = False) -> tuple[tuple[Module, ...], ...]:
     """Return the lists of repeated blocks of a model in registration order, each block once; empty if nothing repeats.
 
-    See [Note: blocks, stages and parts].  The model itself is never a block.
+    See [Note: blocks, stages and parts].  The model itself is never a block.  Where nothing composite repeats and
+    `alone` is True, lists of a single composite module count: the stage of a pipeline may have one of many blocks.
     """
-    return tuple(_Search(root, leaves=False).stacks) or tuple(_Search(root, leaves=True).stacks)
+    fewest = (2, 1) if alone else (2,)
+    for least in fewest:
+        if stacks := _Search(root, leaves=False, least=least).stacks:
+            return tuple(stacks)
+    return tuple(_Search(root, leaves=True).stacks)
 
 
 class _Search:
-    """A search for lists of composite modules, or of leaves with parameters."""
+    """A search for lists of composite modules, or of leaves with parameters, with at least some of one type."""
 
-    def __init__(self, root: Module, *, leaves: bool) -> None:
-        self._leaves = leaves
+    def __init__(self, root: Module, *, leaves: bool, least: int = 2) -> None:
+        self._leaves, self._least = leaves, least
         self._visited: set[Module] = set()
         self._lists = {module: self._members(module) for module in root.modules()}
         # Types of which two in one list are copies of each other; what one Sequential holds says nothing of another.
@@ -71,7 +76,7 @@ class _Search:
         types = [block_type(child) for child in fit]
         number = Counter(types)
         most = max(number.values(), default=0)
-        if most < 2:
+        if most < self._least:
             return []
         if not isinstance(module, Sequential):  # [guard: mixed types in one list]
             return fit  # types mixed in one list make a hybrid stack

@@ -59,18 +59,21 @@ def split_default(layers: Any) -> tuple[bool, Any]:
     return len(others) < len(entries), others
 
 
-def choose(root: Module, layers: str | Module | type[Module] | Iterable[Any] | None) -> tuple[Chosen, ...]:
+def choose(
+    root: Module, layers: str | Module | type[Module] | Iterable[Any] | None, *, alone: bool = False
+) -> tuple[Chosen, ...]:
     """Return the modules that `layers` means, in registration order, each once; at least one.
 
-    Repeated blocks, which None and ``...`` mean, are of the kind ``"layer"``.  Otherwise the kind is the pattern, the
-    name of the class, or the path with ``*`` in place of indices; with the name of the module's class after it if
-    modules of several classes would be of one kind.  The first entry that means a module decides.
+    Repeated blocks, which None and ``...`` mean, are of the kind ``"layer"``; `alone` is that of `find_stacks`.
+    Otherwise the kind is the pattern, the name of the class, or the path with ``*`` in place of indices; with the name
+    of the module's class after it if modules of several classes would be of one kind.  The first entry that means a
+    module decides.
     """
     names = Names(root)
     default, entries = split_default(layers)
     meant: dict[Module, str] = {}
     if default:
-        meant = {block: "layer" for stack in find_stacks(root) for block in stack}
+        meant = {block: "layer" for stack in find_stacks(root, alone=alone) for block in stack}
         if not meant and not entries:
             raise ValueError(_nothing_repeats(names))
     blocks = set(meant)

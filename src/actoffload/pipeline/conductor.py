@@ -80,6 +80,7 @@ class Conductor:
         self.training = False  # a step with backward is in progress
         self.scoped = False  # only groups that are offloaded are followed, see `model.conduct` [Note: modes]
         self._steps: Mapping[Step, int] = {}  # of the plan
+        self._paused: tuple[PipelinePlan | None, dict[tuple[int, int], frozenset[int]]] | None = None
         self._ran: list[Step] = []
         self._runs: dict[Step, _Run] = {}
         self._microbatches: dict[tuple[int, int], Microbatch] = {}
@@ -89,8 +90,25 @@ class Conductor:
 
     def follow(self, plan: PipelinePlan | None) -> None:
         """Carry out another plan from the next step on."""
-        self.plan = plan
+        self.plan, self._paused = plan, None
         self._steps = {} if plan is None else {step: k for k, step in enumerate(plan.order)}
+
+    def pause(self) -> None:
+        """Carry out no plan until `resume` is called, and learn nothing lasting."""
+        paused = self.plan, dict(self.learned.used)
+        self.follow(None)
+        self._paused = paused
+
+    @property
+    def paused(self) -> bool:
+        """Whether a plan is put aside."""
+        return self._paused is not None
+
+    def resume(self) -> None:
+        """Carry out the plan again that `pause` put aside."""
+        if self._paused is not None:
+            plan, self.learned.used = self._paused
+            self.follow(plan)
 
     # Steps
 

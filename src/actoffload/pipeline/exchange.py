@@ -1,8 +1,9 @@
 """What the ranks of a pipeline exchange: their arguments before the first step, and what was measured before they plan.
 
-`[Note: collectives]`  Each rank of the pipeline calls the same collectives: one when its first step begins, and one
-when the step after the measured ones begins.  Steps with backward are counted, and all ranks run the same number.  If
-a rank has not measured a whole step, all ranks see that, and try again when the next step begins.  A rank that later
+`[Note: collectives]`  Each rank of the pipeline calls the same collectives: one when its first step begins, one when
+the step after the measured ones begins, and one behind each trial of a plan.  Steps with backward are counted, and all
+ranks run the same number.  If a rank has not measured a whole step, all ranks see that, and try again when the next
+step begins.  A rank that later
 runs another order plans anew alone, with what the others sent before, because they do not know of it.
 """
 
@@ -18,7 +19,7 @@ from ..planner import Variant
 from ..schedule.costs import Link
 from ..schedule.pipeline import StageCost, Step
 
-__all__ = ["Measured", "Settings", "disagreement", "gather"]
+__all__ = ["Measured", "Settings", "Tried", "disagreement", "gather"]
 
 T = TypeVar("T")
 
@@ -43,6 +44,15 @@ class Measured:
     link: Link
     limit: int | None = None  # bytes of device memory
     again: Mapping[int, Sequence[Variant | None]] | None = None  # by stage and group: where it is recomputed
+    bare: bool = False  # a step without offloading fits into its memory
+
+
+@dataclass(frozen=True)
+class Tried:
+    """What one rank knows of a plan that all of them have tried."""
+
+    seconds: float  # of a step with the plan
+    without: float | None  # of a step without offloading, where all ranks have room for it
 
 
 def gather(value: T, group: Any = None) -> list[T]:

@@ -9,6 +9,10 @@ nothing if that fits, for the times.  Ranks decide that apart; it changes nothin
 Where a rank cannot keep within its memory at no cost, and groups may be recomputed, three more steps recompute and
 offload everything: in the first one each group is watched, the last one is measured.  All ranks run them, because they
 know the plans of all.
+
+A plan is tried in three more steps: the first one follows all groups, the second one shows how long a step takes with
+the plan, and the third one how long one takes that offloads and recomputes nothing.  The third of all steps does not
+show that, because most of the memory is allocated in it.  Where a rank has no room for such a step, it is left out.
 """
 
 from __future__ import annotations
@@ -25,7 +29,7 @@ from ..schedule.pipeline import Computation, Step
 from ..schedule.pipeline_plan import PipelinePlan
 from .conductor import Conductor
 from .costs import even_costs, measured_costs
-from .exchange import Measured
+from .exchange import Measured, Tried
 from .metering import StepMeter
 from .stages import RankStage
 
@@ -34,6 +38,7 @@ __all__ = ["FirstSteps"]
 ROOM = 0.03  # fraction of the device memory that predictions leave free
 TIMED_STEPS = 3
 AGAIN_STEPS = 3
+TRIAL_STEPS = 3
 
 
 class FirstSteps:
@@ -51,20 +56,41 @@ class FirstSteps:
         self._plain: Measured | None = None  # what was measured without recomputation
         self._used: dict[tuple[int, int], frozenset[int]] = {}  # what was learned of it
         self._policies: dict[int, list[Noted]] = {}  # by stage and group
+        self.trying = False  # a plan
+        self._first_trial, self._bare_trial = 0, False
+        self._tried: StepMeter | None = None  # of a step with it
+        self._without: StepMeter | None = None  # of a step that offloads nothing
 
     def begin(self, number: int) -> None:
-        """Begin a step before there is a plan."""
+        """Begin one of the first steps."""
         if not self._backend.times or number == 1:
             return
-        engine = self._conductor.engine
+        if self.trying:
+            self._begin_trial(number)
+            return
         if self._plain is not None and number < self.steps:
             return
-        self._bare = self._plain is None and number >= TIMED_STEPS and self._copies is not None and self._fits_bare()
-        for stage in self._stages:
-            stage.steering.bare = self._bare
+        bare = self._plain is None and number >= TIMED_STEPS and self._copies is not None and self._fits_bare()
         self._backend.allocated()  # resets the peak
-        with engine.lock:
-            engine.counters.reset()
+        with self._conductor.engine.lock:
+            self._conductor.engine.counters.reset()
+        self._watch(bare=bare)
+
+    def _begin_trial(self, number: int) -> None:
+        if number == self._first_trial:
+            return
+        if self._tried is None:
+            self._watch()
+        elif self._bare_trial and self._without is None:
+            self._conductor.pause()
+            self._watch(bare=True)
+
+    def _watch(self, *, bare: bool = False) -> None:
+        """Measure the present step, which offloads nothing if it is `bare`."""
+        engine = self._conductor.engine
+        self._bare = bare
+        for stage in self._stages:
+            stage.steering.bare = bare
         self._meter = StepMeter(self._backend, engine.counters)
         engine.record(self._meter)
         self._conductor.watching = self._meter.note
@@ -75,17 +101,39 @@ class FirstSteps:
         self._meter = self._conductor.watching = None
         if meter is None:
             return
+        meter.end()
         if engine.recorder is meter:
             engine.record(None)
         for stage in self._stages:
             stage.steering.bare = False
+        self._conductor.resume()
         if failed:
+            return
+        if self.trying and self._bare:
+            self._without = meter
+            return
+        if self.trying:
+            self._tried = meter
             return
         _, peak = self._backend.allocated() or (0, 0)
         self.other_bytes = max(self.other_bytes, peak - engine.statistics().peak_resident_bytes)
         if not self._bare:
             self._copies = meter
         self._times = meter
+
+    def try_plan(self, number: int, *, bare: bool) -> None:
+        """Measure steps with a plan, of which `number` is the first, and if `bare` is True one without offloading."""
+        self.trying, self._first_trial, self._bare_trial = True, number, bare
+        self.steps = number + TRIAL_STEPS - 1 - (not bare)
+        self._tried = self._without = None
+
+    def tried(self) -> Tried | None:
+        """Return what the trial of a plan showed; None if it has not ended."""
+        if self._tried is None or (self._bare_trial and self._without is None):
+            return None
+        for meter in filter(None, (self._tried, self._without)):
+            meter.wait()
+        return Tried(self._tried.seconds(), None if self._without is None else self._without.seconds())
 
     def limit(self) -> int | None:
         """Return the bytes of device memory that a plan may use; None if that is not known."""
@@ -124,11 +172,10 @@ class FirstSteps:
         for k, of in enumerate(self._stages):
             cost = even_costs(of.index, of.steering.saved, learned, 0 if k else self.other_bytes)
             if self._times is not None:
-                if not self._times.passed():
-                    self._backend.synchronize(self._backend.current_device())
+                self._times.wait()
                 cost = measured_costs(of.index, cost, self._times)
             found[of.index] = cost
-        mine = Measured(rank, learned.order, names, found, link, self.limit())
+        mine = Measured(rank, learned.order, names, found, link, self.limit(), bare=self._fits_bare())
         if self._plain is None or self._plain.names != names:
             return mine
         return replace(self._plain, order=learned.order, again=self._variants(mine))
@@ -172,8 +219,7 @@ class FirstSteps:
             return Link(getattr(self._backend, "d2h", float("inf")), getattr(self._backend, "h2d", float("inf")))
         if self._copies is None:
             return None
-        if not self._copies.passed():
-            self._backend.synchronize(self._backend.current_device())
+        self._copies.wait()
         return measured_link(self._copies) or Link(float("inf"), float("inf"))
 
     def outdated(self, plan: PipelinePlan) -> bool:

@@ -60,6 +60,11 @@ class PipelineHandle:
         return self._runner.conductor.plan
 
     @property
+    def settling(self) -> bool:
+        """Whether steps are still measured, and the plan may change at the begin of the next one."""
+        return self._runner.settling
+
+    @property
     def order(self) -> tuple[Step, ...]:
         """What this rank computes in a step, as it ran last; before the first step as the schedule says."""
         return self._runner.order()

@@ -41,6 +41,16 @@ class StepMeter(Meter):
         begun = backend.record_timed(current_stream(backend))
         self.borders.append(Border(Kind.FORWARD, -1, False, begun, backend.host_time()))
         self._marks: dict[Step, list[_Mark]] = defaultdict(list)
+        self._ended: StreamEvent | None = None
+
+    def end(self) -> None:
+        """Note the end of the step."""
+        self._ended = self._backend.record_timed(current_stream(self._backend))
+
+    def seconds(self) -> float:
+        """Return how long the whole step took, with all that it waited for."""
+        assert self._ended is not None
+        return self._backend.elapsed(self.borders[0].event, self._ended)
 
     def note(self, step: Step, when: When | None, index: int) -> None:
         """Note an event of a computation, or of a group in it."""
@@ -55,8 +65,14 @@ class StepMeter(Meter):
 
     def passed(self) -> bool:
         """Return whether the device has passed all marks and copies."""
+        ended = self._ended is None or self._backend.passed(self._ended)
         marks = (mark.event for marks in self._marks.values() for mark in marks)
-        return super().passed() and all(map(self._backend.passed, marks))
+        return ended and super().passed() and all(map(self._backend.passed, marks))
+
+    def wait(self) -> None:
+        """Wait until the device has passed all marks and copies."""
+        if not self.passed():
+            self._backend.synchronize(self._backend.current_device())
 
     def computations(self, stage: int, computation: Computation) -> float | None:
         """Return the median seconds of a computation of a stage, without stalls; None if the step had none."""

@@ -31,11 +31,16 @@ class Limits:
     may_recompute: bool = False  # where the memory is not enough
 
 
-def plans_of(measured: Sequence[Measured], limits: Limits) -> tuple[tuple[PipelinePlan, ...], list[int]]:
-    """Return the plans of all ranks, and the bytes of saved tensors that each has on its device at a time."""
+def plans_of(
+    measured: Sequence[Measured], limits: Limits, slower: float = 1.0
+) -> tuple[tuple[PipelinePlan, ...], list[int]]:
+    """Return the plans of all ranks, and the bytes of saved tensors that each has on its device at a time.
+
+    Copies are expected to take `slower` times as long as measured.
+    """
     orders, names = [of.order for of in measured], {stage: of for each in measured for stage, of in each.names.items()}
     costs = {stage: cost for each in measured for stage, cost in each.costs.items()}
-    stages, link = [costs[stage] for stage in sorted(costs)], _slowest([of.link for of in measured])
+    stages, link = [costs[stage] for stage in sorted(costs)], _slowest([of.link for of in measured], slower)
     budgets = [of.limit for of in measured]
     variants = _variants(measured, costs)
     plan = partial(plan_pipeline, orders, stages, link, names=names, max_inflight=limits.max_inflight)
@@ -79,12 +84,12 @@ def _exceeds(plan: PipelinePlan, limit: int | None) -> bool:
     return limit is not None and plan.peak_bytes is not None and plan.peak_bytes > limit
 
 
-def _slowest(links: Sequence[Link]) -> Link:
-    """Return the lowest rates of all ranks: they wait for each other."""
-    both = [link.both for link in links if link.both is not None]
+def _slowest(links: Sequence[Link], slower: float = 1.0) -> Link:
+    """Return the lowest rates of all ranks, which wait for each other, divided by a factor."""
+    both = [link.both / slower for link in links if link.both is not None]
     return Link(
-        min(link.d2h for link in links),
-        min(link.h2d for link in links),
+        min(link.d2h for link in links) / slower,
+        min(link.h2d for link in links) / slower,
         max(link.latency for link in links),
         min(both, default=None),
     )

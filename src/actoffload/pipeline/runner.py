@@ -23,6 +23,7 @@ from .follow import unfollow
 from .planning import Limits, costs_time, decision, plans_of
 from .report import PipelineReport
 from .stages import RankStage
+from .trials import Plans, Trials
 
 __all__ = ["Runner"]
 
@@ -65,6 +66,7 @@ class Runner:
         self._settings, self._limits, self.group, self.rank = settings, limits, group, settings.rank
         self._script = FirstSteps(self.stages, conductor, limits.memory_budget)
         self._measured: list[Measured] = []  # of all ranks, when they planned
+        self._trials: Trials | None = None  # of the plans that were made then
         self.plans: tuple[PipelinePlan, ...] = ()  # of all ranks
         self.because = MEASURING
         self._expected: int | None = None  # peak of saved tensors in the plan of this rank
@@ -106,25 +108,50 @@ class Runner:
             if wrong:
                 self.remove()
                 raise ValueError(wrong)
+        elif self._script.trying and self.number > self._script.steps:
+            tried = gather(self._script.tried(), self.group)
+            if self._trials is not None and all(each is not None for each in tried):
+                self._trials.add([each for each in tried if each is not None])
+                self._next_trial()
         elif not self.plans and self.number > self._script.steps:
             found = gather(self._script.measured(self.rank), self.group)
             if all(each is not None for each in found):
-                self._measured = [each for each in found if each is not None]
-                self._plan()
-                mine = next(each for each in self._measured if each.rank == self.rank)
-                if self._limits.may_recompute and mine.again is None and costs_time(self._measured, self.plans):
-                    self.plans, self.because = (), MEASURING
-                    self.conductor.follow(None)
-                    self._script.again(mine)
-                elif self.rank == 0:
-                    logger.info("%s", decision(self.plans))
-        if self.conductor.plan is None:
+                self._decide([each for each in found if each is not None])
+        if self.conductor.plan is None or self._script.trying:
             self._script.begin(self.number)
+
+    def _decide(self, measured: list[Measured]) -> None:
+        """Plan from what all ranks measured, and try the plan; or measure recomputation first, where it is needed."""
+        self._measured = measured
+        trials = Trials(measured, self._limits)
+        mine = next(each for each in measured if each.rank == self.rank)
+        if self._limits.may_recompute and mine.again is None and costs_time(measured, trials.plans.of_ranks):
+            self._script.again(mine)
+            return
+        self._trials = trials
+        self._next_trial()
+
+    def _next_trial(self) -> None:
+        """Follow the plans that are to be tried, or those that are kept."""
+        assert self._trials is not None
+        self._follow(self._trials.plans)
+        if not self._trials.ended and self.conductor.engine.backend.times:
+            self._script.try_plan(self.number, bare=all(each.bare for each in self._measured))
+            return
+        self._script.trying = False
+        plan, engine = self.conductor.plan, self.conductor.engine
+        if plan is not None and engine.backend.times:
+            engine.trim(keep=plan.host_bytes)
+        if self.rank == 0:
+            logger.info("%s", decision(self.plans))
 
     def _after(self, *, failed: bool, changed: bool) -> None:
         """Take what a step showed; plan anew if it ran another order than the plan has, or saved other bytes."""
-        self._script.end(failed=failed)
         conductor = self.conductor
+        paused = conductor.paused
+        self._script.end(failed=failed)
+        if paused:
+            return
         if not failed and conductor.plan is not None and not conductor.scoped:
             self._peak = conductor.engine.statistics().peak_resident_bytes
         outdated = any(stage.steering.changed for stage in self.stages)
@@ -137,16 +164,21 @@ class Runner:
             mine = self._script.measured(self.rank)
             if mine is not None:
                 self._measured = [mine if each.rank == self.rank else each for each in self._measured]
-                self._plan()
+                self._follow(Plans(*plans_of(self._measured, self._limits)))
 
-    def _plan(self) -> None:
-        """Plan for all ranks, and follow the plan of this one."""
-        self.plans, peaks = plans_of(self._measured, self._limits)
+    def _follow(self, plans: Plans) -> None:
+        """Follow the plan of this rank."""
+        self.plans = plans.of_ranks
         found = next(plan for plan in self.plans if plan.rank == self.rank)
         self.conductor.follow(found)
         self._script.settle(found)
         self.conductor.scoped = False
-        self.because, self._expected = found.because, peaks[self.plans.index(found)]
+        self.because, self._expected = found.because, plans.peaks[self.plans.index(found)]
+
+    @property
+    def settling(self) -> bool:
+        """Whether steps are still measured."""
+        return self.installed and (not self.plans or self._script.trying)
 
     def order(self) -> tuple[Step, ...]:
         """Return what this rank computes: the order that ran wins over the one that the schedule has."""

@@ -92,10 +92,10 @@ def _groups(
     """Return the groups that may be offloaded, the kept modules, and whether the first forward chooses among them."""
     kept = find_kept(module, keep)
     default, others = split_default(layers)
-    # Repeated blocks are groups as they are: each of them has a copy for each microbatch, so they need not be divided.
-    searching = default and not find_stacks(module)
+    # Blocks are groups as they are: what each of them saves exists for each microbatch, so they need not be divided.
+    searching = default and not find_stacks(module, alone=True)
     if default and not searching:
-        chosen = choose(module, [..., *others] if others else None)
+        chosen = choose(module, [..., *others] if others else None, alone=True)
     elif default:
         chosen = candidates(module, choose(module, others) if others else (), [of for _, of in kept])
     else:

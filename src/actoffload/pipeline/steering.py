@@ -111,7 +111,8 @@ class StageSteering:
         if conductor.scoped and microbatch.planned and not self.adopts:
             idle = conductor.plan is not None and not conductor.plan.transfers and not self._policies
             mode = Mode.IDLE if idle else Mode.SCOPED
-        return Conduct(mode, order, roles_of, self._policies, begun=partial(conductor.pass_begins, microbatch))
+        policies = self._always if self.bare else self._policies
+        return Conduct(mode, order, roles_of, policies, begun=partial(conductor.pass_begins, microbatch))
 
     @staticmethod
     def _offloading(offloaded: frozenset[int], order: tuple[GroupKey, ...]) -> Roles:
@@ -125,6 +126,8 @@ class StageSteering:
         self._plans.learn(sequence)
         self._log.forward_done(done, sequence)
         self.adopts |= done.adopted > 0
+        if self.bare:  # nothing is recomputed, so other bytes are saved than with the plan
+            return
         counted, saved = set[object](), []
         for layer in done.layers:
             residents = {resident: None for ref in layer.residents if (resident := ref()) and resident not in counted}

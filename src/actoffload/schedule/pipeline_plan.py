@@ -143,6 +143,20 @@ class PipelinePlan:
         """Bytes that are offloaded in one step of the schedule; 0 if sizes are not known."""
         return sum(self.nbytes[chunk.stage][chunk.group] for chunk in self.transfers if chunk.stage in self.nbytes)
 
+    @property
+    def host_bytes(self) -> int:
+        """Host memory that the plan needs, from each forward to the last backward; 0 if sizes are not known."""
+        offloaded = dict.fromkeys(self._uses, 0)
+        for chunk in self.transfers if self.nbytes else ():
+            offloaded[chunk.stage, chunk.microbatch] += self.nbytes[chunk.stage][chunk.group]
+        now = most = 0
+        for number, step in enumerate(self.order):
+            saved, _, last = self._uses[step.stage, step.microbatch]
+            nbytes = offloaded[step.stage, step.microbatch]
+            now += nbytes * ((number == saved) - (number == last))
+            most = max(most, now)
+        return most
+
     def first_use(self, chunk: Chunk) -> Moment:
         """Return the moment at which a backward first comes to a chunk."""
         return self._use(chunk, 1)
