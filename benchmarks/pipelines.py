@@ -38,9 +38,8 @@ from actoffload.device.reference import CreatedStorages
 from actoffload.engine.recorder import TimelineRecorder
 from actoffload.measure import MemoryMeter
 from actoffload.pipeline.exchange import Measured
-from actoffload.pipeline.planning import _slowest as slowest
-from actoffload.pipeline.planning import _variants as variants_of
-from actoffload.planner.pipeline_recomputation import recomputed
+from actoffload.pipeline.planning import slowest, variants_of
+from actoffload.planner.pipeline_recomputation import recomputed, ways_of
 from actoffload.schedule import Computation, Kind, Link, PipelinePlan, StageCost, simulate_pipeline
 from actoffload.schedule.pipeline_results import RankSimulation
 
@@ -107,7 +106,7 @@ def _small(part: Part) -> Part:
 MIXTURE = Part("ScheduleInterleaved1F1B", MixtureSettings(2, (1, 8192, 4096), "bfloat16", 32, 2048, 8), 2, 8)
 TWO = {
     "1f1b": Part("Schedule1F1B", _dense(8192, 2), 1, 8),
-    "interleaved": Part("ScheduleInterleaved1F1B", _dense(16384, 1), 2, 16, steps=2),
+    "interleaved": Part("ScheduleInterleaved1F1B", _dense(8192, 4), 2, 16, steps=2),
     "zero-bubble": Part("ScheduleInterleavedZeroBubble", _dense(8192, 1), 2, 8),
     "mixture": MIXTURE,
 }
@@ -339,14 +338,8 @@ def _costs(
     """Return the costs of all stages, as measured and as the plans recompute them, and the link of the slowest rank."""
     costs = {stage: cost for each in measured for stage, cost in each.costs.items()}
     plain = [costs[stage] for stage in sorted(costs)]
-    ways = {
-        (stage, k): 1
-        for of in plans
-        for stage, saves in of.saves.items()
-        for k, names in enumerate(saves)
-        if names is not None
-    }
-    again = recomputed(plain, variants_of(measured, costs), ways)
+    variants = variants_of(measured)
+    again = recomputed(plain, variants, ways_of(plans, variants))
     return plain, list(again), slowest([of.link for of in measured])
 
 

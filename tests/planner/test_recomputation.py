@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from actoffload.planner import GroupPlan, OperatorCost, Variant, choose, choose_recomputed, variants, worth_saving
-from actoffload.planner.variants import seconds_again, within
+from actoffload.planner.variants import less_worth_saving, seconds_again, within
 from actoffload.schedule import LayerCost, Link, Plan, Saved, simulate
 
 GIB = 2**30
@@ -163,6 +163,13 @@ def test_outputs_that_take_much_time_for_their_bytes_are_worth_saving():
     assert worth_saving(()) == ()
 
 
+def test_other_outputs_are_saved_by_the_time_that_each_byte_saves():
+    """What saves nothing, because it runs again anyway, is left out."""
+    operators = (*OPERATORS, OperatorCost("cast#0", 0.2, ()), OperatorCost("dropped#0", 0.1, (8,), needed=False))
+    assert [of.name for of in less_worth_saving(operators)] == ["mul#0", "gelu#0"]
+    assert less_worth_saving(()) == ()
+
+
 def test_an_output_is_worth_what_it_makes_unnecessary():
     """The rotated queries rather than the projection; the statistics of a norm rather than the norm."""
     operators = (
@@ -198,7 +205,7 @@ def test_memory_is_that_of_whole_recomputation_or_of_saved_products_whichever_is
     costly = worth_saving(OPERATORS)
     plain = LayerCost.even(64, forward=40.0, backward=80.0, pieces=4)
     dense = LayerCost(41.0, 82.0, tuple(Saved(of.nbytes, 0.5, 0.5) for of in costly), backward_temporary=30)
-    for temporary, want in (50, [30, 46, 54, 62, 50]), (80, [30, 56, 64, 72, 80]):
+    for temporary, want in (50, [22, 30, 46, 54, 62, 50]), (80, [22, 30, 56, 64, 72, 80]):
         whole = LayerCost(42.0, 120.0, backward_temporary=temporary, host_forward=3.0)
         _, *found = variants(plain, dense, OPERATORS, whole)
         assert [variant.cost.backward_temporary for variant in found] == want
@@ -213,17 +220,18 @@ def test_variants_save_less_and_less_and_run_as_much_more_again():
     found = variants(plain, recomputed, OPERATORS)
     assert [variant.saves for variant in found] == [
         None,
+        ("attention#0", "mm#0", "mm#1", "mm#2", "mul#0"),
         ("attention#0", "mm#0", "mm#1", "mm#2"),
         ("attention#0", "mm#0", "mm#1"),
         ("attention#0", "mm#0"),
         ("attention#0",),
         (),
     ]
-    assert [variant.cost.nbytes for variant in found] == [64, 44, 28, 20, 12, 4]
-    assert [variant.cost.backward for variant in found] == [80.0, 82.0, 94.0, 100.0, 106.0, 118.0]
-    assert [variant.cost.forward_temporary for variant in found] == [0, 0, 16, 24, 32, 40]
-    assert [variant.cost.backward_temporary for variant in found] == [0, 0, 16, 24, 32, 40]
-    assert [variant.cost.forward for variant in found] == [40.0] * 6
+    assert [variant.cost.nbytes for variant in found] == [64, 52, 44, 28, 20, 12, 4]
+    assert [variant.cost.backward for variant in found] == [80.0, 81.5, 82.0, 94.0, 100.0, 106.0, 118.0]
+    assert [variant.cost.forward_temporary for variant in found] == [0, 0, 0, 16, 24, 32, 40]
+    assert [variant.cost.backward_temporary for variant in found] == [0, 0, 0, 16, 24, 32, 40]
+    assert [variant.cost.forward for variant in found] == [40.0] * 7
     assert all(0 <= each.needed_at <= 1 for variant in found for each in variant.cost.saved)
 
 

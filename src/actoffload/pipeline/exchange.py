@@ -43,7 +43,7 @@ class Measured:
     costs: Mapping[int, StageCost]  # by stage
     link: Link
     limit: int | None = None  # bytes of device memory
-    again: Mapping[int, Sequence[Variant | None]] | None = None  # by stage and group: where it is recomputed
+    again: Mapping[int, Sequence[tuple[Variant, ...]]] | None = None  # by stage and group: the ways to run it
     bare: bool = False  # a step without offloading fits into its memory
 
 

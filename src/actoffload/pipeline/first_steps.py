@@ -7,8 +7,9 @@ time is measured, the second step is the same, for the rates of copies with all 
 nothing if that fits, for the times.  Ranks decide that apart; it changes nothing for the others.
 
 Where a rank cannot keep within its memory at no cost, and groups may be recomputed, three more steps recompute and
-offload everything: in the first one each group is watched, the last one is measured.  All ranks run them, because they
-know the plans of all.
+offload everything.  In the first one the first microbatch of each group is watched, and the operators of the second one
+are timed.  In the others the outputs are saved that are worth it, and the last one is measured.  All ranks run them,
+because they know the plans of all.
 
 A plan is tried in three more steps: the first one follows all groups, the second one shows how long a step takes with
 the plan, and the third one how long one takes that offloads and recomputes nothing.  The third of all steps does not
@@ -22,8 +23,11 @@ from dataclasses import replace
 
 from ..device.base import Backend
 from ..model.group_costs import measured_link
-from ..planner import Variant
-from ..recompute import Noted, names_of, saving, worth_saving
+from ..model.operator_times import OperatorTimes
+from ..model.ways import Ways
+from ..planner import OperatorCost, Variant, variants
+from ..planner.variants import worth_saving as outputs_worth_saving
+from ..recompute import saving, worth_saving
 from ..schedule.costs import Link
 from ..schedule.pipeline import Computation, Step
 from ..schedule.pipeline_plan import PipelinePlan
@@ -55,7 +59,7 @@ class FirstSteps:
         self.other_bytes = 0  # of device memory, beside saved tensors
         self._plain: Measured | None = None  # what was measured without recomputation
         self._used: dict[tuple[int, int], frozenset[int]] = {}  # what was learned of it
-        self._policies: dict[int, list[Noted]] = {}  # by stage and group
+        self._operators: dict[int, list[tuple[OperatorCost, ...]]] = {}  # by stage and group
         self.trying = False  # a plan
         self._first_trial, self._bare_trial = 0, False
         self._tried: StepMeter | None = None  # of a step with it
@@ -69,6 +73,8 @@ class FirstSteps:
             self._begin_trial(number)
             return
         if self._plain is not None and number < self.steps:
+            if number == self.steps - 1:
+                self._save_what_is_worth_it()
             return
         bare = self._plain is None and number >= TIMED_STEPS and self._copies is not None and self._fits_bare()
         self._backend.allocated()  # resets the peak
@@ -186,9 +192,21 @@ class FirstSteps:
         learned = self._conductor.learned
         self._used, learned.used = learned.used, {}
         for of in self._stages:
-            policies = [Noted(worth_saving) for _ in of.steering.names]
-            self._policies[of.index] = policies
-            of.steering.recompute(dict(enumerate(policies)))
+            of.steering.recompute(dict.fromkeys(range(len(of.steering.names)), worth_saving))
+            of.steering.operators = OperatorTimes(self._backend)
+
+    def _save_what_is_worth_it(self) -> None:
+        """Save the outputs of the operators whose time, as measured in the step before, is worth their bytes."""
+        assert self._plain is not None
+        self._backend.synchronize(self._backend.current_device())
+        for of in self._stages:
+            times, of.steering.operators = of.steering.operators, None
+            groups = zip(of.steering.order, self._plain.costs[of.index].groups, strict=True)
+            forwards = {key.group: cost.forward for key, cost in groups}
+            found = Ways(of.steering.groups, {}).operators({} if times is None else times.costs(), forwards)
+            operators = self._operators[of.index] = [found.get(key.group, ()) for key in of.steering.order]
+            saves = (tuple(each.name for each in outputs_worth_saving(of_group)) for of_group in operators)
+            of.steering.recompute({k: saving(names) for k, names in enumerate(saves)})
 
     def settle(self, plan: PipelinePlan) -> None:
         """Recompute what a plan says from the next step on."""
@@ -201,16 +219,17 @@ class FirstSteps:
                 if names is None and key in self._used:
                     learned.used[key] = self._used[key]
 
-    def _variants(self, found: Measured) -> dict[int, list[Variant | None]]:
-        """Return how groups are recomputed, and what they cost then; None for those that are not."""
+    def _variants(self, found: Measured) -> dict[int, list[tuple[Variant, ...]]]:
+        """Return the ways to run each group, the first one without recomputation."""
         assert self._plain is not None
-        again: dict[int, list[Variant | None]] = {}
+        again: dict[int, list[tuple[Variant, ...]]] = {}
         for stage, cost in found.costs.items():
-            ways = again[stage] = []
-            for k, (plain, own) in enumerate(zip(self._plain.costs[stage].groups, cost.groups, strict=True)):
+            groups = zip(self._plain.costs[stage].groups, cost.groups, self._operators[stage], strict=True)
+            again[stage] = []
+            for plain, own, operators in groups:
                 less = plain.nbytes - own.nbytes
-                own = replace(own, backward_temporary=max(less, 0))
-                ways.append(Variant(own, names_of(self._policies[stage][k])) if less > 0 else None)
+                recomputed = replace(own, backward_temporary=max(less, 0))
+                again[stage].append(variants(plain, recomputed, operators) if less > 0 else (Variant(plain),))
         return again
 
     def _link(self) -> Link | None:

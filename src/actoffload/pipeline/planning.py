@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from ..planner import Variant, plan_pipeline
-from ..planner.pipeline_recomputation import recomputed
+from ..planner.pipeline_recomputation import recomputed, ways_of
 from ..schedule.costs import Link
-from ..schedule.pipeline import StageCost
 from ..schedule.pipeline_plan import PipelinePlan
 from ..schedule.pipeline_simulation import simulate_pipeline
 from ..schedule.timeline import milliseconds, size
 from .exchange import Measured
 
-__all__ = ["Limits", "costs_time", "decision", "plans_of"]
+__all__ = ["Limits", "costs_time", "decision", "plans_of", "slowest", "variants_of"]
 
 FREE = 0.01  # of the time of a step
 
@@ -40,9 +39,9 @@ def plans_of(
     """
     orders, names = [of.order for of in measured], {stage: of for each in measured for stage, of in each.names.items()}
     costs = {stage: cost for each in measured for stage, cost in each.costs.items()}
-    stages, link = [costs[stage] for stage in sorted(costs)], _slowest([of.link for of in measured], slower)
+    stages, link = [costs[stage] for stage in sorted(costs)], slowest([of.link for of in measured], slower)
     budgets = [of.limit for of in measured]
-    variants = _variants(measured, costs)
+    variants = variants_of(measured)
     plan = partial(plan_pipeline, orders, stages, link, names=names, max_inflight=limits.max_inflight)
     plans: tuple[PipelinePlan, ...] = ()
     if limits.memory_budget is None:
@@ -50,13 +49,7 @@ def plans_of(
     if not plans or any(_exceeds(of, limit) for of, limit in zip(plans, budgets, strict=True)):
         least = min(of for of in budgets if of is not None)
         plans = plan(memory_budget=[least if of is None else of for of in budgets], variants=variants)
-    ways = {
-        (stage, group): 1
-        for each in plans
-        for stage, saves in each.saves.items()
-        for group, names_saved in enumerate(saves)
-        if names_saved is not None
-    }
+    ways = ways_of(plans, variants)
     stages = list(recomputed(stages, variants, ways))
     peaks = [rank.peak_bytes for rank in simulate_pipeline(orders, stages, link, plans).ranks]
     return plans, peaks
@@ -68,23 +61,16 @@ def costs_time(measured: Sequence[Measured], plans: Sequence[PipelinePlan]) -> b
     return slow or any(_exceeds(of, each.limit) for of, each in zip(plans, measured, strict=True))
 
 
-def _variants(measured: Sequence[Measured], costs: Mapping[int, StageCost]) -> dict[int, list[tuple[Variant, ...]]]:
-    """Return the ways to run the groups of each stage, the first one without recomputation."""
-    return {
-        stage: [
-            (Variant(plain),) if way is None else (Variant(plain), way)
-            for plain, way in zip(costs[stage].groups, ways, strict=True)
-        ]
-        for each in measured
-        for stage, ways in (each.again or {}).items()
-    }
+def variants_of(measured: Sequence[Measured]) -> dict[int, Sequence[tuple[Variant, ...]]]:
+    """Return the ways to run the groups of each stage, the first one without recomputation; empty if not measured."""
+    return {stage: ways for each in measured for stage, ways in (each.again or {}).items()}
 
 
 def _exceeds(plan: PipelinePlan, limit: int | None) -> bool:
     return limit is not None and plan.peak_bytes is not None and plan.peak_bytes > limit
 
 
-def _slowest(links: Sequence[Link], slower: float = 1.0) -> Link:
+def slowest(links: Sequence[Link], slower: float = 1.0) -> Link:
     """Return the lowest rates of all ranks, which wait for each other, divided by a factor."""
     both = [link.both / slower for link in links if link.both is not None]
     return Link(

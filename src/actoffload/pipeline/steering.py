@@ -9,6 +9,7 @@ from typing import Any
 from ..engine.model_pass import ModelPass
 from ..model.conduct import Conduct, FollowedModule, Mode
 from ..model.metering import counts_in
+from ..model.operator_times import OperatorTimes
 from ..model.reporting import PassLog, group_names
 from ..planner import GroupPlan
 from ..recompute import Policy
@@ -74,10 +75,11 @@ class StageSteering:
         policies: Mapping[int, Policy],
     ) -> None:
         self._stage, self._conductor = stage, conductor
-        self._groups, self._plans, self._log, self._policies = groups, plans, log, policies
+        self.groups, self._plans, self._log, self._policies = groups, plans, log, policies
         self._always = policies
         self.saved: tuple[tuple[tuple[int, int], ...], ...] = ()  # by group: place and bytes of what it saves
         self.bare = False  # offload nothing, to measure
+        self.operators: OperatorTimes | None = None  # times the operators of recomputed groups
         self.adopts = False  # groups are offloaded with what was saved before them
         self.changed = False  # groups saved other bytes in a forward in which not all were followed
 
@@ -87,9 +89,14 @@ class StageSteering:
         self._policies = self._always if policies is None else {order[k].group: of for k, of in policies.items()}
 
     @property
+    def order(self) -> tuple[GroupKey, ...]:
+        """The groups in the order of the latest forward."""
+        return self._plans.order
+
+    @property
     def names(self) -> tuple[str, ...]:
         """Names of the groups, in the order of the latest forward."""
-        return group_names(self._groups, self._plans.order)
+        return group_names(self.groups, self._plans.order)
 
     def forward_begins(self, inputs: tuple[Any, Any], *, alone: bool, busy: bool) -> Conduct:
         """Return how the forward of a microbatch is followed; one that is none offloads everything."""
@@ -112,7 +119,7 @@ class StageSteering:
             idle = conductor.plan is not None and not conductor.plan.transfers and not self._policies
             mode = Mode.IDLE if idle else Mode.SCOPED
         policies = self._always if self.bare else self._policies
-        return Conduct(mode, order, roles_of, policies, begun=partial(conductor.pass_begins, microbatch))
+        return Conduct(mode, order, roles_of, policies, self.operators, partial(conductor.pass_begins, microbatch))
 
     @staticmethod
     def _offloading(offloaded: frozenset[int], order: tuple[GroupKey, ...]) -> Roles:

@@ -8,9 +8,10 @@ from typing import TypeAlias
 
 from ..schedule.costs import LayerCost
 from ..schedule.pipeline import SplitCost, StageCost
+from ..schedule.pipeline_plan import PipelinePlan
 from .variants import Variant
 
-__all__ = ["StageVariants", "Ways", "recomputed", "saved_by", "upgrades"]
+__all__ = ["StageVariants", "Ways", "recomputed", "saved_by", "upgrades", "ways_of"]
 
 StageVariants: TypeAlias = Mapping[int, Sequence[Sequence[Variant]]]
 """For some stages the ways to run each group, as `variants` returns them: the first without recomputation."""
@@ -83,6 +84,17 @@ def _split(split: SplitCost, plain: LayerCost, cost: LayerCost) -> SplitCost:
     """Return the split of a recomputed group: it is recomputed once, in the input backward."""
     seconds = max(split.input_seconds + cost.backward - plain.backward, 0.0)
     return replace(split, input_seconds=seconds, kept=min(split.kept, cost.nbytes))
+
+
+def ways_of(plans: Iterable[PipelinePlan], variants: StageVariants) -> dict[tuple[int, int], int]:
+    """Return the ways in which plans recompute groups."""
+    return {
+        (stage, group): next(way for way, of in enumerate(variants[stage][group]) if of.saves == names)
+        for plan in plans
+        for stage, saves in plan.saves.items()
+        for group, names in enumerate(saves)
+        if names is not None
+    }
 
 
 def saved_by(

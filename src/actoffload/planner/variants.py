@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -14,6 +14,7 @@ __all__ = ["OperatorCost", "Variant", "variants", "within", "worth_saving"]
 COSTLY = 4.0  # times the time for each byte of operators that only read and write memory
 CHEAP = 0.25  # of the bytes are outputs of such operators, at least
 STEPS = 12  # into which the outputs that are worth saving are divided
+MORE = 4  # into which the other outputs are divided
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,25 +97,47 @@ def worth_saving(operators: tuple[OperatorCost, ...]) -> tuple[OperatorCost, ...
         left -= of.nbytes
         if left <= 0:
             break
-    found: dict[str, OperatorCost] = {}
-    now = seconds_again(operators, found)
+    found = _best_first(operators, (), lambda of, density: of.costly or density >= COSTLY * floor > 0)
+    now = seconds_again(operators, {of.name for of in found})
+    for each in list(found):  # some are not read any more
+        others = [other for other in found if other is not each]
+        if seconds_again(operators, {of.name for of in others}) <= now:
+            found = others
+    return tuple(found)
+
+
+@lru_cache(maxsize=256)
+def less_worth_saving(operators: tuple[OperatorCost, ...]) -> tuple[OperatorCost, ...]:
+    """Return the other operators whose saved outputs save time, the best one first."""
+    return tuple(_best_first(operators, worth_saving(operators), lambda of, density: True))
+
+
+def _best_first(
+    operators: Sequence[OperatorCost],
+    saved: Sequence[OperatorCost],
+    may: Callable[[OperatorCost, float], bool],
+) -> list[OperatorCost]:
+    """Return operators beside those that are saved, the one first whose output saves most time for its bytes.
+
+    `may` says of an operator, and of the seconds for each byte, whether it is taken.
+    """
+    known, found = [of for of in operators if of.nbytes and of not in saved], list[OperatorCost]()
+    names = {of.name for of in saved}
+    now = seconds_again(operators, names)
     while True:
         best, most, then = None, 0.0, now
         for of in known:
-            if of.name in found:
+            if of.name in names:
                 continue
-            left = seconds_again(operators, {*found, of.name})
+            left = seconds_again(operators, {*names, of.name})
             density = (now - left) / of.nbytes
-            if density > most and (of.costly or density >= COSTLY * floor > 0):
+            if density > most and may(of, density):
                 best, most, then = of, density, left
         if best is None:
-            break
-        found[best.name], now = best, then
-    for name in list(found):  # some are not read any more
-        others = {other for other in found if other != name}
-        if seconds_again(operators, others) <= now:
-            del found[name]
-    return tuple(found.values())
+            return found
+        found.append(best)
+        names.add(best.name)
+        now = then
 
 
 def within(operators: Sequence[OperatorCost], seconds: float) -> tuple[OperatorCost, ...]:
@@ -135,7 +158,7 @@ def variants(
     operators: tuple[OperatorCost, ...] = (),
     whole: LayerCost | None = None,
 ) -> tuple[Variant, ...]:
-    """Return the ways to run a group, from the most bytes saved to none.
+    """Return the ways to run a group, from the most bytes saved to none; the first is without recomputation.
 
     Parameters
     ----------
@@ -152,7 +175,8 @@ def variants(
     -----
     The outputs that take the least time for their bytes are run again first.  An output that is not saved is allocated
     for a time in forward, and again in backward; beside that, memory is as in that of `recomputed` and `whole` which
-    needs more.  Forward does the same work in each, but the device may have waited for the host.
+    needs more.  Forward does the same work in each, but the device may have waited for the host.  A way that saves as
+    much as the group does without recomputation is left out.
     """
     if whole is not None:  # which ran without hooks of each operator
         plain = replace(plain, host_forward=min(plain.host_forward, whole.host_forward))
@@ -160,8 +184,15 @@ def variants(
     recomputed = replace(recomputed, forward=plain.forward)
     dense = worth_saving(operators)
     least = seconds_again(operators, {of.name for of in dense})
-    found = [Variant(plain), Variant(recomputed, tuple(of.name for of in dense))]
-    for number in _steps([of.nbytes for of in dense]):
+    found = [Variant(plain)]
+    more = less_worth_saving(operators)
+    for number in _steps([of.nbytes for of in more], MORE):
+        saves = tuple(of.name for of in (*dense, *more[:number]))
+        cost = _with(recomputed, operators, more[:number], least - seconds_again(operators, saves))
+        if number and recomputed.nbytes < cost.nbytes < plain.nbytes:
+            found.append(Variant(cost, saves))
+    found.append(Variant(recomputed, tuple(of.name for of in dense)))
+    for number in _steps([of.nbytes for of in dense], STEPS):
         saves = tuple(of.name for of in dense[:number])
         cost = _without(recomputed, dense[number:], seconds_again(operators, saves) - least)
         if whole is not None:
@@ -186,11 +217,11 @@ def _at_most(cost: LayerCost, dense: LayerCost, whole: LayerCost) -> LayerCost:
     )
 
 
-def _steps(sizes: Sequence[int]) -> Iterator[int]:
+def _steps(sizes: Sequence[int], steps: int) -> Iterator[int]:
     """Yield how many outputs are saved, from all but some to none, at about equal distances of bytes."""
     before, total = len(sizes), sum(sizes)
-    for step in range(1, STEPS):
-        until, number = total * (STEPS - step) / STEPS, 0
+    for step in range(1, steps):
+        until, number = total * (steps - step) / steps, 0
         while number < len(sizes) and until >= sizes[number]:
             until -= sizes[number]
             number += 1
@@ -199,6 +230,27 @@ def _steps(sizes: Sequence[int]) -> Iterator[int]:
             before = number
     if sizes:
         yield 0
+
+
+def _with(
+    cost: LayerCost, operators: Sequence[OperatorCost], more: Collection[OperatorCost], seconds: float
+) -> LayerCost:
+    """Return the cost of a group in which further outputs are saved and not run again, which spares some seconds."""
+    backward = max(cost.backward - seconds, 0.0)
+    scale = cost.backward / backward if backward else 1.0
+    saved = [replace(each, needed_at=min(each.needed_at * scale, 1.0)) for each in cost.saved]
+    for of in more:
+        place = (operators.index(of) + 1) / len(operators)
+        saved += [Saved(nbytes, place, 1 - place) for nbytes in of.sizes]
+    saved.sort(key=lambda each: each.saved_at)
+    nbytes = sum(of.nbytes for of in more)
+    return replace(
+        cost,
+        backward=backward,
+        saved=tuple(saved),
+        forward_temporary=max(cost.forward_temporary - nbytes, 0),
+        backward_temporary=max(cost.backward_temporary - nbytes, 0),
+    )
 
 
 def _without(cost: LayerCost, again: Sequence[OperatorCost], seconds: float) -> LayerCost:
