@@ -35,24 +35,6 @@ def test_stages(layers):
     assert seen[9:] == [""] * 3
 
 
-@pytest.mark.parametrize("layers", BOTH)
-def test_a_loop_over_the_blocks_is_not_timed_and_the_report_says_so(layers):
-    """As in a LightningModule whose training step calls its children."""
-    device, model = fast()
-    handle = offload(model, device, layers=layers)
-
-    def loop() -> None:
-        x = torch.zeros(4, requires_grad=True)
-        for block in model.blocks:
-            x = block(x)
-        x.sum().backward()
-
-    for _ in range(12):
-        loop()
-    assert handle.plan.seconds is None
-    assert "No step can be timed, because parts of the model are called" in str(handle.report())
-
-
 def test_stages_where_nothing_is_free():
     device = Timed(1e5, 1e5, memory=2**40)
     handle = offload(model := TimedModel(device), device)
