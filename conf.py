@@ -124,6 +124,7 @@ html_static_path = ["docs/_static"]
 templates_path = ["docs/_templates"]
 html_css_files = ["custom.css"]
 html_js_files = ["stacked_tables.js"]
+html_search_scorer = "docs/_static/search_scorer.js"
 html_favicon = "docs/_static/logo.svg"
 html_show_sourcelink = False
 html_copy_source = False

@@ -44,7 +44,7 @@ class Lanes:
 
 
 def _collectives(device: torch.device, nbytes: int) -> dict[str, Callable[[], object]]:
-    """Return the all-gather and the reduce-scatter of so many bytes of bfloat16 in all."""
+    """Return the all-gather and the reduce-scatter of `nbytes` bytes of bfloat16 in all."""
     world = dist.get_world_size()
     part = torch.zeros(nbytes // 2 // world, dtype=torch.bfloat16, device=device)
     whole = torch.zeros(part.numel() * world, dtype=torch.bfloat16, device=device)

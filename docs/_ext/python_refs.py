@@ -9,6 +9,7 @@ from __future__ import annotations
 import builtins
 import importlib
 import sys
+from inspect import isgeneratorfunction, unwrap
 from typing import Any, TypeVar
 
 from docutils import nodes
@@ -126,8 +127,12 @@ def resolve(app: Sphinx, env: BuildEnvironment, node: pending_xref, content: nod
 
 
 def plain_signature(app: Sphinx, what: str, name: str, obj: Any, options: Any, arguments: str, result: str) -> Any:
-    """Replace ``<factory>`` in the signature of a dataclass, which Sphinx cannot parse."""
-    return (arguments.replace("<factory>", "..."), result) if arguments and "<factory>" in arguments else None
+    """Replace ``<factory>``, which Sphinx cannot parse, and what the generator of a context manager returns."""
+    if not arguments:
+        return None
+    if result and isgeneratorfunction(unwrap(obj)) and not isgeneratorfunction(obj):
+        result = result.replace("collections.abc.Iterator", "contextlib.AbstractContextManager")
+    return arguments.replace("<factory>", "..."), result
 
 
 def setup(app: Sphinx) -> dict[str, Any]:

@@ -6,7 +6,15 @@ import re
 from collections.abc import Sequence
 from numbers import Integral, Real
 
-__all__ = ["budget_bytes", "check_bytes", "check_fraction", "check_num_layers", "check_whole"]
+__all__ = [
+    "budget_bytes",
+    "check_bytes",
+    "check_fraction",
+    "check_limits",
+    "check_max_inflight",
+    "check_num_layers",
+    "check_whole",
+]
 
 
 def check_whole(*, optional: bool = False, **arguments: object) -> None:
@@ -28,9 +36,38 @@ def check_bytes(*, optional: bool = False, **arguments: int | None) -> None:
 
 
 def check_fraction(fraction: object) -> None:
-    """Raise a `TypeError` for a fraction of groups that is not a number; `GroupSchedule` checks its range."""
+    """Raise a `TypeError` or `ValueError` for what is not a fraction of the groups."""
+    expected = "expected a part of the groups, from 0.0 to 1.0"
     if isinstance(fraction, bool) or not isinstance(fraction, Real):
-        raise TypeError(f"fraction is {fraction!r}; expected a part of the groups, from 0.0 to 1.0.")
+        raise TypeError(f"fraction is {fraction!r}; {expected}.")
+    if not 0.0 <= float(fraction) <= 1.0:
+        raise ValueError(f"fraction is {fraction}; {expected}.")
+
+
+def check_max_inflight(max_inflight: int | None) -> None:
+    """Raise a `TypeError` or `ValueError` for what is not a number of groups; None is no limit."""
+    check_whole(max_inflight=max_inflight, optional=True)
+    if max_inflight is not None and max_inflight < 1:
+        raise ValueError(f"max_inflight is {max_inflight}; expected a number of groups, at least 1, or None.")
+
+
+def check_limits(
+    *,
+    min_bytes: int,
+    fraction: float | None,
+    max_host_bytes: int | None,
+    max_inflight: int | None,
+    memory_budget: int | float | str | None,
+    delta_bytes_per_rank: int | None = None,
+) -> None:
+    """Check the numbers that `offload` takes for a model or for a schedule."""
+    check_bytes(min_bytes=min_bytes)
+    check_bytes(max_host_bytes=max_host_bytes, delta_bytes_per_rank=delta_bytes_per_rank, optional=True)
+    check_max_inflight(max_inflight)
+    if fraction is not None:
+        check_fraction(fraction)
+    if memory_budget is not None:
+        budget_bytes(memory_budget, None)
 
 
 UNITS: dict[str, int] = {

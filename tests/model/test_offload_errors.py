@@ -40,7 +40,7 @@ def step(model, seed: int = 0) -> None:
         ({"fraction": math.nan}, "fraction is nan"),
         ({"min_bytes": -1}, "min_bytes is -1; expected a number of bytes"),
         ({"max_host_bytes": -1}, "max_host_bytes is -1; expected a number of bytes, or None"),
-        ({"max_inflight": 0}, "max_inflight is 0; expected at least 1"),
+        ({"max_inflight": 0}, "max_inflight is 0; expected a number of groups, at least 1"),
         ({"layers": "*.nothing"}, r"layers: '\*.nothing' matches no module of this Transformer"),
         ({"layers": []}, "layers is empty"),
         ({"keep": "*.nothing"}, r"keep: '\*.nothing' matches no module"),

@@ -164,18 +164,15 @@ def _copy_problems(tab: Chrome) -> list[str]:
     return []
 
 
-def check_search(tab: Chrome, base: str, words: list[str], seconds: float = 20) -> list[str]:
-    """Return the words that the search page does not find."""
-    missing = []
-    for word in words:
-        open_page(tab, f"{base}/search.html?q={quote(word)}", WIDTHS["desktop"])
-        try:
-            WebDriverWait(tab, seconds).until(
-                lambda _: tab.find_elements(By.CSS_SELECTOR, "#search-results ul.search li a")
-            )
-        except TimeoutException:
-            missing.append(f"search finds nothing for {word!r}")
-    return missing
+def first_result(tab: Chrome, base: str, words: str, seconds: float = 20) -> str:
+    """Return the page that the search page lists first, without its anchor; empty if there is none in some seconds."""
+    open_page(tab, f"{base}/search.html?q={quote(words)}", WIDTHS["desktop"])
+    found = (By.CSS_SELECTOR, "#search-results ul.search li a")
+    try:
+        link = WebDriverWait(tab, seconds).until(lambda _: tab.find_elements(*found))[0]
+    except TimeoutException:
+        return ""
+    return str(link.get_attribute("href")).removeprefix(f"{base}/").partition("#")[0]
 
 
 def check_theme(tab: Chrome, base: str) -> list[str]:

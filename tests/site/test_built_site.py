@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-from browser import WIDTHS, check_page, check_search, check_theme, serving
+from browser import WIDTHS, check_page, check_theme, first_result, serving
 from check_site import find_pages
 
+ROOT = Path(__file__).parents[2]
 SITE = Path(os.environ.get("ACTOFFLOAD_SITE", ""))
 SHOTS = os.environ.get("ACTOFFLOAD_SCREENSHOTS")
 NAMES = [page.relative_to(SITE).as_posix() for page in find_pages(SITE)] if "ACTOFFLOAD_SITE" in os.environ else []
@@ -32,9 +35,23 @@ def test_page(tab, base, name, width):
     assert check_page(tab, base, name, WIDTHS[width], shot) == []
 
 
-def test_search_finds_the_words_that_readers_bring(tab, base):
-    assert check_search(tab, base, ["FSDP", "Trainer", "Lightning", "OOM", "num_layers"]) == []
-    assert check_search(tab, base, ["qqzzy"], seconds=3) == ["search finds nothing for 'qqzzy'"]
+@pytest.mark.parametrize(
+    ("words", "page"),
+    [
+        ("FSDP", "guide/many_gpus.html"),
+        ("Trainer", "integrations/trainer.html"),
+        ("Lightning", "integrations/lightning.html"),
+        ("OOM", "guide/troubleshooting.html"),
+        ("num_layers", "guide/whole_model.html"),
+        ("pipeline", "guide/pipelines.html"),
+    ],
+)
+def test_the_first_result_of_a_search_is_the_page_that_a_reader_wants(tab, base, words, page):
+    assert first_result(tab, base, words) == page
+
+
+def test_search_for_a_word_that_no_page_has(tab, base):
+    assert first_result(tab, base, "qqzzy", seconds=3) == ""
 
 
 def test_theme_switch(tab, base):
@@ -47,6 +64,18 @@ def test_a_missing_page_leads_back(tab, base):
     assert f"{base}/index.html" in links
 
 
+LIGHT = ["moe_routing", "manual_synchronization", "basic"]  # seconds each on a CPU
+RUN = """
+import json, sys
+namespace = {"__name__": "__main__"}
+with open(sys.argv[1], encoding="utf-8") as file:
+    cells = json.load(file)["cells"]
+for cell in cells:
+    if cell["cell_type"] == "code":
+        exec(compile("".join(cell["source"]), sys.argv[1], "exec"), namespace)
+"""
+
+
 @pytest.mark.parametrize("name", [name for name in NAMES if name.startswith("gallery/")])
 def test_notebooks_open_and_their_code_compiles(name):
     for path in SITE.glob(f"_downloads/*/{Path(name).stem}.ipynb"):
@@ -56,3 +85,14 @@ def test_notebooks_open_and_their_code_compiles(name):
         assert cells
         for cell in cells:
             compile(cell, path.name, "exec")
+
+
+def test_light_notebooks_run_as_downloaded(tmp_path):
+    """In folders that have nothing else, with the packages that are installed."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "MPLBACKEND": "agg"}
+    running = {}
+    for name in LIGHT:
+        (path,) = SITE.resolve().glob(f"_downloads/*/{name}.ipynb")
+        (tmp_path / name).mkdir()
+        running[name] = subprocess.Popen([sys.executable, "-c", RUN, path], cwd=tmp_path / name, env=environment)
+    assert {name: process.wait() for name, process in running.items()} == dict.fromkeys(LIGHT, 0)

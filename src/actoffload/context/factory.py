@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import Any, Literal, TypeVar, overload
 
 import torch
 
@@ -51,6 +52,39 @@ class NoController(ManualController):
         pass
 
 
+@overload
+def get_cpu_offload_context(
+    enabled: bool = False,
+    num_layers: int = 1,
+    model_layers: int = 1,
+    offload_activations: bool = True,
+    offload_weights: bool = False,
+    double_buffering: bool = False,
+    manual_synchronization: Literal[False] = False,
+    retain_pinned_cpu_buffers: bool = False,
+    offload_stream: torch.Stream | None = None,
+    *,
+    max_host_bytes: int | None = None,
+) -> tuple[OffloadContext, Callable[[T], T]]: ...
+
+
+@overload
+def get_cpu_offload_context(
+    enabled: bool = False,
+    num_layers: int = 1,
+    model_layers: int = 1,
+    offload_activations: bool = True,
+    offload_weights: bool = False,
+    double_buffering: bool = False,
+    *,
+    manual_synchronization: Literal[True],
+    retain_pinned_cpu_buffers: bool = False,
+    offload_stream: torch.Stream | None = None,
+    max_host_bytes: int | None = None,
+) -> tuple[OffloadContext, Callable[[T], T], ManualController]: ...
+
+
+@overload
 def get_cpu_offload_context(
     enabled: bool = False,
     num_layers: int = 1,
@@ -63,7 +97,22 @@ def get_cpu_offload_context(
     offload_stream: torch.Stream | None = None,
     *,
     max_host_bytes: int | None = None,
-) -> tuple[Any, ...]:
+) -> tuple[OffloadContext, Callable[[T], T]] | tuple[OffloadContext, Callable[[T], T], ManualController]: ...
+
+
+def get_cpu_offload_context(
+    enabled: bool = False,
+    num_layers: int = 1,
+    model_layers: int = 1,
+    offload_activations: bool = True,
+    offload_weights: bool = False,
+    double_buffering: bool = False,
+    manual_synchronization: bool = False,
+    retain_pinned_cpu_buffers: bool = False,
+    offload_stream: torch.Stream | None = None,
+    *,
+    max_host_bytes: int | None = None,
+) -> tuple[OffloadContext, Callable[[T], T]] | tuple[OffloadContext, Callable[[T], T], ManualController]:
     """Return a context and a synchronization function that offload the activations of a sequential model.
 
     Each layer runs in the context, and its output goes through the function::
@@ -153,7 +202,9 @@ def get_cpu_offload_context(
         warnings.warn(problem, UserWarning, stacklevel=2)
     if not enabled or not offload_activations or problem is not None:
         nothing = NoOffloadContext()
-        return (nothing, nothing.synchronize, *([NoController(nothing)] if manual_synchronization else []))
+        if manual_synchronization:
+            return nothing, nothing.synchronize, NoController(nothing)
+        return nothing, nothing.synchronize
     check_whole(num_layers=num_layers, model_layers=model_layers)
     backend = devices.backend()
     if offload_stream is not None:
@@ -173,4 +224,6 @@ def get_cpu_offload_context(
             )
         plan = schedule.plan()
     context = OffloadContext(Engine(plan, backend, max_host_bytes, offload_stream))
-    return (context, context.synchronize, *([ManualController(context)] if manual_synchronization else []))
+    if manual_synchronization:
+        return context, context.synchronize, ManualController(context)
+    return context, context.synchronize

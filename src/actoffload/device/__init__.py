@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 import torch
 
@@ -20,6 +21,7 @@ class ReferenceDeviceWarning(UserWarning):
     """Offloading runs on the reference device, because the machine has no accelerator."""
 
 
+D = TypeVar("D", bound=Backend)
 _found: Backend | None = None
 _chosen: list[Backend] = []
 _lock = threading.Lock()
@@ -49,7 +51,7 @@ def backend() -> Backend:
 
 
 @contextmanager
-def use(device: Backend) -> Iterator[Backend]:
+def use(device: D) -> Iterator[D]:
     """Use a given device for contexts created in this block: for tests and virtual-time experiments.
 
     Examples

@@ -60,7 +60,7 @@ opaque(_Left.__call__, GRAPH_BREAK)
 
 
 class Pass:
-    """State of one pass."""
+    """One forward and its backward: `OffloadContext.current_pass`, and `in_pass` of the `ManualController`."""
 
     # Whether all layers came as the plan expects them; otherwise a kept layer may have to be offloaded after all.
     settled = True

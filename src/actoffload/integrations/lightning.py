@@ -23,7 +23,8 @@ class LightningOffloadCallback(FitCallback):
     module : str, optional
         Dotted name of the module inside of the LightningModule that the training step calls, such as ``"model"``.  None
         means its only child that has parameters.  With several of these it means the LightningModule itself, whose
-        training step has to call ``self(...)`` then: the handle follows calls of the module that is offloaded.
+        training step has to call ``self(...)`` then: a training step that calls its children is offloaded, but not
+        timed, and the report says so.
     report_at : int or None
         Batch, counted from the start of ``fit()``, after which the report is logged; at the end of shorter fits.  None
         logs nothing.

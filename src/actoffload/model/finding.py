@@ -73,8 +73,8 @@ class Finder:
         return self._then.frontier()
 
     def facts(self) -> dict[str, Any]:
-        """Return nothing: no step was measured."""
-        return {}
+        """Return what is known to what steers next: why no step is measured, if the groups are called alone."""
+        return self._then.facts()
 
     def forward_begins(self, inputs: tuple[Any, Any], *, alone: bool, busy: bool) -> Conduct:
         """Offload everything; by the schedule where groups are called alone, which shows nothing of the model."""

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 from torch.nn import Module
 
 from .. import device as devices
-from .._arguments import check_fraction, check_num_layers, check_whole
+from .._arguments import check_num_layers, check_whole
 from .._warnings import warn
 from ..engine.engine import Engine
 from ..engine.recorder import TimelineRecorder
@@ -129,8 +129,7 @@ class OffloadHandle:
         The arguments are those of `offload`, with the same errors.  Raises a `RuntimeError` if the handle was removed.
         """
         self._check_installed("be rescheduled")
-        check_whole(num_layers=num_layers, max_inflight=max_inflight, optional=True)
-        check_fraction(fraction)
+        check_whole(num_layers=num_layers, optional=True)
         schedule = GroupSchedule(num_layers, fraction, max_inflight)
         check_num_layers(num_layers, [of.kind for of in self._groups], self._plans.kinds(self._plans.order))
         self._plans.reschedule(schedule)

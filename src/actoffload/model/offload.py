@@ -12,12 +12,12 @@ from typing import Any, Literal
 from torch.nn import Module
 
 from .. import device as devices
-from .._arguments import budget_bytes, check_bytes, check_fraction, check_num_layers, check_whole
+from .._arguments import budget_bytes, check_limits, check_num_layers, check_whole
 from .._torch import load_dynamo, unsupported
 from .._warnings import warn
 from ..engine.engine import Engine
 from ..planner import GroupPlan
-from ..recompute import Given, Noted, never, policy_of, worth_saving
+from ..recompute import Given, policy_for
 from ..schedule.execution_order import GroupKey, GroupPlans
 from ..schedule.plan import Plan
 from ..schedule.schedules import GroupSchedule
@@ -57,104 +57,28 @@ def offload(
     recompute: bool | Given | Literal["auto"] = "auto",
     plan: GroupPlan | str | PathLike[str] | None = None,
 ) -> OffloadHandle:
-    """Offload the activations of a model, whose code stays as it is.
+    """Offload the activations of a model; see `actoffload.offload`, which is this and more, for the arguments.
 
-    The chosen modules are *groups*: what autograd saves in one of them is offloaded together.  Each group is copied to
-    the host while it computes, freed before a later group needs the memory, and reloaded before backward needs it.  The
-    execution order of the groups is learned from the forward.
-
-    Without `num_layers`, `fraction` and `max_inflight` the first nine passes are measured, the first two of them with
-    everything offloaded.  Then groups are offloaded as far as that costs no time, or as far as the memory of the device
-    makes necessary.  A plan that costs time all the same is tried with fewer groups, each time in five more passes.
-    The ranks of a sharded or data-parallel model measure in the same passes and follow one plan.  The logger
-    ``actoffload`` says once, at level INFO, what was measured and decided.  Without an accelerator nothing is measured,
-    and all groups but the last two are offloaded.
-
-    Parameters
-    ----------
-    module : torch.nn.Module
-        The model, or any part of it; wrapped or not.  Call this object in training.
-    layers : str, module, type or iterable of these, optional
-        What may be offloaded.  None finds the groups in the first forward: the repeated blocks, or the modules that
-        together save most.  A string is the dotted path of a module, of a list of modules, whose children are meant
-        then, or a glob pattern over dotted names: ``"*.self_attn"``.  Several entries give several kinds of groups; the
-        entry ``...`` means what None does: ``[..., "*.head"]``.
-    num_layers : int, optional
-        Number of groups of each kind to offload, from the first on; the last of a kind is always kept.
-    keep : str, module, type or iterable of these
-        Modules whose saved tensors are kept on the device, given like `layers`: the router, the head, a norm.  Where
-        chosen and kept modules are nested, the innermost decides.
-    min_bytes : int
-        Smaller tensors are kept, in bytes.
-    fraction : float, optional
-        Fraction of the eligible groups of each kind to offload, from the first on; 0.0 to 1.0.  Eligible are all but
-        the last two; with several kinds, all but the last of each, and not the last two of all.
-    max_host_bytes : int, optional
-        Largest amount of page-locked host memory to hold for each device, in bytes; it is allocated in steps of 2 MiB.
-        What does not fit is kept on the device, with one warning.
-    max_inflight : int, optional
-        Largest number of groups in flight whenever one has ended, in either direction; compute waits for the others.
-    memory_budget : int, str or float, optional
-        Limit for the peak of device memory in forward and backward: bytes, text such as ``"24GiB"``, or a fraction of
-        the memory of the device.  The fastest plan within it is chosen, in passes that are within it too.  None is the
-        memory of the device.
-    recompute : "auto", bool, callable or list
-        Recompute groups in backward, but for outputs of operators that are saved, and kept or offloaded.  ``"auto"``
-        recomputes as many groups as are needed where memory is too small for keeping and offloading at no cost; which
-        outputs are saved follows from measured times.  True recomputes all groups, but for matrix products,
-        convolutions and attention.  A policy recomputes all groups but for what it saves: a list of operators, or a
-        function, as ``torch.utils.checkpoint.create_selective_checkpoint_contexts`` takes them.  False recomputes
-        nothing.
-        Groups that change buffers are never recomputed.
-    plan : GroupPlan, str or PathLike, optional
-        A plan of another run, or the file to which ``handle.plan.save`` wrote it; nothing is measured then.
-
-    Returns
-    -------
-    OffloadHandle
-        Prints what was chosen, reports what happened, pauses and ends offloading.
-
-    Raises
-    ------
-    ValueError
-        If nothing is found, a pattern matches nothing, a number is out of its range, or the model is offloaded already.
-        In the first forward, if the ranks of a sharded or data-parallel model got different arguments.
-    TypeError
-        If `module` is not a module, or a ``ScriptModule``; if an entry of `layers` or `keep` is of another type; or if
-        a numeric argument is not a number.
-
-    Warns
-    -----
-    UserWarning
-        If so few groups were found that none is offloaded; once the first passes are measured, if no plan is within the
-        memory budget.
-
-    Examples
-    --------
-    >>> model = torch.nn.Sequential(*[torch.nn.Linear(512, 512) for _ in range(6)])
-    >>> handle = actoffload.offload(model)
-    >>> x = torch.randn(1024, 512, requires_grad=True)
-    >>> model(x * 1.0).sum().backward()
-    >>> handle.statistics().tensors_offloaded
-    4
-    >>> handle.remove()
+    The ranks of a sharded or data-parallel model measure in the same passes and follow one plan.
     """
     if not isinstance(module, Module):
         raise TypeError(f"offload got a {type(module).__name__}; expected a torch.nn.Module, such as the whole model.")
     refuse_scripted(module, type(module).__name__)
-    check_whole(num_layers=num_layers, max_inflight=max_inflight, optional=True)
+    check_whole(num_layers=num_layers, optional=True)
+    check_limits(
+        min_bytes=min_bytes,
+        fraction=fraction,
+        max_host_bytes=max_host_bytes,
+        max_inflight=max_inflight,
+        memory_budget=memory_budget,
+    )
     by_hand = not (num_layers is None and fraction is None and max_inflight is None)
     part = 1.0 if fraction is None else fraction
-    check_fraction(part)
-    check_bytes(min_bytes=min_bytes)
-    check_bytes(max_host_bytes=max_host_bytes, optional=True)
-    if memory_budget is not None:
-        budget_bytes(memory_budget, None)
-        if by_hand or plan is not None:
-            raise ValueError(
-                "memory_budget is kept by measuring: leave out num_layers, fraction, max_inflight and plan, which say "
-                "by hand what is offloaded."
-            )
+    if memory_budget is not None and (by_hand or plan is not None):
+        raise ValueError(
+            "memory_budget is kept by measuring: leave out num_layers, fraction, max_inflight and plan, which say by "
+            "hand what is offloaded."
+        )
     if followers_of(module) is not None:
         raise ValueError(
             "This model is offloaded already: call remove() of its handle first; OffloadHandle.of(model) returns it."
@@ -191,8 +115,7 @@ def offload(
     ]
     engine = Engine(Plan(1), devices.backend(), max_host_bytes, min_bytes=min_bytes)
 
-    policy = worth_saving if isinstance(recompute, bool) or recompute == "auto" else policy_of(recompute)
-    policies = {k: policy if policy is never else Noted(policy) for k in range(len(chosen)) if recompute is not False}
+    policies = {k: policy_for(recompute) for k in range(len(chosen)) if recompute is not False}
     always = {} if recompute == "auto" else policies
     if always or (policies and engine.backend.times):
         load_dynamo()

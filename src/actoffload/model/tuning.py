@@ -46,7 +46,10 @@ PATIENCE = 64  # passes before a plan is replaced, doubled each time
 UNFINISHED = 4  # forwards in a row that run before the backward of the one before
 
 MEASURING = "This is the plan of the first steps, which are measured."
-ALONE = "The groups are called and not the model, so no pass can be timed."
+ALONE = (
+    "No step can be timed, because parts of the model are called and not the module that was passed to offload: call "
+    "that module, or offload the one that is called."
+)
 UNTIMED = "Several forwards run before a backward, so no pass can be timed."
 
 

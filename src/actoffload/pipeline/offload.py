@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 from os import PathLike
 from typing import Any, Literal, overload
 
 from torch.nn import Module
 
 from .. import device as devices
-from .._arguments import budget_bytes, check_bytes, check_fraction, check_whole
+from .._arguments import budget_bytes, check_limits
 from .._pipelining import NAMES, is_schedule, is_supported, microbatches, rank_of, stages_of
 from .._torch import load_dynamo, unsupported
 from .._warnings import warn
@@ -18,7 +17,7 @@ from ..engine.engine import Engine
 from ..model import OffloadHandle
 from ..model import offload as offload_module
 from ..planner import GroupPlan
-from ..recompute import Given, Noted, Policy, never, policy_of, worth_saving
+from ..recompute import Given, Policy, policy_for
 from ..schedule.plan import Plan
 from .conductor import Conductor
 from .exchange import Settings
@@ -87,8 +86,10 @@ def offload(
 
     Without `num_layers`, `fraction` and `max_inflight` the first nine passes are measured, the first two of them with
     everything offloaded.  Then groups are offloaded as far as that costs no time, or as far as the memory of the device
-    makes necessary.  The logger ``actoffload`` says once, at level INFO, what was measured and decided.  Without an
-    accelerator nothing is measured, and all groups but the last two are offloaded.
+    makes necessary.  A plan that costs time all the same is tried with fewer groups, each time in five more passes.
+    The ranks of a sharded or data-parallel model measure in the same passes and follow one plan.  The logger
+    ``actoffload`` says once, at level INFO, what was measured and decided.  Without an accelerator nothing is measured,
+    and all groups but the last two are offloaded.
 
     A schedule of ``torch.distributed.pipelining`` is offloaded by one plan for all microbatches and stages of a rank.
     Every rank passes its schedule with the same arguments.  The first steps are measured with everything offloaded;
@@ -150,7 +151,8 @@ def offload(
     ------
     ValueError
         If nothing is found, a pattern matches nothing, a number is out of its range, or the model is offloaded already.
-        For a schedule also in its first step, on every rank, if that is so on one rank, or the arguments differ.
+        In the first forward, if the ranks of a sharded or data-parallel model got different arguments.  For a schedule
+        in its first step, on every rank, if that is so on one rank, or the arguments differ.
     TypeError
         If `module` is not a module, or a ``ScriptModule``; if an entry of `layers` or `keep` is of another type; or if
         a numeric argument is not a number.
@@ -203,16 +205,20 @@ def _offload_schedule(schedule: Any, *, layers: Any, keep: Any, recompute: Any, 
             "This schedule is offloaded already: call remove() of its handle first; PipelineHandle.of(schedule) "
             "returns it."
         )
-    backend = devices.backend()
-    limits = replace(_limits(**given), may_recompute=recompute == "auto" and backend.times)
+    check_limits(**given)
+    backend, budget = devices.backend(), given["memory_budget"]
+    limits = Limits(
+        given["fraction"],
+        given["max_inflight"],
+        given["delta_bytes_per_rank"],
+        None if budget is None else budget_bytes(budget, backend.total_memory()),
+        may_recompute=recompute == "auto" and backend.times,
+    )
     stages = stages_of(schedule)
     rank, group = rank_of(stages[0]) if stages else (0, None)
     engine = Engine(Plan(1), backend, given["max_host_bytes"], min_bytes=given["min_bytes"])
     conductor = Conductor(engine)
-    policy: Policy | None = None
-    if recompute is not False and recompute != "auto":
-        policy = worth_saving if recompute is True else policy_of(recompute)
-        policy = policy if policy is never else Noted(policy)
+    policy: Policy | None = None if recompute is False or recompute == "auto" else policy_for(recompute)
     if policy is not None or limits.may_recompute:
         load_dynamo()
     problem, made = problem_of(stages), list[RankStage]()
@@ -234,26 +240,3 @@ def _offload_schedule(schedule: Any, *, layers: Any, keep: Any, recompute: Any, 
         return PipelineHandle(runner)
     follow(schedule, stages, runner)
     return PipelineHandle(runner)
-
-
-def _limits(
-    *,
-    min_bytes: int,
-    fraction: float | None,
-    max_host_bytes: int | None,
-    max_inflight: int | None,
-    memory_budget: int | float | str | None,
-    delta_bytes_per_rank: int | None,
-) -> Limits:
-    """Check the arguments that limit what is offloaded; errors are those of `offload`."""
-    check_bytes(min_bytes=min_bytes)
-    check_bytes(max_host_bytes=max_host_bytes, delta_bytes_per_rank=delta_bytes_per_rank, optional=True)
-    check_whole(max_inflight=max_inflight, optional=True)
-    if fraction is not None:
-        check_fraction(fraction)
-        if not 0.0 <= fraction <= 1.0:
-            raise ValueError(f"fraction is {fraction}; expected a part of the groups, from 0.0 to 1.0.")
-    if max_inflight is not None and max_inflight < 1:
-        raise ValueError(f"max_inflight is {max_inflight}; expected a number of groups, at least 1.")
-    budget = None if memory_budget is None else budget_bytes(memory_budget, devices.backend().total_memory())
-    return Limits(fraction, max_inflight, delta_bytes_per_rank, budget)

@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import enum
-import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
-from pathlib import Path
 from typing import Any
 
 from tabulate import SEPARATING_LINE, tabulate
 
 from .._folding import fold, fold_names, numberless
 from ..schedule.plan import Action, Do, Event, Plan, When
+from ..schedule.plan_file import PlanFile, number, optional_number
 from ..schedule.timeline import mebibytes, milliseconds
 from .remap import remap
 
 __all__ = ["Choice", "GroupPlan"]
 
-FORMAT, VERSION = "actoffload plan", 1
+FILE = PlanFile("plan", 1, "handle.plan.save(path)")
 
 
 class Choice(enum.Enum):
@@ -188,8 +187,7 @@ class GroupPlan:
             for event in self.plan.events()
             for action in self.plan.at(event.when, event.layer)
         ]
-        content = {"format": FORMAT, "version": VERSION, **vars(self), "plan": steps}
-        Path(path).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        FILE.write(path, {**vars(self), "plan": steps})
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> GroupPlan:
@@ -207,42 +205,24 @@ class GroupPlan:
         ValueError
             If the file has no plan, or one of another version.
         """
-        text = Path(path).read_bytes()
-        try:
-            return _read(json.loads(text))
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            raise ValueError(
-                f"{path} is no plan that this version of actoffload can read ({error!r}); "
-                "write it with `handle.plan.save(path)`."
-            ) from error
+        return FILE.read(path, _read)
 
 
 def _read(content: dict[str, Any]) -> GroupPlan:
     """Return the plan in the content of a file."""
-    if (content["format"], content["version"]) != (FORMAT, VERSION):
-        raise ValueError(f"expected {FORMAT} of version {VERSION}")
     names, because = content["names"], content["because"]
     if not all(isinstance(text, str) for text in (*names, because)):
         raise TypeError("names are no text")
-    nbytes = [_number(value, int) for value in content["nbytes"]]
-    calls = [
-        (Event(When[when], _number(at, int)), Action(Do[do], _number(layer, int)))
-        for when, at, do, layer in content["plan"]
-    ]
-    less = [_number(value, int) for value in content.get("recomputed_nbytes", ())]
-    saves = [None if of is None else tuple(map(str, of)) for of in content.get("saves", ())]
-    again = _number(content.get("recompute_seconds", 0.0), int, float)
-    numbers = {name: content[name] for name in ("seconds", "baseline_seconds", "peak_bytes")}
-    for name, value in numbers.items():
-        if value is not None:
-            _number(value, *((int,) if name == "peak_bytes" else (int, float)))
-    plan = Plan.of(len(names), calls)
-    more = {"recomputed_nbytes": tuple(less), "recompute_seconds": again, "saves": tuple(saves)}
-    return GroupPlan(tuple(names), plan, tuple(nbytes), because=because, **more, **numbers)
-
-
-def _number(value: Any, *types: type) -> Any:
-    """Return a number that is of one of the types and not negative."""
-    if type(value) not in types or not value >= 0:
-        raise ValueError(f"{value!r} is no number that was expected")
-    return value
+    calls = [(Event(When[when], number(at)), Action(Do[do], number(layer))) for when, at, do, layer in content["plan"]]
+    return GroupPlan(
+        names,
+        Plan.of(len(names), calls),
+        tuple(map(number, content["nbytes"])),
+        seconds=optional_number(content["seconds"], int, float),
+        baseline_seconds=optional_number(content["baseline_seconds"], int, float),
+        peak_bytes=optional_number(content["peak_bytes"]),
+        because=because,
+        recomputed_nbytes=tuple(map(number, content.get("recomputed_nbytes", ()))),
+        recompute_seconds=number(content.get("recompute_seconds", 0.0), int, float),
+        saves=tuple(None if of is None else tuple(map(str, of)) for of in content.get("saves", ())),
+    )

@@ -134,7 +134,7 @@ def place_rank(
     margin : float
         Part of the time of each copy by which it is expected to be late.
     max_inflight : int, optional
-        A chunk is kept if so many others are being copied to the host when its forward starts.
+        Largest number of chunks that are copied to the host at a time; a chunk whose forward starts then is kept.
     """
     run = _Run(profile, margin, limit, RankPlacement(profile, []))
     latest = run.latest_reloads(chosen, again)

@@ -21,6 +21,7 @@ __all__ = [
     "draws",
     "named",
     "never",
+    "policy_for",
     "policy_of",
     "saveable",
     "saving",
@@ -174,6 +175,15 @@ class Noted:
         if found:
             self.names[named(call.operator, call.number)] = None
         return found
+
+
+def policy_for(recompute: Any) -> Policy:
+    """Return the policy for the argument `recompute` of `offload`, for groups that are recomputed.
+
+    It is `worth_saving` for True and ``"auto"``.  Errors are those of `policy_of`.
+    """
+    policy = worth_saving if isinstance(recompute, bool) or recompute == "auto" else policy_of(recompute)
+    return policy if policy is never else Noted(policy)
 
 
 def names_of(policy: Policy) -> tuple[str, ...]:

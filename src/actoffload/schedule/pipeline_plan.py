@@ -5,12 +5,10 @@ The runtime executes a `PipelinePlan` on tensors, and `simulate_pipeline` predic
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from functools import partial
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -18,11 +16,12 @@ from tabulate import SEPARATING_LINE, tabulate
 
 from .pipeline import Chunk, ChunkAction, Computation, Moment, Step, Transfer, used_in
 from .plan import Do
+from .plan_file import PlanFile, number, optional_number
 from .timeline import mebibytes, milliseconds
 
 __all__ = ["Call", "PipelinePlan", "actions_at"]
 
-FORMAT, VERSION = "actoffload pipeline plan", 1
+FILE = PlanFile("pipeline plan", 1, "plan.save(path)")
 KINDS = Do.RELEASE, Do.RELOAD, Do.OFFLOAD  # in the order in which they are done at one moment
 Call = tuple[Moment, int, Moment, Chunk]
 """Moment, position in `KINDS`, and the chunk after the moment at which it is used."""
@@ -241,8 +240,6 @@ class PipelinePlan:
             Replaced if it exists.
         """
         content = {
-            "format": FORMAT,
-            "version": VERSION,
             "rank": self.rank,
             "order": [str(step) for step in self.order],
             "stages": [
@@ -255,7 +252,7 @@ class PipelinePlan:
             ],
             **{name: getattr(self, name) for name in WRITTEN},
         }
-        Path(path).write_text(json.dumps(content) + "\n", encoding="utf-8")
+        FILE.write(path, content)
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> PipelinePlan:
@@ -273,14 +270,7 @@ class PipelinePlan:
         ValueError
             If the file has no plan, or one of another version.
         """
-        text = Path(path).read_bytes()
-        try:
-            return _read(json.loads(text))
-        except (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError) as error:
-            raise ValueError(
-                f"{path} is no pipeline plan that this version of actoffload can read ({error!r}); "
-                "write it with `plan.save(path)`."
-            ) from error
+        return FILE.read(path, _read)
 
 
 def actions_at(calls: Iterable[Call]) -> dict[int, dict[int, tuple[ChunkAction, ...]]]:
@@ -298,35 +288,29 @@ def _cell(nbytes: int) -> str:
 
 def _read(content: dict[str, Any]) -> PipelinePlan:
     """Return the plan in the content of a file."""
-    if (content["format"], content["version"]) != (FORMAT, VERSION):
-        raise ValueError(f"expected {FORMAT} of version {VERSION}")
 
     def moment(value: Any) -> Moment:
-        step, position = map(_integer, value)
+        step, position = map(number, value)
         return Moment(step, position)
 
-    stages = {_integer(stage): rest for stage, *rest in content["stages"]}
+    stages = {number(stage): rest for stage, *rest in content["stages"]}
     return PipelinePlan(
-        rank=_integer(content["rank"]),
+        rank=number(content["rank"]),
         order=tuple(Step.parse(text) for text in content["order"]),
         names={stage: tuple(map(str, names)) for stage, (names, *_) in stages.items()},
         transfers={
-            Chunk(*map(_integer, chunk)): Transfer(moment(release), moment(reload), again and moment(again))
+            Chunk(*map(number, chunk)): Transfer(moment(release), moment(reload), again and moment(again))
             for *chunk, release, reload, again in content["transfers"]
         },
         splits={stage: split is True for stage, (_, split, *_) in stages.items()},
-        nbytes={stage: tuple(map(_integer, sizes)) for stage, (_, _, sizes, _) in stages.items() if sizes is not None},
+        nbytes={stage: tuple(map(number, sizes)) for stage, (_, _, sizes, _) in stages.items() if sizes is not None},
         saves={
             stage: tuple(None if of is None else tuple(map(str, of)) for of in saves)
             for stage, (*_, saves) in stages.items()
             if saves is not None
         },
-        **{name: content[name] for name in WRITTEN},
+        seconds=optional_number(content["seconds"], int, float),
+        baseline_seconds=optional_number(content["baseline_seconds"], int, float),
+        peak_bytes=optional_number(content["peak_bytes"]),
+        because=str(content["because"]),
     )
-
-
-def _integer(value: Any) -> int:
-    """Return a number that is not negative."""
-    if type(value) is not int or value < 0:
-        raise ValueError(f"{value!r} is no number that was expected")
-    return value

@@ -54,7 +54,11 @@ class Whole:
 
     @staticmethod
     def of(parts: list[Part], at_end: tuple[int, int], at_start: int = 0) -> Whole:
-        """Return the sum of parts, after which so many saved and other bytes are kept or freed."""
+        """Return the sum of parts.
+
+        `at_start` are other bytes that are allocated before the first part; `at_end` are saved and other bytes that are
+        allocated after the last one, negative where they are freed.
+        """
         seconds = host = behind = 0.0
         saved, other, saved_peak, peak = 0, at_start, 0, at_start
         for part in parts:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from .._arguments import check_fraction, check_max_inflight
 from .plan import Action, Do, Event, Plan, When
 
 __all__ = ["DefaultSchedule", "GroupSchedule", "ManualSchedule"]
@@ -177,10 +178,8 @@ class GroupSchedule:
     def __post_init__(self) -> None:
         if self.num_layers is not None and self.num_layers < 0:
             raise ValueError(f"num_layers is {self.num_layers}; expected 0 or more, or None for all but the last two.")
-        if not 0.0 <= self.fraction <= 1.0:
-            raise ValueError(f"fraction is {self.fraction}; expected a part of the groups, from 0.0 to 1.0.")
-        if self.max_inflight is not None and self.max_inflight < 1:
-            raise ValueError(f"max_inflight is {self.max_inflight}; expected at least 1 group, or None for no limit.")
+        check_fraction(self.fraction)
+        check_max_inflight(self.max_inflight)
 
     def offloaded(self, kinds: Sequence[str]) -> tuple[int, ...]:
         """Return the positions of the groups to offload in a sequence, given by kinds."""
