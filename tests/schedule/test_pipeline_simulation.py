@@ -127,6 +127,20 @@ def test_split_backward_by_hand() -> None:
     assert run(Moment(3, 0)) == (pytest.approx(0.4), [160, 160])
 
 
+def test_what_is_recomputed_for_the_weights_stays_until_then() -> None:
+    order = read_order(["0F0", "0F1", "0I0", "0I1", "0W0", "0W1"])
+    cost = LayerCost(1.0, 4.0, (Saved(60, 0.5, 0.5), Saved(40)))
+    kept, again = (StageCost((cost,), (SplitCost(2.0, 2.0, 60, more),)) for more in (0, 30))
+    (without,) = simulate_pipeline([order], [kept], Link(100, 100)).ranks
+    (rank,) = simulate_pipeline([order], [again], Link(100, 100)).ranks
+    assert (without.peak_bytes, without.device_peak_bytes) == (200, 200)
+    assert (rank.peak_bytes, rank.device_peak_bytes) == (200, 260)  # of both microbatches, in the weight backward
+    transfers = {Chunk(0, 0, 0): Transfer(Moment(1, 1), Moment(2, 0))}
+    plan = PipelinePlan(0, order, {0: ("group",)}, transfers, {0: True})
+    (moved,) = simulate_pipeline([order], [again], Link(100, 100), [plan]).ranks
+    assert moved.device_peak_bytes == 60 + 100 + 60
+
+
 def test_full_backward_of_a_stage_that_can_split() -> None:
     """A tensor that is needed at a half of its backward is needed later in a full one than in one of the inputs."""
     stage = StageCost((LayerCost(1.0, 4.0, (Saved(100, 1.0, 0.5),)),), (SplitCost(2.0, 2.0, 60),))

@@ -327,15 +327,15 @@ def test_a_plan_reads_in_the_order_of_the_pass() -> None:
 
 
 def test_schedules_do_not_import_torch() -> None:
-    # Loaded by path: the package's own __init__ is the front door and needs torch.
+    # Loaded by path: the __init__ of the package and of `schedule` need torch.
     program = (
         "import importlib.util, pathlib, sys, types\n"
         "folder = pathlib.Path(sys.argv[1])\n"
-        "package = types.ModuleType('schedule'); package.__path__ = [str(folder)]\n"
-        "sys.modules['schedule'] = package\n"
-        "import schedule.simulate, schedule.schedules, schedule.execution_order, schedule.timeline\n"
+        "for name, path in ('package', folder.parent), ('package.schedule', folder):\n"
+        "    sys.modules[name] = types.ModuleType(name); sys.modules[name].__path__ = [str(path)]\n"
+        "from package.schedule import simulate, schedules, execution_order, timeline\n"
         "assert 'torch' not in sys.modules and 'numpy' not in sys.modules, sorted(sys.modules)\n"
-        "assert sys.modules['schedule.simulate'].__file__.startswith(str(folder))\n"
+        "assert simulate.__file__.startswith(str(folder))\n"
     )
     folder = sys.modules[Plan.__module__].__file__.rpartition("plan.py")[0]  # type: ignore[union-attr]
     done = subprocess.run([sys.executable, "-c", program, folder], capture_output=True, text=True)

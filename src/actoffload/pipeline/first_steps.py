@@ -226,10 +226,13 @@ class FirstSteps:
         for stage, cost in found.costs.items():
             groups = zip(self._plain.costs[stage].groups, cost.groups, self._operators[stage], strict=True)
             again[stage] = []
-            for plain, own, operators in groups:
+            for k, (plain, own, operators) in enumerate(groups):
                 less = plain.nbytes - own.nbytes
                 recomputed = replace(own, backward_temporary=max(less, 0))
-                again[stage].append(variants(plain, recomputed, operators) if less > 0 else (Variant(plain),))
+                ways = variants(plain, recomputed, operators) if less > 0 else (Variant(plain),)
+                if cost.splits:
+                    ways = tuple(replace(way, read_again=cost.splits[k].kept) for way in ways)
+                again[stage].append(ways)
         return again
 
     def _link(self) -> Link | None:

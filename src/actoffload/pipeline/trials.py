@@ -131,4 +131,5 @@ class Trials:
         if not given and not nothing.does_something:
             return nothing.saying(f"Nothing is offloaded, because {first}, although copies should have taken no time.")
         best = min(self._done, key=lambda trial: trial.seconds)
-        return best.plans.saying(f"This is the fastest of {len(self._done)} plans: {best}.")
+        tried = "With this plan" if len(self._done) == 1 else f"With this plan, the fastest of {len(self._done)},"
+        return best.plans.saying(f"{tried} {best}.")

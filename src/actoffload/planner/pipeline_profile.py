@@ -179,8 +179,10 @@ class _Walk:
             now += part.seconds if part is not None else 0.0
         if computation is Computation.BACKWARD:
             self.other -= cost.boundary_bytes
+        elif computation is Computation.BACKWARD_INPUT:
+            self.other += times.recomputed
         elif computation is Computation.BACKWARD_WEIGHT:
-            self.other -= cost.boundary_bytes + (times.kept_other if cost.splits else 0)
+            self.other -= cost.boundary_bytes + (times.kept_other + times.recomputed if cost.splits else 0)
             self.saved -= cost.nbytes if cost.splits else 0
         self._add(Moment(number, count), now, self.saved + self.other, True, False)
 

@@ -73,17 +73,22 @@ def recomputed(stages: Sequence[StageCost], variants: StageVariants, ways: Ways)
             way = ways.get((stage, group))
             if way is None:
                 continue
-            groups[group] = variants[stage][group][way].cost
+            taken = variants[stage][group][way]
+            groups[group] = taken.cost
             if splits:
-                splits[group] = _split(splits[group], of, groups[group])
+                splits[group] = _split(splits[group], of, taken)
         found[stage] = replace(cost, groups=tuple(groups), splits=tuple(splits))
     return tuple(found)
 
 
-def _split(split: SplitCost, plain: LayerCost, cost: LayerCost) -> SplitCost:
-    """Return the split of a recomputed group: it is recomputed once, in the input backward."""
-    seconds = max(split.input_seconds + cost.backward - plain.backward, 0.0)
-    return replace(split, input_seconds=seconds, kept=min(split.kept, cost.nbytes))
+def _split(split: SplitCost, plain: LayerCost, way: Variant) -> SplitCost:
+    """Return the split of a recomputed group: it is recomputed once, in the input backward.
+
+    What the weight backward reads and the group does not save is recomputed, and stays until then.
+    """
+    seconds = max(split.input_seconds + way.cost.backward - plain.backward, 0.0)
+    kept = min(split.kept if way.read_again is None else way.read_again, way.cost.nbytes)
+    return replace(split, input_seconds=seconds, kept=kept, recomputed=max(split.kept - kept, 0))
 
 
 def ways_of(plans: Iterable[PipelinePlan], variants: StageVariants) -> dict[tuple[int, int], int]:

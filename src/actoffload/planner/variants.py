@@ -66,10 +66,14 @@ class Variant:
     saves : tuple of str, optional
         Names of the operators whose outputs are saved where the group is recomputed; empty if all of it is run again.
         None for a group that is not recomputed.
+    read_again : int, optional
+        Bytes of what it saves that the weight backward of a split backward reads; None for as many as are known of the
+        group without recomputation.
     """
 
     cost: LayerCost
     saves: tuple[str, ...] | None = None
+    read_again: int | None = None
 
 
 def seconds_again(operators: Sequence[OperatorCost], saved: Collection[str]) -> float:

@@ -222,7 +222,7 @@ def recomputed(function: Callable[..., T], region: Region, *args: Any, **kwargs:
     def call(*tensors: Tensor) -> T:
         if first:  # [guard: containers of the program -> False]
             args, kwargs = first.pop()
-            with region.around(), nullcontext() if region.reuse is None else region.reuse.hooks(tensors):
+            with region.around(), nullcontext() if region.reuse is None else region.reuse.hooks():
                 return function(*args, **kwargs)
         if region.state is not None:
             region.state.check()  # [guard: weight that is changed before recomputation]

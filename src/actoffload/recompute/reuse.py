@@ -55,11 +55,10 @@ class _Seen:
 class _Kept:
     """What autograd holds for one tensor that was saved in a region."""
 
-    __slots__ = ("__weakref__", "call", "counts", "number", "packed", "tensor", "version")
+    __slots__ = ("__weakref__", "call", "number", "packed", "tensor", "version")
 
-    def __init__(self, call: _Call, number: int, packed: Any, counts: bool) -> None:
+    def __init__(self, call: _Call, number: int, packed: Any) -> None:
         self.call, self.number, self.packed = call, number, packed
-        self.counts = counts  # as memory that recomputation allocates
         self.tensor: Tensor | None = None
         self.version = 0
 
@@ -73,9 +72,9 @@ class _Call:
         self._saved: list[weakref.ref[_Kept]] = []
         self._first = NO_BACKWARD  # the backward of the inputs
 
-    def add(self, packed: Any, counts: bool) -> _Kept:
+    def add(self, packed: Any) -> _Kept:
         """Return what autograd holds for the next saved tensor."""
-        kept = _Kept(self, len(self._saved), packed, counts)
+        kept = _Kept(self, len(self._saved), packed)
         self._saved.append(weakref.ref(kept))
         return kept
 
@@ -103,15 +102,12 @@ class _Call:
 
     def _keep(self, read: _Kept, tensor: Tensor) -> None:
         """Keep what was recomputed just now, when the first tensor of it was read."""
-        late, sizes = self._reuse.late, dict[int, int]()
+        late = self._reuse.late
         for ref in self._saved:
             kept = ref()
             if kept is not None and (late is None or kept.number in late):  # [guard: what the weights read]
                 kept.tensor = tensor if kept is read else self._unpack(kept.packed)
                 kept.version = version_of(kept.tensor)
-                if kept.counts:
-                    sizes[storage_address(kept.tensor)] = kept.tensor.untyped_storage().nbytes()
-        self._reuse.kept_bytes = sum(sizes.values())
 
 
 def _read(kept: _Kept) -> Tensor:
@@ -125,13 +121,10 @@ class Reuse:
     ----------
     late : frozenset of int or None
         Numbers of the saved tensors that the backward of the weights reads; None until a call has shown that.
-    kept_bytes : int
-        Bytes of recomputed tensors that the latest call kept for the weights, without parameters and inputs.
     """
 
     def __init__(self) -> None:
         self.late: frozenset[int] | None = None
-        self.kept_bytes = 0
         self._watched: tuple[weakref.ref[_Call], _Seen] | None = None
 
     def forget(self) -> None:
@@ -145,8 +138,8 @@ class Reuse:
             if seen.split:
                 self.late = frozenset(seen.late)
 
-    def hooks(self, inputs: Iterable[Tensor]) -> AbstractContextManager[Any]:
-        """Return the context in which the forward of a call with some inputs runs, inside of the checkpoint."""
+    def hooks(self) -> AbstractContextManager[Any]:
+        """Return the context in which the forward of a call runs, inside of the checkpoint."""
         outer = saved_tensor_hooks()
         if outer is None:  # the checkpoint has none where no gradient is computed
             return nullcontext()
@@ -156,14 +149,7 @@ class Reuse:
             self._learn()
         if self.late is None and self._watched is None:
             self._watched = weakref.ref(call), call.seen
-        given = set(map(storage_address, inputs))
-
-        def packing(tensor: Tensor) -> _Kept:
-            owner = tensor if (base := base_of(tensor)) is None else base
-            weight = owner.is_leaf and owner.requires_grad
-            return call.add(pack(tensor), not weight and storage_address(tensor) not in given)
-
-        return saved_tensors_hooks(packing, _read)
+        return saved_tensors_hooks(lambda tensor: call.add(pack(tensor)), _read)
 
 
 def in_pipeline_stage() -> bool:

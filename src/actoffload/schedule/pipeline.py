@@ -81,11 +81,14 @@ class SplitCost:
         Seconds of compute of each.
     kept : int
         Bytes that the weight backward needs again; at most the bytes that the group saves.
+    recomputed : int
+        Bytes that the input backward recomputes and leaves on the device for the weight backward.
     """
 
     input_seconds: float
     weight_seconds: float
     kept: int
+    recomputed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +130,8 @@ class StageCost:
         if self.splits and len(self.splits) != len(self.groups):
             raise ValueError(f"There are {len(self.splits)} splits for {len(self.groups)} groups; give one for each.")
         for cost, split in zip(self.groups, self.splits, strict=False):
-            if not (split.input_seconds >= 0 and split.weight_seconds >= 0 and 0 <= split.kept <= cost.nbytes):
+            times = split.input_seconds >= 0 and split.weight_seconds >= 0
+            if not (times and 0 <= split.kept <= cost.nbytes and split.recomputed >= 0):
                 raise ValueError(f"{split} is not a split of a group that saves {cost.nbytes} bytes.")
         for name in ("boundary_bytes", "sent_forward", "sent_backward", "other_bytes"):
             if getattr(self, name) < 0:

@@ -145,11 +145,12 @@ class RankRun:
         if computation is Computation.BACKWARD:
             self.other -= boundary
         elif computation is Computation.BACKWARD_INPUT:
+            self.other += times.recomputed
             self._occupy(-trimmed)
             if trimmed:
                 self._trimmed[stage, microbatch] = trimmed
         elif computation is Computation.BACKWARD_WEIGHT:
-            self.other -= boundary + (times.kept_other if times.cost.splits else 0)
+            self.other -= boundary + (times.kept_other + times.recomputed if times.cost.splits else 0)
             if times.cost.splits:
                 self._occupy(self._trimmed.pop((stage, microbatch), 0) - times.cost.nbytes)
         if count in actions:

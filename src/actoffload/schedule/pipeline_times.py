@@ -147,11 +147,17 @@ class StageTimes:
         return {
             Computation.FORWARD: Whole.of(self.forward, (0, 0), boundary),
             Computation.BACKWARD: Whole.of(self.backward, (0, -boundary)),
-            Computation.BACKWARD_INPUT: Whole.of(self.backward_input, (0, 0)),
+            Computation.BACKWARD_INPUT: Whole.of(self.backward_input, (0, self.recomputed)),
             Computation.BACKWARD_WEIGHT: Whole.of(
-                self.backward_weight, (-self.cost.nbytes, -self.kept_other - boundary) if split else (0, -boundary)
+                self.backward_weight,
+                (-self.cost.nbytes, -self.kept_other - self.recomputed - boundary) if split else (0, -boundary),
             ),
         }
+
+    @cached_property
+    def recomputed(self) -> int:
+        """Bytes that the input backward leaves for the weight backward, beside the saved ones."""
+        return sum(split.recomputed for split in self.cost.splits)
 
     @cached_property
     def kept_other(self) -> int:
