@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from types import FrameType
 from typing import Any
@@ -28,10 +28,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from .._torch import (
     NO_BACKWARD,
     backward_id,
-    base_of,
     keeps_graph,
     saved_tensor_hooks,
-    storage_address,
     version_of,
 )
 

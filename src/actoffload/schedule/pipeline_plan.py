@@ -149,10 +149,10 @@ class PipelinePlan:
         for chunk in self.transfers if self.nbytes else ():
             offloaded[chunk.stage, chunk.microbatch] += self.nbytes[chunk.stage][chunk.group]
         now = most = 0
-        for number, step in enumerate(self.order):
+        for place, step in enumerate(self.order):
             saved, _, last = self._uses[step.stage, step.microbatch]
             nbytes = offloaded[step.stage, step.microbatch]
-            now += nbytes * ((number == saved) - (number == last))
+            now += nbytes * ((place == saved) - (place == last))
             most = max(most, now)
         return most
 
