@@ -24,10 +24,10 @@ from actoffload.engine.engine import Engine
 from actoffload.schedule.plan import Plan
 from actoffload.schedule.schedules import DefaultSchedule, GroupSchedule
 
-ORDERS = 3
+ORDERS = 2
 """Different orders of the pending copies, at least, on average over the programs of a sort."""
 
-SEEDS = 8
+SEEDS = 4
 
 # Sorts of programs: number of examples, how they are drawn, and what runs them.
 SORTS: dict[str, tuple[int, SearchStrategy[Program], type[Run]]] = {
