@@ -25,7 +25,7 @@ from workloads import REHEARSAL  # noqa: E402
 from actoffload.schedule import LayerCost, Link, Saved  # noqa: E402
 
 CPU = torch.device("cpu")
-SMALL = {"shape": (1, 320, 64), "intermediate": 224, "min_bytes": 1024, "counts": (1,), "dtype": "float32"}
+SMALL = {"shape": (1, 640, 64), "intermediate": 224, "min_bytes": 1024, "counts": (1,), "dtype": "float32"}
 TINY = Part(replace(peers.SMALL_PARTS.settings, layers=3, **SMALL), False)
 
 
@@ -78,7 +78,7 @@ def test_targets_are_on_the_page_for_developers() -> None:
 
 
 def test_recorded_steps_of_overlap() -> None:
-    settings = replace(REHEARSAL["gpt"], layers=overlap.LAYERS, shape=(2, 64, 64), min_bytes=1024)
+    settings = replace(REHEARSAL["gpt"], layers=overlap.LAYERS)
     data = overlap.measure_overlap(settings, CPU, recordings=1)
     assert data["runs"].keys() == {"2", "3"}
     assert {span[0] for span in data["runs"]["3"]["spans"]} >= {"FORWARD", "BACKWARD", "D2H", "H2D"}
