@@ -197,8 +197,10 @@ def judge(directory: Path, tests: list[str], limit: float = LIMIT, share: int = 
 def judge_mutant(mutant: Mutant, original: Path, killer: str = "") -> Verdict:
     """Run the killer, then the tests of one file, after changing it in a copy that is removed afterwards."""
     with tempfile.TemporaryDirectory(prefix="mutant") as directory:
-        copy = shutil.copytree(original, Path(directory) / "project")
-        (copy / "src" / mutant.path).write_text(mutant.text, encoding="utf-8")
+        copy = shutil.copytree(original, Path(directory) / "project", copy_function=os.link)
+        changed = copy / "src" / mutant.path
+        changed.unlink()  # the name in the copy only: the file is also the original's
+        changed.write_text(mutant.text, encoding="utf-8")
         if killer:
             verdict = judge(copy, [f"tests/{killer}"], share=1)
             if verdict.red and verdict.test == killer:
