@@ -50,9 +50,10 @@ def _run(session: nox.Session, *arguments: str, env: dict[str, str] | None = Non
 def tests(session: nox.Session) -> None:
     """Run pytest in parallel; further arguments go to it: ``nox -s tests -- -k pool``.
 
-    The tests of one file run in one process, because module fixtures are expensive.  ``-n 0`` runs all in one.
+    The tests of one file run in one process, because module fixtures are expensive, and files in their order: those
+    with few tests, which xdist would run last, take long.  ``-n 0`` runs all in one.
     """
-    parallel = ["-n", "auto", "--maxprocesses=8", "--dist=loadfile"]
+    parallel = ["-n", "auto", "--maxprocesses=8", "--dist=loadfile", "--no-loadscope-reorder"]
     _run(session, "-m", "pytest", *parallel, "--durations=15", "--durations-min=1", *session.posargs)
 
 

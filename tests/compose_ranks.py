@@ -1,15 +1,12 @@
 """One rank of a program of several: runs cases without offload and with, and writes what it saw to a file.
 
-Called as ``compose_ranks.py RANK WORLD FOLDER CASE ...``.  On a machine with enough accelerators that torch sees, each
-rank takes one of them; otherwise all of them share the CPU.
+On a machine with enough accelerators that torch sees, each rank takes one of them; otherwise all of them share the CPU.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import traceback
 import warnings
 from collections.abc import Callable
@@ -23,6 +20,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from composing import WIDTH, Block, Net, Offload, both, dropping, gradients, stepping_in_backward, train
+from forked import run_forked
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -312,21 +310,7 @@ def run_ranks(folder: Path, names: list[str], world: int) -> dict[str, list[dict
     world : int
         Number of ranks.
     """
-    here = Path(__file__).parent
-    paths = [str(here), str(here.parent / "src"), os.environ.get("PYTHONPATH", "")]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"}
-    processes = []
-    for rank in range(world):
-        arguments = [sys.executable, __file__, str(rank), str(world), str(folder), *names]
-        with (folder / f"{rank}.log").open("w") as log:
-            processes.append(subprocess.Popen(arguments, stdout=log, stderr=log, env=environment))
-    try:
-        for process in processes:
-            process.wait(timeout=240)
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
+    run_forked(main, world, folder, world, folder, names, limit=240)
 
     def read(k: int, rank: int) -> dict[str, Any]:
         path = folder / f"{k}-{rank}.json"
@@ -336,7 +320,3 @@ def run_ranks(folder: Path, names: list[str], world: int) -> dict[str, list[dict
         return found
 
     return {name: [read(k, rank) for rank in range(world)] for k, name in enumerate(names)}
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4:])

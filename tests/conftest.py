@@ -6,7 +6,7 @@ import gc
 import os
 from collections.abc import Iterator
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported; the tests compute on small tensors
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported; the tests compute on small tensors
 
 import pytest
 import torch

@@ -38,7 +38,7 @@ class Interrupt:
     def __call__(self, frame: types.FrameType, event: str, arg: Any) -> Any:
         if not frame.f_code.co_filename.startswith(self.files) or frame.f_code.co_name in SKIPPED:
             return None
-        frame.f_trace_opcodes = True
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
         return self.opcode
 
     def opcode(self, frame: types.FrameType, event: str, arg: Any) -> Any:

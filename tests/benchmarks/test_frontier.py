@@ -25,7 +25,7 @@ from results_file import digest  # noqa: E402
 CPU = torch.device("cpu")
 GIB = 2**30
 SMALL = frontier.SMALL_PARTS["8k"].settings
-TINY = Part(replace(SMALL, shape=(1, 256, 128), intermediate=448, min_bytes=1024, counts=(1,)), False)
+TINY = Part(replace(SMALL, shape=(1, 64, 64), intermediate=128, min_bytes=1024, counts=(1,)), False)
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +66,7 @@ def test_page_and_picture(part: dict[str, Any], tmp_path: Path) -> None:
     data = {"parts": {"8k": {**part, "target": 15 * GIB, "arms": arms}}, **origin}
     (tmp_path / "frontier.json").write_text(json.dumps(data), encoding="utf-8")
     page = report.report({"frontier": data})
-    stack = "4 layers, 256 tokens"
+    stack = "4 layers, 64 tokens"
     assert f"| {stack}, budget of 15.0 GiB: step / no offload | ≤ 1.120 | 1.100 | met |" in page
     assert f"| {stack}: peak / budget, the largest of 3 budgets | ≤ 1.0000 | 1.0100 | missed by 0.0100 |" in page
     assert "| memory_budget | 15.00 |  | 500.0 | 1.100 | +1.0 % | 14.50 | +0.0 % |" in page

@@ -26,7 +26,7 @@ from actoffload.schedule import DefaultSchedule, LayerCost, Link  # noqa: E402
 CPU = torch.device("cpu")
 GIB = 2**30
 SMALL = predict.SMALL_PARTS["8k"].settings
-TINY = predict.Part(replace(SMALL, shape=(1, 256, 128), intermediate=448, min_bytes=1024, counts=(1, 2)), False)
+TINY = predict.Part(replace(SMALL, shape=(1, 64, 64), intermediate=128, min_bytes=1024, counts=(1, 2)), False)
 
 
 def test_parts_are_eager_and_compiled() -> None:

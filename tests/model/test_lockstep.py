@@ -17,7 +17,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from forked import run_forked
 from timed_device import Timed, TimedModel, offload, step
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -427,7 +427,9 @@ def rank_main(rank: int, folder: Path) -> None:
 
 
 def test_two_processes(tmp_path):
-    mp.spawn(rank_main, (tmp_path,), 2)  # raises what any of them raises
+    run_forked(rank_main, 2, tmp_path, tmp_path, limit=120)
+    logs = [(tmp_path / f"{rank}.log").read_text() for rank in range(2)]
+    assert all((tmp_path / f"{rank}.json").exists() for rank in range(2)), logs
     first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
     assert first == second
     assert first["sharded"] == [0, 1]

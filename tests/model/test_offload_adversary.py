@@ -169,7 +169,7 @@ def trial(
 
 @pytest.mark.parametrize(
     ("streams", "recompute", "examples"),
-    [(False, False, 70), (True, False, 40), (False, True, 40), (True, True, 30)],
+    [(False, False, 40), (True, False, 25), (False, True, 25), (True, True, 20)],
     ids=["one stream", "side streams", "recomputed", "recomputed with side streams"],
 )
 def test_random_models_in_random_orders(streams, recompute, examples):

@@ -79,8 +79,7 @@ def gradients(model):
     return [x.grad, *(weight.grad.clone() for weight in model.parameters())]
 
 
-@pytest.mark.parametrize("link", [1e6, 3e6])
-@pytest.mark.parametrize("budget", [24 * MIB, 32 * MIB])
+@pytest.mark.parametrize(("link", "budget"), [(1e6, 24 * MIB), (3e6, 32 * MIB)])
 def test_costly_operators_are_saved_and_the_others_run_again(link, budget):
     device, model, handle = make(link, budget)
     assert max(peaks(model, device, 16)) <= budget, "in the passes that are measured, too"
@@ -98,7 +97,7 @@ def test_costly_operators_are_saved_and_the_others_run_again(link, budget):
     handle.remove()
 
 
-@pytest.mark.parametrize("lag", [20, 100, 500, 2000])
+@pytest.mark.parametrize("lag", [100, 2000])
 def test_nothing_is_read_that_the_device_has_not_reached(lag):
     device, model, handle = make(1e6, 18 * MIB)
     device.lag = lag  # about 450 events in a pass

@@ -1,13 +1,17 @@
 """Break the tagged statements of the source one after another, and expect a test to fail each time.
 
-Run it with ``nox -s mutation``, or ``python tests/mutation/mutate.py [--only TEXT] [--jobs N] [--tested]``.
+Run it with ``nox -s mutation``, or ``python tests/mutation/mutate.py [--only TEXT] [--jobs N] [--tested] [--record]``.
 Exits with 1 if the tests pass on a broken source.
+
+`KILLERS` lists the test that failed for each mutant when ``--record`` last ran. That test runs first, alone: one that
+fails is enough. Where it passes, or no longer exists, all tests of the file run. So an old list costs time only.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import json
 import multiprocessing
 import os
 import shutil
@@ -95,6 +99,9 @@ TESTS: dict[str, list[str]] = {
     "schedule/": ["tests/schedule"],
 }
 """The tests that have to fail, by the longest matching beginning of the path in the package; likely ones first."""
+
+KILLERS = Path(__file__).with_name("killers.json")
+"""For each mutant, the test that failed when it was recorded."""
 
 _processes = multiprocessing.get_context("forkserver")
 
@@ -187,11 +194,17 @@ def judge(directory: Path, tests: list[str], limit: float = LIMIT, share: int = 
     return Verdict(process.exitcode != 0, test, seconds)
 
 
-def judge_mutant(mutant: Mutant, original: Path) -> Verdict:
-    """Run the tests of one file after changing it, in a copy that is removed afterwards."""
+def judge_mutant(mutant: Mutant, original: Path, killer: str = "") -> Verdict:
+    """Run the killer, then the tests of one file, after changing it in a copy that is removed afterwards."""
     with tempfile.TemporaryDirectory(prefix="mutant") as directory:
-        copy = shutil.copytree(original, Path(directory) / "project")
-        (copy / "src" / mutant.path).write_text(mutant.text, encoding="utf-8")
+        copy = shutil.copytree(original, Path(directory) / "project", copy_function=os.link)
+        changed = copy / "src" / mutant.path
+        changed.unlink()  # the name in the copy only: the file is also the original's
+        changed.write_text(mutant.text, encoding="utf-8")
+        if killer:
+            verdict = judge(copy, [f"tests/{killer}"], share=1)
+            if verdict.red and verdict.test == killer:
+                return verdict
         return judge(copy, tests_of(mutant.path))
 
 
@@ -204,6 +217,7 @@ def main(arguments: Iterable[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="", help="judge only mutants whose name or path contains this text")
     parser.add_argument("--tested", action="store_true", help="all tests have just passed: do not run them first")
+    parser.add_argument("--record", action="store_true", help="write the tests that failed to killers.json")
     parser.add_argument("--jobs", type=int, default=min(8, os.cpu_count() or 1), help="how many at a time")
     options = parser.parse_args(None if arguments is None else list(arguments))
     os.environ["OMP_NUM_THREADS"] = "1"
@@ -219,14 +233,16 @@ def main(arguments: Iterable[str] | None = None) -> int:
         mutants = [mutant for mutant in every if options.only in mutant.name or options.only in mutant.path]
         if not mutants:
             parser.error(f"no mutant has {options.only!r} in its name or path")
-        return judge_all(mutants, original, options.jobs, tested=options.tested)
+        return judge_all(mutants, original, options.jobs, tested=options.tested, record=options.record)
 
 
-def judge_all(mutants: list[Mutant], original: Path, jobs: int, *, tested: bool) -> int:
+def judge_all(mutants: list[Mutant], original: Path, jobs: int, *, tested: bool, record: bool) -> int:
     """Print the table of these mutants; return 1 if one survived or the tests cannot be trusted.
 
-    Tests that all have just been `tested` are only collected on the unchanged source.
+    Tests that all have just been `tested` are only collected on the unchanged source. To `record` is to run all tests
+    of each file, and to write the first that failed.
     """
+    killers: dict[str, str] = json.loads(KILLERS.read_text(encoding="utf-8"))
     # The unchanged source must pass, and one that cannot be imported must not: else the tests see other files.
     # The first runs are in the original, so that all copies have its compiled files.
     tests = list(dict.fromkeys(test for mutant in mutants for test in tests_of(mutant.path)))
@@ -248,12 +264,16 @@ def judge_all(mutants: list[Mutant], original: Path, jobs: int, *, tested: bool)
     print(_row("---", "---", "---", "---", "---"))
     survivors = 0
     with ThreadPoolExecutor(jobs) as pool:
-        verdicts = pool.map(lambda mutant: judge_mutant(mutant, original), mutants)
+        known = {} if record else killers
+        verdicts = pool.map(lambda mutant: judge_mutant(mutant, original, known.get(mutant.name, "")), mutants)
         for mutant, verdict in zip(mutants, verdicts, strict=True):
             survivors += not verdict.red
+            killers[mutant.name] = verdict.test if "::" in verdict.test else ""
             place = f"{mutant.path.removeprefix('actoffload/')}:{mutant.line}"
             said = "red" if verdict.red else "SURVIVED"
             print(_row(mutant.name, place, said, verdict.test, f"{verdict.seconds:.1f}"), flush=True)
+    if record:
+        KILLERS.write_text(json.dumps(killers, indent=1, sort_keys=True) + "\n", encoding="utf-8")
     print(f"\n{len(mutants) - survivors} of {len(mutants)} mutants made a test fail.")
     return 1 if survivors else 0
 

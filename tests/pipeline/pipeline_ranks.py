@@ -1,11 +1,9 @@
-"""One rank of a pipeline: runs cases and writes what it saw to a file; called with RANK WORLD FOLDER CASE ..."""
+"""One rank of a pipeline: runs cases and writes what it saw to a file."""
 
 from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import traceback
 import warnings
 from datetime import timedelta
@@ -14,7 +12,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from pipeline_programs import NAMES, Block, compare, make, offloaded, train
+from forked import run_forked
+from pipeline_programs import Block, compare, make, offloaded, train
 from torch import nn
 
 __all__ = ["BAD", "run_ranks"]
@@ -81,21 +80,7 @@ def main(rank: int, world: int, folder: Path, names: list[str]) -> None:
 
 def run_ranks(folder: Path, world: int, names: list[str]) -> dict[str, list[dict[str, Any]]]:
     """Run cases in processes of their own; return what each rank saw of each case, or why not."""
-    here = Path(__file__).parent
-    paths = [str(here), str(here.parent), str(here.parents[1] / "src"), os.environ.get("PYTHONPATH", "")]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"}
-    processes = []
-    for rank in range(world):
-        arguments = [sys.executable, __file__, str(rank), str(world), str(folder), *names]
-        with (folder / f"{rank}.log").open("w") as log:
-            processes.append(subprocess.Popen(arguments, stdout=log, stderr=log, env=environment))
-    try:
-        for process in processes:
-            process.wait(timeout=200)
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
+    run_forked(main, world, folder, world, folder, names, limit=200)
 
     def read(k: int, rank: int) -> dict[str, Any]:
         path = folder / f"{k}-{rank}.json"
@@ -105,7 +90,3 @@ def run_ranks(folder: Path, world: int, names: list[str]) -> dict[str, list[dict
         return found
 
     return {name: [read(k, rank) for rank in range(world)] for k, name in enumerate(names)}
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4:] or list(NAMES))

@@ -119,16 +119,16 @@ SIMULATIONS = 60
 
 
 def fastest(work: Callable[[], object]) -> float:
-    """Return the seconds of the fastest of three runs, because other processes share the cores."""
+    """Return the seconds of the fastest of two runs, because other processes share the cores."""
     times = []
-    for _ in range(3):
+    for _ in range(2):
         begun = time.process_time()
         work()
         times.append(time.process_time() - begun)
     return min(times)
 
 
-@pytest.mark.parametrize("rate", [1e10, 2e10, 5e10])
+@pytest.mark.parametrize("rate", [1e10, 5e10])
 def test_planning_128_groups_takes_at_most_200_ms(rate):
     of, link = groups(128), Link(d2h=rate, h2d=rate)
     seconds = []

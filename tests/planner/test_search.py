@@ -19,7 +19,7 @@ from actoffload.schedule import Action, DefaultSchedule, Do, Event, LayerCost, L
 TOLERANCE = 0.002
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(st.data(), steps(), links, st.sampled_from([0.0, 0.125]))
 def test_the_peak_is_within_every_limit_that_can_be_reached(data, costs, link, host_seconds):
     among = data.draw(st.one_of(st.none(), st.sets(st.integers(0, 8))))
@@ -33,7 +33,7 @@ def test_the_peak_is_within_every_limit_that_can_be_reached(data, costs, link, h
     assert ("No plan is within the limit" in plan.because) == (limit < leanest)
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(st.data(), steps(), links)
 def test_a_larger_limit_is_never_slower(data, costs, link):
     leanest = min(Profile.of(costs, link).leanest)
@@ -43,7 +43,7 @@ def test_a_larger_limit_is_never_slower(data, costs, link):
         assert after.seconds <= before.seconds * (1 + TOLERANCE) + 1e-9
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(steps(), links, st.sampled_from([0.0, 0.125]))
 def test_without_a_limit_no_plan_costs_time(costs, link, host_seconds):
     plan = choose(names_of(costs), costs, link, host_seconds=host_seconds)
@@ -69,7 +69,7 @@ def plans_of_prefixes(costs: list[LayerCost]) -> Iterator[Plan]:
                 yield Plan.of(count, calls)
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(st.data(), steps(most=5), links)
 def test_it_is_about_the_best_of_all_plans(data, costs, link):
     results = [simulate(plan, costs, link) for plan in plans_of_prefixes(costs)]
@@ -80,7 +80,7 @@ def test_it_is_about_the_best_of_all_plans(data, costs, link):
     assert plan.seconds <= best * 1.03 + 1e-9
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(st.data(), steps(plain=True), links)
 def test_it_is_never_slower_than_the_default_schedule_at_its_peak(data, costs, link):
     schedule = DefaultSchedule(data.draw(st.integers(0, len(costs) - 1)), len(costs))

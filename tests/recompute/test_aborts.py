@@ -138,7 +138,7 @@ def test_an_interrupt_at_many_bytecodes_of_a_forward(policy, first):
             if n % 407 == 0:
                 equal(step(model), want)
                 nothing_held(handle)
-            n += 23
+            n += 61
     assert n > 1000
     equal(step(model), want)
 
@@ -162,7 +162,7 @@ def test_an_interrupt_at_many_bytecodes_of_a_recomputation():
                 model(batch())
             equal(step(model), want)
             clean()
-            n += 31
+            n += 61
         nothing_held(handle)
     assert n > 500
 

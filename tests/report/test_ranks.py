@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from forked import run_forked
 from report_samples import MIB, block, cells, report
 from torch import nn
 
@@ -291,7 +291,9 @@ def rank_main(rank: int, folder: Path) -> None:
 def pair(tmp_path_factory) -> list[dict[str, Any]]:
     """What each of two ranks saw."""
     folder = tmp_path_factory.mktemp("pair")
-    mp.spawn(rank_main, (folder,), WORLD)  # raises what any of them raises
+    run_forked(rank_main, WORLD, folder, folder, limit=120)
+    logs = [(folder / f"{rank}.log").read_text() for rank in range(WORLD)]
+    assert all((folder / f"{rank}.json").exists() for rank in range(WORLD)), logs
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(WORLD)]
 
 

@@ -256,7 +256,7 @@ def without(plan: Plan, do: Do) -> Plan:
 def test_simulate_agrees_with_queues_moved_tick_by_tick() -> None:
     seen: Counter[str] = Counter()
 
-    @settings(max_examples=500, deadline=None)
+    @settings(max_examples=250, deadline=None)
     @given(data=st.data(), layers=st.lists(layer_costs(), min_size=1, max_size=5), link=links)
     def check(data: st.DataObject, layers: list[LayerCost], link: Link) -> None:
         plan = data.draw(st.one_of(plans(len(layers)), group_plans(len(layers))))

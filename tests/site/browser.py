@@ -1,8 +1,9 @@
 """Open pages of a built site in a headless Chromium and look at them as a reader does.
 
-Each page is looked at in light and in dark: no console message, no script error, no failed request, no request to
-another host, a heading and text in the main part, every image drawn, no number separated from its unit in a table, no
-horizontal scrolling, downloads that exist, and copy buttons that have an accessible name and copy.
+Each page is loaded once, and looked at in windows of several sizes, in light and in dark: no console message, no script
+error, no failed request, no request to another host, a heading and text in the main part, every image drawn, no number
+separated from its unit in a table, no horizontal scrolling, downloads that exist, and copy buttons that have an
+accessible name and copy.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import threading
 from collections.abc import Iterator
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from itertools import product
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -27,10 +29,13 @@ from selenium.webdriver.support.wait import WebDriverWait
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 WIDTHS = {"desktop": (1280, 900), "phone": (390, 844)}
+POLL = 0.05  # seconds
 LOOK = """
 const [scheme, done] = arguments;
 document.documentElement.dataset.theme = scheme;
 (async () => {
+  const frame = () => new Promise(requestAnimationFrame);
+  await frame().then(frame);  // a new size of the window is laid out
   const main = document.querySelector('main') || document.body;
   const images = [...document.images];
   images.forEach(image => { image.loading = 'eager'; });
@@ -49,7 +54,8 @@ document.documentElement.dataset.theme = scheme;
     text: main.innerText.trim().length,
     broken: images.filter(i => shown(i) && !(i.complete && i.naturalWidth > 0)).map(i => i.src),
     split: numbers.filter(cell => lines(cell) > 1).map(cell => cell.innerText.trim()),
-    overflow: document.documentElement.scrollWidth - window.innerWidth,
+    width: document.documentElement.clientWidth,
+    overflow: document.documentElement.scrollWidth - document.documentElement.clientWidth,
     empty: files.filter((file, number) => !found[number]),
   };
 })().then(done, error => done({error: String(error)}));
@@ -99,10 +105,15 @@ def browser(path: str) -> Iterator[Chrome]:
         tab.quit()
 
 
-def open_page(tab: Chrome, url: str, size: tuple[int, int]) -> None:
-    """Open a page in a window of a size; narrow ones are phones."""
+def resize(tab: Chrome, size: tuple[int, int]) -> None:
+    """Give the window a size; narrow ones are phones."""
     metrics = {"width": size[0], "height": size[1], "deviceScaleFactor": 1, "mobile": size[0] < 600}
     tab.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+
+
+def open_page(tab: Chrome, url: str, size: tuple[int, int]) -> None:
+    """Open a page in a window of a size."""
+    resize(tab, size)
     tab.get(url)
 
 
@@ -120,19 +131,21 @@ def _messages(tab: Chrome, base: str) -> list[str]:
     return problems
 
 
-def check_page(tab: Chrome, base: str, name: str, size: tuple[int, int], screenshot: str = "") -> list[str]:
-    """Open one page at one size; return its problems, each once."""
+def check_page(tab: Chrome, base: str, name: str, *sizes: tuple[int, int], screenshot: str = "") -> list[str]:
+    """Open one page, and look at it at each size; return its problems, each once."""
     _messages(tab, base)
-    open_page(tab, f"{base}/{name}", size)
+    open_page(tab, f"{base}/{name}", sizes[0])
     problems: list[str] = []
-    for scheme in ("light", "dark"):
+    for size, scheme in product(sizes, ("light", "dark")):
+        resize(tab, size)
         look = tab.execute_async_script(LOOK, scheme)
         problems += [look["error"]] if "error" in look else _problems(look, name in SHORT)
+        if scheme == "dark" and size[0] >= 600:
+            problems += _copy_problems(tab)
         if screenshot:
             options = {"format": "png", "captureBeyondViewport": True}
             png = tab.execute_cdp_cmd("Page.captureScreenshot", options)["data"]
-            Path(f"{screenshot}-{scheme}.png").write_bytes(base64.b64decode(png))
-    problems += _copy_problems(tab) if size[0] >= 600 else []
+            Path(f"{screenshot}-{size[0]}-{scheme}.png").write_bytes(base64.b64decode(png))
     return list(dict.fromkeys(problems + _messages(tab, base)))
 
 
@@ -145,7 +158,7 @@ def _problems(look: dict[str, Any], short: bool) -> list[str]:
     if look["split"]:
         problems.append(f"numbers are split over lines: {', '.join(look['split'][:5])}")
     if look["overflow"] > 1:
-        problems.append(f"is {look['overflow']} pixels wider than the window")
+        problems.append(f"is {look['overflow']} pixels wider than the window of {look['width']}")
     return problems
 
 
@@ -158,7 +171,7 @@ def _copy_problems(tab: Chrome) -> list[str]:
         return []
     tab.execute_script("arguments[0].click()", buttons[0])
     try:
-        WebDriverWait(tab, 2).until(lambda _: "success" in (buttons[0].get_attribute("class") or ""))
+        WebDriverWait(tab, 2, POLL).until(lambda _: "success" in (buttons[0].get_attribute("class") or ""))
     except TimeoutException:
         return ["a copy button does not copy"]
     return []
@@ -169,7 +182,7 @@ def first_result(tab: Chrome, base: str, words: str, seconds: float = 20) -> str
     open_page(tab, f"{base}/search.html?q={quote(words)}", WIDTHS["desktop"])
     found = (By.CSS_SELECTOR, "#search-results ul.search li a")
     try:
-        link = WebDriverWait(tab, seconds).until(lambda _: tab.find_elements(*found))[0]
+        link = WebDriverWait(tab, seconds, POLL).until(lambda _: tab.find_elements(*found))[0]
     except TimeoutException:
         return ""
     return str(link.get_attribute("href")).removeprefix(f"{base}/").partition("#")[0]

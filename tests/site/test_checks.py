@@ -142,6 +142,11 @@ def test_the_browser_finds_broken_pages(site, tab):
         assert check_page(tab, base, "split.html", DESKTOP) == ["numbers are split over lines: 3136.0 MiB"]
         assert any("wider than the window" in p for p in check_page(tab, base, "wide.html", PHONE))
         assert any("wider than the window" in p for p in check_page(tab, base, "dark.html", PHONE))
+        narrow = "<meta name='viewport' content='width=device-width'><div style='width: 500px'>wide on a phone</div>"
+        write(site / "narrow.html", narrow)
+        assert check_page(tab, base, "narrow.html", DESKTOP) == []
+        (problem,) = check_page(tab, base, "narrow.html", DESKTOP, PHONE)
+        assert "wider than the window" in problem
         empty = check_page(tab, base, "empty.html", DESKTOP)
         assert empty == ["the main part has no heading", "the main part shows 0 characters of text"]
         assert any("loads from another host" in p for p in check_page(tab, base, "other.html", DESKTOP))
@@ -172,6 +177,7 @@ def test_search_and_theme_switch(site, tab):
     with serving(site) as base:
         assert [first_result(tab, base, words, seconds=1) for words in ("FSDP", "OOM")] == ["x", ""]
         assert check_theme(tab, base) == ["the theme switch does not show the dark theme"]
+    with serving(site) as base:  # another port, so that nothing is cached
         mode = '<button class="theme-change-button" data-mode="{0}" onclick="{1}"></button>'
         write(site / "index.html", "".join(mode.format(name, choose.format(name)) for name in ("dark", "light")))
         assert check_theme(tab, base) == []
