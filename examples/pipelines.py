@@ -89,7 +89,8 @@ def measure(rank, device, modules, schedule):
 # One line per rank
 # -----------------
 # Every rank calls ``offload`` with its schedule. In the first step everything is offloaded, and on a GPU two more are
-# measured. Then the ranks exchange what they measured and plan. ``table`` collects the reports of all ranks.
+# measured. Then the ranks exchange what they measured, plan, and try the plans: until then the handle is ``settling``.
+# ``table`` collects the reports of all ranks.
 
 
 def run_rank(folder):
@@ -104,7 +105,8 @@ def run_rank(folder):
     found = {"without": measure(rank, device, modules, schedule)}
 
     handle = actoffload.offload(schedule, min_bytes=2**20 if gpus else 2**12)
-    measure(rank, device, modules, schedule)
+    while handle.settling:
+        measure(rank, device, modules, schedule)
     handle.reset_statistics()
     found["with"] = measure(rank, device, modules, schedule)
 

@@ -76,7 +76,7 @@ def steps(out: Path, *, rehearse: bool, select: str) -> dict[str, Step]:
     benchmark, target = "benchmarks/run.py", ("--out", str(out))
     every = [
         Step("tests", tuple(pytest), 260),
-        Step("gallery", ("docs/tools/record_gallery.py", "record", *target), 200),
+        Step("gallery", ("docs/tools/record_gallery.py", "record", *target), 480),
         Step("overhead", (benchmark, "overhead", *target, *small), 60),
         Step("linear", (benchmark, "linear", *target, *small), 70),
         Step("gpt", (benchmark, "gpt", *target, *small), 300),

@@ -31,7 +31,7 @@ def execute_gallery(root: Path) -> int:
     """Execute all examples with Sphinx, whose dummy builder writes no pages; return its exit status."""
     shutil.rmtree(root / "docs" / "gallery", ignore_errors=True)
     with tempfile.TemporaryDirectory() as out:
-        options = ["-q", "-b", "dummy", "-c", str(root), "-d", f"{out}/doctrees", "-D", f"extensions={EXTENSIONS}"]
+        options = ["-b", "dummy", "-c", str(root), "-d", f"{out}/doctrees", "-D", f"extensions={EXTENSIONS}"]
         command = [sys.executable, "-m", "sphinx", *options, str(root / "docs"), f"{out}/dummy"]
         return subprocess.run(
             command, cwd=root, env={**os.environ, "ACTOFFLOAD_GALLERY": "live"}, check=False
