@@ -90,6 +90,7 @@ def train(length, offloading):
             logging_strategy="no",
             disable_tqdm=True,
         )
+        arguments._n_gpu = 1  # where there are several, a Trainer without a launcher makes replicas in threads
         data = [{"input_ids": row, "labels": row} for row in tokens]
         trainer = Trainer(model, arguments, train_dataset=data, callbacks=[steps])
         trainer.remove_callback(PrinterCallback)

@@ -78,7 +78,7 @@ def test_a_forward_in_another_thread_during_each_measured_forward():
 
 
 def test_replicas_in_threads():
-    """As torch.nn.DataParallel makes them: each calls the model of its own, with the entries of the original."""
+    """As torch.nn.DataParallel makes them, with the entries of the original: nothing is offloaded, with one warning."""
     _, model, handle = small()
 
     def replica(module):
@@ -90,7 +90,7 @@ def test_replicas_in_threads():
             setattr(other, name, parameter * 1.0)
         return other
 
-    for _ in range(12):
+    def replicated() -> None:
         outputs: dict[int, torch.Tensor] = {}
         replicas = [replica(model) for _ in range(2)]
 
@@ -103,7 +103,12 @@ def test_replicas_in_threads():
         for thread in threads:
             thread.join()
         sum(outputs.values()).sum().backward()
-        outputs.clear()
+
+    with pytest.warns(UserWarning, match="replicas of torch.nn.DataParallel") as warned:
+        for _ in range(3):
+            replicated()
+    assert len(warned) == 1
+    assert handle.statistics().passes == 0
     for _ in range(12):
         step(model)
     left(handle, model)

@@ -9,7 +9,8 @@ stands outside of hooks and of compiled code, whenever either is added.  It cost
 for a followed module, ``isinstance`` is true.
 
 What follows a module is an entry in its ``__dict__``, so replicas have it and copies do not: they are plain modules of
-the original class.  A copy for a process that is started with it (``multiprocessing`` with ``spawn``) warns there.  A
+the original class.  Replicas of `torch.nn.DataParallel` run their forwards in threads, all at a time, so that no pass
+can be timed; they are called as if nothing followed them, with one warning.  A copy for a process that is started with it (``multiprocessing`` with ``spawn``) warns there.  A
 class that another library derived from ours (FSDP2, parametrizations) stays after removal.
 
 An interrupt in the cleanup itself is the reason why there are two ``finally``.  One interrupt, at any bytecode, leaves
@@ -46,6 +47,13 @@ _ORIGINAL = "_actoffload_original"
 REASON = (
     "actoffload follows the chosen modules of a model, and those that keep names, from outside of compiled code; "
     "compile them one by one: for layer in layers: layer.compile(fullgraph=True)"
+)
+
+
+REPLICAS = (
+    "Nothing is offloaded in the replicas of torch.nn.DataParallel, which wraps a model on several GPUs; a Trainer of "
+    "Hugging Face does so without a launcher. Start one process for each GPU, with torchrun or accelerate launch, and "
+    "call offload in each."
 )
 
 
@@ -87,7 +95,7 @@ def _followed_class(original: type[Module]) -> type[Module]:
         around: Callable[..., Any] | None = None
         try:
             try:
-                for followers, of in _pairs(self):
+                for followers, of in _following(self):
                     tracker = followers.tracker
                     began.append((tracker, tracker.depth))
                     around = tracker.begin(of, args, kwargs) or around
@@ -184,6 +192,16 @@ def followers_of(model: Module) -> Followers | None:
     """Return what follows a model as its root, or None if nothing does."""
     roots = (followers for followers, of in _pairs(model) if of.role is ROOT and of.ref() is model)
     return next((followers for followers in roots if followers.installed), None)
+
+
+def _following(module: Module) -> _Entry:
+    """Return what follows the calls of a module."""
+    pairs = _pairs(module)
+    if pairs and "_is_replica" in vars(module):  # [guard: replica]
+        for followers, _ in pairs:
+            followers.tracker.warn_once(REPLICAS)
+        return _Entry()
+    return pairs
 
 
 def _pairs(module: Module) -> _Entry:

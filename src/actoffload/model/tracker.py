@@ -115,7 +115,7 @@ class Tracker:
         if backward_id() != NO_BACKWARD:  # [guard: recomputation in backward]
             # Checkpointing with saved-tensor hooks was warned about in the forward.
             if of.role is ROOT and not self.paused and torch.is_grad_enabled() and saved_tensor_hooks() is None:
-                self._warn_once(
+                self.warn_once(
                     "Nothing is offloaded in a forward that is recomputed in backward, as by torch.utils.checkpoint "
                     "around the whole model. Checkpoint parts of the model only."
                 )
@@ -141,11 +141,11 @@ class Tracker:
                 return
             obstacle = obstacle_to_hooks()
             if obstacle is not None:
-                self._warn_once(f"Nothing is offloaded in a forward {obstacle}")
+                self.warn_once(f"Nothing is offloaded in a forward {obstacle}")
                 return
             lost = [] if alone else [of.name for of in self._modules if of.ref() is None and of.role is not DROPPED]
             if lost:
-                self._warn_once(
+                self.warn_once(
                     f"The module '{lost[0]}' has been replaced or deleted since offload was called; what took its "
                     "place is not offloaded. Call remove() of the handle, then offload again."
                 )
@@ -161,7 +161,8 @@ class Tracker:
             self._start_group(call, tensors_in((args, kwargs)))
         self._resume()
 
-    def _warn_once(self, message: str) -> None:
+    def warn_once(self, message: str) -> None:
+        """Warn, if that was not said before."""
         if message not in self._warned:
             self._warned.add(message)
             warn(f"{message} This is reported once.")

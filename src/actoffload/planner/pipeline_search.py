@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from math import inf
 
-from .._arguments import check_bytes, check_fraction, check_whole
+from .._arguments import check_bytes, check_fraction, check_max_inflight
 from ..schedule.costs import Link
 from ..schedule.pipeline import StageCost, Step
 from ..schedule.pipeline_plan import PipelinePlan
@@ -96,10 +96,8 @@ def plan_pipeline(
     >>> [plan.peak_bytes >> 20 for plan in plans]  # MiB; without offloading 4096, 3072, 2048 and 1024
     [2048, 2048, 2048, 1024]
     """
-    check_whole(optional=True, max_inflight=max_inflight)
+    check_max_inflight(max_inflight)
     check_bytes(optional=True, delta_bytes_per_rank=delta_bytes_per_rank)
-    if max_inflight is not None and max_inflight < 1:
-        raise ValueError(f"max_inflight is {max_inflight}; expected a number of groups, at least 1.")
     if fraction is not None:
         check_fraction(fraction)
     budgets: Sequence[int | None]
