@@ -90,7 +90,11 @@ def test_replicas_in_threads():
             setattr(other, name, parameter * 1.0)
         return other
 
-    def replicated() -> None:
+    def replicated(times: int) -> None:
+        for _ in range(times):
+            run_replicas()
+
+    def run_replicas() -> None:
         outputs: dict[int, torch.Tensor] = {}
         replicas = [replica(model) for _ in range(2)]
 
@@ -105,8 +109,7 @@ def test_replicas_in_threads():
         sum(outputs.values()).sum().backward()
 
     with pytest.warns(UserWarning, match="replicas of torch.nn.DataParallel") as warned:
-        for _ in range(3):
-            replicated()
+        replicated(3)
     assert len(warned) == 1
     assert handle.statistics().passes == 0
     for _ in range(12):

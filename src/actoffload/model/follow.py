@@ -10,8 +10,9 @@ for a followed module, ``isinstance`` is true.
 
 What follows a module is an entry in its ``__dict__``, so replicas have it and copies do not: they are plain modules of
 the original class.  Replicas of `torch.nn.DataParallel` run their forwards in threads, all at a time, so that no pass
-can be timed; they are called as if nothing followed them, with one warning.  A copy for a process that is started with it (``multiprocessing`` with ``spawn``) warns there.  A
-class that another library derived from ours (FSDP2, parametrizations) stays after removal.
+can be timed; they are called as if nothing followed them, with one warning.  A copy for a process that is started with
+it (``multiprocessing`` with ``spawn``) warns there.  A class that another library derived from ours (FSDP2,
+parametrizations) stays after removal.
 
 An interrupt in the cleanup itself is the reason why there are two ``finally``.  One interrupt, at any bytecode, leaves
 nothing installed.  A second one that arrives while the first is being cleaned up may; Python has no way to defer it.
