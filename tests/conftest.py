@@ -39,6 +39,13 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _frozen() -> None:
+    """Leave out also what the files before this one made: after they have compiled, a collection takes long."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(scope="module")
 def nothing_frozen() -> Iterator[None]:
     """Let the collector also know what the imports made: the report looks there for what holds a tensor."""
