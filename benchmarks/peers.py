@@ -28,7 +28,7 @@ from actoffload.measure import measure_step_times
 __all__ = ["PARTS", "REPEATS", "SMALL_PARTS", "measure_peers"]
 
 PARTS, SMALL_PARTS = STACKS["8k"], SMALL_STACKS["8k"]
-REPEATS = 3
+REPEATS = 5
 ABOVE = 1.03  # times the peak of checkpointing: a budget that is nearly as small
 ACTIVATIONS = "OffloadActivations"
 CONTEXT = "get_cpu_offload_context"
@@ -105,7 +105,9 @@ def measure_peers(part: Part, device: torch.device, repeats: int = REPEATS) -> d
     checkpoint = next(row for row in rows if row["method"] == CHECKPOINT)
     budget = round(ABOVE * checkpoint["peak_bytes"])
     rows += [_row(arms.offload(OURS, passes)), _row(arms.offload(OURS, passes, memory_budget=budget))]
-    samples = measure_step_times({str(k): arm.step for k, arm in enumerate(arms.arms)}, repeats=repeats, warmup=0)
+    samples = measure_step_times(
+        {str(k): arm.step for k, arm in enumerate(arms.arms)}, repeats=repeats, steps=2, warmup=0
+    )
     times = [median(of) for of in samples.values()]
     baseline = mean(times[:2])
     for row, seconds, of in zip(rows, times, samples.values(), strict=True):

@@ -75,13 +75,13 @@ def steps(out: Path, *, rehearse: bool, select: str) -> dict[str, Step]:
     small = ("--rehearse",) if rehearse else ()
     benchmark, target = "benchmarks/run.py", ("--out", str(out))
     every = [
-        Step("tests", tuple(pytest), 260),
+        Step("tests", tuple(pytest), 420),
         Step("gallery", ("docs/tools/record_gallery.py", "record", *target), 480),
         Step("overhead", (benchmark, "overhead", *target, *small), 60),
         Step("linear", (benchmark, "linear", *target, *small), 70),
         Step("gpt", (benchmark, "gpt", *target, *small), 300),
         Step("trainer", (benchmark, "trainer", *target, *small), 240),
-        Step("peers", (benchmark, "peers", *target, *small), 120),
+        Step("peers", (benchmark, "peers", *target, *small), 220),
         Step("overlap", (benchmark, "overlap", *target, *small), 60),
         Step("predict", (benchmark, "predict", *target, *small), 400),
         Step("frontier-eager", (benchmark, "frontier", "--only", "8k,32k", *target, *small), 540),
