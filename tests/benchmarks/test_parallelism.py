@@ -39,8 +39,9 @@ def test_two_ranks_measure_every_way_to_run_a_step() -> None:
     rows = parallelism._merged([rank[FSDP] for rank in ranks])
     methods = ["no offload", "no offload, again", "num_layers", "default", "paused", "checkpoint", "budget"]
     assert [row["method"] for row in rows] == methods
-    none, again, one, default, checkpointed, budget = rows
+    none, again, one, default, paused, checkpointed, budget = rows
     assert none["peak_bytes"] == again["peak_bytes"]
+    assert "bytes_offloaded" not in paused
     assert max(checkpointed["peak_bytes"]) == budget["budget"] < min(none["peak_bytes"])
     for row in (one, default, budget):
         assert all(nbytes > 0 for nbytes in row["bytes_offloaded"])
