@@ -105,8 +105,8 @@ def _small(part: Part) -> Part:
 
 MIXTURE = Part("ScheduleInterleaved1F1B", MixtureSettings(2, (1, 8192, 4096), "bfloat16", 32, 2048, 8), 2, 8)
 TWO = {
-    "1f1b": Part("Schedule1F1B", _dense(8192, 2), 1, 8),
-    "interleaved": Part("ScheduleInterleaved1F1B", _dense(8192, 4), 2, 16, steps=2),
+    "1f1b": Part("Schedule1F1B", _dense(8192, 4), 1, 8),
+    "interleaved": Part("ScheduleInterleaved1F1B", _dense(8192, 8), 2, 16, steps=2),
     "zero-bubble": Part("ScheduleInterleavedZeroBubble", _dense(8192, 1), 2, 8),
     "mixture": MIXTURE,
 }
