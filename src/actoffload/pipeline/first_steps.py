@@ -230,9 +230,8 @@ class FirstSteps:
                 less = plain.nbytes - own.nbytes
                 recomputed = replace(own, backward_temporary=max(less, 0))
                 ways = variants(plain, recomputed, operators) if less > 0 else (Variant(plain),)
-                if cost.splits:
-                    ways = tuple(replace(way, read_again=cost.splits[k].kept) for way in ways)
-                again[stage].append(ways)
+                late = cost.splits[k].kept if cost.splits else None
+                again[stage].append((ways[0], *(_at_once(way, late) for way in ways[1:])))
         return again
 
     def _link(self) -> Link | None:
@@ -251,3 +250,9 @@ class FirstSteps:
             if plan.names[of.index] != of.steering.names or plan.nbytes.get(of.index, sizes) != sizes:
                 return True
         return False
+
+
+def _at_once(way: Variant, read_again: int | None) -> Variant:
+    """Return a way whose saved tensors are needed where backward comes to the group, which recomputes from them."""
+    saved = tuple(replace(each, needed_at=0.0) for each in way.cost.saved)
+    return replace(way, cost=replace(way.cost, saved=saved), read_again=read_again)
