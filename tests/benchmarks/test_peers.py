@@ -25,7 +25,7 @@ from workloads import REHEARSAL  # noqa: E402
 from actoffload.schedule import LayerCost, Link, Saved  # noqa: E402
 
 CPU = torch.device("cpu")
-SMALL = {"shape": (1, 640, 128), "intermediate": 448, "min_bytes": 1024, "counts": (1,), "dtype": "float32"}
+SMALL = {"shape": (1, 640, 64), "intermediate": 448, "min_bytes": 1024, "counts": (1,), "dtype": "float32"}
 TINY = Part(replace(peers.SMALL_PARTS.settings, layers=3, **SMALL), False)
 
 

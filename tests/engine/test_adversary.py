@@ -24,27 +24,27 @@ from actoffload.engine.engine import Engine
 from actoffload.schedule.plan import Plan
 from actoffload.schedule.schedules import DefaultSchedule, GroupSchedule
 
-ORDERS = 2
+ORDERS = 3
 """Different orders of the pending copies, at least, on average over the programs of a sort."""
 
-SEEDS = 4
+SEEDS = 8
 
 # Sorts of programs: number of examples, how they are drawn, and what runs them.
 SORTS: dict[str, tuple[int, SearchStrategy[Program], type[Run]]] = {
-    "default schedule": (60, programs(), Run),
-    "manual calls": (60, programs(manual=True), Run),
-    "side streams and two devices": (40, programs(streams=True), Run),
-    "manual calls and side streams": (40, programs(streams=True, manual=True), Run),
-    "plans with incremental release": (60, programs(planned=True), Run),
-    "incremental release and side streams": (40, programs(planned=True, streams=True), Run),
-    "incremental release and host limit": (30, programs(planned=True, limited=True), Run),
-    "blocks of a model": (40, model_programs(), ModelRun),
-    "blocks of a model and side streams": (30, model_programs(streams=True), ModelRun),
-    "blocks of a model and host limit": (25, model_programs(limited=True), ModelRun),
-    "recomputed blocks": (30, model_programs(recompute=True), ModelRun),
-    "recomputed blocks and side streams": (25, model_programs(recompute=True, streams=True), ModelRun),
-    "host limit": (30, programs(limited=True), Run),
-    "manual calls and host limit": (30, programs(limited=True, manual=True), Run),
+    "default schedule": (40, programs(), Run),
+    "manual calls": (40, programs(manual=True), Run),
+    "side streams and two devices": (25, programs(streams=True), Run),
+    "manual calls and side streams": (25, programs(streams=True, manual=True), Run),
+    "plans with incremental release": (40, programs(planned=True), Run),
+    "incremental release and side streams": (25, programs(planned=True, streams=True), Run),
+    "incremental release and host limit": (20, programs(planned=True, limited=True), Run),
+    "blocks of a model": (25, model_programs(), ModelRun),
+    "blocks of a model and side streams": (20, model_programs(streams=True), ModelRun),
+    "blocks of a model and host limit": (15, model_programs(limited=True), ModelRun),
+    "recomputed blocks": (20, model_programs(recompute=True), ModelRun),
+    "recomputed blocks and side streams": (15, model_programs(recompute=True, streams=True), ModelRun),
+    "host limit": (20, programs(limited=True), Run),
+    "manual calls and host limit": (20, programs(limited=True, manual=True), Run),
 }
 
 

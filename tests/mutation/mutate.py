@@ -268,7 +268,8 @@ def judge_all(mutants: list[Mutant], original: Path, jobs: int, *, tested: bool,
         verdicts = pool.map(lambda mutant: judge_mutant(mutant, original, known.get(mutant.name, "")), mutants)
         for mutant, verdict in zip(mutants, verdicts, strict=True):
             survivors += not verdict.red
-            killers[mutant.name] = verdict.test if "::" in verdict.test else ""
+            if "::" in verdict.test:
+                killers[mutant.name] = verdict.test
             place = f"{mutant.path.removeprefix('actoffload/')}:{mutant.line}"
             said = "red" if verdict.red else "SURVIVED"
             print(_row(mutant.name, place, said, verdict.test, f"{verdict.seconds:.1f}"), flush=True)
