@@ -104,4 +104,4 @@ def _memory(ax: Any, data: dict[str, Any], scheme: str) -> None:
     ax.set_xlabel("time in one step (ms)")
     ax.set_ylabel("device memory (GiB)")
     ax.set_title(f"{layers} Llama layers, {tokens} tokens", fontsize=10, loc="left")
-    ax.legend(frameon=False, fontsize=8.5, loc="upper right")
+    ax.legend(frameon=False, fontsize=8.5, loc="lower right")
