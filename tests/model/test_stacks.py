@@ -73,6 +73,17 @@ def test_one_layer_is_no_stack_and_its_experts_are_none_either():
         choose(Parts(layers=blocks(1, MoeBlock)), None)
 
 
+def test_the_only_block_of_a_stage():
+    """What a stage of a pipeline has beside it is none, nor are its experts; lists of several come first."""
+    (block,) = alone = blocks(1, MoeBlock)
+    assert find_stacks(Parts(embedding=nn.Embedding(2, 2), layers=alone), alone=True) == ((block,),)
+    assert find_stacks(nn.Sequential(nn.Embedding(2, 2), Parts(layers=alone)), alone=True) == ((block,),)
+    several = Parts(first=blocks(1), layers=blocks(3))
+    assert find_stacks(several, alone=True) == find_stacks(several)
+    leaves = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    assert find_stacks(leaves, alone=True) == (tuple(leaves),)
+
+
 def test_the_error_lists_the_lists():
     model = Parts(body=nn.ModuleList([Block(), Mamba()]), tail=nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
     with pytest.raises(ValueError, match=r"'body' \(1 Block, 1 Mamba\), 'tail' \(1 Linear, 1 ReLU\).* layers="):

@@ -46,6 +46,17 @@ PLAN = PipelinePlan(
 )
 
 
+def test_host_memory_that_a_plan_needs() -> None:
+    """From the forward of each microbatch to its last backward: all three, until the first full backward ends."""
+    assert PLAN.offloaded_bytes == PLAN.host_bytes == 2 * 2**20 + 2**21
+    one = PipelinePlan(0, ORDER, NAMES, {OLD: PLAN.transfers[OLD]}, nbytes=PLAN.nbytes)
+    again = read_order(["0F0", "0B0", "0F1", "0B1"])
+    both = {Chunk(0, k, 0): Transfer(Moment(2 * k, 1), Moment(2 * k + 1, 0)) for k in range(2)}
+    after = PipelinePlan(0, again, {0: ("a", "b")}, both, nbytes={0: (2**20, 2**19)})
+    assert one.host_bytes == after.host_bytes == 2**20
+    assert PipelinePlan(0, ORDER, NAMES).host_bytes == 0
+
+
 def test_actions_by_moment_and_in_order() -> None:
     offload, release, reload = Do.OFFLOAD, Do.RELEASE, Do.RELOAD
     assert PLAN.actions == {
