@@ -45,7 +45,6 @@ extensions = [
     "budget_figures",
 ]
 exclude_patterns = [
-    "sg_execution_times.rst",  # one gallery: its own page of computation times has the same
     "_*",
     "tools",
     "figures",
@@ -92,12 +91,13 @@ sphinx_gallery_conf = {
     "gallery_dirs": "gallery",
     "filename_pattern": r"\.py$",  # every example is executed
     "ignore_pattern": r"(^|[\\/])_[^\\/]*\.py$",  # helper modules are not pages
-    "within_subsection_order": "gallery_hooks.example_order",
+    "within_subsection_order": "gallery_hooks.TEACHING_ORDER",
     "show_memory": DeviceMemory(),
     "image_srcset": ["2x"],
     "backreferences_dir": "gallery/backreferences",
     "doc_module": ("actoffload",),
     "download_all_examples": False,
+    "write_computation_times": False,  # each page has its own, and scripts of the table load from other hosts
     "show_signature": False,
     "remove_config_comments": True,
     "plot_gallery": True,
@@ -105,8 +105,6 @@ sphinx_gallery_conf = {
 }
 # "auto" executes on an accelerator and shows recorded runs elsewhere: see docs/_ext/recordings.py.
 recordings_mode = os.environ.get("ACTOFFLOAD_GALLERY", "auto")
-recordings_dir = "docs/recordings"
-recordings_package = "src/actoffload"
 
 # -- HTML -----------------------------------------------------------------------------------------------
 html_theme = "pydata_sphinx_theme"

@@ -9,31 +9,27 @@ from types import ModuleType
 from typing import Any
 from unittest import mock
 
+from sphinx_gallery.sorting import ExplicitOrder
+
 MB = 1e6  # sphinx-gallery prints the number followed by "MB"
-ORDER = (
-    "never_slower.py",
-    "fit_a_budget.py",
-    "keep_offload_recompute.py",
-    "hugging_face_llama.py",
-    "not_freed.py",
-    "offload_beside_checkpointing.py",
-    "moe_groups.py",
-    "moe_routing.py",
-    "pipelines.py",
-    # Above, whole models; below, a training loop with a context around each layer.
-    "basic.py",
-    "manual_synchronization.py",
-    "cuda_graphs.py",
+TEACHING_ORDER = ExplicitOrder(
+    [
+        "never_slower.py",
+        "fit_a_budget.py",
+        "keep_offload_recompute.py",
+        "hugging_face_llama.py",
+        "not_freed.py",
+        "offload_beside_checkpointing.py",
+        "moe_groups.py",
+        "moe_routing.py",
+        "pipelines.py",
+        # Above, whole models; below, a training loop with a context around each layer.
+        "basic.py",
+        "manual_synchronization.py",
+        "cuda_graphs.py",
+        "*",
+    ]
 )
-
-
-def example_order(filename: str) -> tuple[int, str]:
-    """Return the sort key of an example: the teaching order, then the name."""
-    place = ORDER.index(filename) if filename in ORDER else len(ORDER)
-    return place, filename
-
-
-_modules: list[ModuleType] = []  # in which the present page runs
 
 
 class DeviceMemory:
@@ -41,6 +37,8 @@ class DeviceMemory:
 
     Without an accelerator it is 0. It is an instance because Sphinx cannot pickle functions in its configuration.
     """
+
+    page = ModuleType("no page")  # in which the present page runs
 
     def __call__(self, func: Callable[[], Any]) -> tuple[float, Any]:
         """Call `func`; return the peak in MB and the result.
@@ -50,13 +48,11 @@ class DeviceMemory:
         """
         import torch
 
-        if getattr(func, "__module__", "") == "sphinx_gallery.gen_rst" and getattr(func, "__name__", "") == "<lambda>":
-            for module in _modules:
-                vars(module).clear()
-            _modules.clear()
+        if not hasattr(func, "fake_main"):
+            vars(DeviceMemory.page).clear()
             gc.collect()
             return 0.0, func()
-        _modules[:] = [func.fake_main] if hasattr(func, "fake_main") else _modules
+        DeviceMemory.page = func.fake_main
         if not torch.accelerator.is_available():
             return 0.0, func()
         with _watch_peak() as peak:

@@ -23,21 +23,13 @@ TORCH = "https://docs.pytorch.org/docs/stable/"
 TORCH_NAMES = {
     "torch.distributed.distributed_c10d.ProcessGroup": "torch.distributed.ProcessGroup",
     "torch.nn.modules.module.Module": "torch.nn.Module",
-    "torch.nn.Parameter": "torch.nn.parameter.Parameter",
-    "torch.accelerator.max_memory_allocated": "torch.accelerator.memory.max_memory_allocated",
-    "torch.accelerator.reset_peak_memory_stats": "torch.accelerator.memory.reset_peak_memory_stats",
 }
 _TORCH_PAGES = {
-    "distributed.html": "distributed.ProcessGroup distributed.all_gather_object",
+    "distributed.html": "distributed.ProcessGroup",
     "tensors.html": "Tensor",
     "tensor_attributes.html": "dtype device",
-    "size.html": "Size",
-    "autograd.html": "autograd.Function autograd.graph.saved_tensors_hooks autograd.graph.save_on_cpu",
-    "checkpoint.html": "utils.checkpoint.checkpoint",
-    "generated/{}.html": """
-        Stream Event no_grad nn.Module nn.Linear nn.Sequential nn.parameter.Parameter cuda.Stream cuda.Event
-        cuda.CUDAGraph cuda.graph cuda.make_graphed_callables cuda.set_sync_debug_mode
-        accelerator.memory.max_memory_allocated accelerator.memory.reset_peak_memory_stats""",
+    "autograd.html": "autograd.Function",
+    "generated/{}.html": "Stream nn.Module nn.Linear cuda.graph cuda.set_sync_debug_mode",
 }
 TORCH_PAGES = {f"torch.{n}": page.format(f"torch.{n}") for page, names in _TORCH_PAGES.items() for n in names.split()}
 PACKAGES = ("", ".planner", ".schedule", ".report", ".context", ".measure", ".moe", ".device")
@@ -88,28 +80,19 @@ def names_a_variable(node: pending_xref) -> bool:
 
 
 def public_name(name: str) -> str | None:
-    """Return the full name of a public object that is named otherwise; for a dataclass field, that of the class."""
-    path, _, attribute = name.rpartition(".")
+    """Return the full name of a public object that has only its own; for a dataclass field, that of the class."""
+    owner, _, attribute = name.rpartition(".")
     for package in PUBLIC:
         # Imported here, since autodoc imports nothing in a build that reads no page.
         module = importlib.import_module(package)
-        owner = path.removeprefix(f"{package}.")
         if owner in module.__all__:
             found = getattr(module, owner)
             if attribute in getattr(found, "__dataclass_fields__", {}):
                 return f"{package}.{owner}"
-            return f"{package}.{owner}.{attribute}" if hasattr(found, attribute) else None
-        short = attribute if name.startswith("actoffload.") else name
-        if short in module.__all__:
-            return f"{package}.{short}"
+            return f"{package}.{name}" if hasattr(found, attribute) else None
+        if name in module.__all__:
+            return f"{package}.{name}"
     return None
-
-
-def is_internal(name: str) -> bool:
-    """Tell whether a name is an object of the package that the reference does not show; it stays without a link."""
-    found, (module, _, attribute) = _find(name), name.rpartition(".")
-    hidden = module not in PUBLIC or attribute.startswith("_") or isinstance(found, TypeVar)
-    return name.startswith("actoffload.") and found is not None and hidden
 
 
 def resolve(app: Sphinx, env: BuildEnvironment, node: pending_xref, content: nodes.Element) -> Any:
@@ -123,7 +106,8 @@ def resolve(app: Sphinx, env: BuildEnvironment, node: pending_xref, content: nod
     python, arguments = env.domains["py"], (env, node["refdoc"], app.builder, "obj")
     if owner is not None and (found := python.resolve_xref(*arguments, owner, node, content)) is not None:
         return found
-    return content if names_a_variable(node) or is_internal(target) else None
+    # No page documents type variables.
+    return content if names_a_variable(node) or isinstance(_find(target), TypeVar) else None
 
 
 def plain_signature(app: Sphinx, what: str, name: str, obj: Any, options: Any, arguments: str, result: str) -> Any:

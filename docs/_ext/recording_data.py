@@ -14,19 +14,26 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 FORMAT = 1
+# Folders of the project: the recordings, and the library whose sources the digest is of.
+RECORDINGS = "docs/recordings"
+PACKAGE = "src/actoffload"
 RECORDING_FILE = "recording.json"
 
 
 class RecordingError(Exception):
-    """A recording is damaged, incomplete or of another format; the message names the file and what to do."""
+    """A recording is damaged, incomplete or not of a GPU; the message names the file and what to do."""
+
+
+class NotRecordedError(Exception):
+    """No recorded run has the present text of an example; the message is the reason."""
 
 
 @dataclass(frozen=True)
 class Provenance:
     """Origin of the figures of a gallery page.
 
-    The example is a path relative to the examples folder. A run without an accelerator has ``reference`` set and no
-    driver. The link is in bytes per second, with the keys ``d2h`` and ``h2d``. The files are sha256 digests by path.
+    The example is the name of its file. A run without an accelerator has ``reference`` set and no driver. The link is
+    in bytes per second, with the keys ``d2h`` and ``h2d``. The files are sha256 digests by path.
     """
 
     example: str
@@ -46,17 +53,14 @@ class Provenance:
     @classmethod
     def read(cls, path: Path) -> Provenance:
         """Read a provenance file; raise `RecordingError` if it is missing, damaged or of another format."""
-        where = f"{path.parent.name}/{path.name}"
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise RecordingError(f"{path.name} of {path.parent.name} cannot be read: {error}.") from error
-        if not isinstance(data, dict) or data.pop("format", None) != FORMAT:
-            raise RecordingError(f"{where}: expected a recording of format {FORMAT}; record the example again.")
-        try:
+            if data.pop("format", None) != FORMAT:
+                raise ValueError(f"its format is not {FORMAT}")
             return cls(**data)
-        except TypeError as error:
-            raise RecordingError(f"{where}: {error}; record the example again.") from error
+        except (OSError, ValueError, TypeError, AttributeError) as error:
+            where = f"{path.parent.name}/{path.name}"
+            raise RecordingError(f"{where} cannot be read: {error}; record the example again.") from error
 
     def write(self, path: Path) -> None:
         """Write a provenance file, sorted and indented for readable diffs."""
@@ -85,16 +89,14 @@ def example_digest(example: Path) -> str:
     return _digest(sorted(example.parent.glob("_*.py")), example.parent, _text(example))
 
 
-def find_examples(examples_dir: Path) -> dict[str, Path]:
-    """Return the examples that become gallery pages by relative path: ``*.py`` without an underscore in front."""
-    found = sorted(p for p in examples_dir.rglob("[!_]*.py") if "__pycache__" not in p.parts)
-    return {path.relative_to(examples_dir).as_posix(): path for path in found}
+def find_examples(folder: Path) -> dict[str, Path]:
+    """Return the examples that become gallery pages, ``*.py`` without an underscore in front, by name."""
+    return {path.stem: path for path in sorted(folder.glob("[!_]*.py"))}
 
 
-def find_recordings(recordings: Path) -> dict[str, Path]:
-    """Return the folders with a recording, by the path of the example that the folder name gives."""
-    folders = sorted(p.parent for p in recordings.rglob(RECORDING_FILE))
-    return {folder.relative_to(recordings).as_posix() + ".py": folder for folder in folders}
+def find_recordings(folder: Path) -> dict[str, Path]:
+    """Return the folders with a recording, by the name of the example."""
+    return {path.parent.name: path.parent for path in sorted(folder.glob(f"*/{RECORDING_FILE}"))}
 
 
 def generated_files(gallery_dir: Path, example: Path) -> list[Path]:
@@ -124,12 +126,24 @@ def store_recording(gallery_dir: Path, example: Path, provenance: Provenance, ta
 
 
 def load_recording(folder: Path) -> Provenance:
-    """Read a recording and verify its files; raise `RecordingError` for the first that differs."""
+    """Read a recording and verify its device and files; raise `RecordingError` for the first that differs."""
     run = Provenance.read(folder / RECORDING_FILE)
+    if run.reference:
+        raise RecordingError(f"{run.example} was recorded on the reference device; record it where torch sees a GPU.")
     for name, digest in run.files.items():
         if not (folder / name).is_file():
             raise RecordingError(f"The recording of {run.example} lacks {name}; record it again.")
         if hashlib.sha256((folder / name).read_bytes()).hexdigest() != digest:
             other = f"{name} in the recording of {run.example} is not the file that was recorded"
             raise RecordingError(f"{other}; restore it or record the example again.")
+    return run
+
+
+def recorded_run(folder: Path, example: Path) -> Provenance:
+    """Return the verified recording of an example's present text; raise `NotRecordedError` if there is none."""
+    if not (folder / RECORDING_FILE).is_file():
+        raise NotRecordedError("It has no recorded GPU run yet.")
+    run = load_recording(folder)
+    if run.example_digest != example_digest(example):
+        raise NotRecordedError(f"Its text changed since it was recorded on {run.device} ({run.date[:10]}).")
     return run

@@ -4,9 +4,8 @@ sphinx-gallery executes an example only if its text differs from the ``.md5`` of
 folder. Before that, this extension copies the files of the recorded run into the folder (:mod:`recording_data`). An
 example without a recording of its current text is executed. Every page says where its figures come from.
 
-``recordings_dir`` and ``recordings_package`` are the paths of the recordings and of the library, from the folder of
-``conf.py``. ``recordings_mode`` is ``"auto"``, which executes everything where torch sees an accelerator and restores
-recordings elsewhere; ``"live"``, which executes everything; or ``"recorded"``, which restores what can be restored.
+``recordings_mode`` is ``"auto"``, which executes everything where torch sees an accelerator and restores recordings
+elsewhere; ``"live"``, which executes everything; or ``"recorded"``, which restores what can be restored.
 """
 
 from __future__ import annotations
@@ -23,15 +22,14 @@ from typing import Any
 
 import recording_data as data
 from sphinx.application import Sphinx
+from sphinx.config import ENUM
 from sphinx.environment import BuildEnvironment
-from sphinx.errors import ConfigError
 from sphinx.util import logging
 from sphinx_gallery.utils import zip_files
 
 from actoffload.measure import describe_device, measure_link
 
 logger = logging.getLogger(__name__)
-MODES = ("auto", "live", "recorded")
 TOOLCHAIN = ("sphinx", "sphinx-gallery", "matplotlib", "numpy")
 DIGITS = 12  # shown digits of a digest
 NOT_MEASURED = "not measured (reference device)"
@@ -56,31 +54,24 @@ class Page:
         """Whether the run was one on an accelerator."""
         return self.run is not None and not self.run.reference
 
-    def summary(self) -> str:
-        """Return one line for the build log that says what the page shows."""
-        if self.run is None:
-            return f"not executed. {self.reason}"
-        if not self.restored:
-            return f"executed on {self.run.device}. {self.reason}"
-        then, now = self.run.source_digest[:DIGITS], self.source_digest[:DIGITS]
-        other = f", from other library sources ({then}) than the present ones ({now})" if self.stale else ""
-        return f"recorded on {self.run.device}, {self.run.date[:10]}{other}."
+    def words(self) -> list[str]:
+        """Return the title and the sentences that say what the page shows."""
+        run = self.run
+        if run is None:
+            return ["Not executed", f"This page shows the example's text only. {self.reason}"]
+        if run.reference:
+            text = "Without a GPU, this example ran on the CPU: bytes and times on this page are no GPU figures."
+            return ["Ran on the reference device", f"{text} {self.reason}", _facts(run)]
+        words = [f"{'Recorded' if self.restored else 'Executed in this build'} on {run.device}", _facts(run)]
+        if self.stale:
+            text = f"Recorded from other library sources than the present ones (``{self.source_digest[:DIGITS]}``):"
+            words.append(f"{text} output and figures may differ from what this version gives.")
+        return words
 
     def box(self) -> str:
         """Return the box below the title of the page, as reStructuredText."""
-        run, kind = self.run, "reference"
-        if run is None:
-            title, lines = "Not executed", [f"This page shows the example's text only. {self.reason}"]
-        elif run.reference:
-            text = "Without a GPU, this example ran on the CPU: bytes and times on this page are no GPU figures."
-            title, lines = "Ran on the reference device", [f"{text} {self.reason}", _facts(run)]
-        else:
-            kind, how = ("restored", "Recorded") if self.restored else ("executed", "Executed in this build")
-            title, lines = f"{how} on {run.device}", [_facts(run)]
-        if self.stale:
-            text = f"Recorded from other library sources than the present ones (``{self.source_digest[:DIGITS]}``):"
-            lines.append(f"{text} output and figures may differ from what this version gives.")
-        classes = f"recording recording-{kind}{' recording-stale' * self.stale}"
+        title, *lines = self.words()
+        classes = f"recording{' recording-reference' * (not self.measured)}{' recording-stale' * self.stale}"
         return "\n\n   ".join([f".. admonition:: {title}\n   :class: {classes}", *lines])
 
 
@@ -98,25 +89,21 @@ class GalleryRecordings:
 
     def prepare(self, app: Sphinx) -> None:
         """Restore recorded runs into the gallery folder; runs before sphinx-gallery."""
-        mode, conf = app.config.recordings_mode, app.config.sphinx_gallery_conf
-        if mode not in MODES:
-            raise ConfigError(f"recordings_mode is {mode!r}, expected one of {', '.join(MODES)}.")
-        gallery, recordings = Path(conf["gallery_dirs"]), Path(app.confdir) / app.config.recordings_dir
-        self.index, self.pages = f"{gallery.as_posix()}/index", dict[str, Page]()
-        found = data.find_examples((Path(app.srcdir) / conf["examples_dirs"]).resolve())
-        self.examples = {(gallery / name).with_suffix("").as_posix(): (name, path) for name, path in found.items()}
-        self.here = _run_here(data.source_digest(Path(app.confdir) / app.config.recordings_package))
+        mode, conf, root = app.config.recordings_mode, app.config.sphinx_gallery_conf, Path(app.confdir)
+        self.gallery, self.pages = conf["gallery_dirs"], dict[str, Page]()
+        self.examples = data.find_examples((Path(app.srcdir) / conf["examples_dirs"]).resolve())
+        self.here = _run_here(data.source_digest(root / data.PACKAGE))
         live = mode == "live" or (mode == "auto" and not self.here.reference)
-        for docname, (name, example) in self.examples.items():
-            note, folder = Path(app.srcdir) / f"{docname}.executed.json", recordings / name.removesuffix(".py")
-            page = Page(self.here.source_digest, "Every example is executed in this build.")
-            digest = data.example_digest(example)
+        for name, example in self.examples.items():
+            docname, folder = f"{self.gallery}/{name}", root / data.RECORDINGS / name
+            note = Path(app.srcdir) / f"{docname}.executed.json"
+            page = Page(self.here.source_digest, "Recorded runs are not shown in this build.")
             if not live:
-                page = self._find_recording(folder, digest)
+                page = self._find_recording(folder, example)
             if page.run is not None:
                 note.unlink(missing_ok=True)
                 restore(folder, page.run, example, note.parent)
-            elif not self._executed_here(note, digest):
+            elif not self._executed_here(note, data.example_digest(example)):
                 for path in (note, note.with_name(example.name + ".md5")):
                     path.unlink(missing_ok=True)  # sphinx-gallery executes what has no .md5
             self.pages[docname] = page
@@ -125,18 +112,15 @@ class GalleryRecordings:
             link = measure_link()
             self.here = replace(self.here, link={"d2h": link.d2h, "h2d": link.h2d})
 
-    def _find_recording(self, folder: Path, digest: str) -> Page:
-        page = Page(self.here.source_digest, "It has no recorded GPU run yet.")
-        if not (folder / data.RECORDING_FILE).is_file():
-            return page
+    def _find_recording(self, folder: Path, example: Path) -> Page:
+        page = Page(self.here.source_digest)
         try:
-            run = data.load_recording(folder)
+            return replace(page, run=data.recorded_run(folder, example), restored=True)
+        except data.NotRecordedError as missing:
+            return replace(page, reason=str(missing))
         except data.RecordingError as error:
             logger.warning("gallery: %s", error, type="recordings", subtype="damaged")
             return replace(page, reason="Its recorded run is damaged.")
-        if run.example_digest == digest:
-            return replace(page, reason="", run=run, restored=True)
-        return replace(page, reason=f"Its text changed since it was recorded on {run.device} ({run.date[:10]}).")
 
     def _executed_here(self, note: Path, digest: str) -> bool:
         """Return whether the gallery folder already has a run of this text, library and device."""
@@ -149,23 +133,22 @@ class GalleryRecordings:
     def finish(self, app: Sphinx) -> None:
         """Record which examples were executed, and log the state of every page; runs after sphinx-gallery."""
         executed = {Path(p).resolve() for p in app.config.sphinx_gallery_conf["passing_examples"]}
-        for docname, (name, example) in self.examples.items():
+        for name, example in self.examples.items():
+            docname = f"{self.gallery}/{name}"
             page, note = self.pages[docname], Path(app.srcdir) / f"{docname}.executed.json"
             if example in executed:
-                date = datetime.now(UTC).isoformat(timespec="seconds")
-                replace(self.here, example=name, example_digest=data.example_digest(example), date=date).write(note)
+                digest, date = data.example_digest(example), datetime.now(UTC).isoformat(timespec="seconds")
+                replace(self.here, example=example.name, example_digest=digest, date=date).write(note)
             if page.run is None and note.is_file():
                 self.pages[docname] = page = replace(page, run=data.Provenance.read(note))
-            logger.info("gallery: %s: %s", name, page.summary())
+            logger.info("gallery: %s: %s", name, " · ".join(page.words()))
 
     def outdated(self, app: Sphinx, env: BuildEnvironment, *_: Any) -> list[str]:
         """Return the pages to read again because what they say of their run changed."""
         boxes = {docname: page.box() for docname, page in self.pages.items()}
         earlier: dict[str, str] = getattr(env, "recording_boxes", {})
         env.recording_boxes = boxes  # type: ignore[attr-defined]
-        changed = {docname for docname, box in boxes.items() if earlier.get(docname) != box}
-        costs = {name for name in env.found_docs if name.endswith("sg_execution_times")}
-        return sorted((changed | costs if changed else changed) & env.found_docs)
+        return [docname for docname, box in boxes.items() if earlier.get(docname) != box]
 
     def edit(self, app: Sphinx, docname: str, content: list[str]) -> None:
         """Edit the text that sphinx-gallery wrote: boxes, words for the memory, and alternatives of images."""
@@ -179,14 +162,7 @@ class GalleryRecordings:
             peak = r"\1" if page.measured else NOT_MEASURED
             text = re.sub(r"\*\*Estimated memory usage:\*\* +(.*)", rf"**Peak device memory:** {peak}", text)
             text = _alternatives(text, Path(docname).name.replace("_", " "))
-        elif docname.endswith("sg_execution_times"):
-            # Its scripts load from other hosts; the plain table is kept.
-            text = re.sub(r"^  \.\. raw:: html\n(\n|   .*\n)+", "", text, flags=re.M)
-            text = text.replace("Mem (MB)", "Peak device memory (MB)")
-            for name in (name for name, page in self.pages.items() if not page.measured):
-                row = rf"(:ref:`sphx_glr_{name.replace('/', '_')}\.py`.*\n.*\n +- ).*"
-                text = re.sub(row, rf"\g<1>{NOT_MEASURED}", text)
-        elif docname == self.index:
+        elif docname == f"{self.gallery}/index":
             text = re.sub(r":alt: *$", ":alt: Picture of the example", text, flags=re.M)
         content[0] = text
 
@@ -218,17 +194,15 @@ def restore(folder: Path, recorded: data.Provenance, example: Path, target: Path
         path.parent.mkdir(parents=True, exist_ok=True)
         path.unlink(missing_ok=True)  # sphinx-gallery makes its pages read-only
         copyfile(sources[path], path)
-    bundle, stem = target / f"{example.stem}.zip", target / example.stem
-    if changed or not bundle.is_file():
-        files = [stem.with_suffix(suffix) for suffix in (".py", ".ipynb")]
-        zip_files([str(path) for path in files if path.is_file()], bundle, target)
+    if changed:
+        stem = target / example.stem
+        zip_files([f"{stem}.py", f"{stem}.ipynb"], f"{stem}.zip", target)
 
 
 def setup(app: Sphinx) -> dict[str, Any]:
     """Register the extension."""
     app.setup_extension("sphinx_gallery.gen_gallery")
-    for name, default in (("dir", "docs/recordings"), ("package", "src/actoffload"), ("mode", "auto")):
-        app.add_config_value(f"recordings_{name}", default, "")
+    app.add_config_value("recordings_mode", "auto", "", ENUM("auto", "live", "recorded"))
     gallery = GalleryRecordings()
     app.connect("builder-inited", gallery.prepare, priority=100)  # after sphinx-gallery has completed its configuration
     app.connect("builder-inited", gallery.finish, priority=900)  # after it has executed the examples, at 500

@@ -2,9 +2,9 @@
 
 Usage: python docs/tools/check_site.py build/docs/html [--external FILE]
 
-Links inside the site (``href``, ``src``, ``srcset``, ``poster``, their anchors, ``url()`` in our style sheets) lead to
-something. Each page has a title and a description of its own, each image an alternative in words. Links to other hosts
-are not followed; ``--external`` lists them, each with the pages that have it.
+Links inside the site (``href``, ``src``, ``srcset``, ``poster``, their anchors) lead to something. Each page has a
+title and a description of its own, each image an alternative in words. Links to other hosts are not followed;
+``--external`` lists them, each with the pages that have it.
 """
 
 from __future__ import annotations
@@ -51,22 +51,9 @@ def read_page(path: Path) -> Page:
     return page
 
 
-def read_style_sheet(path: Path) -> Page:
-    """Find the links in a style sheet."""
-    text = path.read_text(encoding="utf-8", errors="replace")
-    found = re.finditer(r"url\(\s*['\"]?([^'\")]+)['\"]?\s*\)", text)
-    return Page(links=[(text.count("\n", 0, match.start()) + 1, match[1]) for match in found])
-
-
 def find_pages(site: Path) -> list[Path]:
     """List the pages of a site, without the sources under _modules and the templates of the theme under _static."""
     return sorted(p for p in site.rglob("*.html") if not p.relative_to(site).parts[0].startswith("_"))
-
-
-def read_site(site: Path) -> dict[Path, Page]:
-    """Read the pages and our style sheets of the site in a folder."""
-    sheets = {path: read_style_sheet(path) for path in sorted(site.glob("_static/*.css"))}
-    return {path: read_page(path) for path in find_pages(site)} | sheets
 
 
 def check_links(site: Path, pages: dict[Path, Page]) -> list[str]:
@@ -98,8 +85,6 @@ def check_words(site: Path, pages: dict[Path, Page]) -> list[str]:
         for line, source, words in page.images:
             if not words or FILE_NAME.fullmatch(words) or words.replace(" ", "_") in source:
                 problems.append(f"{name}:{line}: {source} has no alternative in words, but {words!r}.")
-        if path.suffix != ".html":
-            continue
         for kind, text in (("title", page.title), ("description", page.description)):
             if not text and not (name in GENERATED and kind == "description"):
                 problems.append(f"{name}: the page has no {kind}.")
@@ -127,7 +112,7 @@ def main(arguments: list[str]) -> int:
     site = options.site.resolve()
     if not (site / "index.html").is_file():
         parser.error("expected the folder of a built site (with index.html); run `nox -s docs` to build it.")
-    pages = read_site(site)
+    pages = {path: read_page(path) for path in find_pages(site)}
     problems, found = check_links(site, pages) + check_words(site, pages), external_links(site, pages)
     if options.external:
         lines = [f"{link}  ({', '.join(names)})\n" for link, names in found.items()]

@@ -1,10 +1,11 @@
 """Record the gallery on a machine with an accelerator, and put recordings into the repository.
 
 ``PYTHONPATH=src python docs/tools/record_gallery.py record --out DIR`` executes every example on the machine with the
-accelerator (needs torch, matplotlib, sphinx-gallery and myst-parser) and packs them into DIR/gallery-recording.tar.gz.
-In the repository, ``unpack ARCHIVE`` replaces the recordings by those in the archive; it rejects that of ``record
---rehearse``, which needs no accelerator. ``check`` prints whether each recording is current: a damaged one and one of a
-removed example are errors, an outdated or missing one only with ``--strict``, since it needs a GPU.
+accelerator (needs torch, matplotlib, sphinx-gallery and myst-parser) and packs them into DIR/gallery-recording.tar.gz;
+with ``--only basic,pipelines``, only these. In the repository, ``unpack ARCHIVE`` replaces the recordings that are in
+the archive; it rejects that of ``record --rehearse``, which needs no accelerator. ``check`` prints whether each
+recording is current: a damaged one and one of a removed example are errors, an outdated or missing one only with
+``--strict``, since it needs a GPU.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,11 +29,13 @@ ARCHIVE = "gallery-recording.tar.gz"
 EXTENSIONS = "myst_parser,sphinx_gallery.gen_gallery,recordings"  # a GPU machine needs no others of the site
 
 
-def execute_gallery(root: Path) -> int:
-    """Execute all examples with Sphinx, whose dummy builder writes no pages; return its exit status."""
+def execute_gallery(root: Path, names: Iterable[str]) -> int:
+    """Execute the named examples with Sphinx, whose dummy builder writes no pages; return its exit status."""
     shutil.rmtree(root / "docs" / "gallery", ignore_errors=True)
+    pattern = rf"[\\/]({'|'.join(names)})\.py$"
     with tempfile.TemporaryDirectory() as out:
         options = ["-b", "dummy", "-c", str(root), "-d", f"{out}/doctrees", "-D", f"extensions={EXTENSIONS}"]
+        options += ["-D", f"sphinx_gallery_conf.filename_pattern={pattern}"]
         command = [sys.executable, "-m", "sphinx", *options, str(root / "docs"), f"{out}/dummy"]
         return subprocess.run(
             command, cwd=root, env={**os.environ, "ACTOFFLOAD_GALLERY": "live"}, check=False
@@ -45,21 +49,22 @@ def machine_paths(folder: Path, root: Path) -> list[str]:
     return [f"{p.relative_to(folder)}: {name}" for p, t in texts.items() for name in sorted(paths) if name + "/" in t]
 
 
-def pack(root: Path, archive: Path, *, rehearse: bool = False) -> tuple[list[str], list[str]]:
-    """Pack every example that docs/gallery holds executed; with `rehearse`, also runs of the reference device.
+def pack(root: Path, archive: Path, names: Iterable[str], *, rehearse: bool = False) -> tuple[list[str], list[str]]:
+    """Pack the named examples as docs/gallery holds them executed; with `rehearse`, also runs of the reference device.
 
     Returns the names of the packed examples, and a sentence for each example that is missing or must not be committed.
     """
     packed, problems = [], []
+    gallery, examples = root / "docs" / "gallery", data.find_examples(root / "examples")
     with tempfile.TemporaryDirectory() as temporary:
-        for name, example in data.find_examples(root / "examples").items():
-            folder, target = (root / "docs" / "gallery" / name).parent, Path(temporary) / name.removesuffix(".py")
+        for name in names:
+            target = Path(temporary) / name
             try:
-                run = data.Provenance.read(folder / f"{example.stem}.executed.json")
+                run = data.Provenance.read(gallery / f"{name}.executed.json")
                 if run.reference and not rehearse:
                     raise data.RecordingError("it ran on the reference device; record where torch sees a GPU.")
                 run = replace(run, command="docs/tools/record_gallery.py record")
-                data.store_recording(folder, example, run, target)
+                data.store_recording(gallery, examples[name], run, target)
             except data.RecordingError as error:
                 problems.append(f"{name}: not recorded: {error}")
                 continue
@@ -77,48 +82,44 @@ def unpack(archive: Path, recordings: Path) -> list[str]:
         found = data.find_recordings(Path(temporary))
         if not found:
             raise data.RecordingError(f"{archive.name} holds no recording; expected one written by `record`.")
+        for folder in found.values():
+            data.load_recording(folder)
         for name, folder in found.items():
-            if data.load_recording(folder).reference:
-                raise data.RecordingError(f"{name} was run on the reference device; nothing was unpacked.")
-        for name, folder in found.items():
-            shutil.rmtree(recordings / name.removesuffix(".py"), ignore_errors=True)
-            shutil.copytree(folder, recordings / name.removesuffix(".py"))
+            shutil.rmtree(recordings / name, ignore_errors=True)
+            shutil.copytree(folder, recordings / name)
     return list(found)
 
 
 def check(root: Path) -> tuple[list[str], list[str]]:
     """Compare recordings with examples and sources; return a sentence for each error, and for each outdated one."""
-    sources = data.source_digest(root / "src" / "actoffload")
-    found, examples = data.find_recordings(root / "docs" / "recordings"), data.find_examples(root / "examples")
-    gone = {name: folder.relative_to(root) for name, folder in found.items() if name not in examples}
-    errors = [f"{name}: has a recording but no example; remove {folder}." for name, folder in gone.items()]
+    sources, recordings = data.source_digest(root / data.PACKAGE), root / data.RECORDINGS
+    examples = data.find_examples(root / "examples")
+    gone = sorted(data.find_recordings(recordings).keys() - examples)
+    errors = [f"{name}: has a recording but no example; remove {data.RECORDINGS}/{name}." for name in gone]
     reports = []
     for name, example in examples.items():
         try:
-            run = data.load_recording(found[name]) if name in found else None
+            run = data.recorded_run(recordings / name, example)
+        except data.NotRecordedError as missing:
+            reports.append(f"{name}: {missing}")
         except data.RecordingError as error:
             errors.append(f"{name}: {error}")
-            continue
-        if run is None:
-            reports.append(f"{name}: has no recording; its page is built on the reference device.")
-        elif run.example_digest != data.example_digest(example):
-            reports.append(f"{name}: its text changed since its recording of {run.date[:10]}.")
-        elif run.reference:
-            errors.append(f"{name}: its recording was made on the reference device, not on an accelerator.")
-        elif run.source_digest != sources:
-            reports.append(f"{name}: recorded on {run.date[:10]} from other library sources than the present.")
         else:
-            print(f"gallery: {name}: current, recorded on {run.device}, {run.date[:10]}.")
+            if run.source_digest == sources:
+                print(f"gallery: {name}: current, recorded on {run.device}, {run.date[:10]}.")
+            else:
+                reports.append(f"{name}: recorded on {run.date[:10]} from other library sources than the present.")
     return errors, reports
 
 
 def main(arguments: list[str]) -> int:
     """Run the command; return 1 if a recording is missing, rejected or, with ``check``, in error."""
+    examples = list(data.find_examples(ROOT / "examples"))
     parser = argparse.ArgumentParser(description="Record gallery examples, unpack or check recordings.")
     commands = parser.add_subparsers(dest="command", required=True)
     record = commands.add_parser("record", help="execute the gallery and pack it")
     record.add_argument("--out", type=Path, required=True, help=f"folder for {ARCHIVE}")
-    record.add_argument("--keep", action="store_true", help="pack what an earlier build executed")
+    record.add_argument("--only", default=",".join(examples), metavar="NAME[,NAME]", help="default: every example")
     record.add_argument("--rehearse", action="store_true", help="pack runs of the reference device too")
     commands.add_parser("unpack", help="put an archive into docs/recordings").add_argument("archive", type=Path)
     checking = commands.add_parser("check", help="compare recordings with examples and sources")
@@ -130,13 +131,15 @@ def main(arguments: list[str]) -> int:
         return 1 if errors or (options.strict and reports) else 0
     if options.command == "unpack":
         try:
-            print("\n".join(f"unpacked {name}" for name in unpack(options.archive, ROOT / "docs" / "recordings")))
+            print("\n".join(f"unpacked {name}" for name in unpack(options.archive, ROOT / data.RECORDINGS)))
         except data.RecordingError as error:
             sys.exit(str(error))
         return 0
-    status = 0 if options.keep else execute_gallery(ROOT)
-    archive = options.out / ARCHIVE
-    packed, problems = pack(ROOT, archive, rehearse=options.rehearse)
+    names, archive = options.only.split(","), options.out / ARCHIVE
+    if unknown := sorted(set(names) - set(examples)):
+        parser.error(f"--only: no example {', '.join(unknown)}; expected {', '.join(examples)}.")
+    status = execute_gallery(ROOT, names)
+    packed, problems = pack(ROOT, archive, names, rehearse=options.rehearse)
     size = f"{archive.stat().st_size / 2**20:.2f} MiB"
     print("\n".join([*problems, f"{ARCHIVE}: {len(packed)} examples, {size}: {', '.join(packed)}"]))
     return 1 if problems or not packed or status else 0

@@ -43,32 +43,58 @@ def test_errors_name_the_damaged_or_foreign_file(tmp_path):
     from recording_data import Provenance, RecordingError
 
     path = tmp_path / "first" / "recording.json"
-    with pytest.raises(RecordingError, match=r"recording\.json of first cannot be read"):
+    with pytest.raises(RecordingError, match=r"first/recording\.json cannot be read"):
         Provenance.read(path)
     path.parent.mkdir()
     path.write_text(json.dumps({"format": 99}))
-    with pytest.raises(RecordingError, match=r"first/recording\.json: expected a recording of format 1"):
+    with pytest.raises(RecordingError, match=r"first/recording\.json cannot be read: its format is not 1"):
         Provenance.read(path)
     path.write_text(json.dumps({"format": 1, "example": "first.py"}))
     with pytest.raises(RecordingError, match="record the example again"):
         Provenance.read(path)
 
 
+def add_second(project):
+    text = '"""\nSecond\n======\n\nText.\n"""\n\nimport os\n\nprint(os.path.abspath("."))\n'
+    project.example.with_name("second.py").write_text(text)
+
+
 def test_pack_reports_an_example_that_did_not_run_and_machine_paths(recorded):
     import record_gallery
 
     recorded.gpu = True
-    (recorded.root / "examples" / "second.py").write_text(
-        '"""\nSecond\n======\n\nText.\n"""\n\nimport os\n\nprint(os.path.abspath("."))\n'
-    )
+    add_second(recorded)
     recorded.build()
     gallery = recorded.root / "docs" / "gallery"
     (gallery / "first.py.md5").unlink()
     archive = recorded.root / "archive" / "other.tar.gz"
-    packed, problems = record_gallery.pack(recorded.root, archive)
-    assert packed == ["second.py"]
-    assert problems[0].startswith("first.py: not recorded: first.py left no first.py.md5")
-    assert problems[1].startswith("second.py: a path of this machine stands in second.rst")
+    packed, problems = record_gallery.pack(recorded.root, archive, ["first", "second"])
+    assert packed == ["second"]
+    assert problems[0].startswith("first: not recorded: first.py left no first.py.md5")
+    assert problems[1].startswith("second: a path of this machine stands in second.rst")
+
+
+def test_some_examples_are_recorded_and_the_recordings_of_others_stay(recorded):
+    import record_gallery
+
+    recorded.gpu = True
+    add_second(recorded)
+    recorded.build()
+    recordings = recorded.root / "docs" / "recordings"
+    first = {p: p.read_bytes() for p in recordings.rglob("*") if p.is_file()}
+    archive = recorded.root / "archive" / "other.tar.gz"
+    assert record_gallery.pack(recorded.root, archive, ["second"])[0] == ["second"]
+    assert record_gallery.unpack(archive, recordings) == ["second"]
+    assert (recordings / "second" / "recording.json").is_file()
+    assert {p: p.read_bytes() for p in first} == first
+
+
+def test_an_unknown_example_is_not_recorded(tmp_path, capsys):
+    from record_gallery import main
+
+    with pytest.raises(SystemExit):
+        main(["record", "--out", str(tmp_path), "--only", "basic,basics"])
+    assert "--only: no example basics; expected basic," in capsys.readouterr().err
 
 
 def test_unpack_replaces_nothing_when_the_archive_is_damaged(recorded):
@@ -92,9 +118,8 @@ def test_unpack_replaces_nothing_when_the_archive_is_damaged(recorded):
 def test_check_gallery_separates_errors_from_outdated_recordings(recorded, capsys):
     import record_gallery
 
-    (recorded.root / "src" / "lib").rename(recorded.root / "src" / "actoffload")
     assert record_gallery.check(recorded.root) == ([], [])
-    assert "first.py: current, recorded on Imagined GPU" in capsys.readouterr().out
+    assert "first: current, recorded on Imagined GPU" in capsys.readouterr().out
     (recorded.root / "src" / "actoffload" / "__init__.py").write_text("version = 3\n")
     errors, reports = record_gallery.check(recorded.root)
     assert errors == []
@@ -102,11 +127,11 @@ def test_check_gallery_separates_errors_from_outdated_recordings(recorded, capsy
     recorded.example.write_text(recorded.example.read_text() + "1\n")
     errors, reports = record_gallery.check(recorded.root)
     assert errors == []
-    assert "its text changed" in reports[0]
+    assert "Its text changed" in reports[0]
     recorded.example.rename(recorded.example.with_name("renamed.py"))
     errors, reports = record_gallery.check(recorded.root)
-    assert errors == ["first.py: has a recording but no example; remove docs/recordings/first."]
-    assert reports == ["renamed.py: has no recording; its page is built on the reference device."]
+    assert errors == ["first: has a recording but no example; remove docs/recordings/first."]
+    assert reports == ["renamed: It has no recorded GPU run yet."]
 
 
 def test_runs_of_the_reference_device_are_not_recorded(project):
@@ -115,10 +140,10 @@ def test_runs_of_the_reference_device_are_not_recorded(project):
 
     project.build()
     archive = project.root / "archive" / "reference.tar.gz"
-    packed, problems = record_gallery.pack(project.root, archive)
+    packed, problems = record_gallery.pack(project.root, archive, ["first"])
     assert packed == []
-    assert problems == ["first.py: not recorded: it ran on the reference device; record where torch sees a GPU."]
-    assert record_gallery.pack(project.root, archive, rehearse=True) == (["first.py"], [])
-    with pytest.raises(RecordingError, match="reference device; nothing was unpacked"):
+    assert problems == ["first: not recorded: it ran on the reference device; record where torch sees a GPU."]
+    assert record_gallery.pack(project.root, archive, ["first"], rehearse=True) == (["first"], [])
+    with pytest.raises(RecordingError, match=r"first\.py was recorded on the reference device"):
         record_gallery.unpack(archive, project.root / "docs" / "recordings")
     assert not (project.root / "docs" / "recordings").exists()
