@@ -50,7 +50,7 @@ SHARE = 0.4
 """Budget as a part of the highest peak without offload."""
 PLANNING = 24
 """Steps after which there has to be a plan that is kept."""
-LIMIT = 500.0
+LIMIT = 560.0
 """Seconds for all parts of one number of ranks."""
 
 

@@ -90,7 +90,7 @@ def steps(out: Path, *, rehearse: bool, select: str) -> dict[str, Step]:
         Step("memory", (benchmark, "memory", *target, *small), 120),
         Step("host", (benchmark, "llama", "--only", "host", *target, *small), 60),
         Step("llama", (benchmark, "llama", *target, *small), 330),
-        Step("pipelines", (benchmark, "pipelines", *target, *small), 420),
+        Step("pipelines", (benchmark, "pipelines", *target, *small), 580),
     ]
     # The machine of a rehearsal has slow cores, which others may use too.
     return {step.name: replace(step, limit=step.limit * (3 if rehearse else 1)) for step in every}
