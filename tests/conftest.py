@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 from collections.abc import Iterator
 
@@ -13,6 +14,8 @@ import torch
 from hypothesis import HealthCheck, Phase, settings
 
 torch.set_num_threads(1)
+# pytest adds its handlers to each logger that does not propagate, and Dynamo writes a trace for any handler of this one.
+logging.getLogger("torch.__trace").propagate = True
 pytest.register_assert_rewrite("adversary.harness")
 
 from helpers import min_elements  # noqa: E402
