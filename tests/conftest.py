@@ -16,7 +16,7 @@ import torch
 from hypothesis import HealthCheck, Phase, settings
 
 torch.set_num_threads(1)
-# pytest adds its handlers to each logger that does not propagate, and Dynamo writes a trace for any handler of this one.
+# Dynamo writes a trace if this logger has a handler, and pytest adds its own to loggers that do not propagate.
 logging.getLogger("torch.__trace").propagate = True
 pytest.register_assert_rewrite("adversary.harness")
 
