@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
+import sys
+import types
 from collections.abc import Iterator
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported; the tests compute on small tensors
@@ -13,6 +16,8 @@ import torch
 from hypothesis import HealthCheck, Phase, settings
 
 torch.set_num_threads(1)
+# Dynamo writes a trace if this logger has a handler, and pytest adds its own to loggers that do not propagate.
+logging.getLogger("torch.__trace").propagate = True
 pytest.register_assert_rewrite("adversary.harness")
 
 from helpers import min_elements  # noqa: E402
@@ -46,10 +51,14 @@ def _frozen() -> None:
     gc.freeze()
 
 
-@pytest.fixture(scope="module")
-def nothing_frozen() -> Iterator[None]:
-    """Let the collector also know what the imports made: the report looks there for what holds a tensor."""
-    gc.unfreeze()
-    yield
-    gc.collect()
-    gc.freeze()
+@pytest.fixture
+def kept(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
+    """Return the global variable `kept` of a module `program`.
+
+    The module is new, because the report does not find what is frozen, such as the globals of the test files.
+    """
+    module = types.ModuleType("program")
+    variables: dict[str, object] = {}
+    vars(module)["kept"] = variables
+    monkeypatch.setitem(sys.modules, "program", module)
+    return variables

@@ -115,7 +115,7 @@ def test_offloading_the_compiled_model_itself(way):
 
     def program(offload: Offload) -> list[Tensor]:
         torch._dynamo.reset()
-        model = Net()
+        model = Net(Mlp)
         run = way(model, "aot_eager")
         if isinstance(run, nn.Module):
             offload(run)

@@ -35,7 +35,8 @@ def check(model, *args, **kwargs):
 
 @pytest.mark.parametrize("name", convolutions.IMAGES)
 def test_models_of_images(name):
-    check(convolutions.IMAGES[name](), torch.randn(2, 3, 32, 32))
+    side = 16 if name == "UNet" else 32  # its attentions take most of the time
+    check(convolutions.IMAGES[name](), torch.randn(2, 3, side, side))
 
 
 def test_the_blocks_of_a_model_whose_blocks_are_pairs():
@@ -45,13 +46,13 @@ def test_the_blocks_of_a_model_whose_blocks_are_pairs():
 
 
 def test_the_blocks_of_a_unet():
-    found = check(designs.UNet((16, 32)), torch.randn(2, 3, 32, 32))
+    found = check(designs.UNet((16, 32)), torch.randn(2, 3, 16, 16))
     assert found["up_blocks.*.resnets.*"] == 6
 
 
 def test_the_second_pass_of_a_unet_runs_in_the_order_of_the_first():
     """The first pass follows the parts of each block, and is reported by groups."""
-    model, x = designs.UNet((16, 32)), torch.randn(2, 3, 32, 32)
+    model, x = designs.UNet((16, 32)), torch.randn(2, 3, 16, 16)
     handle = offload(model, min_bytes=64)
     for _ in range(2):
         model(x).square().mean().backward()

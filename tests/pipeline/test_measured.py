@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "model"))
 from timed_device import Timed, TimedBlock
 
 KIB = 2**10
-MICROBATCHES, BLOCKS, SAVED = 8, 4, 4 * KIB
+MICROBATCHES, BLOCKS, SAVED = 6, 4, 4 * KIB
 MEASURED = 3  # steps
 TRIAL = 3  # steps of a plan, of which the last one offloads nothing
 

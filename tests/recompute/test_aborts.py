@@ -114,6 +114,9 @@ def test_a_retained_graph_can_be_used_after_an_error(where):
     nothing_held(handle)
 
 
+STRIDE = 211
+"""Bytecodes between two interrupts that are tried."""
+
 FILES = tuple(str(SOURCES / name) for name in ("model", "recompute", "_torch.py"))
 
 
@@ -135,10 +138,10 @@ def test_an_interrupt_at_many_bytecodes_of_a_forward(policy, first):
                 handle = offload(model, recompute=POLICIES[policy], layers="blocks.?", fraction=1.0)
             came = interrupted(lambda: model(batch()), n, FILES)
             clean()
-            if n % 407 == 0:
+            if n % (5 * STRIDE) == 0:
                 equal(step(model), want)
                 nothing_held(handle)
-            n += 61
+            n += STRIDE
     assert n > 1000
     equal(step(model), want)
 
@@ -162,7 +165,7 @@ def test_an_interrupt_at_many_bytecodes_of_a_recomputation():
                 model(batch())
             equal(step(model), want)
             clean()
-            n += 61
+            n += STRIDE
         nothing_held(handle)
     assert n > 500
 

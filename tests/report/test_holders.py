@@ -12,16 +12,7 @@ from torch import nn
 
 from actoffload.report.holders import find_all_holders
 
-pytestmark = pytest.mark.usefixtures("nothing_frozen")
-
 FILE = "test_holders.py"
-kept: dict[str, object] = {}  # a global of this module, for the tests that need one
-
-
-@pytest.fixture(autouse=True)
-def _nothing_stays():
-    yield
-    kept.clear()
 
 
 def address(tensor: torch.Tensor) -> int:
@@ -118,13 +109,13 @@ def test_without_names_of_modules_the_way_to_them_is_given():
     assert line.startswith("local variable `model.encoder.cache` of test_without_names_of_modules")
 
 
-def test_the_way_to_a_module_is_the_shortest_that_can_be_written():
+def test_the_way_to_a_module_is_the_shortest_that_can_be_written(kept):
     kept["model"] = model = Model()
     kept["names"] = {module: name for name, module in model.named_modules()}
     model.encoder.cache = make()
     where = address(model.encoder.cache)
     del model
-    assert find_holders(where) == (f"global `kept['model'].encoder.cache` of module {__name__}",)
+    assert find_holders(where) == ("global `kept['model'].encoder.cache` of module program",)
 
 
 # Other holders
@@ -180,9 +171,9 @@ def test_a_local_variable_of_another_thread():
     assert line.startswith(f"local variable `hidden` of work ({FILE}:")
 
 
-def test_globals():
+def test_globals(kept):
     kept["outputs"] = [make()]
-    assert holders(lambda: kept["outputs"][0]) == (f"global `kept['outputs'][0]` of module {__name__}",)
+    assert holders(lambda: kept["outputs"][0]) == ("global `kept['outputs'][0]` of module program",)
 
 
 @pytest.mark.parametrize(("more", "name"), [({"__name__": "notebook"}, "notebook"), ({}, "cell.py")])
@@ -266,7 +257,7 @@ def test_classes_gradients_and_storages():
     assert storage.startswith("local variable `memory` of ")
 
 
-def test_the_longest_lasting_holder_comes_first():
+def test_the_longest_lasting_holder_comes_first(kept):
     model = Model()
     model.cache = kept["x"] = hidden = make()
     lines = find_holders(address(hidden), named(model))

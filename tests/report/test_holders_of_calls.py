@@ -17,8 +17,6 @@ from actoffload.report.advice import advise
 from actoffload.report.groups import merge_held
 from actoffload.report.holders import find_all_holders
 
-pytestmark = pytest.mark.usefixtures("nothing_frozen")
-
 MIB = 2**20
 
 
