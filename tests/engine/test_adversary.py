@@ -24,7 +24,7 @@ from actoffload.engine.engine import Engine
 from actoffload.schedule.plan import Plan
 from actoffload.schedule.schedules import DefaultSchedule, GroupSchedule
 
-ORDERS = 3
+ORDERS = 2
 """Different orders of the pending copies, at least, on average over the programs of a sort."""
 
 SEEDS = 5

@@ -210,6 +210,18 @@ def test_a_key_is_shown_without_running_its_code():
     assert lines[1].startswith(f"local variable `table['{('long' * 20)[:39]}…']` of ")
 
 
+def test_the_search_gets_through_all_that_was_imported():
+    """It is frozen elsewhere: such a search takes long."""
+    hidden = make()
+    gc.unfreeze()
+    try:
+        (line,) = find_holders(address(hidden))
+    finally:
+        gc.collect()
+        gc.freeze()
+    assert line.startswith("local variable `hidden` of test_the_search_gets_through_all")
+
+
 # Several storages
 
 
