@@ -127,6 +127,29 @@ def test_fewer_bytes_by_knobs():
         handle.remove()
 
 
+def test_without_room_for_a_step_that_offloads_nothing():
+    """A trial compares with what was planned, and says so: no time without offloading is known."""
+    device = Timed(SAVED / 2, SAVED / 2, memory=12 * SAVED)
+
+    def module(stage: int) -> nn.Module:
+        return nn.Sequential(*(TimedBlock(device, 1.0, 2.0, SAVED) for _ in range(BLOCKS)))
+
+    schedule, _ = make("ScheduleGPipe", MICROBATCHES, module=module)
+    with use(device):
+        handle = offload(schedule, min_bytes=64, recompute=False)
+    device.slow = lambda: 1.0 if handle.plan is None else 1.1
+    for steps in range(1, 20):  # noqa: B007 - read behind the loop
+        schedule.step(torch.ones(4 * MICROBATCHES), target=torch.ones(4 * MICROBATCHES))
+        if not handle.settling:
+            break
+    assert steps > MEASURED + TRIAL - 1
+    assert not handle.settling
+    assert handle.plan is not None
+    assert handle.plan.transfers
+    assert "planned were" in handle.plan.because
+    handle.remove()
+
+
 @pytest.mark.parametrize("least", [0.0, 0.5])
 def test_a_plan_that_costs_time_after_all(least, monkeypatch):
     """Compute takes a tenth longer in steps that offload more than a part of what the first plan offloads."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from itertools import product
 from typing import Any
 
@@ -129,28 +128,31 @@ SIMULATIONS = 60
 """So many simulations of 128 groups take 200 ms on a core for which that limit is meant, and longer on slower ones."""
 
 
-def fastest(work: Callable[[], Any]) -> tuple[float, Any]:
-    """Return the seconds of the fastest of four runs, because other processes share the cores, and the result."""
-    times = []
-    for _ in range(4):
-        begun = time.process_time()
-        result = work()
-        times.append(time.process_time() - begun)
-    return min(times), result
+def processor_seconds(work: Callable[[], Any]) -> float:
+    begun = time.process_time()
+    work()
+    return time.process_time() - begun
 
 
-@pytest.mark.parametrize("rate", [1e10, 5e10])
+@pytest.mark.parametrize("rate", [1e10, 2e10, 5e10])
 def test_planning_128_groups_takes_at_most_200_ms(rate):
+    """On a slower core, as long as simulations take beside it: other processes slow both down."""
     of, link = groups(128), Link(d2h=rate, h2d=rate)
-    seconds = []
-    for limit in (6, 12, 24):
-        taken, plan = fastest(partial(choose_recomputed, names(128), of, link, limit=limit * GIB))
-        seconds.append(taken)
-        assert plan.peak_bytes <= limit * GIB
-        assert plan.recomputed
     costs = [ways[0].cost for ways in of]
-    simulated, _ = fastest(lambda: [simulate(Plan(128), costs, link) for _ in range(SIMULATIONS // 6)])
-    assert max(seconds) <= max(0.2, 8 * simulated), (seconds, simulated)
+    for limit in (6, 12, 24):
+        rounds = []
+        for _ in range(3):
+            plans = []
+            taken = processor_seconds(
+                lambda limit=limit, plans=plans: plans.append(
+                    choose_recomputed(names(128), of, link, limit=limit * GIB)
+                )
+            )
+            simulated = processor_seconds(lambda: [simulate(Plan(128), costs, link) for _ in range(SIMULATIONS // 6)])
+            rounds.append((taken, 6 * simulated))
+            assert plans[0].peak_bytes <= limit * GIB
+            assert plans[0].recomputed
+        assert any(taken <= max(0.2, allowed) for taken, allowed in rounds), rounds
 
 
 # Variants

@@ -49,6 +49,11 @@ class Plans:
         times = [(plan.seconds, plan.baseline_seconds) for plan in self.of_ranks]
         return max(seconds / without if seconds and without else 1.0 for seconds, without in times)
 
+    @property
+    def seconds(self) -> float:
+        """Time of a step, as simulated."""
+        return max(plan.seconds or 0.0 for plan in self.of_ranks)
+
     def saying(self, because: str) -> Plans:
         """Return the same plans with a further reason."""
         plans = (replace(plan, because=f"{plan.because} {because}".strip()) for plan in self.of_ranks)
@@ -57,18 +62,22 @@ class Plans:
 
 @dataclass(frozen=True)
 class _Trial:
-    """A step with plans and one without offloading, in seconds of the slowest rank."""
+    """A step with plans and, where all ranks have room, one without offloading, in seconds of the slowest rank."""
 
     plans: Plans
     seconds: float
-    without: float
+    without: float | None
 
     @property
     def is_as_planned(self) -> bool:
         """Whether the step took no longer than expected."""
+        if self.without is None:
+            return self.seconds <= self.plans.seconds * (1 + FREE)
         return self.seconds <= (self.plans.expected + FREE) * self.without
 
     def __str__(self) -> str:
+        if self.without is None:
+            return f"a step took {milliseconds(self.seconds)}, planned were {milliseconds(self.plans.seconds)}"
         return f"a step took {milliseconds(self.seconds)}, without offloading {milliseconds(self.without)}"
 
 
@@ -98,8 +107,7 @@ class Trials:
 
     def add(self, tried: Sequence[Tried]) -> None:
         """Take what the trial of `plans` showed on all ranks."""
-        simulated = max((plan.baseline_seconds or 0.0 for plan in self.plans.of_ranks), default=0.0)
-        without = max((of.without for of in tried if of.without is not None), default=simulated)
+        without = max((of.without for of in tried if of.without is not None), default=None)
         self._done.append(now := _Trial(self.plans, max(of.seconds for of in tried), without))
         if now.is_as_planned:
             self.ended = True
