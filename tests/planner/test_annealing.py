@@ -7,7 +7,7 @@ from math import inf
 
 import pytest
 
-from actoffload.planner import Variant, choose_recomputed
+from actoffload.planner import Variant, choose_recomputed, recomputation
 from actoffload.planner.annealing import Choice, anneal
 from actoffload.planner.placement import Placement, place
 from actoffload.planner.profile import Profile
@@ -32,6 +32,27 @@ def ways(other: int) -> tuple[Variant, ...]:
         Variant(cost(192 * MIB, 0.004, 1936 * MIB), ("mm#1",)),
         Variant(cost(64 * MIB, 0.008, 2064 * MIB), ()),
     )
+
+
+def slow_host(other: int) -> tuple[Variant, ...]:
+    """Return the ways to run a group whose recomputation keeps the host busy for longer than the device."""
+
+    def cost(nbytes: int, more: float, temporary: int) -> LayerCost:
+        even = LayerCost.even(nbytes * MIB, forward=0.009, backward=0.019 + more, pieces=4)
+        return LayerCost(
+            even.forward,
+            even.backward,
+            even.saved,
+            forward_temporary=(temporary - 500 * (nbytes < 1000)) * MIB,
+            backward_temporary=temporary * MIB,
+            other_bytes=(3108 * MIB, 3108 * MIB, other, other - 200 * MIB),
+            host_forward=0.008 if more else 0.0,
+            host_backward=0.027 if more else 0.003,
+        )
+
+    table = ((737, 0.0011, 1456), (417, 0.0027, 1776), (193, 0.0039, 2000), (64, 0.0060, 2065))
+    again = [Variant(cost(*row), (f"mm#{k}",)) for k, row in enumerate(table)]
+    return Variant(cost(1569, 0.0, 560)), *again
 
 
 def model() -> list[tuple[Variant, ...]]:
@@ -61,6 +82,19 @@ def test_near_the_best_of_all_choices(more):
     plan = choose_recomputed(names, of, LINK, limit=limit)
     assert plan.peak_bytes <= limit
     assert plan.seconds <= 1.01 * best_of_all(of, limit)
+
+
+def test_faster_than_counting_groups_where_the_host_is_slow(monkeypatch):
+    """A group that is kept gives the host time for one that is recomputed: the best plan alternates."""
+    of, names = [slow_host(3500 * MIB + 200 * MIB * (12 - k)) for k in range(12)], [f"h.{k}" for k in range(12)]
+    least = choose_recomputed(names, of, LINK, limit=0).peak_bytes
+    limits = [least + more * MIB for more in (0, 200, 1000, 4000)]
+    plans = [choose_recomputed(names, of, LINK, limit=limit) for limit in limits]
+    monkeypatch.setattr(recomputation, "anneal", lambda *_, **__: [])
+    counted = [choose_recomputed(names, of, LINK, limit=limit) for limit in limits]
+    assert all(plan.peak_bytes <= limit for plan, limit in zip(plans, limits, strict=True))
+    assert all(plan.seconds <= other.seconds for plan, other in zip(plans, counted, strict=True))
+    assert plans[1].seconds < 0.95 * counted[1].seconds
 
 
 def test_the_fastest_choices_within_the_limit_come_first_and_are_the_same_each_time():
