@@ -12,6 +12,7 @@ from torch import nn
 
 import actoffload
 from actoffload._arguments import budget_bytes
+from actoffload.model.stages import LEAN
 from actoffload.model.tuning import Tuner
 
 KIB, MIB = 2**10, 2**20
@@ -58,6 +59,19 @@ def test_ten_budgets_are_never_exceeded_and_more_memory_is_never_slower(link):
     assert all(later <= earlier * 1.01 for earlier, later in pairwise(times))
     assert times[-1] <= 36 * 1.01
     assert limits[0] < without / 3
+
+
+def test_what_makes_whole_passes_longer_counts_for_the_time_without_offloading_too():
+    """Groups are timed while the device waits for copies; what else it does then takes time from compute later."""
+    _without, (limit, *_) = budgets(1e3)
+    device = Timed(1e3, 1e3, memory=2**40)
+    model = TimedModel(device, 12, nbytes=4 * KIB)
+    handle = offload(model, device, memory_budget=limit)
+    device.slow = lambda: 1.0 if handle._tracker.steering._stage in LEAN else 1.1
+    times = [seconds(model, device) for _ in range(14)]
+    assert handle.plan.seconds == pytest.approx(times[-1], rel=0.01)
+    assert handle.plan.baseline_seconds > 36 * 1.02
+    handle.remove()
 
 
 @pytest.mark.parametrize("memory", [20 * MIB, 2**40])

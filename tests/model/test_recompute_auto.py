@@ -9,6 +9,8 @@ import pytest
 from test_memory_budget import peaks
 from timed_device import Timed, TimedModel, offload, seconds, stages, step
 
+from actoffload.model.findings import Findings
+
 MIB = 2**20
 
 
@@ -83,6 +85,17 @@ def test_a_plan_that_recomputes_is_saved_and_repeated(tmp_path):
     (peak,) = peaks(other, device, 1)
     assert 0.997 * plan.peak_bytes <= peak <= plan.peak_bytes
     assert seconds(other, device) == pytest.approx(plan.seconds, rel=0.01)
+
+
+def test_the_next_choice_is_searched_once_for_a_plan(monkeypatch):
+    _, model, handle = make(6e5, None)
+    for _ in range(14):
+        step(model)
+    first = handle.report().next_choice
+    monkeypatch.setattr(Findings, "chosen", lambda *_, **__: pytest.fail("searched again"))
+    step(model)
+    assert handle.report().next_choice == first != ""
+    handle.remove()
 
 
 @pytest.mark.parametrize("budget", [None, 24 * MIB])

@@ -226,6 +226,24 @@ def test_memory_is_that_of_whole_recomputation_or_of_saved_products_whichever_is
         assert found[-1].cost.host_forward == 3.0
 
 
+def test_the_host_does_no_more_than_a_forward_and_a_backward_in_a_recomputed_backward():
+    """While everything is offloaded it waits for copies there."""
+    plain = replace(LayerCost.even(64, forward=40.0, backward=80.0), host_forward=3.0, host_backward=5.0)
+    for waited, products_saved, nothing_saved in (90.0, 12.0, 9.0), (8.0, 8.0, 8.0):
+        dense = LayerCost(41.0, 82.0, (Saved(8),), host_forward=7.0, host_backward=waited)
+        whole = LayerCost(42.0, 120.0, host_forward=4.0, host_backward=waited)
+        _, *found, last = variants(plain, dense, OPERATORS, whole)
+        assert {variant.cost.host_backward for variant in found} == {products_saved}
+        assert last.cost.host_backward == nothing_saved
+
+
+def test_no_way_to_recompute_is_faster_than_none():
+    """Operators that are timed one by one seem slower than they are together."""
+    plain = LayerCost.even(64, forward=40.0, backward=81.9)
+    dense = LayerCost(41.0, 82.0, (Saved(8),))
+    assert min(variant.cost.backward for variant in variants(plain, dense, OPERATORS)) == plain.backward
+
+
 def test_variants_save_less_and_less_and_run_as_much_more_again():
     costly = worth_saving(OPERATORS)
     plain = LayerCost.even(64, forward=40.0, backward=80.0, pieces=4)

@@ -112,6 +112,7 @@ class Findings:
     careful: bool = False
     choose: partial[GroupPlan] | None = None
     search_frontier: partial[tuple[GroupPlan, ...]] | None = None
+    _next: tuple[GroupPlan, str] | None = field(default=None, init=False, repr=False, compare=False)
 
     def chosen(self, **changes: object) -> GroupPlan:
         """Return the best plan by the costs that were measured; `changes` replace arguments of the planner."""
@@ -133,15 +134,23 @@ class Findings:
         return () if self.search_frontier is None else tuple(map(self.with_care, self.search_frontier()))
 
     def next_choice(self) -> str:
-        """Return what a smaller peak would cost, in a sentence; empty if that is not known or there is none."""
+        """Return what a smaller peak would cost, in a sentence; empty if that is not known or there is none.
+
+        It is searched once for each plan.
+        """
         plan = self.plan
         if plan is None or self.choose is None or plan.peak_bytes is None or not plan.baseline_seconds:
             return ""
-        found = self.chosen(limit=round(plan.peak_bytes * SMALLER))
-        if found.seconds is None or found.peak_bytes is None or found.peak_bytes >= plan.peak_bytes:
+        if self._next is None or self._next[0] is not plan:
+            self._next = plan, self._cost_of_less(plan, plan.peak_bytes)
+        return self._next[1]
+
+    def _cost_of_less(self, plan: GroupPlan, peak: int) -> str:
+        found = self.chosen(limit=round(peak * SMALLER))
+        if found.seconds is None or found.peak_bytes is None or found.peak_bytes >= peak:
             return ""
-        cost = found.seconds / (found.baseline_seconds or plan.baseline_seconds)
-        peaks = f"A peak of {size(found.peak_bytes)} instead of {size(plan.peak_bytes)}"
+        cost = found.seconds / (found.baseline_seconds or plan.baseline_seconds or found.seconds)
+        peaks = f"A peak of {size(found.peak_bytes)} instead of {size(peak)}"
         budget = f'memory_budget="{math.ceil(found.peak_bytes / 2**20)}MiB"'
         return f"{peaks} would cost at most {cost:.2f} x the time of a pass without offloading: {budget}."
 

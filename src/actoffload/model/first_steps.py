@@ -37,7 +37,7 @@ from ..schedule.plan import Plan
 from .conduct import FollowedModule
 from .findings import CARE, Findings, Room, room_in
 from .group_costs import hook_seconds, layer_costs, measured_link
-from .pace import TOLERANCE, TRIES, Comparison, fastest, refer, relative
+from .pace import TOLERANCE, TRIES, Comparison, fastest, measured, refer, relative
 from .reporting import PassLog, group_names
 from .timed_pass import Stage, TimedPass
 from .ways import HOST_SECONDS, Ways
@@ -107,7 +107,7 @@ class FirstSteps:
             timed = [(yield from _next(Stage.PLAN)), (yield from _next(Stage.PLAN))]
             timed[-1].wait(self._backend)
             if found.plan.seconds is not None:
-                found.plan = replace(found.plan, seconds=fastest(timed, self._backend, found.size))
+                found.plan = measured(found.plan, fastest(timed, self._backend, found.size))
         elif found.plan.offloaded:
             found.plan = yield from self._tried(found.plan, bare)
         else:

@@ -258,8 +258,8 @@ class OffloadHandle:
         """Return the plans that are worth having, time against peak, from what the first steps measured.
 
         They are for the groups and the shapes of the first steps, and they are searched anew in each call, which takes
-        some tenths of a second.  Raises a `RuntimeError` if the costs are not known: before the first twelve steps,
-        after a choice by hand, and without an accelerator.
+        some seconds.  Raises a `RuntimeError` if the costs are not known: before the first twelve steps, after a choice
+        by hand, and without an accelerator.
         """
         return Frontier(tuple(self._tracker.steering.frontier()), self.plan)
 

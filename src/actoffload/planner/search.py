@@ -123,6 +123,10 @@ class Search:
         fastest = min((result.step_time for _, result in fitting), default=inf)
         good = [(plan, result) for plan, result in fitting if result.step_time <= fastest * (1 + self.tolerance)]
         plan, result = min(good or found, key=lambda each: (each[1].device_peak_bytes, each[1].step_time))
+        return self.described(names, plan, result)
+
+    def described(self, names: tuple[str, ...], plan: Plan, result: Simulation) -> GroupPlan:
+        """Return a plan with the reason for it and what is expected of it; `result` is from its simulation."""
         because, expected = self.because(plan, result), result
         if self.expected_host_seconds != self.host_seconds:
             expected = self.simulate(plan, self.expected_host_seconds)

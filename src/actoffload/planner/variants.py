@@ -179,13 +179,13 @@ def variants(
     -----
     The outputs that take the least time for their bytes are run again first.  An output that is not saved is allocated
     for a time in forward, and again in backward; beside that, memory is as in that of `recomputed` and `whole` which
-    needs more.  Forward does the same work in each, but the device may have waited for the host.  A way that saves as
-    much as the group does without recomputation is left out.
+    needs more.  Forward does the same work in each, but the device may have waited for the host; in backward the host
+    may have waited for copies.  A way that saves as much as the group does without recomputation is left out.
     """
     if whole is not None:  # which ran without hooks of each operator
         plain = replace(plain, host_forward=min(plain.host_forward, whole.host_forward))
-        whole = replace(whole, forward=plain.forward)
-    recomputed = replace(recomputed, forward=plain.forward)
+        whole = _with_work_of(replace(whole, forward=plain.forward), plain)
+    recomputed = _with_work_of(replace(recomputed, forward=plain.forward), plain)
     dense = worth_saving(operators)
     least = seconds_again(operators, {of.name for of in dense})
     found = [Variant(plain)]
@@ -193,6 +193,7 @@ def variants(
     for number in _steps([of.nbytes for of in more], MORE):
         saves = tuple(of.name for of in (*dense, *more[:number]))
         cost = _with(recomputed, operators, more[:number], least - seconds_again(operators, saves))
+        cost = replace(cost, backward=max(cost.backward, plain.backward))  # operators seem slower one by one
         if number and recomputed.nbytes < cost.nbytes < plain.nbytes:
             found.append(Variant(cost, saves))
     found.append(Variant(recomputed, tuple(of.name for of in dense)))
@@ -206,6 +207,11 @@ def variants(
             cost = replace(cost, host_forward=host[0], host_backward=host[1]) if whole is None else whole
         found.append(Variant(cost, saves))
     return tuple(found)
+
+
+def _with_work_of(cost: LayerCost, plain: LayerCost) -> LayerCost:
+    """Return the cost of a recomputed group in whose backward the host does no more than its forward and backward."""
+    return replace(cost, host_backward=min(cost.host_backward, plain.host_backward + cost.host_forward))
 
 
 def _at_most(cost: LayerCost, dense: LayerCost, whole: LayerCost) -> LayerCost:
