@@ -96,7 +96,9 @@ def test_host_time_of_hooks_counts():
 
 def plans(handle, model, device, passes: int, elements=lambda: 4) -> int:
     """Run passes; return how many times the first steps were measured again."""
-    seen = stages(handle, lambda: step(model, elements()), passes)
+    settling = []
+    seen = stages(handle, lambda: (step(model, elements()), settling.append(handle.settling)), passes)
+    assert settling == [stage != "" for stage in seen]
     return sum(now == "LEAN" and before != "LEAN" for before, now in zip(["", *seen], seen, strict=False))
 
 
