@@ -45,7 +45,7 @@ class Contended(Timed):
 
 
 @pytest.mark.parametrize(
-    ("slower", "offloaded"), [(0.0, 6), (0.006, 6), (0.009, 4), (0.015, 2), (0.025, 1), (0.035, 0)]
+    ("slower", "offloaded"), [(0.0, 6), (0.006, 6), (0.009, 4), (0.015, 2), (0.025, 1), (0.035, 1), (0.05, 0)]
 )
 def test_a_plan_that_costs_more_than_predicted_is_cut_or_dropped(slower, offloaded, caplog):
     device = Contended(slower * 24 / (24 * MIB))

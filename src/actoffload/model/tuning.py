@@ -5,7 +5,8 @@ of the first steps, or the plan; and the first steps are repeated when costs hav
 model, the first of them decides: see [Note: ranks decide together].
 
 A pass is timed on the device, from the start of the forward to the end of its backward.  The events are read passes
-later; the host waits for the device at most twice, where the device is more than a whole pass behind.
+later; the host waits for the device once before a plan is chosen and once for each comparison with it, and only where
+the device is more than a whole pass behind.
 """
 
 from __future__ import annotations
