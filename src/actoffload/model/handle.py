@@ -172,8 +172,8 @@ class OffloadHandle:
         """Whether steps are still measured, and the plan may change at the begin of the next one.
 
         It is True until the plan is final; until then the plan of the first steps is measured, or a plan is tried.  So
-        ``while handle.settling: train_step()`` ends with the final plan, in all ranks of a model after the same step.
-        It is True again while costs that have changed are measured.
+        ``while handle.settling: train_step()`` ends with the final plan, in all ranks of a sharded or data-parallel
+        model after the same step.  It is True again while costs that have changed are measured.
 
         It is False where nothing is measured: with a schedule or a plan that was given, without an accelerator, while
         offloading is paused, and where passes cannot be timed.  ``handle.plan.because`` has the reason.
