@@ -60,7 +60,7 @@ class Sizes:
     link : int
         Bytes of a copy with which the rates of the link are measured.
     collectives : dict of str to int
-        Arguments of `measure_collectives`.
+        Arguments of `measure_collectives`; the copies last several times as long as the collectives.
     """
 
     llama: Settings
@@ -78,7 +78,7 @@ SIZES = Sizes(
     {FSDP: (2, 3, 4, 8), DDP: (2, 3), TENSOR: (2,), CONTEXT: (2,)},
     repeats={FSDP: 5, DDP: 4, TENSOR: 4, CONTEXT: 4},
     link=256 * MIB,
-    collectives={"nbytes": 416 * MIB, "times": 20, "copied": 256 * MIB, "copies": 16, "repeats": 7},
+    collectives={"nbytes": 416 * MIB, "times": 20, "copied": 256 * MIB, "copies": 24, "repeats": 7},
 )
 SMALL = Sizes(
     Settings(4, (1, 64, 128), "float32", heads=4, kv_heads=2, intermediate=256, min_bytes=1024),
@@ -350,6 +350,8 @@ def measure_part(part: str, *, rehearse: bool) -> dict[str, Any]:
             noise = max(noise, _ratios([row for row in rows if row["collective"] == name]))
         for k, row in enumerate(rows):
             row["covered"] = min((value for found in ranks for value in found["rows"][k]["covered"]), default=None)
+            covered = "" if row["covered"] is None else f", covered {row['covered']:.0%}"
+            print(f"  {row['collective']}, {row['beside']}: {row['ratio']:.3f}{covered}", flush=True)
         return {"world": world, "noise": noise, "sizes": sizes.collectives, "rows": rows}
     links = [found["link"] for found in ranks]
     link = {lane: min(of[lane] for of in links) for lane in ("d2h", "h2d")}
