@@ -13,17 +13,19 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "benchmarks")]
 
-import parallelism  # noqa: E402 - lies in benchmarks, as the next ones
+import collectives  # noqa: E402 - lies in benchmarks, as the next ones
+import parallelism  # noqa: E402
 import report  # noqa: E402
 from parallelism import COLLECTIVES, FSDP, SMALL  # noqa: E402
 from processes import run_ranks  # noqa: E402
+
+from actoffload.device import ReferenceDevice, use  # noqa: E402
 
 GIB = 2**30
 TINY = replace(
     SMALL,
     llama=replace(SMALL.blocks, layers=3, shape=(1, 32, 64)),  # without transformers, which is slow to import
     counts={FSDP: (1,)},
-    passes=1,
     repeats={FSDP: 1},
     collectives={"nbytes": 4096, "times": 1, "copied": 4096, "copies": 1, "repeats": 1},
 )
@@ -48,13 +50,43 @@ def test_two_ranks_measure_every_way_to_run_a_step() -> None:
         assert len(row["peak_bytes"]) == len(row["stall_seconds"]) == 2
     for row, *each in zip(rows, *(rank[FSDP]["rows"] for rank in ranks), strict=True):
         assert row["samples"] == [max(of["samples"][0] for of in each)]
-    collectives = parallelism._merged([rank[COLLECTIVES] for rank in ranks])
-    assert [(row["collective"], row["beside"]) for row in collectives] == [
+    found = parallelism._merged([rank[COLLECTIVES] for rank in ranks])
+    assert [(row["collective"], row["beside"]) for row in found] == [
         (name, beside)
         for name in ("all-gather", "reduce-scatter")
         for beside in ("alone", "alone, again", "D2H", "H2D", "D2H and H2D")
     ]
-    assert all(row["seconds"] > 0 for row in collectives)
+    assert all(row["seconds"] > 0 for row in found)
+
+
+class Noted(ReferenceDevice):
+    """Notes copies and events."""
+
+    def __init__(self, calls: list[str]) -> None:
+        super().__init__()
+        self.calls = calls
+
+    def to_host(self, pairs: Any, stream: Any) -> None:
+        self.calls.append("copy")
+
+    def record_timed(self, stream: Any) -> Any:
+        self.calls.append("event")
+        return super().record_timed(stream)
+
+
+def test_ranks_begin_collectives_together_while_copies_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr(collectives.dist, "barrier", lambda: calls.append("barrier"))
+    monkeypatch.setattr(collectives, "_collectives", lambda *_: {"sum": lambda: calls.append("sum")})
+    monkeypatch.setattr(collectives, "BESIDE", {"D2H": ("d2h",)})
+    device = torch.device("cpu")
+    monkeypatch.setattr(Noted, "elapsed", lambda *_: 1.0)
+    with use(Noted(calls)):
+        rows = collectives.measure_collectives(device, nbytes=8, times=2, copied=8, copies=3, repeats=1)
+    assert [row["covered"] for row in rows] == [[], [], [1.0]]
+    samples = " ".join(calls).split("barrier ")[1:]
+    beside = [each.split() for each in samples if "copy" in each]
+    assert beside == [["copy", "copy", "copy", "event", "sum", "event", "sum", "sum", "event"]] * 2
 
 
 def test_ratios_refer_to_both_arms_without_offload() -> None:
