@@ -18,7 +18,7 @@ from statistics import mean, median
 from typing import Any
 
 import torch
-from harness import AGAIN, CHECKPOINT, NOTHING, OURS, SAVE
+from harness import AGAIN, CHECKPOINT, NOTHING, OURS, SAVE, settle
 from predict import PARTS, SMALL_PARTS, Part
 from torch import nn
 from torch.autograd.graph import save_on_cpu
@@ -32,7 +32,6 @@ __all__ = ["PARTS", "SMALL_PARTS", "measure_part"]
 
 SELECTIVE, LAYERS = "selective", "layers"
 BUDGETS = 10
-PASSES = 13  # of which the first measure
 REPEATS = 3
 TARGETS = {"8k": 15.4, "32k": 12.3, "8k-compiled": 15.0, "32k-compiled": 10.0}
 """Budgets in GiB, a little above the peaks with checkpointing."""
@@ -74,10 +73,10 @@ def _saved_on_cpu(pinned: bool, layer: nn.Module, *args: Any, **kwargs: Any) -> 
 
 
 class Arms:
-    """All arms of a stack."""
+    """All arms of a stack; `steps` of them in a row are timed later, as in `measure_step_times`."""
 
-    def __init__(self, part: Part, device: torch.device) -> None:
-        self.part, self.device, self.stack = part, device, Stack(part.settings, device)
+    def __init__(self, part: Part, device: torch.device, steps: int = 1) -> None:
+        self.part, self.device, self.stack, self.steps = part, device, Stack(part.settings, device), steps
         ways: dict[str, Callable[..., Any] | None] = {NOTHING: None, AGAIN: None}
         ways[CHECKPOINT] = partial(checkpoint, use_reentrant=False)
         if not part.compiled:  # compiled code is one operator, and checks strides, which save_on_cpu changes
@@ -107,7 +106,7 @@ class Arms:
 
         return step
 
-    def offload(self, method: str, passes: int, **how: Any) -> Arm:
+    def offload(self, method: str, **how: Any) -> Arm:
         """Add an arm of `actoffload.offload`, and run it until its plan is final."""
         model = self._model()
         with warnings.catch_warnings():
@@ -115,7 +114,7 @@ class Arms:
             handle = actoffload.offload(model, min_bytes=self.part.settings.min_bytes, **how)
         arm = Arm(method, self._step(model), model, handle=handle)
         arm.budget, arm.num_layers = how.get("memory_budget"), how.get("num_layers")
-        arm.highest = max(measure_peak(arm.step, warmup=0) for _ in range(passes))
+        _, arm.highest = settle(handle, arm.step, self.steps)
         self.arms.append(arm)
         return arm
 
@@ -130,16 +129,16 @@ def measure_part(name: str, part: Part, device: torch.device, budgets: int = BUD
     """Measure all arms of a stack."""
     arms, gpu = Arms(part, device), device.type != "cpu"
     peak = measure_peak(arms.arms[0].step, warmup=1)
-    target, passes = (round(TARGETS[name] * 2**30), PASSES) if gpu else (peak // 2, 2)
-    first = arms.offload(OURS, passes, memory_budget=target)
+    target = round(TARGETS[name] * 2**30) if gpu else peak // 2
+    first = arms.offload(OURS, memory_budget=target)
     smallest = _smallest(first.handle) if gpu else peak // 3
     for k in range(budgets):
-        arms.offload(OURS, passes, memory_budget=smallest + (peak - smallest) * k // max(budgets - 1, 1))
+        arms.offload(OURS, memory_budget=smallest + (peak - smallest) * k // max(budgets - 1, 1))
     for count in part.settings.counts[::2]:
-        arms.offload(LAYERS, 2, num_layers=count)
+        arms.offload(LAYERS, num_layers=count)
     rows = [_row(arm) for arm in arms.arms]
     steps = {str(k): arm.step for k, arm in enumerate(arms.arms)}
-    samples = measure_step_times(steps, repeats=REPEATS, warmup=0)
+    samples = measure_step_times(steps, repeats=REPEATS, steps=arms.steps, warmup=0)
     times = [median(of) for of in samples.values()]
     baseline = mean(times[:2])
     for row, seconds, of in zip(rows, times, samples.values(), strict=True):
@@ -177,7 +176,7 @@ def _smallest(handle: Any) -> int:
 def _row(arm: Arm) -> dict[str, Any]:
     """Return the peak of an arm, and what its plan expects."""
     row: dict[str, Any] = {"method": arm.method, "budget": arm.budget, "num_layers": arm.num_layers}
-    row["peak_bytes"] = measure_peak(arm.step, warmup=1)
+    row["peak_bytes"] = measure_peak(arm.step, warmup=2)
     if arm.handle is not None:
         plan = arm.handle.plan
         row |= {"plan": str(plan), "highest_bytes": max(arm.highest, row["peak_bytes"])}

@@ -21,11 +21,13 @@ from torch.utils.checkpoint import checkpoint
 from workloads import Settings, Stack
 
 import actoffload
-from actoffload.measure import MemoryMeter, measure_link, measure_step_times, measured_costs
+from actoffload.measure import MemoryMeter, measure_link, measure_peak, measure_step_times, measured_costs
 from actoffload.schedule import Kind, Link, Plan, Timeline, simulate
 
 NOTHING, AGAIN, OURS = "no offload", "no offload, again", "actoffload"
 CHECKPOINT, SAVE = "checkpoint", "save_on_cpu"
+SETTLING = 60
+"""Steps after which the plan of a handle has to be final."""
 Rows: TypeAlias = dict[tuple[str, int], dict[str, Any]]
 
 
@@ -211,6 +213,31 @@ def synchronize(device: torch.device) -> None:
     """Wait for the device, if it is an accelerator."""
     if device.type != "cpu":
         torch.accelerator.synchronize()
+
+
+def settle(handle: Any, step: Callable[[], object], steps: int) -> tuple[int, int]:
+    """Run steps until the plan of a handle is final; return their number, and the largest peak in bytes.
+
+    They wait for the device where those wait that are timed later, by `measure_step_times` with the same `steps`.  The
+    default measures a program as it runs: a plan that was chosen in other steps might cost time in these.
+
+    Raises
+    ------
+    RuntimeError
+        If the plan is not final after `SETTLING` steps.
+    """
+    number = peak = 0
+    timed = partial(measure_step_times, {"": step}, repeats=1, steps=steps, warmup=0)
+    while handle.settling:
+        check_settling(number, handle)
+        peak, number = max(peak, measure_peak(timed, warmup=0)), number + 1 + steps
+    return number, peak
+
+
+def check_settling(number: int, handle: Any) -> None:
+    """Raise a `RuntimeError` if the plan of a handle may still change after so many steps."""
+    if number >= SETTLING:
+        raise RuntimeError(f"The plan is not final after {number} steps: {handle.plan.because}")
 
 
 def driver_calls(device: torch.device) -> dict[str, int]:

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from collectives import measure_collectives
 from frontier import _Called
-from harness import AGAIN, CHECKPOINT, NOTHING
+from harness import AGAIN, CHECKPOINT, NOTHING, settle
 from predict import measured_costs
 from processes import run_ranks
 from torch import nn
@@ -39,8 +39,10 @@ __all__ = ["PARTS", "Sizes", "measure_part"]
 
 LAYERS, DEFAULT, BUDGET, PAUSED = "num_layers", "default", "budget", "paused"
 FSDP, DDP, TENSOR, CONTEXT, COLLECTIVES = PARTS = ("fsdp", "ddp", "tensor", "context", "collectives")
-LIMIT = 240.0
+LIMIT = 300.0
 """Seconds for the processes of a part."""
+STEPS = 2
+"""Steps in a row that are timed as one sample."""
 
 
 @dataclass(frozen=True)
@@ -53,8 +55,6 @@ class Sizes:
         Llama layers, and GPT blocks for context parallel, whose attention takes no grouped queries.
     counts : dict of str to tuple of int
         Numbers of layers that are offloaded, by part.
-    passes : int
-        Steps of the default and of a budget before anything else is measured; in the first ones they measure.
     repeats : dict of str to int
         Samples of each arm, by part.
     link : int
@@ -66,7 +66,6 @@ class Sizes:
     llama: Settings
     blocks: Settings
     counts: dict[str, tuple[int, ...]]
-    passes: int
     repeats: dict[str, int]
     link: int
     collectives: dict[str, int]
@@ -77,7 +76,6 @@ SIZES = Sizes(
     FULL["8k"],
     FULL["gpt"],
     {FSDP: (2, 3, 4, 8), DDP: (2, 3), TENSOR: (2,), CONTEXT: (2,)},
-    passes=16,
     repeats={FSDP: 5, DDP: 4, TENSOR: 4, CONTEXT: 4},
     link=256 * MIB,
     collectives={"nbytes": 416 * MIB, "times": 20, "copied": 256 * MIB, "copies": 16, "repeats": 7},
@@ -86,7 +84,6 @@ SMALL = Sizes(
     Settings(4, (1, 64, 128), "float32", heads=4, kv_heads=2, intermediate=256, min_bytes=1024),
     Settings(4, (1, 64, 128), "float32", heads=2, min_bytes=1024),
     {FSDP: (1, 2), DDP: (1,), TENSOR: (1,), CONTEXT: (1,)},
-    passes=2,
     repeats=dict.fromkeys(PARTS, 2),
     link=MIB,
     collectives={"nbytes": MIB, "times": 2, "copied": MIB, "copies": 2, "repeats": 2},
@@ -157,6 +154,7 @@ class Trained:
     def __init__(self, part: str, settings: Settings, mesh: Any, device: torch.device, call: Any = None) -> None:
         before = _in_use(device)
         self.settings, self.device, self.handle, self.count = settings, device, None, None
+        self.settling_steps = 0
         self.dtype: torch.dtype = getattr(torch, settings.dtype)
         torch.manual_seed(0)  # all ranks make the same weights
         with device:
@@ -181,14 +179,13 @@ class Trained:
         output.float().square().mean().backward()
         self.model.zero_grad()
 
-    def offload(self, passes: int = 0, **how: Any) -> None:
+    def offload(self, **how: Any) -> None:
         """Offload the model from now on, and run it until its plan is final."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", actoffload.ReferenceDeviceWarning)
             self.handle = actoffload.offload(self.model, min_bytes=self.settings.min_bytes, **how)
         self.count = how.get("num_layers")
-        for _ in range(passes):
-            self.step(self.count)
+        self.settling_steps, _ = settle(self.handle, partial(self.step, self.count), STEPS)
 
 
 @dataclass
@@ -220,7 +217,7 @@ class Arm:
                 with handle.recording():
                     self.step()
                 row["stall_seconds"] = handle.report().totals.stall_seconds
-            row["plan"] = str(handle.plan)
+            row |= {"plan": str(handle.plan), "settling_steps": self.trained.settling_steps}
         return row
 
 
@@ -265,7 +262,7 @@ def _measure_arms(device: torch.device, part: str, sizes: Sizes, mesh: Any, link
     if part == FSDP:
         models += [make(partial(checkpoint, use_reentrant=False)), make()]
     held = sum(model.held for model in models)
-    default.offload(sizes.passes)
+    default.offload()
     predict = measured_costs(default.handle)
     layers.offload(num_layers=max(counts))
     arms += [Arm(LAYERS, layers, count) for count in counts]
@@ -275,7 +272,7 @@ def _measure_arms(device: torch.device, part: str, sizes: Sizes, mesh: Any, link
         arms.append(Arm(CHECKPOINT, checkpointed))
         others = held - checkpointed.held
         target = _largest(measure_peak(checkpointed.step, warmup=1) - others, device)
-        limited.offload(sizes.passes, memory_budget=target + held - limited.held)
+        limited.offload(memory_budget=target + held - limited.held)
         arms.append(Arm(BUDGET, limited, budget=target))
     rows = []
     for arm in arms:
@@ -286,7 +283,7 @@ def _measure_arms(device: torch.device, part: str, sizes: Sizes, mesh: Any, link
         if dist.get_rank() == 0:
             print(f"  {arm.method} {arm.num_layers or ''}: {rows[-1]['peak_bytes'] / 2**30:.2f} GiB", flush=True)
     samples = measure_step_times(
-        {str(k): arm.step for k, arm in enumerate(arms)}, repeats=sizes.repeats[part], steps=2, warmup=0
+        {str(k): arm.step for k, arm in enumerate(arms)}, repeats=sizes.repeats[part], steps=STEPS, warmup=0
     )
     for row, of in zip(rows, samples.values(), strict=True):
         row["samples"] = of

@@ -15,7 +15,7 @@ from statistics import mean, median
 from typing import Any
 
 import torch
-from frontier import PASSES, Arm, Arms, _Called, _row
+from frontier import Arm, Arms, _Called, _row
 from harness import CHECKPOINT, OURS
 from predict import PARTS as STACKS
 from predict import SMALL_PARTS as SMALL_STACKS
@@ -87,7 +87,7 @@ def _peers(arms: Arms) -> Iterator[tuple[str, Callable[[], nn.Module], int | Non
 
 def measure_peers(part: Part, device: torch.device, repeats: int = REPEATS) -> dict[str, Any]:
     """Measure the stack without offload, with stock PyTorch, with the tools that are installed, and with actoffload."""
-    arms, passes, left_out, versions = Arms(part, device), PASSES if device.type != "cpu" else 2, {}, {}
+    arms, left_out, versions = Arms(part, device, steps=2), {}, {}
     for tool, model, count in _peers(arms):
         try:
             arm = Arm(tool, arms._step(model()), num_layers=count)
@@ -104,9 +104,9 @@ def measure_peers(part: Part, device: torch.device, repeats: int = REPEATS) -> d
     rows = [_row(arm) for arm in arms.arms]
     checkpoint = next(row for row in rows if row["method"] == CHECKPOINT)
     budget = round(ABOVE * checkpoint["peak_bytes"])
-    rows += [_row(arms.offload(OURS, passes)), _row(arms.offload(OURS, passes, memory_budget=budget))]
+    rows += [_row(arms.offload(OURS)), _row(arms.offload(OURS, memory_budget=budget))]
     samples = measure_step_times(
-        {str(k): arm.step for k, arm in enumerate(arms.arms)}, repeats=repeats, steps=2, warmup=0
+        {str(k): arm.step for k, arm in enumerate(arms.arms)}, repeats=repeats, steps=arms.steps, warmup=0
     )
     times = [median(of) for of in samples.values()]
     baseline = mean(times[:2])

@@ -49,7 +49,7 @@ BUDGET, WAITING = "budget", "waiting"
 SHARE = 0.4
 """Budget as a part of the highest peak without offload."""
 PLANNING = 24
-"""Steps after which there has to be a plan that is kept."""
+"""Steps after which the plans have to be final."""
 LIMIT = 560.0
 """Seconds for all parts of one number of ranks."""
 
@@ -262,13 +262,18 @@ class Pipeline:
         return peaks
 
     def offloaded(self, profile: dict[str, int], **how: Any) -> dict[str, Any]:
-        """Return a phase with offload, with what the plan of this rank does and what is simulated for it."""
+        """Return a phase with offload, with what the plan of this rank does and what is simulated for it.
+
+        The steps before wait for the device as those of a phase do, because plans are tried in them.
+        """
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", actoffload.ReferenceDeviceWarning)
             handle = actoffload.offload(self.schedule, min_bytes=self.part.settings.min_bytes, **how)
         planning = 0
-        while handle.settling and planning < PLANNING:
-            self.step()
+        while handle.settling:
+            if planning == PLANNING:
+                raise RuntimeError(f"The plan is not final after {planning} steps: {handle}")
+            self.phase(0, 1)
             planning += 1
         found = {**self.phase(1, self.part.steps), "planning_steps": planning}
         found |= self._recorded(handle) | _simulated(handle, self.rank, profile)

@@ -17,7 +17,7 @@ from statistics import mean, median
 from typing import Any
 
 import torch
-from harness import AGAIN
+from harness import AGAIN, settle
 from workloads import FULL, REHEARSAL, Settings, Stack
 
 import actoffload
@@ -26,7 +26,6 @@ from actoffload.planner import choose
 from actoffload.schedule import simulate
 
 DEFAULT, NONE = "default", "none"
-PASSES = 10  # of which the first nine measure
 REPEATS, FEWER = 5, 3  # of each arm beside the default's plan, and beside numbers of layers
 CLOCK_SECONDS = 1.5  # in which the clock is read, twenty times a second
 
@@ -79,8 +78,7 @@ class Plans:
             for layer in (*self.stack.model.layers, *self.stack.twin.layers):
                 layer.compile()
         self.handle = actoffload.offload(self.stack.model, min_bytes=part.settings.min_bytes)
-        for _ in range(PASSES):
-            self.step(DEFAULT)
+        settle(self.handle, partial(self.step, DEFAULT), steps=1)
         self.predict = measured_costs(self.handle)
         self._count: int | str = DEFAULT
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from frontier import PASSES, Arm, Arms
+from frontier import Arm, Arms
 from harness import CHECKPOINT, NOTHING, OURS
 from predict import Part
 from torch import nn
@@ -26,7 +26,7 @@ def measure_part(part: Part, device: torch.device) -> dict[str, Any]:
     budget = round(ABOVE * measure_peak(found[CHECKPOINT].step, warmup=1))
     if device.type == "cpu":  # the layers of a rehearsal save too little for a plan of this budget
         budget = measure_peak(found[NOTHING].step, warmup=1)
-    found[OURS] = arms.offload(OURS, PASSES if device.type != "cpu" else 2, memory_budget=budget)
+    found[OURS] = arms.offload(OURS, memory_budget=budget)
     rows = {method: _record(arm) for method, arm in found.items()}
     arms.close()
     return {"settings": part.settings.to_json(), "budget": budget, "arms": rows}
@@ -34,7 +34,7 @@ def measure_part(part: Part, device: torch.device) -> dict[str, Any]:
 
 def _record(arm: Arm) -> dict[str, Any]:
     """Run a step without and one with notes; return the peak of the first and the samples of the second."""
-    peak = measure_peak(arm.step, warmup=1)
+    peak = measure_peak(arm.step, warmup=2)
     layers = arm.model.layers
     with MemoryMeter() as meter:
         handles = [layer.register_forward_hook(_noting(meter.sample)) for layer in layers]

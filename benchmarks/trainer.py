@@ -21,7 +21,7 @@ from statistics import mean, median
 from typing import Any
 
 import torch
-from harness import AGAIN, CHECKPOINT, NOTHING, OURS
+from harness import AGAIN, CHECKPOINT, NOTHING, OURS, SETTLING, check_settling
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
 
@@ -44,7 +44,7 @@ class Training:
 
     `tokens` has the lengths of the sequences, and `rounds` the number of rounds of each.  Short sequences have more
     rounds: their steps take as long as the host, which varies.  Of each method `steps` steps are measured, behind
-    `warm_up` others; `offload(model)` measures in `measuring` steps before.
+    `warm_up` others and behind those in which `offload(model)` measures.
     """
 
     layers: int = 22
@@ -57,7 +57,6 @@ class Training:
     batch: int = 2
     rounds: tuple[int, ...] = (2, 4)
     warm_up: int = 3
-    measuring: int = 12
     steps: int = 12
     budget_tokens: int = 4096
     more: float = 1.03
@@ -99,11 +98,13 @@ class Tokens(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 class Part:
     """So many measured steps of a run behind others: the peak, and seconds of each and of its forward and backward.
 
-    `queue_seconds` are those that the host takes to queue a forward; the device may take longer to run it.
+    `queue_seconds` are those that the host takes to queue a forward; the device may take longer to run it.  The plan of
+    a `handle`, if there is one, is final before any of these steps.
     """
 
     before: int
     steps: int
+    handle: Callable[[], Any] | None = None
     begin: Callable[[], object] = lambda: None  # before all of them
     measure: Callable[[], object] = lambda: None  # before the measured ones
     end: Callable[[], object] = lambda: None  # behind all of them
@@ -118,9 +119,9 @@ class Parts(TrainerCallback):  # type: ignore[misc]
 
     def __init__(self, *parts: Part) -> None:
         self._waiting = list(parts)
-        self._left = 0
+        self._left = self._settling = 0
         self._meter: MemoryMeter | None = None
-        self.steps = sum(part.before + part.steps for part in parts)
+        self.most = sum(part.before + part.steps + SETTLING * (part.handle is not None) for part in parts)
 
     def time_passes(self, trainer: Trainer) -> None:
         """Sample before and after each forward and backward of a Trainer, and time the host in forward."""
@@ -151,16 +152,20 @@ class Parts(TrainerCallback):  # type: ignore[misc]
 
     def _begin(self) -> None:
         part = self._waiting[0]
-        self._left = part.before
+        self._left, self._settling = part.before, 0
         part.begin()
 
     def on_step_end(self, arguments: Any, state: Any, control: Any, **more: Any) -> None:
         """Begin to measure where the first measured step begins, and end after the last one of a part."""
         self._sample()
-        self._left -= 1
-        if self._left or not self._waiting:
-            return
         part = self._waiting[0]
+        if self._meter is None and part.handle is not None and part.handle().settling:
+            self._settling += 1
+            check_settling(self._settling, part.handle())
+            return
+        self._left -= 1
+        if self._left:
+            return
         if self._meter is None:
             part.measure()
             self._left, self._meter = part.steps, MemoryMeter()
@@ -177,6 +182,8 @@ class Parts(TrainerCallback):  # type: ignore[misc]
         part.end()
         if self._waiting:
             self._begin()
+        else:
+            control.should_training_stop = True
 
 
 @contextmanager
@@ -228,7 +235,12 @@ def train(
         return ended
 
     before, steps = settings.warm_up, settings.steps
-    measured_steps = {"before": settings.measuring, "steps": steps, "measure": lambda: handles[0].reset_statistics()}
+    measured_steps: dict[str, Any] = {
+        "before": before,
+        "steps": steps,
+        "handle": lambda: handles[0],
+        "measure": lambda: handles[0].reset_statistics(),
+    }
     parts = {CHECKPOINT if checkpoint else NOTHING: Part(before, steps)}
     if not checkpoint:
         for method, how in {OURS: begin(), BUDGET: begin(memory_budget=budget)}.items():
@@ -240,7 +252,7 @@ def train(
     with tempfile.TemporaryDirectory() as folder, messages() as logged:
         arguments = TrainingArguments(
             output_dir=folder,
-            max_steps=run.steps,
+            max_steps=run.most,
             per_device_train_batch_size=settings.batch,
             bf16=True,
             optim="adamw_torch_fused",
@@ -251,7 +263,7 @@ def train(
             report_to="none",
             disable_tqdm=True,
         )
-        data = Tokens(run.steps * settings.batch, tokens, settings.vocabulary)
+        data = Tokens(run.most * settings.batch, tokens, settings.vocabulary)
         trainer = Trainer(model, arguments, train_dataset=data, callbacks=[run])
         trainer.remove_callback(PrinterCallback)
         run.time_passes(trainer)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -207,3 +208,33 @@ def test_results_of_another_format_and_double_keys_are_refused(tmp_path: Path) -
         read(tmp_path, "gpt")
     with pytest.raises(ValueError, match="would overwrite device"):
         write(tmp_path, "x", {"device": []}, "command")
+
+
+class Measuring:
+    """A handle whose plan is final when a number of steps have begun."""
+
+    plan = SimpleNamespace(because="This is why.")
+
+    def __init__(self, steps: int) -> None:
+        self.left = steps
+
+    @property
+    def settling(self) -> bool:
+        return self.left > 0
+
+    def step(self) -> torch.Tensor:
+        self.left -= 1
+        return torch.zeros(2**10 * (2 - self.left % 2))
+
+
+@pytest.mark.parametrize(("needed", "steps", "number"), [(0, 2, 0), (10, 2, 12), (10, 1, 10)])
+def test_steps_until_a_plan_is_final_are_those_that_are_timed(needed: int, steps: int, number: int) -> None:
+    handle = Measuring(needed)
+    assert harness.settle(handle, handle.step, steps) == (number, 8 * 2**10 * bool(number))
+    assert handle.left == needed - number
+
+
+def test_a_plan_that_is_never_final() -> None:
+    handle = Measuring(10**9)
+    with pytest.raises(RuntimeError, match=r"^The plan is not final after 60 steps: This is why\.$"):
+        harness.settle(handle, handle.step, 2)

@@ -23,7 +23,6 @@ TINY = replace(
     SMALL,
     llama=replace(SMALL.blocks, layers=3, shape=(1, 32, 64)),  # without transformers, which is slow to import
     counts={FSDP: (1,)},
-    passes=1,
     repeats={FSDP: 1},
     collectives={"nbytes": 4096, "times": 1, "copied": 4096, "copies": 1, "repeats": 1},
 )

@@ -34,7 +34,6 @@ TINY = replace(
     budget_tokens=TOKENS,
     rounds=(1,),
     warm_up=1,
-    measuring=2,
     steps=3,
 )
 
@@ -160,3 +159,36 @@ def test_each_run_trains_a_new_model_and_frees_it(monkeypatch: pytest.MonkeyPatc
     assert saved == [1]
     gc.collect()
     assert [alive() for alive in models] == [None] * 2
+
+
+@pytest.mark.parametrize("settles", [0, 1, 4])
+def test_steps_are_measured_when_the_plan_is_final(settles: int) -> None:
+    class Handle:
+        plan = SimpleNamespace(because="This is why.")
+
+        @property
+        def settling(self) -> bool:
+            return len(ended) < settles
+
+    ended, begun, control = list[int](), list[int](), SimpleNamespace(should_training_stop=False)
+    part = trainer.Part(2, 3, handle=Handle, measure=lambda: begun.append(len(ended)))
+    run = trainer.Parts(part)
+    run.on_train_begin(None, None, control)
+    while not control.should_training_stop:
+        for _ in range(2):
+            run._sample()
+        ended.append(1)
+        run.on_step_end(None, None, control)
+    assert begun == [max(settles - 1, 0) + 2]
+    assert len(ended) == begun[0] + 3 <= run.most
+    assert len(part.seconds) == 3
+
+
+def test_a_plan_of_a_run_that_is_never_final() -> None:
+    handle = SimpleNamespace(settling=True, plan=SimpleNamespace(because="This is why."))
+    run = trainer.Parts(trainer.Part(2, 3, handle=lambda: handle))
+    run.on_train_begin(None, None, None)
+    for _ in range(trainer.SETTLING - 1):
+        run.on_step_end(None, None, None)
+    with pytest.raises(RuntimeError, match="The plan is not final after 60 steps: This is why"):
+        run.on_step_end(None, None, None)

@@ -42,8 +42,10 @@ class Rank:
     model: TimedModel
     handle: actoffload.OffloadHandle
     stages: list[str] = field(default_factory=list)
+    settling: list[bool] = field(default_factory=list)
     before: dict[int, Callable[[Rank], object]] = field(default_factory=dict)  # by pass: what is done before it
     passes: int | None = None  # after which it ends
+    elements: int = 4  # of the inputs
     seconds: float = 0.0
     error: BaseException | None = None
 
@@ -52,9 +54,10 @@ class Rank:
         try:
             for k in range(passes if self.passes is None else self.passes):
                 self.before.get(k, lambda rank: None)(self)
-                step(self.model)
+                step(self.model, self.elements)
                 stage = getattr(self.handle._tracker.steering, "_stage", None)
                 self.stages.append("" if stage is None else stage.name)
+                self.settling.append(self.handle.settling)
                 wait()
         except BaseException as error:
             self.error = error
@@ -120,6 +123,7 @@ def test_clocks_that_differ_wildly(program, links, offloaded):
     assert program.run(14) == []
     want = [*ALL, *[""] * 5] if offloaded else [*ALL[:4], "WARM", "NONE", *[""] * 8]
     assert [rank.stages for rank in program.ranks] == [want] * 3
+    assert [rank.settling for rank in program.ranks] == [[stage != "" for stage in want]] * 3
     assert [rank.handle.plan.offloaded for rank in program.ranks] == [tuple(range(offloaded))] * 3
     assert len({str(rank.handle.plan) for rank in program.ranks}) == 1
     assert program.store.num_keys() == 0, "what was read is deleted"
@@ -164,6 +168,20 @@ def test_a_rank_that_comes_late(program):
     program.ranks[0].before = {3: lambda _: time.sleep(0.2)}
     assert program.run(12, together=False) == []
     assert program.ranks[0].stages == program.ranks[1].stages == [*ALL, *[""] * 3]
+    assert program.ranks[0].settling == program.ranks[1].settling == [*[True] * 9, *[False] * 3]
+
+
+@pytest.mark.parametrize(("large", "ends"), [((0,), 5), ((0, 1), 5), ((1,), 9)])
+def test_inputs_that_may_be_too_large_end_settling_in_all_ranks_after_the_same_pass(program, large, ends):
+    """From the third pass on, and in some ranks; what the first rank measures counts."""
+    for number in range(2):
+        rank = program.add(1e4, 60 * KIB, 12)
+        rank.elements = 1
+        if number in large:
+            rank.before[2] = lambda rank: setattr(rank, "elements", 8)
+    assert program.run(12) == []
+    first, second = program.ranks
+    assert first.settling == second.settling == [*[True] * ends, *[False] * (12 - ends)]
 
 
 def test_steady_passes_post_nothing(program, monkeypatch):
@@ -381,12 +399,13 @@ def of_steps(rank: int, passes: int, **more: Any) -> dict[str, Any]:
     device = Timed(*[(1e4, 1e2)[rank]] * 2)
     model = DistributedDataParallel(TimedModel(device, nbytes=4 * KIB))
     handle = offload(model, device, layers="module.blocks", **more)
-    found = []
+    found, settling = [], []
     for _ in range(passes):
         step(model)
         stage = getattr(handle._tracker.steering, "_stage", None)
         found.append("" if stage is None else stage.name)
-    return {"stages": found, "offloaded": handle.plan.offloaded, "names": handle.plan.names}
+        settling.append(handle.settling)
+    return {"stages": found, "settling": settling, "offloaded": handle.plan.offloaded, "names": handle.plan.names}
 
 
 def sentence(call: Callable[[], object]) -> str:
@@ -436,5 +455,6 @@ def test_two_processes(tmp_path):
     assert first["inside"] == [[0, 1]]
     assert first["plain"] == first["without a store"] == []
     assert first["steps"]["stages"] == [*ALL, *[""] * 3]
+    assert first["steps"]["settling"] == [*[True] * 9, *[False] * 3]
     assert first["steps"]["offloaded"] == list(range(6))
     assert "memory_budget is '1GiB' in rank 0 and '2GiB' in rank 1. Pass the same" in first["budget"]

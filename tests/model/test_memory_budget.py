@@ -198,7 +198,7 @@ def test_the_frontier_of_a_measured_model():
     model = TimedModel(device, 12)
     (without,) = peaks(model, device, 1)
     handle = offload(model, device)
-    with pytest.raises(RuntimeError, match="not known yet: run twelve steps"):
+    with pytest.raises(RuntimeError, match=r"not known yet: run steps until handle\.settling is False"):
         handle.frontier()
     for _ in range(10):
         step(model)

@@ -168,6 +168,64 @@ def test_one_log_line(caplog):
         assert part in line
 
 
+# Until when
+
+
+@pytest.mark.parametrize("layers", BOTH)
+@pytest.mark.parametrize(("link", "steps"), [(1e7, 10), (1e5, 7)])
+def test_steps_are_run_until_the_plan_is_final(link, steps, layers):
+    device = Timed(link, link)
+    handle = offload(model := TimedModel(device), device, layers=layers)
+    count = 0
+    while handle.settling:
+        step(model)
+        count += 1
+    assert count == steps
+    plan = handle.plan
+    for _ in range(2 * WINDOW):
+        step(model)
+        assert not handle.settling
+    assert handle.plan is plan
+
+
+@pytest.mark.parametrize("layers", BOTH)
+@pytest.mark.parametrize("by_hand", [{"num_layers": 2}, {"fraction": 0.5}, {"max_inflight": 1}])
+def test_a_choice_by_hand_is_final(layers, by_hand):
+    device, model = fast()
+    handle = offload(model, device, layers=layers, **by_hand)
+    assert not handle.settling
+    step(model)
+    assert not handle.settling
+
+
+@pytest.mark.parametrize("layers", BOTH)
+def test_the_plan_is_final_where_nothing_is_measured(layers):
+    model = TimedModel(Timed())
+    handle = offload(model, actoffload.device.ReferenceDevice(), layers=layers)
+    assert not handle.settling
+    step(model)
+    assert not handle.settling
+
+
+@pytest.mark.parametrize("passes", [0, 4])
+def test_what_ends_measuring(passes):
+    device, model = fast()
+    handle = offload(model, device)
+    for _ in range(passes):
+        step(model)
+    assert handle.settling
+    with handle.paused():
+        assert not handle.settling
+    assert handle.settling
+    handle.reschedule(num_layers=1)
+    assert not handle.settling
+    handle.remove()
+    handle = offload(model, device)
+    assert handle.settling
+    handle.remove()
+    assert not handle.settling
+
+
 # Before there is a plan
 
 
@@ -224,6 +282,7 @@ def test_a_saved_plan_repeats_copies_and_peak(tmp_path, link):
     handle.remove()
     for plan in (tmp_path / "plan.json", str(tmp_path / "plan.json"), GroupPlan.load(tmp_path / "plan.json")):
         handle = offload(model, device, layers=None, plan=plan)
+        assert not handle.settling
         assert [one() for _ in range(3)] == [want] * 3
         assert str(handle.plan) == text
         handle.remove()

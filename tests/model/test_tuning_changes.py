@@ -45,7 +45,7 @@ class Contended(Timed):
 
 
 @pytest.mark.parametrize(
-    ("slower", "offloaded"), [(0.0, 6), (0.006, 6), (0.009, 4), (0.015, 2), (0.025, 1), (0.035, 0)]
+    ("slower", "offloaded"), [(0.0, 6), (0.006, 6), (0.009, 4), (0.015, 2), (0.025, 1), (0.035, 1), (0.05, 0)]
 )
 def test_a_plan_that_costs_more_than_predicted_is_cut_or_dropped(slower, offloaded, caplog):
     device = Contended(slower * 24 / (24 * MIB))
@@ -96,7 +96,9 @@ def test_host_time_of_hooks_counts():
 
 def plans(handle, model, device, passes: int, elements=lambda: 4) -> int:
     """Run passes; return how many times the first steps were measured again."""
-    seen = stages(handle, lambda: step(model, elements()), passes)
+    settling = []
+    seen = stages(handle, lambda: (step(model, elements()), settling.append(handle.settling)), passes)
+    assert settling == [stage != "" for stage in seen]
     return sum(now == "LEAN" and before != "LEAN" for before, now in zip(["", *seen], seen, strict=False))
 
 

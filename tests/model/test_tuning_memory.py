@@ -120,6 +120,25 @@ def test_smaller_inputs_first():
     assert handle.statistics().bytes_offloaded
 
 
+def test_larger_inputs_that_may_not_fit_are_not_waited_for():
+    """The first passes were much smaller than all that follow."""
+    device, model = limited(60 * MIB, 1e6)
+    handle = offload(model, device)
+    for _ in range(2):
+        step(model, 1)
+    steps = 0
+    while handle.settling:
+        step(model, 8)
+        steps += 1
+        assert steps < 10
+    step(model, 1)
+    assert handle.settling
+    for _ in range(8):
+        step(model, 1)
+    assert handle._tracker.steering._stage is None
+    assert not handle.settling
+
+
 def test_several_forwards_before_one_backward_need_memory_together():
     device, model = limited(70 * MIB, 1e7)  # one pass without offloading needs 48 MiB, two need 96
     offload(model, device)

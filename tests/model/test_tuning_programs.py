@@ -82,14 +82,40 @@ def test_evaluation_with_graphs_before_training():
     done(handle, model, device)
 
 
+def evaluation(model: nn.Module) -> None:
+    model(torch.zeros(4, requires_grad=True))
+
+
+def loop_over_groups(model: nn.Module) -> None:
+    x = torch.zeros(4, requires_grad=True)
+    for block in model.blocks:
+        x = block(x)
+    x.sum().backward()
+
+
+@pytest.mark.parametrize("layers", LAYERS)
+@pytest.mark.parametrize("run", [several(2), no_backward, two_backwards, several(9), evaluation, loop_over_groups])
+def test_steps_until_the_plan_is_final(run, layers):
+    """Whether passes can be timed or not; where they can be timed later, they are."""
+    device, model, handle = small(layers=layers)
+    steps = 0
+    while handle.settling:
+        run(model)
+        steps += 1
+        assert steps <= 20
+    if run in (evaluation, loop_over_groups):
+        step(model)
+        step(model)
+        assert handle.settling
+    done(handle, model, device)
+    assert not handle.settling
+
+
 @pytest.mark.parametrize("layers", LAYERS)
 def test_a_loop_over_the_groups_is_not_measured(layers):
     _device, model, handle = small(layers=layers)
     for _ in range(12):
-        x = torch.zeros(4, requires_grad=True)
-        for block in model.blocks:
-            x = block(x)
-        x.sum().backward()
+        loop_over_groups(model)
     assert handle.plan.offloaded == tuple(range(4))
     why = "No step can be timed, because parts of the model are called and not the module that was passed to offload"
     assert why in handle.plan.because

@@ -138,6 +138,8 @@ def test_without_room_for_a_step_that_offloads_nothing():
     with use(device):
         handle = offload(schedule, min_bytes=64, recompute=False)
     device.slow = lambda: 1.0 if handle.plan is None else 1.1
+    assert handle.settling
+    assert not any(stage.settling for stage in handle.stages.values()), "the plan is one for all stages"
     for steps in range(1, 20):  # noqa: B007 - read behind the loop
         schedule.step(torch.ones(4 * MICROBATCHES), target=torch.ones(4 * MICROBATCHES))
         if not handle.settling:

@@ -77,6 +77,10 @@ class Steering(Protocol):
         Returns what steers from now on, and what to call when no forward is in progress; None for no change.
         """
 
+    @property
+    def settling(self) -> bool:
+        """Whether passes are measured for a plan that is not final."""
+
     def retire(self) -> None:
         """Stop measuring: the model is followed no longer, or something else steers."""
 

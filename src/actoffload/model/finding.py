@@ -60,6 +60,11 @@ class Finder:
         self._roles = Roles.offload_all() if any(of.kind == MODULE for of in groups) else None
         self._lean = lean  # a limit of memory holds: each block leaves when its forward has ended
 
+    @property
+    def settling(self) -> bool:
+        """Whether what steers next is going to measure."""
+        return self._then.settling
+
     def retire(self) -> None:
         """Pass it on to what steers next."""
         self._then.retire()

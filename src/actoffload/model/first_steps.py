@@ -5,7 +5,8 @@ fits.  So the first two passes offload everything that can be: the first warms u
 when they are saved and needed, and the rates of the copies.  If the model fits without offloading too, two passes run
 without: the device memory that the groups take comes from the first of these, their times from the second.  The
 planner then chooses, from costs alone.  Because costs do not say everything that makes a step longer, whole passes with
-the plan and without are compared before it is kept.  A plan that costs time is tried again with fewer groups.
+the plan and without are compared before it is kept.  A plan that costs time is tried again with fewer groups, and
+compared again: no plan is kept that was not measured.
 
 If it does not fit, a third pass that offloads everything is timed, and passes in which all groups are recomputed, if
 they may be: in the first the operators are timed, in the second the groups, in the third the same without offloading if
@@ -222,26 +223,34 @@ class FirstSteps:
         """
         found, compared = self.found, list[Comparison]()
         while True:
-            found.plan = plan
-            # The first pass after a change warms up.  Passes without offloading are timed before and behind, because
-            # the device gets slower when it gets warm.
-            yield from _next(Stage.PLAN)
-            offloaded = [(yield from _next(Stage.PLAN)), (yield from _next(Stage.PLAN))]
-            yield from self._trimming(Stage.WARM, plan)
-            without = [bare, (yield from _next(Stage.NONE))]
-            without[-1].wait(self._backend)
-            compared.append(now := Comparison.of(plan, offloaded, without, self._backend, found.size))
-            fast, bare = now.times.without, without[-1]
+            now, bare = yield from self._compared(plan, bare)
+            compared.append(now)
+            without = now.times.without
             if now.is_free:
-                found.times, plan = now.times, refer(plan, fast)
+                found.times, plan = now.times, refer(plan, without)
                 return plan if now is compared[0] else self._only(plan, compared[:-1])
-            assert found.choose is not None
-            if now is compared[0] and now.cut():
-                return self._only(refer(found.chosen(among=plan.offloaded[: now.cut()]), fast), compared)
             plan = found.chosen(among=plan.offloaded[: now.fewer()])
             if not plan.offloaded or len(compared) > TRIES:
                 kept = self._keep(f"Nothing is offloaded, because {compared[0].because(compared[1:])}.")
-                return replace(kept, seconds=fast, baseline_seconds=fast, peak_bytes=found.bare_peak or None)
+                return replace(kept, seconds=without, baseline_seconds=without, peak_bytes=found.bare_peak or None)
+
+    def _compared(self, plan: GroupPlan, bare: TimedPass) -> Generator[Stage, TimedPass, tuple[Comparison, TimedPass]]:
+        """Compare passes with a plan and without offloading, of which `bare` is the first, and return the last of them.
+
+        The order of the passes is that of [Note: which pass counts].
+        """
+        found, offloaded, without = self.found, list[TimedPass](), [bare]
+        found.plan = plan
+        while True:
+            yield from _next(Stage.PLAN)  # the first pass after a change warms up
+            offloaded += [(yield from _next(Stage.PLAN)), (yield from _next(Stage.PLAN))]
+            yield from self._trimming(Stage.WARM, plan)
+            while len(without) < len(offloaded):
+                without.append((yield from _next(Stage.NONE)))
+            without[-1].wait(self._backend)
+            now = Comparison.of(plan, offloaded, without, self._backend, found.size)
+            if now.is_clear or len(offloaded) > 2:
+                return now, without[-1]
 
     def _only(self, plan: GroupPlan, compared: Sequence[Comparison]) -> GroupPlan:
         """Return a plan that says why it offloads no more groups."""

@@ -167,6 +167,19 @@ class OffloadHandle:
         saves = [None if name in refused else of for name, of in zip(plan.names, plan.saves, strict=False)]
         return replace(plan, saves=tuple(saves), because=f"{plan.because} {regions.refusals()}".strip())
 
+    @property
+    def settling(self) -> bool:
+        """Whether steps are still measured, and the plan may change at the begin of the next one.
+
+        It is True until the plan is final; until then the plan of the first steps is measured, or a plan is tried.  So
+        ``while handle.settling: train_step()`` ends with the final plan, in all ranks of a model after the same step.
+        It is True again while costs that have changed are measured.
+
+        It is False where nothing is measured: with a schedule or a plan that was given, without an accelerator, while
+        offloading is paused, and where passes cannot be timed.  ``handle.plan.because`` has the reason.
+        """
+        return self.active and self._tracker.steering.settling
+
     def __str__(self) -> str:
         state = "" if self.active else "paused" if self.installed else "removed"
         return describe(self._modules, self._plans, self.plan, state)
@@ -258,8 +271,8 @@ class OffloadHandle:
         """Return the plans that are worth having, time against peak, from what the first steps measured.
 
         They are for the groups and the shapes of the first steps, and they are searched anew in each call, which takes
-        some seconds.  Raises a `RuntimeError` if the costs are not known: before the first twelve steps, after a choice
-        by hand, and without an accelerator.
+        some seconds.  Raises a `RuntimeError` if the costs are not known: while the first steps are measured (see
+        `settling`), after a choice by hand, and without an accelerator.
         """
         return Frontier(tuple(self._tracker.steering.frontier()), self.plan)
 

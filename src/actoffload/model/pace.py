@@ -1,4 +1,15 @@
-"""Compare what passes with a plan take with what they take without offloading."""
+"""Compare what passes with a plan take with what they take without offloading.
+
+`[Note: which pass counts]`  Two passes with the plan and two without are enough where each of the first two compares in
+the same way with each of the others: the plan costs time, or it does not, and of two passes the faster one counts.
+Otherwise as many are run again, and of four the second fastest counts.  The fastest would be wrong where one pass
+happens to be short, and a mean where one happens to be long.
+
+Passes may have a pattern: with gradient accumulation each second, third or fourth one reduces gradients, and a program
+may wait for the device after some passes.  The order is N w P P w N, then w P P w N N, where P has the plan, N has not,
+and w warms up after a change.  So P and N have the same places in a pattern of two or three passes.  A device that gets
+slower, because it gets warm, slows both down.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +17,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import inf
+from statistics import median_low
 
 from ..device.base import Backend
 from ..planner import GroupPlan
@@ -23,10 +35,13 @@ FEWER, TRIES = 0.75, 3  # part of the groups of a plan that cost more, with whic
 
 @dataclass(frozen=True)
 class Comparison:
-    """Seconds of a pass with a plan and without offloading, and the numbers of the first and last pass compared."""
+    """Seconds of passes with a plan and without offloading, and the numbers of the first and last of these passes."""
 
     plan: GroupPlan
-    times: StepTimes
+    offloaded: tuple[float, ...]
+    without: tuple[float, ...]
+    first: int
+    last: int
 
     @staticmethod
     def of(
@@ -34,8 +49,13 @@ class Comparison:
     ) -> Comparison:
         """Compare passes that the device has run; `size` is the number of elements that the plan is for."""
         numbers = [timed.number for timed in (*offloaded, *without)]
-        seconds = fastest(offloaded, backend, size), fastest(without, backend, size)
-        return Comparison(plan, StepTimes(*seconds, min(numbers), max(numbers)))
+        seconds = _seconds(offloaded, backend, size), _seconds(without, backend, size)
+        return Comparison(plan, *seconds, min(numbers), max(numbers))
+
+    @property
+    def times(self) -> StepTimes:
+        """What counts; see [Note: which pass counts]."""
+        return StepTimes(median_low(self.offloaded), median_low(self.without), self.first, self.last)
 
     @property
     def cost(self) -> float:
@@ -52,16 +72,22 @@ class Comparison:
         """Whether passes with the plan are as short as without."""
         return self.cost <= self.allowed
 
-    def cut(self) -> int:
-        """Return the number of groups for which the cost is small enough if each costs as much; 0 if that is unsafe.
-
-        A large cost does not fall with the number of groups: it begins where the copies no longer fit beside compute.
-        """
-        return 0 if self.cost > MOST else math.floor(len(self.plan.offloaded) * min(self.allowed / self.cost, 1.0))
+    @property
+    def is_clear(self) -> bool:
+        """Whether each pass with the plan compares in the same way with each one without."""
+        short, long = min(self.offloaded) / max(self.without), max(self.offloaded) / min(self.without)
+        return (short - 1 <= self.allowed) == (long - 1 <= self.allowed)
 
     def fewer(self) -> int:
-        """Return the number of groups with which the plan is tried again."""
-        return math.floor(len(self.plan.offloaded) * FEWER)
+        """Return the number of groups with which the plan is tried again.
+
+        A small cost may fall with the number of groups.  A large cost does not: it begins where the copies no longer
+        fit beside compute.
+        """
+        number = len(self.plan.offloaded)
+        most = math.floor(number * FEWER)
+        even = math.floor(number * self.allowed / self.cost) if self.cost <= MOST else 0
+        return min(even or most, most)
 
     def because(self, others: Sequence[Comparison] = ()) -> str:
         """Return the reason for another plan, as a clause; `others` were tried afterwards, with fewer groups."""
@@ -74,7 +100,11 @@ class Comparison:
 
 def fastest(passes: Sequence[TimedPass], backend: Backend, size: int) -> float:
     """Return the seconds of the fastest of some passes, for a number of elements of the inputs."""
-    return min(timed.pace(backend) for timed in passes) * max(size, 1)
+    return min(_seconds(passes, backend, size))
+
+
+def _seconds(passes: Sequence[TimedPass], backend: Backend, size: int) -> tuple[float, ...]:
+    return tuple(timed.pace(backend) * max(size, 1) for timed in passes)
 
 
 def refer(plan: GroupPlan, without: float) -> GroupPlan:

@@ -20,6 +20,8 @@ __all__ = ["ByPlan", "BySchedule", "RolesOfPlan", "recomputing"]
 class BySchedule:
     """Follow each forward as a whole, and offload by a schedule; `because` says why by this one."""
 
+    settling = False
+
     def __init__(
         self,
         groups: Sequence[FollowedModule],
@@ -56,7 +58,7 @@ class BySchedule:
         """Refuse: nothing is measured."""
         raise RuntimeError(
             "What other plans cost is not known, because nothing is measured: on an accelerator, call offload(model) "
-            "without num_layers, fraction, max_inflight and plan, and run twelve steps."
+            "without num_layers, fraction, max_inflight and plan, and run steps until handle.settling is False."
         )
 
     def plan(self) -> GroupPlan:

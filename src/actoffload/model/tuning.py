@@ -5,7 +5,8 @@ of the first steps, or the plan; and the first steps are repeated when costs hav
 model, the first of them decides: see [Note: ranks decide together].
 
 A pass is timed on the device, from the start of the forward to the end of its backward.  The events are read passes
-later; the host waits for the device at most twice, where the device is more than a whole pass behind.
+later; the host waits for the device once before a plan is chosen and once for each comparison with it, and only where
+the device is more than a whole pass behind.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ logger = logging.getLogger("actoffload")
 MOVED = 0.10  # change of a cost from which on another plan is looked for
 PATIENCE = 64  # passes before a plan is replaced, doubled each time
 UNFINISHED = 4  # forwards in a row that run before the backward of the one before
+PASSED_OVER = 4  # passes in a row that may not fit without offloading, so that the first steps do not go on
 
 MEASURING = "This is the plan of the first steps, which are measured."
 ALONE = (
@@ -95,7 +97,7 @@ class Tuner:
         self._number = passes
         self._current: TimedPass | None = None  # in progress, or the latest
         self._thread = 0  # that runs its forward
-        self._unfinished = 0
+        self._unfinished = self._passed_over = 0  # passes in a row
         self._alone = False  # the groups are called, and not the model
         self._chosen: Findings | None = None  # whose plan is kept
         self._measuring: Findings
@@ -107,6 +109,12 @@ class Tuner:
         self._later: deque[TimedPass] = deque(maxlen=WINDOW)  # one of each window
         self._pace: float | None = None  # seconds for each element of the inputs when the plan was new
 
+    @property
+    def settling(self) -> bool:
+        """Whether passes are measured for a plan that is not final: in all ranks from the same pass on, no longer."""
+        measured = self._unfinished < UNFINISHED and self._passed_over < PASSED_OVER
+        return self._stage is not None and measured and not self._alone
+
     def plan(self) -> GroupPlan:
         """Return the plan, or what is done until there is one."""
         because = ALONE if self._alone else UNTIMED if self._unfinished >= UNFINISHED else MEASURING
@@ -116,9 +124,8 @@ class Tuner:
         """Return the plans that are worth having, for what was measured."""
         found = () if self._chosen is None else self._chosen.frontier()
         if not found:
-            raise RuntimeError(
-                f"What other plans cost is not known yet: run twelve steps. {self.plan().because}".rstrip()
-            )
+            yet = " yet: run steps until handle.settling is False" if self.settling else ""
+            raise RuntimeError(f"What other plans cost is not known{yet}. {self.plan().because}".rstrip())
         return found
 
     def facts(self) -> dict[str, Any]:
@@ -273,9 +280,10 @@ class Tuner:
         if self._stage is None and self._number % WINDOW == 0 and self._renews():
             self._begin(self._number, warm=True)
         lockstep = self._ranks.lockstep
-        if self._stage is not None and lockstep is not None and not lockstep.leads:
+        follows = lockstep is not None and not lockstep.leads
+        if self._stage is not None and follows:
             self._follow()
-        stage = self._stage
+        stage = decided = self._stage
         if stage is None:
             return None
         # A pass that may not fit offloads everything and does not count.
@@ -284,6 +292,8 @@ class Tuner:
         if lockstep is not None and lockstep.leads:
             known = replace(self._measuring, choose=None, search_frontier=None)  # which are large
             self._ranks.together(lambda of: of.decide(self._number, Decision(stage, known)))
+        # Ranks that follow count what was decided, so that `settling` is the same in all.
+        self._passed_over = self._passed_over + 1 if (decided if follows else stage) is Stage.FIRST else 0
         return stage
 
     def _follow(self) -> None:

@@ -61,7 +61,11 @@ class PipelineHandle:
 
     @property
     def settling(self) -> bool:
-        """Whether steps are still measured, and the plan may change at the begin of the next one."""
+        """Whether steps are still measured, and the plan may change at the begin of the next one.
+
+        It is True until the plans of all ranks are final, so ``while handle.settling: schedule.step(...)`` ends in all
+        ranks after the same step.
+        """
         return self._runner.settling
 
     @property

@@ -65,6 +65,8 @@ class StageSteering:
         What is saved of each group that is recomputed.
     """
 
+    settling = False  # the plan is one for all stages, and `PipelineHandle.settling` is about it
+
     def __init__(
         self,
         stage: int,
