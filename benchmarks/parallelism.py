@@ -40,7 +40,7 @@ __all__ = ["PARTS", "Sizes", "measure_part"]
 LAYERS, DEFAULT, BUDGET, PAUSED = "num_layers", "default", "budget", "paused"
 FSDP, DDP, TENSOR, CONTEXT, COLLECTIVES = PARTS = ("fsdp", "ddp", "tensor", "context", "collectives")
 BUDGETS = 1.0, 1.03
-"""Budgets as parts of the peak of activation checkpointing; so near the smallest peak that there is, some bytes matter."""
+"""Budgets as parts of the peak of activation checkpointing; near the smallest peak that there is a few bytes matter."""
 LIMIT = 300.0
 """Seconds for the processes of a part."""
 STEPS = 2
