@@ -39,6 +39,8 @@ __all__ = ["PARTS", "Sizes", "measure_part"]
 
 LAYERS, DEFAULT, BUDGET, PAUSED = "num_layers", "default", "budget", "paused"
 FSDP, DDP, TENSOR, CONTEXT, COLLECTIVES = PARTS = ("fsdp", "ddp", "tensor", "context", "collectives")
+BUDGETS = 1.0, 1.03
+"""Budgets as parts of the peak of activation checkpointing; near the smallest peak that there is a few bytes matter."""
 LIMIT = 300.0
 """Seconds for the processes of a part."""
 STEPS = 2
@@ -264,7 +266,7 @@ def _measure_arms(device: torch.device, part: str, sizes: Sizes, mesh: Any, link
     arms = [Arm(NOTHING, plain), Arm(AGAIN, plain)]
     models = [plain, layers, default]
     if part == FSDP:
-        models += [make(partial(checkpoint, use_reentrant=False)), make()]
+        models += [make(partial(checkpoint, use_reentrant=False)), *(make() for _ in BUDGETS)]
     held = sum(model.held for model in models)
     default.offload()
     predict = measured_costs(default.handle)
@@ -272,12 +274,14 @@ def _measure_arms(device: torch.device, part: str, sizes: Sizes, mesh: Any, link
     arms += [Arm(LAYERS, layers, count) for count in counts]
     arms += [Arm(DEFAULT, default), Arm(PAUSED, default, paused=True)]
     if part == FSDP:
-        *_, checkpointed, limited = models
+        checkpointed, *limited = models[3:]
         arms.append(Arm(CHECKPOINT, checkpointed))
         others = held - checkpointed.held
-        target = _largest(measure_peak(checkpointed.step, warmup=1) - others, device)
-        limited.offload(memory_budget=target + held - limited.held)
-        arms.append(Arm(BUDGET, limited, budget=target))
+        peak = _largest(measure_peak(checkpointed.step, warmup=1) - others, device)
+        for share, model in zip(BUDGETS, limited, strict=True):
+            budget = round(share * peak)
+            model.offload(memory_budget=budget + held - model.held)
+            arms.append(Arm(BUDGET, model, budget=budget))
     rows = []
     for arm in arms:
         rows.append(arm.row(held - arm.trained.held))

@@ -21,14 +21,15 @@ def targets(data: Data) -> list[Data]:
             continue
         stack = _stack(name, part)
         rows = {(row["method"], row["num_layers"]): row for row in part["rows"]}
-        two, default, budget = rows.get((LAYERS, 2)), rows.get((DEFAULT, None)), rows.get((BUDGET, None))
+        two, default = rows.get((LAYERS, 2)), rows.get((DEFAULT, None))
         if two is not None:
             found.append(target("ranks", two["ratio"], stack=stack, how="2 layers offloaded"))
         if default is not None:
             found.append(target("ranks", default["ratio"], stack=stack, how="`offload(model)`"))
-        if budget is not None:
-            share = (budget["ratio"] - 1) / (rows[CHECKPOINT, None]["ratio"] - 1)
-            found.append(target("share", share, stack=stack, gib=budget["budget"]))
+        for row in part["rows"]:
+            if row["method"] == BUDGET:
+                share = (row["ratio"] - 1) / (rows[CHECKPOINT, None]["ratio"] - 1)
+                found.append(target("share", share, stack=stack, gib=row["budget"]))
     return found
 
 
@@ -54,7 +55,8 @@ def _stack(name: str, part: Data) -> str:
 
 
 def _name(row: Data) -> str:
-    return str(PAGE["names"]["ranks_methods"].get(row["method"], row["method"]))
+    name = str(PAGE["names"]["ranks_methods"].get(row["method"], row["method"]))
+    return name if row["budget"] is None else fill("{} of {:GiB.2} GiB", name, row["budget"])
 
 
 def _known(row: Data) -> Data:

@@ -39,13 +39,14 @@ def measured(device: torch.device) -> dict[str, Any]:
 def test_two_ranks_measure_every_way_to_run_a_step() -> None:
     ranks = run_ranks(measured, world=2, device="cpu", limit=200)
     rows = parallelism._merged([rank[FSDP] for rank in ranks])
-    methods = ["no offload", "no offload, again", "num_layers", "default", "paused", "checkpoint", "budget"]
-    assert [row["method"] for row in rows] == methods
-    none, again, one, default, paused, checkpointed, budget = rows
+    methods = ["no offload", "no offload, again", "num_layers", "default", "paused", "checkpoint"]
+    assert [row["method"] for row in rows] == [*methods, "budget", "budget"]
+    none, again, one, default, paused, checkpointed, budget, larger = rows
     assert none["peak_bytes"] == again["peak_bytes"]
     assert "bytes_offloaded" not in paused
     assert max(checkpointed["peak_bytes"]) == budget["budget"] < min(none["peak_bytes"])
-    for row in (one, default, budget):
+    assert larger["budget"] == round(1.03 * budget["budget"])
+    for row in (one, default, budget, larger):
         assert all(nbytes > 0 for nbytes in row["bytes_offloaded"])
         assert len(row["peak_bytes"]) == len(row["stall_seconds"]) == 2
     for row, *each in zip(rows, *(rank[FSDP]["rows"] for rank in ranks), strict=True):
@@ -111,6 +112,7 @@ def test_page() -> None:
         arm("default", 1.03, **moved),
         arm("checkpoint", 1.25, (6, 6)),
         arm("budget", 1.1, (6, 6), budget=6 * GIB, **moved),
+        arm("budget", 1.15, (6, 6), budget=6.25 * GIB, **moved),
     ]
     settings = {"layers": 12, "shape": [1, 8192, 4096], "dtype": "bfloat16"}
     part = {"world": 2, "settings": settings, "link": {"d2h": 38e9, "h2d": 45e9}, "noise": 0.001, "rows": rows}
@@ -131,7 +133,9 @@ def test_page() -> None:
     assert f"| {stack}, 2 layers offloaded: step / no offload | ≤ 1.010 | 1.005 | met |" in page
     assert f"| {stack}, `offload(model)`: step / no offload | ≤ 1.010 | 1.030 | missed by 0.020 |" in page
     added = "time added / added by activation checkpointing"
-    assert f"| {stack}, budget of 6.0 GiB: {added} | ≤ 0.50 | 0.40 | met |" in page
+    assert f"| {stack}, budget of 6.00 GiB: {added} | ≤ 0.50 | 0.40 | met |" in page
+    assert f"| {stack}, budget of 6.25 GiB: {added} | ≤ 0.50 | 0.60 | missed by 0.10 |" in page
+    assert "| offload(model, memory_budget) of 6.25 GiB |" in page
     assert "all-gather of one FSDP2 layer beside H2D: time / time alone, the largest | ≤ 1.020 | 1.040" in page
     assert "| num_layers | 2 | 502.5 | 1.005 | 1.002 | 17.25, 17.50 | 3.00 | 1.0, 0.0 |" in page
     assert "| activation checkpointing |  | 625.0 | 1.250 |  | 6.00 |  |  |" in page
