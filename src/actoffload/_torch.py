@@ -11,8 +11,9 @@ import contextlib
 import importlib
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from operator import attrgetter
 from types import FrameType
 from typing import Any, TypeVar
@@ -89,15 +90,11 @@ grouped_mm: Callable[..., torch.Tensor] | None = _find("nn.functional.grouped_mm
 tensor_base: Any = _find("_C.TensorBase", torch.Tensor)
 """The class whose descriptors read a tensor without running the code of its subclass."""
 
-_no_torch_function: Any = _find("_C.DisableTorchFunctionSubclass", nullcontext)
-_no_torch_dispatch: Any = _find("_C._DisableTorchDispatch", nullcontext)
+no_torch_function: Any = _find("_C.DisableTorchFunctionSubclass", nullcontext)
+"""Context that skips the ``__torch_function__`` of tensor subclasses."""
 
-
-@contextmanager
-def plain_tensors(*, dispatch: bool = False) -> Iterator[None]:
-    """Treat tensor subclasses as plain tensors in this block; with `dispatch`, skip ``__torch_dispatch__`` too."""
-    with _no_torch_function(), _no_torch_dispatch() if dispatch else nullcontext():
-        yield
+no_torch_dispatch: Any = _find("_C._DisableTorchDispatch", nullcontext)
+"""Context that skips the ``__torch_dispatch__`` of tensor subclasses."""
 
 
 def storage_address(obj: Any) -> int:
@@ -144,6 +141,33 @@ after_backward: Callable[[Callable[[], None]], None] = _need(
 
 CASTS = frozenset({"ToCopyBackward0", "TBackward0", "TransposeBackward0"})
 """Names of the autograd nodes that cast or transpose: a weight behind one is a weight still."""
+
+_saves_as = "_raw_saved_"
+_shows_saved = _find(f"_C._functions.ExpBackward0.{_saves_as}result") is not None
+
+
+@cache
+def _saves_nothing(node: type) -> bool:
+    """Return whether autograd nodes of a class save no tensor, as far as that shows.
+
+    The class of an operation of PyTorch, whose name ends in a number, has an attribute for each tensor that it saves.
+    """
+    shows = _shows_saved and node.__name__[-1:].isdigit()
+    return shows and not any(name.startswith(_saves_as) for name in dir(node))
+
+
+def saved_as_input(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor that is saved now is surely no output of the node that saves it.
+
+    It was made by another node, which saves nothing.  A view that was edited in place has a node of this kind too, for
+    the view alone; the node of the edit is that of its base.
+    """
+    node = tensor.grad_fn
+    if node is None or not _saves_nothing(type(node)):
+        return False
+    base = base_of(tensor)
+    return base is None or type(base.grad_fn).__name__ != "CopySlices"
+
 
 _top_hooks: Callable[[bool], tuple[Any, Any] | None] = _need(
     "_C._autograd._top_saved_tensors_default_hooks", lambda ignore_tracing: None
