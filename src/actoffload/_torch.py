@@ -148,24 +148,28 @@ _shows_saved = _find(f"_C._functions.ExpBackward0.{_saves_as}result") is not Non
 
 @cache
 def _saves_nothing(node: type) -> bool:
-    """Return whether autograd nodes of a class save no tensor, as far as that shows.
+    """Return whether autograd nodes of a class certainly save no tensor.
 
-    The class of an operation of PyTorch, whose name ends in a number, has an attribute for each tensor that it saves.
+    The class of an operation of PyTorch has an attribute for each tensor that it saves.  Its name ends in a number,
+    unlike those of functions of programs and of C++ extensions.
     """
-    shows = _shows_saved and node.__name__[-1:].isdigit()
-    return shows and not any(name.startswith(_saves_as) for name in dir(node))
+    if not _shows_saved or not node.__name__[-1:].isdigit():  # [guard: nodes that do not show what they save -> False]
+        return False
+    return not any(name.startswith(_saves_as) for name in dir(node))  # [guard: nodes that save something -> True]
 
 
 def saved_as_input(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor that is saved now is surely no output of the node that saves it.
+    """Return whether a tensor that is saved now is certainly no output of the node that saves it.
 
-    It was made by another node, which saves nothing.  A view that was edited in place has a node of this kind too, for
-    the view alone; the node of the edit is that of its base.
+    Holding it makes no cycle then; autograd itself holds inputs too, and detaches outputs.  Its own node saves nothing,
+    so another one saves it.  After an in-place edit of a view the node of the view may save nothing; the node of the
+    edit, which may save the view, is that of its base.
     """
     node = tensor.grad_fn
     if node is None or not _saves_nothing(type(node)):
         return False
     base = base_of(tensor)
+    # [guard: view edited in place -> True]
     return base is None or type(base.grad_fn).__name__ != "CopySlices"
 
 

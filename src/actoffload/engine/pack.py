@@ -38,7 +38,7 @@ Kept: TypeAlias = tuple[torch.Tensor, int, LivenessToken, tuple[Resident, ...]]
 def keep(tensor: torch.Tensor, token: LivenessToken, residents: tuple[Resident, ...] = ()) -> Kept:
     """Hold a tensor that is kept on the device."""
     # A leaf has no node, so it can be held itself; backward then gets the parameter, not an alias.
-    # To detach a subclass runs code of its own, often in Python, which takes many times as long as the rest.
+    # Detaching a subclass runs its own code, often in Python, which takes many times as long as the rest.
     itself = tensor.is_leaf or (type(tensor) is not torch.Tensor and saved_as_input(tensor))
     alias = tensor if itself else tensor.detach()  # [keep: kept tensor]
     return alias, version_of(tensor), token, residents
@@ -65,7 +65,7 @@ def pack_parts(
     finally:
         around.pop()
     kept = [part for part in saved.values() if isinstance(part, tuple)]
-    if len(kept) == len(saved) and saved_as_input(tensor):  # to build it anew takes longer
+    if len(kept) == len(saved) and saved_as_input(tensor):  # building it anew takes longer
         return tensor, version_of(tensor), token, tuple(resident for part in kept for resident in part[3])
     return Compound(Seen.of(tensor), tensor.size(), saved, build)
 

@@ -72,8 +72,10 @@ def _take_flat(tensor: Any) -> _Taken | None:
         inner, context = _flatten(tensor)
     except NotImplementedError:
         return None
-    parts = {name: part for name, part in inner.items() if isinstance(part, torch.Tensor)}
-    others = {name: part for name, part in inner.items() if name not in parts}
+    parts: dict[Any, torch.Tensor] = {}
+    others: dict[Any, Any] = {}
+    for name, part in inner.items():
+        (parts if isinstance(part, torch.Tensor) else others)[name] = part
     kind, size, stride = type(tensor), tensor.size(), tensor.stride()
     if tensor.layout is torch.jagged:
         # Two ragged dimensions are equal if they come from the same tensor of offsets, the same object.
