@@ -33,6 +33,7 @@ NAMES = [
     "_C.TensorBase",
     "_C.DisableTorchFunctionSubclass",
     "_C._DisableTorchDispatch",
+    "_C._functions.ExpBackward0",
     "_C._current_graph_task_id",
     "autograd.Variable._execution_engine",
     "_C._autograd._top_saved_tensors_default_hooks",
@@ -233,6 +234,26 @@ def test_autograd_nodes_have_the_names_that_identify_casts() -> None:
         for node in (weight.to(torch.bfloat16).grad_fn, weight.t().grad_fn, weight.transpose(0, 1).grad_fn)
     }
     assert made == _torch.CASTS
+
+
+class View(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+def test_what_nodes_that_save_nothing_have_made_is_saved_as_an_input() -> None:
+    leaf = torch.randn(3, 2, requires_grad=True)
+    x, edited = leaf * 1.0, leaf * 1.0
+    edited[0].exp_()
+    assert all(map(_torch.saved_as_input, [leaf.t(), x.t(), x[0], x.view(-1), x + 1.0, x.to(torch.float64)]))
+    assert not any(map(_torch.saved_as_input, [leaf, x, x.exp(), View.apply(x), View.apply(x).t().sin()]))
+    assert type(edited.grad_fn).__name__ == "CopySlices"
+    assert not any(map(_torch.saved_as_input, [edited, edited.t()]))
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch.jit, when torch.compile is imported

@@ -11,8 +11,9 @@ import contextlib
 import importlib
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from operator import attrgetter
 from types import FrameType
 from typing import Any, TypeVar
@@ -89,15 +90,11 @@ grouped_mm: Callable[..., torch.Tensor] | None = _find("nn.functional.grouped_mm
 tensor_base: Any = _find("_C.TensorBase", torch.Tensor)
 """The class whose descriptors read a tensor without running the code of its subclass."""
 
-_no_torch_function: Any = _find("_C.DisableTorchFunctionSubclass", nullcontext)
-_no_torch_dispatch: Any = _find("_C._DisableTorchDispatch", nullcontext)
+no_torch_function: Any = _find("_C.DisableTorchFunctionSubclass", nullcontext)
+"""Context that skips the ``__torch_function__`` of tensor subclasses."""
 
-
-@contextmanager
-def plain_tensors(*, dispatch: bool = False) -> Iterator[None]:
-    """Treat tensor subclasses as plain tensors in this block; with `dispatch`, skip ``__torch_dispatch__`` too."""
-    with _no_torch_function(), _no_torch_dispatch() if dispatch else nullcontext():
-        yield
+no_torch_dispatch: Any = _find("_C._DisableTorchDispatch", nullcontext)
+"""Context that skips the ``__torch_dispatch__`` of tensor subclasses."""
 
 
 def storage_address(obj: Any) -> int:
@@ -144,6 +141,37 @@ after_backward: Callable[[Callable[[], None]], None] = _need(
 
 CASTS = frozenset({"ToCopyBackward0", "TBackward0", "TransposeBackward0"})
 """Names of the autograd nodes that cast or transpose: a weight behind one is a weight still."""
+
+_saves_as = "_raw_saved_"
+_shows_saved = _find(f"_C._functions.ExpBackward0.{_saves_as}result") is not None
+
+
+@cache
+def _saves_nothing(node: type) -> bool:
+    """Return whether autograd nodes of a class certainly save no tensor.
+
+    The class of an operation of PyTorch has an attribute for each tensor that it saves.  Its name ends in a number,
+    unlike those of functions of programs and of C++ extensions.
+    """
+    if not _shows_saved or not node.__name__[-1:].isdigit():  # [guard: nodes that do not show what they save -> False]
+        return False
+    return not any(name.startswith(_saves_as) for name in dir(node))  # [guard: nodes that save something -> True]
+
+
+def saved_as_input(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor that is saved now is certainly no output of the node that saves it.
+
+    Holding it makes no cycle then; autograd itself holds inputs too, and detaches outputs.  Its own node saves nothing,
+    so another one saves it.  After an in-place edit of a view the node of the view may save nothing; the node of the
+    edit, which may save the view, is that of its base.
+    """
+    node = tensor.grad_fn
+    if node is None or not _saves_nothing(type(node)):
+        return False
+    base = base_of(tensor)
+    # [guard: view edited in place -> True]
+    return base is None or type(base.grad_fn).__name__ != "CopySlices"
+
 
 _top_hooks: Callable[[bool], tuple[Any, Any] | None] = _need(
     "_C._autograd._top_saved_tensors_default_hooks", lambda ignore_tracing: None

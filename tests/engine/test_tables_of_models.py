@@ -9,6 +9,7 @@ import pytest
 import torch
 from helpers import no_gc
 from torch import Tensor, nn
+from wrappers import Two
 
 from actoffload._torch import address
 from actoffload.engine.module_tensors import ModelTensors
@@ -60,6 +61,11 @@ def another_module(net: nn.Module) -> Tensor:
     return net[1][0].weight
 
 
+def another_part(net: nn.Module) -> Tensor:
+    net[1][0].weight.b = torch.ones(4, 4)
+    return net[1][0].weight.b
+
+
 def another_buffer(net: nn.Module) -> Tensor:
     net[1][1].running_mean = torch.ones(4)
     return net[1][1].running_mean
@@ -73,6 +79,7 @@ CHANGES = (
     one_that_was_none,
     one_more_module,
     another_module,
+    another_part,
     another_buffer,
 )
 
@@ -81,16 +88,21 @@ CHANGES = (
 def test_a_model_that_changed_is_read_again(change: Callable[[nn.Module], Tensor]):
     net = model()
     net[1][0].bias = None
+    if change is another_part:
+        net[1][0].weight = nn.Parameter(Two(torch.ones(4, 4), torch.ones(4, 4)))
     first = ModelTensors(net)
     assert reason(first, net[0].weight) is Reason.PARAMETER
     new = change(net)
     assert reason(first, new) is None
-    expected = Reason.PARAMETER if isinstance(new, nn.Parameter) else Reason.BUFFER
+    expected = Reason.BUFFER if change is another_buffer else Reason.PARAMETER
     assert reason(ModelTensors(net, first), new) is expected
 
 
-def test_a_model_that_did_not_change_is_read_once():
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_model_that_did_not_change_is_read_once(wrapped: bool):
     net = model()
+    if wrapped:
+        net[1][0].weight = nn.Parameter(Two(torch.ones(4, 4), torch.ones(4, 4)))
     first = ModelTensors(net)
     assert reason(first, net[0].weight) is Reason.PARAMETER
     second = ModelTensors(net, ModelTensors(net, first))  # the pass between saved nothing

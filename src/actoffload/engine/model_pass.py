@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Hashable, Iterable
+from functools import partial
 from typing import Generic
 
 import torch
@@ -24,15 +25,15 @@ from ..schedule.plan import OUTSIDE, Roles
 from .engine import Engine
 from .layer import Layer
 from .module_tensors import ModuleTensors
-from .ownership import stays
-from .pack import Pack, Saved, keep
+from .ownership import Limit, stays
+from .pack import Pack, Saved, keep, pack_parts
 from .passes import Pass
 from .reload import Residency
 from .statistics import Reason
 from .storage import Moved, SavedStorage
-from .subclasses import Compound, is_compound, plain_parts
+from .subclasses import is_compound, plain_parts
 from .tensor_marks import StorageRef
-from .versions import Wrappers
+from .versions import Seen
 
 __all__ = ["ModelPass"]
 
@@ -143,48 +144,44 @@ class ModelPass(Pass, Generic[Key]):
             if not self.order.complete and self.order.started:
                 self.follow(self._roles_of(tuple(self.order.started)))
 
-    def packer_outside(self, *, withheld: bool = False, wrappers: Wrappers = ()) -> Pack:
+    def packer_outside(self, *, withheld: bool = False) -> Pack:
         """Return the pack hook for what no group saves; `withheld`: what modules save whose tensors are kept."""
+        return partial(self._pack_outside, withheld, self.engine.limit(), [])
+
+    def _pack_outside(self, withheld: bool, limit: Limit, around: list[torch.Tensor], tensor: torch.Tensor) -> Saved:
+        """Pack a tensor that no group saves, a part of the wrappers `around`, outermost first."""
         layer, because = (self._withheld, Reason.KEPT) if withheld else (self._between, Reason.OUTSIDE)
-        backend, owned, limit, registry = self.backend, self._owned, self.engine.limit(), self.registry
-        token = layer.token
+        registry, token = self.registry, layer.token
         assert token is not None
-        smallest = limit.surely
-
-        def pack(tensor: torch.Tensor) -> Saved:
-            if type(tensor) is torch.Tensor and tensor.numel() < smallest:
-                reason: Reason | None = Reason.SMALL
-            else:
-                reason = stays(tensor, backend, owned, limit)
-                if reason is Reason.SUBCLASS and is_compound(tensor):
-                    compound = Compound.pack(
-                        tensor, wrappers, lambda more: self.packer_outside(withheld=withheld, wrappers=more)
-                    )
-                    if compound is not None:
-                        return compound
-            if reason is not None:
-                self._note(reason, tensor.nbytes if tensor.layout is torch.strided else 0)
-                return keep(tensor, token)
-            late = None if withheld else self._late(tensor)
-            behind = len(self.layers) > self.roles.last_leaving and self.settled and not self.engine.follows_all
-            if late is None and behind:
-                known = registry.resident_at(address(tensor.untyped_storage()))
-                resident = registry.resident(layer, tensor)
-                if resident is not None:
-                    if known is None:
-                        self._note(because, resident.nbytes)
-                    return keep(tensor, token, resident)
-            saver, before = layer if late is None else late, len(layer.storages)
-            storage, view, probe = registry.save(saver, tensor, self.roles, wrappers)
-            if len(layer.storages) > before:
-                if withheld:
-                    self._note(because, storage.nbytes)
-                elif late is None and self.engine.follows_all:
-                    self.saved_outside.append((layer.storages[-1], current_module()))
-            mine = token if late is None else late.revive()
-            return Moved(self, saver.index, storage, view, probe, mine)
-
-        return opaque(pack)
+        if type(tensor) is torch.Tensor and tensor.numel() < limit.surely:
+            reason: Reason | None = Reason.SMALL
+        else:
+            reason = stays(tensor, self.backend, self._owned, limit)
+            if reason is Reason.SUBCLASS and is_compound(tensor):
+                packed = pack_parts(tensor, around, partial(self._pack_outside, withheld, limit, around), token)
+                if packed is not None:
+                    return packed
+        if reason is not None:
+            self._note(reason, tensor.nbytes if tensor.layout is torch.strided else 0)
+            return keep(tensor, token)
+        late = None if withheld else self._late(tensor)
+        behind = len(self.layers) > self.roles.last_leaving and self.settled and not self.engine.follows_all
+        if late is None and behind:
+            known = registry.resident_at(address(tensor.untyped_storage()))
+            resident = registry.resident(layer, tensor)
+            if resident is not None:
+                if known is None:
+                    self._note(because, resident.nbytes)
+                return keep(tensor, token, (resident,))
+        saver, before = layer if late is None else late, len(layer.storages)
+        storage, view, probe = registry.save(saver, tensor, self.roles, tuple(map(Seen.of, around)))
+        if len(layer.storages) > before:
+            if withheld:
+                self._note(because, storage.nbytes)
+            elif late is None and self.engine.follows_all:
+                self.saved_outside.append((layer.storages[-1], current_module()))
+        mine = token if late is None else late.revive()
+        return Moved(self, saver.index, storage, view, probe, mine)
 
     def _late(self, tensor: torch.Tensor) -> Layer | None:
         """Return the group that has just ended, if a tensor was an input of it, or of others without a graph before."""
@@ -194,6 +191,9 @@ class ModelPass(Pass, Generic[Key]):
         self._region_saved = True  # [guard: region that has saved its inputs]
         self.adopted += tensor.nbytes
         return self.layers[-1]
+
+
+opaque(ModelPass._pack_outside)
 
 
 def _storages(tensor: torch.Tensor) -> list[torch.UntypedStorage]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -153,12 +153,12 @@ def unwatch(owned: ModuleTensors) -> None:
     _calls.remove_user(owned)
 
 
-def _addresses(tensor: torch.Tensor) -> Sequence[int]:
+def _addresses(tensor: torch.Tensor) -> tuple[int, ...]:
     """Return where a tensor's memory is, or that of its parts."""
     kind = type(tensor)
     if kind is Parameter or kind is torch.Tensor:
         return (address(tensor.untyped_storage()),) if tensor.layout is torch.strided else ()
-    return [address(part.untyped_storage()) for part in plain_parts(tensor) if part.layout is torch.strided]
+    return tuple(address(part.untyped_storage()) for part in plain_parts(tensor) if part.layout is torch.strided)
 
 
 class _Tables(NamedTuple):
@@ -166,7 +166,7 @@ class _Tables(NamedTuple):
 
     module: weakref.ref[Module]
     sizes: list[int]
-    held: list[tuple[int, str, Callable[[], Any], int]]  # table, name, tensor or module, address of its storage or 0
+    held: list[tuple[int, str, Callable[[], Any], tuple[int, ...] | None]]  # table, name, tensor or module, its memory
 
 
 def _nothing() -> None:
@@ -206,20 +206,17 @@ class ModelTensors:
         modules = [] if model is None else _modules_in(model)
         self._reasons = {key: reason for key, (_, _, reason) in _places(modules).items()}
         self.sharded = any(hasattr(kind, RESHARD) for kind in {type(module) for module in modules})
+        if self.sharded:  # parameters are replaced in each pass
+            return
         read = []
         for module in modules:
             tables, held = registered(module), []
             for k, table in enumerate(tables):
                 for name, of in table.items():
-                    at = 0
-                    if of is not None and not isinstance(of, Module):
-                        if type(of) not in (Parameter, torch.Tensor) or of.layout is not torch.strided:
-                            return  # a wrapper may replace its parts: read again in each pass
-                        at = address(of.untyped_storage())
+                    at = None if of is None or isinstance(of, Module) else _addresses(of)
                     held.append((k, name, _nothing if of is None else weakref.ref(of), at))
             read.append(_Tables(weakref.ref(module), [len(table) for table in tables], held))
-        if not self.sharded:
-            self._read_from = read
+        self._read_from = read
 
     def _is_current(self) -> bool:
         """Return whether the model still holds what was read."""
@@ -235,7 +232,7 @@ class ModelTensors:
             for k, name, ref, at in read.held:
                 found = tables[k].get(name)
                 # [guard: parameter replaced since]
-                if found is not ref() or (at and (found is None or address(found.untyped_storage()) != at)):
+                if found is not ref() or (at is not None and (found is None or _addresses(found) != at)):
                     return False
         return True
 

@@ -45,7 +45,7 @@ def stays(tensor: torch.Tensor, backend: Backend, owned: ModuleTensors, limit: L
     if kind is Parameter:
         return Reason.PARAMETER
     if kind is not torch.Tensor:
-        return Reason.PARAMETER if isinstance(tensor, Parameter) else _tied(tensor) or Reason.SUBCLASS
+        return _tied(tensor) or Reason.SUBCLASS
     count = tensor.numel()
     if count < limit.elements or count * tensor.itemsize < limit.nbytes:
         return Reason.SMALL
@@ -76,18 +76,17 @@ def stays(tensor: torch.Tensor, backend: Backend, owned: ModuleTensors, limit: L
 
 def _tied(tensor: torch.Tensor) -> Reason | None:
     """Return why a tensor stays that the graph ties to a leaf: it is one, a view of one, or a parameter's cast."""
-    needs_gradient = tensor.requires_grad
-    if needs_gradient and tensor.is_leaf:
-        return Reason.LEAF
     base = base_of(tensor)
-    if base is not None:
-        # Also a frozen one; asking whether something is a parameter takes long, and a plain tensor never is.
-        if type(base) is not torch.Tensor and isinstance(base, Parameter):
-            return Reason.PARAMETER
-        if base.requires_grad and base.is_leaf:
-            return Reason.LEAF
+    for leaf in (tensor, base):
+        if leaf is not None and leaf.is_leaf:
+            # Also a frozen one; asking whether something is a parameter takes long, and a plain tensor never is.
+            if type(leaf) is not torch.Tensor and isinstance(leaf, Parameter):
+                return Reason.PARAMETER
+            if leaf.requires_grad:
+                return Reason.LEAF
     # Autocast is off inside of the operations that it has cast for, so whether it is on says nothing.
-    return Reason.PARAMETER if needs_gradient and is_cast_of_parameter(tensor if base is None else base) else None
+    is_cast = tensor.requires_grad and is_cast_of_parameter(tensor if base is None else base)
+    return Reason.PARAMETER if is_cast else None
 
 
 def is_cast_of_parameter(tensor: torch.Tensor) -> bool:

@@ -15,7 +15,7 @@ from typing import Protocol, TypeAlias
 import torch
 from torch.nn import Parameter
 
-from .._torch import CASTS, base_of, opaque, version_of
+from .._torch import CASTS, base_of, opaque, saved_as_input, version_of
 from ..schedule.plan import Roles
 from .engine import Engine
 from .layer import Layer, LivenessToken
@@ -23,27 +23,51 @@ from .ownership import stays
 from .registry import StorageRegistry
 from .statistics import Reason
 from .storage import Moved, Owner, Resident, SavedStorage
-from .subclasses import Compound, is_compound
-from .versions import Wrappers
+from .subclasses import Compound, as_part, is_compound, take_apart
+from .versions import Seen
 
 STRIDED = torch.strided
 
-__all__ = ["Kept", "Pack", "Packer", "Saved", "keep"]
+__all__ = ["Kept", "Pack", "Packer", "Saved", "keep", "pack_parts"]
 
 # A saved tensor that is kept on the device: an alias, its version, the token of its layer, and what counts it.
 # A plain tuple, because most saved tensors of a model are parameters or small, and this is all that they cost.
-Kept: TypeAlias = tuple[torch.Tensor, int, LivenessToken, "Resident | None"]
+Kept: TypeAlias = tuple[torch.Tensor, int, LivenessToken, tuple[Resident, ...]]
 
 
-def keep(tensor: torch.Tensor, token: LivenessToken, resident: Resident | None = None) -> Kept:
+def keep(tensor: torch.Tensor, token: LivenessToken, residents: tuple[Resident, ...] = ()) -> Kept:
     """Hold a tensor that is kept on the device."""
     # A leaf has no node, so it can be held itself; backward then gets the parameter, not an alias.
-    alias = tensor if tensor.is_leaf else tensor.detach()  # [keep: kept tensor]
-    return alias, version_of(tensor), token, resident
+    # Detaching a subclass runs its own code, often in Python, which takes many times as long as the rest.
+    itself = tensor.is_leaf or (type(tensor) is not torch.Tensor and saved_as_input(tensor))
+    alias = tensor if itself else tensor.detach()  # [keep: kept tensor]
+    return alias, version_of(tensor), token, residents
 
 
 Saved: TypeAlias = Kept | SavedStorage | Moved | Compound  # what autograd holds in place of a tensor
 Pack: TypeAlias = Callable[[torch.Tensor], Saved]
+
+
+def pack_parts(
+    tensor: torch.Tensor, around: list[torch.Tensor], pack: Pack, token: LivenessToken
+) -> Kept | Compound | None:
+    """Take a compound tensor apart and pack each part, during which it is the last in `around`.
+
+    Return None if it cannot be taken apart.
+    """
+    taken = take_apart(tensor)
+    if taken is None:
+        return None
+    parts, build = taken
+    around.append(tensor)
+    try:
+        saved = {name: pack(as_part(part)) for name, part in parts.items()}
+    finally:
+        around.pop()
+    kept = [part for part in saved.values() if isinstance(part, tuple)]
+    if len(kept) == len(saved) and saved_as_input(tensor):  # building it anew takes longer
+        return tensor, version_of(tensor), token, tuple(resident for part in kept for resident in part[3])
+    return Compound(Seen.of(tensor), tensor.size(), saved, build)
 
 
 class PassState(Owner, Protocol):
@@ -64,12 +88,13 @@ class Packer:
     def __init__(self) -> None:
         self._aside: Pack | None = _ended
 
-    def take_for(self, owner: PassState, layer: Layer, wrappers: Wrappers = ()) -> None:
-        """Pack for a layer of a pass from here on, or the parts of `wrappers` that it saves."""
+    def take_for(self, owner: PassState, layer: Layer) -> None:
+        """Pack for a layer of a pass from here on."""
         assert layer.token is not None
         engine, roles, index = owner.engine, owner.roles, layer.index
         limit = engine.limit()
-        self._owner, self._layer, self._index, self._wrappers = owner, layer, index, wrappers
+        self._owner, self._layer, self._index = owner, layer, index
+        self._around: list[torch.Tensor] = []  # the wrappers whose parts are packed now, outermost first
         self._engine, self._registry, self._roles, self._limit = engine, owner.registry, roles, limit
         self._token, self._kept, self._owned = layer.token, layer.kept, layer.owned
         self._small = layer.small
@@ -77,7 +102,7 @@ class Packer:
         # After the last offloaded layer storages need not be followed, unless every step is recorded.
         self._stays_whole = index > roles.last_leaving and owner.settled and not engine.follows_all
         # By plan, each tensor is copied when it is saved: what an earlier pass saved is expected again.
-        self._as_saved = layer.eager and roles.planned and index not in roles.stay and not wrappers
+        self._as_saved = layer.eager and roles.planned and index not in roles.stay
         self._aside = None
 
     def take_aside(self, pack: Pack) -> None:
@@ -104,18 +129,18 @@ class Packer:
         elif kind is not torch.Tensor:
             reason = stays(tensor, self._engine.backend, self._owned, self._limit)
             if reason is Reason.SUBCLASS and is_compound(tensor):
-                compound = Compound.pack(tensor, self._wrappers, self._inside)
-                if compound is not None:
-                    return compound
+                packed = pack_parts(tensor, self._around, self.pack, self._token)
+                if packed is not None:
+                    return packed
         elif tensor.numel() < self._smallest:
             small = self._small
             small[0] += 1
             if tensor.layout is STRIDED:
                 small[1] += tensor.nbytes
-            return (tensor if tensor.is_leaf else tensor.detach()), version_of(tensor), self._token, None
+            return (tensor if tensor.is_leaf else tensor.detach()), version_of(tensor), self._token, ()
         elif type(base_of(tensor)) is Parameter:  # a transposed weight
             reason = Reason.PARAMETER
-        elif self._stays_whole or self._wrappers:
+        elif self._stays_whole or self._around:
             reason = stays(tensor, self._engine.backend, self._owned, self._limit)
         else:
             place = self._layer.next_place()
@@ -130,7 +155,7 @@ class Packer:
             if self._stays_whole:
                 resident = self._registry.resident(self._layer, tensor)
                 if resident is not None:
-                    return keep(tensor, self._token, resident)
+                    return keep(tensor, self._token, (resident,))
             return self._save(tensor, None)
         count = self._kept.get(reason)
         if count is None:
@@ -141,8 +166,9 @@ class Packer:
         return keep(tensor, self._token)
 
     def _save(self, tensor: torch.Tensor, place: int | None) -> Saved:
-        storage, view, probe = self._registry.save(self._layer, tensor, self._roles, self._wrappers)
-        if storage.plain is not view or self._wrappers:
+        wrappers = tuple(map(Seen.of, self._around))
+        storage, view, probe = self._registry.save(self._layer, tensor, self._roles, wrappers)
+        if storage.plain is not view or wrappers:
             return Moved(self._owner, self._index, storage, view, probe, self._token)
         if place is not None and self._as_saved and not view.dtype.is_complex:
             base, layout = base_of(tensor), storage.layout
@@ -151,12 +177,6 @@ class Packer:
                 layout.node, layout.is_cast = type(node), type(node).__name__ in CASTS
                 self._layer.layouts[place] = layout
         return storage.hold(self._owner, self._index, self._token)
-
-    def _inside(self, inner: Wrappers) -> Pack:
-        """Return the pack hook for the parts of a tensor."""
-        packer = Packer()
-        packer.take_for(self._owner, self._layer, inner)
-        return packer.pack
 
 
 opaque(Packer.pack)

@@ -15,12 +15,12 @@ from typing import Any, TypeAlias
 import torch
 from torch.nn import Parameter
 
-from .._torch import base_of, version_of
+from .._torch import base_of
 from . import tensor_marks
 from .storage import Unpacked
-from .versions import Seen, Wrapper, Wrappers
+from .versions import Seen, Wrappers
 
-__all__ = ["Compound", "has_parts", "is_compound", "parts_to_save", "plain_parts"]
+__all__ = ["Compound", "as_part", "has_parts", "is_compound", "parts_to_save", "plain_parts", "take_apart"]
 
 
 def is_compound(tensor: torch.Tensor) -> bool:
@@ -40,35 +40,19 @@ def _gives_parts(thing: object) -> bool:
 class Compound:
     """A saved tensor that was taken apart; put together anew each time, so that nothing of it stays on the device."""
 
-    _seen: Seen  # the version counter, when the tensor was saved
-    _size: torch.Size
+    seen: Seen  # the version counter, when the tensor was saved
+    size: torch.Size
     parts: Mapping[str | int, Any]  # by name, what the pack hook returned
-    _build: Callable[[dict[Any, torch.Tensor]], torch.Tensor]  # makes the whole from the parts as tensors
+    build: Callable[[dict[Any, torch.Tensor]], torch.Tensor]  # makes the whole from the parts as tensors
     unpacked: Unpacked | None = None  # see [Note: compiled autograd]
-
-    @staticmethod
-    def pack(
-        tensor: torch.Tensor, wrappers: Wrappers, packer: Callable[[Wrappers], Callable[..., Any]]
-    ) -> Compound | None:
-        """Take a compound tensor apart, itself a part of some wrappers; None if that is not possible.
-
-        `packer` returns the pack hook for the parts of given wrappers.
-        """
-        seen = Seen(Wrapper.of(tensor), version_of(tensor))
-        taken = _take_flat(tensor) if _flattens(type(tensor)) else _take_shell(tensor)
-        if taken is None:
-            return None
-        parts, build = taken
-        pack = packer((*wrappers, seen))
-        return Compound(seen, tensor.size(), {name: pack(_as_part(part)) for name, part in parts.items()}, build)
 
     def unpack(self) -> torch.Tensor:
         """Return the whole, for autograd; a kept part is as it is now, and the counter of the whole decides."""
-        outer, version = self._seen
-        outer.check(version, self._size)
+        outer, version = self.seen
+        outer.check(version, self.size)
         parts = {name: part[0] if isinstance(part, tuple) else part.unpack() for name, part in self.parts.items()}
         with torch.no_grad():
-            whole = self._build(parts)
+            whole = self.build(parts)
         outer.returned(whole)
         return whole
 
@@ -77,14 +61,21 @@ _Taken: TypeAlias = tuple[dict[Any, torch.Tensor], Callable[[dict[Any, torch.Ten
 """The parts of a tensor, and a function that makes the whole from them."""
 
 
+def take_apart(tensor: torch.Tensor) -> _Taken | None:
+    """Take a compound tensor apart; return None if that is not possible."""
+    return _take_flat(tensor) if _flattens(type(tensor)) else _take_shell(tensor)
+
+
 def _take_flat(tensor: Any) -> _Taken | None:
     """Take a traceable wrapper apart."""
     try:
         inner, context = _flatten(tensor)
     except NotImplementedError:
         return None
-    parts = {name: part for name, part in inner.items() if isinstance(part, torch.Tensor)}
-    others = {name: part for name, part in inner.items() if name not in parts}
+    parts: dict[Any, torch.Tensor] = {}
+    others: dict[Any, Any] = {}
+    for name, part in inner.items():
+        (parts if isinstance(part, torch.Tensor) else others)[name] = part
     kind, size, stride = type(tensor), tensor.size(), tensor.stride()
     if tensor.layout is torch.jagged:
         # Two ragged dimensions are equal if they come from the same tensor of offsets, the same object.
@@ -122,7 +113,7 @@ def _flatten(tensor: Any) -> tuple[dict[str, Any], Any]:
     return {name: getattr(tensor, name) for name in names}, context
 
 
-def _as_part(part: torch.Tensor) -> torch.Tensor:
+def as_part(part: torch.Tensor) -> torch.Tensor:
     """Return a part as a tensor that is no leaf, unless it is a leaf of the program's own.
 
     `DTensor.from_local` makes its part as a view without a graph that requires a gradient: no leaf of the program's.
@@ -157,7 +148,7 @@ def parts_to_save(thing: Any, wrappers: Wrappers = ()) -> Iterator[tuple[torch.T
         if inside is None:
             yield thing, wrappers
             return
-        wrappers = (*wrappers, Seen(Wrapper.of(thing), version_of(thing)))
+        wrappers = (*wrappers, Seen.of(thing))
     for part in inside or ():
         yield from parts_to_save(part, wrappers)
 

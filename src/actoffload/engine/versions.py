@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from .._torch import base_of, plain_tensors, version_of
+from .._torch import base_of, no_torch_dispatch, no_torch_function, version_of
 
 __all__ = ["Seen", "Wrapper", "Wrappers", "changed", "drop_data", "serves", "together", "unchanged"]
 
@@ -85,6 +85,11 @@ class Seen(NamedTuple):
     wrapper: Wrapper
     version: int
 
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Seen:
+        """Return what has the counter of a tensor, and its version now."""
+        return cls(Wrapper.of(tensor), version_of(tensor))
+
 
 Wrappers = tuple[Seen, ...]
 """The wrappers around a plain tensor, outermost first; empty for what is no part of anything."""
@@ -115,7 +120,7 @@ def _counter(tensor: torch.Tensor) -> torch.Tensor:
 
     Below the dispatch to Python a wrapper is an ordinary tensor that has no memory, and can be detached as such.
     """
-    with plain_tensors(dispatch=True):
+    with no_torch_function(), no_torch_dispatch():
         alias = tensor.detach()
     if alias.layout is torch.strided:
         drop_data(alias)

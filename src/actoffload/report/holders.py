@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch.autograd.function import FunctionCtx
 
-from .._torch import CALL_VARIABLES, CALLS, gradient_of, plain_tensors, storage_address
+from .._torch import CALL_VARIABLES, CALLS, gradient_of, no_torch_function, storage_address
 from .groups import Holder
 
 __all__ = ["find_all_holders"]
@@ -131,7 +131,7 @@ class _Search:
     def _tensors(self, addresses: Iterable[int]) -> dict[int, list[Any]]:
         """Return the tensors and storage objects at each address."""
         found: dict[int, dict[int, Any]] = {address: {} for address in addresses}
-        with plain_tensors():
+        with no_torch_function():
             for obj in gc.get_objects():
                 # Not isinstance: it asks objects for their class, and a lazy proxy then loads what it stands for.
                 if not issubclass(type(obj), (torch.Tensor, torch.UntypedStorage)):
