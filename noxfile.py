@@ -76,9 +76,13 @@ def mutation(session: nox.Session) -> None:
 def docs(session: nox.Session) -> None:
     """Build the site and check it. ``-- --serve [PORT]`` then serves it, ``-- --live`` executes the gallery.
 
-    ``--recorded`` shows the recorded runs also on a machine with an accelerator.
+    ``--recorded`` shows the recorded runs also on a machine with an accelerator.  ``--tested`` leaves out the doctests,
+    which the session ``tests`` runs as well.
     """
     options = list(session.posargs)
+    tested = "--tested" in options
+    if tested:
+        options.remove("--tested")
     env = {}
     for mode in ("live", "recorded"):
         if f"--{mode}" in options:
@@ -91,13 +95,14 @@ def docs(session: nox.Session) -> None:
         if options and options[0].isdigit():
             port = options.pop(0)
     if options:
-        session.error(f"docs takes --serve [PORT], --live and --recorded, and not {' '.join(options)}.")
+        session.error(f"docs takes --serve [PORT], --live, --recorded and --tested, and not {' '.join(options)}.")
 
     # Pages of an earlier build that no longer exist would satisfy links of this one.
     shutil.rmtree(HTML, ignore_errors=True)
     sphinx = ["-m", "sphinx", "-W", "-n", "--keep-going", "-c", ".", "-d", str(BUILD / "doctrees")]
     _run(session, *sphinx, "-b", "html", "docs", str(HTML), env=env)
-    _run(session, *sphinx, "-b", "doctest", "docs", str(BUILD / "doctest"), env=env)
+    if not tested:
+        _run(session, *sphinx, "-b", "doctest", "docs", str(BUILD / "doctest"), env=env)
     _run(session, "-m", "codespell_lib")  # its configuration is in pyproject.toml
     _run(session, "docs/tools/check_site.py", str(HTML), "--external", str(BUILD / "external-links.txt"))
     _run(session, "docs/tools/record_gallery.py", "check")

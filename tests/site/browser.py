@@ -39,7 +39,7 @@ document.documentElement.dataset.theme = scheme;
   const main = document.querySelector('main') || document.body;
   const images = [...document.images];
   images.forEach(image => { image.loading = 'eager'; });
-  await Promise.all(images.map(image => image.decode().catch(() => null)));
+  await Promise.all(images.map(image => image.naturalWidth || image.decode().catch(() => null)));
   const shown = image => image.getClientRects().length > 0;
   const lines = cell => {
     const range = document.createRange();
@@ -47,8 +47,6 @@ document.documentElement.dataset.theme = scheme;
     return new Set([...range.getClientRects()].map(box => Math.round(box.bottom))).size;
   };
   const numbers = [...main.querySelectorAll('td.text-right, td[style*="right"]')];
-  const files = [...main.querySelectorAll('a[download]')].map(link => link.href);
-  const found = await Promise.all(files.map(async file => (await fetch(file)).text()));
   return {
     heading: (main.querySelector('h1') || {}).innerText || '',
     text: main.innerText.trim().length,
@@ -56,9 +54,13 @@ document.documentElement.dataset.theme = scheme;
     split: numbers.filter(cell => lines(cell) > 1).map(cell => cell.innerText.trim()),
     width: document.documentElement.clientWidth,
     overflow: document.documentElement.scrollWidth - document.documentElement.clientWidth,
-    empty: files.filter((file, number) => !found[number]),
   };
 })().then(done, error => done({error: String(error)}));
+"""
+DOWNLOAD = """
+const done = arguments[0], files = [...document.querySelectorAll('main a[download]')].map(link => link.href);
+Promise.all(files.map(async file => (await fetch(file)).text())).then(
+  found => done(files.filter((file, number) => !found[number])), error => done([String(error)]));
 """
 # Pages that may have little text: indices may be short, and the search page is empty at first.
 SHORT = {"genindex.html", "search.html"}
@@ -135,18 +137,17 @@ def check_page(tab: Chrome, base: str, name: str, *sizes: tuple[int, int], scree
     """Open one page, and look at it at each size; return its problems, each once."""
     _messages(tab, base)
     open_page(tab, f"{base}/{name}", sizes[0])
-    problems: list[str] = []
+    problems = [f"download is empty: {file}" for file in tab.execute_async_script(DOWNLOAD)]
     for size, scheme in product(sizes, ("light", "dark")):
-        resize(tab, size)
+        if scheme == "light" and size != sizes[0]:
+            resize(tab, size)
         look = tab.execute_async_script(LOOK, scheme)
         problems += [look["error"]] if "error" in look else _problems(look, name in SHORT)
-        if scheme == "dark" and size[0] >= 600:
-            problems += _copy_problems(tab)
         if screenshot:
             options = {"format": "png", "captureBeyondViewport": True}
             png = tab.execute_cdp_cmd("Page.captureScreenshot", options)["data"]
             Path(f"{screenshot}-{size[0]}-{scheme}.png").write_bytes(base64.b64decode(png))
-    return list(dict.fromkeys(problems + _messages(tab, base)))
+    return list(dict.fromkeys(problems + _copy_problems(tab) + _messages(tab, base)))
 
 
 def _problems(look: dict[str, Any], short: bool) -> list[str]:
@@ -154,7 +155,6 @@ def _problems(look: dict[str, Any], short: bool) -> list[str]:
     if look["text"] < 40 and not short:
         problems.append(f"the main part shows {look['text']} characters of text")
     problems += [f"image is not drawn: {source}" for source in look["broken"]]
-    problems += [f"download is empty: {file}" for file in look["empty"]]
     if look["split"]:
         problems.append(f"numbers are split over lines: {', '.join(look['split'][:5])}")
     if look["overflow"] > 1:
