@@ -86,7 +86,7 @@ def steps(out: Path, *, rehearse: bool, select: str) -> dict[str, Step]:
         Step("predict", (benchmark, "predict", *target, *small), 400),
         Step("frontier-eager", (benchmark, "frontier", "--only", "8k,32k", *target, *small), 540),
         Step("frontier-compiled", (benchmark, "frontier", "--only", "8k-compiled,32k-compiled", *target, *small), 480),
-        Step("parallelism", (benchmark, "parallelism", *target, *small), 400),
+        Step("parallelism", (benchmark, "parallelism", *target, *small), 480),
         Step("memory", (benchmark, "memory", *target, *small), 120),
         Step("host", (benchmark, "llama", "--only", "host", *target, *small), 60),
         Step("llama", (benchmark, "llama", *target, *small), 330),

@@ -15,6 +15,7 @@ from torch import nn
 
 import actoffload
 from actoffload import device as devices
+from actoffload.measure import MemoryMeter
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
@@ -143,6 +144,16 @@ class Result:
             for name, a, b in zip(names, mine, theirs, strict=True)
             if not (torch.equal(a, b) and bool(torch.isfinite(a).all()))
         ]
+
+
+def requested_bytes() -> int:
+    """Return the bytes of device memory in use, without the rounding of the allocator, which varies; 0 on the CPU."""
+    return int(torch.cuda.memory_stats()["requested_bytes.all.current"]) if CUDA else 0
+
+
+def requested_peak(meter: MemoryMeter) -> int:
+    """Return the peak of a meter that has just ended, without the rounding of the allocator."""
+    return int(torch.cuda.memory_stats()["requested_bytes.all.peak"]) if CUDA else meter.peak_bytes
 
 
 def collect(layers: nn.Module, output: torch.Tensor) -> Result:

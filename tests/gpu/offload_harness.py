@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from gpu_harness import CUDA, DEVICE, WIDTH, Result, collect, loss, make_input, make_layers
+from gpu_harness import CUDA, DEVICE, WIDTH, Result, collect, loss, make_input, make_layers, requested_peak
 from torch import Tensor, nn
 
 import actoffload
@@ -71,9 +71,7 @@ def peak(model: nn.Module, seed: int = 0) -> int:
     with MemoryMeter() as meter:
         run_step(model, seed)
     model.zero_grad(set_to_none=False)
-    if CUDA:
-        return int(torch.cuda.memory_stats()["requested_bytes.all.peak"])
-    return meter.peak_bytes
+    return requested_peak(meter)
 
 
 def settled_peak(model: nn.Module) -> int:

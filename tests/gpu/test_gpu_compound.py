@@ -25,6 +25,7 @@ from gpu_harness import (
     no_offload,
     occupy,
     offload,
+    requested_bytes,
 )
 from torch import nn
 from wrappers import Join, QuantizedTensor, Scaled, Split, Two, Uses, read
@@ -115,9 +116,9 @@ def test_quantized_tensors_are_offloaded(kind: str) -> None:
     for context, sync in (no_offload(), offload(OFFLOADED, LAYERS), offload(OFFLOADED, LAYERS)):
         leaf = some_input(0).requires_grad_()
         gc.collect()  # what other tests have left would be freed in the forward
-        before = torch.cuda.memory_allocated() if CUDA else 0
+        before = requested_bytes()
         y = forward(layers, leaf * 1, (context, sync))
-        held.append((torch.cuda.memory_allocated() if CUDA else 0) - before)
+        held.append(requested_bytes() - before)
         y.square().mean().backward()
         grads.append(leaf.grad)
         del y  # or it would count as allocated before the next run
