@@ -43,7 +43,9 @@ def _python(session: nox.Session) -> str:
 
 def _run(session: nox.Session, *arguments: str, env: dict[str, str] | None = None) -> None:
     # Absolute paths to the environment's interpreter, so that a Python that is active outside cannot leak in.
-    session.run(_python(session), *arguments, env={"PYTHONUNBUFFERED": "1", **(env or {})}, external=True)
+    # Compiled files are written also where the environment forbids it: many processes import the same files.
+    always = {"PYTHONUNBUFFERED": "1", "PYTHONDONTWRITEBYTECODE": ""}
+    session.run(_python(session), *arguments, env={**always, **(env or {})}, external=True)
 
 
 @nox.session(venv_backend="none")

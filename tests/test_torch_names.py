@@ -109,8 +109,8 @@ warnings.simplefilter("ignore")
 
 def train(how):
     torch.manual_seed(0)
-    model = torch.nn.Sequential(*[torch.nn.Sequential(torch.nn.Linear(512, 512), torch.nn.GELU()) for _ in range(5)])
-    x = torch.randn(1024, 512, requires_grad=True)
+    model = torch.nn.Sequential(*[torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.GELU()) for _ in range(5)])
+    x = torch.randn(8192, 32, requires_grad=True)
     if how == "model":
         handle = actoffload.offload(model, layers="*")
         y = model(x * 1.0)
@@ -151,9 +151,10 @@ ESSENTIAL = {
 
 # Runs the program for each name in a process of its own, which is forked when torch has been imported.
 FORKS = """
-import os, sys, traceback
+import gc, os, sys, traceback
 import torch
 
+gc.freeze()  # no process collects what torch made
 program, source, folder, *names = sys.argv[1:]
 for number, name in enumerate(names):
     if not os.fork():
