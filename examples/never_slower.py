@@ -10,9 +10,9 @@ trains with the Trainer of Hugging Face, with long and with short sequences.
 # %%
 # A model and a Trainer
 # ---------------------
-# The weights are random; nothing is downloaded. The optimizer is AdamW, and the model runs under bfloat16 autocast. On
-# a GPU it has twelve layers, as wide as those of a Llama of 1.1 billion weights. Without a GPU the example runs on the
-# CPU, with a smaller model.
+# The weights are random; nothing is downloaded. The optimizer is AdamW. On a GPU the model has twelve layers, as wide
+# as those of a Llama of 1.1 billion weights, and runs under bfloat16 autocast. Without a GPU the example runs on the
+# CPU, with a smaller model and in float32, which every CPU has.
 import gc
 import logging
 import sys
@@ -81,7 +81,7 @@ def train(length, offloading):
             output_dir=folder,
             max_steps=last,
             per_device_train_batch_size=batch,
-            bf16=True,
+            bf16=not reference,
             optim="adamw_torch_fused",
             use_cpu=reference,
             dataloader_pin_memory=not reference,
