@@ -7,6 +7,7 @@ sample is the time of the slowest rank.  Link rates are measured while all ranks
 from __future__ import annotations
 
 import gc
+import math
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -40,7 +41,11 @@ __all__ = ["PARTS", "Sizes", "measure_part"]
 LAYERS, DEFAULT, BUDGET, PAUSED = "num_layers", "default", "budget", "paused"
 FSDP, DDP, TENSOR, CONTEXT, COLLECTIVES = PARTS = ("fsdp", "ddp", "tensor", "context", "collectives")
 BUDGETS = 1.0, 1.03
-"""Budgets as parts of the peak of activation checkpointing; near the smallest peak that there is a few bytes matter."""
+"""Budgets as parts of the peak of activation checkpointing, up to the next MiB.
+
+Of two models that are made alike one may take 512 bytes more, and near the smallest peak these decide which plans fit.
+"""
+MIB = 2**20
 LIMIT = 300.0
 """Seconds for the processes of a part."""
 STEPS = 2
@@ -73,7 +78,6 @@ class Sizes:
     collectives: dict[str, int]
 
 
-MIB = 2**20
 SIZES = Sizes(
     FULL["8k"],
     FULL["gpt"],
@@ -279,7 +283,7 @@ def _measure_arms(device: torch.device, part: str, sizes: Sizes, mesh: Any, link
         others = held - checkpointed.held
         peak = _largest(measure_peak(checkpointed.step, warmup=1) - others, device)
         for share, model in zip(BUDGETS, limited, strict=True):
-            budget = round(share * peak)
+            budget = math.ceil(share * peak / MIB) * MIB
             model.offload(memory_budget=budget + held - model.held)
             arms.append(Arm(BUDGET, model, budget=budget))
     rows = []

@@ -13,6 +13,7 @@ from torch import nn
 import actoffload
 from actoffload._arguments import budget_bytes
 from actoffload.model.stages import LEAN
+from actoffload.model.timed_pass import Stage
 from actoffload.model.tuning import Tuner
 
 KIB, MIB = 2**10, 2**20
@@ -71,6 +72,47 @@ def test_what_makes_whole_passes_longer_counts_for_the_time_without_offloading_t
     times = [seconds(model, device) for _ in range(14)]
     assert handle.plan.seconds == pytest.approx(times[-1], rel=0.01)
     assert handle.plan.baseline_seconds > 36 * 1.02
+    handle.remove()
+
+
+class Mistaken(Timed):
+    """A device on which passes with a plan take more memory than was predicted, or less."""
+
+    more = 0
+
+    def allocated(self) -> tuple[int, int] | None:
+        now, peak = super().allocated() or (0, 0)
+        planned = self.handle._tracker.steering._stage is Stage.PLAN
+        return now, peak + (self.more if planned else 0)
+
+
+@pytest.mark.parametrize("recompute", [False, "auto"])
+def test_a_plan_that_takes_more_memory_than_was_predicted_is_replaced_and_all_memory_is_used(recompute):
+    budget, times = 20 * MIB, {}
+    for more in (-6 * MIB, 0, 4 * MIB):
+        device = Mistaken(1e6, 1e6, memory=2**40)
+        device.more = more
+        model = TimedModel(device, 12)
+        device.handle = handle = offload(model, device, memory_budget=budget, recompute=recompute)
+        found = peaks(model, device, 18)
+        assert not handle.settling
+        assert found[-1] + more <= handle.plan.peak_bytes <= budget
+        times[more] = seconds(model, device)
+        assert handle.plan.seconds == pytest.approx(times[more], rel=0.01)
+        assert not more or "MiB" in handle.report().next_choice
+        handle.remove()
+    assert times[-6 * MIB] < times[0] < times[4 * MIB]
+
+
+def test_where_no_plan_takes_as_little_as_was_predicted_the_smallest_is_kept():
+    device = Mistaken(1e6, 1e6, memory=2**40)
+    device.more = 40 * MIB
+    model = TimedModel(device, 12)
+    device.handle = handle = offload(model, device, memory_budget=20 * MIB)
+    with pytest.warns(UserWarning, match=r"memory_budget is 20.0 MiB, but the smallest peak .* is 4\d\.\d MiB"):
+        peaks(model, device, 24)
+    assert not handle.settling
+    assert handle.plan.peak_bytes > 40 * MIB
     handle.remove()
 
 

@@ -50,3 +50,40 @@ def test_alike_groups_have_the_median_and_what_is_not_read_is_not_worth_saving()
         reads.learn([(torch.ops.actoffload_tests.work.default, 0)], [])
         (costs,) = {tuple(of) for of in times.costs().values()}
         assert OperatorCost(f"{name}#0", 2.0, ()) in costs
+
+
+def costs_of(function, device: Timed) -> list[OperatorCost]:
+    """Return the costs of the operators of a function of one tensor."""
+    DEVICES.append(device)
+    with use(device):
+        times, reads, trace = OperatorTimes(device), Reads(), Trace()
+        region = Region(lambda call: True, reads=reads, trace=trace, timed=times.of(0, reads, trace))
+        recomputed(function, region, torch.ones(2, requires_grad=True))
+        device.synchronize(torch.device("cpu"))
+        (costs,) = times.costs().values()
+    return costs
+
+
+def test_what_runs_on_another_stream_takes_no_time_and_is_not_worth_saving():
+    """Inside of a group FSDP2 gathers the weights of the next one."""
+    device = Timed(1e6, 1e6)
+    other = device.new_stream(torch.device("cpu"))
+
+    def function(x):
+        with device.on(other):
+            gathered = work(x.detach(), 50.0, 0.0, MIB)
+        return work(x, 2.0, 0.0, MIB)[:2] + gathered[:2]
+
+    first, second = [of for of in costs_of(function, device) if "work" in of.name]
+    assert (first.seconds, first.sizes) == (0.0, ())
+    assert (second.seconds, second.sizes) == (2.0, (MIB,))
+
+
+def test_an_output_that_shares_the_memory_of_an_input_is_not_worth_saving():
+    costs = costs_of(lambda x: torch.ops.aten._unsafe_view(x.cos(), [2]).sin(), Timed(1e6, 1e6))
+    assert {of.name.split(".")[1]: of.sizes for of in costs} == {"cos": (8,), "_unsafe_view": (), "sin": (8,)}
+
+
+def test_the_time_between_two_events_is_not_that_of_an_operator():
+    costs = costs_of(lambda x: work(work(x, 0.5, 0.0, 8), 2.0, 0.0, 8), Timed(1e6, 1e6))
+    assert [of.seconds for of in costs] == [0.0, 1.5]

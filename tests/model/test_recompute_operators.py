@@ -8,6 +8,8 @@ from test_memory_budget import peaks
 from timed_device import Timed, offload, seconds, step
 from torch import nn
 
+from actoffload.model import first_steps
+
 MIB = 2**20
 DEVICES: list[Timed] = []  # the one that runs the operators comes last
 
@@ -154,4 +156,13 @@ def test_groups_that_change_buffers_are_not_recomputed_by_themselves_and_the_pla
         handle.plan
     )
     assert [float(model.blocks[k].count) for k in (2, 5)] == [14.0] * 2
+    handle.remove()
+
+
+def test_where_what_is_worth_saving_is_all_of_a_group_it_may_run_again_as_a_whole(monkeypatch):
+    monkeypatch.setattr(first_steps, "worth_saving", lambda operators: [of for of in operators if of.nbytes])
+    device, model, handle = make(3e5, 20 * MIB)
+    assert max(peaks(model, device, 16)) <= 20 * MIB
+    assert handle.plan.recomputed
+    assert set(handle.plan.saves) <= {None, ()}
     handle.remove()

@@ -6,17 +6,16 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..device.base import Backend
 from ..planner import GroupPlan
 from ..schedule.timeline import milliseconds, size
 from .timed_pass import TimedPass
 
-__all__ = ["CARE", "Findings", "Room", "StepTimes", "room_in"]
+__all__ = ["Findings", "Room", "StepTimes", "room_in"]
 
 MORE = 0.005  # of the limit: so much more allocated memory is looked at
-CARE = 0.002  # part of a peak by which plans with recomputation may exceed what was predicted
 ROOM = 0.03  # fraction of the device memory that predictions leave free
 SMALLER = 0.9  # of a peak: the next choice that a report names
 
@@ -90,8 +89,8 @@ class Findings:
         Seconds that planning took.
     times : StepTimes, optional
         Of whole passes.
-    careful : bool
-        Whether some groups may be recomputed.
+    excess : int
+        Bytes by which passes took more memory than was predicted for them, negative for less.
     choose, search_frontier : partial, optional
         The functions of the planner, with the costs that were measured.
     """
@@ -109,29 +108,30 @@ class Findings:
     host_bytes: int | None = None
     planning: float = 0.0
     times: StepTimes | None = None
-    careful: bool = False
+    excess: int = 0
     choose: partial[GroupPlan] | None = None
     search_frontier: partial[tuple[GroupPlan, ...]] | None = None
     _next: tuple[GroupPlan, str] | None = field(default=None, init=False, repr=False, compare=False)
 
-    def chosen(self, **changes: object) -> GroupPlan:
+    def chosen(self, **changes: Any) -> GroupPlan:
         """Return the best plan by the costs that were measured; `changes` replace arguments of the planner."""
         assert self.choose is not None
-        plan = self.with_care(self.choose(**changes))
+        limit: int | None = {**self.choose.keywords, **changes}.get("limit")
+        if limit is not None:
+            changes["limit"] = limit - self.excess
+        plan = self.corrected(self.choose(**changes))
         if not (self.reserve and plan.because):
             return plan
         more = f"Another rank takes {size(self.reserve)} more than the one that decides."
         return replace(plan, because=f"{plan.because} {more}")
 
-    def with_care(self, plan: GroupPlan) -> GroupPlan:
-        """Return a plan with the peak that it has at most."""
-        if plan.peak_bytes is None or not self.careful:
-            return plan
-        return replace(plan, peak_bytes=math.ceil(plan.peak_bytes * (1 + CARE)))
+    def corrected(self, plan: GroupPlan) -> GroupPlan:
+        """Return a plan with the peak that is expected by what passes took."""
+        return plan if plan.peak_bytes is None else replace(plan, peak_bytes=plan.peak_bytes + self.excess)
 
     def frontier(self) -> tuple[GroupPlan, ...]:
         """Return the plans that are worth having; none if the costs are not known."""
-        return () if self.search_frontier is None else tuple(map(self.with_care, self.search_frontier()))
+        return () if self.search_frontier is None else tuple(map(self.corrected, self.search_frontier()))
 
     def next_choice(self) -> str:
         """Return what a smaller peak would cost, in a sentence; empty if that is not known or there is none.

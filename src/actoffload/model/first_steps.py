@@ -10,7 +10,8 @@ compared again: no plan is kept that was not measured.
 
 If it does not fit, a third pass that offloads everything is timed, and passes in which all groups are recomputed, if
 they may be: in the first the operators are timed, in the second the groups, in the third the same without offloading if
-that fits.
+that fits.  Passes with the plan show its peak, and if that is not the one that was predicted, another plan is chosen
+by what is known now: near the smallest peak that there is, 0.2 % less memory can cost 6 % of the time.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from math import floor, inf
+from math import inf
 from typing import TypeAlias
 
 from .._torch import is_compiled
@@ -36,7 +37,7 @@ from ..recompute import Policy
 from ..schedule.execution_order import GroupPlans
 from ..schedule.plan import Plan
 from .conduct import FollowedModule
-from .findings import CARE, Findings, Room, room_in
+from .findings import Findings, Room, room_in
 from .group_costs import hook_seconds, layer_costs, measured_link
 from .pace import TOLERANCE, TRIES, Comparison, fastest, measured, refer, relative
 from .reporting import PassLog, group_names
@@ -104,11 +105,7 @@ class FirstSteps:
         if bare is None:
             if self._policies and not self._is_free(found.plan):
                 found.plan = yield from self._recomputed(found.plan)
-            yield from self._trimming(Stage.PLAN, found.plan)
-            timed = [(yield from _next(Stage.PLAN)), (yield from _next(Stage.PLAN))]
-            timed[-1].wait(self._backend)
-            if found.plan.seconds is not None:
-                found.plan = measured(found.plan, fastest(timed, self._backend, found.size))
+            found.plan = yield from self._fitted(found.plan)
         elif found.plan.offloaded:
             found.plan = yield from self._tried(found.plan, bare)
         else:
@@ -204,10 +201,7 @@ class FirstSteps:
             return plan
         begun = time.perf_counter()
         ways = self._ways.of(operators, layers, again, timed, whole)
-        how = dict(found.choose.keywords)
-        if found.limit is not None:
-            how["limit"] = floor(found.limit / (1 + CARE)) + 1
-        found.choose, found.careful = partial(choose_recomputed, names, ways, link, **how), True
+        found.choose = partial(choose_recomputed, names, ways, link, **found.choose.keywords)
         assert found.search_frontier is not None
         found.search_frontier = partial(frontier, names, ways, link, **found.search_frontier.keywords)
         better = found.chosen()
@@ -215,6 +209,29 @@ class FirstSteps:
             better = plan
         found.planning += time.perf_counter() - begun
         return better
+
+    def _fitted(self, plan: GroupPlan) -> Script:
+        """Run passes with a plan, and choose again if their peak is another one than was predicted.
+
+        A plan that exceeds the limit is kept only if none was found that does not.
+        """
+        found, limit, tried = self.found, self.found.limit or inf, list[GroupPlan]()
+        while True:
+            found.plan = plan
+            passes = [(yield from self._trimming(Stage.PLAN, plan))]
+            passes += [(yield from _next(Stage.PLAN)), (yield from _next(Stage.PLAN))]
+            passes[-1].wait(self._backend)
+            now, peak = measured(plan, fastest(passes[1:], self._backend, found.size)), max(of.peak for of in passes)
+            if not peak or plan.peak_bytes is None or found.choose is None or found.in_flight > 1:
+                return now
+            found.excess += peak - plan.peak_bytes
+            tried.append(replace(now, peak_bytes=peak))
+            plan = found.chosen()
+            better = relative(plan) * (1 + TOLERANCE) < relative(now)
+            if len(tried) > TRIES or (peak <= limit and not better) or plan.plan in [of.plan for of in tried]:
+                break
+        within = [of for of in tried if (of.peak_bytes or 0) <= limit]
+        return min(within or tried, key=lambda of: (of.seconds if within else of.peak_bytes) or 0.0)
 
     def _tried(self, plan: GroupPlan, bare: TimedPass) -> Script:
         """Compare passes with a plan, and then with ever fewer groups of it, with passes without offloading.

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .._torch import tree_leaves
+from .._torch import storage_address, tree_leaves
 from ..device.base import Backend, StreamEvent
 from ..planner import OperatorCost
 from ..recompute import COSTLY, Reads, Trace, named, saveable
@@ -25,11 +25,15 @@ class _Run(NamedTuple):
     number: int
     begun: StreamEvent
     ended: StreamEvent
-    sizes: tuple[int, ...]  # bytes of the outputs that can be saved
+    sizes: tuple[int, ...]  # bytes of the outputs that can be saved, each with memory of its own
 
 
 class OperatorTimes:
-    """Times each operator in the forward of the groups that are recomputed in one pass, with two events each."""
+    """Times each operator in the forward of the groups that are recomputed in one pass, with two events each.
+
+    The events are on the stream of the group.  What runs on another one takes none of its time, and its outputs are not
+    worth saving: inside of a group FSDP2 gathers the weights of the next one.
+    """
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
@@ -44,16 +48,20 @@ class OperatorTimes:
         if group in self._runs:  # only its first call is timed
             return lambda operator, number, run: run()
         runs, backend = self._runs.setdefault(group, []), self._backend
+        stream = current_stream(backend)
         self._known[group] = reads, trace
 
         def timed(operator: Any, number: int, run: partial[Any]) -> Any:
-            stream = current_stream(backend)
             begun = backend.record_timed(stream)
             outputs = run()
             ended = backend.record_timed(stream)
-            sizes = [of.nbytes for of in tree_leaves(outputs) if isinstance(of, torch.Tensor) and of.numel()]
-            saves = saveable(operator, run.args, run.keywords)
-            runs.append(_Run(operator, number, begun, ended, tuple(sizes) if saves else ()))
+            sizes: tuple[int, ...] = ()
+            # [guard: output of another stream -> True]
+            if current_stream(backend) == stream and saveable(operator, run.args, run.keywords):
+                read = set(map(storage_address, _tensors((run.args, run.keywords))))
+                made = [of for of in _tensors(outputs) if of.numel() and storage_address(of) not in read]
+                sizes = tuple([of.nbytes for of in made])
+            runs.append(_Run(operator, number, begun, ended, sizes))
             return outputs
 
         return timed
@@ -61,7 +69,8 @@ class OperatorTimes:
     def costs(self) -> dict[int, list[OperatorCost]]:
         """Return the operators of each group in the order in which they ran.
 
-        Groups that run the same operators with outputs of the same sizes take the same time: the median.
+        Groups that run the same operators with outputs of the same sizes take the same time: the median.  The shortest
+        of them has run nothing on the device, so the time between its events is subtracted from all.
         """
         elapsed = self._backend.elapsed
         alike: dict[tuple[tuple[Any, int, tuple[int, ...]], ...], list[int]] = defaultdict(list)
@@ -73,9 +82,11 @@ class OperatorTimes:
         found = {}
         for operators, groups in alike.items():
             times = [[elapsed(run.begun, run.ended) for run in self._runs[group]] for group in groups]
+            usual = [median(of) for of in zip(*times, strict=True)]
+            none = max(min(usual, default=0.0), 0.0)
             costs = [
-                OperatorCost(named(operator, number), max(median(of), 0.0), sizes, costly=operator in COSTLY)
-                for (operator, number, sizes), of in zip(operators, zip(*times, strict=True), strict=True)
+                OperatorCost(named(operator, number), max(seconds - none, 0.0), sizes, costly=operator in COSTLY)
+                for (operator, number, sizes), seconds in zip(operators, usual, strict=True)
             ]
             _, trace = self._known[groups[-1]]
             if len(trace.reads) == len(costs):  # [guard: group that is not traced]
@@ -85,3 +96,7 @@ class OperatorTimes:
                 ]
             found.update(dict.fromkeys(groups, costs))
         return found
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [of for of in tree_leaves(tree) if isinstance(of, torch.Tensor)]

@@ -50,11 +50,15 @@ class TimedPass:
     adopted: int = 0  # bytes saved between the groups and offloaded with one
     waiting: int = 0  # earlier passes whose backward is still to come
     operators: OperatorTimes | None = None  # of the groups that are recomputed
+    memory: bool = False  # its peak is read
+    peak: int = 0  # bytes of device memory, from its begin to the end of its backward; 0 if not known
 
     @staticmethod
-    def begin(stage: Stage, number: int, elements: int, backend: Backend) -> TimedPass:
-        """Return a pass that begins now."""
-        return TimedPass(stage, number, elements, backend.record_timed(current_stream(backend)))
+    def begin(stage: Stage, number: int, elements: int, backend: Backend, *, memory: bool = False) -> TimedPass:
+        """Return a pass that begins now; `memory`: its peak is read, which takes longer."""
+        if memory:
+            backend.allocated()
+        return TimedPass(stage, number, elements, backend.record_timed(current_stream(backend)), memory=memory)
 
     def watch(self, backend: Backend, outputs: Iterable[torch.Tensor]) -> None:
         """Note the end of the first backward that comes to one of the outputs."""
@@ -62,6 +66,8 @@ class TimedPass:
         def ended() -> None:
             if self.ended is None and not backend.capturing():
                 self.ended = backend.record_timed(current_stream(backend))
+                if self.memory:
+                    self.peak = (backend.allocated() or (0, 0))[1]
 
         def reached(_: Any) -> None:
             after_backward(ended)

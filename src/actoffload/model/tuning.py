@@ -187,7 +187,7 @@ class Tuner:
         """Begin a pass of the first steps."""
         if self._measuring.host_bytes is not None:
             self._engine.trim(keep=self._measuring.host_bytes)
-        timed = self._time(stage, elements)
+        timed = self._time(stage, elements, memory=stage is Stage.PLAN and self._measuring.limit is not None)
         if stage in BY_GROUP:
             memory = stage not in (Stage.BARE, Stage.BARE_AGAIN)
             timed.meter = Meter(self._engine.backend, self._engine.counters, memory=memory)
@@ -196,9 +196,9 @@ class Tuner:
             timed.operators = OperatorTimes(self._engine.backend)
         return self._stages.of(stage, self._measuring, timed.operators)
 
-    def _time(self, stage: Stage, elements: int) -> TimedPass:
+    def _time(self, stage: Stage, elements: int, *, memory: bool = False) -> TimedPass:
         self._thread = threading.get_ident()
-        self._current = TimedPass.begin(stage, self._number, elements, self._engine.backend)
+        self._current = TimedPass.begin(stage, self._number, elements, self._engine.backend, memory=memory)
         return self._current
 
     def _drop(self) -> None:

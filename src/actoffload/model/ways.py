@@ -66,13 +66,18 @@ class Ways:
             wholes = _alone(whole, whole, kinds)
         owns = beside(costs, at_the_pace_of(costs, steady(layers, kinds)))
         times = Counter(key.group for key in again.sequence)
-        return [
+        found = list[tuple[Variant, ...]]()
+        for key, own, cost, least in zip(again.sequence, owns, costs, wholes, strict=True):
             # One that saves as much was not recomputed; one that runs several times would have one way for all of them.
-            variants(own, cost, operators.get(key.group, ()), least)
-            if key.group in self._policies and times[key.group] == 1 and cost.nbytes < own.nbytes
-            else (Variant(own),)
-            for key, own, cost, least in zip(again.sequence, owns, costs, wholes, strict=True)
-        ]
+            if key.group not in self._policies or times[key.group] > 1:
+                found.append((Variant(own),))
+            elif cost.nbytes < own.nbytes:
+                found.append(variants(own, cost, operators.get(key.group, ()), least))
+            elif least is not None and least.nbytes < own.nbytes:
+                found.append(variants(own, least))
+            else:
+                found.append((Variant(own),))
+        return found
 
     def _kind(self, group: int) -> type:
         return type(self._groups[group].module)

@@ -20,7 +20,7 @@ __all__ = ["choose_recomputed"]
 
 TRIES, MOST_TRIES = 80, 400  # choices of variants that are tried: for many groups, for few
 WORK = 8000  # choices times groups, between them
-NEAR = 0.005  # of the smallest peak: plans whose peaks differ by less have about the same
+NEAR = 0.002  # of the smallest peak, without what is always allocated: plans that differ by less have about the same
 FINAL = 2  # of them for which a plan is simulated
 
 Chosen: TypeAlias = tuple[int, ...]
@@ -101,7 +101,8 @@ def choose_recomputed(
     least = plan.peak_bytes or 0
     if limit is not None and least > limit:  # of the plans with about the smallest peak the fastest
         how: dict[str, Any] = {"host_seconds": host_seconds, "host_caution": host_caution, "tolerance": tolerance}
-        near = choose_recomputed(names, groups, link, limit=math.ceil(least * (1 + NEAR)), **how)
+        always = min(level for group in groups for level in group[0].cost.other_bytes)
+        near = choose_recomputed(names, groups, link, limit=math.ceil(least + NEAR * (least - always)), **how)
         return replace(near, because=without.beyond())
     placed = search(chosen).quick()
     start = Choice(chosen, tuple(k in placed.released for k in range(len(groups))))

@@ -12,7 +12,7 @@ from ..schedule.costs import LayerCost, Saved
 __all__ = ["OperatorCost", "Variant", "variants", "within", "worth_saving"]
 
 COSTLY = 4.0  # times the time for each byte of operators that only read and write memory
-CHEAP = 0.25  # of the bytes are outputs of such operators, at least
+CHEAP = 0.25  # of the bytes of operators that are not known to be costly are outputs of such ones, at least
 STEPS = 12  # into which the outputs that are worth saving are divided
 MORE = 4  # into which the other outputs are divided
 
@@ -94,7 +94,7 @@ def worth_saving(operators: tuple[OperatorCost, ...]) -> tuple[OperatorCost, ...
     An output saves the time of its operator, and of those that run again for nothing else.  Matrix products,
     convolutions and attention are worth it, and what follows them cheaply; the others only read and write memory.
     """
-    known = sorted((of for of in operators if of.nbytes), key=lambda of: of.density)
+    known = sorted((of for of in operators if of.nbytes and not of.costly), key=lambda of: of.density)
     left, floor = CHEAP * sum(of.nbytes for of in known), 0.0
     for of in known:
         floor = of.density
