@@ -6,10 +6,15 @@ import re
 import warnings
 
 import pytest
+import torch
 from test_memory_budget import peaks
 from timed_device import Timed, TimedModel, offload, seconds, stages, step
+from torch import nn
 
+import actoffload
 from actoffload.model.findings import Findings
+from actoffload.planner import GroupPlan
+from actoffload.schedule import Action, Do, Event, Plan, When
 
 MIB = 2**20
 
@@ -111,3 +116,47 @@ def test_the_next_choice_of_the_report_is_true(budget):
     device, other, handle = make(6e5, given)
     assert max(peaks(other, device, 14)) <= 0.9 * before + MIB
     assert seconds(other, device) <= 36 * float(cost) * 1.01
+
+
+class Rotating(nn.Module):
+    """Blocks that all save the same angles."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Rotation() for _ in range(4)])
+
+    def forward(self, x):
+        angles = torch.linspace(0.0, 1.0, x.numel()).view(x.shape)
+        for block in self.blocks:
+            x = block(x, angles)
+        return x
+
+
+class Rotation(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+
+    def forward(self, x, angles):
+        return x + torch.tanh(self.linear(x)) * angles
+
+
+def test_what_a_recomputed_group_keeps_for_all_others_is_not_copied():
+    """A copy from another group would free nothing, and its reload would take the same memory again."""
+    model, x = Rotating(), torch.randn(256, 64)
+    names = tuple(f"blocks.{k}" for k in range(4))
+    calls = [
+        (Event(When.FORWARD_START, 1), Action(Do.OFFLOAD, 1)),
+        (Event(When.FORWARD_END, 2), Action(Do.RELEASE, 1)),
+        (Event(When.BACKWARD_START, 2), Action(Do.RELOAD, 1)),
+    ]
+    offloaded = {}
+    for saves in ((), None):
+        plan = GroupPlan(names, Plan.of(4, calls), (x.nbytes,) * 4, saves=(saves, None, None, None))
+        handle = actoffload.offload(model, plan=plan, min_bytes=64)
+        for _ in range(3):  # watched; followed as a whole; then the groups alone
+            handle.reset_statistics()
+            model(x).sum().backward()
+        offloaded[saves] = handle.statistics().bytes_offloaded
+        handle.remove()
+    assert offloaded[None] - offloaded[()] == x.nbytes

@@ -4,6 +4,8 @@
 model, and the calls of its modules only change the group that packs.  Every saved tensor then costs host time, also in
 groups that keep everything.  A plan that was chosen from measurements needs no more than the tensors of the groups that
 it offloads: there the hooks are installed around these groups alone, and a forward that offloads nothing runs without.
+Of a group that is recomputed and not offloaded they see the inputs only.  Those that all groups have, such as the angles
+of rotary embeddings, it keeps until the end of the backward, so a copy of them from another group would free nothing.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ class Mode(enum.Enum):
     """Where saved-tensor hooks are installed in a forward; see [Note: modes]."""
 
     IDLE = "nowhere"
-    SCOPED = "in the groups that are offloaded"
+    SCOPED = "in the groups that are offloaded or recomputed"
     WHOLE = "in the whole forward"
 
 

@@ -223,14 +223,16 @@ class Tracker:
             thread.packer.take_for(current, call.layer)
 
     def _install_here(self, current: ModelPass[GroupKey], call: _Call) -> bool:
-        """Install the hooks for a group that is offloaded and remove them for everything else; see [Note: modes]."""
+        """Install the hooks for a group that is offloaded or recomputed and remove them otherwise; see [Note: modes]."""
         thread, hooks = self._thread, self._thread.hooks
         assert hooks is not None
         assert thread.between is not None
         if not hooks.suspend():  # [guard: hooks of the group before]
             thread.packer.take_aside(thread.between)  # hooks of the program were installed in the group before
             return False
-        if call.layer is None or call.layer.index in current.roles.stay or saved_tensor_hooks() is not None:
+        if call.layer is None or saved_tensor_hooks() is not None:
+            return False
+        if call.layer.index in current.roles.stay and call.of.group not in thread.conduct.recompute:
             return False
         hooks.install()
         return True
