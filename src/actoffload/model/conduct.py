@@ -4,8 +4,8 @@
 model, and the calls of its modules only change the group that packs.  Every saved tensor then costs host time, also in
 groups that keep everything.  A plan that was chosen from measurements needs no more than the tensors of the groups that
 it offloads: there the hooks are installed around these groups alone, and a forward that offloads nothing runs without.
-Of a group that is recomputed and not offloaded they see the inputs only.  Those that all groups have, such as the angles
-of rotary embeddings, it keeps until the end of the backward, so a copy of them from another group would free nothing.
+Of a group that is recomputed and not offloaded they see the inputs only.  Those that all groups have, such as the
+angles of rotary embeddings, it keeps until its backward, so a copy of them from another group would free nothing.
 """
 
 from __future__ import annotations

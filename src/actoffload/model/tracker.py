@@ -223,7 +223,7 @@ class Tracker:
             thread.packer.take_for(current, call.layer)
 
     def _install_here(self, current: ModelPass[GroupKey], call: _Call) -> bool:
-        """Install the hooks for a group that is offloaded or recomputed and remove them otherwise; see [Note: modes]."""
+        """Install the hooks for a group that is offloaded or recomputed, or remove them; see [Note: modes]."""
         thread, hooks = self._thread, self._thread.hooks
         assert hooks is not None
         assert thread.between is not None
