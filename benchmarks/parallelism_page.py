@@ -44,6 +44,8 @@ def sections(data: Data) -> list[str]:
         _, tokens, hidden = part["settings"]["shape"]
         found += [f"### {_stack(name, part)}", text("ranks_part", **part, tokens=tokens, hidden=hidden)]
         found.append(table("ranks", (_row(row) for row in part["rows"])))
+        if f"ranks_{name}" in PAGE["text"]:
+            found.append(text(f"ranks_{name}"))
         plans = [row for row in part["rows"] if row["method"] in (DEFAULT, BUDGET)]
         for row in plans:
             found += [text("ranks_plan", method=_name(row)), f"```text\n{row['plan']}\n```"]
