@@ -41,11 +41,11 @@ __all__ = ["PARTS", "Sizes", "measure_part"]
 LAYERS, DEFAULT, BUDGET, PAUSED = "num_layers", "default", "budget", "paused"
 FSDP, DDP, TENSOR, CONTEXT, COLLECTIVES = PARTS = ("fsdp", "ddp", "tensor", "context", "collectives")
 BUDGETS = 1.0, 1.03
-"""Budgets as parts of the peak of activation checkpointing, up to the next MiB.
+"""Budgets as parts of the peak of activation checkpointing, up to the next page of memory.
 
 Of two models that are made alike one may take 512 bytes more, and near the smallest peak these decide which plans fit.
 """
-MIB = 2**20
+PAGE, MIB = 2**12, 2**20
 LIMIT = 300.0
 """Seconds for the processes of a part."""
 STEPS = 2
@@ -283,7 +283,7 @@ def _measure_arms(device: torch.device, part: str, sizes: Sizes, mesh: Any, link
         others = held - checkpointed.held
         peak = _largest(measure_peak(checkpointed.step, warmup=1) - others, device)
         for share, model in zip(BUDGETS, limited, strict=True):
-            budget = math.ceil(share * peak / MIB) * MIB
+            budget = math.ceil(share * peak / PAGE) * PAGE
             model.offload(memory_budget=budget + held - model.held)
             arms.append(Arm(BUDGET, model, budget=budget))
     rows = []

@@ -44,8 +44,9 @@ def test_two_ranks_measure_every_way_to_run_a_step() -> None:
     none, again, one, default, paused, checkpointed, budget, larger = rows
     assert none["peak_bytes"] == again["peak_bytes"]
     assert "bytes_offloaded" not in paused
-    assert max(checkpointed["peak_bytes"]) == budget["budget"] < min(none["peak_bytes"])
-    assert larger["budget"] == round(1.03 * budget["budget"])
+    peak = max(checkpointed["peak_bytes"])
+    assert peak <= budget["budget"] < peak + 2**12 < min(none["peak_bytes"])
+    assert larger["budget"] == pytest.approx(1.03 * peak, abs=2**12)
     for row in (one, default, budget, larger):
         assert all(nbytes > 0 for nbytes in row["bytes_offloaded"])
         assert len(row["peak_bytes"]) == len(row["stall_seconds"]) == 2
