@@ -19,6 +19,8 @@ from .metering import current_stream
 
 __all__ = ["OperatorTimes"]
 
+EVENTS = 1e-5  # seconds that two events of an operator are apart, at most, if it runs nothing on the device
+
 
 class _Run(NamedTuple):
     operator: Any
@@ -69,8 +71,8 @@ class OperatorTimes:
     def costs(self) -> dict[int, list[OperatorCost]]:
         """Return the operators of each group in the order in which they ran.
 
-        Groups that run the same operators with outputs of the same sizes take the same time: the median.  The shortest
-        of them has run nothing on the device, so the time between its events is subtracted from all.
+        Groups that run the same operators with outputs of the same sizes take the same time: the median.  What the
+        shortest takes, if it is so little that it ran nothing on the device, is that of two events: all are less by it.
         """
         elapsed = self._backend.elapsed
         alike: dict[tuple[tuple[Any, int, tuple[int, ...]], ...], list[int]] = defaultdict(list)
@@ -83,7 +85,7 @@ class OperatorTimes:
         for operators, groups in alike.items():
             times = [[elapsed(run.begun, run.ended) for run in self._runs[group]] for group in groups]
             usual = [median(of) for of in zip(*times, strict=True)]
-            none = max(min(usual, default=0.0), 0.0)
+            none = min(max(min(usual, default=0.0), 0.0), EVENTS)
             costs = [
                 OperatorCost(named(operator, number), max(seconds - none, 0.0), sizes, costly=operator in COSTLY)
                 for (operator, number, sizes), seconds in zip(operators, usual, strict=True)
