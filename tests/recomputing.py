@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from whole_model import equal, offload
 
-from actoffload._torch import NO_BACKWARD, backward_id
+from actoffload._torch.autograd import NO_BACKWARD, backward_id
 
 
 def everything(ctx: object, operator: object, *args: object, **kwargs: object) -> bool:

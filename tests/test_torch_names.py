@@ -15,11 +15,11 @@ import torch
 from torch.nn import Linear, Parameter
 
 import actoffload
-from actoffload import _torch
+from actoffload._torch import autograd, compiling, lookup, modules
 
 SOURCES = Path(actoffload.__file__).parent
 
-# Everything that _torch.py looks up by a name that is not public.
+# Everything that `actoffload._torch` looks up by a name that is not public.
 NAMES = [
     "UntypedStorage._cdata",
     "Tensor._version",
@@ -50,60 +50,48 @@ NAMES = [
     "nn.Module._call_impl",
 ]
 
-# The name is hidden from _torch.py alone: PyTorch itself needs most of them.
+# The name is hidden from `actoffload._torch` alone: PyTorch itself needs most of them.
 PROGRAM = """
-import operator, sys, warnings
+import builtins, operator, sys, warnings
 import torch
 
 hidden = sys.argv[1]
-plain_attrgetter = operator.attrgetter
-
-
-def attrgetter(path):
-    found = plain_attrgetter(path)
-
-    def get(owner):
-        if owner is torch and (path == hidden or path.startswith(hidden + ".")):
-            raise AttributeError(path)
-        return found(owner)
-
-    return get if "." in path or owner_is_torch(path) else found
-
-
-def owner_is_torch(path):
-    return path == hidden
-
-
+plain_attrgetter, plain_getattr, plain_dir = operator.attrgetter, getattr, dir
 owner, _, name = hidden.rpartition(".")
 target = plain_attrgetter(owner)(torch) if owner else torch
-plain_dir, plain_getattr = dir, getattr
 
 
-class Hiding:
-    def dir(self, thing=None):
-        return [entry for entry in plain_dir(thing) if not (thing is target and entry == name)]
-
-    def getattr(self, thing, entry, *default):
-        if thing is target and entry == name:
-            if default:
-                return default[0]
-            raise AttributeError(entry)
-        return plain_getattr(thing, entry, *default)
+def is_hidden(thing, entry):
+    asks = sys._getframe(2).f_globals.get("__name__", "")
+    return thing is target and entry == name and asks.startswith("actoffload._torch.")
 
 
-import importlib.util, types
-source = sys.argv[2]
-spec = importlib.util.spec_from_file_location("actoffload._torch", source)
-package = types.ModuleType("actoffload")
-module = importlib.util.module_from_spec(spec)
-module.__dict__["dir"], module.__dict__["getattr"] = Hiding().dir, Hiding().getattr
-operator.attrgetter = attrgetter
-spec.loader.exec_module(module)
-operator.attrgetter = plain_attrgetter
-sys.modules["actoffload._torch"] = module
+def attrgetter(*paths):
+    found = plain_attrgetter(*paths)
+
+    def hiding(thing):
+        if thing is torch:
+            raise AttributeError(hidden)
+        return found(thing)
+
+    return hiding if f"{paths[0]}.".startswith(f"{hidden}.") else found
+
+
+def getattr(thing, entry, *default):
+    if is_hidden(thing, entry):
+        if default:
+            return default[0]
+        raise AttributeError(entry)
+    return plain_getattr(thing, entry, *default)
+
+
+def dir(thing):
+    return [entry for entry in plain_dir(thing) if not is_hidden(thing, entry)]
+
+
+operator.attrgetter, builtins.getattr, builtins.dir = attrgetter, getattr, dir
 import actoffload
-
-assert actoffload.model.tracker.backward_id is module.backward_id  # the package uses this very module
+from actoffload._torch.lookup import MISSING
 warnings.simplefilter("ignore")
 
 
@@ -124,7 +112,7 @@ def train(how):
     else:
         y = model(x * 1.0)
     y.square().mean().backward()
-    if not module.MISSING and how == "model":
+    if not MISSING and how == "model":
         assert handle.statistics().bytes_offloaded > 0
     return [x.grad, *(p.grad for p in model.parameters())]
 
@@ -133,7 +121,7 @@ plain = train("plain")
 for how in ("model", "context"):
     for a, b in zip(plain, train(how), strict=True):
         assert torch.equal(a, b), how
-print(*module.MISSING)
+print(*MISSING)
 """
 
 ESSENTIAL = {
@@ -155,14 +143,14 @@ import gc, os, sys, traceback
 import torch
 
 gc.freeze()  # no process collects what torch made
-program, source, folder, *names = sys.argv[1:]
+program, folder, *names = sys.argv[1:]
 for number, name in enumerate(names):
     if not os.fork():
         failed = 1
         for stream in (1, 2):
             os.dup2(os.open(f"{folder}/{number}.{stream}", os.O_WRONLY | os.O_CREAT), stream)
         try:
-            sys.argv[1:] = name, source
+            sys.argv[1:] = [name]
             exec(program, {"__name__": "__main__"})
             failed = 0
         except BaseException:
@@ -182,7 +170,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, s
     """For each name the exit status, the output and the errors of the program without it."""
     folder = tmp_path_factory.mktemp("names")
     env = {**os.environ, "PYTHONPATH": str(SOURCES.parent), "OMP_NUM_THREADS": "1"}
-    arguments = [sys.executable, "-c", FORKS, PROGRAM, str(SOURCES / "_torch.py"), str(folder), *NAMES]
+    arguments = [sys.executable, "-c", FORKS, PROGRAM, str(folder), *NAMES]
     subprocess.run(arguments, check=True, env=env)
 
     def written(number: int) -> tuple[str, str, str]:
@@ -202,10 +190,10 @@ def test_without_one_name_the_package_imports_and_gradients_keep_every_bit(
     assert bool(missing) is (name in ESSENTIAL), missing
 
 
-def test_every_private_name_is_in_one_file_and_in_the_list_above() -> None:
+def test_every_private_name_is_in_one_package_and_in_the_list_above() -> None:
     private = re.compile(r"\btorch(\.\w+)*\._[a-zA-Z]\w*|torch\.utils\._\w+|\._cdata\b|\._version\b")
     for path in SOURCES.rglob("*.py"):
-        if path.name == "_torch.py":
+        if path.parent.name == "_torch":
             continue
         code = ast.unparse(_without_docstrings(ast.parse(path.read_text(encoding="utf-8"))))
         assert not (found := private.search(code)), f"{path.name}: {found[0]}"
@@ -224,8 +212,8 @@ def _is_text(node: ast.AST) -> bool:
 
 
 def test_this_torch_has_all_of_them() -> None:
-    assert _torch.MISSING == []
-    assert _torch.unsupported() is None
+    assert lookup.MISSING == []
+    assert lookup.unsupported() is None
 
 
 def test_autograd_nodes_have_the_names_that_identify_casts() -> None:
@@ -234,7 +222,7 @@ def test_autograd_nodes_have_the_names_that_identify_casts() -> None:
         type(node).__name__
         for node in (weight.to(torch.bfloat16).grad_fn, weight.t().grad_fn, weight.transpose(0, 1).grad_fn)
     }
-    assert made == _torch.CASTS
+    assert made == autograd.CASTS
 
 
 class View(torch.autograd.Function):
@@ -251,10 +239,10 @@ def test_what_nodes_that_save_nothing_have_made_is_saved_as_an_input() -> None:
     leaf = torch.randn(3, 2, requires_grad=True)
     x, edited = leaf * 1.0, leaf * 1.0
     edited[0].exp_()
-    assert all(map(_torch.saved_as_input, [leaf.t(), x.t(), x[0], x.view(-1), x + 1.0, x.to(torch.float64)]))
-    assert not any(map(_torch.saved_as_input, [leaf, x, x.exp(), View.apply(x), View.apply(x).t().sin()]))
+    assert all(map(autograd.saved_as_input, [leaf.t(), x.t(), x[0], x.view(-1), x + 1.0, x.to(torch.float64)]))
+    assert not any(map(autograd.saved_as_input, [leaf, x, x.exp(), View.apply(x), View.apply(x).t().sin()]))
     assert type(edited.grad_fn).__name__ == "CopySlices"
-    assert not any(map(_torch.saved_as_input, [edited, edited.t()]))
+    assert not any(map(autograd.saved_as_input, [edited, edited.t()]))
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch.jit, when torch.compile is imported
@@ -264,15 +252,15 @@ def test_wrappers_have_the_attributes_and_classes_that_identify_them() -> None:
 
     compiled, checkpointed = torch.compile(Linear(2, 2)), checkpoint_wrapper(Linear(2, 2))
     names = {*dict(compiled.named_children()), *dict(checkpointed.named_children())}
-    assert names == {"_orig_mod", "_checkpoint_wrapped_module"} < set(_torch.WRAPPED_AS)
+    assert names == {"_orig_mod", "_checkpoint_wrapped_module"} < set(modules.WRAPPED_AS)
     assert "_fsdp_wrapped_module" in Path(sys.modules[FullyShardedDataParallel.__module__].__file__).read_text()
-    assert FSDPModule.__name__ in _torch.SHARDED
-    assert hasattr(FSDPModule, _torch.RESHARD)
+    assert FSDPModule.__name__ in modules.SHARDED
+    assert hasattr(FSDPModule, modules.RESHARD)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch.jit, when torch._dynamo is imported
 def test_compiled_autograd_runs_a_backward_by_the_function_that_is_looked_for() -> None:
-    module = importlib.import_module(_torch.COMPILED_AUTOGRAD)
+    module = importlib.import_module(compiling.COMPILED_AUTOGRAD)
     assert module.in_compiled_autograd_region is False
     inside = module.AutogradCompilerInstance.end_capture.__code__.co_consts
     (runs,) = [code for code in inside if getattr(code, "co_name", "") == "runtime_wrapper"]
@@ -282,9 +270,11 @@ def test_compiled_autograd_runs_a_backward_by_the_function_that_is_looked_for() 
 def test_modules_are_called_by_the_functions_that_are_looked_for() -> None:
     seen = []
     layer = Linear(2, 2)
-    layer.register_forward_hook(lambda *_: seen.append(_torch.current_module()))
+    layer.register_forward_hook(lambda *_: seen.append(modules.current_module()))
     layer(torch.ones(1, 2))
     assert seen[0]() is layer
-    of_torch = {code.co_qualname for code in _torch.CALLS if not code.co_filename.startswith(str(SOURCES))}
+    of_torch = {code.co_qualname for code in modules.CALLS if not code.co_filename.startswith(str(SOURCES))}
     assert of_torch == {"Module._call_impl", "Module._wrapped_call_impl"}
-    assert set(_torch.CALL_VARIABLES) <= {name for code in _torch.CALLS for name in code.co_varnames + code.co_cellvars}
+    assert set(modules.CALL_VARIABLES) <= {
+        name for code in modules.CALLS for name in code.co_varnames + code.co_cellvars
+    }

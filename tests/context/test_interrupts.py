@@ -11,7 +11,7 @@ from whole_model import WIDTH, data, equal, nothing_installed
 import actoffload
 from actoffload.engine import module_tensors
 
-FILES = (str(SOURCES / "context"), str(SOURCES / "engine" / "module_tensors.py"), str(SOURCES / "_torch.py"))
+FILES = (str(SOURCES / "context"), str(SOURCES / "engine" / "module_tensors.py"), str(SOURCES / "_torch"))
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")

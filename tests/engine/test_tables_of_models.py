@@ -11,7 +11,7 @@ from helpers import no_gc
 from torch import Tensor, nn
 from wrappers import Two
 
-from actoffload._torch import address
+from actoffload._torch.tensors import address
 from actoffload.engine.module_tensors import ModelTensors
 from actoffload.report import Reason
 

@@ -17,7 +17,7 @@ from torch._dynamo.utils import counters
 from wrappers import Two
 
 import actoffload
-from actoffload import _torch
+from actoffload._torch import compiling
 from actoffload.engine.passes import Pass
 
 # Dynamo's own, about deprecated parts of torch and about code that it leaves alone.
@@ -175,7 +175,7 @@ def test_a_context_around_each_layer():
 
 
 def test_without_the_names_of_torch_the_graph_breaks_at_each_tensor(monkeypatch):
-    monkeypatch.setattr(_torch, "COMPILED_AUTOGRAD", "torch.no_such_module")
+    monkeypatch.setattr(compiling, "COMPILED_AUTOGRAD", "torch.no_such_module")
 
     def program(offload: Offload) -> list[Tensor]:
         torch._dynamo.reset()

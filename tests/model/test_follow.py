@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from whole_model import UNIT, Transformer, Wave, Waves, data, equal, measured, nothing_installed, offload, train
 
 import actoffload
-from actoffload._torch import saved_tensor_hooks
+from actoffload._torch.autograd import saved_tensor_hooks
 from actoffload.engine.model_pass import ModelPass
 from actoffload.planner import GroupPlan
 from actoffload.report import Reason

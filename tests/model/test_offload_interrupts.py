@@ -14,7 +14,7 @@ from interrupts import SOURCES, interrupted
 from torch import nn
 from whole_model import Waves, call, data, equal, nothing_installed, offload, train
 
-FOLLOWING = (str(SOURCES / "model"), str(SOURCES / "_torch.py"))
+FOLLOWING = (str(SOURCES / "model"), str(SOURCES / "_torch"))
 ANY = (str(SOURCES),)
 
 

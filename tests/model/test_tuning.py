@@ -10,8 +10,8 @@ from timed_device import Timed, TimedModel, offload, seconds, stages, step
 from torch import nn
 
 import actoffload
-from actoffload._torch import saved_tensor_hooks
-from actoffload.model.tuning import WINDOW
+from actoffload._torch.autograd import saved_tensor_hooks
+from actoffload.model.lockstep import WINDOW
 from actoffload.planner import GroupPlan
 from actoffload.schedule.plan import Plan
 

@@ -63,7 +63,7 @@ TESTS: dict[str, list[str]] = {
     ],
     "engine/tensor_marks.py": ["tests/engine/test_limits.py", *STREAMS],
     "_meters.py": ["tests/test_measure.py"],
-    "_torch.py": ["tests/engine/test_compound_kept.py", "tests/test_torch_names.py"],
+    "_torch/": ["tests/engine/test_compound_kept.py", "tests/test_torch_names.py"],
     "model/": ["tests/model/test_follow.py", "tests/model/test_tuning_lifetime.py"],
     "model/follow.py": [
         "tests/model/test_follow.py",

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 from whole_model import equal, nothing_installed, offload
 
-from actoffload._torch import NO_BACKWARD, backward_id
+from actoffload._torch.autograd import NO_BACKWARD, backward_id
 from actoffload.recompute import modes
 
 
@@ -117,7 +117,7 @@ def test_a_retained_graph_can_be_used_after_an_error(where):
 STRIDE = 211
 """Bytecodes between two interrupts that are tried."""
 
-FILES = tuple(str(SOURCES / name) for name in ("model", "recompute", "_torch.py"))
+FILES = tuple(str(SOURCES / name) for name in ("model", "recompute", "_torch"))
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")

@@ -13,7 +13,7 @@ from torch.distributed.pipelining import PipelineStage, ScheduleInterleavedZeroB
 from torch.distributed.pipelining._backward import stage_backward, stage_backward_input, stage_backward_weight
 
 from actoffload import offload
-from actoffload._torch import NO_BACKWARD, backward_id
+from actoffload._torch.autograd import NO_BACKWARD, backward_id
 from actoffload.recompute import Region, Reuse, State, Trace, never, recomputed, worth_saving
 
 POLICIES = {"nothing": never, "products": worth_saving, "everything": lambda call: True}

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from .. import device as devices
-from .._torch import SavedTensorHooks
+from .._torch.autograd import SavedTensorHooks
 from .._warnings import warn
 from ..engine.engine import Engine
 from ..engine.layer import Layer, Phase, tensors_in

@@ -10,7 +10,7 @@ import torch
 
 from .. import device as devices
 from .._arguments import check_bytes, check_whole
-from .._torch import unsupported
+from .._torch.lookup import unsupported
 from ..device import ReferenceDevice
 from ..engine.engine import Engine
 from ..schedule.plan import Do, Plan

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from .._torch import current_stream, is_capturing
+from .._torch.tensors import current_stream, is_capturing
 from .base import Backend, Pairs, Stream, StreamEvent
 from .chunks import SEPARATED, TO_DEVICE, TO_HOST, Separator, copy_in_chunks
 from .numa import node_of_device, on_node

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from .._torch import DispatchMode, address, storage_address, tree_leaves
+from .._torch.tensors import DispatchMode, address, storage_address, tree_leaves
 from .base import Backend, Pairs, Stream, StreamEvent
 
 __all__ = ["CreatedStorages", "ReferenceDevice", "ReferenceEvent", "ReferenceStream"]

@@ -21,7 +21,7 @@ import weakref
 from collections import deque
 from typing import Any
 
-from .._torch import free_storage_weakref
+from .._torch.tensors import free_storage_weakref
 
 __all__ = ["Resources", "dropped", "raise_later", "settle"]
 

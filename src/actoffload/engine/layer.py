@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from .._torch import opaque
+from .._torch.compiling import opaque
 from ..device.base import Stream, StreamPosition
 from ..schedule.plan import reserve
 from .layout import Layout

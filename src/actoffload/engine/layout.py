@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
-from .._torch import negative_view
+from .._torch.tensors import negative_view
 from ..device.base import Pairs
 from .segments import HostBuffer
 

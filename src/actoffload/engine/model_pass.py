@@ -19,7 +19,10 @@ from typing import Generic
 import torch
 from torch.nn import Module
 
-from .._torch import address, current_module, opaque, stands_for_another
+from .._torch.autograd import stands_for_another
+from .._torch.compiling import opaque
+from .._torch.modules import current_module
+from .._torch.tensors import address
 from ..schedule.execution_order import ExecutionOrder, Key
 from ..schedule.plan import OUTSIDE, Roles
 from .engine import Engine

@@ -11,7 +11,8 @@ import torch
 from torch.nn import Module, Parameter
 from torch.nn.modules import module as global_hooks
 
-from .._torch import RESHARD, address, registered
+from .._torch.modules import RESHARD, registered
+from .._torch.tensors import address
 from .statistics import Reason
 from .subclasses import plain_parts
 

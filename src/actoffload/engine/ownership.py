@@ -7,7 +7,8 @@ from typing import NamedTuple
 import torch
 from torch.nn import Parameter
 
-from .._torch import CASTS, address, base_of
+from .._torch.autograd import CASTS
+from .._torch.tensors import address, base_of
 from ..device.base import Backend
 from . import tensor_marks
 from .layout import View

@@ -15,7 +15,9 @@ from typing import Protocol, TypeAlias
 import torch
 from torch.nn import Parameter
 
-from .._torch import CASTS, base_of, opaque, saved_as_input, version_of
+from .._torch.autograd import CASTS, saved_as_input
+from .._torch.compiling import opaque
+from .._torch.tensors import base_of, version_of
 from ..schedule.plan import Roles
 from .engine import Engine
 from .layer import Layer, LivenessToken

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from .._torch import NO_BACKWARD, after_backward, backward_id, opaque
+from .._torch.autograd import NO_BACKWARD, after_backward, backward_id
+from .._torch.compiling import opaque
 from ..device.base import Backend
 from ..schedule.plan import OUTSIDE, Do, Roles, When
 from ..schedule.timeline import Kind

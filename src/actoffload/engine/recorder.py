@@ -11,7 +11,8 @@ from functools import partial
 
 import torch
 
-from .._torch import backward_id, has_nvtx
+from .._torch.autograd import backward_id
+from .._torch.tensors import has_nvtx
 from ..device.base import Backend, Stream, StreamEvent
 from ..schedule.timeline import Kind, Span, Timeline
 from .layout import union

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import torch
 
-from .._torch import address, base_of, storage_behind, storage_expired, version_of
+from .._torch.tensors import address, base_of, storage_behind, storage_expired, version_of
 from ..device.base import StreamPosition
 from ..schedule.plan import Roles
 from . import tensor_marks

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 import torch
 
-from .._torch import version_of
+from .._torch.tensors import version_of
 from ..device.base import Stream, StreamPosition
 from .finalizers import Resources
 from .layout import Layout, Piece, View, gaps, reload_spans

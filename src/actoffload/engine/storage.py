@@ -10,7 +10,8 @@ from typing import Any, ClassVar, Protocol, TypeAlias
 
 import torch
 
-from .._torch import base_of, opaque, storage_weakref, version_of
+from .._torch.compiling import opaque
+from .._torch.tensors import base_of, storage_weakref, version_of
 from ..device.base import Pairs, StreamPosition
 from .finalizers import Resources, raise_later
 from .layout import Layout, Piece, View, dense, gaps, loose_pieces

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import torch
 from torch.nn import Parameter
 
-from .._torch import base_of
+from .._torch.tensors import base_of
 from . import tensor_marks
 from .storage import Unpacked
 from .versions import Seen, Wrappers

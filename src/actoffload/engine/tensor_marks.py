@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .._torch import address, storage_expired, storage_weakref, version_of
+from .._torch.tensors import address, storage_expired, storage_weakref, version_of
 from ..device.base import Backend, StreamEvent
 from .finalizers import Resources
 from .versions import Wrappers, unchanged

@@ -19,7 +19,9 @@ from typing import Any, NoReturn, TypeAlias
 import torch
 from torch.compiler import is_dynamo_compiling
 
-from .._torch import after_backward, backward_id, compiled_backward, in_compiled_backward, inlined, opaque, version_of
+from .._torch.autograd import after_backward, backward_id
+from .._torch.compiling import compiled_backward, in_compiled_backward, inlined, opaque
+from .._torch.tensors import version_of
 from ..schedule.plan import OUTSIDE
 from .layer import GRAPH_BREAK, Layer, LivenessToken
 from .pack import Saved

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from .._torch import base_of, no_torch_dispatch, no_torch_function, version_of
+from .._torch.tensors import base_of, no_torch_dispatch, no_torch_function, version_of
 
 __all__ = ["Seen", "Wrapper", "Wrappers", "changed", "drop_data", "serves", "together", "unchanged"]
 

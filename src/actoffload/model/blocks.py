@@ -22,7 +22,7 @@ from collections.abc import Iterable
 from torch.nn import Module, Sequential
 from torch.nn.parameter import is_lazy
 
-from .._torch import PARAMETRIZATIONS, registered
+from .._torch.modules import PARAMETRIZATIONS, registered
 from .module_names import CONTAINERS, block_type, children, runs, unwrap
 
 __all__ = ["find_stacks", "shapes"]

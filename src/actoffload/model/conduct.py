@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from torch.nn import Module
 
-from .._torch import in_transform, saved_tensor_hooks, saved_tensor_hooks_disabled
+from .._torch.autograd import in_transform, saved_tensor_hooks, saved_tensor_hooks_disabled
 from ..engine.model_pass import ModelPass
 from ..engine.unpack import unpack
 from ..planner import GroupPlan

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from torch.jit import ScriptModule
 from torch.nn import Module
 
-from .._torch import PARAMETRIZATIONS, is_compiled, registered
+from .._torch.modules import PARAMETRIZATIONS, is_compiled, registered
 from .blocks import find_stacks, shapes
 from .module_names import CONTAINERS, Names, block_type, children, runs, starred, unwrap
 from .select import Chosen

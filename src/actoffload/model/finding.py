@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from torch.nn import Module
 
-from .._torch import after_backward
+from .._torch.autograd import after_backward
 from .._warnings import warn
 from ..engine.layer import tensors_in
 from ..engine.model_pass import ModelPass

@@ -23,7 +23,7 @@ from functools import partial
 from math import inf
 from typing import TypeAlias
 
-from .._torch import is_compiled
+from .._torch.modules import is_compiled
 from ..device.base import Backend
 from ..planner import (
     GroupPlan,

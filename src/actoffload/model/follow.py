@@ -33,7 +33,8 @@ from typing import Any, TypeAlias
 from torch.jit import ScriptModule
 from torch.nn import Module
 
-from .._torch import CALLS, opaque
+from .._torch.compiling import opaque
+from .._torch.modules import CALLS
 from .._warnings import warn
 from .conduct import ROOT, FollowedModule
 from .tracker import Tracker

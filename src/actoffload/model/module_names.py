@@ -10,7 +10,7 @@ from typing import NamedTuple
 from torch.nn import DataParallel, Module, ModuleDict, ModuleList, Sequential
 from torch.nn.parallel import DistributedDataParallel
 
-from .._torch import SHARDED, WRAPPED_AS, registered
+from .._torch.modules import SHARDED, WRAPPED_AS, registered
 from .follow import original_class
 
 __all__ = ["CONTAINERS", "Named", "Names", "block_type", "children", "inner_name", "runs", "starred", "unwrap"]

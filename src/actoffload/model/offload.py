@@ -13,7 +13,8 @@ from torch.nn import Module
 
 from .. import device as devices
 from .._arguments import budget_bytes, check_limits, check_num_layers, check_whole
-from .._torch import load_dynamo, unsupported
+from .._torch.compiling import load_dynamo
+from .._torch.lookup import unsupported
 from .._warnings import warn
 from ..engine.engine import Engine
 from ..planner import GroupPlan

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .._torch import storage_address, tree_leaves
+from .._torch.tensors import storage_address, tree_leaves
 from ..device.base import Backend, StreamEvent
 from ..planner import OperatorCost
 from ..recompute import COSTLY, Reads, Trace, named, saveable

@@ -13,7 +13,7 @@ from typing import TypeVar
 import torch.distributed as dist
 from torch.nn import Module
 
-from .._torch import DATA_PARALLEL, active_data_parallel, default_store
+from .._torch.modules import DATA_PARALLEL, active_data_parallel, default_store
 from .._warnings import warn
 from .board import Board, LostRankError
 from .findings import Room

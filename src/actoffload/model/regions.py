@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from .._folding import fold_names
-from .._torch import in_transform, saved_tensor_hooks
+from .._torch.autograd import in_transform, saved_tensor_hooks
 from ..engine.pack import Saved
 from ..engine.unpack import unpack
 from ..recompute import (

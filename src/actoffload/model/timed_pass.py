@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from .._torch import after_backward
+from .._torch.autograd import after_backward
 from ..device.base import Backend, StreamEvent
 from ..engine.model_pass import ModelPass
 from ..schedule.execution_order import GroupKey

@@ -10,13 +10,8 @@ from typing import Any
 
 import torch
 
-from .._torch import (
-    NO_BACKWARD,
-    SavedTensorHooks,
-    backward_id,
-    saved_tensor_hooks,
-    unsupported,
-)
+from .._torch.autograd import NO_BACKWARD, SavedTensorHooks, backward_id, saved_tensor_hooks
+from .._torch.lookup import unsupported
 from .._warnings import warn
 from ..engine.engine import Engine
 from ..engine.layer import Layer, tensors_in

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .._torch import grouped_mm as _grouped_mm
+from .._torch.tensors import grouped_mm as _grouped_mm
 
 __all__ = ["Groups"]
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from .._torch import opaque
+from .._torch.compiling import opaque
 from ..annotations import mark_not_offload, start_offload
 from .activations import Activation, check, dense, in_one_dtype, named
 from .grouped_linear import Groups

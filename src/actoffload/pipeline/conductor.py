@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from .._torch import address
+from .._torch.tensors import address
 from ..engine.engine import Engine
 from ..engine.layer import Phase, tensors_in
 from ..engine.model_pass import ModelPass

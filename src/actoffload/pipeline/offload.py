@@ -11,7 +11,8 @@ from torch.nn import Module
 from .. import device as devices
 from .._arguments import budget_bytes, check_limits
 from .._pipelining import NAMES, is_schedule, is_supported, microbatches, rank_of, stages_of
-from .._torch import load_dynamo, unsupported
+from .._torch.compiling import load_dynamo
+from .._torch.lookup import unsupported
 from .._warnings import warn
 from ..engine.engine import Engine
 from ..model import OffloadHandle

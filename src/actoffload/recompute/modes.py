@@ -24,14 +24,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
-from .._torch import (
-    DispatchMode,
-    current_dispatch_mode,
-    keeps_graph,
-    tree_flatten,
-    tree_unflatten,
-    versions_shared,
-)
+from .._torch.autograd import keeps_graph
+from .._torch.tensors import DispatchMode, current_dispatch_mode, tree_flatten, tree_unflatten, versions_shared
 from .policy import Call, concern_of, never, saveable
 from .region import Key, Region
 from .trace import counted, shapes, without_memory

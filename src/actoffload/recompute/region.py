@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from .._torch import version_of
+from .._torch.tensors import version_of
 from .policy import Policy, never
 from .reuse import Reuse
 from .trace import Learner, Trace, no_casts_kept

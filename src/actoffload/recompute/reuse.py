@@ -25,13 +25,8 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from .._torch import (
-    NO_BACKWARD,
-    backward_id,
-    keeps_graph,
-    saved_tensor_hooks,
-    version_of,
-)
+from .._torch.autograd import NO_BACKWARD, backward_id, keeps_graph, saved_tensor_hooks
+from .._torch.tensors import version_of
 
 __all__ = ["Reuse", "in_pipeline_stage"]
 

@@ -31,15 +31,8 @@ from torch import Tensor
 from torch.autograd.graph import Node, saved_tensors_hooks
 from torch.nn import Parameter
 
-from .._torch import (
-    address,
-    free_storage_weakref,
-    saved_tensor_hooks,
-    storage_at,
-    storage_expired,
-    storage_weakref,
-    tree_leaves,
-)
+from .._torch.autograd import saved_tensor_hooks
+from .._torch.tensors import address, free_storage_weakref, storage_at, storage_expired, storage_weakref, tree_leaves
 from .policy import draws
 
 __all__ = ["Learner", "Shape", "Trace", "counted", "no_casts_kept", "nodes_between", "shapes", "without_memory"]

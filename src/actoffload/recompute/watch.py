@@ -15,15 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from .._torch import (
-    DispatchMode,
-    current_dispatch_mode,
-    is_compiled,
-    registered,
-    saved_tensor_hooks,
-    tree_leaves,
-    version_of,
-)
+from .._torch.autograd import saved_tensor_hooks
+from .._torch.modules import is_compiled, registered
+from .._torch.tensors import DispatchMode, current_dispatch_mode, tree_leaves, version_of
 from .policy import draws
 from .trace import nodes_between
 

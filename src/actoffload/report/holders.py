@@ -21,7 +21,8 @@ from typing import Any
 import torch
 from torch.autograd.function import FunctionCtx
 
-from .._torch import CALL_VARIABLES, CALLS, gradient_of, no_torch_function, storage_address
+from .._torch.modules import CALL_VARIABLES, CALLS
+from .._torch.tensors import gradient_of, no_torch_function, storage_address
 from .groups import Holder
 
 __all__ = ["find_all_holders"]

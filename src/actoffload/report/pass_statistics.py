@@ -8,7 +8,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from .._torch import address
+from .._torch.tensors import address
 from ..engine.layer import Layer, Phase
 from ..engine.passes import Pass
 from ..engine.reload import Residency

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from .._torch import NO_BACKWARD, backward_id
+from .._torch.autograd import NO_BACKWARD, backward_id
 
 __all__ = ["Synchronization", "Synchronizations", "find_synchronizations"]
 

@@ -1,0 +1,71 @@
+"""`torch.compile`: what it inlines, and compiled backwards."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any, TypeVar
+
+from .lookup import find
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_frames: Any = find("_C._dynamo.eval_frame")
+_SKIP: Any = find("_C._dynamo.eval_frame._FrameAction.SKIP")
+_DEFAULT: Any = find("_C._dynamo.eval_frame._FrameAction.DEFAULT")
+_Strategy: Any = find("_C._dynamo.eval_frame._FrameExecStrategy")
+_set_strategy: Any = getattr(_frames, "set_code_exec_strategy", None)
+_MARKS_CODE = None not in (_SKIP, _DEFAULT, _Strategy, _set_strategy)
+
+
+def inlined(function: F, callees: Any = _SKIP) -> F:
+    """Let Dynamo inline a function into compiled code, and run it and all that it calls as plain Python elsewhere.
+
+    The function asks `torch.compiler.is_dynamo_compiling` where it is.
+    """
+    if _MARKS_CODE:
+        _set_strategy(function.__code__, _Strategy(_SKIP, callees))
+    return function
+
+
+def opaque(function: F, reason: str = "", *, compile_callees: bool = False) -> F:
+    """Let a function run as plain Python where compiled code calls it, and all that it calls unless `compile_callees`.
+
+    Does what `torch.compiler.disable` does, for all closures of the same code and without a wrapper around each call.
+    `reason` is the error for a program that asked for a single graph.
+    """
+    inlined(function, _DEFAULT if compile_callees else _SKIP)
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    function._torchdynamo_disable_msg = reason  # type: ignore[attr-defined]
+    return function
+
+
+COMPILED_AUTOGRAD = "torch._dynamo.compiled_autograd"
+"""The module that runs compiled backwards; a program that uses it has imported it, which takes a second."""
+
+
+def in_compiled_backward() -> bool:
+    """Return whether compiled autograd runs a backward, in any thread."""
+    return getattr(sys.modules.get(COMPILED_AUTOGRAD), "in_compiled_autograd_region", False)
+
+
+def compiled_backward() -> list[Any] | None:
+    """Return the arguments of all unpack hooks of the compiled backward that runs in this thread; None without one."""
+    frame: FrameType | None = sys._getframe() if in_compiled_backward() else None
+    while frame is not None:
+        if frame.f_code.co_name == "runtime_wrapper" and frame.f_globals["__name__"] == COMPILED_AUTOGRAD:
+            return frame.f_locals.get("packed_inputs")
+        frame = frame.f_back
+    return None
+
+
+def load_dynamo() -> None:
+    """Import what `torch.utils.checkpoint` imports in its first call.
+
+    That import keeps the frames of its callers, and their tensors, until the garbage collector runs (torch 2.13).
+    """
+    with contextlib.suppress(ImportError):
+        importlib.import_module("torch._dynamo")

@@ -1,0 +1,75 @@
+"""Modules, and the wrappers around them."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Mapping
+from types import FrameType
+from typing import Any
+
+from torch.nn import Module
+
+from .lookup import find
+
+
+def registered(module: Module) -> tuple[Mapping[str, Any], Mapping[str, Any], Mapping[str, Any]]:
+    """Return the parameters, buffers and children of a module by name; the module's own tables where there are such."""
+    tables = vars(module)
+    if isinstance(tables.get("_modules"), dict):
+        return tables["_parameters"], tables["_buffers"], tables["_modules"]
+    # TorchScript keeps them in tables of its own, or in none.
+    parameters = dict(module.named_parameters(recurse=False, remove_duplicate=False))
+    buffers = dict(module.named_buffers(recurse=False, remove_duplicate=False))
+    return parameters, buffers, dict(module.named_children())
+
+
+WRAPPED_AS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+"""Attributes under which ``torch.compile``, activation checkpointing and the older FSDP hold the wrapped module."""
+
+PARAMETRIZATIONS = "parametrizations"
+"""The child in which `torch.nn.utils.parametrize` registers what computes the parameters of a module."""
+
+
+def is_compiled(module: Module) -> bool:
+    """Return whether a module was compiled: by ``module.compile()``, or `torch.compile` of it or of its forward."""
+    return (
+        getattr(module, "_compiled_call_impl", None) is not None
+        or "_orig_mod" in registered(module)[2]
+        or hasattr(module.forward, "_torchdynamo_orig_callable")
+    )
+
+
+SHARDED = ("FSDPModule", "ReplicateModule")
+"""Classes that ``fully_shard`` and ``replicate`` mix into the class of a module."""
+
+DATA_PARALLEL = ("DistributedDataParallel", "FullyShardedDataParallel")
+"""Classes of wrappers that have the process group of a model as ``process_group``."""
+
+_active = "nn.parallel.DistributedDataParallel._get_active_ddp_module"
+active_data_parallel: Callable[[], Any] = find(_active, lambda: None)
+"""Return the `DistributedDataParallel` whose forward runs, or None."""
+
+default_store: Callable[[], Any] | None = find("distributed.distributed_c10d._get_default_store")
+"""Return the key-value store of the default process group; None where PyTorch has none."""
+
+RESHARD = "reshard"
+"""A method of modules whose parameters are replaced while they run."""
+
+CALLS = {method.__code__ for name in ("_call_impl", "_wrapped_call_impl") if (method := getattr(Module, name, None))}
+"""Code of the methods in which `torch.nn.Module` calls ``forward``."""
+
+CALL_VARIABLES = {"args": "input", "kwargs": "input", "result": "output"}
+"""Local variables of `CALLS` for what a module is called with and what it returns."""
+
+_call = getattr(getattr(Module, "_call_impl", None), "__code__", None)
+
+
+def current_module() -> weakref.ref[Module] | None:
+    """Return the innermost module whose forward runs in this thread, if any."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and _call is not None:
+        if frame.f_code is _call:
+            return weakref.ref(frame.f_locals["self"])
+        frame = frame.f_back
+    return None

@@ -1,0 +1,91 @@
+"""Tensors, their storages and versions, streams of devices, and trees of tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from .lookup import find, getter, need
+
+address: Callable[[torch.UntypedStorage], int] = getter("UntypedStorage._cdata", id)
+"""Return the address of a storage, which no other storage has while this one, or a weak reference to it, exists."""
+
+version_of: Callable[[torch.Tensor], int] = getter("Tensor._version", lambda tensor: 0)
+"""Return the version counter of a tensor: the number of in-place edits of it and of its views."""
+
+base_of: Callable[[torch.Tensor], torch.Tensor | None] = getter("Tensor._base", lambda tensor: None)
+
+# A weak reference to a storage keeps its address and not its memory.  It has to be freed once.
+storage_weakref: Callable[[torch.UntypedStorage], Any] = need("UntypedStorage._weak_ref", lambda storage: 0)
+storage_expired: Callable[[Any], bool] = need("UntypedStorage._expired", lambda ref: True)
+free_storage_weakref: Callable[[Any], None] = need("UntypedStorage._free_weak_ref", lambda ref: None)
+_storage_behind = find("UntypedStorage._new_with_weak_ptr", lambda ref: None)
+storage_behind: Callable[[Any], torch.UntypedStorage | None] = _storage_behind  # None if the memory is freed
+
+storage_at: Callable[[int, torch.device, int], torch.UntypedStorage] | None = find(
+    "_C._construct_storage_from_data_pointer"
+)
+"""Return a storage at an address of a device, which belongs to something else; None where PyTorch cannot."""
+
+negative_view: Callable[[torch.Tensor], torch.Tensor] = find("_neg_view", torch.neg)
+"""Return a tensor with the opposite sign, as a view where PyTorch can."""
+
+grouped_mm: Callable[..., torch.Tensor] | None = find("nn.functional.grouped_mm", find("_grouped_mm"))
+"""Multiply groups of rows by one matrix each; None where PyTorch cannot."""
+
+tensor_base: Any = find("_C.TensorBase", torch.Tensor)
+"""The class whose descriptors read a tensor without running the code of its subclass."""
+
+no_torch_function: Any = find("_C.DisableTorchFunctionSubclass", nullcontext)
+"""Context that skips the ``__torch_function__`` of tensor subclasses."""
+
+no_torch_dispatch: Any = find("_C._DisableTorchDispatch", nullcontext)
+"""Context that skips the ``__torch_dispatch__`` of tensor subclasses."""
+
+
+def storage_address(obj: Any) -> int:
+    """Return the address of a storage or of the storage of a tensor; 0 if there is none."""
+    try:
+        return address(obj if type(obj) is torch.UntypedStorage else tensor_base.untyped_storage(obj))
+    except Exception:  # sparse, nested, wrapped: each has an error of its own
+        return 0
+
+
+def gradient_of(tensor: Any) -> Any:
+    """Return the gradient of a leaf; None if it has none."""
+    try:
+        leaf = tensor_base.requires_grad.__get__(tensor) and tensor_base.is_leaf.__get__(tensor)
+        return tensor_base.grad.__get__(tensor) if leaf else None
+    except Exception:  # half-built subclasses
+        return None
+
+
+DispatchMode: Any = find("utils._python_dispatch.TorchDispatchMode")
+"""Base class of contexts that see every operation; None where PyTorch has none."""
+
+current_dispatch_mode: Callable[[], Any] = find("utils._python_dispatch._get_current_dispatch_mode", lambda: None)
+
+tree_leaves: Callable[[Any], list[Any]] = find("utils._pytree.tree_leaves", lambda tree: [tree])
+tree_flatten: Callable[[Any], tuple[list[Any], Any]] = find("utils._pytree.tree_flatten", lambda tree: ([tree], None))
+tree_unflatten: Callable[[Any, Any], Any] = find("utils._pytree.tree_unflatten", lambda leaves, tree: leaves[0])
+
+
+def versions_shared() -> AbstractContextManager[object]:
+    """Let aliases made in this block share the version counter of their tensor, also inside `__torch_dispatch__`."""
+    guard = getattr(torch._C, "_SetExcludeDispatchKeyGuard", None)
+    return nullcontext() if guard is None else guard(torch._C.DispatchKey.ADInplaceOrView, False)
+
+
+current_stream: Callable[[int], Any] = find("_C._accelerator_getStream", torch.accelerator.current_stream)
+"""Return the current stream of the accelerator with an index; without the checks of the public function."""
+
+is_capturing: Callable[[], bool] = lambda: False  # noqa: E731
+"""Return whether the current CUDA stream is captured into a graph.  Asks the driver; does not synchronize."""
+if torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
+    is_capturing = find("_C._cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing)
+
+has_nvtx: bool = find("_C._nvtx") is not None
+"""Whether PyTorch was built with NVTX; the functions of `torch.cuda.nvtx` raise without it."""
