@@ -26,8 +26,9 @@ from torch.nn.parallel import DistributedDataParallel
 import actoffload
 from actoffload.model import lockstep, ranks
 from actoffload.model.board import Board, LostRankError
+from actoffload.model.drift import PATIENCE
+from actoffload.model.lockstep import WINDOW
 from actoffload.model.ranks import ranks_of
-from actoffload.model.tuning import PATIENCE, WINDOW
 
 KIB = 2**10
 ALL = ["FIRST", "LEAN", "MEMORY", "BARE", "PLAN", "PLAN", "PLAN", "WARM", "NONE"]

@@ -9,8 +9,9 @@ import pytest
 import torch
 from timed_device import Timed, TimedModel, offload, seconds, stages, step
 
+from actoffload.model.drift import PATIENCE
+from actoffload.model.lockstep import WINDOW
 from actoffload.model.pace import TRIES
-from actoffload.model.tuning import PATIENCE, WINDOW
 
 MIB = 2**20
 

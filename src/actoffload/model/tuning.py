@@ -13,10 +13,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from statistics import median
 from typing import Any
 
 from .._warnings import warn
@@ -28,6 +26,7 @@ from ..recompute import Policy
 from ..schedule.execution_order import GroupKey, GroupPlans
 from ..schedule.timeline import size
 from .conduct import Conduct, FollowedModule
+from .drift import Drift
 from .findings import Findings, room_in
 from .first_steps import FirstSteps, Script
 from .lockstep import WINDOW, Decision
@@ -42,8 +41,6 @@ __all__ = ["Tuner"]
 
 logger = logging.getLogger("actoffload")
 
-MOVED = 0.10  # change of a cost from which on another plan is looked for
-PATIENCE = 64  # passes before a plan is replaced, doubled each time
 UNFINISHED = 4  # forwards in a row that run before the backward of the one before
 PASSED_OVER = 4  # passes in a row that may not fit without offloading, so that the first steps do not go on
 
@@ -104,10 +101,7 @@ class Tuner:
         self._script: Script | None
         self._stage: Stage | None
         self._begin(passes + 1, warm=passes > 0)
-        self._replan_at = 0
-        self._patience = PATIENCE
-        self._later: deque[TimedPass] = deque(maxlen=WINDOW)  # one of each window
-        self._pace: float | None = None  # seconds for each element of the inputs when the plan was new
+        self._drift = Drift()
 
     @property
     def settling(self) -> bool:
@@ -219,7 +213,7 @@ class Tuner:
         self._unfinished = 0
         if self._script is None:
             if self._stage is None:
-                self._later.append(timed)
+                self._drift.add(timed)
             elif timed.stage is Stage.LEAN and timed.meter is not None:
                 self._measuring.allocated_before = timed.meter.allocated_before
                 room = room_in(timed, self._engine.backend, self._budget)
@@ -254,10 +248,7 @@ class Tuner:
         """Keep a plan from now on."""
         self._chosen = self._measuring
         self._script = self._stage = None
-        self._replan_at = self._number + self._patience
-        self._patience *= 2
-        self._pace = None
-        self._later.clear()
+        self._drift.restart(self._number)
         if not plan.offloaded:
             self._log.nothing_offloaded()
         peak = None if plan.peak_bytes is None else plan.peak_bytes + self._chosen.reserve
@@ -318,7 +309,8 @@ class Tuner:
         """Return whether the first steps are measured again from this pass on."""
         chosen, lockstep = self._chosen, self._ranks.lockstep
         assert chosen is not None
-        wanted = (lockstep is None or lockstep.leads) and self._moved(chosen)
+        leads = lockstep is None or lockstep.leads
+        wanted = leads and self._drift.moved(self._number, chosen.size, self._engine.backend)
         wanted = wanted or chosen.exceeds(self._engine.backend.in_use() or 0)
         if lockstep is None:
             return wanted
@@ -330,26 +322,8 @@ class Tuner:
         """Return how a pass is followed once there is a plan."""
         chosen = self._chosen
         assert chosen is not None
-        if self._number % WINDOW == 0 or not self._later:
+        if self._drift.times(self._number):
             self._time(Stage.PLAN, elements)
         if not chosen.fits(elements):
             return self._stages.leanest()
         return self._stages.idle() if elements < chosen.least_size else self._stages.planned(chosen)
-
-    def _moved(self, chosen: Findings) -> bool:
-        """Return whether costs are others than those of the plan, and have been for some passes."""
-        backend = self._engine.backend
-        done = [timed for timed in self._later if timed.ended and backend.passed(timed.ended)]
-        if len(done) < WINDOW:
-            return False
-        now, sizes = median(timed.pace(backend) for timed in done), sorted(timed.elements for timed in done)
-        if self._pace is None:
-            self._pace = now
-        if self._number < self._replan_at:
-            return False
-        settled = sizes[-1] <= sizes[0] * (1 + MOVED)  # else inputs vary, and a plan for some is as good as any
-        return (settled and _differ(sizes[0], chosen.size)) or _differ(now, self._pace)
-
-
-def _differ(now: float, before: float) -> bool:
-    return abs(now - before) > MOVED * before
