@@ -110,7 +110,7 @@ def docs(session: nox.Session) -> None:
     _run(session, "docs/tools/record_gallery.py", "check")
     _run(session, "benchmarks/report.py", "--check")
     browser = ["tests/site/test_built_site.py", "tests/site/test_explorer.py"]
-    _run(session, "-m", "pytest", "-q", *browser, env={"ACTOFFLOAD_SITE": str(HTML)})
+    _run(session, "-m", "pytest", "-q", "-n", "2", *browser, env={"ACTOFFLOAD_SITE": str(HTML)})
     if serve:
         session.log(f"Serving http://127.0.0.1:{port}/ until Ctrl-C.")
         _run(session, "-m", "http.server", port, "--bind", "127.0.0.1", "--directory", str(HTML))
