@@ -269,20 +269,20 @@ def test_the_frontier_of_a_measured_model():
 
 def test_the_frontier_of_a_measured_model_with_recomputation():
     device = Timed(3e5, 3e5, memory=2**40)
-    model = TimedModel(device, 12)
-    handle = offload(model, device, memory_budget=24 * MIB)
+    model = TimedModel(device, 8)
+    handle = offload(model, device, memory_budget=16 * MIB)
     for _ in range(12):
         step(model)
     found = handle.frontier()
     of_peak, times = [plan.peak_bytes for plan in found.plans], [plan.seconds for plan in found.plans]
     assert of_peak == sorted(of_peak)
     assert times == sorted(times, reverse=True)
-    assert of_peak[0] < 12 * MIB
-    assert of_peak[-1] >= 40 * MIB
+    assert of_peak[0] < 9 * MIB
+    assert of_peak[-1] >= 26 * MIB
     assert found.plans[0].recomputed
     assert not found.plans[-1].recomputed
     for plan in found.plans[::3]:
-        other = TimedModel(device, 12)
+        other = TimedModel(device, 8)
         repeated = offload(other, device, layers=None, plan=plan)
         step(other)
         (peak,) = peaks(other, device, 1)
