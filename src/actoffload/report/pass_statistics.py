@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -54,14 +53,16 @@ class PassStatistics:
         groups, held = list[tuple[Layer, GroupReport]](), list[Held]()
         residents: set[Resident] = set()  # each counts in the first group that saved it
         for layer in done.layers:
-            offloaded, sums = layer.index not in stay, Counter[str]()
-            kept = {reason: (number, nbytes) for reason, (number, nbytes) in layer.kept.items()}
+            offloaded, storages, nbytes, copied, wasted = layer.index not in stay, 0, 0, 0, 0
+            kept = {reason: (count, size) for reason, (count, size) in layer.kept.items()}
             for storage in layer.living():
                 if min(storage.layers) != layer.index:  # [guard: storage that several groups saved]
                     continue
                 shared = not stay.isdisjoint(storage.layers)  # [guard: storage shared with a kept group -> False]
-                sums.update(storages=1, bytes_saved=storage.nbytes, bytes_offloaded=storage.bytes_copied)
-                sums.update(bytes_wasted=storage.bytes_copied if shared else 0)
+                storages += 1
+                nbytes += storage.nbytes
+                copied += storage.bytes_copied
+                wasted += storage.bytes_copied if shared else 0
                 if offloaded:
                     expected += 0 if shared else storage.nbytes
                     freed += storage.nbytes if storage.residency is Residency.HOST else 0
@@ -76,9 +77,19 @@ class PassStatistics:
             for resident in filter(None, (ref() for ref in layer.residents)):
                 if resident not in residents:  # [guard: kept storage that several groups saved -> True]
                     residents.add(resident)
-                    sums.update(storages=1, bytes_saved=resident.nbytes)
+                    storages += 1
+                    nbytes += resident.nbytes
                     expected += resident.nbytes if offloaded else 0
-            groups.append((layer, GroupReport("", "", offloaded=offloaded, kept=kept, **sums)))
+            row = GroupReport(
+                "",
+                offloaded=offloaded,
+                storages=storages,
+                bytes_saved=nbytes,
+                bytes_offloaded=copied,
+                bytes_wasted=wasted,
+                kept=kept,
+            )
+            groups.append((layer, row))
         return PassStatistics(tuple(groups), expected, freed, tuple(held))
 
 
