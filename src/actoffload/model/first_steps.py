@@ -39,7 +39,7 @@ from ..schedule.plan import Plan
 from .conduct import FollowedModule
 from .findings import Findings, Room, room_in
 from .group_costs import hook_seconds, layer_costs, measured_link
-from .pace import TOLERANCE, TRIES, Comparison, fastest, measured, refer, relative
+from .pace import TOLERANCE, TRIES, Comparison, measured, refer, relative, typical
 from .reporting import PassLog, group_names
 from .timed_pass import Stage, TimedPass
 from .ways import HOST_SECONDS, Ways
@@ -111,7 +111,7 @@ class FirstSteps:
         else:
             without = [bare, (yield from self._trimming(Stage.WARM, found.plan)), (yield from _next(Stage.NONE))]
             without[-1].wait(self._backend)
-            found.plan = refer(found.plan, fastest(without, self._backend, found.size))
+            found.plan = refer(found.plan, typical(without, self._backend, found.size))
             if found.bare_peak and found.plan.peak_bytes is not None:
                 found.plan = replace(found.plan, peak_bytes=found.bare_peak)
         return found.plan
@@ -221,7 +221,7 @@ class FirstSteps:
             passes = [(yield from self._trimming(Stage.PLAN, plan))]
             passes += [(yield from _next(Stage.PLAN)), (yield from _next(Stage.PLAN))]
             passes[-1].wait(self._backend)
-            now, peak = measured(plan, fastest(passes[1:], self._backend, found.size)), max(of.peak for of in passes)
+            now, peak = measured(plan, typical(passes[1:], self._backend, found.size)), max(of.peak for of in passes)
             if not peak or plan.peak_bytes is None or found.choose is None or found.in_flight > 1:
                 return now
             found.excess += peak - plan.peak_bytes
@@ -262,12 +262,12 @@ class FirstSteps:
             yield from _next(Stage.PLAN)  # the first pass after a change warms up
             offloaded += [(yield from _next(Stage.PLAN)), (yield from _next(Stage.PLAN))]
             yield from self._trimming(Stage.WARM, plan)
-            while len(without) < len(offloaded):
-                without.append((yield from _next(Stage.NONE)))
+            without.append((yield from _next(Stage.NONE)))
             without[-1].wait(self._backend)
             now = Comparison.of(plan, offloaded, without, self._backend, found.size)
             if now.is_clear or len(offloaded) > 2:
                 return now, without[-1]
+            without.append((yield from _next(Stage.NONE)))
 
     def _only(self, plan: GroupPlan, compared: Sequence[Comparison]) -> GroupPlan:
         """Return a plan that says why it offloads no more groups."""

@@ -1,14 +1,15 @@
 """Compare what passes with a plan take with what they take without offloading.
 
 `[Note: which pass counts]`  Two passes with the plan and two without are enough where each of the first two compares in
-the same way with each of the others: the plan costs time, or it does not, and of two passes the faster one counts.
-Otherwise as many are run again, and of four the second fastest counts.  The fastest would be wrong where one pass
-happens to be short, and a mean where one happens to be long.
+the same way with each of the others: the plan costs time, or it does not.  Otherwise as many are run again.  The median
+counts: of two passes their mean, of four that of the two in the middle.  The fastest would be wrong where one pass
+happens to be short, and where the plan costs time in each second pass only: if a program waits for the device after
+every two of them, the host has no lead in the first.  A mean of all would be wrong where one happens to be long.
 
 Passes may have a pattern: with gradient accumulation each second, third or fourth one reduces gradients, and a program
-may wait for the device after some passes.  The order is N w P P w N, then w P P w N N, where P has the plan, N has not,
-and w warms up after a change.  So P and N have the same places in a pattern of two or three passes.  A device that gets
-slower, because it gets warm, slows both down.
+may wait for the device after some passes.  The order is N w P P w N, and the same once more, where P has the plan, N
+has not, and w warms up after a change.  So P and N have the same places in a pattern of two, three or four passes.  A
+device that gets slower, because it gets warm, slows both down.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import inf
-from statistics import median_low
+from statistics import median
 
 from ..device.base import Backend
 from ..planner import GroupPlan
@@ -25,7 +26,7 @@ from ..schedule.timeline import milliseconds, size
 from .findings import StepTimes
 from .timed_pass import TimedPass
 
-__all__ = ["TOLERANCE", "TRIES", "Comparison", "fastest", "measured", "refer", "relative"]
+__all__ = ["TOLERANCE", "TRIES", "Comparison", "measured", "refer", "relative", "typical"]
 
 TOLERANCE, SHORT_TOLERANCE, SHORT = 0.01, 0.02, 0.020  # of the time of a pass; for short passes; seconds
 CAUTION = 0.7  # part of the tolerance that a plan may cost when it is measured, for passes that take longer later
@@ -55,7 +56,7 @@ class Comparison:
     @property
     def times(self) -> StepTimes:
         """What counts; see [Note: which pass counts]."""
-        return StepTimes(median_low(self.offloaded), median_low(self.without), self.first, self.last)
+        return StepTimes(median(self.offloaded), median(self.without), self.first, self.last)
 
     @property
     def cost(self) -> float:
@@ -98,9 +99,9 @@ class Comparison:
         return "; ".join((f"{found}, although copies should have taken no time", *more))
 
 
-def fastest(passes: Sequence[TimedPass], backend: Backend, size: int) -> float:
-    """Return the seconds of the fastest of some passes, for a number of elements of the inputs."""
-    return min(_seconds(passes, backend, size))
+def typical(passes: Sequence[TimedPass], backend: Backend, size: int) -> float:
+    """Return the median of the seconds of some passes, for a number of elements of the inputs."""
+    return median(_seconds(passes, backend, size))
 
 
 def _seconds(passes: Sequence[TimedPass], backend: Backend, size: int) -> tuple[float, ...]:
