@@ -6,6 +6,7 @@ import os
 import sys
 import tomllib
 import warnings
+from importlib import metadata
 from pathlib import Path
 
 ROOT = Path(__file__).parent
@@ -126,7 +127,10 @@ html_search_scorer = "docs/_static/search_scorer.js"
 html_favicon = "docs/_static/logo.svg"
 html_show_sourcelink = False
 html_copy_source = False
-html_context = {"default_mode": "auto"}  # light or dark by the system of the reader
+html_context = {
+    "default_mode": "auto",  # light or dark by the system of the reader
+    "torch_version": metadata.version("torch"),  # doctests and simulated figures; recordings give their own
+}
 # Pages at the top have no section to navigate.
 html_sidebars = {page: [] for page in ("index", "get_started", "benchmarks", "changelog", "explorer", "404")}
 html_theme_options = {
@@ -150,6 +154,7 @@ html_theme_options = {
     },
     "navigation_with_keys": False,
     "footer_start": ["copyright"],
+    "footer_center": ["built-with"],
     "footer_end": ["theme-version"],
     "pygments_light_style": "a11y-high-contrast-light",
     "pygments_dark_style": "a11y-high-contrast-dark",

@@ -39,17 +39,20 @@ config = LlamaConfig(
     vocab_size=256 if reference else 32000,
 )
 lengths = {"long": 512, "short": 64} if reference else {"long": 4096, "short": 512}
-batch, measuring, last = 4 if reference else 2, 9, 12 if reference else 24
+batch, wanted, most = 4 if reference else 2, 4 if reference else 12, 60
 
 
 class Steps(TrainerCallback):
-    """Measure the time and the peak of device memory of each step."""
+    """Measure the time and the peak of device memory of each step; stop after some steps with the final plan."""
 
-    def __init__(self):
-        self.seconds, self.peaks = [], []
+    def __init__(self, handle):
+        self.handle, self.seconds, self.peaks = handle, [], []
+        self.first = 2  # the first steps warm up, or are measured
 
     def on_step_begin(self, args, state, control, **kwargs):
         """Begin a step."""
+        if self.handle is not None and self.handle.settling:
+            self.first = max(self.first, len(self.peaks) + 1)
         self.meter = MemoryMeter()
         self.meter.__enter__()
         self.meter.sample()
@@ -61,10 +64,11 @@ class Steps(TrainerCallback):
         (begin, _), (end, _) = self.meter.samples
         self.seconds.append(end - begin)
         self.peaks.append(self.meter.peak_bytes)
+        control.should_training_stop = len(self.peaks) >= self.first + wanted
 
     def measurement(self):
-        """Return the peak and the median time of the steps after those that measure."""
-        return Measurement(max(self.peaks[measuring:]), median(self.seconds[measuring:]))
+        """Return the peak and the median time of the steps after the first ones."""
+        return Measurement(max(self.peaks[self.first :]), median(self.seconds[self.first :]))
 
 
 def train(length, offloading):
@@ -74,12 +78,12 @@ def train(length, offloading):
     with device:
         model = LlamaForCausalLM(config)
     handle = actoffload.offload(model) if offloading else None
-    steps = Steps()
-    tokens = torch.randint(config.vocab_size, (last * batch, length))
+    steps = Steps(handle)
+    tokens = torch.randint(config.vocab_size, (most * batch, length))
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
             output_dir=folder,
-            max_steps=last,
+            max_steps=most,
             per_device_train_batch_size=batch,
             bf16=not reference,
             optim="adamw_torch_fused",
@@ -106,8 +110,8 @@ def train(length, offloading):
 # Long sequences
 # --------------
 # The line is ``actoffload.offload(model)``, in front of the Trainer. In the first step everything is offloaded, so that
-# it fits if any plan does. The next steps are measured with and without offloading. From the tenth step on the plan is
-# final. The logger ``actoffload`` says what was decided.
+# it fits if any plan does. The next steps are measured with and without offloading. When ``handle.settling`` is False,
+# usually after nine steps, the plan is final. The logger ``actoffload`` reports it.
 logger = logging.getLogger("actoffload")
 logger.setLevel(logging.INFO)
 logger.addHandler(logging.StreamHandler(sys.stdout))
@@ -125,7 +129,7 @@ print(plan)
 print(report)
 
 # %%
-# Peak and time of the steps after those that measure:
+# Peak and time of the steps with the final plan:
 measured = {"no offload": long_without.measurement(), "offload(model)": long_with.measurement()}
 measured = Measurements(describe_device(), measured)
 print(measured)
@@ -135,7 +139,7 @@ measured.plot().figure.savefig("never_slower.png", dpi=150)
 # Short sequences
 # ---------------
 # The same model and the same line. A short step may end before a copy would, and the host may need all of its time to
-# queue kernels. Then nothing is offloaded, and the log says why.
+# queue kernels. Then nothing is offloaded, and the log gives the reason.
 short_without, _, _ = train(lengths["short"], offloading=False)
 short_with, plan, report = train(lengths["short"], offloading=True)
 print(plan)
@@ -144,8 +148,8 @@ print(Measurements(describe_device(), {"no offload": short_without.measurement()
 # %%
 # Step by step
 # ------------
-# The peak of each step, and on a GPU its time. The first nine steps are shaded: they measure. The reference device
-# measures no time, so there all that can be offloaded is offloaded.
+# The peak of each step, and on a GPU its time. The steps that measure are shaded. On the reference device nothing is
+# measured, and all groups but the last two are offloaded.
 panels = {"long": (long_without, long_with), "short": (short_without, short_with)}
 rows = [("peak memory (MiB)", lambda steps: [peak / 2**20 for peak in steps.peaks])]
 if not reference:
@@ -154,11 +158,11 @@ size = (8.5, 0.6 + 2.7 * len(rows))
 figure, axes = pyplot.subplots(len(rows), 2, figsize=size, layout="constrained", sharex=True, squeeze=False)
 for row, (label, values) in zip(axes, rows, strict=True):
     for ax, (without, with_offload) in zip(row, panels.values(), strict=True):
-        ax.axvspan(0.5, measuring + 0.5, color="#eeeeee")
-        numbers = range(1, last + 1)
-        ax.plot(numbers, values(without), "o-", color="#555555", label="no offload")
-        ax.plot(numbers, values(with_offload), "o-", color="#2b8cc4", label="offload(model)")
-        ax.set_ylim(0, 2 * max(values(without)[measuring:]))  # the first step, which allocates host memory, is longer
+        if not reference:
+            ax.axvspan(0.5, with_offload.first + 0.5, color="#eeeeee")
+        for steps, colour, name in (without, "#555555", "no offload"), (with_offload, "#2b8cc4", "offload(model)"):
+            ax.plot(range(1, len(steps.peaks) + 1), values(steps), "o-", color=colour, label=name)
+        ax.set_ylim(0, 2 * max(values(without)[without.first :]))  # the first step, which allocates, takes longer
         ax.set_ylabel(label)
         ax.spines[["top", "right"]].set_visible(False)
 for ax, name in zip(axes[0], panels, strict=True):

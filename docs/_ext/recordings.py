@@ -160,7 +160,9 @@ class GalleryRecordings:
                 before, after = text[: title.end()], text[title.end() :]
                 text = f".. title:: Example: {title[1]}\n\n{before}\n{page.box()}\n{after}"
             peak = r"\1" if page.measured else NOT_MEASURED
-            text = re.sub(r"\*\*Estimated memory usage:\*\* +(.*)", rf"**Peak device memory:** {peak}", text)
+            text = re.sub(
+                r"\*\*Estimated memory usage:\*\* +(.*)", rf"**Peak device memory of this process:** {peak}", text
+            )
             text = _alternatives(text, Path(docname).name.replace("_", " "))
         elif docname == f"{self.gallery}/index":
             text = re.sub(r":alt: *$", ":alt: Picture of the example", text, flags=re.M)

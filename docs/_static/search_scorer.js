@@ -2,7 +2,7 @@
    Without it, pages with a word in any heading are in the order of their titles. */
 var Scorer = {
   score: ([docname, title, anchor, , score]) => {
-    const words = new URLSearchParams(location.search).get("q").toLowerCase().split(/\s+/);
+    const words = new URLSearchParams(location.search).get("q").toLowerCase().split(/[\s_]+/); // memory_budget
     const named = !anchor && words.every((word) => title.toLowerCase().includes(word));
     const developers = docname.startsWith("development/") || docname === "changelog";
     return score + 20 * named + docname.startsWith("guide/") - 20 * developers;

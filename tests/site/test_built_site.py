@@ -44,6 +44,11 @@ def test_page(tab, base, name):
         ("OOM", "guide/troubleshooting.html"),
         ("num_layers", "guide/whole_model.html"),
         ("pipeline", "guide/pipelines.html"),
+        ("CUDA out of memory", "guide/troubleshooting.html"),
+        ("slower", "guide/troubleshooting.html"),
+        ("gradient accumulation", "guide/composition.html"),
+        ("torch.compile", "guide/composition.html"),
+        ("memory_budget", "guide/memory_budget.html"),
     ],
 )
 def test_the_first_result_of_a_search_is_the_page_that_a_reader_wants(tab, base, words, page):

@@ -145,7 +145,13 @@ def test_a_simulated_step_is_drawn_beside_the_recorded_one(overlap_result: Path,
     assert note.endswith(
         "166.8 ms simulated, 166.8 ms measured (median). Measured on Some GPU, driver 1.2, torch 2.13, 2026-11-22."
     )
+    assert "run at 14.5 GB/s in the step, and are simulated with the 14.5 that they have alone" in note
+    assert list(schedule_figures.overlap("full-overlap")[0]) == ["simulated", "measured"]
     data = json.loads(overlap_result.read_text())
+    slow = {**data, "link": {"d2h": 1e10, "h2d": 1e10}}
+    overlap_result.write_text(json.dumps(slow))
+    assert list(schedule_figures.overlap("full-overlap")[0]) == ["simulated"]  # compute waits in this run
+    assert "compute never waits" in schedule_figures.overlap("full-overlap")[1]
     data["device"]["reference"] = True
     overlap_result.write_text(json.dumps(data))
     assert list(schedule_figures.overlap("stalls")[0]) == ["simulated"]  # a rehearsal is no measurement
