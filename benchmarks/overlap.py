@@ -17,9 +17,10 @@ import actoffload
 from actoffload.measure import measure_link, measure_step_times, measured_costs
 from actoffload.schedule import Timeline
 
-__all__ = ["LAYERS", "measure_overlap"]
+__all__ = ["LAYERS", "TOKENS", "measure_overlap"]
 
 LAYERS, COUNTS = 5, (2, 3)
+TOKENS = 32768  # the forward of a block takes more than half as long as its copy, so two of five overlap with compute
 RECORDINGS = 5
 
 

@@ -88,6 +88,8 @@ def run(options: argparse.Namespace, device: torch.device) -> None:
                 torch.accelerator.empty_cache()
     elif name == "overlap":
         settings = replace((REHEARSAL if options.rehearse else FULL)["gpt"], layers=overlap.LAYERS)
+        if not options.rehearse:
+            settings = replace(settings, shape=(1, overlap.TOKENS, settings.shape[2]))
         data = overlap.measure_overlap(settings, device, 1 if options.rehearse else overlap.RECORDINGS)
     elif name == "peers":
         parts = peers.SMALL_PARTS if options.rehearse else peers.PARTS
