@@ -48,6 +48,8 @@ def find(tool: str) -> Any:
         try:
             return getattr(importlib.import_module(module), name)
         except Exception as error:  # a package may fail in any way where its libraries are missing
+            if isinstance(error, ModuleNotFoundError) and error.name == package:
+                raise ImportError("it is not installed where this was measured") from None
             problems.append(f"{type(error).__name__}: {error}".splitlines()[0])
     raise ImportError(f"{package} could not be imported ({problems[0]})")
 
