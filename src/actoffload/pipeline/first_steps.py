@@ -18,8 +18,9 @@ show that, because most of the memory is allocated in it.  Where a rank has no r
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from ..device.base import Backend
 from ..model.group_costs import measured_link
@@ -52,6 +53,7 @@ class FirstSteps:
         self._stages, self._conductor, self._budget = stages, conductor, budget
         self._backend: Backend = conductor.engine.backend
         self.steps = TIMED_STEPS if self._backend.times else 1
+        self.of_first: Callable[[Any], Any] = lambda value: value  # see [Note: replicas]
         self._copies: StepMeter | None = None  # of a step that offloaded everything
         self._times: StepMeter | None = None
         self._meter: StepMeter | None = None  # of the present step
@@ -186,9 +188,9 @@ class FirstSteps:
             return mine
         return replace(self._plain, order=learned.order, again=self._variants(mine))
 
-    def again(self, mine: Measured) -> None:
-        """Measure steps in which everything is recomputed; `mine` was measured without."""
-        self._plain, self.steps = mine, self.steps + AGAIN_STEPS
+    def again(self, mine: Measured, number: int) -> None:
+        """Measure steps in which everything is recomputed, from `number` on; `mine` is of the steps before."""
+        self._plain, self.steps = mine, number + AGAIN_STEPS - 1
         learned = self._conductor.learned
         self._used, learned.used = learned.used, {}
         for of in self._stages:
@@ -204,8 +206,10 @@ class FirstSteps:
             groups = zip(of.steering.order, self._plain.costs[of.index].groups, strict=True)
             forwards = {key.group: cost.forward for key, cost in groups}
             found = Ways(of.steering.groups, {}).operators({} if times is None else times.costs(), forwards)
-            operators = self._operators[of.index] = [found.get(key.group, ()) for key in of.steering.order]
-            saves = (tuple(each.name for each in outputs_worth_saving(of_group)) for of_group in operators)
+            self._operators[of.index] = [found.get(key.group, ()) for key in of.steering.order]
+        self._operators = self.of_first(self._operators)
+        for of in self._stages:
+            saves = (tuple(each.name for each in outputs_worth_saving(group)) for group in self._operators[of.index])
             of.steering.recompute({k: saving(names) for k, names in enumerate(saves)})
 
     def settle(self, plan: PipelinePlan) -> None:
