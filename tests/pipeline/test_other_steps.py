@@ -133,6 +133,78 @@ def test_larger_microbatches():
     handle.remove()
 
 
+def test_smaller_microbatches():
+    """Where sizes follow from the data, as with experts, one plan serves all that are not larger."""
+
+    def run(schedule: Any, modules: list[nn.Module], after: Any = lambda k: None) -> list[torch.Tensor]:
+        results = []
+        for rows in (24, 24, 8, 16, 8):
+            schedule._stages_forward_initialized = schedule._stages_backward_initialized = False
+            for stage in schedule._stages:
+                stage._runtime_validate = False
+            results += train(schedule, modules, 1, after=after, rows=rows)
+        return results
+
+    want = run(*make(ZERO_BUBBLE))
+    schedule, modules = make(ZERO_BUBBLE)
+    handle, plans = offloaded(schedule), list[Any]()
+
+    def after(k: int) -> None:
+        plans.append(handle.plan)
+        handle.reset_statistics()
+
+    got = run(schedule, modules, after)
+    assert same(want, got)
+    assert plans[1] is not None
+    assert all(plan is plans[1] for plan in plans[1:])
+    train(schedule, modules, 1, rows=8)
+    assert handle.report().on_demand == 0
+    assert held(handle) == (0, 0)
+    handle.remove()
+
+
+def test_a_loss_that_calls_a_block():
+    """What a loss saves is kept, also in a module that is a group of the last stage."""
+
+    def with_loss() -> tuple[Any, list[nn.Module]]:
+        schedule, modules = make("Schedule1F1B")
+        blocks: Any = modules[-1]
+        schedule._loss_fn = lambda output, target: (blocks[0](output) - target).square().mean()
+        return schedule, modules
+
+    want = train(*with_loss())
+    schedule, modules = with_loss()
+    handle = offloaded(schedule)
+    got = train(schedule, modules, after=lambda k: handle.reset_statistics() if k < 2 else None)
+    assert same(want, got)
+    report = handle.report()
+    assert report.peak_bytes == report.expected_bytes
+    assert report.on_demand == 0
+    handle.remove()
+
+
+@pytest.mark.parametrize("chosen", [{"layers": "*.up"}, {"layers": "*.up", "keep": "*.down"}], ids=["outside", "kept"])
+def test_a_plan_counts_what_is_not_in_groups(chosen):
+    schedule, modules = make("ScheduleGPipe")
+    handle = offloaded(schedule, **chosen)
+    train(schedule, modules)
+    report, plan = handle.report(), handle.plan
+    assert plan is not None
+    assert plan.peak_bytes is not None
+    assert report.expected_bytes is not None
+    assert report.expected_bytes < report.peak_bytes <= plan.peak_bytes
+    handle.remove()
+
+
+def test_iterators_as_arguments():
+    schedule, modules = make(ZERO_BUBBLE)
+    handle = offloaded(schedule, layers=iter(["0", "1"]), keep=iter(["2"]))
+    train(schedule, modules, 2)
+    assert handle.plan is not None
+    assert dict(handle.plan.names) == dict.fromkeys((0, 1), ("0", "1"))
+    handle.remove()
+
+
 def test_evaluation_between_steps():
     x = torch.randn(32, 16)
 

@@ -37,6 +37,7 @@ from .costs import even_costs, measured_costs
 from .exchange import Measured, Tried
 from .metering import StepMeter
 from .stages import RankStage
+from .steering import has_grown
 
 __all__ = ["FirstSteps"]
 
@@ -157,7 +158,10 @@ class FirstSteps:
 
     def _most_saved(self, order: Sequence[Step]) -> int:
         """Return the bytes of saved tensors that are on the device at a time if nothing is offloaded."""
-        sizes = {of.index: sum(n for group in of.steering.saved for _, n in group) for of in self._stages}
+        sizes = {
+            of.index: of.steering.outside + sum(n for group in of.steering.saved for _, n in group)
+            for of in self._stages
+        }
         now = most = 0
         for step in order:
             if step.computation is Computation.FORWARD:
@@ -178,7 +182,7 @@ class FirstSteps:
             return None
         found = {}
         for k, of in enumerate(self._stages):
-            cost = even_costs(of.index, of.steering.saved, learned, 0 if k else self.other_bytes)
+            cost = even_costs(of.index, of.steering.saved, learned, of.steering.outside, 0 if k else self.other_bytes)
             if self._times is not None:
                 self._times.wait()
                 cost = measured_costs(of.index, cost, self._times)
@@ -248,10 +252,11 @@ class FirstSteps:
         return measured_link(self._copies) or Link(float("inf"), float("inf"))
 
     def outdated(self, plan: PipelinePlan) -> bool:
-        """Return whether the groups save something else than they did when a plan was made."""
+        """Return whether there are other groups than when a plan was made, or they save more."""
         for of in self._stages:
-            sizes = tuple(sum(nbytes for _, nbytes in group) for group in of.steering.saved)
-            if plan.names[of.index] != of.steering.names or plan.nbytes.get(of.index, sizes) != sizes:
+            sizes = [sum(nbytes for _, nbytes in group) for group in of.steering.saved]
+            planned = plan.nbytes.get(of.index, sizes)
+            if plan.names[of.index] != of.steering.names or any(map(has_grown, sizes, planned)):
                 return True
         return False
 
