@@ -164,15 +164,19 @@ class StageSteering:
         if not done.partly:
             kept = (done.kept_outside.get(reason, (0, 0))[1] for reason in (Reason.OUTSIDE, Reason.KEPT))
             self.outside = max(self.outside, sum(kept))
-        # A plan for more bytes is followed by smaller microbatches too, such as those of experts with fewer tokens.
         sizes = list(zip(map(_size, saved), map(_size, self.saved), strict=False))
         if done.partly:
             self.changed |= len(saved) != len(self.saved) or any(has_grown(now, before) for now, before in sizes)
         elif len(saved) != len(self.saved):
             self.saved = tuple(saved)
-        else:  # what is kept has no place, so a measured pass is not replaced by an equal one
+        else:
+            # What is kept has no place, so a measured group is not replaced by an equal one.  A plan serves groups that
+            # save less, too, such as experts that get fewer tokens.
+            grows = self._conductor.plan is not None
             pairs = zip(saved, self.saved, sizes, strict=True)
-            self.saved = tuple(new if now > before else old for new, old, (now, before) in pairs)
+            self.saved = tuple(
+                new if now > before or (now < before and not grows) else old for new, old, (now, before) in pairs
+            )
 
     def retire(self) -> None:
         """Do nothing: the schedule is followed no longer."""
