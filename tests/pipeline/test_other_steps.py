@@ -196,6 +196,41 @@ def test_a_plan_counts_what_is_not_in_groups(chosen):
     handle.remove()
 
 
+class WithHead(nn.Module):
+    """Blocks, and a head if it is the last stage."""
+
+    def __init__(self, last: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
+        self.head = Block() if last else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x if self.head is None else self.head(x)
+
+
+def test_modules_of_one_stage():
+    """What `keep` and `layers` name need not be in each stage, but in one."""
+
+    def module(stage: int) -> nn.Module:
+        return WithHead(stage == 1)
+
+    schedule, modules = make("ScheduleInterleaved1F1B", module=module)
+    for chosen, groups in (({"keep": "head"}, 0), ({"layers": [..., "head"]}, 1)):
+        with offloaded(schedule, **chosen) as handle:
+            train(schedule, modules, 2)
+            assert handle.plan is not None
+            assert [len(names) for names in handle.plan.names.values()] == [BLOCKS, BLOCKS + groups]
+    handle = offloaded(schedule, keep=["head", "router"])
+    with pytest.raises(ValueError, match="Rank 0 of the pipeline: keep: 'router' matches no module of this WithHead"):
+        train(schedule, modules, 1)
+    handle = offloaded(schedule, layers="head")
+    with pytest.raises(ValueError, match="the module of stage 0: layers: 'head' matches no module of this WithHead"):
+        train(schedule, modules, 1)
+    assert not handle.installed
+
+
 def test_iterators_as_arguments():
     schedule, modules = make(ZERO_BUBBLE)
     handle = offloaded(schedule, layers=iter(["0", "1"]), keep=iter(["2"]))

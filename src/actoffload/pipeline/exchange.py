@@ -19,7 +19,7 @@ import time
 import zlib
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 from uuid import uuid4
 
@@ -45,6 +45,8 @@ class Settings:
     rank: int  # global
     arguments: Mapping[str, Any]  # those that have to be the same on all ranks
     problem: str = ""
+    # Entries of `layers` and `keep`, each with the reason if no stage of this rank has such modules.
+    entries: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -226,9 +228,12 @@ def disagreement(settings: Sequence[Settings]) -> str:
     >>> wrong.endswith("fraction is 0.5 on rank 0 and None on rank 1. Pass the same on every rank.")
     True
     """
+    matched = {entry for each in settings for entry, reason in each.entries.items() if not reason}
     for each in settings:
-        if each.problem:
-            return f"Rank {each.rank} of the pipeline: {each.problem}"
+        unmatched = (reason for entry, reason in each.entries.items() if entry not in matched)
+        problem = each.problem or next(unmatched, "")
+        if problem:
+            return f"Rank {each.rank} of the pipeline: {problem}"
     first = settings[0]
     for other in settings[1:]:
         for name, value in first.arguments.items():

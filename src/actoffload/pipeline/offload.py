@@ -26,7 +26,7 @@ from .follow import follow, observer_of
 from .handle import PipelineHandle
 from .planning import Limits
 from .runner import Runner
-from .stages import RankStage, problem_of
+from .stages import RankStage, entries_of, problem_of
 
 __all__ = ["offload"]
 
@@ -237,7 +237,7 @@ def _offload_schedule(schedule: Any, *, layers: Any, keep: Any, recompute: Any, 
         made = []
     shown = {**given, "recompute": recompute if isinstance(recompute, (bool, str)) else "a policy"}
     arguments = {"schedule": name, "the number of microbatches": microbatches(schedule), **shown}
-    settings = Settings(dist.get_rank() if stages else 0, arguments, problem)
+    settings = Settings(dist.get_rank() if stages else 0, arguments, problem, entries_of(made))
     runner = Runner([*stages, schedule], made, conductor, settings, limits, rank, group)
     missing = unsupported()
     if missing is not None:
