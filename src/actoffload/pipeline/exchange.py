@@ -180,20 +180,32 @@ class Exchange:
     ----------
     group : ProcessGroup, optional
         The ranks of the pipeline.
-    replicas : sequence of int
-        Global ranks that run the same stages, ascending; empty if no others do.
     """
 
-    def __init__(self, group: Any = None, replicas: Sequence[int] = ()) -> None:
+    def __init__(self, group: Any = None) -> None:
         initialized = dist.is_available() and dist.is_initialized()
         ranks = dist.get_process_group_ranks(group or dist.group.WORLD) if initialized else []
-        self._group, self.replicas = group, tuple(replicas)
-        self._pipeline, self._copies = _Line("pipeline", ranks), _Line("stage", replicas)
+        self._group, self._pipeline, self._copies = group, _Line("pipeline", ranks), _Line("stage", ())
+        self.replicas: tuple[int, ...] = ()  # global ranks that run the same stages
+
+    def meet(self, settings: Settings, replicas: Sequence[int]) -> list[Settings]:
+        """Return the settings of all ranks.
+
+        `replicas` are the global ranks that run the stages of this rank, ascending; empty if no others do.  They count
+        if there are equally many of each rank of the pipeline.
+        """
+        own = self._gather((settings, tuple(replicas)))
+        if len({len(of) for _, of in own}) == 1:
+            self.replicas = tuple(replicas)
+            self._copies = _Line("stage", replicas)
+        return [each for of in self._copies.gather([settings for settings, _ in own]) for each in of]
 
     def gather(self, value: T) -> list[list[T]]:
         """Return the values of the ranks of each pipeline that runs these stages, in the order of their ranks."""
-        own = gather(value, self._group) if default_store is None else self._pipeline.gather(value)
-        return self._copies.gather(own)
+        return self._copies.gather(self._gather(value))
+
+    def _gather(self, value: T) -> list[T]:
+        return gather(value, self._group) if default_store is None else self._pipeline.gather(value)
 
     def of_first(self, value: T) -> T:
         """Return the value of the first of the ranks that run the same stages."""

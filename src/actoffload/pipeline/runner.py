@@ -144,9 +144,9 @@ class Runner:
         """Find the ranks that run the same stages, and compare the arguments of all."""
         modules = [getattr(ref(), "submod", None) for ref in self._followed]
         replicas = max((ranks_of(of) for of in modules if isinstance(of, Module)), key=len, default=())
-        self._exchange = Exchange(self.group, replicas)
+        self._exchange = Exchange(self.group)
         self._script.of_first = self._exchange.of_first
-        wrong = disagreement([each for of in self._exchange.gather(self._settings) for each in of])
+        wrong = disagreement(self._exchange.meet(self._settings, replicas))
         if wrong:
             self.remove()
             raise ValueError(wrong)
