@@ -163,7 +163,7 @@ def offload(
     -----
     UserWarning
         If so few groups were found that none is offloaded; once the first passes are measured, if no plan is within the
-        memory budget.
+        memory budget.  For a schedule, if another rank takes no part in the first steps: this one goes on without it.
 
     Examples
     --------
