@@ -183,6 +183,25 @@ def test_a_loss_that_calls_a_block():
     handle.remove()
 
 
+@pytest.mark.parametrize("name", ["Schedule1F1B", ZERO_BUBBLE])
+def test_blocks_that_save_their_outputs(name):
+    """What a block saves is the input of the next one, where it counts; nothing else is saved in the first block."""
+
+    def module(stage: int) -> nn.Module:
+        return nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.ReLU()) for _ in range(BLOCKS)))
+
+    want = train(*make(name, module=module))
+    schedule, modules = make(name, module=module)
+    handle = offloaded(schedule)
+    got = train(schedule, modules, after=lambda k: handle.reset_statistics() if k < 2 else None)
+    assert same(want, got)
+    report = handle.report()
+    assert report.peak_bytes == report.expected_bytes
+    assert report.on_demand == 0
+    assert held(handle) == (0, 0)
+    handle.remove()
+
+
 @pytest.mark.parametrize("chosen", [{"layers": "*.up"}, {"layers": "*.up", "keep": "*.down"}], ids=["outside", "kept"])
 def test_a_plan_counts_what_is_not_in_groups(chosen):
     schedule, modules = make("ScheduleGPipe")

@@ -125,8 +125,9 @@ class StageSteering:
             roles_of = partial(self._offloading, frozenset())
         elif microbatch.planned:
             assert conductor.plan is not None
-            chunks = conductor.plan.transfers
-            offloaded = frozenset(chunk.group for chunk in chunks if chunk[:2] == (microbatch.stage, microbatch.number))
+            plan, of = conductor.plan, (microbatch.stage, microbatch.number)
+            chunks = [chunk for chunk in plan.transfers if chunk[:2] == of]
+            offloaded = frozenset(k for chunk in chunks for k in (*plan.sharing(chunk), chunk.group))
             roles_of = partial(self._offloading, offloaded)
         mode = Mode.WHOLE
         if conductor.scoped and microbatch.planned and not self.adopts:
