@@ -4,19 +4,32 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import traceback
 import warnings
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from forked import run_forked
-from pipeline_programs import Block, compare, make, offloaded, train
+from helpers import same_bits
+from pipeline_programs import Block, block_bytes, compare, loss, make, offloaded, train
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-__all__ = ["BAD", "run_ranks"]
+from actoffload.device import use
+from actoffload.pipeline import exchange
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "model"))
+
+from timed_device import Timed
+
+__all__ = ["BAD", "OTHER", "run_ranks"]
 
 
 class Nothing(nn.Module):
@@ -52,7 +65,103 @@ def without_layers() -> dict[str, Any]:
     return fails({}, empty=True)
 
 
-BAD = {"different arguments": different, "a stage without layers": without_layers}
+def offloaded_on(rank: int) -> dict[str, Any]:
+    """Offload on one rank alone; return what it warns of, and whether it is offloaded then."""
+    schedule, modules = make("Schedule1F1B", 4)
+    handle = offloaded(schedule) if dist.get_rank() == rank else None
+    with mock.patch.object(exchange, "LIMIT", 1.0), warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        train(schedule, modules, 2)
+    installed = handle is not None and handle.installed
+    return {"message": " ".join(str(each.message) for each in found), "installed": installed}
+
+
+def removed() -> dict[str, Any]:
+    """Remove the handle of one rank while the others still measure; return what they warn of, and their plan."""
+    schedule, modules = make("Schedule1F1B", 4)
+    handle = offloaded(schedule)
+    train(schedule, modules, 1)
+    if not dist.get_rank():
+        handle.remove()
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        train(schedule, modules, 2)
+    held = handle.statistics().resident_bytes, handle.statistics().host_bytes_used
+    handle.remove()
+    return {"message": " ".join(str(each.message) for each in found), "settling": handle.settling, "held": held}
+
+
+BAD = {
+    "different arguments": different,
+    "a stage without layers": without_layers,
+    "the first rank alone": lambda: offloaded_on(0),
+    "the second rank alone": lambda: offloaded_on(1),
+    "removed on one rank": removed,
+}
+
+
+def other_microbatches() -> dict[str, Any]:
+    """Run steps with other numbers of microbatches; return whether the bits are the same, and the last plan."""
+    numbers, results = (4, 4, 6, 6, 4), []
+    for offloads in (False, True):
+        schedule, modules = make("Schedule1F1B", 4)
+        handle = offloaded(schedule) if offloads else None
+        results.append([])
+        for number in numbers:
+            schedule._n_microbatches = number
+            schedule._stage_forward_initialized = schedule._stage_backward_initialized = False
+            results[-1] += train(schedule, modules, 1, number)
+    assert handle is not None
+    assert handle.plan is not None
+    orders = [len(plan.order) for plan in handle.plans]
+    handle.remove()
+    same = all(same_bits(a, b) for a, b in zip(*results, strict=True))
+    return {"same": same, "orders": orders}
+
+
+# Replicas: ranks that run the same stages
+
+
+class Computing(Block):
+    """A block that takes a virtual second in forward, also where it is recomputed."""
+
+    device = Timed()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.device.compute(1.0)
+        return super().forward(x)
+
+
+def replicas() -> dict[str, Any]:
+    """Divide the blocks of a pipeline among two ranks, of which one copies much slower; return what is recomputed."""
+    mesh, results = init_device_mesh("cpu", (2, 1), mesh_dim_names=("tensor", "pipeline")), []
+    for offloads in (False, True):
+        link = block_bytes() / (32 if dist.get_rank() else 0.5)
+        Computing.device = Timed(link, link, memory=2**30)
+        torch.manual_seed(0)
+        module = nn.Sequential(*(Computing() for _ in range(4)))
+        for block in module:
+            parallelize_module(block, mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        stage = PipelineStage(module, 0, 1, torch.device("cpu"), group=mesh.get_group("pipeline"))
+        schedule = Schedule1F1B(stage, 4, loss_fn=loss)
+        x = torch.randn(4 * 8, 16, generator=torch.Generator().manual_seed(1))
+        if offloads:
+            with use(Computing.device):
+                handle = offloaded(schedule, memory_budget=round(1.6 * block_bytes()))
+        results.append([])
+        for _ in range(10):
+            module.zero_grad()
+            schedule.step(x, target=x)
+            results[-1] += [weight.grad.to_local().clone() for weight in module.parameters()]
+    same = all(same_bits(a, b) for a, b in zip(*results, strict=True))
+    assert handle.plan is not None
+    saves = [str(plan.saves) for plan in handle.plans]
+    handle.remove()
+    return {"same": same, "saves": saves}
+
+
+OTHER = {"other microbatches": other_microbatches, "replicas": replicas}
+CASES = {**BAD, **OTHER}
 
 
 def main(rank: int, world: int, folder: Path, names: list[str]) -> None:
@@ -69,7 +178,7 @@ def main(rank: int, world: int, folder: Path, names: list[str]) -> None:
     )
     for k, name in enumerate(names):
         try:
-            found = BAD[name]() if name in BAD else compare(name, microbatches=8 if world > 2 else 4, steps=2)
+            found = CASES[name]() if name in CASES else compare(name, microbatches=8 if world > 2 else 4, steps=2)
         except BaseException:
             found = {"error": traceback.format_exc()}
         (folder / f"{k}-{rank}.json").write_text(json.dumps(found))

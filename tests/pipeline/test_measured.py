@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -222,6 +223,43 @@ def test_recomputed_where_offloading_costs_time(name, part):
         assert handle.report().on_demand == 0
         handle.remove()
     assert times["auto"] < times[False]
+
+
+class StoppedError(Exception):
+    """Raised by a stage."""
+
+
+class Stopping(nn.Sequential):
+    """Blocks that raise an exception when they are told to."""
+
+    stops = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = super().forward(x)
+        if self.stops:
+            raise StoppedError
+        return x
+
+
+def test_exceptions_while_steps_are_measured():
+    """The steps that recompute come later then; groups are recomputed all the same."""
+    device = Timed(SAVED / 16, SAVED / 16, memory=2**20)
+
+    def module(stage: int) -> nn.Module:
+        return Stopping(*(TimedBlock(device, 1.0, 2.0, SAVED) for _ in range(BLOCKS)))
+
+    schedule, (blocks,) = make("ScheduleGPipe", MICROBATCHES, module=module)
+    with use(device):
+        handle = offload(schedule, min_bytes=64, memory_budget=8 * SAVED)
+    for step in range(1, 16):
+        blocks.stops = step in (2, 3, 4)
+        with pytest.raises(RuntimeError, match="failed to run forward") if blocks.stops else nullcontext():
+            schedule.step(torch.ones(4 * MICROBATCHES), target=torch.ones(4 * MICROBATCHES))
+    assert not handle.settling
+    assert handle.plan is not None
+    assert handle.plan.saves
+    assert handle.report().peak_bytes <= 8 * SAVED
+    handle.remove()
 
 
 class Computing(Block):

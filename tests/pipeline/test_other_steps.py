@@ -133,6 +133,132 @@ def test_larger_microbatches():
     handle.remove()
 
 
+def test_smaller_microbatches():
+    """Where sizes follow from the data, as with experts, one plan serves all that are not larger."""
+
+    def run(schedule: Any, modules: list[nn.Module], after: Any = lambda k: None) -> list[torch.Tensor]:
+        results = []
+        for rows in (24, 24, 8, 16, 8):
+            schedule._stages_forward_initialized = schedule._stages_backward_initialized = False
+            for stage in schedule._stages:
+                stage._runtime_validate = False
+            results += train(schedule, modules, 1, after=after, rows=rows)
+        return results
+
+    want = run(*make(ZERO_BUBBLE))
+    schedule, modules = make(ZERO_BUBBLE)
+    handle, plans = offloaded(schedule), list[Any]()
+
+    def after(k: int) -> None:
+        plans.append(handle.plan)
+        handle.reset_statistics()
+
+    got = run(schedule, modules, after)
+    assert same(want, got)
+    assert plans[1] is not None
+    assert all(plan is plans[1] for plan in plans[1:])
+    train(schedule, modules, 1, rows=8)
+    assert handle.report().on_demand == 0
+    assert held(handle) == (0, 0)
+    handle.remove()
+
+
+def test_a_loss_that_calls_a_block():
+    """What a loss saves is kept, also in a module that is a group of the last stage."""
+
+    def with_loss() -> tuple[Any, list[nn.Module]]:
+        schedule, modules = make("Schedule1F1B")
+        blocks: Any = modules[-1]
+        schedule._loss_fn = lambda output, target: (blocks[0](output) - target).square().mean()
+        return schedule, modules
+
+    want = train(*with_loss())
+    schedule, modules = with_loss()
+    handle = offloaded(schedule)
+    got = train(schedule, modules, after=lambda k: handle.reset_statistics() if k < 2 else None)
+    assert same(want, got)
+    report = handle.report()
+    assert report.peak_bytes == report.expected_bytes
+    assert report.on_demand == 0
+    handle.remove()
+
+
+@pytest.mark.parametrize("name", ["Schedule1F1B", ZERO_BUBBLE])
+def test_blocks_that_save_their_outputs(name):
+    """What a block saves is the input of the next one, where it counts; nothing else is saved in the first block."""
+
+    def module(stage: int) -> nn.Module:
+        return nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.ReLU()) for _ in range(BLOCKS)))
+
+    want = train(*make(name, module=module))
+    schedule, modules = make(name, module=module)
+    handle = offloaded(schedule)
+    got = train(schedule, modules, after=lambda k: handle.reset_statistics() if k < 2 else None)
+    assert same(want, got)
+    report = handle.report()
+    assert report.peak_bytes == report.expected_bytes
+    assert report.on_demand == 0
+    assert held(handle) == (0, 0)
+    handle.remove()
+
+
+@pytest.mark.parametrize("chosen", [{"layers": "*.up"}, {"layers": "*.up", "keep": "*.down"}], ids=["outside", "kept"])
+def test_a_plan_counts_what_is_not_in_groups(chosen):
+    schedule, modules = make("ScheduleGPipe")
+    handle = offloaded(schedule, **chosen)
+    train(schedule, modules)
+    report, plan = handle.report(), handle.plan
+    assert plan is not None
+    assert plan.peak_bytes is not None
+    assert report.expected_bytes is not None
+    assert report.expected_bytes < report.peak_bytes <= plan.peak_bytes
+    handle.remove()
+
+
+class WithHead(nn.Module):
+    """Blocks, and a head if it is the last stage."""
+
+    def __init__(self, last: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
+        self.head = Block() if last else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x if self.head is None else self.head(x)
+
+
+def test_modules_of_one_stage():
+    """What `keep` and `layers` name need not be in each stage, but in one."""
+
+    def module(stage: int) -> nn.Module:
+        return WithHead(stage == 1)
+
+    schedule, modules = make("ScheduleInterleaved1F1B", module=module)
+    for chosen, groups in (({"keep": "head"}, 0), ({"layers": [..., "head"]}, 1)):
+        with offloaded(schedule, **chosen) as handle:
+            train(schedule, modules, 2)
+            assert handle.plan is not None
+            assert [len(names) for names in handle.plan.names.values()] == [BLOCKS, BLOCKS + groups]
+    handle = offloaded(schedule, keep=["head", "router"])
+    with pytest.raises(ValueError, match="Rank 0 of the pipeline: keep: 'router' matches no module of this WithHead"):
+        train(schedule, modules, 1)
+    handle = offloaded(schedule, layers="head")
+    with pytest.raises(ValueError, match="the module of stage 0: layers: 'head' matches no module of this WithHead"):
+        train(schedule, modules, 1)
+    assert not handle.installed
+
+
+def test_iterators_as_arguments():
+    schedule, modules = make(ZERO_BUBBLE)
+    handle = offloaded(schedule, layers=iter(["0", "1"]), keep=iter(["2"]))
+    train(schedule, modules, 2)
+    assert handle.plan is not None
+    assert dict(handle.plan.names) == dict.fromkeys((0, 1), ("0", "1"))
+    handle.remove()
+
+
 def test_evaluation_between_steps():
     x = torch.randn(32, 16)
 

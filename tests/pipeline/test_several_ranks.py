@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from pipeline_programs import NAMES
-from pipeline_ranks import BAD, run_ranks
+from pipeline_ranks import BAD, OTHER, run_ranks
 from test_one_rank import check
 
 FOUR = ("Schedule1F1B", "ScheduleInterleaved1F1B", "ScheduleZBVZeroBubble", "ScheduleDualPipeV")
@@ -16,7 +16,7 @@ Ranks = dict[str, list[dict[str, Any]]]
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
-    return run_ranks(tmp_path_factory.mktemp("two"), 2, [*NAMES, *BAD])
+    return run_ranks(tmp_path_factory.mktemp("two"), 2, [*NAMES, *BAD, *OTHER])
 
 
 @pytest.fixture(scope="module")
@@ -58,3 +58,45 @@ def test_one_sentence_on_every_rank(two, name, part):
         assert part in seen["message"]
         assert not seen["installed"]
     assert first["message"] == second["message"]
+
+
+@pytest.mark.parametrize(
+    ("name", "rank", "part"),
+    [
+        ("the first rank alone", 0, "Rank 0 waited 0 s for rank 1 of the pipeline. So nothing is offloaded"),
+        ("the second rank alone", 1, "Rank 1 waited 1 s for rank 0 of the pipeline. So nothing is offloaded"),
+    ],
+)
+def test_offloaded_on_one_rank(two, name, rank, part):
+    """It warns after a while and runs without offloading, so that the other rank does not wait for ever."""
+    for number, seen in enumerate(two[name]):
+        assert "error" not in seen, seen["error"]
+        assert not seen["installed"]
+        assert (part in seen["message"]) == (number == rank), seen["message"]
+
+
+def test_removed_on_one_rank(two):
+    """The other one need not wait: everything is offloaded further on."""
+    first, second = two["removed on one rank"]
+    for seen in (first, second):
+        assert "error" not in seen, seen["error"]
+        assert not seen["settling"]
+        assert seen["held"] == [0, 0]
+    assert not first["message"]
+    assert "Offloading has ended on rank 0 of the pipeline. So this rank offloads from here on" in second["message"]
+
+
+def test_other_microbatches_on_two_ranks(two):
+    for rank, seen in enumerate(two["other microbatches"]):
+        assert "error" not in seen, seen["error"]
+        assert seen["same"]
+        assert seen["orders"][rank] == 2 * 4
+
+
+def test_replicas_recompute_the_same(two):
+    """Ranks that run the same blocks communicate in them, also where they are recomputed."""
+    first, second = two["replicas"]
+    for seen in (first, second):
+        assert "error" not in seen, seen["error"]
+        assert seen["same"]
+    assert first["saves"] == second["saves"]

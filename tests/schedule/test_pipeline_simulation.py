@@ -255,6 +255,14 @@ def test_64_stages_and_256_microbatches_take_less_than_a_second() -> None:
     assert max(rank.peak_bytes >> 30 for rank in offloading.ranks) <= 4
 
 
+def test_a_stage_in_no_order_does_not_make_others_wait() -> None:
+    first, second = one_f_one_b(2, 4)
+    stages = [STAGE] * 2
+    alone = simulate_pipeline([(), second], stages, FAST).ranks[1]
+    assert alone.bubble_seconds == 0
+    assert alone.peak_bytes == simulate_pipeline([first, second], stages, FAST).ranks[1].peak_bytes
+
+
 def test_what_cannot_run_is_named() -> None:
     stages = [STAGE] * 2
     with pytest.raises(ValueError, match=r"Rank 0 waits forever at its step 0B0: no rank sends what that needs"):

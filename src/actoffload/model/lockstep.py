@@ -46,7 +46,9 @@ class Lockstep:
         self.leader = board.ranks[0]
         self.leads = board.rank == self.leader
         self._again: int | None = None  # pass with which the next epoch begins
-        self._measuring, self._asked, self._shown = True, False, False
+        self._measuring = True  # passes of this epoch
+        self._asked = False  # for a new epoch
+        self._shown = False  # how much memory this rank has
         self._gone = set(gone)  # ranks whose memory does not count
 
     # Measuring

@@ -292,6 +292,9 @@ class Conductor:
             layer.reload(self.learned.used.get((chunk.stage, chunk.group)))
         elif action.do is not Do.OFFLOAD:  # each tensor is copied where it is saved
             owner.do(action.do, chunk.group)
+            if action.do is Do.RELEASE and self.plan is not None:
+                for k in self.plan.sharing(chunk):
+                    owner.do(Do.RELEASE, k)
 
 
 def _storages(tensors: Any) -> Iterator[tuple[int, int]]:

@@ -17,7 +17,7 @@ FORWARD, INPUT, WEIGHT = 1.0, 1.0, 1.0
 
 
 def even_costs(
-    stage: int, saved: Sequence[Sequence[tuple[int, int]]], learned: Learned, other_bytes: int = 0
+    stage: int, saved: Sequence[Sequence[tuple[int, int]]], learned: Learned, outside: int = 0, other_bytes: int = 0
 ) -> StageCost:
     """Return the cost of a stage, with the same times for all groups.
 
@@ -29,6 +29,8 @@ def even_costs(
         For each group the place and the bytes of each storage that it saves.
     learned : Learned
         What the steps showed.
+    outside : int
+        Bytes that a microbatch saves outside of the groups.
     other_bytes : int
         Bytes that are always on the device.
     """
@@ -43,7 +45,7 @@ def even_costs(
     return StageCost(
         tuple(groups),
         tuple(splits) if split else (),
-        learned.boundary.get(stage, 0),
+        learned.boundary.get(stage, 0) + outside,
         sent_forward=sent,
         sent_backward=learned.sent.get(stage - 1, sent),
         other_bytes=other_bytes,

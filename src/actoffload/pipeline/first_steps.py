@@ -18,8 +18,9 @@ show that, because most of the memory is allocated in it.  Where a rank has no r
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from ..device.base import Backend
 from ..model.group_costs import measured_link
@@ -36,6 +37,7 @@ from .costs import even_costs, measured_costs
 from .exchange import Measured, Tried
 from .metering import StepMeter
 from .stages import RankStage
+from .steering import has_grown
 
 __all__ = ["FirstSteps"]
 
@@ -52,6 +54,7 @@ class FirstSteps:
         self._stages, self._conductor, self._budget = stages, conductor, budget
         self._backend: Backend = conductor.engine.backend
         self.steps = TIMED_STEPS if self._backend.times else 1
+        self.of_first: Callable[[Any], Any] = lambda value: value  # see [Note: replicas]
         self._copies: StepMeter | None = None  # of a step that offloaded everything
         self._times: StepMeter | None = None
         self._meter: StepMeter | None = None  # of the present step
@@ -155,7 +158,10 @@ class FirstSteps:
 
     def _most_saved(self, order: Sequence[Step]) -> int:
         """Return the bytes of saved tensors that are on the device at a time if nothing is offloaded."""
-        sizes = {of.index: sum(n for group in of.steering.saved for _, n in group) for of in self._stages}
+        sizes = {
+            of.index: of.steering.outside + sum(n for group in of.steering.saved for _, n in group)
+            for of in self._stages
+        }
         now = most = 0
         for step in order:
             if step.computation is Computation.FORWARD:
@@ -176,7 +182,7 @@ class FirstSteps:
             return None
         found = {}
         for k, of in enumerate(self._stages):
-            cost = even_costs(of.index, of.steering.saved, learned, 0 if k else self.other_bytes)
+            cost = even_costs(of.index, of.steering.saved, learned, of.steering.outside, 0 if k else self.other_bytes)
             if self._times is not None:
                 self._times.wait()
                 cost = measured_costs(of.index, cost, self._times)
@@ -186,9 +192,9 @@ class FirstSteps:
             return mine
         return replace(self._plain, order=learned.order, again=self._variants(mine))
 
-    def again(self, mine: Measured) -> None:
-        """Measure steps in which everything is recomputed; `mine` was measured without."""
-        self._plain, self.steps = mine, self.steps + AGAIN_STEPS
+    def again(self, mine: Measured, number: int) -> None:
+        """Measure steps in which everything is recomputed, from `number` on; `mine` is of the steps before."""
+        self._plain, self.steps = mine, number + AGAIN_STEPS - 1
         learned = self._conductor.learned
         self._used, learned.used = learned.used, {}
         for of in self._stages:
@@ -204,8 +210,10 @@ class FirstSteps:
             groups = zip(of.steering.order, self._plain.costs[of.index].groups, strict=True)
             forwards = {key.group: cost.forward for key, cost in groups}
             found = Ways(of.steering.groups, {}).operators({} if times is None else times.costs(), forwards)
-            operators = self._operators[of.index] = [found.get(key.group, ()) for key in of.steering.order]
-            saves = (tuple(each.name for each in outputs_worth_saving(of_group)) for of_group in operators)
+            self._operators[of.index] = [found.get(key.group, ()) for key in of.steering.order]
+        self._operators = self.of_first(self._operators)
+        for of in self._stages:
+            saves = (tuple(each.name for each in outputs_worth_saving(group)) for group in self._operators[of.index])
             of.steering.recompute({k: saving(names) for k, names in enumerate(saves)})
 
     def settle(self, plan: PipelinePlan) -> None:
@@ -244,10 +252,11 @@ class FirstSteps:
         return measured_link(self._copies) or Link(float("inf"), float("inf"))
 
     def outdated(self, plan: PipelinePlan) -> bool:
-        """Return whether the groups save something else than they did when a plan was made."""
+        """Return whether there are other groups than when a plan was made, or they save more."""
         for of in self._stages:
-            sizes = tuple(sum(nbytes for _, nbytes in group) for group in of.steering.saved)
-            if plan.names[of.index] != of.steering.names or plan.nbytes.get(of.index, sizes) != sizes:
+            sizes = [sum(nbytes for _, nbytes in group) for group in of.steering.saved]
+            planned = plan.nbytes.get(of.index, sizes)
+            if plan.names[of.index] != of.steering.names or any(map(has_grown, sizes, planned)):
                 return True
         return False
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from os import PathLike
 from typing import Any, Literal, overload
 
+import torch.distributed as dist
 from torch.nn import Module
 
 from .. import device as devices
@@ -26,7 +27,7 @@ from .follow import follow, observer_of
 from .handle import PipelineHandle
 from .planning import Limits
 from .runner import Runner
-from .stages import RankStage, problem_of
+from .stages import RankStage, entries_of, problem_of
 
 __all__ = ["offload"]
 
@@ -163,7 +164,7 @@ def offload(
     -----
     UserWarning
         If so few groups were found that none is offloaded; once the first passes are measured, if no plan is within the
-        memory budget.
+        memory budget.  For a schedule, if another rank takes no part in the first steps: this one goes on without it.
 
     Examples
     --------
@@ -216,6 +217,9 @@ def _offload_schedule(schedule: Any, *, layers: Any, keep: Any, recompute: Any, 
         None if budget is None else budget_bytes(budget, backend.total_memory()),
         may_recompute=recompute == "auto" and backend.times,
     )
+    # An iterator is read once, and there may be several stages.
+    layers = list(layers) if isinstance(layers, Iterator) else layers
+    keep = list(keep) if isinstance(keep, Iterator) else keep
     stages = stages_of(schedule)
     rank, group = rank_of(stages[0]) if stages else (0, None)
     engine = Engine(Plan(1), backend, given["max_host_bytes"], min_bytes=given["min_bytes"])
@@ -234,7 +238,8 @@ def _offload_schedule(schedule: Any, *, layers: Any, keep: Any, recompute: Any, 
         made = []
     shown = {**given, "recompute": recompute if isinstance(recompute, (bool, str)) else "a policy"}
     arguments = {"schedule": name, "the number of microbatches": microbatches(schedule), **shown}
-    runner = Runner([*stages, schedule], made, conductor, Settings(rank, arguments, problem), limits, group)
+    settings = Settings(dist.get_rank() if stages else 0, arguments, problem, entries_of(made))
+    runner = Runner([*stages, schedule], made, conductor, settings, limits, rank, group)
     missing = unsupported()
     if missing is not None:
         warn(missing)

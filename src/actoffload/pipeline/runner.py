@@ -9,15 +9,19 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.nn import Module
 
 from .._pipelining import actions_of, runs_backward
+from .._warnings import warn
 from ..engine import tensor_marks
 from ..engine.layer import tensors_in
+from ..model.board import LostRankError
+from ..model.ranks import ranks_of
 from ..schedule.pipeline import Computation, Step
 from ..schedule.pipeline_orders import read_order
 from ..schedule.pipeline_plan import PipelinePlan
 from .conductor import Conductor
-from .exchange import Measured, Settings, disagreement, gather
+from .exchange import Exchange, Measured, Settings, agreed, disagreement
 from .first_steps import FirstSteps
 from .follow import unfollow
 from .planning import Limits, costs_time, decision, plans_of
@@ -30,6 +34,11 @@ __all__ = ["Runner"]
 logger = logging.getLogger("actoffload")
 
 MEASURING = "This is done in the first steps, which are measured: everything is offloaded."
+NOT_MET = "So nothing is offloaded on this rank. Call actoffload.offload(schedule) on every rank before the first step."
+LOST = (
+    "So this rank offloads from here on what it offloads now. Run the same number of steps on every rank, and call "
+    "remove() of the handles on all of them."
+)
 
 
 class Runner:
@@ -47,6 +56,8 @@ class Runner:
         The arguments of this rank.
     limits : Limits
         What the arguments allow.
+    rank : int
+        This rank, in the pipeline.
     group : ProcessGroup, optional
         The ranks of the pipeline.
     """
@@ -58,13 +69,16 @@ class Runner:
         conductor: Conductor,
         settings: Settings,
         limits: Limits,
+        rank: int,
         group: Any,
     ) -> None:
         # Weak references: the schedule and its stages refer to this object.
         self._followed = [weakref.ref(each) for each in followed]
         self.stages, self.conductor = tuple(stages), conductor
-        self._settings, self._limits, self.group, self.rank = settings, limits, group, settings.rank
+        self._settings, self._limits, self.group, self.rank = settings, limits, group, rank
         self._script = FirstSteps(self.stages, conductor, limits.memory_budget)
+        self._exchange: Exchange | None = None  # from the first step on
+        self._alone = False  # another rank does not answer
         self._measured: list[Measured] = []  # of all ranks, when they planned
         self._trials: Trials | None = None  # of the plans that were made then
         self.plans: tuple[PipelinePlan, ...] = ()  # of all ranks
@@ -101,24 +115,50 @@ class Runner:
             yield
 
     def _before(self) -> None:
-        """Exchange the arguments before the first step, and plan when enough is measured; see [Note: collectives]."""
+        """Begin a step; see [Note: exchanges]."""
         self.number += 1
+        try:
+            self._exchange_what_is_known()
+            if not self._alone and (self.conductor.plan is None or self._script.trying):
+                self._script.begin(self.number)
+        except LostRankError as lost:
+            self._lose(lost)
+
+    def _exchange_what_is_known(self) -> None:
+        """Exchange the arguments before the first step, and plan when enough is measured."""
         if self.number == 1:
-            wrong = disagreement(gather(self._settings, self.group))
-            if wrong:
-                self.remove()
-                raise ValueError(wrong)
+            self._meet()
+        elif self._exchange is None or self._alone:
+            return
         elif self._script.trying and self.number > self._script.steps:
-            tried = gather(self._script.tried(), self.group)
+            tried = [each for of in self._exchange.gather(self._script.tried()) for each in of]
             if self._trials is not None and all(each is not None for each in tried):
                 self._trials.add([each for each in tried if each is not None])
                 self._next_trial()
         elif not self.plans and self.number > self._script.steps:
-            found = gather(self._script.measured(self.rank), self.group)
-            if all(each is not None for each in found):
-                self._decide([each for each in found if each is not None])
-        if self.conductor.plan is None or self._script.trying:
-            self._script.begin(self.number)
+            found = agreed(self._exchange.gather(self._script.measured(self.rank)))
+            if found is not None:
+                self._decide(found)
+
+    def _meet(self) -> None:
+        """Find the ranks that run the same stages, and compare the arguments of all."""
+        modules = [getattr(ref(), "submod", None) for ref in self._followed]
+        replicas = max((ranks_of(of) for of in modules if isinstance(of, Module)), key=len, default=())
+        self._exchange = Exchange(self.group)
+        self._script.of_first = self._exchange.of_first
+        wrong = disagreement(self._exchange.meet(self._settings, replicas))
+        if wrong:
+            self.remove()
+            raise ValueError(wrong)
+
+    def _lose(self, lost: LostRankError) -> None:
+        """Go on without the other ranks: without offloading where they were never met."""
+        assert self._exchange is not None
+        self._exchange.leave()
+        self._alone, self._script.trying = True, False
+        if self.number == 1:
+            self.remove()
+        warn(f"{lost} {NOT_MET if self.number == 1 else LOST}")
 
     def _decide(self, measured: list[Measured]) -> None:
         """Plan from what all ranks measured, and try the plan; or measure recomputation first, where it is needed."""
@@ -126,7 +166,7 @@ class Runner:
         trials = Trials(measured, self._limits)
         mine = next(each for each in measured if each.rank == self.rank)
         if self._limits.may_recompute and mine.again is None and costs_time(measured, trials.plans.of_ranks):
-            self._script.again(mine)
+            self._script.again(mine, self.number)
             return
         self._trials = trials
         self._next_trial()
@@ -160,11 +200,21 @@ class Runner:
         # Where the time of the host counts, groups that are kept are followed in one step with a new plan, and no more.
         followed = conductor.plan is not None and not (failed or changed or outdated)
         conductor.scoped = followed and conductor.engine.backend.times
-        if not failed and self.conductor.plan is not None and (changed or self._script.outdated(self.conductor.plan)):
-            mine = self._script.measured(self.rank)
-            if mine is not None:
-                self._measured = [mine if each.rank == self.rank else each for each in self._measured]
-                self._follow(Plans(*plans_of(self._measured, self._limits)))
+        plan = conductor.plan
+        if not failed and plan is not None and (changed or self._script.outdated(plan)):
+            self._plan_anew(plan)
+
+    def _plan_anew(self, before: PipelinePlan) -> None:
+        """Plan for what this rank does now, with what the others have sent."""
+        assert self._exchange is not None
+        if before.saves and self._exchange.replicas:  # they would recompute something else
+            return
+        mine = self._script.measured(self.rank)
+        if mine is None:
+            return
+        self._measured = [mine if each.rank == self.rank else each for each in self._measured]
+        microbatches = {step.microbatch for step in mine.order}
+        self._follow(Plans(*plans_of([each.with_microbatches(microbatches) for each in self._measured], self._limits)))
 
     def _follow(self, plans: Plans) -> None:
         """Follow the plan of this rank."""
@@ -178,7 +228,7 @@ class Runner:
     @property
     def settling(self) -> bool:
         """Whether steps are still measured."""
-        return self.installed and (not self.plans or self._script.trying)
+        return self.installed and not self._alone and (not self.plans or self._script.trying)
 
     def order(self) -> tuple[Step, ...]:
         """Return what this rank computes: the order that ran wins over the one that the schedule has."""
@@ -212,6 +262,8 @@ class Runner:
     def remove(self) -> None:
         """Follow the schedule no longer, and end offloading in its stages."""
         if self.installed:
+            if self.settling and self._exchange is not None:
+                self._exchange.leave()
             self.installed = False
             unfollow([each for ref in self._followed if (each := ref()) is not None])
             for stage in self.stages:

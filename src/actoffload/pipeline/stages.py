@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch.nn import Module
@@ -23,7 +23,7 @@ from ..schedule.schedules import GroupSchedule
 from .conductor import Conductor
 from .steering import StageSteering
 
-__all__ = ["RankStage"]
+__all__ = ["RankStage", "entries_of", "problem_of"]
 
 
 class RankStage:
@@ -41,6 +41,11 @@ class RankStage:
         What is saved of the groups, if they are recomputed.
     arguments : mapping
         Of `offload`, for reports.
+
+    Attributes
+    ----------
+    entries : dict of str to str
+        Those of `layers` and `keep`, each with the reason if it means nothing in this stage; another stage may have it.
 
     Raises
     ------
@@ -61,9 +66,14 @@ class RankStage:
         self.index = int(stage.stage_index)
         self.steering: StageSteering
         title = f"the module of stage {self.index}"
-        refuse_scripted(module, title)
+        refuse_scripted(module, f"stage {self.index}")
         if followers_of(module) is not None:
             raise ValueError(f"{title} is offloaded already: call remove() of its handle before offload(schedule).")
+        layers, self.entries = _matching(layers, lambda entry: choose(module, [entry]))
+        if layers == () and self.entries:
+            raise ValueError(f"{title}: {next(iter(self.entries.values()))}")
+        keep, entries = _matching(keep, lambda entry: find_kept(module, [entry]))
+        self.entries |= entries
         chosen, kept, searching = _groups(module, layers, keep, title)
         plans = GroupPlans(GroupSchedule(), [of.kind for of in chosen])
         if searching:
@@ -84,6 +94,32 @@ class RankStage:
 
         shown = {**arguments, "layers": written(module, layers), "keep": written(module, keep)}
         self.handle = OffloadHandle(modules, plans, conductor.engine, steer, arguments=shown)
+
+
+def entries_of(stages: Iterable[RankStage]) -> dict[str, str]:
+    """Return the entries of `layers` and `keep`, each with the reason if it means nothing in any stage of a rank."""
+    found: dict[str, str] = {}
+    for stage in stages:
+        for entry, reason in stage.entries.items():
+            found[entry] = reason and found.get(entry, reason)
+    return found
+
+
+def _matching(given: Any, meaning: Callable[[Any], object]) -> tuple[Any, dict[str, str]]:
+    """Return the entries of an argument that mean something in a module, and all with the reason if they do not."""
+    single = isinstance(given, (str, type))
+    if not (single or isinstance(given, (list, tuple, set, frozenset))):
+        return given, {}
+    found, entries = [], {}
+    for entry in (given,) if single else given:
+        try:
+            if entry is not ...:
+                meaning(entry)
+            found.append(entry)
+            entries[str(entry)] = ""
+        except ValueError as error:
+            entries[str(entry)] = str(error)
+    return (given if single and found else tuple(found)), entries
 
 
 def _groups(

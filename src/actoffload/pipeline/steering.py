@@ -7,6 +7,7 @@ from functools import lru_cache, partial
 from typing import Any
 
 from ..engine.model_pass import ModelPass
+from ..engine.statistics import Reason
 from ..model.conduct import Conduct, FollowedModule, Mode
 from ..model.metering import counts_in
 from ..model.operator_times import OperatorTimes
@@ -17,13 +18,19 @@ from ..schedule.execution_order import GroupKey, GroupPlans
 from ..schedule.plan import Action, Do, Plan, Roles, When
 from .conductor import Conductor
 
-__all__ = ["KEPT", "StageSteering"]
+__all__ = ["KEPT", "StageSteering", "has_grown"]
 
 KEPT = -1  # the place of a storage that is kept on the device
+GROWN = 64  # a group may save this part more than in the plan
 
 
-def _sizes(saved: Sequence[Sequence[tuple[int, int]]]) -> list[list[int]]:
-    return [sorted(nbytes for _, nbytes in of_group) for of_group in saved]
+def _size(saved: Sequence[tuple[int, int]]) -> int:
+    return sum(nbytes for _, nbytes in saved)
+
+
+def has_grown(now: int, before: int) -> bool:
+    """Return whether a group saves so much more than before that another plan is made."""
+    return now > before + before // GROWN
 
 
 @lru_cache(maxsize=256)
@@ -79,16 +86,18 @@ class StageSteering:
         self._stage, self._conductor = stage, conductor
         self.groups, self._plans, self._log, self._policies = groups, plans, log, policies
         self._always = policies
-        self.saved: tuple[tuple[tuple[int, int], ...], ...] = ()  # by group: place and bytes of what it saves
+        self.saved: tuple[tuple[tuple[int, int], ...], ...] = ()  # by group: place and bytes of what it saves, at most
+        self.outside = 0  # bytes that are saved outside of the groups or kept, at most
         self.bare = False  # offload nothing, to measure
         self.operators: OperatorTimes | None = None  # times the operators of recomputed groups
         self.adopts = False  # groups are offloaded with what was saved before them
-        self.changed = False  # groups saved other bytes in a forward in which not all were followed
+        self.changed = False  # groups saved more bytes in a forward in which not all were followed
 
     def recompute(self, policies: Mapping[int, Policy] | None = None) -> None:
         """Recompute other groups from the next forward on, by their place in the order; None for those of `offload`."""
         order = self._plans.order
         self._policies = self._always if policies is None else {order[k].group: of for k, of in policies.items()}
+        self.saved = ()
 
     @property
     def order(self) -> tuple[GroupKey, ...]:
@@ -101,10 +110,13 @@ class StageSteering:
         return group_names(self.groups, self._plans.order)
 
     def forward_begins(self, inputs: tuple[Any, Any], *, alone: bool, busy: bool) -> Conduct:
-        """Return how the forward of a microbatch is followed; one that is none offloads everything."""
+        """Return how the forward of a microbatch is followed.
+
+        Of other forwards only the metadata inference is followed.  It calls the module; a loss may call a part of it.
+        """
         conductor = self._conductor
         microbatch, order = conductor.forward_of(self._stage), self._plans.order
-        if microbatch is None and not conductor.training:
+        if microbatch is None and (alone or not conductor.training):
             return Conduct(Mode.IDLE)
         if microbatch is None:  # the metadata inference of the schedule
             return Conduct(Mode.WHOLE, order, lambda order: Roles.leanest(len(order)), self._policies)
@@ -113,8 +125,9 @@ class StageSteering:
             roles_of = partial(self._offloading, frozenset())
         elif microbatch.planned:
             assert conductor.plan is not None
-            chunks = conductor.plan.transfers
-            offloaded = frozenset(chunk.group for chunk in chunks if chunk[:2] == (microbatch.stage, microbatch.number))
+            plan, of = conductor.plan, (microbatch.stage, microbatch.number)
+            chunks = [chunk for chunk in plan.transfers if chunk[:2] == of]
+            offloaded = frozenset(k for chunk in chunks for k in (*plan.sharing(chunk), chunk.group))
             roles_of = partial(self._offloading, offloaded)
         mode = Mode.WHOLE
         if conductor.scoped and microbatch.planned and not self.adopts:
@@ -135,6 +148,8 @@ class StageSteering:
         self._plans.learn(sequence)
         self._log.forward_done(done, sequence)
         self.adopts |= done.adopted > 0
+        if done.model is None:  # the metadata inference, whose inputs nobody else holds
+            return
         if self.bare:  # nothing is recomputed, so other bytes are saved than with the plan
             return
         counted, saved = set[object](), []
@@ -147,11 +162,22 @@ class StageSteering:
                 if (storage := ref()) is not None and counts_in(storage, layer)
             ]
             saved.append((*own, *((KEPT, resident.nbytes) for resident in residents)))
+        if not done.partly:
+            kept = (done.kept_outside.get(reason, (0, 0))[1] for reason in (Reason.OUTSIDE, Reason.KEPT))
+            self.outside = max(self.outside, sum(kept))
+        sizes = list(zip(map(_size, saved), map(_size, self.saved), strict=False))
         if done.partly:
-            pairs = zip(_sizes(saved), _sizes(self.saved), strict=False)
-            self.changed |= len(saved) != len(self.saved) or any(now and now != before for now, before in pairs)
-        elif _sizes(saved) != _sizes(self.saved):  # what is kept has no place, so a measured pass is not replaced by it
+            self.changed |= len(saved) != len(self.saved) or any(has_grown(now, before) for now, before in sizes)
+        elif len(saved) != len(self.saved):
             self.saved = tuple(saved)
+        else:
+            # What is kept has no place, so a measured group is not replaced by an equal one.  A plan serves groups that
+            # save less, too, such as experts that get fewer tokens.
+            grows = self._conductor.plan is not None
+            pairs = zip(saved, self.saved, sizes, strict=True)
+            self.saved = tuple(
+                new if now > before or (now < before and not grows) else old for new, old, (now, before) in pairs
+            )
 
     def retire(self) -> None:
         """Do nothing: the schedule is followed no longer."""

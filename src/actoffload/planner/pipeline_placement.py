@@ -147,12 +147,13 @@ def place_rank(
 
 @dataclass(slots=True)
 class _Run:
+    """One call of `place_rank`: its methods are called in their order."""
+
     profile: RankProfile
     margin: float
     limit: float
     placement: RankPlacement
-    first_reload: float = inf
-    done: dict[int, float] = field(default_factory=dict)
+    first_reload: float = inf  # seconds at which it has to start
 
     def latest_reloads(self, chosen: Collection[int], again: Collection[int]) -> dict[tuple[int, bool], int]:
         """Return the last moment at which the first and the second reload of each chunk can start without a stall."""
@@ -206,7 +207,7 @@ class _Run:
             m = self._behind(m) if m < of.use else of.use
             if self.limit == inf and m >= latest[k, False]:
                 continue  # used too soon
-            found[k], self.done[k], queue = m, done, done
+            found[k], queue = m, done
             ends.append(done)
         return found
 

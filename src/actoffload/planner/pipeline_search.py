@@ -38,6 +38,7 @@ PRECISION = 64
 """The level of the peaks is found within this part of it."""
 
 COSTS = "No plan of this rank"
+"""How the reason for a plan begins that costs time or exceeds its budget; more margin for its copies does not help."""
 
 
 def plan_pipeline(

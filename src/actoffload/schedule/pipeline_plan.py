@@ -6,7 +6,7 @@ The runtime executes a `PipelinePlan` on tensors, and `simulate_pipeline` predic
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
 from types import MappingProxyType
@@ -132,6 +132,13 @@ class PipelinePlan:
     def end(self, step: int) -> Moment:
         """Return the moment at which a step ends."""
         return Moment(step, len(self.names[self.order[step].stage]))
+
+    def sharing(self, chunk: Chunk) -> Sequence[int]:
+        """Return the groups before that of a chunk whose tensors all count in it, because it saves them again."""
+        sizes, first = self.nbytes.get(chunk.stage, ()), chunk.group
+        while 0 < first <= len(sizes) and not sizes[first - 1]:
+            first -= 1
+        return range(first, chunk.group)
 
     def uses(self, stage: int, microbatch: int) -> tuple[int, int, int]:
         """Return the step that saves the tensors of a microbatch, the first that uses them and the last."""

@@ -53,10 +53,10 @@ def simulate_pipeline(
 
     Notes
     -----
-    A forward starts when that of the previous stage is sent, a backward when that of the next stage is.  Sends do not
-    take time of compute.  Copies of a chunk to the host start as its tensors are saved, those back at the moment of the
-    plan, and in one direction they run one after the other.  Bytes are counted as `PipelinePlan` says; since the plan
-    says when, they do not depend on times.
+    A forward starts when that of the previous stage is sent, a backward when that of the next stage is.  What stages
+    send that are in no order is there from the start.  Sends do not take time of compute.  Copies of a chunk to the
+    host start as its tensors are saved, those back at the moment of the plan, and in one direction they run one after
+    the other.  Bytes are counted as `PipelinePlan` says; since the plan says when, they do not depend on times.
 
     Examples
     --------
@@ -133,14 +133,14 @@ class Pipeline:
     def _compile(self, rank: int, order: Sequence[Step]) -> list[Compiled]:
         """Return the steps of a rank with all that is looked up for them."""
         first = {(step.stage, step.computation): Compiled(-1, -1, 0.0, *self._costs(step)) for step in order}
-        number, last = self.microbatches, len(self.times)
+        number = self.microbatches
         compiled = []
         for (stage, computation), of in first.items():
             if computation is Computation.BACKWARD_WEIGHT:
                 continue
             forward = computation is Computation.FORWARD
             before, behind = (stage - 1, stage + 1) if forward else (stage + 1, stage - 1)
-            needs = (2 * before + forward) * number if 0 <= before < last else -1
+            needs = (2 * before + forward) * number if before in self.rank_of else -1
             cost = of.times.cost
             nbytes = cost.sent_forward if forward else cost.sent_backward
             far = self.rank_of.get(behind, rank) != rank
