@@ -110,6 +110,10 @@ context = offloading[0]
 print(compare_captures(lambda: train_step(nothing), lambda: train_step(offloading), context))
 
 # %%
+# The report is that of the captured step. A replay does not run Python, so it counts nothing.
+print(context.report())
+
+# %%
 # A graph has the memory and the copies of the eager step. These are the memory and the timeline of the eager step,
 # because times inside a graph cannot be read.
 traces = {

@@ -97,6 +97,10 @@ print(with_limit)
 print(handle.plan)
 
 # %%
+# The report is about the latest step: what was offloaded, and what kept memory on the device.
+print(handle.report())
+
+# %%
 # A budget
 # --------
 # ``memory_budget=`` is a limit of our own, for a device that is shared, or for a step that comes later. It is text such

@@ -98,6 +98,10 @@ print(
 )
 
 # %%
+# The report is about the latest step: what was offloaded, and why the rest was kept.
+print(handle.report())
+
+# %%
 # Peak and time
 # -------------
 print(measured)

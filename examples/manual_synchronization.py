@@ -90,6 +90,10 @@ result = compare_steps(lambda: train_step(*nothing), lambda: train_step(*offload
 print(result)
 
 # %%
+# The report lists what each layer saved in the latest step, what was offloaded of it, and why the rest was kept.
+print(offloading[0].report())
+
+# %%
 # Memory over the step
 # --------------------
 # Memory in use after the forward of every layer and before its backward. With offloading it falls after the forward of

@@ -79,6 +79,10 @@ measured = measure_steps(
 print(measured)
 
 # %%
+# The report is about the latest step, with both: the inputs of the blocks are all that is saved.
+print(handle.report())
+
+# %%
 # With offloading, the saved tensors of two blocks are resident. With checkpointing, the input of every block is, and
 # the saved tensors of the block that is recomputed. With both, all but two of the inputs are offloaded as well: more
 # blocks then need no more memory for activations.

@@ -82,7 +82,7 @@ def steps(out: Path, *, rehearse: bool, select: str) -> dict[str, Step]:
         Step("gpt", (benchmark, "gpt", *target, *small), 300),
         Step("trainer", (benchmark, "trainer", *target, *small), 240),
         Step("peers", (benchmark, "peers", *target, *small), 220),
-        Step("overlap", (benchmark, "overlap", *target, *small), 60),
+        Step("overlap", (benchmark, "overlap", *target, *small), 180),
         Step("predict", (benchmark, "predict", *target, *small), 400),
         Step("frontier-eager", (benchmark, "frontier", "--only", "8k,32k", *target, *small), 540),
         Step("frontier-compiled", (benchmark, "frontier", "--only", "8k-compiled,32k-compiled", *target, *small), 480),
