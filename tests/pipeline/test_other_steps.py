@@ -163,6 +163,23 @@ def test_smaller_microbatches():
     handle.remove()
 
 
+def test_a_microbatch_that_is_not_recomputed():
+    """The first one with other flags is watched, and saves more; the plan is for those behind it."""
+    schedule, modules = make("Schedule1F1B")
+    handle = offloaded(schedule, recompute=True)
+    train(schedule, modules, 2)
+    plan = handle.plan
+    for block in modules[0].children():
+        block.flag = True
+    train(schedule, modules, 1)
+    assert handle.plan is plan
+    handle.reset_statistics()
+    train(schedule, modules, 1)
+    report = handle.report()
+    assert report.peak_bytes == report.expected_bytes
+    handle.remove()
+
+
 def test_a_loss_that_calls_a_block():
     """What a loss saves is kept, also in a module that is a group of the last stage."""
 

@@ -254,6 +254,8 @@ class FirstSteps:
     def outdated(self, plan: PipelinePlan) -> bool:
         """Return whether there are other groups than when a plan was made, or they save more."""
         for of in self._stages:
+            of.steering.grow()
+        for of in self._stages:
             sizes = [sum(nbytes for _, nbytes in group) for group in of.steering.saved]
             planned = plan.nbytes.get(of.index, sizes)
             if plan.names[of.index] != of.steering.names or any(map(has_grown, sizes, planned)):

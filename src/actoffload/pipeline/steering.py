@@ -86,7 +86,8 @@ class StageSteering:
         self._stage, self._conductor = stage, conductor
         self.groups, self._plans, self._log, self._policies = groups, plans, log, policies
         self._always = policies
-        self.saved: tuple[tuple[tuple[int, int], ...], ...] = ()  # by group: place and bytes of what it saves, at most
+        self.saved: tuple[tuple[tuple[int, int], ...], ...] = ()  # by group: place and bytes of what it saves
+        self._latest: tuple[tuple[tuple[int, int], ...], ...] = ()  # the same of the latest microbatch
         self.outside = 0  # bytes that are saved outside of the groups or kept, at most
         self.bare = False  # offload nothing, to measure
         self.operators: OperatorTimes | None = None  # times the operators of recomputed groups
@@ -97,7 +98,7 @@ class StageSteering:
         """Recompute other groups from the next forward on, by their place in the order; None for those of `offload`."""
         order = self._plans.order
         self._policies = self._always if policies is None else {order[k].group: of for k, of in policies.items()}
-        self.saved = ()
+        self.saved = self._latest = ()
 
     @property
     def order(self) -> tuple[GroupKey, ...]:
@@ -165,19 +166,24 @@ class StageSteering:
         if not done.partly:
             kept = (done.kept_outside.get(reason, (0, 0))[1] for reason in (Reason.OUTSIDE, Reason.KEPT))
             self.outside = max(self.outside, sum(kept))
-        sizes = list(zip(map(_size, saved), map(_size, self.saved), strict=False))
         if done.partly:
+            sizes = zip(map(_size, saved), map(_size, self.saved), strict=False)
             self.changed |= len(saved) != len(self.saved) or any(has_grown(now, before) for now, before in sizes)
         elif len(saved) != len(self.saved):
-            self.saved = tuple(saved)
-        else:
-            # What is kept has no place, so a measured group is not replaced by an equal one.  A plan serves groups that
-            # save less, too, such as experts that get fewer tokens.
-            grows = self._conductor.plan is not None
-            pairs = zip(saved, self.saved, sizes, strict=True)
-            self.saved = tuple(
-                new if now > before or (now < before and not grows) else old for new, old, (now, before) in pairs
-            )
+            self.saved = self._latest = tuple(saved)
+        else:  # what is kept has no place, so a measured group is not replaced by an equal one
+            pairs = zip(saved, self.saved, strict=True)
+            self._latest = tuple(old if _size(new) == _size(old) else new for new, old in pairs)
+            if self._conductor.plan is None:
+                self.saved = self._latest
+
+    def grow(self) -> None:
+        """Count the latest microbatch of a step where its groups save more.
+
+        A plan serves groups that save less, too, such as experts that get fewer tokens.
+        """
+        pairs = zip(self._latest, self.saved, strict=True)
+        self.saved = tuple(new if _size(new) > _size(old) else old for new, old in pairs)
 
     def retire(self) -> None:
         """Do nothing: the schedule is followed no longer."""
