@@ -9,7 +9,10 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 
-__all__ = ["Backend", "Pairs", "Stream", "StreamEvent", "StreamPosition", "latest_positions"]
+__all__ = ["Backend", "Pairs", "Stream", "StreamEvent", "StreamPosition", "latest_positions", "usable"]
+
+GAPS = 4  # largest tensors that fit into the gaps of an allocator
+LEAST_GAPS, MOST_GAPS = 0.03, 0.10  # of the memory
 
 Stream: TypeAlias = Any  # a queue of work on a device: `torch.Stream`, or what stands in for it; compares with ``==``
 StreamEvent: TypeAlias = Any  # a point in a stream that other streams can wait for
@@ -127,6 +130,23 @@ class StreamPosition(NamedTuple):
     lane: int  # which transfer stream it was recorded on
     order: int  # grows along a lane: waiting for a position includes all before it
     captured: bool  # while a graph was captured: it means something only within that capture
+
+
+def usable(limit: int, largest: int) -> int:
+    """Return how many bytes of a limit of device memory tensors may use, so that there is room for gaps between them.
+
+    Caching allocators split blocks, and what is left of a block serves smaller tensors only.  Large tensors in a small
+    memory leave the largest gaps for its size: 6 % were measured with 4.5 GiB and tensors of 128 MiB.
+
+    Parameters
+    ----------
+    limit : int
+        Bytes of device memory that the process may use.
+    largest : int
+        Bytes of the largest saved tensor.
+    """
+    few, most = LEAST_GAPS * limit, MOST_GAPS * limit
+    return limit - round(min(max(few, GAPS * largest), most))
 
 
 def latest_positions(positions: Iterable[StreamPosition]) -> tuple[StreamPosition, ...]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
-from ..device.base import Backend
+from ..device.base import Backend, usable
 from ..planner import GroupPlan
 from ..schedule.timeline import milliseconds, size
 from .timed_pass import TimedPass
@@ -16,7 +16,6 @@ from .timed_pass import TimedPass
 __all__ = ["Findings", "Room", "StepTimes", "room_in"]
 
 MORE = 0.005  # of the limit: so much more allocated memory is looked at
-ROOM = 0.03  # fraction of the device memory that predictions leave free
 SMALLER = 0.9  # of a peak: the next choice that a report names
 
 
@@ -50,7 +49,7 @@ def room_in(lean: TimedPass, backend: Backend, budget: int | None) -> Room:
     limit, meter = backend.memory_limit(), lean.meter
     if limit is None or meter is None or not meter.borders:
         return Room(None, 0)
-    limit = round(limit * (1 - ROOM))
+    limit = usable(limit, max((nbytes for sizes in lean.sizes for nbytes in sizes), default=0))
     # Earlier passes, whose backward is still to come, may keep everything.
     in_flight = lean.waiting * sum(map(sum, lean.sizes))
     return Room((limit if budget is None else min(limit, budget)) - in_flight, lean.peak_without())

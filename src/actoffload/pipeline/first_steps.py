@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ..device.base import Backend
+from ..device.base import Backend, usable
 from ..model.group_costs import measured_link
 from ..model.operator_times import OperatorTimes
 from ..model.ways import Ways
@@ -41,7 +41,6 @@ from .steering import has_grown
 
 __all__ = ["FirstSteps"]
 
-ROOM = 0.03  # fraction of the device memory that predictions leave free
 TIMED_STEPS = 3
 AGAIN_STEPS = 3
 TRIAL_STEPS = 3
@@ -147,7 +146,8 @@ class FirstSteps:
     def limit(self) -> int | None:
         """Return the bytes of device memory that a plan may use; None if that is not known."""
         limit = self._backend.memory_limit()
-        limit = None if limit is None else round(limit * (1 - ROOM))
+        if limit is not None:
+            limit = usable(limit, max((n for of in self._stages for g in of.steering.saved for _, n in g), default=0))
         known = [of for of in (limit, self._budget) if of is not None]
         return min(known, default=None)
 
