@@ -58,7 +58,7 @@ def test_passes_without_offloading_are_skipped_if_they_do_not_fit(layers, link, 
     assert device.created.peak <= limit
     assert handle.plan.peak_bytes <= limit
     (line,) = (record.getMessage() for record in caplog.records)
-    costs = re.search(r"Without offloading the peak would be 4[89].0 MiB, above the limit of 38.8 MiB.", line)
+    costs = re.search(r"Without offloading the peak would be 4[89].0 MiB, above the limit of 36.0 MiB.", line)
     assert bool(costs) == (link == 5e5), "what is free needs no reason"
 
 
