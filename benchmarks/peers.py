@@ -61,8 +61,8 @@ def _version(tool: str) -> str:
         return ""
 
 
-def _around_forward(manager: Callable[[], AbstractContextManager[object]], model: nn.Module, x: torch.Tensor) -> Any:
-    with manager():
+def _around_forward(manager: AbstractContextManager[object], model: nn.Module, x: torch.Tensor) -> Any:
+    with manager:
         return model(x)
 
 
@@ -82,7 +82,8 @@ def _with_context(arms: Arms, make: Callable[..., Any], num_layers: int) -> nn.M
 def _peers(arms: Arms) -> Iterator[tuple[str, Callable[[], nn.Module], int | None]]:
     """Yield the name of each arm of another tool, a function that makes its model, and its number of layers."""
     for tool in ("TRL", "torchtune"):
-        yield tool, lambda tool=tool: _Called(arms._model(), partial(_around_forward, find(tool))), None
+        # One manager for all steps, as their trainers have: what it keeps of a step is freed in the next one.
+        yield tool, lambda tool=tool: _Called(arms._model(), partial(_around_forward, find(tool)())), None
     half = arms.part.settings.layers // 2
     yield "Transformer Engine", lambda: _with_context(arms, find("Transformer Engine"), half), half
 
