@@ -15,6 +15,7 @@ from .._torch.autograd import in_transform, saved_tensor_hooks
 from ..engine.pack import Saved
 from ..engine.unpack import unpack
 from ..recompute import (
+    OBJECTS,
     Reads,
     Region,
     Reuse,
@@ -36,6 +37,11 @@ FUNCTIONAL = "because they are called with other parameters, by torch.func.funct
 CAPTURED = "because a CUDA graph is captured, and they may draw random numbers"
 TRANSFORM = "because they are called inside of a transform of torch.func"
 
+WITHOUT_CACHE = (
+    f"Modules of this model cannot be recomputed in backward, {OBJECTS}: offloading alone has to make room, which may "
+    "take several times as long. Transformers models train without a cache after model.config.use_cache = False."
+)
+
 
 def _unpack_unless_edited(saved: Saved) -> torch.Tensor | None:
     """Return a tensor that was packed, or None if it was written to since."""
@@ -53,10 +59,13 @@ def _in_functional_call() -> bool:
 
 
 class Regions:
-    """What is known of the groups among the followed modules of a model."""
+    """What is known of the groups among the followed modules of a model.
 
-    def __init__(self, modules: Sequence[FollowedModule]) -> None:
-        self._modules = modules
+    `warn` is called with a reason for which a group is not recomputed and which an argument of the model removes.
+    """
+
+    def __init__(self, modules: Sequence[FollowedModule], warn: Callable[[str], object]) -> None:
+        self._modules, self._warn = modules, warn
         self._alone: dict[int, bool] = {}  # by group
         self._owners: Counter[int] | None = None  # by the identity of a parameter: modules that have it
         # By group: calls in the forward before, and in this one.
@@ -99,6 +108,8 @@ class Regions:
         if watch.reason is None:
             return watch
         if watch.reason:  # [guard: group that must not be recomputed]
+            if watch.reason is OBJECTS:
+                self._warn(WITHOUT_CACHE)
             return None
         if capturing and watch.draws:  # [guard: random numbers in a captured graph]
             self._latest[of.group] = CAPTURED, None

@@ -76,7 +76,7 @@ class Tracker:
         self._warned: set[str] = set()
         self._running: set[int] = set()  # threads in a forward
         self._when_idle: list[Callable[[], None]] = []
-        self.regions = Regions(modules)
+        self.regions = Regions(modules, self.warn_once)
         self.paused = int(unsupported() is not None)
 
     @property

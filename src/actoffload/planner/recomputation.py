@@ -139,7 +139,7 @@ class _Choices:
 
     def __init__(self, groups: Sequence[Sequence[Variant]], place: Callable[[Chosen], Placement], limit: float) -> None:
         self._groups, self._place, self._limit = groups, place, limit
-        # Backward begins with the last group, which is not worth recomputing.
+        # Backward begins with the last group, which is seldom worth recomputing.
         self._may = [k for k in range(len(groups) - 1) if len(groups[k]) > 1]
         self._known: dict[Chosen, Rank] = {}
         self._tries = min(max(WORK // max(len(groups), 1), TRIES), MOST_TRIES)

@@ -20,10 +20,11 @@ from .policy import (
 from .region import Reads, Region
 from .reuse import Reuse, in_pipeline_stage
 from .trace import Trace
-from .watch import State, Watch, remove_modes, structure
+from .watch import OBJECTS, State, Watch, remove_modes, structure
 
 __all__ = [
     "COSTLY",
+    "OBJECTS",
     "Call",
     "Given",
     "Named",

@@ -21,13 +21,13 @@ from .._torch.tensors import DispatchMode, current_dispatch_mode, tree_leaves, v
 from .policy import draws
 from .trace import nodes_between
 
-__all__ = ["Mode", "State", "Watch", "remove_modes", "structure"]
+__all__ = ["OBJECTS", "Mode", "State", "Watch", "remove_modes", "structure"]
 
 T = TypeVar("T")
 
 BUFFERS = "because they change parameters or buffers in their forward"
 INPUTS = "because they write to their inputs"
-OBJECTS = "because they change objects that are passed to them, such as a cache of keys and values (use_cache=False)"
+OBJECTS = "because they change objects that are passed to them, such as a cache of keys and values (use_cache)"
 HOOKS = "because the program checkpoints a part of them, or has saved-tensor hooks of its own there"
 NOISE = "because autograd saves the noise of torch.nn.RReLU before it is drawn, and recomputation stops there"
 GENERATORS = "because they draw random numbers from a generator of the program"

@@ -10,6 +10,7 @@ from typing import Any
 from .._folding import fold_names
 from ..engine.slabs import GRANULE
 from ..engine.statistics import Reason
+from ..recompute import OBJECTS
 from ..schedule.timeline import milliseconds, percent, size
 from .groups import WEIGHTS, Amounts, GroupReport, Holder, add_amounts, merge_held
 from .report import Report, step_time
@@ -25,8 +26,9 @@ DOING = {
 }
 
 # By the name of an output, in Hugging Face's models, how to return less.
+CACHE = "pass use_cache=False to the model, or set model.config.use_cache = False, for training"
 RETURN_LESS = (
-    (r"\bpast_key_values\b", "pass use_cache=False to the model, or set model.config.use_cache = False, for training"),
+    (r"\bpast_key_values\b", CACHE),
     (r"hidden_states\b", "pass output_hidden_states=False to the model if the loss does not need them"),
     (r"attentions\b", "pass output_attentions=False to the model if the loss does not need them"),
     (r"", "return only what the loss needs from forward while training"),
@@ -62,7 +64,7 @@ def advise(report: Report) -> tuple[Advice, ...]:
     if not report.groups or not any(group.calls for group in report.groups):
         return (Advice(f"No group has run in {report.passes} forward passes with a graph since the statistics began."),)
     found = [*_offloaded(report), *_kept(report), *_outside(report), *_not_freed(report), *_on_demand(report)]
-    found += [*_slower(report), *_stalled(report)]
+    found += [*_refused(report), *_slower(report), *_stalled(report)]
     return tuple(sorted(found, key=lambda advice: (-advice.nbytes, advice))) or (_all(report),)
 
 
@@ -262,6 +264,17 @@ def _because(holders: Sequence[Holder], groups: int) -> str:
     outputs = [holder.paths[0] for holder in holders if holder.kind == "output"]
     less = (advice for name, advice in RETURN_LESS if outputs and re.search(name, outputs[0]))
     return f"{words}: {next(less, KEEP_ARGUMENTS)}"
+
+
+# What is not recomputed
+
+
+def _refused(report: Report) -> Iterator[Advice]:
+    """Advise on groups that should be recomputed and are not, where the program can change that."""
+    names = [name for name, reason in report.refused.items() if reason == OBJECTS]
+    if names:
+        nbytes = sum(group.activation_bytes for group in report.groups if group.name in names)
+        yield Advice(f"{fold_names(names)} should be recomputed, but are not, {OBJECTS}: {CACHE}.", nbytes)
 
 
 # Time

@@ -32,6 +32,8 @@ class StepFacts:
         Largest number of bytes allocated on the device in a whole step, without offloading and with the present plan.
     because, next_choice : str
         Why the plan is what it is; what the next better choice is.
+    refused : mapping of str to str
+        By the name of a group that should be recomputed in backward and is not: why.
     coverage : float or None
         Share of the activations that lie in groups, offloaded or not; None if unknown.  What modules in `keep` save
         does not count.
@@ -52,6 +54,7 @@ class StepFacts:
     peak_bytes_with: int | None = None
     because: str = ""
     next_choice: str = ""
+    refused: Mapping[str, str] = field(default_factory=dict)
     coverage: float | None = None
     arguments: Mapping[str, Any] | None = None
     kept_modules: tuple[str, ...] = ()
@@ -181,6 +184,7 @@ class Report(StepFacts, Printable):
             "slowdown": self.slowdown,
             "peak_drop_bytes": self.peak_drop_bytes,
             "kept_modules": list(self.kept_modules),
+            "refused": dict(self.refused),
             "r": self.r,
             "advice": list(self.advice),
         }
