@@ -89,6 +89,31 @@ def test_moving_between_train_and_eval(kind, first):
     check(program, recomputed=2 * evaluations * BLOCKS - 1)
 
 
+class Wavering(Mlp):
+    """Saves a tensor of another shape after its forwards, by what nothing sees: an attribute that is no flag."""
+
+    rows = 3
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = torch.tanh(x[: self.rows]).sum()
+        return super().forward(x) * kept
+
+
+def test_other_shapes_than_those_saved_are_an_error_and_never_a_wrong_gradient():
+    model = Net(Wavering)
+    handle = offload(model, recompute=(), layers="blocks.?")
+    train(model, 2)
+    assert handle.plan.recomputed
+    loss = model(batch()).square().sum()
+    for block in model.blocks:
+        block.rows = 2
+    with pytest.raises(
+        torch.utils.checkpoint.CheckpointError, match=r"saved metadata: {'shape': torch.Size\(\[3, 32\]\)"
+    ):
+        loss.backward()
+    handle.remove()
+
+
 def test_a_buffer_that_changes_against_expectation_is_an_error_and_never_a_wrong_gradient():
     class Sometimes(Counting):
         calls = 0

@@ -25,6 +25,35 @@ after_backward: Callable[[Callable[[], None]], None] = need(
 )
 """Call a function when the backward that runs in the calling thread has ended."""
 
+_checks: dict[str, Callable[[torch.Tensor], Any]] = find("utils.checkpoint._allowed_determinism_checks_to_fns", {})
+_met: dict[Any, dict[str, Any]] = {}
+
+
+def _metadata(tensor: torch.Tensor) -> dict[str, Any]:
+    """Return what checkpointing compares of a tensor that is saved and recomputed: one object for all equal ones.
+
+    `torch.utils.checkpoint` keeps two objects for each saved tensor otherwise, and the garbage collector of Python
+    pauses the host for longer the more objects a pass keeps.
+    """
+    key = tensor.shape, tensor.dtype, tensor.device
+    try:
+        found = _met.get(key)
+    except TypeError:  # a symbolic shape has no hash
+        return dict(zip(("shape", "dtype", "device"), key, strict=True))
+    if found is None:
+        if len(_met) >= 1024:  # of programs whose shapes never repeat
+            _met.clear()
+        found = _met[key] = dict(zip(("shape", "dtype", "device"), key, strict=True))
+    return found
+
+
+DETERMINISM_CHECK = "default"
+"""The argument of `torch.utils.checkpoint` that makes it compare what is recomputed with what was saved."""
+
+if DETERMINISM_CHECK in _checks:
+    DETERMINISM_CHECK = "actoffload"
+    _checks[DETERMINISM_CHECK] = _metadata
+
 CASTS = frozenset({"ToCopyBackward0", "TBackward0", "TransposeBackward0"})
 """Names of the autograd nodes that cast or transpose: a weight behind one is a weight still."""
 

@@ -26,6 +26,7 @@ from .._torch.tensors import free_storage_weakref
 __all__ = ["Resources", "dropped", "raise_later", "settle"]
 
 dropped: deque[Resources] = deque()
+_drop = dropped.append  # one object for all references
 _alive: set[Resources] = set()  # a weak reference calls back only if something keeps it
 _errors: deque[BaseException] = deque()
 
@@ -49,7 +50,7 @@ class Resources(weakref.ref[Any]):
         owner: object, weak: Any = None, freed: deque[int] | None = None, returned: deque[Any] | None = None
     ) -> Resources:
         """Return the resources of an object, without any but a weak reference to a storage."""
-        made = Resources(owner, dropped.append)
+        made = Resources(owner, _drop)
         made.weak, made.nbytes, made.freed = weak, 0, freed
         made.buffers, made.returned, made.fence, made.in_flight = (), returned, (), None
         _alive.add(made)

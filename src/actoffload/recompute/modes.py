@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
-from .._torch.autograd import keeps_graph
+from .._torch.autograd import DETERMINISM_CHECK, keeps_graph
 from .._torch.tensors import DispatchMode, current_dispatch_mode, tree_flatten, tree_unflatten, versions_shared
 from .policy import Call, concern_of, never, saveable
 from .region import Key, Region
@@ -228,6 +228,7 @@ def recomputed(function: Callable[..., T], region: Region, *args: Any, **kwargs:
             return function(*args, **kwargs)
 
     how: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": region.draws}
+    how["determinism_check"] = DETERMINISM_CHECK
     if region.policy is never or DispatchMode is None:
         result: T = checkpoint(call, *tensors, **how)
         return result

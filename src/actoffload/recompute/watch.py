@@ -77,7 +77,9 @@ class State:
         self._kind = type(module).__name__
         self._buffers = self._present()
         weights = [of for each in self._modules for of in registered(each)[0].values() if of is not None]
-        self._versions = [(tensor, _version(tensor)) for tensor in (*weights, *self._buffers)]
+        # Two lists of the same length: a pass keeps few objects, for the sake of the garbage collector.
+        self._tensors = [*weights, *self._buffers]
+        self._versions = list(map(_version, self._tensors))
 
     def _present(self) -> list[Tensor]:
         """Return the buffers that the modules have now."""
@@ -86,7 +88,7 @@ class State:
     def flags(self) -> tuple[Any, ...]:
         """Return which parameters and buffers get gradients, and how many hooks the modules have."""
         hooks = [len(of._forward_hooks) + len(of._forward_pre_hooks) for of in self._modules]
-        return tuple([tensor.requires_grad for tensor, _ in self._versions]), tuple(hooks)
+        return tuple([tensor.requires_grad for tensor in self._tensors]), tuple(hooks)
 
     def changed(self) -> bool:
         """Return whether a parameter or buffer was written to, or a buffer replaced."""
@@ -94,7 +96,7 @@ class State:
         # [guard: buffers that a group replaces -> False]
         replaced = len(buffers) != len(self._buffers) or any(map(_differ, buffers, self._buffers))
         # [guard: buffers that a group changes -> False]
-        edited = any(_version(tensor) != version for tensor, version in self._versions)
+        edited = list(map(_version, self._tensors)) != self._versions
         return replaced or edited
 
     def check(self) -> None:
