@@ -22,6 +22,7 @@ from results_file import RESULTS, ROOT, digest, read
 WRITTEN = "<!-- Written by benchmarks/report.py from the results beside it; do not edit. -->"
 README = ROOT / "README.md"
 NOTHING, OURS, CHECKPOINT = "no offload", "actoffload", "checkpoint"
+SAVED = 0.01  # of a peak: a smaller drop is none
 TITLES, LENGTHS, TARGETS = PAGE["names"]["layers"], PAGE["names"]["lengths"], PAGE["targets"]
 
 
@@ -352,7 +353,11 @@ def _trainer_headline(folder: Path) -> str:
     first = data["rows"][0]
     arms = _by_method(first)
     values = {"none": arms[NOTHING], "ours": arms[OURS], "checkpoint": arms[CHECKPOINT], **data["settings"]}
-    return text("trainer_headline", **{**values, "tokens": first["tokens"], "device": data["device"]["name"]})
+    nothing = arms[OURS]["peak_bytes"] > (1 - SAVED) * arms[NOTHING]["peak_bytes"]
+    saved = text("trainer_saved_nothing" if nothing else "trainer_saved", **values)
+    budget = text("trainer_budgeted", budget=arms["budget"]) if "budget" in arms else ""
+    values |= {"saved": saved, "budget": budget, "tokens": first["tokens"], "device": data["device"]["name"]}
+    return text("trainer_headline", **values)
 
 
 def _frontier_headline(folder: Path) -> str:

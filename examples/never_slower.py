@@ -38,7 +38,7 @@ config = LlamaConfig(
     num_key_value_heads=1 if reference else 4,
     vocab_size=256 if reference else 32000,
 )
-lengths = {"long": 512, "short": 64} if reference else {"long": 4096, "short": 512}
+lengths = {"long": 512, "short": 64} if reference else {"long": 8192, "short": 512}
 batch, wanted, most = 4 if reference else 2, 4 if reference else 12, 60
 
 
