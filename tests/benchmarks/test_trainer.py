@@ -110,12 +110,13 @@ def test_headline_begins_with_the_trainer(data: dict[str, Any], tmp_path: Path) 
     path = tmp_path / "trainer.json"
     path.write_text(json.dumps({**data, "format": 1}), encoding="utf-8")
     assert "at 1.050 × the step time without it, with a peak of 20.0 instead of 30.0 GiB;" in report.headline(tmp_path)
-    assert "GiB; a `memory_budget` takes 1." in report.headline(tmp_path)
     same = {a["method"]: a for a in copy.deepcopy(data)["rows"][0]["arms"]}
     same["actoffload"]["peak_bytes"] = same["no offload"]["peak_bytes"]
+    same["budget"] = {**same["checkpoint"], "method": "budget", "ratio": 1.15}
     rows = [{**data["rows"][0], "arms": list(same.values())}]
     path.write_text(json.dumps({**data, "rows": rows, "format": 1}), encoding="utf-8")
     assert "with the same peak of 30.0 GiB, because copies would have taken time there;" in report.headline(tmp_path)
+    assert "; a `memory_budget` takes 1.150 × and 18.0 GiB, and activation checkpointing" in report.headline(tmp_path)
     data["device"]["reference"] = True
     path.write_text(json.dumps({**data, "format": 1}), encoding="utf-8")
     assert report.headline(tmp_path) == "No GPU results are recorded yet."
