@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import copy
+import gc
 import json
 import logging
 import sys
