@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import subprocess
 import sys
 import threading
 import weakref
@@ -15,6 +16,7 @@ from interrupts import SOURCES
 from timed_device import LAYERS, PASSES, done, small, step
 from whole_model import nothing_installed
 
+from actoffload._torch.compiling import load_dynamo
 from actoffload.engine.recorder import TimelineRecorder
 from actoffload.model.metering import Border, Meter
 from actoffload.model.timed_pass import TimedPass
@@ -155,6 +157,7 @@ def test_nothing_is_measured_while_a_graph_is_captured():
 @pytest.mark.parametrize("at", PASSES)
 @pytest.mark.parametrize("pending", [False, True], ids=["after backward", "before backward"])
 def test_no_cycles(at, layers, pending):
+    load_dynamo()  # which leaves garbage of PyTorch
     with no_gc():
         _device, model, handle = small(layers=layers)
         for _ in range(at):
@@ -167,6 +170,25 @@ def test_no_cycles(at, layers, pending):
         del model, handle, tracker, y
         assert [ref() for ref in refs if ref() is not None] == []
         assert gc.collect() == 0
+
+
+FIRST_IN_A_PROCESS = """
+import gc, weakref
+import torch, actoffload
+
+gc.disable()
+model = torch.nn.Sequential(*[torch.nn.Linear(8, 8) for _ in range(6)])
+handle, ref = actoffload.offload(model, recompute=True, min_bytes=1), weakref.ref(model)
+model(torch.randn(4, 8)).sum().backward()
+handle.remove()
+del model, handle
+assert ref() is None
+"""
+
+
+def test_the_first_call_in_a_process_keeps_no_model():
+    """What it imports of PyTorch keeps the frames of its callers."""
+    subprocess.run([sys.executable, "-W", "ignore", "-c", FIRST_IN_A_PROCESS], check=True, timeout=120)
 
 
 def test_events_are_dropped_after_planning():

@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -65,7 +66,10 @@ def compiled_backward() -> list[Any] | None:
 def load_dynamo() -> None:
     """Import what `torch.utils.checkpoint` imports in its first call.
 
-    That import keeps the frames of its callers, and their tensors, until the garbage collector runs (torch 2.13).
+    That import keeps the frames of its callers, and their tensors, until the garbage collector runs (torch 2.13).  A
+    thread of its own has no callers.
     """
-    with contextlib.suppress(ImportError):
-        importlib.import_module("torch._dynamo")
+    if "torch._dynamo" in sys.modules:
+        return
+    with ThreadPoolExecutor(max_workers=1) as thread, contextlib.suppress(ImportError):
+        thread.submit(importlib.import_module, "torch._dynamo").result()

@@ -59,13 +59,10 @@ def _in_functional_call() -> bool:
 
 
 class Regions:
-    """What is known of the groups among the followed modules of a model.
+    """What is known of the groups among the followed modules of a model."""
 
-    `warn` is called with a reason for which a group is not recomputed and which an argument of the model removes.
-    """
-
-    def __init__(self, modules: Sequence[FollowedModule], warn: Callable[[str], object]) -> None:
-        self._modules, self._warn = modules, warn
+    def __init__(self, modules: Sequence[FollowedModule]) -> None:
+        self._modules = modules
         self._alone: dict[int, bool] = {}  # by group
         self._owners: Counter[int] | None = None  # by the identity of a parameter: modules that have it
         # By group: calls in the forward before, and in this one.
@@ -87,11 +84,12 @@ class Regions:
         *,
         stream: Callable[[], Any] = lambda: None,
         capturing: bool = False,
+        warn: Callable[[str], object],
     ) -> Callable[..., Any] | None:
         """Return what a function is passed to that calls a group; None if the program may call it.
 
         The first call of a structure is watched.  The others are recomputed if that is possible, and save with `pack`
-        or on the device.
+        or on the device.  `warn` gets the reason against it where the program can remove that.
         """
         policy = conduct.recompute.get(of.group)
         if policy is None or not torch.is_grad_enabled():
@@ -109,7 +107,7 @@ class Regions:
             return watch
         if watch.reason:  # [guard: group that must not be recomputed]
             if watch.reason is OBJECTS:
-                self._warn(WITHOUT_CACHE)
+                warn(WITHOUT_CACHE)
             return None
         if capturing and watch.draws:  # [guard: random numbers in a captured graph]
             self._latest[of.group] = CAPTURED, None

@@ -76,7 +76,7 @@ class Tracker:
         self._warned: set[str] = set()
         self._running: set[int] = set()  # threads in a forward
         self._when_idle: list[Callable[[], None]] = []
-        self.regions = Regions(modules, self.warn_once)
+        self.regions = Regions(modules)
         self.paused = int(unsupported() is not None)
 
     @property
@@ -101,7 +101,8 @@ class Tracker:
         stays = thread.scoped and call.layer.index in thread.current.roles.stay
         pack, backend = None if stays else thread.packer.pack, self._engine.backend
         stream, capturing = partial(current_stream, backend), backend.capturing()
-        return self.regions.around(call.of, thread.conduct, pack, args, kwargs, stream=stream, capturing=capturing)
+        how: dict[str, Any] = {"stream": stream, "capturing": capturing, "warn": self.warn_once}
+        return self.regions.around(call.of, thread.conduct, pack, args, kwargs, **how)
 
     def _begin(self, of: FollowedModule, args: Any, kwargs: Any) -> None:
         thread = self._thread
