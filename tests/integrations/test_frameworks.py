@@ -144,6 +144,17 @@ def test_offloads_in_training_and_reports_once(train, make, tmp_path, capsys):
 
 
 @both
+def test_the_report_waits_for_the_final_plan(train, make, tmp_path, monkeypatch):
+    settling = property(lambda handle: handle.statistics().passes < STEPS - 1)
+    monkeypatch.setattr(actoffload.OffloadHandle, "settling", settling)
+    texts = []
+    callback = make(report_at=1, log=texts.append, min_bytes=0)
+    train(Net(), tmp_path, [callback])
+    assert callback.report.passes == STEPS - 1
+    assert texts == [str(callback.report)]
+
+
+@both
 def test_a_short_training_is_reported_at_its_end(train, make, tmp_path, capsys):
     callback = make(min_bytes=0)
     train(Net(), tmp_path, [callback])

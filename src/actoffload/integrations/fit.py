@@ -27,8 +27,8 @@ class FitCallback:
     Parameters
     ----------
     report_at : int or None
-        Number of the step, counted from the start of the fit, after which the report is logged; at the end of shorter
-        fits.  None logs nothing.
+        Number of the step, counted from the start of the fit, after which the report is logged, as soon as the plan
+        is final; at the end of shorter fits.  None logs nothing.
     log : callable
         Called with the text of the report, on rank 0.
     arguments
@@ -72,7 +72,9 @@ class FitCallback:
 
     def _step(self, *, lead: bool) -> None:
         self._steps += 1
-        if self._steps == self.report_at:
+        due = self.report_at is not None and self._steps >= self.report_at
+        # [guard: report before the plan is final]
+        if due and self.report is None and self.handle is not None and not self.handle.settling:
             self._report(lead=lead)
 
     def _end(self, *, lead: bool) -> None:

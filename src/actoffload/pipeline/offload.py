@@ -86,11 +86,11 @@ def offload(
     the host while it computes, freed before a later group needs the memory, and reloaded before backward needs it.  The
     execution order of the groups is learned from the forward.
 
-    Without `num_layers`, `fraction` and `max_inflight` the first passes are measured, usually nine, the first two with
-    everything offloaded.  Then groups are offloaded as far as that costs no time, or as far as the memory of the device
-    makes necessary.  A plan that costs time all the same is tried with fewer groups, up to three times, each time in
-    five more passes; six more follow where passes differ too much to tell.  `OffloadHandle.settling` says until when.
-    The ranks of a sharded or data-parallel model measure in the same passes and follow one plan.  The logger
+    Without `num_layers`, `fraction` and `max_inflight` the first passes are measured, usually six to thirty, the first
+    two with everything offloaded.  Then groups are offloaded as far as that costs no time, or as far as the memory of
+    the device makes necessary.  A plan that costs time all the same is tried with fewer groups, up to three times, each
+    time in five more passes; six more follow where passes differ too much to tell.  `OffloadHandle.settling` says until
+    when.  The ranks of a sharded or data-parallel model measure in the same passes and follow one plan.  The logger
     ``actoffload`` says once, at level INFO, what was measured and decided.  Without an accelerator nothing is measured,
     and all groups but the last two are offloaded.
 
