@@ -73,7 +73,7 @@ class FitCallback:
     def _step(self, *, lead: bool) -> None:
         self._steps += 1
         due = self.report_at is not None and self._steps >= self.report_at
-        # [guard: report before the plan is final]
+        # Until the plan is final, a report is of a plan that is tried.
         if due and self.report is None and self.handle is not None and not self.handle.settling:
             self._report(lead=lead)
 
