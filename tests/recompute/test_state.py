@@ -7,7 +7,11 @@ import torch
 from composing import BLOCKS, WIDTH, Mlp, Net, Offload, batch, train
 from recomputing import FIRST, Counted, check, counted, fractions, policies, simple
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from whole_model import offload
+
+from actoffload._torch.autograd import metadata_of
 
 
 class Counting(Mlp):
@@ -87,6 +91,17 @@ def test_moving_between_train_and_eval(kind, first):
 
     evaluations = 1 if first == "train" else 2
     check(program, recomputed=2 * evaluations * BLOCKS - 1)
+
+
+def test_what_checkpointing_compares_is_one_object_for_equal_tensors():
+    tensor = torch.randn(2, 3)
+    seen = metadata_of(tensor)
+    assert metadata_of(torch.ones(2, 3)) is seen
+    assert seen == {"shape": tensor.shape, "dtype": tensor.dtype, "device": tensor.device}
+    assert all(metadata_of(other) != seen for other in (tensor.t(), tensor.double(), tensor.to("meta")))
+    with FakeTensorMode(shape_env=ShapeEnv()) as mode:  # a shape of symbols, which has no hash
+        symbolic = mode.from_tensor(tensor)
+        assert metadata_of(symbolic)["shape"] == symbolic.shape
 
 
 class Wavering(Mlp):

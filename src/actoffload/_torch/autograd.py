@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -26,25 +26,24 @@ after_backward: Callable[[Callable[[], None]], None] = need(
 """Call a function when the backward that runs in the calling thread has ended."""
 
 _checks: dict[str, Callable[[torch.Tensor], Any]] = find("utils.checkpoint._allowed_determinism_checks_to_fns", {})
-_met: dict[Any, dict[str, Any]] = {}
 
 
-def _metadata(tensor: torch.Tensor) -> dict[str, Any]:
+@lru_cache(maxsize=1024)
+def _described(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+    return {"shape": shape, "dtype": dtype, "device": device}
+
+
+def metadata_of(tensor: torch.Tensor) -> dict[str, Any]:
     """Return what checkpointing compares of a tensor that is saved and recomputed: one object for all equal ones.
 
     `torch.utils.checkpoint` keeps two objects for each saved tensor otherwise, and the garbage collector of Python
     pauses the host for longer the more objects a pass keeps.
     """
-    key = tensor.shape, tensor.dtype, tensor.device
+    seen = tensor.shape, tensor.dtype, tensor.device
     try:
-        found = _met.get(key)
+        return _described(*seen)
     except TypeError:  # a symbolic shape has no hash
-        return dict(zip(("shape", "dtype", "device"), key, strict=True))
-    if found is None:
-        if len(_met) >= 1024:  # of programs whose shapes never repeat
-            _met.clear()
-        found = _met[key] = dict(zip(("shape", "dtype", "device"), key, strict=True))
-    return found
+        return _described.__wrapped__(*seen)
 
 
 DETERMINISM_CHECK = "default"
@@ -52,7 +51,7 @@ DETERMINISM_CHECK = "default"
 
 if DETERMINISM_CHECK in _checks:
     DETERMINISM_CHECK = "actoffload"
-    _checks[DETERMINISM_CHECK] = _metadata
+    _checks[DETERMINISM_CHECK] = metadata_of
 
 CASTS = frozenset({"ToCopyBackward0", "TBackward0", "TransposeBackward0"})
 """Names of the autograd nodes that cast or transpose: a weight behind one is a weight still."""

@@ -27,8 +27,8 @@ class FitCallback:
     Parameters
     ----------
     report_at : int or None
-        Number of the step, counted from the start of the fit, after which the report is logged, as soon as the plan
-        is final; at the end of shorter fits.  None logs nothing.
+        Number of the step, counted from the start of the fit, after which the report is logged: with one rank as soon
+        as the plan is final, if that is later; at the end of shorter fits.  None logs nothing.
     log : callable
         Called with the text of the report, on rank 0.
     arguments
@@ -72,9 +72,12 @@ class FitCallback:
 
     def _step(self, *, lead: bool) -> None:
         self._steps += 1
-        due = self.report_at is not None and self._steps >= self.report_at
-        # Until the plan is final, a report is of a plan that is tried.
-        if due and self.report is None and self.handle is not None and not self.handle.settling:
+        if self.report_at is None or self.report is not None or self._steps < self.report_at:
+            return
+        # Until the plan is final, a report describes a plan that is tried.  Ranks gather their reports in a collective,
+        # so all of them report after the same step, although plans of independent models become final in other ones.
+        assert self.handle is not None
+        if _several_ranks() or not self.handle.settling:
             self._report(lead=lead)
 
     def _end(self, *, lead: bool) -> None:
@@ -89,7 +92,7 @@ class FitCallback:
         if self.report_at is None:
             return
         text = str(self.report)
-        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        if _several_ranks():
             text = f"{text}\n\n{gather_reports(self.report)}"
         if lead:
             self._log(text)
@@ -97,6 +100,10 @@ class FitCallback:
     def _remove(self) -> None:
         if self.handle is not None:
             self.handle.remove()
+
+
+def _several_ranks() -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 _DERIVED: dict[type, type[FitCallback]] = {}

@@ -21,8 +21,8 @@ class OffloadCallback(FitCallback):
     Parameters
     ----------
     report_at : int or None
-        Optimizer step, counted from the start of ``train()``, after which the report is logged, as soon as the plan is
-        final; at the end of shorter trainings.  None logs nothing.
+        Optimizer step, counted from the start of ``train()``, after which the report is logged: with one rank as soon
+        as the plan is final, if that is later; at the end of shorter trainings.  None logs nothing.
     log : callable
         Called with the text of the report, on rank 0; ``print`` by default.
     arguments

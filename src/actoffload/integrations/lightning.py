@@ -26,8 +26,8 @@ class LightningOffloadCallback(FitCallback):
         training step has to call ``self(...)`` then: a training step that calls its children is offloaded, but not
         timed, and the report says so.
     report_at : int or None
-        Batch, counted from the start of ``fit()``, after which the report is logged, as soon as the plan is final; at
-        the end of shorter fits.  None logs nothing.
+        Batch, counted from the start of ``fit()``, after which the report is logged: with one rank as soon as the plan
+        is final, if that is later; at the end of shorter fits.  None logs nothing.
     log : callable
         Called with the text of the report, on rank 0; ``print`` by default.
     arguments

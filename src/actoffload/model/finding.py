@@ -78,7 +78,7 @@ class Finder:
         return self._then.frontier()
 
     def facts(self) -> dict[str, Any]:
-        """Return what is known to what steers next: why no step is measured, if the groups are called alone."""
+        """Return what is known of whole steps to what steers next."""
         return self._then.facts()
 
     def forward_begins(self, inputs: tuple[Any, Any], *, alone: bool, busy: bool) -> Conduct:

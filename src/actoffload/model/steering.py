@@ -51,8 +51,8 @@ class BySchedule:
         """Do nothing: nothing is measured."""
 
     def facts(self) -> dict[str, Any]:
-        """Return what is known of whole steps, as fields of `StepFacts`."""
-        return {"because": self._because}
+        """Return what is known of whole steps, as fields of `StepFacts`: nothing."""
+        return {}
 
     def frontier(self) -> Sequence[GroupPlan]:
         """Refuse: nothing is measured."""

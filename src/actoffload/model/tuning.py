@@ -125,7 +125,7 @@ class Tuner:
     def facts(self) -> dict[str, Any]:
         """Return what was measured of whole passes, as fields of `StepFacts`."""
         times = None if self._chosen is None else self._chosen.times
-        found: dict[str, Any] = {"because": self.plan().because}
+        found: dict[str, Any] = {}
         if self._chosen is not None:
             found["next_choice"] = self._chosen.next_choice()
         if times is not None:

@@ -149,7 +149,7 @@ class StageSteering:
         self._plans.learn(sequence)
         self._log.forward_done(done, sequence)
         self.adopts |= done.adopted > 0
-        if done.model is None:  # the metadata inference, whose inputs nobody else holds
+        if done.model is None:  # the metadata inference, whose inputs nothing else references
             return
         if self.bare:  # nothing is recomputed, so other bytes are saved than with the plan
             return
