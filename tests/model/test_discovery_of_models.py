@@ -13,7 +13,6 @@ import torch
 from recomputing import whole_model
 from saving import default_groups, share_in
 from test_stacks_of_models import BART, HUGGING_FACE, SMALL, TEXT, library
-from torch import nn
 from whole_model import offload
 
 from actoffload.model.discovery import ENOUGH
@@ -28,9 +27,7 @@ def check(model, *args, **kwargs):
     assert 4 <= len(groups) <= 128
     if "use_cache" in inspect.signature(model.forward).parameters:
         kwargs = {**kwargs, "use_cache": False}
-    because = whole_model(model, lambda: model(*args, **kwargs))
-    normed = any(isinstance(of, nn.modules.batchnorm._NormBase) for of in model.modules())
-    assert normed == ("change parameters or buffers" in because)
+    assert "they change" not in whole_model(model, lambda: model(*args, **kwargs))
     return dict(Counter(starred(of.name) for of in groups))
 
 

@@ -92,6 +92,7 @@ TESTS: dict[str, list[str]] = {
     "recompute/region.py": RECOMPUTED,
     "recompute/modes.py": RECOMPUTED,
     "recompute/reuse.py": ["tests/recompute/test_split_backward.py"],
+    "recompute/state.py": ["tests/recompute/test_state.py", "tests/recompute/test_edits.py"],
     "recompute/watch.py": [
         *(f"tests/recompute/test_{name}.py" for name in ("state", "edits", "beside", "programs")),
         "tests/model/test_discovery_of_models.py::test_layers_that_write_to_a_cache_are_not_recomputed",

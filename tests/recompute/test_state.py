@@ -1,17 +1,18 @@
-"""Groups that change buffers or parameters in their forward are not recomputed; training and evaluation."""
+"""Groups that change buffers or parameters in their forward; training and evaluation."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from composing import BLOCKS, WIDTH, Mlp, Net, Offload, batch, train
-from recomputing import FIRST, Counted, check, counted, fractions, policies, simple
+from composing import BLOCKS, STEPS, WIDTH, Mlp, Net, Offload, batch, train
+from recomputing import ANY, FIRST, Counted, check, counted, fractions, policies, simple
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from whole_model import offload
 
 from actoffload._torch.autograd import metadata_of
+from actoffload.recompute.watch import CHANGES, RANKS, Watch
 
 
 class Counting(Mlp):
@@ -48,32 +49,132 @@ class Renormed(nn.Module):
         return x * torch.tanh(self.embedding(torch.arange(len(x)) % 7))
 
 
+class Statistics(nn.Module):
+    """Normalizes with running statistics that nothing counts."""
+
+    def __init__(self, registered: bool = True) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        for name, of in (("mean", torch.zeros(WIDTH)), ("variance", torch.ones(WIDTH))):
+            self.register_buffer(name, of) if registered else setattr(self, name, of)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(nn.functional.batch_norm(self.linear(x), self.mean, self.variance, training=self.training))
+
+
+class Shared(nn.Module):
+    """Two modules that write to one buffer, which their outputs depend on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Counting(), Counting()
+        self.second.mean = self.first.mean
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x))
+
+
+def spectral() -> nn.Module:
+    return nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH)), nn.Tanh())
+
+
 STATEFUL = {
     "running mean": Counting,
     "replaced buffer": lambda: Counting(True),
+    "shared buffer": Shared,
     "BatchNorm": normed,
-    "spectral norm": lambda: nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH)), nn.Tanh()),
+    "no counter": Statistics,
+    "spectral norm": spectral,
+}
+OTHERS = {
     "embedding that is renormed": Renormed,
+    "statistics that are no buffers": lambda: Statistics(registered=False),
 }
 
 
-@fractions
-@pytest.mark.parametrize("kind", STATEFUL)
-def test_groups_that_change_buffers_are_not_recomputed_and_the_plan_says_so(kind, fraction):
-    def use(model):
-        found = train(model)
-        return [*found, *(b.clone() for b in model.buffers())]
+def state_of(model: nn.Module) -> list[Tensor]:
+    plain = (of for each in model.modules() for of in (getattr(each, "mean", None), getattr(each, "variance", None)))
+    return [of.clone() for of in (*model.buffers(), *(of for of in plain if of is not None))]
 
-    make = STATEFUL[kind]
-    handle = check(simple(counted(make), use), recomputed=0, fraction=fraction)
-    assert "because they change parameters or buffers in their forward: blocks.0 ... 5." in handle.plan.because
-    assert "change parameters or buffers" in str(handle)
+
+@fractions
+@policies
+@pytest.mark.parametrize("kind", STATEFUL)
+def test_groups_that_write_to_buffers_are_recomputed_and_buffers_are_as_after_one_forward(kind, policy, fraction):
+    def use(model):
+        return [*train(model), *state_of(model)]
+
+    # A parametrized module has a class of its own, so each is watched.
+    calls = (FIRST if kind != "spectral norm" else 0) + STEPS * BLOCKS
+    check(simple(counted(STATEFUL[kind]), use), policy, recomputed=calls, fraction=fraction)
+
+
+@pytest.mark.parametrize("kind", ["running mean", "shared buffer", "replaced buffer"])
+def test_a_graph_that_is_recomputed_twice_gets_the_buffers_of_its_forward_each_time(kind):
+    def use(model):
+        found = []
+        for k in range(3):
+            one, other = model(batch(k)).square().sum(), model(batch(k + 1)).square().sum()
+            one.backward(retain_graph=True)
+            (one + other).backward()
+            found.append(one.detach())
+        return [*found, *(weight.grad for weight in model.parameters()), *state_of(model)]
+
+    check(simple(counted(STATEFUL[kind]), use), recomputed=ANY)
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_groups_that_change_what_cannot_be_restored_are_not_recomputed_and_the_plan_says_so(kind):
+    def use(model):
+        return [*train(model), *state_of(model)]
+
+    handle = check(simple(counted(OTHERS[kind]), use), recomputed=0)
+    assert "because they change parameters in their forward, or running statistics that cannot be" in str(handle)
+    assert ": blocks.0 ... 5." in handle.plan.because
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning", "ignore:`torch.jit.script` is:DeprecationWarning")
+def test_buffers_of_scripted_modules_are_not_restored():
+    watch = Watch(block := torch.jit.script(nn.BatchNorm1d(WIDTH)))
+    watch(block, batch())
+    assert watch.reason == CHANGES
+
+
+def test_norms_over_several_ranks_are_not_recomputed():
+    block = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.SyncBatchNorm(WIDTH)).train()
+    watch = Watch(block)
+    watch(lambda x: block[1].num_batches_tracked.add_(1) + block[0](x), batch())  # SyncBatchNorm needs a GPU
+    assert watch.reason == RANKS
+
+
+def test_an_error_in_a_recomputation_leaves_the_buffers_as_they_are():
+    class Failing(Counting):
+        fails = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.mean.add_(1)
+            if self.fails:
+                raise ValueError("fails")
+            return super().forward(x)
+
+    model = Net(Failing)
+    handle = offload(model, recompute=True, layers="blocks.?", fraction=0.0)
+    train(model, 2)
+    buffers, loss = list(model.buffers()), model(batch()).square().sum()
+    before = [of.clone() for of in buffers]
+    for block in model.blocks:
+        block.fails = 1
+    with pytest.raises(ValueError, match="fails"):
+        loss.backward()
+    handle.remove()
+    assert all(map(torch.equal, model.buffers(), before))
+    assert [*map(id, model.buffers())] == [*map(id, buffers)]
 
 
 @pytest.mark.parametrize("first", ["train", "eval"])
 @pytest.mark.parametrize("kind", ["running mean", "BatchNorm"])
 def test_moving_between_train_and_eval(kind, first):
-    """In evaluation the groups change nothing and are recomputed; in training never, whatever came first."""
+    """The first call in each of them is watched."""
 
     def use(model):
         found = []
@@ -82,15 +183,15 @@ def test_moving_between_train_and_eval(kind, first):
             found += train(model, 2)
             with torch.no_grad():
                 found.append(model(batch(7)))
-        return [*found, *(b.clone() for b in model.buffers())]
+        return [*found, *state_of(model)]
 
     def program(offload: Offload) -> list[Tensor]:
         model = counted(STATEFUL[kind])().train(first == "train")
         offload(model)
         return use(model)
 
-    evaluations = 1 if first == "train" else 2
-    check(program, recomputed=2 * evaluations * BLOCKS - 1)
+    steps = 2 * (3 if first == "train" else 4)
+    check(program, recomputed=steps * BLOCKS - 2)
 
 
 def test_what_checkpointing_compares_is_one_object_for_equal_tensors():
@@ -129,7 +230,8 @@ def test_other_shapes_than_those_saved_are_an_error_and_never_a_wrong_gradient()
     handle.remove()
 
 
-def test_a_buffer_that_changes_against_expectation_is_an_error_and_never_a_wrong_gradient():
+@pytest.mark.parametrize("replaces", [False, True], ids=["written to", "replaced"])
+def test_a_buffer_that_changes_against_expectation_is_an_error_and_never_a_wrong_gradient(replaces):
     class Sometimes(Counting):
         calls = 0
 
@@ -140,7 +242,7 @@ def test_a_buffer_that_changes_against_expectation_is_an_error_and_never_a_wrong
                 return super().forward(x)
             return Mlp.forward(self, x) - self.mean
 
-    model = counted(Sometimes)()
+    model = counted(lambda: Sometimes(replaces))()
     handle = offload(model, recompute=True, layers="*blocks.?", fraction=1.0)
     train(model, 1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -164,14 +266,15 @@ def test_evaluation_and_no_grad_recompute_nothing(policy):
 
 
 def test_a_plan_does_not_call_recomputed_what_is_not():
-    model = Net(normed)
+    model = Net(Renormed)
     handle = offload(model, recompute=True, layers="blocks.?", fraction=0.0)
     train(model, 2)
     assert handle.plan.recomputed == ()
     assert "yes" not in str(handle.plan)
     assert str(handle.plan).count("Not recomputed") == 1
     handle.remove()
-    handle = offload(model.eval(), recompute=True, layers="blocks.?", fraction=0.0)
+    model = Net(normed)
+    handle = offload(model, recompute=True, layers="blocks.?", fraction=0.0)
     train(model, 2)
     assert len(handle.plan.recomputed) == BLOCKS
     handle.remove()

@@ -116,7 +116,7 @@ class Regions:
         if policy is not never and watch.compiled:
             policy = never  # compiled code is one operator
         reads, trace = self._reads.setdefault(of.group, Reads()), self._traces.setdefault((of.group, key), Trace())
-        state = State(of.module)
+        state = State(of.module, watch.writers)
         timed = None if conduct.operators is None else conduct.operators.of(of.group, reads, trace)
         packing: dict[str, Any] = {} if pack is None else {"pack": pack, "unpack": _unpack_unless_edited}
         # The state of a generator cannot be read while a graph is captured; then no random number is drawn.

@@ -19,8 +19,9 @@ from .policy import (
 )
 from .region import Reads, Region
 from .reuse import Reuse, in_pipeline_stage
+from .state import State
 from .trace import Trace
-from .watch import OBJECTS, State, Watch, remove_modes, structure
+from .watch import OBJECTS, Watch, remove_modes, structure
 
 __all__ = [
     "COSTLY",

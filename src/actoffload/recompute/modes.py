@@ -135,6 +135,8 @@ class _Returning(_Mode):
         complete = current_dispatch_mode() is None and region.complete == frozenset(region.saved)
         self._left_out = region.left_out if complete else {}
         self._place = -1
+        if region.state is not None:
+            region.state.copy_before()
         return super().__enter__()
 
     def __exit__(self, *error: object) -> Any:
@@ -212,24 +214,29 @@ def recomputed(function: Callable[..., T], region: Region, *args: Any, **kwargs:
         leaves[k] = None
     first: list[Any] = [(args, kwargs)]
     backends = _enabled_backends()
+    without_modes = region.policy is never or DispatchMode is None
 
     def call(*tensors: Tensor) -> T:
         if first:  # [guard: containers of the program -> False]
             args, kwargs = first.pop()
             with region.around(), nullcontext() if region.reuse is None else region.reuse.hooks():
                 return function(*args, **kwargs)
-        if region.state is not None:
-            region.state.check()  # [guard: weight that is changed before recomputation]
         again = dict(zip(places, tensors, strict=True))
         args, kwargs = tree_unflatten([again.get(k, of) for k, of in enumerate(leaves)], tree)
+        run = partial(function, *args, **kwargs)
+        if region.state is not None:
+            region.state.check()  # [guard: weight that is changed before recomputation]
+            if without_modes:
+                region.state.copy_before()
+            run = partial(region.state.again, run)
         if not backends or backends == _enabled_backends():  # [guard: attention as in the forward -> True]
-            return function(*args, **kwargs)
+            return run()
         with sdpa_kernel(backends):
-            return function(*args, **kwargs)
+            return run()
 
     how: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": region.draws}
     how["determinism_check"] = DETERMINISM_CHECK
-    if region.policy is never or DispatchMode is None:
+    if without_modes:
         result: T = checkpoint(call, *tensors, **how)
         return result
     region.begin(tensors)

@@ -13,8 +13,8 @@ from torch import Tensor
 from .._torch.tensors import version_of
 from .policy import Policy, never
 from .reuse import Reuse
+from .state import State
 from .trace import Learner, Trace, no_casts_kept
-from .watch import State
 
 __all__ = ["Key", "Reads", "Region"]
 

@@ -13,19 +13,21 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.nn import Module
+from torch.nn import Module, SyncBatchNorm
 
 from .._torch.autograd import saved_tensor_hooks
 from .._torch.modules import is_compiled, registered
-from .._torch.tensors import DispatchMode, current_dispatch_mode, tree_leaves, version_of
+from .._torch.tensors import DispatchMode, current_dispatch_mode, tree_leaves
 from .policy import draws
+from .state import inside, version
 from .trace import nodes_between
 
-__all__ = ["OBJECTS", "Mode", "State", "Watch", "remove_modes", "structure"]
+__all__ = ["OBJECTS", "Mode", "Watch", "remove_modes", "structure"]
 
 T = TypeVar("T")
 
-BUFFERS = "because they change parameters or buffers in their forward"
+CHANGES = "because they change parameters in their forward, or running statistics that cannot be restored"
+RANKS = "because they contain torch.nn.SyncBatchNorm, which communicates with other ranks"
 INPUTS = "because they write to their inputs"
 OBJECTS = "because they change objects that are passed to them, such as a cache of keys and values (use_cache)"
 HOOKS = "because the program checkpoints a part of them, or has saved-tensor hooks of its own there"
@@ -34,17 +36,6 @@ GENERATORS = "because they draw random numbers from a generator of the program"
 
 REENTRANT = "CheckpointFunction"
 """Beginning of the names of the autograd nodes of reentrant checkpointing, also of that of other libraries."""
-
-
-def inside(module: Module) -> list[Module]:
-    """Return a module and all inside of it; `Module.modules` takes longer, in each forward."""
-    found, met = [module], {module}
-    for each in found:
-        for child in registered(each)[2].values():
-            if child is not None and child not in met:
-                met.add(child)
-                found.append(child)
-    return found
 
 
 def structure(module: Module, args: Any, kwargs: Any) -> Hashable:
@@ -63,54 +54,6 @@ def structure(module: Module, args: Any, kwargs: Any) -> Hashable:
         for each in inside(module)
     ]
     return tuple(modules), frozenset(map(type, tree_leaves((args, kwargs))))
-
-
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else version_of(tensor)
-
-
-class State:
-    """The parameters and buffers of a module at one moment, with their versions."""
-
-    def __init__(self, module: Module) -> None:
-        self._modules = inside(module)
-        self._kind = type(module).__name__
-        self._buffers = self._present()
-        weights = [of for each in self._modules for of in registered(each)[0].values() if of is not None]
-        # Two lists of the same length: a pass keeps few objects, for the sake of the garbage collector.
-        self._tensors = [*weights, *self._buffers]
-        self._versions = list(map(_version, self._tensors))
-
-    def _present(self) -> list[Tensor]:
-        """Return the buffers that the modules have now."""
-        return [of for each in self._modules for of in registered(each)[1].values() if of is not None]
-
-    def flags(self) -> tuple[Any, ...]:
-        """Return which parameters and buffers get gradients, and how many hooks the modules have."""
-        hooks = [len(of._forward_hooks) + len(of._forward_pre_hooks) for of in self._modules]
-        return tuple([tensor.requires_grad for tensor in self._tensors]), tuple(hooks)
-
-    def changed(self) -> bool:
-        """Return whether a parameter or buffer was written to, or a buffer replaced."""
-        buffers = self._present()
-        # [guard: buffers that a group replaces -> False]
-        replaced = len(buffers) != len(self._buffers) or any(map(_differ, buffers, self._buffers))
-        # [guard: buffers that a group changes -> False]
-        edited = list(map(_version, self._tensors)) != self._versions
-        return replaced or edited
-
-    def check(self) -> None:
-        """Raise a `RuntimeError` if a parameter or buffer was written to, or a buffer replaced."""
-        if self.changed():
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"a parameter or buffer of a {self._kind} that is recomputed in backward was changed "
-                "after its forward. Change it after backward, or pass recompute=False."
-            )
-
-
-def _differ(one: Any, other: Any) -> bool:
-    return one is not other
 
 
 _Base: Any = object if DispatchMode is None else DispatchMode
@@ -138,6 +81,12 @@ def remove_modes() -> None:
         _Base.__exit__(mode, None, None, None)
 
 
+_NORMS = {
+    getattr(torch.ops.aten, name).default for name in ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")
+}
+"""Operators (input, weight, bias, running mean, running variance, training, ...)."""
+
+
 class _Seen(Mode):
     """Sees whether operators run under other saved-tensor hooks than those at its start, or with a generator."""
 
@@ -146,6 +95,7 @@ class _Seen(Mode):
         self._hooks = saved_tensor_hooks()
         self.reason = ""
         self.draws = False
+        self.statistics: list[Tensor] = []  # running statistics that were updated, which no version counter shows
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         hooks = saved_tensor_hooks()
@@ -158,6 +108,8 @@ class _Seen(Mode):
         if operator is torch.ops.aten.rrelu_with_noise.default:  # [guard: noise of RReLU]
             self.reason = NOISE
         self.draws = self.draws or draws(operator, args, kwargs or {})
+        if operator in _NORMS and args[5]:  # [guard: running statistics without a counter]
+            self.statistics += [of for of in args[3:5] if of is not None]
         return operator(*args, **(kwargs or {}))
 
 
@@ -168,6 +120,8 @@ class Watch:
     ----------
     reason : str or None
         Why later calls must not be recomputed; empty if they may be, None until the call has returned.
+    writers : tuple of int
+        Positions, in `inside`, of modules that wrote to their buffers.
     draws : bool
         Whether the call drew random numbers, or may have in compiled code.
     compiled : bool
@@ -177,34 +131,56 @@ class Watch:
     def __init__(self, module: Module) -> None:
         self._module: Module | None = module
         self.reason: str | None = None
+        self.writers: tuple[int, ...] = ()
         self.draws = True
         self.compiled = any(map(is_compiled, inside(module)))
 
     def __call__(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Call a function that calls the module."""
         assert self._module is not None
-        state, self._module = State(self._module), None
+        modules, self._module = inside(self._module), None
+        weights, buffers = [_versions(of, 0) for of in modules], [_versions(of, 1) for of in modules]
+        alive = [dict(registered(of)[1]) for of in modules]  # so that no other buffer gets the identity of one of them
         leaves = tree_leaves((args, kwargs))
-        inputs = [(of, _version(of)) for of in leaves if isinstance(of, Tensor)]
+        inputs = [(of, version(of)) for of in leaves if isinstance(of, Tensor)]
         objects = [of for of in leaves if not isinstance(of, Tensor)]
-        before = _inside(objects)
+        parts = _inside(objects)
+        statistics: list[Tensor] = []
         if DispatchMode is None:
             result, seen = function(*args, **kwargs), ""
         else:
             with _Seen() as mode:
                 result = function(*args, **kwargs)
-            seen, self.draws = mode.reason, mode.draws or self.compiled
-        if state.changed():
-            seen = BUFFERS
-        elif any(_version(of) != version for of, version in inputs):  # [guard: group that writes to its inputs]
+            seen, statistics, self.draws = mode.reason, mode.statistics, mode.draws or self.compiled
+        # What wrote to one buffer of a module may have written to others past their version counters.
+        updated, now = set(map(id, statistics)), [_versions(of, 1) for of in modules]
+        changed = [
+            k for k, had in enumerate(buffers) if had != now[k] or any(identity in updated for identity, _ in had)
+        ]
+        self.writers = tuple(changed)  # [guard: buffers that a group changes]
+        del alive
+        writers = [modules[k] for k in changed]
+        updated -= {identity for had in now for identity, _ in had}
+        tables = all(registered(of)[1] is vars(of).get("_buffers") for of in writers)  # not those of TorchScript
+        # [guard: parameters that a group changes]
+        if updated or not tables or [_versions(of, 0) for of in modules] != weights:
+            seen = CHANGES
+        elif any(isinstance(of, SyncBatchNorm) for of in writers):  # [guard: norm over several ranks]
+            seen = RANKS
+        elif any(version(of) != before for of, before in inputs):  # [guard: group that writes to its inputs]
             seen = INPUTS
         # [guard: group that changes its arguments]
-        elif [id(of) for of in _inside(objects)] != [id(of) for of in before]:
+        elif [id(of) for of in _inside(objects)] != [id(of) for of in parts]:
             seen = OBJECTS
         elif _is_reentrant(result, [of for of, _ in inputs]):  # [guard: reentrant checkpointing inside of a group]
             seen = HOOKS
         self.reason = seen
         return result
+
+
+def _versions(module: Module, table: int) -> list[tuple[int, int]]:
+    """Return identities and versions of the parameters of a module, table 0, or of its buffers, table 1."""
+    return [(id(of), version(of)) for of in registered(module)[table].values() if of is not None]
 
 
 def _inside(of: Any, depth: int = 6, met: set[int] | None = None) -> list[Tensor]:

@@ -1,0 +1,121 @@
+"""The parameters and buffers of a module that is recomputed.
+
+`[Note: buffers]`  A module may write to its buffers, as a batch normalization does to its running statistics.  Such a
+call is recomputed with copies of what the buffers were before it, so that it does the same once more, and what the
+buffers have become is not touched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+from typing import Any, TypeVar
+
+from torch import Tensor
+from torch.nn import Module
+
+from .._torch.modules import registered
+from .._torch.tensors import version_of
+
+__all__ = ["State", "inside", "version"]
+
+T = TypeVar("T")
+
+
+def inside(module: Module) -> list[Module]:
+    """Return a module and all inside of it; `Module.modules` takes longer, in each forward."""
+    found, met = [module], {module}
+    for each in found:
+        for child in registered(each)[2].values():
+            if child is not None and child not in met:
+                met.add(child)
+                found.append(child)
+    return found
+
+
+def version(tensor: Tensor) -> int:
+    """Return the version of a tensor; those of inference mode have none, and it is 0."""
+    return 0 if tensor.is_inference() else version_of(tensor)
+
+
+class State:
+    """The parameters and buffers of a module at one moment, with their versions.
+
+    Parameters
+    ----------
+    module : Module
+        The module.
+    writers : collection of int
+        Positions, in `inside`, of modules that write to their buffers in forward.  What these are at this moment is
+        copied; they may change.
+    """
+
+    def __init__(self, module: Module, writers: Collection[int] = ()) -> None:
+        self._modules = inside(module)
+        self._kind = type(module).__name__
+        self._readers = [of for k, of in enumerate(self._modules) if k not in writers] if writers else self._modules
+        self._written = [vars(self._modules[k])["_buffers"] for k in writers]
+        self._before = _copies(self._written)
+        self._copies: list[dict[str, Any]] = []
+        self._buffers = self._present()
+        weights = [of for each in self._modules for of in registered(each)[0].values() if of is not None]
+        # Two lists of the same length: a pass keeps few objects, for the sake of the garbage collector.
+        self._tensors = [*weights, *self._buffers]
+        self._versions = list(map(version, self._tensors))
+
+    def _present(self) -> list[Tensor]:
+        """Return the buffers that the modules have now, but for those that they may change."""
+        return [of for each in self._readers for of in registered(each)[1].values() if of is not None]
+
+    def flags(self) -> tuple[Any, ...]:
+        """Return which parameters and buffers get gradients, and how many hooks the modules have."""
+        hooks = [len(of._forward_hooks) + len(of._forward_pre_hooks) for of in self._modules]
+        return tuple([tensor.requires_grad for tensor in self._tensors]), tuple(hooks)
+
+    def changed(self) -> bool:
+        """Return whether a parameter, or a buffer of a module that does not write to it, was changed."""
+        buffers = self._present()
+        # [guard: buffers that are replaced against expectation -> False]
+        replaced = len(buffers) != len(self._buffers) or any(map(_differ, buffers, self._buffers))
+        # [guard: buffers that are changed against expectation -> False]
+        edited = list(map(version, self._tensors)) != self._versions
+        return replaced or edited
+
+    def check(self) -> None:
+        """Raise a `RuntimeError` if it has `changed`."""
+        if self.changed():
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"a parameter or buffer of a {self._kind} that is recomputed in backward was changed "
+                "after its forward. Change it after backward, or pass recompute=False."
+            )
+
+    def copy_before(self) -> None:
+        """Copy the buffers from before the call, for a recomputation; its dispatch mode must not see that."""
+        self._copies = _copies(self._before)
+
+    def again(self, call: Callable[[], T]) -> T:
+        """Return what a function returns while the modules have these copies; see [Note: buffers]."""
+        now = [dict(buffers) for buffers in self._written]
+        try:
+            for buffers, copies in zip(self._written, self._copies, strict=True):
+                buffers |= copies  # [guard: buffers from before the call]
+            return call()
+        finally:
+            for buffers, present in zip(self._written, now, strict=True):
+                buffers |= present  # [guard: buffers after a recomputation]
+
+
+def _copies(written: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return copies of buffers by name; one that several modules share is shared by their copies."""
+    copies: dict[int, Tensor] = {}
+    found = []
+    for buffers in written:
+        for of in buffers.values():
+            if of is not None and id(of) not in copies:
+                copies[id(of)] = of.detach().clone().requires_grad_(of.requires_grad)
+        found.append({name: None if of is None else copies[id(of)] for name, of in buffers.items()})
+    return found
+
+
+def _differ(one: Any, other: Any) -> bool:
+    return one is not other
