@@ -50,10 +50,37 @@ def test_nothing_is_recomputed_where_offloading_is_free():
 
 def test_stages():
     _, model, handle = make(3e5, 20 * MIB)
-    assert stages(handle, lambda: step(model), 12) == [
-        *("FIRST", "LEAN", "LEAN", "FIRST_AGAIN", "AGAIN", "AGAIN", "WHOLE", "BARE_AGAIN"),
+    assert stages(handle, lambda: step(model), 13) == [
+        *("FIRST", "LEAN", "LEAN", "FIRST_AGAIN", "AGAIN", "AGAIN", "WHOLE", "WHOLE", "BARE_AGAIN"),
         *("PLAN", "PLAN", "PLAN", ""),
     ]
+
+
+@pytest.mark.parametrize("number", [10, 11])
+def test_a_slow_pass_among_those_with_the_plan_does_not_count(number):
+    device, model, handle = make(3e5, 20 * MIB)
+    passes = 0
+
+    def slow() -> float:
+        return 3.0 if passes == number else 1.0
+
+    device.slow = slow
+    seen = []
+    for passes in range(14):  # noqa: B007
+        seen += stages(handle, lambda: step(model), 1)
+    assert seen[9:] == ["PLAN", "PLAN", "PLAN", "PLAN", ""]
+    assert handle.plan.seconds == pytest.approx(seconds(model, device), rel=0.01)
+
+
+def test_what_a_plan_costs_is_told_beside_what_the_groups_take():
+    """A pass with the plan takes longer than the costs of the groups say, which says nothing of one without it."""
+    device, model, handle = make(3e5, 20 * MIB)
+    passes = 0
+    device.slow = lambda: 1.2 if passes >= 9 else 1.0
+    for passes in range(14):  # noqa: B007
+        step(model)
+    assert handle.plan.seconds == pytest.approx(seconds(model, device), rel=0.01)
+    assert handle.plan.baseline_seconds == pytest.approx(36, rel=0.01)
 
 
 @pytest.mark.parametrize("layers", ["blocks", None])
@@ -62,7 +89,7 @@ def test_new_host_memory_does_not_count_as_compute(layers):
     device.pinning = 1e-5
     model = TimedModel(device, 12)
     handle = offload(model, device, memory_budget=20 * MIB, layers=layers)
-    for _ in range(12):
+    for _ in range(13):
         step(model)
     assert handle.plan.recomputed
     assert handle.plan.baseline_seconds == pytest.approx(36, rel=0.01)
@@ -73,13 +100,13 @@ def test_a_budget_that_recomputation_alone_reaches_and_one_that_it_does_not():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         device, model, handle = make(1e6, 4 * MIB + 2**14)
-        assert max(peaks(model, device, 12)) <= 4 * MIB + 2**14
+        assert max(peaks(model, device, 13)) <= 4 * MIB + 2**14
     assert handle.plan.peak_bytes >= 4 * MIB
 
 
 def test_a_plan_that_recomputes_is_saved_and_repeated(tmp_path):
     device, model, handle = make(3e5, 20 * MIB)
-    for _ in range(12):
+    for _ in range(13):
         step(model)
     plan = handle.plan
     assert plan.recomputed

@@ -39,7 +39,7 @@ from ..schedule.plan import Plan
 from .conduct import FollowedModule
 from .findings import Findings, Room, room_in
 from .group_costs import hook_seconds, layer_costs, measured_link
-from .pace import TOLERANCE, TRIES, Comparison, measured, refer, relative, typical
+from .pace import TOLERANCE, TRIES, Comparison, alike, measured, refer, relative, typical
 from .reporting import PassLog, group_names
 from .timed_pass import Stage, TimedPass
 from .ways import HOST_SECONDS, Ways
@@ -67,6 +67,8 @@ class FirstSteps:
         By group: how it may be recomputed where the memory is not enough.
     of_all : callable
         From the room of this rank to the room with which a plan fits in all ranks.
+    with_others : callable
+        Whether the model runs in several ranks.
     """
 
     def __init__(
@@ -78,9 +80,10 @@ class FirstSteps:
         budget: int | None = None,
         policies: Mapping[int, Policy] | None = None,
         of_all: Callable[[Room], Room] = lambda room: room,
+        with_others: Callable[[], bool] = lambda: False,
     ) -> None:
         self._backend, self._groups, self._plans, self._log, self._budget = backend, groups, plans, log, budget
-        self._policies, self._of_all = policies or {}, of_all
+        self._policies, self._of_all, self._with_others = policies or {}, of_all, with_others
         self._ways = Ways(groups, self._policies)
         self.found = Findings()
 
@@ -191,6 +194,7 @@ class FirstSteps:
         whole = None
         if any(operators.values()):
             found.saves = dict.fromkeys(self._policies, ())
+            yield from _next(Stage.WHOLE)  # to warm up
             whole = yield from _next(Stage.WHOLE)
             found.saves = saves
         if again.peak_without() <= limit:
@@ -221,13 +225,17 @@ class FirstSteps:
             passes = [(yield from self._trimming(Stage.PLAN, plan))]
             passes += [(yield from _next(Stage.PLAN)), (yield from _next(Stage.PLAN))]
             passes[-1].wait(self._backend)
-            now, peak = measured(plan, typical(passes[1:], self._backend, found.size)), max(of.peak for of in passes)
+            if not alike(passes[1:], self._backend):  # one of them allocated memory, or was interrupted
+                passes += [(yield from _next(Stage.PLAN))]
+                passes[-1].wait(self._backend)
+            seconds, predicted = typical(passes[1:], self._backend, found.size), relative(plan)
+            now, peak = measured(plan, seconds, with_others=self._with_others()), max(of.peak for of in passes)
             if not peak or plan.peak_bytes is None or found.choose is None or found.in_flight > 1:
                 return now
             found.excess += peak - plan.peak_bytes
             tried.append(replace(now, peak_bytes=peak))
             plan = found.chosen()
-            better = relative(plan) * (1 + TOLERANCE) < relative(now)
+            better = relative(plan) * (1 + TOLERANCE) < predicted
             if len(tried) > TRIES or (peak <= limit and not better) or plan.plan in [of.plan for of in tried]:
                 break
         within = [of for of in tried if (of.peak_bytes or 0) <= limit]

@@ -26,11 +26,12 @@ from ..schedule.timeline import milliseconds, size
 from .findings import StepTimes
 from .timed_pass import TimedPass
 
-__all__ = ["TOLERANCE", "TRIES", "Comparison", "measured", "refer", "relative", "typical"]
+__all__ = ["TOLERANCE", "TRIES", "Comparison", "alike", "measured", "refer", "relative", "typical"]
 
 TOLERANCE, SHORT_TOLERANCE, SHORT = 0.01, 0.02, 0.020  # of the time of a pass; for short passes; seconds
 CAUTION = 0.7  # part of the tolerance that a plan may cost when it is measured, for passes that take longer later
 MOST = 0.03  # cost, as a fraction of the time of a pass, up to which it is taken to fall with the number of groups
+ALIKE = 0.05  # by how much passes with one plan differ at most, unless something else than the plan took time
 FEWER, TRIES = 0.75, 3  # part of the groups of a plan that cost more, with which it is tried again; how often
 
 
@@ -104,6 +105,12 @@ def typical(passes: Sequence[TimedPass], backend: Backend, size: int) -> float:
     return median(_seconds(passes, backend, size))
 
 
+def alike(passes: Sequence[TimedPass], backend: Backend) -> bool:
+    """Return whether some passes took about as long."""
+    seconds = [timed.pace(backend) for timed in passes]
+    return max(seconds) <= (1 + ALIKE) * min(seconds)
+
+
 def _seconds(passes: Sequence[TimedPass], backend: Backend, size: int) -> tuple[float, ...]:
     return tuple(timed.pace(backend) * max(size, 1) for timed in passes)
 
@@ -115,16 +122,17 @@ def refer(plan: GroupPlan, without: float) -> GroupPlan:
     return replace(plan, seconds=plan.seconds / plan.baseline_seconds * without, baseline_seconds=without)
 
 
-def measured(plan: GroupPlan, seconds: float) -> GroupPlan:
+def measured(plan: GroupPlan, seconds: float, *, with_others: bool) -> GroupPlan:
     """Return a plan with the measured time of a pass, where none without offloading fits.
 
     The time without offloading is then a sum over groups, each measured in a pass that waits for copies most of the
-    time.  Collectives run in these waits, and beside compute otherwise.  What makes a whole pass longer than the sum is
-    taken to do so without offloading as well.
+    time.  Where ranks run together (`with_others`), their collectives run in these waits, and beside compute otherwise.
+    What makes a whole pass longer than the sum is taken to do so without offloading as well there.
     """
     if not plan.seconds or not plan.baseline_seconds:
         return plan
-    return replace(plan, seconds=seconds, baseline_seconds=plan.baseline_seconds * seconds / plan.seconds)
+    longer = seconds / plan.seconds if with_others else 1.0
+    return replace(plan, seconds=seconds, baseline_seconds=plan.baseline_seconds * longer)
 
 
 def relative(plan: GroupPlan) -> float:

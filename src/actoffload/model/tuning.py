@@ -231,7 +231,7 @@ class Tuner:
 
     def _begin(self, number: int, *, warm: bool = False) -> None:
         """Measure the first steps, or measure them again; `number` is that of the first pass."""
-        self._begun = number
+        self._begun, ranks = number, self._ranks
         steps = FirstSteps(
             self._engine.backend,
             self._groups,
@@ -240,6 +240,7 @@ class Tuner:
             self._budget,
             self._policies,
             self._ranks.room_of_all,
+            lambda: ranks.lockstep is not None,
         )
         script = steps.run(warm=warm)
         self._measuring, self._stage, self._script = steps.found, next(script), script
