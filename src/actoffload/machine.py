@@ -5,45 +5,21 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from importlib import import_module
-from importlib.util import find_spec
-from pathlib import Path
 from statistics import median
-from typing import Any
 
 import torch
 
+from .device.host_memory import HostMemory, host_memory
 from .measure import DeviceInfo, describe_device, measure_link, measure_step_times
 from .report.tables import Printable, Table
 from .schedule.costs import Link
 
-resource: Any = import_module("resource") if find_spec("resource") else None  # not on Windows
-
 __all__ = ["HostMemory", "Machine", "host_memory", "measure_machine"]
 
 GIB = 2**30
-UNLIMITED = 2**60  # control groups write "no limit" as a number near 2**63
-
-
-@dataclass(frozen=True)
-class HostMemory:
-    """Host memory of this process.
-
-    Parameters
-    ----------
-    total, available : int
-        Bytes of the machine, or of the control group of the process where that is less, as in a container.
-    memlock : int or None
-        Limit of the process for locked memory in bytes, which ``ulimit -l`` sets; None is no limit.
-    """
-
-    total: int
-    available: int
-    memlock: int | None
 
 
 @dataclass(frozen=True)
@@ -157,42 +133,6 @@ def _both_directions(device: torch.device, nbytes: int) -> float:
 
     arms: dict[str, Callable[[], object]] = {"both": copy}
     return 2 * nbytes / median(measure_step_times(arms)["both"])
-
-
-def host_memory(root: Path = Path("/")) -> HostMemory:
-    """Return the host memory that this process may use; `root` is where ``proc`` and ``sys`` are mounted."""
-    names = dict(line.split(":", 1) for line in _read(root / "proc/meminfo").splitlines() if line.count(":") == 1)
-    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 0
-    total = _kibibytes(names.get("MemTotal")) or pages
-    available = _kibibytes(names.get("MemAvailable")) or total
-    groups = root / "sys/fs/cgroup"
-    for limit, used in (
-        ("memory.max", "memory.current"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
-    ):
-        most = _read(groups / limit).strip()
-        if most.isdigit() and int(most) < UNLIMITED:
-            total = min(total, int(most))
-            available = min(available, int(most) - int(_read(groups / used).strip() or 0))
-    return HostMemory(total, available, _memlock())
-
-
-def _memlock() -> int | None:
-    if resource is None:
-        return None
-    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    return None if soft == resource.RLIM_INFINITY else soft
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="ascii")
-    except OSError:
-        return ""
-
-
-def _kibibytes(text: str | None) -> int:
-    return int(text.split()[0]) * 1024 if text else 0
 
 
 def _gib(nbytes: int | None) -> str:

@@ -12,6 +12,7 @@ import torch
 from .._torch.tensors import current_stream, is_capturing
 from .base import Backend, Pairs, Stream, StreamEvent
 from .chunks import SEPARATED, TO_DEVICE, TO_HOST, Separator, copy_in_chunks
+from .host_memory import check_room
 from .numa import node_of_device, on_node
 
 __all__ = ["Accelerator"]
@@ -121,6 +122,7 @@ class Accelerator(Backend):
         torch.accelerator.synchronize(device)
 
     def empty_host(self, nbytes: int) -> torch.Tensor:
+        check_room(nbytes)
         node = node_of_device(torch.accelerator.current_device_index()) if self._nvidia else None
         with on_node(node):
             return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)

@@ -1,0 +1,84 @@
+"""Host memory of the machine and of a container, and what is left of it when memory is pinned."""
+
+from __future__ import annotations
+
+import resource
+from pathlib import Path
+
+import pytest
+
+from actoffload.device import host_memory as module
+from actoffload.device.host_memory import HostMemory, check_room, host_memory
+
+GIB = 2**30
+LIMITS = {
+    "version 2": ("memory.max", "memory.current"),
+    "version 1": ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+}
+
+
+def write(root: Path, name: str, text: str) -> None:
+    path = root / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A machine of 64 GiB, 48 of them available."""
+    write(tmp_path, "proc/meminfo", f"MemTotal: {64 * 2**20} kB\nMemFree: 1 kB\nMemAvailable: {48 * 2**20} kB\n")
+    return tmp_path
+
+
+def test_memory_of_the_machine(root):
+    found = host_memory(root)
+    assert (found.total, found.available) == (64 * GIB, 48 * GIB)
+
+
+@pytest.mark.parametrize("names", LIMITS.values(), ids=LIMITS)
+def test_a_container_has_less(root, names):
+    write(root, f"sys/fs/cgroup/{names[0]}", f"{16 * GIB}\n")
+    write(root, f"sys/fs/cgroup/{names[1]}", f"{6 * GIB}\n")
+    found = host_memory(root)
+    assert (found.total, found.available) == (16 * GIB, 10 * GIB)
+
+
+@pytest.mark.parametrize("version", LIMITS)
+def test_cached_files_of_a_container_are_available(root, version):
+    limit, used = LIMITS[version]
+    write(root, f"sys/fs/cgroup/{limit}", f"{16 * GIB}\n")
+    write(root, f"sys/fs/cgroup/{used}", f"{15 * GIB}\n")
+    prefix = "total_" if version == "version 1" else ""
+    text = f"anon {5 * GIB}\n{prefix}inactive_file {8 * GIB}\n{prefix}active_file {2 * GIB}\nshmem 5\n"
+    write(root, f"sys/fs/cgroup/{Path(limit).parent}/memory.stat", text)
+    assert host_memory(root).available == 11 * GIB
+
+
+@pytest.mark.parametrize("limit", ["max", str(2**63 - 4096)])
+def test_a_control_group_without_a_limit(root, limit):
+    for names in LIMITS.values():
+        write(root, f"sys/fs/cgroup/{names[0]}", limit)
+    assert host_memory(root).total == 64 * GIB
+
+
+def test_memlock(monkeypatch):
+    for soft, expected in ((resource.RLIM_INFINITY, None), (65536, 65536)):
+        monkeypatch.setattr(resource, "getrlimit", lambda kind, soft=soft: (soft, soft))
+        assert host_memory().memlock == expected
+
+
+@pytest.mark.parametrize(
+    ("available", "nbytes", "fits"), [(48, 40, True), (48, 42, False), (6, 1, False), (0, 1, False)]
+)
+def test_a_tenth_of_the_host_memory_is_never_pinned(monkeypatch, available, nbytes, fits):
+    monkeypatch.setattr(module, "host_memory", lambda: HostMemory(64 * GIB, available * GIB, None))
+    if fits:
+        check_room(nbytes * GIB)
+    else:
+        with pytest.raises(MemoryError, match=r"of 65536.0 MiB of host memory are available, and 6553.6 MiB are left"):
+            check_room(nbytes * GIB)
+
+
+def test_where_the_system_does_not_tell_its_memory_nothing_is_refused(monkeypatch):
+    monkeypatch.setattr(module, "host_memory", lambda: HostMemory(0, 0, None))
+    check_room(2**60)
