@@ -17,8 +17,9 @@ from ..engine.engine import Engine
 from ..engine.recorder import TimelineRecorder
 from ..engine.statistics import Statistics
 from ..planner import GroupPlan
+from ..report.facts import StepFacts
 from ..report.frontier import Frontier
-from ..report.report import Report, StepFacts
+from ..report.report import Report
 from ..report.step_timeline import StepTimeline
 from ..schedule.execution_order import GroupKey, GroupPlans
 from ..schedule.plan import Plan

@@ -15,10 +15,11 @@ from ..engine.recorder import TimelineRecorder
 from ..engine.statistics import Reason, Statistics
 from ..planner import GroupPlan
 from ..report.build import build
+from ..report.facts import StepFacts
 from ..report.groups import GroupReport, Holder
 from ..report.holders import find_all_holders
 from ..report.pass_statistics import Held, PassHistory, PassStatistics
-from ..report.report import Report, StepFacts
+from ..report.report import Report
 from ..report.step_timeline import StepTimeline
 from ..schedule.execution_order import GroupKey, GroupPlans
 from ..schedule.plan import OUTSIDE

@@ -12,8 +12,9 @@ from ..engine.slabs import GRANULE
 from ..engine.statistics import Reason
 from ..recompute import OBJECTS
 from ..schedule.timeline import milliseconds, percent, size
+from .facts import step_time
 from .groups import WEIGHTS, Amounts, GroupReport, Holder, add_amounts, merge_held
-from .report import Report, step_time
+from .report import Report
 
 __all__ = ["Advice", "advise"]
 

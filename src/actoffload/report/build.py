@@ -9,9 +9,10 @@ from typing import Any
 
 from ..engine.statistics import Statistics
 from .advice import advise
+from .facts import StepFacts
 from .groups import Amounts, GroupReport, HeldStorage, Holder, sum_groups
 from .pass_statistics import PassStatistics
-from .report import Report, StepFacts
+from .report import Report
 from .step_timeline import StepTimeline
 
 __all__ = ["build"]
