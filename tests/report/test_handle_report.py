@@ -130,6 +130,12 @@ def test_columns_appear_with_their_numbers_only():
     assert rows[4][:3] == ["total", "2 of 3", "4"]  # the cell of the kind is empty
 
 
+def test_what_is_freed_in_backward_stands_beside_what_is_freed_in_forward():
+    assert "93.75 %: 1920.0 MiB freed of 2048.0 MiB that should be\n" in str(report())
+    more = "93.75 %: 1920.0 MiB freed of 2048.0 MiB that should be in forward, and 512.0 MiB are freed in backward"
+    assert more in str(report(later_bytes=512 * MIB))
+
+
 def test_times_are_means_of_folded_groups_and_a_stall_stands_alone():
     def timed(index: int) -> GroupReport:
         stall = 0.004 if index == 3 else 0.0

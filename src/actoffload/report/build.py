@@ -82,6 +82,7 @@ def build(
         held=_held(latest, names, holders),
         expected_bytes=latest.expected_bytes,
         dropped_bytes=latest.freed_bytes - not_freed.total(),
+        later_bytes=latest.later_bytes,
         waiting_passes=latest.waiting,
         waiting_bytes=latest.waiting_bytes,
         step_seconds=None if recorded is None else _duration(recorded),

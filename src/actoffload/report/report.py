@@ -46,6 +46,8 @@ class Report(StepFacts, Printable):
         Storages that are not freed because something else refers to them.
     expected_bytes, dropped_bytes : int or None
         Bytes that the plan frees on the device before the end of the forward, and the part of them that was freed then.
+    later_bytes : int
+        Bytes of offloaded groups that the plan frees on the device in backward.
     waiting_passes, waiting_bytes : int
         Earlier passes whose backward was still to come when the forward of the latest ended, and their bytes of saved
         activations on the device: those of several forwards before one backward, or of a pipeline.
@@ -66,6 +68,7 @@ class Report(StepFacts, Printable):
     held: tuple[HeldStorage, ...] = ()
     expected_bytes: int | None = None
     dropped_bytes: int | None = None
+    later_bytes: int = 0
     waiting_passes: int = 0
     waiting_bytes: int = 0
     step_seconds: float | None = None
@@ -242,6 +245,7 @@ def _facts(report: Report) -> Iterator[tuple[str, str]]:
     if report.r is not None:
         expected, dropped = size(report.expected_bytes or 0), size(report.dropped_bytes or 0)
         drop = f"{dropped} freed of {expected} that should be"
+        drop += f" in forward, and {size(report.later_bytes)} are freed in backward" if report.later_bytes else ""
         if report.peak_drop_bytes is not None:
             lower = f"{'-' * (report.peak_drop_bytes < 0)}{size(abs(report.peak_drop_bytes))}"
             drop = f"the peak of the device is {lower} lower than without offloading, of {expected} that are freed"
