@@ -130,6 +130,13 @@ def test_columns_appear_with_their_numbers_only():
     assert rows[4][:3] == ["total", "2 of 3", "4"]  # the cell of the kind is empty
 
 
+def test_what_the_plan_is_expected_to_cost():
+    expected = "peak 24.0 MiB; step 42.00 ms, 36.00 ms without offloading"
+    rows = table(str(report(because="Because.", expected=expected)), "passes")
+    assert rows[1:3] == [["plan", "Because."], ["expected", expected]]
+    assert expected not in str(report(expected=expected, times=False))
+
+
 def test_what_is_freed_in_backward_stands_beside_what_is_freed_in_forward():
     assert "93.75 %: 1920.0 MiB freed of 2048.0 MiB that should be\n" in str(report())
     more = "93.75 %: 1920.0 MiB freed of 2048.0 MiB that should be in forward, and 512.0 MiB are freed in backward"

@@ -25,6 +25,8 @@ class StepFacts:
         Largest number of bytes allocated on the device in a whole step, without offloading and with the present plan.
     because, next_choice : str
         Why the plan is what it is; what the next better choice is.
+    expected : str
+        Peak and time of a step that are expected with the plan; empty if they are not known.
     refused : mapping of str to str
         By the name of a group that should be recomputed in backward and is not: why.
     coverage : float or None
@@ -47,6 +49,7 @@ class StepFacts:
     peak_bytes_with: int | None = None
     because: str = ""
     next_choice: str = ""
+    expected: str = ""
     refused: Mapping[str, str] = field(default_factory=dict)
     coverage: float | None = None
     arguments: Mapping[str, Any] | None = None

@@ -233,6 +233,8 @@ def _facts(report: Report) -> Iterator[tuple[str, str]]:
         yield "coverage", f"{percent(report.coverage)} of the activations lie in groups"
     if report.because:
         yield "plan", report.because
+    if report.expected and report.times:
+        yield "expected", report.expected
     if report.next_choice:
         yield "next choice", report.next_choice
     if report.slowdown is not None and report.times:
