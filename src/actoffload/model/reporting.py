@@ -113,6 +113,11 @@ class PassLog:
     whole: LatestPass | None = None  # the latest pass in which all groups were seen
     history: PassHistory = field(default_factory=PassHistory)
 
+    @property
+    def records(self) -> bool:
+        """Whether a step is being recorded."""
+        return self.recording is not None and self.recording.open
+
     def bytes_of(self, order: Sequence[GroupKey]) -> tuple[int, ...]:
         """Return how many bytes each group saved in the latest pass that can be offloaded; 0 if that is not known."""
         latest, saved = self.latest, dict[GroupKey, int]()
@@ -140,7 +145,7 @@ class PassLog:
         if not latest.partly:
             self.whole = latest
         self.latest = latest
-        if self.recording is not None and self.recording.open:
+        if self.recording is not None and self.records:
             self.recording.note(self.latest, followed)
 
 

@@ -123,7 +123,7 @@ class ByPlan(BySchedule):
 
     def forward_begins(self, inputs: tuple[Any, Any], *, alone: bool, busy: bool) -> Conduct:
         """Follow the forward, or the groups that are offloaded if that is enough."""
-        mode = Mode.WHOLE if alone or busy else self._mode
+        mode = Mode.WHOLE if alone or busy or self._log.records else self._mode
         return Conduct(mode, self._plans.order, self._roles, self._recompute)
 
     def pass_ends(self, done: ModelPass[GroupKey], sequence: Sequence[GroupKey]) -> tuple[Any, Any] | None:
