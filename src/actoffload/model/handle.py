@@ -290,7 +290,8 @@ class OffloadHandle:
         more: dict[str, Any] = {"because": plan.because, "expected": plan.expected}
         more |= {"refused": self._tracker.regions.refused(), **self._tracker.steering.facts()}
         facts = StepFacts(arguments=self._arguments, kept_modules=kept, times=times, **more)
-        return build_report(self._plans, self._groups, self._log.latest, self._log.recording, self.statistics(), facts)
+        latest, recording = self._log.latest, self._log.recording
+        return build_report(self._plans, self._groups, latest, recording, self.statistics(), plan, facts)
 
 
 def _removed(

@@ -30,8 +30,8 @@ class StepFacts:
     refused : mapping of str to str
         By the name of a group that should be recomputed in backward and is not: why.
     coverage : float or None
-        Share of the activations that lie in groups, offloaded or not; None if unknown.  What modules in `keep` save
-        does not count.
+        Share of `Report.computed_bytes` that lies in groups, whether it is kept, offloaded or recomputed; None if
+        unknown.  What modules in `keep` save does not count.
     arguments : mapping of str to object, or None
         The arguments of `offload`; entries of ``layers`` and ``keep`` are strings, classes and ``...``.
     kept_modules : tuple of str

@@ -86,6 +86,7 @@ class PassStatistics:
             row = GroupReport(
                 "",
                 offloaded=offloaded,
+                recomputed=layer.recomputed is not None,
                 storages=storages,
                 bytes_saved=nbytes,
                 bytes_offloaded=copied,

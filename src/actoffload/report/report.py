@@ -89,10 +89,10 @@ class Report(StepFacts, Printable):
 
     @property
     def share_in_groups(self) -> float | None:
-        """Share of the activations of the latest pass that lie in groups; None if nothing was saved."""
-        inside = self.totals.activation_bytes
-        kept = self.outside.get(Reason.KEPT, (0, 0))[1]  # as `keep` asks for
-        return inside / (self.activation_bytes - kept) if inside else None if self.activation_bytes == kept else 0.0
+        """Share of `computed_bytes` in the latest pass that lies in groups; None if there are none."""
+        outside = self.activation_bytes - self.totals.activation_bytes
+        everything = self.computed_bytes - self.outside.get(Reason.KEPT, (0, 0))[1]  # as `keep` asks for
+        return (self.computed_bytes - outside) / everything if everything else None
 
     @property
     def totals(self) -> GroupReport:
@@ -110,6 +110,23 @@ class Report(StepFacts, Printable):
         return self.totals.activation_bytes + GroupReport("outside", kept=self.outside).activation_bytes
 
     @property
+    def computed_bytes(self) -> int:
+        """Bytes of all activations that were saved or are recomputed; only of those saved if not all are known."""
+        again = self.totals.bytes_recomputed if self._knows_recomputed else 0
+        return self.activation_bytes + again
+
+    @property
+    def _knows_recomputed(self) -> bool:
+        return all(group.bytes_recomputed for group in self.groups if group.recomputed)
+
+    @property
+    def counted(self) -> str:
+        """What `computed_bytes` counts, in words."""
+        if not self.totals.recomputed:
+            return "activations"
+        return "saved and recomputed activations" if self._knows_recomputed else "saved activations"
+
+    @property
     def offloaded_groups(self) -> tuple[GroupReport, ...]:
         """The groups that the plan offloads."""
         return tuple(group for group in self.groups if group.offloaded)
@@ -125,6 +142,7 @@ class Report(StepFacts, Printable):
             "kept": amounts_to_dict(self.kept),
             "held": [{**vars(held), "holders": list(map(str, held.holders))} for held in self.held],
             "activation_bytes": self.activation_bytes,
+            "computed_bytes": self.computed_bytes,
             "arguments": None if self.arguments is None else {k: _plain(v) for k, v in self.arguments.items()},
             "measured_steps": None if self.measured_steps is None else list(self.measured_steps),
             "slowdown": self.slowdown,
@@ -167,6 +185,11 @@ class Column:
 COLUMNS = (
     Column("saved", lambda group: group.bytes_saved, always=True),
     Column("offloaded", lambda group: group.bytes_offloaded, always=True),
+    Column(
+        "recomputed",
+        lambda group: group.bytes_recomputed or -int(group.recomputed),
+        lambda nbytes: "yes" if nbytes < 0 else bytes_or_dash(nbytes),  # as the plan shows them
+    ),
     Column("kept", lambda group: group.bytes_kept),
     Column("on demand", lambda group: group.reloaded_on_demand, lambda count: str(int(count) or "-")),
     Column("not freed", lambda group: group.bytes_not_freed),
@@ -230,7 +253,7 @@ def _facts(report: Report) -> Iterator[tuple[str, str]]:
     totals = report.totals
     yield "passes", str(report.passes)
     if report.coverage is not None:
-        yield "coverage", f"{percent(report.coverage)} of the activations lie in groups"
+        yield "coverage", f"{percent(report.coverage)} of the {report.counted} lie in groups"
     if report.because:
         yield "plan", report.because
     if report.expected and report.times:
