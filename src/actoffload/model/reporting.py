@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Collection, Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -132,9 +132,7 @@ class Seen:
         """Add a pass."""
         self.outside = latest.outside
         for key, (layer, row) in zip(latest.sequence, latest.statistics.groups, strict=True):
-            ways = self.rows.setdefault(key, {})
-            ways.pop(layer.recomputed, None)
-            ways[layer.recomputed] = row  # the latest way comes last
+            self.rows.setdefault(key, {})[layer.recomputed] = row
 
 
 @dataclass(eq=False)
@@ -166,16 +164,14 @@ class PassLog:
         self.history.add(done)
         self.take(replace(latest, statistics=self.history.before(done, latest.statistics)))
 
-    def nothing_offloaded(self, recomputed: Collection[int]) -> None:
-        """Note that no pass from here on is reported, because every group is kept; some are recomputed all the same."""
+    def nothing_offloaded(self) -> None:
+        """Note that the passes from here on are not followed, because every group is kept and none recomputed."""
         latest = self.latest
         if latest is None:
             return
         groups = []
         for key, (layer, own) in zip(latest.sequence, latest.statistics.groups, strict=True):
-            ways = self.seen.rows.get(key, {})
-            row = [*ways.values()][-1] if ways and key.group in recomputed else ways.get(None, own)
-            groups.append((layer, _kept(row)))
+            groups.append((layer, _kept(self.seen.rows.get(key, {}).get(None, own))))
         nothing: dict[str, Any] = {"expected_bytes": 0, "freed_bytes": 0, "later_bytes": 0, "held": ()}
         statistics = replace(latest.statistics, groups=tuple(groups), **nothing)
         outside = self.seen.outside

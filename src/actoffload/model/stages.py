@@ -46,7 +46,6 @@ class Stages:
         policies: Mapping[int, Policy],
     ) -> None:
         self._engine, self._groups, self._plans, self._log = engine, groups, plans, log
-        self.always = frozenset(recompute)  # groups
         self._recompute, self._policies = recompute, policies
         self._roles: RolesOfPlan | None = None  # of the latest plan
 
