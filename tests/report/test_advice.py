@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import pickle
 import re
 
@@ -51,6 +52,26 @@ def assert_has(sentence: str, *parts: str) -> None:
 def test_if_all_is_well_one_sentence_says_so_with_the_numbers():
     fine = only(advise(report()))
     assert_has(fine, "Nothing to do", "900.0 MiB of 1200.0 MiB", "75.0 %", "3 of 4 groups", "0 storages", "on demand")
+
+
+def test_if_all_is_well_the_groups_that_are_recomputed_are_counted():
+    less = {"bytes_saved": 100 * MIB, "recomputed": True, "bytes_recomputed": 200 * MIB}
+    one, two = ([block(k, offloaded=k < 3, **(less if k >= first else {})) for k in range(4)] for first in (3, 2))
+    assert_has(only(advise(report(*one))), "of 1200.0 MiB of saved and recomputed activations", "1 group is recomputed")
+    assert_has(only(advise(report(*two))), "of 1200.0 MiB of saved and recomputed activations", "2 groups are recomp")
+
+
+def test_what_is_recomputed_counts_in_the_share_of_what_lies_outside():
+    outside = {Reason.OUTSIDE: (3, 120 * MIB)}
+    groups = [block(k, offloaded=k < 3, bytes_saved=100 * MIB, bytes_offloaded=100 * MIB * (k < 3)) for k in range(4)]
+    sentence = only(advise(report(*groups, outside=outside)))
+    assert_has(sentence, "23.1 % of the activations", "saved outside")
+    groups = [dataclasses.replace(group, recomputed=True, bytes_recomputed=200 * MIB) for group in groups]
+    outside = {Reason.OUTSIDE: (3, 300 * MIB)}
+    sentence = only(advise(report(*groups, outside=outside)))
+    assert_has(sentence, "20.0 % of the saved and recomputed activations", "saved outside")
+    outside = {Reason.OUTSIDE: (3, 120 * MIB)}  # which is little of what is computed
+    assert_has(only(advise(report(*groups, outside=outside))), "Nothing to do")
 
 
 def test_with_a_recorded_step_the_share_of_stalls_is_given():

@@ -69,7 +69,7 @@ def test_a_dict_goes_through_json_and_comes_back_equal():
     full = report(held=held, step_seconds=0.5, order="as learned", advice=("Do.",), outside_modules={"head": 5})
     data = full.to_dict()
     assert json.loads(json.dumps(data, allow_nan=False)) == data
-    more = {"totals", "kept", "r", "activation_bytes", "slowdown", "peak_drop_bytes"}
+    more = {"totals", "kept", "r", "activation_bytes", "computed_bytes", "slowdown", "peak_drop_bytes"}
     assert set(data) == {field.name for field in dataclasses.fields(Report)} | more
     more = {"bytes_kept", "activation_bytes", "stall_seconds"}
     assert set(data["groups"][0]) == {field.name for field in dataclasses.fields(GroupReport)} | more
@@ -128,6 +128,56 @@ def test_columns_appear_with_their_numbers_only():
     assert rows[0] == ["group", "kind", "offload", "calls", "saved", "offloaded", "kept", "on demand", "not freed"]
     assert rows[3] == ["model.layers.2", "Block", "yes", "2", "512.0 MiB", "512.0 MiB", "2.0 MiB", "3", "128.0 MiB"]
     assert rows[4][:3] == ["total", "2 of 3", "4"]  # the cell of the kind is empty
+
+
+def again(*nbytes: int | None, **more: object) -> Report:
+    """Return a report of groups of which some MiB are recomputed and none saved; None for one that is kept."""
+    groups = tuple(
+        block(k, offloaded=False, bytes_offloaded=0) if each is None else recomputed(k, each * MIB)
+        for k, each in enumerate(nbytes)
+    )
+    return report(groups=groups, **more)
+
+
+def recomputed(index: int, nbytes: int) -> GroupReport:
+    return GroupReport(f"model.layers.{index}", "Block", recomputed=True, bytes_recomputed=nbytes)
+
+
+def test_what_is_recomputed_has_a_column():
+    rows = table(str(again(None, 448, 448)), "group")
+    assert rows[0] == ["group", "offload", "saved", "offloaded", "recomputed", "kept"]
+    assert [row[4] for row in rows[1:4]] == ["-", "448.0 MiB", "896.0 MiB"]
+    rows = table(str(again(None, 0, 0)), "group")
+    assert [row[0] for row in rows[1:3]] == ["model.layers.0", "model.layers.1 ... 2 (2 groups)"]
+    assert [row[4] for row in rows[1:4]] == ["-", "yes", "yes"]
+    assert (again(None, 448).totals.recomputed, again(None, 448).totals.bytes_recomputed) == (True, 448 * MIB)
+    assert not report().totals.recomputed
+
+
+def test_shares_are_of_what_is_recomputed_too():
+    outside = {Reason.OUTSIDE: (1, 300 * MIB)}
+    for shown, counted, share in (
+        (again(None, None, outside=outside), "activations", 1028 / 1328),
+        (again(None, 448, outside=outside), "saved and recomputed activations", 962 / 1262),
+        (again(None, 0, outside=outside), "saved activations", 514 / 814),
+        (again(None, 448, 0, outside=outside), "saved activations", 514 / 814),
+    ):
+        assert (shown.counted, shown.share_in_groups) == (counted, pytest.approx(share))
+        text = str(dataclasses.replace(shown, coverage=shown.share_in_groups))
+        assert f"coverage     {100 * share:.1f} % of the {counted} lie in groups" in text
+
+
+def test_what_the_plan_is_expected_to_cost():
+    expected = "peak 24.0 MiB; step 42.00 ms, 36.00 ms without offloading"
+    rows = table(str(report(because="Because.", expected=expected)), "passes")
+    assert rows[1:3] == [["plan", "Because."], ["expected", expected]]
+    assert expected not in str(report(expected=expected, times=False))
+
+
+def test_what_is_freed_in_backward_stands_beside_what_is_freed_in_forward():
+    assert "93.75 %: 1920.0 MiB freed of 2048.0 MiB that should be\n" in str(report())
+    more = "93.75 %: 1920.0 MiB freed of 2048.0 MiB that should be in forward, and 512.0 MiB are freed in backward"
+    assert more in str(report(later_bytes=512 * MIB))
 
 
 def test_times_are_means_of_folded_groups_and_a_stall_stands_alone():

@@ -12,7 +12,7 @@ from itertools import product
 
 import pytest
 
-from actoffload.schedule.plan import Action, Do, Event, Plan, When
+from actoffload.schedule.plan import Action, Do, Event, Plan, Roles, When
 from actoffload.schedule.schedules import DefaultSchedule, GroupSchedule
 
 FORWARD_START, FORWARD_END = When.FORWARD_START, When.FORWARD_END
@@ -340,3 +340,11 @@ def test_schedules_do_not_import_torch() -> None:
     folder = sys.modules[Plan.__module__].__file__.rpartition("plan.py")[0]  # type: ignore[union-attr]
     done = subprocess.run([sys.executable, "-c", program, folder], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_layers_that_are_on_the_device_when_backward_begins():
+    at_end, in_backward = Event(When.FORWARD_END, 4), Event(When.BACKWARD_START, 4)
+    calls = [(Event(When.FORWARD_START, k), Action(Do.OFFLOAD, k)) for k in range(4)]
+    calls += [(at_end, Action(Do.RELEASE, 0)), (in_backward, Action(Do.RELEASE, 1))]
+    calls += [(at_end, Action(Do.RELEASE, 2)), (at_end, Action(Do.RELOAD, 2)), (in_backward, Action(Do.RELOAD, 0))]
+    assert Roles.of(Plan.of(5, calls)).freed_later == {1, 2, 3}  # released later, reloaded before, never released

@@ -10,10 +10,11 @@ from ..engine.engine import Engine
 from ..engine.passes import Pass
 from ..engine.recorder import TimelineRecorder
 from ..report.build import build
+from ..report.facts import StepFacts
 from ..report.groups import Holder
 from ..report.holders import find_all_holders
 from ..report.pass_statistics import PassHistory, PassStatistics
-from ..report.report import Report, StepFacts
+from ..report.report import Report
 from ..report.step_timeline import StepTimeline
 
 __all__ = ["PassLog"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import weakref
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from itertools import count
 from typing import Any, TypeAlias
@@ -88,6 +88,8 @@ class Layer:
         self._grad_mode = torch.is_grad_enabled()
         self._graphless = self._returned = False
         self.owned = ModuleTensors()
+        # What decides which outputs of operators are saved where it is recomputed in backward; None if it is not.
+        self.recomputed: Hashable = None
         self.layouts: dict[int, Layout] = {}  # of what was saved in an earlier pass, by its place in the order
         self.next_place = count().__next__
         self.kept: dict[Reason, list[int]] = {}  # count and bytes

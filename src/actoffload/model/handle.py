@@ -17,8 +17,9 @@ from ..engine.engine import Engine
 from ..engine.recorder import TimelineRecorder
 from ..engine.statistics import Statistics
 from ..planner import GroupPlan
+from ..report.facts import StepFacts
 from ..report.frontier import Frontier
-from ..report.report import Report, StepFacts
+from ..report.report import Report
 from ..report.step_timeline import StepTimeline
 from ..schedule.execution_order import GroupKey, GroupPlans
 from ..schedule.plan import Plan
@@ -285,10 +286,12 @@ class OffloadHandle:
         if self._log.latest is None:
             raise RuntimeError("There is nothing to report yet: no forward of the model has ended. Run a step first.")
         kept, times = tuple(of.name for of in self._modules if of.role is KEPT), self._engine.backend.times
-        more: dict[str, Any] = {"because": self.plan.because, "refused": self._tracker.regions.refused()}
-        more |= self._tracker.steering.facts()
+        plan = self.plan
+        more: dict[str, Any] = {"because": plan.because, "expected": plan.expected}
+        more |= {"refused": self._tracker.regions.refused(), **self._tracker.steering.facts()}
         facts = StepFacts(arguments=self._arguments, kept_modules=kept, times=times, **more)
-        return build_report(self._plans, self._groups, self._log.latest, self._log.recording, self.statistics(), facts)
+        latest, recording = self._log.latest, self._log.recording
+        return build_report(self._plans, self._groups, latest, recording, self.statistics(), plan, facts)
 
 
 def _removed(

@@ -37,6 +37,8 @@ FUNCTIONAL = "because they are called with other parameters, by torch.func.funct
 CAPTURED = "because a CUDA graph is captured, and they may draw random numbers"
 TRANSFORM = "because they are called inside of a transform of torch.func"
 
+TRACED = "traced"  # the first recomputed call, which saves no outputs
+
 WITHOUT_CACHE = (
     f"Modules of this model cannot be recomputed in backward, {OBJECTS}: offloading alone has to make room, which may "
     "take several times as long. Transformers models train without a cache after model.config.use_cache = False."
@@ -85,11 +87,13 @@ class Regions:
         stream: Callable[[], Any] = lambda: None,
         capturing: bool = False,
         warn: Callable[[str], object],
+        note: Callable[[Hashable], object] = lambda way: None,
     ) -> Callable[..., Any] | None:
         """Return what a function is passed to that calls a group; None if the program may call it.
 
         The first call of a structure is watched.  The others are recomputed if that is possible, and save with `pack`
-        or on the device.  `warn` gets the reason against it where the program can remove that.
+        or on the device.  `warn` gets the reason against it where the program can remove that, and `note` what decides
+        which outputs a call that is recomputed saves.
         """
         policy = conduct.recompute.get(of.group)
         if policy is None or not torch.is_grad_enabled():
@@ -116,6 +120,7 @@ class Regions:
         if policy is not never and watch.compiled:
             policy = never  # compiled code is one operator
         reads, trace = self._reads.setdefault(of.group, Reads()), self._traces.setdefault((of.group, key), Trace())
+        note(policy if policy is never or trace.known else TRACED)
         state = State(of.module, watch.writers)
         timed = None if conduct.operators is None else conduct.operators.of(of.group, reads, trace)
         packing: dict[str, Any] = {} if pack is None else {"pack": pack, "unpack": _unpack_unless_edited}

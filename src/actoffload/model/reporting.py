@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from torch.nn import Module
 
@@ -15,10 +16,11 @@ from ..engine.recorder import TimelineRecorder
 from ..engine.statistics import Reason, Statistics
 from ..planner import GroupPlan
 from ..report.build import build
+from ..report.facts import StepFacts
 from ..report.groups import GroupReport, Holder
 from ..report.holders import find_all_holders
 from ..report.pass_statistics import Held, PassHistory, PassStatistics
-from ..report.report import Report, StepFacts
+from ..report.report import Report
 from ..report.step_timeline import StepTimeline
 from ..schedule.execution_order import GroupKey, GroupPlans
 from ..schedule.plan import OUTSIDE
@@ -68,6 +70,7 @@ class LatestPass:
     sequence: tuple[GroupKey, ...]
     as_before: bool  # whether the groups ran in the order of the pass before
     partly: bool = False  # groups that are kept were seen in an earlier pass only
+    unseen: frozenset[int] = frozenset()  # positions of kept groups that no pass has seen as they ran in this one
 
     @staticmethod
     def of(done: ModelPass[GroupKey], sequence: Sequence[GroupKey], last: Sequence[GroupKey] | None) -> LatestPass:
@@ -84,15 +87,30 @@ class LatestPass:
         """Return the groups in the order of their calls; in the pass that found them a call may have several rows."""
         return [key for key, (_, row) in zip(self.sequence, self.statistics.groups, strict=True) if row.calls]
 
-    def with_kept(self, whole: LatestPass) -> LatestPass:
-        """Return this pass with what its kept groups, and the code outside of groups, saved in another one."""
-        rows = dict(zip(whole.sequence, whole.statistics.groups, strict=True))
-        groups = tuple(
-            own if own[1].offloaded or key not in rows else (own[0], _kept(rows[key][1]))
-            for key, own in zip(self.sequence, self.statistics.groups, strict=True)
-        )
-        statistics = replace(self.statistics, groups=groups)
-        return replace(self, statistics=statistics, outside=whole.outside, partly=True)
+    def with_kept(self, seen: Seen) -> LatestPass:
+        """Return this pass with what its kept groups, and the code outside of groups, saved in earlier ones."""
+        groups, unseen = list(self.statistics.groups), set[int]()
+        for k, (key, (layer, own)) in enumerate(zip(self.sequence, groups, strict=True)):
+            if own.offloaded:
+                continue
+            row = seen.rows.get(key, {}).get(layer.recomputed)
+            if row is None:
+                unseen.add(k)
+            else:
+                groups[k] = layer, _kept(row)
+        statistics = replace(self.statistics, groups=tuple(groups))
+        return replace(self, statistics=statistics, outside=seen.outside, partly=True, unseen=frozenset(unseen))
+
+    def with_sizes(self, plan: GroupPlan, names: Sequence[str]) -> LatestPass:
+        """Return this pass with the bytes that a plan has of recomputed groups, and of those that were not seen."""
+        less = dict(zip(plan.names, plan.recomputed_nbytes, strict=False))
+        expected = dict(zip(plan.names, plan.nbytes, strict=True))
+        groups = list(self.statistics.groups)
+        for k, (name, (layer, row)) in enumerate(zip(names, groups, strict=True)):
+            saved = max(row.bytes_saved, expected.get(name, 0)) if k in self.unseen else row.bytes_saved
+            again = less.get(name, 0) if row.recomputed else 0
+            groups[k] = layer, replace(row, bytes_saved=saved, bytes_recomputed=again)
+        return replace(self, statistics=replace(self.statistics, groups=tuple(groups)))
 
 
 def _kept(row: GroupReport) -> GroupReport:
@@ -104,13 +122,32 @@ def _kept(row: GroupReport) -> GroupReport:
 
 
 @dataclass(eq=False)
+class Seen:
+    """What passes saved in which all groups were seen, by the way in which each group ran: plain data."""
+
+    rows: dict[GroupKey, dict[Hashable, GroupReport]] = field(default_factory=dict)  # by `Layer.recomputed`
+    outside: dict[Reason, tuple[int, int]] = field(default_factory=dict)  # in the latest of them
+
+    def add(self, latest: LatestPass) -> None:
+        """Add a pass."""
+        self.outside = latest.outside
+        for key, (layer, row) in zip(latest.sequence, latest.statistics.groups, strict=True):
+            self.rows.setdefault(key, {})[layer.recomputed] = row
+
+
+@dataclass(eq=False)
 class PassLog:
     """The latest pass of a model, and the recorded step.  It does not reference the handle."""
 
     latest: LatestPass | None = None
     recording: Recording | None = None
-    whole: LatestPass | None = None  # the latest pass in which all groups were seen
+    seen: Seen = field(default_factory=Seen)
     history: PassHistory = field(default_factory=PassHistory)
+
+    @property
+    def records(self) -> bool:
+        """Whether a step is being recorded."""
+        return self.recording is not None and self.recording.open
 
     def bytes_of(self, order: Sequence[GroupKey]) -> tuple[int, ...]:
         """Return how many bytes each group saved in the latest pass that can be offloaded; 0 if that is not known."""
@@ -122,24 +159,30 @@ class PassLog:
     def forward_done(self, done: ModelPass[GroupKey], sequence: Sequence[GroupKey]) -> None:
         """Take the statistics of a pass whose forward has ended."""
         latest = LatestPass.of(done, sequence, None if self.latest is None else self.latest.called())
-        if done.partly and self.whole is not None:
-            latest = latest.with_kept(self.whole)
+        if done.partly:
+            latest = latest.with_kept(self.seen)
         self.history.add(done)
         self.take(replace(latest, statistics=self.history.before(done, latest.statistics)))
 
     def nothing_offloaded(self) -> None:
-        """Note that the passes from here on are not followed, because every group is kept."""
-        if self.whole is not None:
-            groups = tuple((layer, _kept(row)) for layer, row in self.whole.statistics.groups)
-            statistics = replace(self.whole.statistics, groups=groups, expected_bytes=0, freed_bytes=0, held=())
-            self.take(replace(self.whole, statistics=statistics, partly=True))
+        """Note that the passes from here on are not followed, because every group is kept and none recomputed."""
+        latest = self.latest
+        if latest is None:
+            return
+        groups = []
+        for key, (layer, own) in zip(latest.sequence, latest.statistics.groups, strict=True):
+            groups.append((layer, _kept(self.seen.rows.get(key, {}).get(None, own))))
+        nothing: dict[str, Any] = {"expected_bytes": 0, "freed_bytes": 0, "later_bytes": 0, "held": ()}
+        statistics = replace(latest.statistics, groups=tuple(groups), **nothing)
+        outside = self.seen.outside
+        self.take(replace(latest, statistics=statistics, outside=outside, partly=True, unseen=frozenset()))
 
     def take(self, latest: LatestPass, followed: Sequence[GroupKey] | None = None) -> None:
         """Take the statistics of a pass; `followed` is what ran in it if that was not the groups alone."""
         if not latest.partly:
-            self.whole = latest
+            self.seen.add(latest)
         self.latest = latest
-        if self.recording is not None and self.recording.open:
+        if self.recording is not None and self.records:
             self.recording.note(self.latest, followed)
 
 
@@ -195,10 +238,12 @@ def build_report(
     latest: LatestPass,
     recording: Recording | None,
     statistics: Statistics,
+    plan: GroupPlan,
     facts: StepFacts | None = None,
 ) -> Report:
     """Return the report of the latest pass, with the times and holders of a recorded step of the same groups."""
     names, kinds = group_names(groups, latest.sequence), plans.kinds(latest.sequence)
+    latest = latest.with_sizes(plan, names)
     same = recording if recording is not None and recording.names == names else None
     done = same is not None and not same.open
     there = {GroupKey(k) for k, of in enumerate(groups) if of.role is not DROPPED}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -120,16 +120,21 @@ class ByPlan(BySchedule):
         again = {k: of for k, of in self._roles.recompute.items() if k in (recompute or ())}
         super().__init__(groups, plans, log, recompute=again)
         self._mode = Mode.WHOLE  # until a forward has shown whether something is saved between the groups
+        self._ways: dict[GroupKey, Hashable] = {}  # in which the groups ran: `Layer.recomputed`
 
     def forward_begins(self, inputs: tuple[Any, Any], *, alone: bool, busy: bool) -> Conduct:
         """Follow the forward, or the groups that are offloaded if that is enough."""
-        mode = Mode.WHOLE if alone or busy else self._mode
+        mode = Mode.WHOLE if alone or busy or self._log.records else self._mode
         return Conduct(mode, self._plans.order, self._roles, self._recompute)
 
     def pass_ends(self, done: ModelPass[GroupKey], sequence: Sequence[GroupKey]) -> tuple[Any, Any] | None:
         """Learn the order of the groups."""
         if not done.partly:
             self._mode = Mode.WHOLE if done.adopted or self._roles.incremental else Mode.SCOPED
+        ways = self._ways | dict(zip(sequence, (layer.recomputed for layer in done.layers), strict=False))
+        if done.partly and ways != self._ways:  # the first calls of a group are not recomputed as later ones are
+            self._log.forward_done(done, sequence)
+        self._ways = ways
         return super().pass_ends(done, sequence)
 
     def plan(self) -> GroupPlan:

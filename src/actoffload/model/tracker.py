@@ -102,6 +102,7 @@ class Tracker:
         pack, backend = None if stays else thread.packer.pack, self._engine.backend
         stream, capturing = partial(current_stream, backend), backend.capturing()
         how: dict[str, Any] = {"stream": stream, "capturing": capturing, "warn": self.warn_once}
+        how["note"] = partial(setattr, call.layer, "recomputed")
         return self.regions.around(call.of, thread.conduct, pack, args, kwargs, **how)
 
     def _begin(self, of: FollowedModule, args: Any, kwargs: Any) -> None:

@@ -250,7 +250,7 @@ class Tuner:
         self._chosen = self._measuring
         self._script = self._stage = None
         self._drift.restart(self._number)
-        if not plan.offloaded:
+        if not plan.offloaded and not plan.recomputed:
             self._log.nothing_offloaded()
         peak = None if plan.peak_bytes is None else plan.peak_bytes + self._chosen.reserve
         if self._budget is not None and peak is not None and peak > self._budget:

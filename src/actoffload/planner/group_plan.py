@@ -14,7 +14,7 @@ from tabulate import SEPARATING_LINE, tabulate
 from .._folding import fold, fold_names, numberless
 from ..schedule.plan import Action, Do, Event, Plan, When
 from ..schedule.plan_file import PlanFile, number, optional_number
-from ..schedule.timeline import mebibytes, milliseconds
+from ..schedule.timeline import mebibytes, milliseconds, size
 from .remap import remap
 
 __all__ = ["Choice", "GroupPlan"]
@@ -150,7 +150,8 @@ class GroupPlan:
         rows += [[SEPARATING_LINE], self._row("", len(self.names), total, sum(less), False)]
         header = ["group", "number", "kept", "offloaded", *(["recomputed"] if again else [])]
         table = tabulate(rows, header, colalign=("left", *["right"] * (len(header) - 1)), disable_numparse=True)
-        return "\n\n".join(filter(None, (table, self._expected())))
+        expected = f"Expected: {self.expected}." if self.expected else ""
+        return "\n\n".join(filter(None, (table, " ".join(filter(None, (expected, self.because))))))
 
     def _row(self, name: str, number: int, nbytes: dict[Choice, int], less: int, recomputed: bool) -> list[str]:
         """Return a line; a recomputed group for which the bytes are not known has "yes"."""
@@ -160,19 +161,19 @@ class GroupPlan:
             cells[-1] = "yes"
         return [name, str(number), *cells]
 
-    def _expected(self) -> str:
-        """Return the expected costs and the reason, in sentences."""
+    @property
+    def expected(self) -> str:
+        """The expected peak and time of a step, with what recomputation takes of it; empty if they are not known."""
         parts = []
         if self.peak_bytes is not None:
-            parts.append(f"peak {mebibytes(self.peak_bytes)}")
+            parts.append(f"peak {size(self.peak_bytes)}")
         if self.seconds is not None:
             without = "without offloading and recomputing" if self.recomputed else "without offloading"
             beside = f", {milliseconds(self.baseline_seconds)} {without}" if self.baseline_seconds else ""
             parts.append(f"step {milliseconds(self.seconds)}{beside}")
         if self.recompute_seconds > 0:
             parts.append(f"{milliseconds(self.recompute_seconds)} of it to recompute")
-        expected = f"Expected: {'; '.join(parts)}." if parts else ""
-        return " ".join(filter(None, (expected, self.because)))
+        return "; ".join(parts)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan to a JSON file.

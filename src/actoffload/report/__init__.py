@@ -3,10 +3,11 @@
 from ..engine.recorder import TimelineRecorder
 from ..engine.statistics import Reason, Statistics
 from .advice import Advice
+from .facts import StepFacts
 from .frontier import Frontier
 from .groups import GroupReport, HeldStorage, Holder
 from .ranks import RankReports, gather_reports
-from .report import Report, StepFacts
+from .report import Report
 from .step_timeline import LayerTimes, StepTimeline
 from .synchronization import Synchronization, Synchronizations, find_synchronizations
 

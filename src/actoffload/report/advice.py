@@ -12,8 +12,9 @@ from ..engine.slabs import GRANULE
 from ..engine.statistics import Reason
 from ..recompute import OBJECTS
 from ..schedule.timeline import milliseconds, percent, size
+from .facts import step_time
 from .groups import WEIGHTS, Amounts, GroupReport, Holder, add_amounts, merge_held
-from .report import Report, step_time
+from .report import Report
 
 __all__ = ["Advice", "advise"]
 
@@ -128,7 +129,7 @@ def _kept(report: Report) -> Iterator[Advice]:
     inside = add_amounts(group.kept for group in groups)
     kept = {reason: (amount, everything) for reason, amount in inside.items() if reason not in IN_ORDER}
     if groups and Reason.KEPT in report.kept:
-        kept[Reason.KEPT] = report.kept[Reason.KEPT], report.activation_bytes
+        kept[Reason.KEPT] = report.kept[Reason.KEPT], report.computed_bytes
     for reason, ((count, nbytes), of) in kept.items():
         if nbytes >= LARGE * of or reason is Reason.HOST_FULL:
             do, change = _to_do(report, reason, count, nbytes)
@@ -137,8 +138,8 @@ def _kept(report: Report) -> Iterator[Advice]:
 
 
 def _amount(report: Report, count: int, nbytes: int, reason: Reason) -> str:
-    share = percent(nbytes / report.activation_bytes)
-    what = f"{share} of the activations ({size(nbytes)} in {count} tensor{'s' * (count > 1)})"
+    share = percent(nbytes / report.computed_bytes)
+    what = f"{share} of the {report.counted} ({size(nbytes)} in {count} tensor{'s' * (count > 1)})"
     return f'{what} were kept for the reason "{reason.value}"'
 
 
@@ -195,7 +196,7 @@ def _most_layers(groups: Sequence[GroupReport]) -> int:
 def _outside(report: Report) -> Iterator[Advice]:
     """Advise on what no group saves: which modules to add to the groups."""
     count, nbytes = report.outside.get(Reason.OUTSIDE, (0, 0))
-    everything, modules = report.activation_bytes, report.outside_modules
+    everything, modules = report.computed_bytes, report.outside_modules
     if not everything or nbytes < LARGE * everything:
         if report.coverage is not None and report.coverage < HALF:
             yield Advice(*_uncovered(report))
@@ -224,7 +225,7 @@ def _uncovered(report: Report) -> tuple[str, int]:
     kept: Amounts = {reason: amount for reason, amount in report.outside.items() if reason not in IN_ORDER}
     nbytes = sum(amount for _, amount in kept.values())
     most = max(kept, key=lambda reason: kept[reason][1], default=Reason.OUTSIDE)
-    lie = f"Only {percent(report.coverage or 0.0)} of the activations lie in groups"
+    lie = f"Only {percent(report.coverage or 0.0)} of the {report.counted} lie in groups"
     return f'{lie}; of the others, most were kept for the reason "{most.value}".', nbytes
 
 
@@ -336,14 +337,14 @@ def _stalled(report: Report) -> Iterator[Advice]:
 
 
 def _all(report: Report) -> Advice:
-    totals, everything, stalled = report.totals, report.activation_bytes, _stall_share(report)
-    left = totals.bytes_offloaded - totals.bytes_wasted
-    share = percent(left / everything if everything else 0)
+    totals, everything, stalled = report.totals, report.computed_bytes, _stall_share(report)
+    left, again = totals.bytes_offloaded - totals.bytes_wasted, sum(group.recomputed for group in report.groups)
     facts = (
-        f"{size(left)} of {size(everything)} of activations ({share}) were offloaded from "
-        f"{len(report.offloaded_groups)} of {len(report.groups)} groups, and {totals.reloaded_on_demand} storages were "
-        f"reloaded on demand"
+        f"{size(left)} of {size(everything)} of {report.counted} ({percent(left / everything if everything else 0)}) "
+        f"were offloaded from {len(report.offloaded_groups)} of {len(report.groups)} groups, and "
+        f"{totals.reloaded_on_demand} storages were reloaded on demand"
     )
+    facts += f"; {again} group{'s are' if again > 1 else ' is'} recomputed" if again else ""
     facts += "" if stalled is None else f"; compute stalled for {percent(stalled)} of the step"
     facts += f"; {step_time(report)}" if report.times and report.slowdown is not None else ""
     return Advice(f"Nothing to do: {facts}.")

@@ -9,9 +9,10 @@ from typing import Any
 
 from ..engine.statistics import Statistics
 from .advice import advise
+from .facts import StepFacts
 from .groups import Amounts, GroupReport, HeldStorage, Holder, sum_groups
 from .pass_statistics import PassStatistics
-from .report import Report, StepFacts
+from .report import Report
 from .step_timeline import StepTimeline
 
 __all__ = ["build"]
@@ -81,6 +82,7 @@ def build(
         held=_held(latest, names, holders),
         expected_bytes=latest.expected_bytes,
         dropped_bytes=latest.freed_bytes - not_freed.total(),
+        later_bytes=latest.later_bytes,
         waiting_passes=latest.waiting,
         waiting_bytes=latest.waiting_bytes,
         step_seconds=None if recorded is None else _duration(recorded),

@@ -38,13 +38,15 @@ class GroupReport:
     ----------
     name, kind : str
         Dotted name of the module; its kind, usually its class.
-    calls, offloaded : int, bool
-        Number of calls, 0 if it did not run; whether the plan offloads the group.
+    calls, offloaded, recomputed : int, bool, bool
+        Number of calls, 0 if it did not run; whether the plan offloads the group; whether it is recomputed in backward.
     storages, bytes_saved : int
         Saved storages that can be offloaded, also if the group is kept.  Each counts in the first group that saved it.
     bytes_offloaded, bytes_wasted : int
         Bytes copied to the host; the part of them that stays on the device, because a group that is kept saved the same
         storages later (`Reason.SHARED` counts them too), or the group was kept as the execution order changed.
+    bytes_recomputed : int
+        Bytes that backward computes again and the group does not save; 0 if that is not known.
     kept : mapping of Reason to (int, int)
         Saved tensors that cannot be offloaded, by reason: their number and their bytes.
     reloaded_ahead, reloaded_on_demand, bytes_reloaded : int
@@ -60,10 +62,12 @@ class GroupReport:
     kind: str = ""
     calls: int = 1
     offloaded: bool = False
+    recomputed: bool = False
     storages: int = 0
     bytes_saved: int = 0
     bytes_offloaded: int = 0
     bytes_wasted: int = 0
+    bytes_recomputed: int = 0
     kept: Amounts = field(default_factory=dict)
     reloaded_ahead: int = 0
     reloaded_on_demand: int = 0
@@ -100,7 +104,8 @@ def sum_groups(groups: Iterable[GroupReport], name: str) -> GroupReport:
     groups = tuple(groups)
     kinds = {group.kind for group in groups}
     total: dict[str, Any] = {"kept": add_amounts(group.kept for group in groups)}
-    total["offloaded"] = any(group.offloaded for group in groups)
+    for done in ("offloaded", "recomputed"):
+        total[done] = any(getattr(group, done) for group in groups)
     for number in {entry.name for entry in fields(GroupReport)} - {"name", "kind", *total}:
         values = [getattr(group, number) for group in groups]
         total[number] = _sum(values) if "seconds" in number else sum(values)

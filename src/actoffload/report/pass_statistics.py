@@ -35,9 +35,10 @@ class PassStatistics:
     """All groups of one pass, in the order in which they ran."""
 
     groups: tuple[tuple[Layer, GroupReport], ...]  # its state, which backward changes, and what its forward saved
-    expected_bytes: int  # that only offloaded groups saved
+    expected_bytes: int  # that only offloaded groups saved, and that the plan frees in the forward
     freed_bytes: int  # of offloaded groups, in the forward
     held: tuple[Held, ...]
+    later_bytes: int = 0  # that the plan frees in backward
     waiting: int = 0  # earlier passes whose backward is still to come
     waiting_bytes: int = 0  # their saved bytes on the device
 
@@ -47,7 +48,7 @@ class PassStatistics:
 
         The caller has the lock of the pass.
         """
-        stay, expected, freed = done.roles.stay, 0, 0
+        stay, expected, freed, later = done.roles.stay, 0, 0, 0
         if not done.roles.planned:  # the program calls for each transfer
             stay = frozenset({OUTSIDE, *(layer.index for layer in done.layers if layer.phase is Phase.SAVED)})
         groups, held = list[tuple[Layer, GroupReport]](), list[Held]()
@@ -64,7 +65,9 @@ class PassStatistics:
                 copied += storage.bytes_copied
                 wasted += storage.bytes_copied if shared else 0
                 if offloaded:
-                    expected += 0 if shared else storage.nbytes
+                    in_backward = not done.roles.freed_later.isdisjoint(storage.layers)
+                    expected += 0 if shared or in_backward else storage.nbytes
+                    later += storage.nbytes if in_backward and not shared else 0
                     freed += storage.nbytes if storage.residency is Residency.HOST else 0
                 if offloaded and (shared or storage.refused):  # [guard: reason of what an offloaded group keeps]
                     reason = Reason.SHARED if shared else Reason.HOST_FULL
@@ -83,6 +86,7 @@ class PassStatistics:
             row = GroupReport(
                 "",
                 offloaded=offloaded,
+                recomputed=layer.recomputed is not None,
                 storages=storages,
                 bytes_saved=nbytes,
                 bytes_offloaded=copied,
@@ -90,7 +94,7 @@ class PassStatistics:
                 kept=kept,
             )
             groups.append((layer, row))
-        return PassStatistics(tuple(groups), expected, freed, tuple(held))
+        return PassStatistics(tuple(groups), expected, freed, tuple(held), later)
 
 
 class PassHistory:

@@ -10,70 +10,13 @@ from typing import Any
 from .._folding import fold, fold_names, numberless
 from ..engine.statistics import Reason
 from ..schedule.timeline import milliseconds, percent, size
+from .facts import StepFacts, step_time
 from .groups import WEIGHTS, Amounts, GroupReport, HeldStorage, add_amounts, amounts_to_dict, merge_held, sum_groups
 from .tables import Printable, Table, bytes_or_dash
 
-__all__ = ["Report", "StepFacts", "step_time"]
+__all__ = ["Report"]
 
 MOST_HELD = 12
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepFacts:
-    """What is known beside the latest pass: whole steps with and without offloading, the plan, the arguments.
-
-    Parameters
-    ----------
-    step_seconds_without, step_seconds_with : float or None
-        Median duration of whole steps without offloading and with the present plan; None if not measured.
-    measured_steps : (int, int) or None
-        The first and the last of the steps that were measured, counted from 1.
-    peak_bytes_without, peak_bytes_with : int or None
-        Largest number of bytes allocated on the device in a whole step, without offloading and with the present plan.
-    because, next_choice : str
-        Why the plan is what it is; what the next better choice is.
-    refused : mapping of str to str
-        By the name of a group that should be recomputed in backward and is not: why.
-    coverage : float or None
-        Share of the activations that lie in groups, offloaded or not; None if unknown.  What modules in `keep` save
-        does not count.
-    arguments : mapping of str to object, or None
-        The arguments of `offload`; entries of ``layers`` and ``keep`` are strings, classes and ``...``.
-    kept_modules : tuple of str
-        Names of the modules in `keep`.
-    record : str
-        The call that records a step.
-    times : bool
-        Whether durations are those of a real device; otherwise there is no advice about time.
-    """
-
-    step_seconds_without: float | None = None
-    step_seconds_with: float | None = None
-    measured_steps: tuple[int, int] | None = None
-    peak_bytes_without: int | None = None
-    peak_bytes_with: int | None = None
-    because: str = ""
-    next_choice: str = ""
-    refused: Mapping[str, str] = field(default_factory=dict)
-    coverage: float | None = None
-    arguments: Mapping[str, Any] | None = None
-    kept_modules: tuple[str, ...] = ()
-    record: str = "handle.recording()"
-    times: bool = True
-
-    @property
-    def slowdown(self) -> float | None:
-        """Duration of a step divided by that without offloading; None if not measured."""
-        if not self.step_seconds_without or self.step_seconds_with is None:
-            return None
-        return self.step_seconds_with / self.step_seconds_without
-
-    @property
-    def peak_drop_bytes(self) -> int | None:
-        """Bytes by which the peak of whole steps is lower than without offloading; None if not measured."""
-        if self.peak_bytes_without is None or self.peak_bytes_with is None:
-            return None
-        return self.peak_bytes_without - self.peak_bytes_with
 
 
 @dataclass(frozen=True)
@@ -103,6 +46,8 @@ class Report(StepFacts, Printable):
         Storages that are not freed because something else refers to them.
     expected_bytes, dropped_bytes : int or None
         Bytes that the plan frees on the device before the end of the forward, and the part of them that was freed then.
+    later_bytes : int
+        Bytes of offloaded groups that the plan frees on the device in backward.
     waiting_passes, waiting_bytes : int
         Earlier passes whose backward was still to come when the forward of the latest ended, and their bytes of saved
         activations on the device: those of several forwards before one backward, or of a pipeline.
@@ -123,6 +68,7 @@ class Report(StepFacts, Printable):
     held: tuple[HeldStorage, ...] = ()
     expected_bytes: int | None = None
     dropped_bytes: int | None = None
+    later_bytes: int = 0
     waiting_passes: int = 0
     waiting_bytes: int = 0
     step_seconds: float | None = None
@@ -143,10 +89,10 @@ class Report(StepFacts, Printable):
 
     @property
     def share_in_groups(self) -> float | None:
-        """Share of the activations of the latest pass that lie in groups; None if nothing was saved."""
-        inside = self.totals.activation_bytes
-        kept = self.outside.get(Reason.KEPT, (0, 0))[1]  # as `keep` asks for
-        return inside / (self.activation_bytes - kept) if inside else None if self.activation_bytes == kept else 0.0
+        """Share of `computed_bytes` in the latest pass that lies in groups; None if there are none."""
+        outside = self.activation_bytes - self.totals.activation_bytes
+        everything = self.computed_bytes - self.outside.get(Reason.KEPT, (0, 0))[1]  # as `keep` asks for
+        return (self.computed_bytes - outside) / everything if everything else None
 
     @property
     def totals(self) -> GroupReport:
@@ -164,6 +110,23 @@ class Report(StepFacts, Printable):
         return self.totals.activation_bytes + GroupReport("outside", kept=self.outside).activation_bytes
 
     @property
+    def computed_bytes(self) -> int:
+        """Bytes of all activations that were saved or are recomputed; only of those saved if not all are known."""
+        again = self.totals.bytes_recomputed if self._knows_recomputed else 0
+        return self.activation_bytes + again
+
+    @property
+    def _knows_recomputed(self) -> bool:
+        return all(group.bytes_recomputed for group in self.groups if group.recomputed)
+
+    @property
+    def counted(self) -> str:
+        """What `computed_bytes` counts, in words."""
+        if not self.totals.recomputed:
+            return "activations"
+        return "saved and recomputed activations" if self._knows_recomputed else "saved activations"
+
+    @property
     def offloaded_groups(self) -> tuple[GroupReport, ...]:
         """The groups that the plan offloads."""
         return tuple(group for group in self.groups if group.offloaded)
@@ -179,6 +142,7 @@ class Report(StepFacts, Printable):
             "kept": amounts_to_dict(self.kept),
             "held": [{**vars(held), "holders": list(map(str, held.holders))} for held in self.held],
             "activation_bytes": self.activation_bytes,
+            "computed_bytes": self.computed_bytes,
             "arguments": None if self.arguments is None else {k: _plain(v) for k, v in self.arguments.items()},
             "measured_steps": None if self.measured_steps is None else list(self.measured_steps),
             "slowdown": self.slowdown,
@@ -221,6 +185,11 @@ class Column:
 COLUMNS = (
     Column("saved", lambda group: group.bytes_saved, always=True),
     Column("offloaded", lambda group: group.bytes_offloaded, always=True),
+    Column(
+        "recomputed",
+        lambda group: group.bytes_recomputed or -int(group.recomputed),
+        lambda nbytes: "yes" if nbytes < 0 else bytes_or_dash(nbytes),  # as the plan shows them
+    ),
     Column("kept", lambda group: group.bytes_kept),
     Column("on demand", lambda group: group.reloaded_on_demand, lambda count: str(int(count) or "-")),
     Column("not freed", lambda group: group.bytes_not_freed),
@@ -284,9 +253,11 @@ def _facts(report: Report) -> Iterator[tuple[str, str]]:
     totals = report.totals
     yield "passes", str(report.passes)
     if report.coverage is not None:
-        yield "coverage", f"{percent(report.coverage)} of the activations lie in groups"
+        yield "coverage", f"{percent(report.coverage)} of the {report.counted} lie in groups"
     if report.because:
         yield "plan", report.because
+    if report.expected and report.times:
+        yield "expected", report.expected
     if report.next_choice:
         yield "next choice", report.next_choice
     if report.slowdown is not None and report.times:
@@ -299,6 +270,7 @@ def _facts(report: Report) -> Iterator[tuple[str, str]]:
     if report.r is not None:
         expected, dropped = size(report.expected_bytes or 0), size(report.dropped_bytes or 0)
         drop = f"{dropped} freed of {expected} that should be"
+        drop += f" in forward, and {size(report.later_bytes)} are freed in backward" if report.later_bytes else ""
         if report.peak_drop_bytes is not None:
             lower = f"{'-' * (report.peak_drop_bytes < 0)}{size(abs(report.peak_drop_bytes))}"
             drop = f"the peak of the device is {lower} lower than without offloading, of {expected} that are freed"
@@ -313,14 +285,6 @@ def _facts(report: Report) -> Iterator[tuple[str, str]]:
         yield "step", f"{milliseconds(report.step_seconds)}, {share}"
     if report.order:
         yield "order", report.order
-
-
-def step_time(report: StepFacts) -> str:
-    """Return what a step takes with and without offloading, as a clause."""
-    with_, without = (milliseconds(s or 0.0, 1) for s in (report.step_seconds_with, report.step_seconds_without))
-    steps = report.measured_steps
-    measured = "" if steps is None else f" (measured in steps {steps[0]} to {steps[1]})"
-    return f"a step takes {with_}, {report.slowdown or 0.0:.3f} x the {without} without offloading{measured}"
 
 
 def _kept_table(report: Report) -> Table:

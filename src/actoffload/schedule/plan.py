@@ -220,6 +220,7 @@ class Roles:
     reached: frozenset[int]  # layers at whose start in backward something has to be done
     planned: bool  # transfers follow the plan; otherwise the program calls for each
     actions: Mapping[tuple[str, int], tuple[Action, ...]]  # by the name of the event and the layer
+    freed_later: frozenset[int] = frozenset()  # offloaded layers that are still on the device when backward begins
 
     @staticmethod
     def of(plan: Plan, *, planned: bool | None = None) -> Roles:
@@ -233,6 +234,7 @@ class Roles:
             reached=_reached(plan),
             planned=bool(steps) if planned is None else planned,
             actions={(event.when.name, event.layer): actions for event, actions in plan.steps.items()},
+            freed_later=frozenset(plan.offloaded) - _freed_in_forward(plan),
         )
 
     @staticmethod
@@ -291,6 +293,18 @@ class _EveryLayer(Mapping[tuple[str, int], tuple[Action, ...]]):
 
     def __len__(self) -> int:
         return 0
+
+
+def _freed_in_forward(plan: Plan) -> frozenset[int]:
+    """Return the layers that a plan releases in the forward, and does not reload before backward begins."""
+    forward = [
+        action
+        for event, actions in plan.steps.items()
+        if event.when in (When.FORWARD_START, When.FORWARD_END)
+        for action in actions
+    ]
+    reloaded = {action.layer for action in forward if action.do is Do.RELOAD}
+    return frozenset({action.layer for action in forward if action.do is Do.RELEASE} - reloaded)
 
 
 def _reached(plan: Plan) -> frozenset[int]:

@@ -1,0 +1,226 @@
+"""Reports of models whose plan was measured or given: rows of groups as they run now, what is recomputed, and `R`."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+
+import pytest
+import torch
+from timed_device import Timed, TimedBlock, TimedModel, offload, step
+from torch import Tensor, nn
+
+import actoffload
+from actoffload.planner import GroupPlan
+from actoffload.report import Report
+from actoffload.schedule import Action, Do, Event, Plan, When
+
+MIB = 2**20
+BLOCK = 4 * MIB
+
+
+def budgeted(link: float, budget: int, kind: type[TimedModel] = TimedModel):
+    """Return a model and its handle, after some steps with the plan that was measured."""
+    device = Timed(link, link, memory=2**40)
+    model = kind(device, 12)
+    handle = offload(model, device, memory_budget=budget)
+    for _ in range(18):
+        step(model)
+    assert not handle.settling
+    return model, handle
+
+
+# Measured
+
+
+@pytest.mark.parametrize(("link", "offloads"), [(3e5, False), (1e6, True)])
+def test_rows_are_those_of_groups_as_they_run_now(link, offloads):
+    """In the pass before the plan every group was recomputed, and saved nothing."""
+    _model, handle = budgeted(link, 20 * MIB)
+    plan, report = handle.plan, handle.report()
+    assert bool(plan.offloaded) == offloads
+    assert 0 < len(plan.recomputed) < 12
+    for k, group in enumerate(report.groups):
+        again = k in plan.recomputed
+        assert group.recomputed == again
+        assert (group.bytes_saved, group.bytes_recomputed) == ((0, BLOCK) if again else (BLOCK, 0))
+        assert group.bytes_offloaded == (BLOCK if k in plan.offloaded else 0)
+    assert report.totals.bytes_recomputed == sum(plan.recomputed_nbytes)
+
+
+def test_a_recorded_step_has_the_rows_of_the_steps_beside_it():
+    model, handle = budgeted(1e6, 20 * MIB)
+    before = handle.report()
+    with handle.recording():
+        step(model)
+    recorded = handle.report()
+    assert [(of.bytes_saved, of.recomputed) for of in recorded.groups] == [
+        (of.bytes_saved, of.recomputed) for of in before.groups
+    ]
+
+
+def test_activations_that_are_recomputed_lie_in_groups():
+    class Outside(TimedModel):
+        def __init__(self, device: Timed, count: int) -> None:
+            super().__init__(device, count)
+            self.tail = TimedBlock(device, 0.0, 0.0, 3 * BLOCK)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.tail(super().forward(x))
+
+    _model, handle = budgeted(3e5, 32 * MIB, Outside)
+    report = handle.report()
+    assert report.totals.bytes_recomputed > 6 * BLOCK
+    assert report.coverage == pytest.approx(12 / 15, abs=1e-4)
+    assert report.computed_bytes == pytest.approx(15 * BLOCK, rel=1e-4)
+    assert "80.0 % of the saved and recomputed activations lie in groups" in str(report)
+    share = "20.0 % of the saved and recomputed activations (12.0 MiB in 4 tensors) were kept"
+    assert any(advice.startswith(share) for advice in report.advice)
+
+
+def test_the_report_has_what_the_plan_is_expected_to_cost():
+    _model, handle = budgeted(1e6, 20 * MIB)
+    report = handle.report()
+    assert report.expected == handle.plan.expected
+    assert "without offloading and recomputing" in report.expected
+    assert report.expected in str(report)
+
+
+def test_groups_that_are_recomputed_in_any_case():
+    """Only the first call of the first one is not; how many bytes the others would save is not known."""
+    device = Timed(1e9, 1e9, memory=2**40)
+    model = TimedModel(device, 6)
+    handle = offload(model, device, recompute=True)
+    for _ in range(14):
+        step(model)
+    report = handle.report()
+    assert not report.totals.offloaded
+    assert all(group.recomputed and not group.bytes_saved for group in report.groups)
+    assert report.counted == "saved activations"
+
+
+# Freed
+
+
+class Temporary(torch.autograd.Function):
+    """Takes memory in backward alone."""
+
+    @staticmethod
+    def forward(ctx, x, device):
+        ctx.device = device
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.device.count(torch.zeros(2 * BLOCK // 4))
+        return grad, None
+
+
+class LargeBackward(TimedModel):
+    """The backward of its last block needs memory for a time, as that of a loss does."""
+
+    def __init__(self, device: Timed, count: int) -> None:
+        super().__init__(device, count)
+        self.blocks[-1].register_forward_hook(lambda module, args, output: Temporary.apply(output, device))
+
+
+def test_what_the_plan_frees_in_backward_is_not_expected_before():
+    _model, handle = budgeted(1e6, 46 * MIB, LargeBackward)
+    events = [handle.plan.plan.find(Do.RELEASE, k) for k in handle.plan.offloaded]
+    late = [event for event in events if event.when is When.BACKWARD_START]
+    assert 0 < len(late) < len(events)
+    report = handle.report()
+    assert report.expected_bytes == report.dropped_bytes == (len(events) - len(late)) * BLOCK
+    assert (report.r, report.later_bytes) == (1.0, len(late) * BLOCK)
+    forward, backward = f"{report.expected_bytes // MIB}.0 MiB", f"{report.later_bytes // MIB}.0 MiB"
+    want = f"100.00 %: {forward} freed of {forward} that should be in forward, and {backward} are freed in backward"
+    assert want in str(report)
+
+
+# Given
+
+
+class Mlp(nn.Module):
+    """Saves its input, the outputs of its first product and of `gelu`: one, four and four times the bytes of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 256), nn.Linear(256, 64)
+
+    def forward(self, x):
+        return x + self.down(nn.functional.gelu(self.up(x)))
+
+
+ROWS = torch.randn(128, 64)
+UNIT = ROWS.nbytes
+NAMES = tuple("012345")
+
+
+def given(*, released: Event, steps: int = 3, **more) -> Report:
+    """Return the report of a model whose second group is offloaded by a plan, and whose next two are recomputed."""
+    model = nn.Sequential(*[Mlp() for _ in NAMES])
+    calls = [
+        (Event(When.FORWARD_START, 1), Action(Do.OFFLOAD, 1)),
+        (released, Action(Do.RELEASE, 1)),
+        (Event(When.BACKWARD_START, 2), Action(Do.RELOAD, 1)),
+    ]
+    nbytes = (9 * UNIT, 9 * UNIT, UNIT, 5 * UNIT, 9 * UNIT, 9 * UNIT)
+    less = (0, 0, 8 * UNIT, 4 * UNIT, 0, 0)
+    saves = (None, None, (), ("aten.addmm.default#0",), None, None)
+    plan = GroupPlan(NAMES, Plan.of(6, calls), nbytes, recomputed_nbytes=less, saves=saves, **more)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        handle = actoffload.offload(model, plan=plan, min_bytes=64)
+    for _ in range(steps):
+        model(ROWS * 1.0).sum().backward()
+    report = handle.report()
+    handle.remove()
+    return report
+
+
+def saved(report: Report) -> Sequence[tuple[int, int]]:
+    return [(group.bytes_saved // UNIT, group.bytes_recomputed // UNIT) for group in report.groups]
+
+
+IN_FORWARD, IN_BACKWARD = Event(When.FORWARD_END, 3), Event(When.BACKWARD_START, 4)
+
+
+def test_a_plan_that_was_given_has_rows_of_later_steps():
+    """The first call of a structure is not recomputed, and the next one saves no outputs of operators."""
+    report = given(released=IN_FORWARD)
+    assert saved(report) == [(9, 0), (9, 0), (1, 8), (5, 4), (9, 0), (9, 0)]
+    assert [group.offloaded for group in report.groups] == [k == 1 for k in range(6)]
+    assert report.coverage == pytest.approx(1.0)
+    assert saved(given(released=IN_FORWARD, steps=1)) == [(9, 0), (9, 0), (9, 0), (1, 4), (9, 0), (9, 0)]
+
+
+@pytest.mark.parametrize("released", [IN_FORWARD, IN_BACKWARD])
+def test_a_plan_that_frees_in_forward_or_in_backward(released):
+    report = given(released=released)
+    bytes_ = (9 * UNIT, 9 * UNIT, 0) if released is IN_FORWARD else (0, 0, 9 * UNIT)
+    assert (report.expected_bytes, report.dropped_bytes, report.later_bytes) == bytes_
+    assert report.r == (1.0 if released is IN_FORWARD else None)
+
+
+def test_expected_times_are_not_shown_where_they_are_of_another_device():
+    report = given(released=IN_FORWARD, seconds=1.0, baseline_seconds=0.9)
+    assert report.expected
+    assert report.expected not in str(report)
+
+
+def test_a_step_with_a_plan_that_was_given_is_recorded():
+    """Also when groups alone are followed."""
+    device = Timed(1e6, 1e6, memory=2**40)
+    model = TimedModel(device)
+    calls = [
+        (Event(When.FORWARD_START, 0), Action(Do.OFFLOAD, 0)),
+        (Event(When.FORWARD_END, 5), Action(Do.RELEASE, 0)),
+        (Event(When.BACKWARD_START, 2), Action(Do.RELOAD, 0)),
+    ]
+    plan = GroupPlan(tuple(f"blocks.{k}" for k in range(8)), Plan.of(8, calls), (BLOCK,) * 8)
+    handle = offload(model, device, layers=None, plan=plan)
+    for _ in range(3):
+        step(model)
+    with handle.recording():
+        step(model)
+    assert handle.report().step_seconds == pytest.approx(24.0)
