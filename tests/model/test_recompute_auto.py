@@ -83,6 +83,35 @@ def test_what_a_plan_costs_is_told_beside_what_the_groups_take():
     assert handle.plan.baseline_seconds == pytest.approx(36, rel=0.01)
 
 
+class Hosted(nn.Module):
+    """A block for which the host takes nearly as long as the device, also when it is recomputed."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, x):
+        self.block.device.host += 0.9 * sum(self.block.seconds)
+        return self.block(x)
+
+
+def test_a_host_that_gets_slower_is_planned_for_and_the_fastest_plan_is_kept():
+    device = Timed(3e5, 3e5, memory=2**40)
+    model = TimedModel(device, 12)
+    model.blocks = nn.ModuleList(map(Hosted, model.blocks))
+    handle = offload(model, device, memory_budget=20 * MIB)
+    passes, seen = 0, []
+    device.slow = lambda: 1.1 if 9 <= passes < 12 else 1.0
+    for n in range(20):
+        passes = n
+        seen += stages(handle, lambda: step(model), 1)
+    assert 6 <= seen.count("PLAN") <= 16
+    assert seen[-1] == ""
+    assert handle.plan.seconds == pytest.approx(seconds(model, device), rel=0.01)
+    assert handle.plan.baseline_seconds == pytest.approx(36, rel=0.1)
+    assert handle.frontier().plans
+
+
 @pytest.mark.parametrize("layers", ["blocks", None])
 def test_new_host_memory_does_not_count_as_compute(layers):
     device = Timed(3e5, 3e5, memory=2**40)

@@ -31,6 +31,8 @@ from ..planner import (
     choose,
     choose_recomputed,
     frontier,
+    host_factor,
+    with_slower_host,
     worth_saving,
 )
 from ..recompute import Policy
@@ -47,6 +49,7 @@ from .ways import HOST_SECONDS, Ways
 __all__ = ["FirstSteps", "Script"]
 
 FREE = 0.002  # of the time of a pass; plans that differ by less are equally fast
+LATE = 0.03  # by how much a pass takes longer than was expected, which may be the host
 HOST_CAUTION = 2.5  # factor of the host time of hooks: on shared machines it varies by as much
 
 Script: TypeAlias = Generator[Stage, TimedPass, GroupPlan]
@@ -233,13 +236,35 @@ class FirstSteps:
             if not peak or plan.peak_bytes is None or found.choose is None or found.in_flight > 1:
                 return now
             found.excess += peak - plan.peak_bytes
-            tried.append(replace(now, peak_bytes=peak))
+            # The host does not change what a pass takes without offloading, as far as that is known.
+            baseline = now.baseline_seconds if self._with_others() or not tried else tried[0].baseline_seconds
+            tried.append(replace(now, peak_bytes=peak, baseline_seconds=baseline))
+            slower = not self._with_others() and self._slower_host(plan, seconds)
             plan = found.chosen()
-            better = relative(plan) * (1 + TOLERANCE) < predicted
-            if len(tried) > TRIES or (peak <= limit and not better) or plan.plan in [of.plan for of in tried]:
+            better = slower or relative(plan) * (1 + TOLERANCE) < predicted
+            known = [(of.plan, of.saves) for of in tried]
+            if len(tried) > TRIES or (peak <= limit and not better) or (plan.plan, plan.saves) in known:
                 break
         within = [of for of in tried if (of.peak_bytes or 0) <= limit]
         return min(within or tried, key=lambda of: (of.seconds if within else of.peak_bytes) or 0.0)
+
+    def _slower_host(self, plan: GroupPlan, seconds: float) -> bool:
+        """Plan for a slower host from now on if that explains what a pass with a plan takes; return whether it does."""
+        found = self.found
+        assert found.choose is not None
+        if found.choose.func is not choose_recomputed or not plan.seconds or seconds <= plan.seconds * (1 + LATE):
+            return False
+        names, ways, link = found.choose.args
+        each = found.choose.keywords["host_seconds"]
+        factor = host_factor(plan, ways, link, seconds, host_seconds=each)
+        if factor == 1.0:
+            return False
+        ways, hooks = with_slower_host(ways, factor), {"host_seconds": factor * each}
+        found.choose = partial(choose_recomputed, names, ways, link, **{**found.choose.keywords, **hooks})
+        if found.search_frontier is not None:
+            keywords = {**found.search_frontier.keywords, **hooks}
+            found.search_frontier = partial(frontier, names, ways, link, **keywords)
+        return True
 
     def _tried(self, plan: GroupPlan, bare: TimedPass) -> Script:
         """Compare passes with a plan, and then with ever fewer groups of it, with passes without offloading.

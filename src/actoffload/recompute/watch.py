@@ -139,7 +139,9 @@ class Watch:
         """Call a function that calls the module."""
         assert self._module is not None
         modules, self._module = inside(self._module), None
-        weights, buffers = [_versions(of, 0) for of in modules], [_versions(of, 1) for of in modules]
+        # Sharding replaces parameters around the call; only what is written to one counts.
+        weights = [(of, version(of)) for each in modules for of in registered(each)[0].values() if of is not None]
+        buffers = list(map(_versions, modules))
         alive = [dict(registered(of)[1]) for of in modules]  # so that no other buffer gets the identity of one of them
         leaves = tree_leaves((args, kwargs))
         inputs = [(of, version(of)) for of in leaves if isinstance(of, Tensor)]
@@ -153,7 +155,7 @@ class Watch:
                 result = function(*args, **kwargs)
             seen, statistics, self.draws = mode.reason, mode.statistics, mode.draws or self.compiled
         # What wrote to one buffer of a module may have written to others past their version counters.
-        updated, now = set(map(id, statistics)), [_versions(of, 1) for of in modules]
+        updated, now = set(map(id, statistics)), list(map(_versions, modules))
         changed = [
             k for k, had in enumerate(buffers) if had != now[k] or any(identity in updated for identity, _ in had)
         ]
@@ -163,7 +165,7 @@ class Watch:
         updated -= {identity for had in now for identity, _ in had}
         tables = all(registered(of)[1] is vars(of).get("_buffers") for of in writers)  # not those of TorchScript
         # [guard: parameters that a group changes]
-        if updated or not tables or [_versions(of, 0) for of in modules] != weights:
+        if updated or not tables or any(version(of) != before for of, before in weights):
             seen = CHANGES
         elif any(isinstance(of, SyncBatchNorm) for of in writers):  # [guard: norm over several ranks]
             seen = RANKS
@@ -178,9 +180,9 @@ class Watch:
         return result
 
 
-def _versions(module: Module, table: int) -> list[tuple[int, int]]:
-    """Return identities and versions of the parameters of a module, table 0, or of its buffers, table 1."""
-    return [(id(of), version(of)) for of in registered(module)[table].values() if of is not None]
+def _versions(module: Module) -> list[tuple[int, int]]:
+    """Return identities and versions of the buffers of a module."""
+    return [(id(of), version(of)) for of in registered(module)[1].values() if of is not None]
 
 
 def _inside(of: Any, depth: int = 6, met: set[int] | None = None) -> list[Tensor]:
