@@ -100,6 +100,49 @@ def test_compiled_blocks_bit_by_bit() -> None:
         handle.remove()
 
 
+class Uncounted(nn.Module):
+    """Running statistics without a count of the batches."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(width))
+        self.register_buffer("variance", torch.ones(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.batch_norm(x, self.mean, self.variance, training=True)
+
+
+NORMS = {"batch": nn.BatchNorm2d, "uncounted": Uncounted, "half": nn.BatchNorm2d, "compiled": nn.BatchNorm2d}
+
+
+@pytest.mark.parametrize("policy", [True, ()], ids=["products", "nothing"])
+@pytest.mark.parametrize("kind", NORMS)
+def test_running_statistics_are_updated_once(kind: str, policy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
+    width, x = 16, torch.randn(4, 16, 32, 32, device=DEVICE)
+
+    def train(offloads: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        block = lambda: nn.Sequential(nn.Conv2d(width, width, 3, padding=1), NORMS[kind](width), nn.ReLU(inplace=True))  # noqa: E731
+        model = nn.Sequential(*[block() for _ in range(6)]).to(DEVICE).to(memory_format=torch.channels_last)
+        for each in model if kind == "compiled" else ():
+            each.compile()
+        handle = offload(model, layers="?", recompute=policy) if offloads else None
+        found = []
+        for _ in range(4):
+            model.zero_grad()
+            with torch.autocast(DEVICE.type, torch.bfloat16, enabled=kind == "half"):
+                y = model(x)
+            y.float().square().mean().backward()
+            found += [y.detach(), *(weight.grad.clone() for weight in model.parameters())]
+        if handle is not None:
+            assert len(handle.plan.recomputed) == 6
+            handle.remove()
+        return [*found, *model.buffers()]
+
+    assert all(map(torch.equal, train(True), train(False)))
+
+
 # Budgets
 
 

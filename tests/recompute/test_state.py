@@ -123,6 +123,22 @@ def test_a_graph_that_is_recomputed_twice_gets_the_buffers_of_its_forward_each_t
     check(simple(counted(STATEFUL[kind]), use), recomputed=ANY)
 
 
+@pytest.mark.filterwarnings("ignore")  # Dynamo reads attributes that warn
+@pytest.mark.parametrize("kind", ["BatchNorm", "no counter"])
+def test_buffers_of_compiled_groups(kind):
+    def make() -> nn.Module:
+        block = STATEFUL[kind]()
+        block.compile(backend="aot_eager")
+        return block
+
+    def program(offload: Offload) -> list[Tensor]:
+        model = counted(make)()
+        offload(model, min_bytes=2**20)
+        return [*train(model), *state_of(model)]
+
+    check(program, recomputed=ANY, fraction=0.0)
+
+
 @pytest.mark.parametrize("kind", OTHERS)
 def test_groups_that_change_what_cannot_be_restored_are_not_recomputed_and_the_plan_says_so(kind):
     def use(model):

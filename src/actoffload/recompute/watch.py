@@ -17,7 +17,7 @@ from torch.nn import Module, SyncBatchNorm
 
 from .._torch.autograd import saved_tensor_hooks
 from .._torch.modules import is_compiled, registered
-from .._torch.tensors import DispatchMode, current_dispatch_mode, tree_leaves
+from .._torch.tensors import DispatchMode, current_dispatch_mode, is_capturing, tree_leaves
 from .policy import draws
 from .state import inside, version
 from .trace import nodes_between
@@ -148,7 +148,13 @@ class Watch:
         objects = [of for of in leaves if not isinstance(of, Tensor)]
         parts = _inside(objects)
         statistics: list[Tensor] = []
-        if DispatchMode is None:
+        if self.compiled and any(buffers):
+            # Under a mode PyTorch traces a part of the first call and runs the rest past it, and the buffers that it
+            # traced count as written to (seen with torch 2.13).  Their values say which of them were.
+            copies = [(of, of.clone()) for each in alive for of in each.values() if of is not None]
+            result, seen = function(*args, **kwargs), ""
+            statistics = [of for of, copy in copies if is_capturing() or not torch.equal(of, copy)]
+        elif DispatchMode is None:
             result, seen = function(*args, **kwargs), ""
         else:
             with _Seen() as mode:
