@@ -95,21 +95,23 @@ class Hosted(nn.Module):
         return self.block(x)
 
 
-def test_a_host_that_gets_slower_is_planned_for_and_the_fastest_plan_is_kept():
+def test_plans_for_a_slower_and_a_faster_host_are_tried_and_the_fastest_is_kept():
+    """The first plan is slow, by what its costs do not say."""
     device = Timed(3e5, 3e5, memory=2**40)
     model = TimedModel(device, 12)
     model.blocks = nn.ModuleList(map(Hosted, model.blocks))
     handle = offload(model, device, memory_budget=20 * MIB)
-    passes, seen = 0, []
+    passes, seen, plans = 0, [], []
     device.slow = lambda: 1.1 if 9 <= passes < 12 else 1.0
     for n in range(20):
         passes = n
         seen += stages(handle, lambda: step(model), 1)
+        plans.append(handle._tracker.steering._measuring.plan)
     assert 6 <= seen.count("PLAN") <= 16
     assert seen[-1] == ""
+    assert (handle.plan.plan, handle.plan.saves) != (plans[11].plan, plans[11].saves)
     assert handle.plan.seconds == pytest.approx(seconds(model, device), rel=0.01)
     assert handle.plan.baseline_seconds == pytest.approx(36, rel=0.1)
-    assert handle.frontier().plans
 
 
 @pytest.mark.parametrize("layers", ["blocks", None])

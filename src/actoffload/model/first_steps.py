@@ -12,6 +12,8 @@ If it does not fit, a third pass that offloads everything is timed, and passes i
 they may be: in the first the operators are timed, in the second the groups, in the third the same without offloading if
 that fits.  Passes with the plan show its peak, and if that is not the one that was predicted, another plan is chosen
 by what is known now.  Near the smallest peak that there is, a few bytes decide which plans fit, so none are left free.
+Where steps are short, the time of the host decides, and it changes from pass to pass.  So the plans for a host that is
+slower or faster than it was measured are run too, and the one whose passes were the shortest is kept.
 """
 
 from __future__ import annotations
@@ -31,10 +33,9 @@ from ..planner import (
     choose,
     choose_recomputed,
     frontier,
-    host_factor,
-    with_slower_host,
     worth_saving,
 )
+from ..planner.host import with_host
 from ..recompute import Policy
 from ..schedule.execution_order import GroupPlans
 from ..schedule.plan import Plan
@@ -49,7 +50,7 @@ from .ways import HOST_SECONDS, Ways
 __all__ = ["FirstSteps", "Script"]
 
 FREE = 0.002  # of the time of a pass; plans that differ by less are equally fast
-LATE = 0.03  # by how much a pass takes longer than was expected, which may be the host
+HOSTS = (2.0, 0.5)  # times what the host took, for which other plans are tried
 HOST_CAUTION = 2.5  # factor of the host time of hooks: on shared machines it varies by as much
 
 Script: TypeAlias = Generator[Stage, TimedPass, GroupPlan]
@@ -218,11 +219,14 @@ class FirstSteps:
         return better
 
     def _fitted(self, plan: GroupPlan) -> Script:
-        """Run passes with a plan, and choose again if their peak is another one than was predicted.
+        """Run passes with a plan, and with others that may be faster or fit better, and return the fastest that fits.
 
-        A plan that exceeds the limit is kept only if none was found that does not.
+        Another one is chosen if their peak is another one than was predicted.  Then come those that would be best if
+        the host were slower or faster than it was measured.  A plan that exceeds the limit is kept only if none was
+        found that does not.
         """
         found, limit, tried = self.found, self.found.limit or inf, list[GroupPlan]()
+        hosts = list(HOSTS)
         while True:
             found.plan = plan
             passes = [(yield from self._trimming(Stage.PLAN, plan))]
@@ -236,35 +240,41 @@ class FirstSteps:
             if not peak or plan.peak_bytes is None or found.choose is None or found.in_flight > 1:
                 return now
             found.excess += peak - plan.peak_bytes
-            # The host does not change what a pass takes without offloading, as far as that is known.
-            baseline = now.baseline_seconds if self._with_others() or not tried else tried[0].baseline_seconds
-            tried.append(replace(now, peak_bytes=peak, baseline_seconds=baseline))
-            slower = not self._with_others() and self._slower_host(plan, seconds)
-            plan = found.chosen()
-            better = slower or relative(plan) * (1 + TOLERANCE) < predicted
-            known = [(of.plan, of.saves) for of in tried]
-            if len(tried) > TRIES or (peak <= limit and not better) or (plan.plan, plan.saves) in known:
+            if tried:  # what a pass takes without offloading is the same for all
+                now = replace(now, baseline_seconds=tried[0].baseline_seconds)
+            tried.append(replace(now, peak_bytes=peak))
+            other = self._other(tried, predicted, hosts)
+            if other is None or len(tried) > TRIES:
                 break
+            plan = other
         within = [of for of in tried if (of.peak_bytes or 0) <= limit]
         return min(within or tried, key=lambda of: (of.seconds if within else of.peak_bytes) or 0.0)
 
-    def _slower_host(self, plan: GroupPlan, seconds: float) -> bool:
-        """Plan for a slower host from now on if that explains what a pass with a plan takes; return whether it does."""
-        found = self.found
+    def _other(self, tried: Sequence[GroupPlan], predicted: float, hosts: list[float]) -> GroupPlan | None:
+        """Return a plan that was not tried yet and may be better than the last one that was; None if there is none.
+
+        `predicted` is the relative time that was expected of the last one, and `hosts` are the factors of the times of
+        the host for which no plan was searched yet.
+        """
+        found, known = self.found, [(of.plan, of.saves) for of in tried]
         assert found.choose is not None
-        if found.choose.func is not choose_recomputed or not plan.seconds or seconds <= plan.seconds * (1 + LATE):
-            return False
-        names, ways, link = found.choose.args
-        each = found.choose.keywords["host_seconds"]
-        factor = host_factor(plan, ways, link, seconds, host_seconds=each)
-        if factor == 1.0:
-            return False
-        ways, hooks = with_slower_host(ways, factor), {"host_seconds": factor * each}
-        found.choose = partial(choose_recomputed, names, ways, link, **{**found.choose.keywords, **hooks})
-        if found.search_frontier is not None:
-            keywords = {**found.search_frontier.keywords, **hooks}
-            found.search_frontier = partial(frontier, names, ways, link, **keywords)
-        return True
+        plan = found.chosen()
+        exceeds = (tried[-1].peak_bytes or 0) > (found.limit or inf)
+        better = exceeds or relative(plan) * (1 + TOLERANCE) < predicted
+        if better and (plan.plan, plan.saves) not in known:
+            return plan
+        while hosts and found.choose.func is choose_recomputed:
+            plan = self._with_host(hosts.pop(0))
+            if (plan.plan, plan.saves) not in known:
+                return plan
+        return None
+
+    def _with_host(self, factor: float) -> GroupPlan:
+        """Return the best plan if the host took so many times what was measured."""
+        assert self.found.choose is not None
+        names, ways, link = self.found.choose.args
+        chosen = replace(self.found, choose=partial(choose_recomputed, names, with_host(ways, factor), link))
+        return chosen.chosen(**self.found.choose.keywords)
 
     def _tried(self, plan: GroupPlan, bare: TimedPass) -> Script:
         """Compare passes with a plan, and then with ever fewer groups of it, with passes without offloading.

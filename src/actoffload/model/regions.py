@@ -23,6 +23,7 @@ from ..recompute import (
     Trace,
     Watch,
     in_pipeline_stage,
+    inside,
     never,
     recomputed,
     structure,
@@ -103,7 +104,8 @@ class Regions:
         if obstacle:
             self._latest[of.group] = obstacle, None
             return None
-        watch = self._watches.get(key := structure(of.module, args, kwargs))
+        modules = inside(of.module)
+        watch = self._watches.get(key := structure(modules, args, kwargs))
         if watch is None or watch.reason is None:
             watch = self._watches[key] = Watch(of.module)
         self._latest[of.group] = "", watch
@@ -121,7 +123,7 @@ class Regions:
             policy = never  # compiled code is one operator
         reads, trace = self._reads.setdefault(of.group, Reads()), self._traces.setdefault((of.group, key), Trace())
         note(policy if policy is never or trace.known else TRACED)
-        state = State(of.module, watch.writers)
+        state = State(modules, watch.writers)
         timed = None if conduct.operators is None else conduct.operators.of(of.group, reads, trace)
         packing: dict[str, Any] = {} if pack is None else {"pack": pack, "unpack": _unpack_unless_edited}
         # The state of a generator cannot be read while a graph is captured; then no random number is drawn.

@@ -2,7 +2,6 @@
 
 from .frontier import frontier
 from .group_plan import Choice, GroupPlan
-from .host import host_factor, with_slower_host
 from .pipeline_search import plan_pipeline
 from .recomputation import choose_recomputed
 from .search import choose
@@ -16,9 +15,7 @@ __all__ = [
     "choose",
     "choose_recomputed",
     "frontier",
-    "host_factor",
     "plan_pipeline",
     "variants",
-    "with_slower_host",
     "worth_saving",
 ]

@@ -19,7 +19,7 @@ from .policy import (
 )
 from .region import Reads, Region
 from .reuse import Reuse, in_pipeline_stage
-from .state import State
+from .state import State, inside
 from .trace import Trace
 from .watch import OBJECTS, Watch, remove_modes, structure
 
@@ -38,6 +38,7 @@ __all__ = [
     "Trace",
     "Watch",
     "in_pipeline_stage",
+    "inside",
     "named",
     "names_of",
     "never",

@@ -7,7 +7,7 @@ buffers have become is not touched.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -42,16 +42,16 @@ class State:
 
     Parameters
     ----------
-    module : Module
-        The module.
+    modules : sequence of Module
+        The module and all `inside` of it.
     writers : collection of int
-        Positions, in `inside`, of modules that write to their buffers in forward.  What these are at this moment is
+        Positions of modules that write to their buffers in forward.  What these are at this moment is
         copied; they may change.
     """
 
-    def __init__(self, module: Module, writers: Collection[int] = ()) -> None:
-        self._modules = inside(module)
-        self._kind = type(module).__name__
+    def __init__(self, modules: Sequence[Module], writers: Collection[int] = ()) -> None:
+        self._modules = modules
+        self._kind = type(modules[0]).__name__
         self._readers = [of for k, of in enumerate(self._modules) if k not in writers] if writers else self._modules
         self._written = [vars(self._modules[k])["_buffers"] for k in writers]
         self._before = _copies(self._written)

@@ -7,7 +7,7 @@ flags, are assumed to do the same.  A call that does something else after all is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from types import ModuleType
 from typing import Any, TypeVar
 
@@ -38,22 +38,22 @@ REENTRANT = "CheckpointFunction"
 """Beginning of the names of the autograd nodes of reentrant checkpointing, also of that of other libraries."""
 
 
-def structure(module: Module, args: Any, kwargs: Any) -> Hashable:
-    """Return what is equal for calls that are assumed to do the same.
+def structure(modules: Sequence[Module], args: Any, kwargs: Any) -> Hashable:
+    """Return what is equal for calls that are assumed to do the same; `modules` are those `inside` of the one called.
 
-    Of all modules inside, the types, the names of buffers, the number of attributes and the flags among them; of the
+    Of all modules, the types, the names of buffers, the number of attributes and the flags among them; of the
     arguments, the types.
     """
-    modules = [
+    kinds = [
         (
             type(each),
             tuple([name for name, buffer in registered(each)[1].items() if buffer is not None]),
             len(attributes := vars(each)),
             tuple([value for value in attributes.values() if value is True or value is False]),
         )
-        for each in inside(module)
+        for each in modules
     ]
-    return tuple(modules), frozenset(map(type, tree_leaves((args, kwargs))))
+    return tuple(kinds), frozenset(map(type, tree_leaves((args, kwargs))))
 
 
 _Base: Any = object if DispatchMode is None else DispatchMode
