@@ -264,17 +264,20 @@ class FirstSteps:
         if better and (plan.plan, plan.saves) not in known:
             return plan
         while hosts and found.choose.func is choose_recomputed:
-            plan = self._with_host(hosts.pop(0))
-            if (plan.plan, plan.saves) not in known:
-                return plan
+            for_host = self._for_host(hosts.pop(0))
+            if for_host is not None and (for_host.plan, for_host.saves) not in known:
+                return for_host
         return None
 
-    def _with_host(self, factor: float) -> GroupPlan:
-        """Return the best plan if the host took so many times what was measured."""
+    def _for_host(self, factor: float) -> GroupPlan | None:
+        """Return the best plan if the host took so many times what was measured; None if it took no time."""
         assert self.found.choose is not None
         names, ways, link = self.found.choose.args
-        chosen = replace(self.found, choose=partial(choose_recomputed, names, with_host(ways, factor), link))
-        return chosen.chosen(**self.found.choose.keywords)
+        scaled = with_host(ways, factor)
+        if scaled == ways:
+            return None
+        found = replace(self.found, choose=partial(choose_recomputed, names, scaled, link))
+        return found.chosen(**self.found.choose.keywords)
 
     def _tried(self, plan: GroupPlan, bare: TimedPass) -> Script:
         """Compare passes with a plan, and then with ever fewer groups of it, with passes without offloading.
