@@ -122,9 +122,11 @@ def test_running_statistics_are_updated_once(kind: str, policy: Any, monkeypatch
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
     width, x = 16, torch.randn(4, 16, 32, 32, device=DEVICE)
 
+    def block() -> nn.Module:
+        return nn.Sequential(nn.Conv2d(width, width, 3, padding=1), NORMS[kind](width), nn.ReLU(inplace=True))
+
     def train(offloads: bool) -> list[Tensor]:
         torch.manual_seed(0)
-        block = lambda: nn.Sequential(nn.Conv2d(width, width, 3, padding=1), NORMS[kind](width), nn.ReLU(inplace=True))  # noqa: E731
         model = nn.Sequential(*[block() for _ in range(6)]).to(DEVICE).to(memory_format=torch.channels_last)
         for each in model if kind == "compiled" else ():
             each.compile()

@@ -66,7 +66,8 @@ def test_a_slow_pass_among_those_with_the_plan_does_not_count(number):
 
     device.slow = slow
     seen = []
-    for passes in range(14):  # noqa: B007
+    for n in range(14):
+        passes = n
         seen += stages(handle, lambda: step(model), 1)
     assert seen[9:] == ["PLAN", "PLAN", "PLAN", "PLAN", ""]
     assert handle.plan.seconds == pytest.approx(seconds(model, device), rel=0.01)
@@ -77,7 +78,8 @@ def test_what_a_plan_costs_is_told_beside_what_the_groups_take():
     device, model, handle = make(3e5, 20 * MIB)
     passes = 0
     device.slow = lambda: 1.2 if passes >= 9 else 1.0
-    for passes in range(14):  # noqa: B007
+    for n in range(14):
+        passes = n
         step(model)
     assert handle.plan.seconds == pytest.approx(seconds(model, device), rel=0.01)
     assert handle.plan.baseline_seconds == pytest.approx(36, rel=0.01)

@@ -41,7 +41,7 @@ class HostMemory:
 
 
 def check_room(nbytes: int) -> None:
-    """Raise a `MemoryError` if pinning so many bytes would leave less than `RESERVE` of the host memory available."""
+    """Raise a `MemoryError` if pinning `nbytes` more leaves less than `RESERVE` of the host memory available."""
     memory = host_memory()
     reserve = int(RESERVE * memory.total)
     if memory.total and memory.available - nbytes < reserve:  # [guard: host memory for everything else]
@@ -69,7 +69,8 @@ def host_memory(root: Path = Path("/")) -> HostMemory:
     ):
         most = _read(groups / limit).strip()
         if most.isdigit() and int(most) < UNLIMITED:
-            entries = dict(line.split() for line in _read(groups / statistics).splitlines())
+            lines = map(str.split, _read(groups / statistics).splitlines())
+            entries = {line[0]: line[1] for line in lines if len(line) == 2}
             cached = sum(int(entries.get(name, 0)) for name in caches)  # files, which the system drops when it has to
             taken = max(int(_read(groups / used).strip() or 0) - cached, 0)
             total, available = min(total, int(most)), min(available, int(most) - taken)

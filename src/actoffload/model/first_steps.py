@@ -35,7 +35,7 @@ from ..planner import (
     frontier,
     worth_saving,
 )
-from ..planner.host import with_host
+from ..planner.variants import with_host
 from ..recompute import Policy
 from ..schedule.execution_order import GroupPlans
 from ..schedule.plan import Plan
@@ -270,7 +270,7 @@ class FirstSteps:
         return None
 
     def _for_host(self, factor: float) -> GroupPlan | None:
-        """Return the best plan if the host took so many times what was measured; None if it took no time."""
+        """Return the best plan for a host that takes `factor` times as long as measured; None if it took no time."""
         assert self.found.choose is not None
         names, ways, link = self.found.choose.args
         scaled = with_host(ways, factor)
