@@ -47,7 +47,6 @@ NAMES = [
     "_C._accelerator_getStream",
     "_C._cuda_isCurrentStreamCapturing",
     "_C._nvtx",
-    "utils.checkpoint._allowed_determinism_checks_to_fns",
     "nn.Module._call_impl",
 ]
 

@@ -16,7 +16,6 @@ from interrupts import SOURCES
 from timed_device import LAYERS, PASSES, done, small, step
 from whole_model import nothing_installed
 
-from actoffload._torch.compiling import load_dynamo
 from actoffload.engine.recorder import TimelineRecorder
 from actoffload.model.metering import Border, Meter
 from actoffload.model.timed_pass import TimedPass
@@ -158,7 +157,6 @@ def test_nothing_is_measured_while_a_graph_is_captured():
 @pytest.mark.parametrize("at", PASSES)
 @pytest.mark.parametrize("pending", [False, True], ids=["after backward", "before backward"])
 def test_no_cycles(at, layers, pending):
-    load_dynamo()  # which leaves garbage of PyTorch
     with no_gc():
         _device, model, handle = small(layers=layers)
         for _ in range(at):

@@ -89,6 +89,7 @@ TESTS: dict[str, list[str]] = {
     "model/discovery.py": ["tests/model/test_discovery.py"],
     "model/select.py": ["tests/model/test_select.py", "tests/model/test_select_wrappers.py"],
     "recompute/policy.py": [f"tests/recompute/test_{name}.py" for name in ("region", "state", "programs")],
+    "recompute/checkpoint.py": ["tests/recompute/test_checkpoint.py"],
     "recompute/region.py": RECOMPUTED,
     "recompute/modes.py": RECOMPUTED,
     "recompute/reuse.py": ["tests/recompute/test_split_backward.py"],

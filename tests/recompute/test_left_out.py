@@ -67,7 +67,7 @@ class Program:
         got = self.gradients(self.forward, x)
         assert all(map(torch.equal, want, got))
         places = self.region.left_out
-        return sorted(self.trace.operators[place]._schema.name.removeprefix("aten::") for place in places)
+        return sorted(self.trace.sequence[place]._schema.name.removeprefix("aten::") for place in places)
 
     def gradients(self, function, x):
         x.grad = None
@@ -244,7 +244,7 @@ class Filled(Rotated):
 def test_nothing_is_left_out_where_not_all_is_seen(kind):
     program = Program(kind(), ROTATED)
     assert program.steps() == [[], [], [], []]
-    assert program.trace.operators == ()
+    assert program.trace.sequence == ()
 
 
 def test_what_something_refers_to_is_needed():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -24,34 +24,6 @@ after_backward: Callable[[Callable[[], None]], None] = need(
     "autograd.Variable._execution_engine.queue_callback", lambda callback: None
 )
 """Call a function when the backward that runs in the calling thread has ended."""
-
-_checks: dict[str, Callable[[torch.Tensor], Any]] = find("utils.checkpoint._allowed_determinism_checks_to_fns", {})
-
-
-@lru_cache(maxsize=1024)
-def _described(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
-    return {"shape": shape, "dtype": dtype, "device": device}
-
-
-def metadata_of(tensor: torch.Tensor) -> dict[str, Any]:
-    """Return what checkpointing compares of a tensor that is saved and recomputed: one object for all equal ones.
-
-    `torch.utils.checkpoint` keeps two objects for each saved tensor otherwise, and the garbage collector of Python
-    pauses the host for longer the more objects a pass keeps.
-    """
-    seen = tensor.shape, tensor.dtype, tensor.device
-    try:
-        return _described(*seen)
-    except TypeError:  # a symbolic shape has no hash
-        return _described.__wrapped__(*seen)
-
-
-DETERMINISM_CHECK = "default"
-"""The argument of `torch.utils.checkpoint` that makes it compare what is recomputed with what was saved."""
-
-if DETERMINISM_CHECK in _checks:
-    DETERMINISM_CHECK = "actoffload"
-    _checks[DETERMINISM_CHECK] = metadata_of
 
 CASTS = frozenset({"ToCopyBackward0", "TBackward0", "TransposeBackward0"})
 """Names of the autograd nodes that cast or transpose: a weight behind one is a weight still."""

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import importlib
 import sys
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -61,15 +58,3 @@ def compiled_backward() -> list[Any] | None:
             return frame.f_locals.get("packed_inputs")
         frame = frame.f_back
     return None
-
-
-def load_dynamo() -> None:
-    """Import what `torch.utils.checkpoint` imports in its first call.
-
-    That import keeps the frames of its callers, and their tensors, until the garbage collector runs (torch 2.13).  A
-    thread of its own has no callers.
-    """
-    if "torch._dynamo" in sys.modules:
-        return
-    with ThreadPoolExecutor(max_workers=1) as thread, contextlib.suppress(ImportError):
-        thread.submit(importlib.import_module, "torch._dynamo").result()

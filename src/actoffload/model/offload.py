@@ -13,7 +13,6 @@ from torch.nn import Module
 
 from .. import device as devices
 from .._arguments import budget_bytes, check_limits, check_num_layers, check_whole
-from .._torch.compiling import load_dynamo
 from .._torch.lookup import unsupported
 from .._warnings import warn
 from ..engine.engine import Engine
@@ -118,8 +117,6 @@ def offload(
 
     policies = {k: policy_for(recompute) for k in range(len(chosen)) if recompute is not False}
     always = {} if recompute == "auto" else policies
-    if always or (policies and engine.backend.times):
-        load_dynamo()
 
     arguments = {
         "layers": written(module, layers),

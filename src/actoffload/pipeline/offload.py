@@ -12,7 +12,6 @@ from torch.nn import Module
 from .. import device as devices
 from .._arguments import budget_bytes, check_limits
 from .._pipelining import NAMES, is_schedule, is_supported, microbatches, rank_of, stages_of
-from .._torch.compiling import load_dynamo
 from .._torch.lookup import unsupported
 from .._warnings import warn
 from ..engine.engine import Engine
@@ -225,8 +224,6 @@ def _offload_schedule(schedule: Any, *, layers: Any, keep: Any, recompute: Any, 
     engine = Engine(Plan(1), backend, given["max_host_bytes"], min_bytes=given["min_bytes"])
     conductor = Conductor(engine)
     policy: Policy | None = None if recompute is False or recompute == "auto" else policy_for(recompute)
-    if policy is not None or limits.may_recompute:
-        load_dynamo()
     problem, made = problem_of(stages), list[RankStage]()
     try:
         for stage in stages if not problem else ():

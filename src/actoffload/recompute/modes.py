@@ -1,19 +1,19 @@
 """One call of a function whose activations are recomputed in backward, except outputs of operators that are saved.
 
-`[Note: two modes]`  `torch.utils.checkpoint` runs the function under one dispatch mode in forward and under another one
-when it is recomputed.  The first hands the outputs that a policy chooses to `pack`, which keeps or offloads them; the
+`[Note: two modes]`  The function runs under one dispatch mode in forward and under another one when it is recomputed.  The first hands the outputs that a policy chooses to `pack`, which keeps or offloads them; the
 second returns them where the same operator comes again, instead of running it, unless they were written to.  Both see
 what autograd runs, below autograd itself, so the graph of the recomputation is that of the forward.  What was saved
 stays as long as the graph is retained, because it may be used several times.  Otherwise, and where a split backward
 keeps what is recomputed, an output is dropped when it has been returned; should a region be recomputed once more, its
 operator runs again.
 
-Autograd holds the region through the frame of the checkpoint, and the region what `pack` returned.  So all of it is
+Autograd holds the region through its `Checkpoint`, and the region what `pack` returned.  So all of it is
 freed with the graph.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -22,10 +22,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.checkpoint import checkpoint
 
-from .._torch.autograd import DETERMINISM_CHECK, keeps_graph
+from .._torch.autograd import keeps_graph
 from .._torch.tensors import DispatchMode, current_dispatch_mode, tree_flatten, tree_unflatten, versions_shared
+from .checkpoint import OTHERS, Checkpoint
 from .policy import Call, concern_of, never, saveable
 from .region import Key, Region
 from .trace import counted, shapes, without_memory
@@ -33,10 +33,6 @@ from .watch import Mode
 
 __all__ = ["recomputed"]
 
-OTHERS = (
-    "A module that is recomputed ran other operators than in its forward: what it does depends on something that has "
-    "changed since. Pass recompute=False."
-)
 EDITED = (
     "one of the variables needed for gradient computation has been modified by an inplace operation: an output inside "
     "of a module that is recomputed in backward was written to after the forward of the module. Pass recompute=False."
@@ -55,35 +51,46 @@ class Held:
 
 
 class _Mode(Mode):
-    def __init__(self, region: Region) -> None:
-        super().__init__()
-        self.region = region
-        self.calls = dict[Any, int]()
+    """Knows which call of an operator it sees.
 
-    def __enter__(self) -> Any:
-        self.calls.clear()  # [guard: graph that is recomputed twice]
-        return super().__enter__()
+    While the operators that run are those of the trace, most of them need no more than a look at their place.
+    """
+
+    def __init__(self, region: Region, *, traced: bool) -> None:
+        super().__init__()
+        self.region, self._sequence = region, region.trace.sequence
+        self.traced = traced  # all operators so far are those of the trace
+        self._place = -1  # among those that are counted
+        self._calls = dict[Any, int]()  # of operators that need their number, once there is no trace to tell it
 
     def key(self, operator: Any) -> Key:
-        number = self.calls.get(operator, 0)
-        self.calls[operator] = number + 1
+        """Return the key of a call of an operator that the trace does not tell."""
+        number = self._calls.get(operator, 0)
+        self._calls[operator] = number + 1
         return operator, number
+
+    def leave_trace(self) -> None:
+        """Count on from the last operator that was that of the trace."""
+        self.traced = False
+        self._calls = dict(Counter(operator for operator, _ in self.region.trace.keys[: self._place]))
 
 
 class _Saving(_Mode):
     def __init__(self, region: Region) -> None:
-        super().__init__(region)
-        sees_all = region.timed is not None or region.learner is not None
-        self._concerns = None if sees_all else concern_of(region.policy)
-        self._expected, self._useless = region.trace.expected, region.trace.useless
-        self._operators: list[Any] = []
-        self._shapes: dict[int, Any] = {}
+        trace = region.trace
+        super().__init__(region, traced=bool(trace.sequence))
+        timed = region.timed is not None
+        self._concerns = None if timed or region.learner is not None else concern_of(region.policy)
+        self._expected, self._useless = trace.expected, trace.useless
+        self._places, self._shapes = trace.places(self._concerns), dict[int, Any]()
+        self._passes = not timed and region.learner is None  # over what the policy does not concern
 
     def __exit__(self, *error: object) -> Any:
         left = super().__exit__(*error)
         region, trace = self.region, self.region.trace
         # [guard: operators as in the trace -> True]
-        if trace.operators and self._operators == trace.operators and region.flags == trace.flags:
+        if self.traced and self._place + 1 == len(trace.keys) and region.flags == trace.flags:
+            region.traced = True
             (places, useless), known = trace.left_out(region.chosen), self._shapes
             saved = region.chosen - useless <= region.saved.keys()
             if saved and all(known.get(place) for place in places):  # [guard: shapes of what is left out -> True]
@@ -92,17 +99,33 @@ class _Saving(_Mode):
         return left
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if self._concerns is not None and not self._concerns(operator):  # nearly all, and the host has little time
-            return self._noted(operator, operator(*args, **kwargs))
-        key, region = self.key(operator), self.region
+        kwargs, key = kwargs or {}, None
+        if self.traced and counted(operator):  # nearly always, and the host has little time
+            place = self._place = self._place + 1
+            if self._sequence[place] is not operator:
+                self.leave_trace()
+            elif place not in self._places:
+                return operator(*args, **kwargs)
+            else:
+                key = self.region.trace.keys[place]
+        if key is None:
+            if self._passes and (self.traced or not (self._concerns is None or self._concerns(operator))):
+                return operator(*args, **kwargs)
+            key = self.key(operator)
+        return self._concerned(key, args, kwargs)
+
+    def _concerned(self, key: Key, args: Any, kwargs: Any) -> Any:
+        """Return the outputs of an operator, which may be saved."""
+        region, operator = self.region, key[0]
         run = partial(operator, *args, **kwargs)
-        outputs = self._noted(operator, run() if region.timed is None else region.timed(*key, run))
+        outputs = run() if region.timed is None else region.timed(*key, run)
         if region.learner is not None:
             region.learner.ran(key, args, kwargs, outputs)
+        if self.traced and self._place in self._expected:
+            self._shapes[self._place] = shapes(outputs)
         # [guard: outputs that a policy saves]
         if (
-            (region.trace.operators or key in region.reads)
+            (region.trace.sequence or key in region.reads)
             and saveable(operator, args, kwargs)
             and region.policy(Call(*key, args, kwargs, outputs))
         ):
@@ -114,18 +137,10 @@ class _Saving(_Mode):
                 region.saved[key] = _mapped(Tensor, lambda of: Held(region.pack(of.detach())), outputs)
         return outputs
 
-    def _noted(self, operator: Any, outputs: Any) -> Any:
-        """Return the outputs of an operator; note it, and their shapes if recomputation may leave it out."""
-        if counted(operator):
-            if len(self._operators) in self._expected:
-                self._shapes[len(self._operators)] = shapes(outputs)
-            self._operators.append(operator)
-        return outputs
-
 
 class _Returning(_Mode):
-    def __enter__(self) -> Any:
-        region = self.region
+    def __init__(self, region: Region) -> None:
+        super().__init__(region, traced=region.traced)
         self._operators = {operator for operator, _ in region.saved}
         self._last = (
             (region.reuse is not None or not keeps_graph())  # [guard: graph that is retained]
@@ -134,31 +149,41 @@ class _Returning(_Mode):
         # Not if some were dropped, and not under another mode, which may read what every operator returns.
         complete = current_dispatch_mode() is None and region.complete == frozenset(region.saved)
         self._left_out = region.left_out if complete else {}
-        self._place = -1
+        if region.traced:
+            place_of = region.trace.place_of
+            self._places = {place_of[key] for key in region.saved if key in place_of}.union(self._left_out)
         if region.state is not None:
             region.state.copy_before()
-        return super().__enter__()
 
     def __exit__(self, *error: object) -> Any:
         left = super().__exit__(*error)
-        if not self.region.trace.operators:  # which says more
+        if not self.region.trace.sequence:  # which says more
             self.region.reads.learn(self.region.saved, self.region.used)
         return left
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        region = self.region
-        if self._left_out and counted(operator):
-            self._place += 1
-            shapes = self._left_out.get(self._place)
-            if self._place >= len(region.trace.operators) or region.trace.operators[self._place] is not operator:
-                raise RuntimeError(OTHERS)
-            if shapes is not None:
-                if operator in self._operators:
-                    self.key(operator)
-                return without_memory(shapes)
-        if operator not in self._operators:
-            return operator(*args, **(kwargs or {}))
-        key = self.key(operator)
+        kwargs, key = kwargs or {}, None
+        if self.traced and counted(operator):  # as in the forward
+            place = self._place = self._place + 1
+            if self._sequence[place] is not operator:
+                if self._left_out:
+                    raise RuntimeError(OTHERS)
+                self.leave_trace()
+            elif place not in self._places:
+                return operator(*args, **kwargs)
+            elif place in self._left_out:
+                return without_memory(self._left_out[place])
+            else:
+                key = self.region.trace.keys[place]
+        if key is None:
+            if self.traced or operator not in self._operators:
+                return operator(*args, **kwargs)
+            key = self.key(operator)
+        return self._saved(key, args, kwargs)
+
+    def _saved(self, key: Key, args: Any, kwargs: Any) -> Any:
+        """Return the saved outputs of an operator, or run it again."""
+        region, operator = self.region, key[0]
         outputs = region.saved.get(key)
         if outputs is not None:
             complete = True
@@ -178,7 +203,7 @@ class _Returning(_Mode):
                 return tensors
             if self._left_out and key not in region.trace.results:  # what it reads may be left out
                 raise RuntimeError(EDITED)
-        return operator(*args, **(kwargs or {}))
+        return operator(*args, **kwargs)
 
 
 def _mapped(kind: type, function: Callable[[Any], Any], outputs: Any) -> Any:
@@ -234,12 +259,12 @@ def recomputed(function: Callable[..., T], region: Region, *args: Any, **kwargs:
         with sdpa_kernel(backends):
             return run()
 
-    how: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": region.draws}
-    how["determinism_check"] = DETERMINISM_CHECK
+    kept = Checkpoint(call, tensors, draws=region.draws, again=nullcontext if without_modes else lambda: _Returning(region))
     if without_modes:
-        result: T = checkpoint(call, *tensors, **how)
-        return result
+        with kept.hooks():
+            return call(*tensors)
     region.begin(tensors)
-    result = checkpoint(call, *tensors, **how, context_fn=lambda: (_Saving(region), _Returning(region)))
+    with kept.hooks(), _Saving(region):
+        result = call(*tensors)
     region.finish(result, tensors)
     return result

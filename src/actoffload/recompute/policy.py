@@ -14,6 +14,7 @@ from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 __all__ = [
     "Among",
     "Call",
+    "Concern",
     "Given",
     "Named",
     "Policy",
@@ -41,6 +42,8 @@ class Call(NamedTuple):
 
 Policy: TypeAlias = Callable[[Call], bool]
 """From a call of an operator to whether its outputs are saved."""
+Concern: TypeAlias = Callable[..., bool]
+"""From an operator, and the number of a call, to whether its outputs may be saved."""
 Given: TypeAlias = Callable[..., Any] | Collection[Any]
 """A policy as ``torch.utils.checkpoint.create_selective_checkpoint_contexts`` takes one."""
 
@@ -68,11 +71,15 @@ def never(call: Call) -> bool:
 class Among:
     """Save the outputs of some operators.
 
-    Such a policy has a second method, `concerns`: whether it may save outputs of an operator at all.
+    Such a policy has a second method, `concerns`: whether it may save outputs of an operator at all, or of one call of it.
     """
 
     def __init__(self, operators: Collection[Any]) -> None:
-        self.concerns = frozenset(operators).__contains__
+        self._operators = frozenset(operators)
+
+    def concerns(self, operator: Any, number: int | None = None) -> bool:
+        """Return whether outputs of an operator may be saved."""
+        return operator in self._operators
 
     def __call__(self, call: Call) -> bool:
         """Return whether the outputs are saved."""
@@ -83,9 +90,9 @@ worth_saving = Among(COSTLY)
 """Save the outputs of matrix products, convolutions and attention."""
 
 
-def concern_of(policy: Policy) -> Callable[[Any], bool] | None:
-    """Return a function that says whether a policy may save outputs of an operator; None if that is not known."""
-    found: Callable[[Any], bool] | None = getattr(policy, "concerns", None)
+def concern_of(policy: Policy) -> Concern | None:
+    """Return the method `concerns` of a policy; None if it has none, so that it may save any outputs."""
+    found: Concern | None = getattr(policy, "concerns", None)
     return found
 
 
@@ -150,16 +157,16 @@ class Named:
             self._numbers[operator].add(int(number))
         self._known: dict[Any, Collection[int]] = {}  # by operator, as its name takes some time
 
-    def concerns(self, operator: Any) -> bool:
-        """Return whether outputs of an operator may be saved."""
+    def concerns(self, operator: Any, number: int | None = None) -> bool:
+        """Return whether outputs of an operator, or of one call of it, may be saved."""
         numbers = self._known.get(operator)
         if numbers is None:
             numbers = self._known[operator] = self._numbers.get(str(operator), ())
-        return bool(numbers)
+        return bool(numbers) if number is None else number in numbers
 
     def __call__(self, call: Call) -> bool:
         """Return whether the outputs are saved."""
-        return self.concerns(call.operator) and call.number in self._known[call.operator]
+        return self.concerns(call.operator, call.number)
 
 
 class Noted:

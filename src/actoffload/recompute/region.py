@@ -103,6 +103,7 @@ class Region:
         self.trace = Trace() if trace is None else trace
         self.learner: Learner | None = None
         self.flags: Hashable = None
+        self.traced = False  # the forward ran the operators of the trace
         self.chosen: set[Key] = set()  # by the policy
         self.saved: dict[Key, Any] = {}  # the outputs of an operator, with `Held` in place of tensors
         self.used: set[Key] = set()

@@ -2,9 +2,9 @@
 
 `[Note: split backward]`  The zero-bubble schedules of `torch.distributed.pipelining` run a backward of a microbatch in
 two halves: first the gradients of the inputs, with the graph retained, and later those of the weights, in one backward
-for each group of parameters.  `torch.utils.checkpoint` recomputes a region in each of these backwards, and frees each
+for each group of parameters.  A `Checkpoint` recomputes a region in each of these backwards, and frees each
 recomputed tensor when it is unpacked.  So what autograd saves in the region is wrapped once more, inside of the hooks
-of the checkpoint.  When a backward that retains its graph recomputes the region, the wrappers take all tensors, and
+of the `Checkpoint`.  When a backward that retains its graph recomputes the region, the wrappers take all tensors, and
 return them in the backwards that follow.  Autograd drops a wrapper, and so frees its tensor, when it has run the node
 that saved it.
 
@@ -132,9 +132,9 @@ class Reuse:
                 self.late = frozenset(seen.late)
 
     def hooks(self) -> AbstractContextManager[Any]:
-        """Return the context in which the forward of a call runs, inside of the checkpoint."""
+        """Return the context in which the forward of a call runs, inside of the `Checkpoint`."""
         outer = saved_tensor_hooks()
-        if outer is None:  # the checkpoint has none where no gradient is computed
+        if outer is None:  # no hooks are installed where no gradient is computed
             return nullcontext()
         pack, unpack = outer
         call = _Call(self, unpack)

@@ -33,7 +33,7 @@ from torch.nn import Parameter
 
 from .._torch.autograd import saved_tensor_hooks
 from .._torch.tensors import address, free_storage_weakref, storage_at, storage_expired, storage_weakref, tree_leaves
-from .policy import draws
+from .policy import Concern, draws
 
 __all__ = ["Learner", "Shape", "Trace", "counted", "no_casts_kept", "nodes_between", "shapes", "without_memory"]
 
@@ -41,7 +41,7 @@ Key: TypeAlias = tuple[Any, int]  # an operator, and how often the region has ca
 
 _aten = torch.ops.aten
 CAST, DETACH = _aten._to_copy.default, _aten.detach.default
-"""Operators that may run in forward or in recomputation only: autocast keeps casts, and checkpoint detaches."""
+"""Operators that may run in forward or in recomputation only: autocast keeps casts, and recomputation detaches."""
 _Operator = type(CAST)  # not a higher-order operator
 _OWN = re.compile(r"([A-Za-z]+Backward\d+|torch::autograd::AccumulateGrad)$")
 """Names of nodes whose formulas PyTorch generates; a class ``F`` of a program has the node ``FBackward``."""
@@ -127,8 +127,12 @@ class Trace:
     ----------
     known : bool
         Whether a forward was traced.
-    operators : sequence
-        All operators that are counted, in order; empty if nothing may be left out.
+    sequence : sequence
+        All operators that are counted, in order, and None behind the last; empty if nothing may be left out.
+    keys : sequence of tuple
+        Their keys.
+    place_of : dict of tuple to int
+        By key, its place.
     flags : hashable
         Which inputs and parameters had gradients in that forward.
     reads : sequence of tuple of int
@@ -145,7 +149,9 @@ class Trace:
     """
 
     known: bool = False
-    operators: Sequence[Any] = ()
+    sequence: Sequence[Any] = ()
+    keys: Sequence[Key] = ()
+    place_of: dict[Key, int] = field(default_factory=dict)
     flags: Hashable = None
     reads: list[tuple[int, ...]] = field(default_factory=list)
     needed: list[bool] = field(default_factory=list)
@@ -154,7 +160,19 @@ class Trace:
     results: frozenset[Key] = frozenset()
     casts_once: bool = False  # see [Note: casts of weights]
     calls: Sequence[_Call] = ()  # until autograd saves no more: there recomputation ends
+    _asked: tuple[Any, frozenset[int]] = ((None, None), frozenset())
     _known: dict[frozenset[Key], tuple[frozenset[int], frozenset[Key]]] = field(default_factory=dict)
+
+    def places(self, concerns: Concern | None) -> frozenset[int]:
+        """Return the places of operators that a forward has to look at; `concerns` is that of a policy.
+
+        Those are the operators whose outputs the policy may save, or that recomputation may leave out.
+        """
+        asked = concerns, self.expected
+        if asked != self._asked[0]:
+            chosen = {place for place, key in enumerate(self.keys) if concerns is None or concerns(*key)}
+            self._asked = asked, self.expected | chosen
+        return self._asked[1]
 
     def left_out(self, saved: Iterable[Key]) -> tuple[frozenset[int], frozenset[Key]]:
         """Return, and expect, what need not run again if the outputs of some operators are saved.
@@ -252,7 +270,9 @@ class Learner:
         results = set(self._storages(tree_leaves(result)))
         needed = self._saved.union(key for key, ref in self._refs.items() if not storage_expired(ref))
         trace, makers = self._trace, dict[int, int]()
-        trace.operators = [call.operator for call in self._calls if counted(call.operator)]
+        trace.keys = [call.key for call in self._calls if counted(call.operator)]
+        trace.place_of = {key: place for place, key in enumerate(trace.keys)}
+        trace.sequence = [*(operator for operator, _ in trace.keys), None]
         trace.calls, trace.flags = self._calls[: self._until], self._flags
         trace.reads, trace.needed = [], []
         for k, call in enumerate(self._calls):
