@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from actoffload.device.accelerator import Accelerator
-from actoffload.device.chunks import SEPARATED, TO_DEVICE, TO_HOST, copy_in_chunks, pieces
+from actoffload.device.chunks import ALONE, SEPARATED, TO_DEVICE, TO_HOST, copy_in_chunks, pieces
 
 CHUNK = 1 << 13
 
@@ -107,15 +107,23 @@ class Queue:
 
 
 @pytest.mark.parametrize(
-    ("nbytes", "to_host", "to_device"),
+    ("ranks", "nbytes", "to_host", "to_device"),
     [
-        (SEPARATED - 1, 0, 0),
-        (SEPARATED, 1, 1),
-        (TO_DEVICE + 1, 1, 2),
-        (TO_HOST + 1, 2, 3),
+        (1, SEPARATED - 1, 0, 0),
+        (1, SEPARATED, 1, 1),
+        (1, ALONE, 1, 1),
+        (1, ALONE + 1, 2, 2),
+        (2, SEPARATED - 1, 0, 0),
+        (2, SEPARATED, 1, 1),
+        (2, TO_DEVICE + 1, 1, 2),
+        (2, TO_HOST + 1, 2, 3),
     ],
 )
-def test_an_nvidia_gpu_gets_separators_behind_large_copies_only(nbytes: int, to_host: int, to_device: int) -> None:
+def test_an_nvidia_gpu_gets_separators_behind_large_copies_only(
+    monkeypatch: pytest.MonkeyPatch, ranks: int, nbytes: int, to_host: int, to_device: int
+) -> None:
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: ranks > 1)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: ranks)
     device = object.__new__(Accelerator)  # this machine may have none
     device._whole = SEPARATED
     counter: Any = Counter()

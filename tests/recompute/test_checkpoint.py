@@ -91,7 +91,9 @@ def test_it_runs_again_once_and_only_as_far_as_it_has_to():
     matrices, x = weights(), inputs()
 
     def function(x):
-        return product(matrices, x) + x @ matrices[0].detach()  # nothing is saved behind the sigmoid but the last matrix
+        return (
+            product(matrices, x) + x @ matrices[0].detach()
+        )  # nothing is saved behind the sigmoid but the last matrix
 
     y = checkpointed(function, x)
     with Counter("aten::mm") as mode:
@@ -262,7 +264,9 @@ def test_other_tensors_than_before_are_an_error():
 
     y = checkpointed(function, inputs())
     number = 2
-    with pytest.raises(RuntimeError, match=r"ran other operators .* shape \(2, 8\) and torch.float32 on cpu, and now .*"):
+    with pytest.raises(
+        RuntimeError, match=r"ran other operators .* shape \(2, 8\) and torch.float32 on cpu, and now .*"
+    ):
         y.sum().backward()
 
 

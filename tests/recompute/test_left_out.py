@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from actoffload.recompute import Reads, Region, State, Trace, inside, recomputed, saving
+from actoffload.recompute import Reads, Region, State, Structure, Trace, recomputed, saving
 from actoffload.recompute.trace import shapes, without_memory
 
 
@@ -56,7 +56,9 @@ class Program:
         self.region = None
 
     def forward(self, x):
-        self.region = Region(self.policy, reads=self.reads, trace=self.trace, state=State(inside(self.module)))
+        self.region = Region(
+            self.policy, reads=self.reads, trace=self.trace, state=State(self.module, Structure(self.module))
+        )
         return recomputed(self.module, self.region, x)
 
     def step(self, seed=0):

@@ -14,7 +14,7 @@ from torch.distributed.pipelining._backward import stage_backward, stage_backwar
 
 from actoffload import offload
 from actoffload._torch.autograd import NO_BACKWARD, backward_id
-from actoffload.recompute import Region, Reuse, State, Trace, inside, never, recomputed, worth_saving
+from actoffload.recompute import Region, Reuse, State, Structure, Trace, never, recomputed, worth_saving
 
 POLICIES = {"nothing": never, "products": worth_saving, "everything": lambda call: True}
 policies = pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
@@ -99,7 +99,9 @@ class Stage(nn.Module):
     def forward(self, x):
         for block, reuse, trace in zip(self.blocks, self.reuses, self.traces, strict=True):
             if self.regions:
-                x = recomputed(block, Region(self.policy, trace=trace, state=State(inside(block)), reuse=reuse), x)
+                x = recomputed(
+                    block, Region(self.policy, trace=trace, state=State(block, Structure(block)), reuse=reuse), x
+                )
             else:
                 x = block(x)
         return self.last(x)

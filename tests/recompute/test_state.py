@@ -239,7 +239,9 @@ def test_other_shapes_than_those_saved_are_an_error_and_never_a_wrong_gradient()
     loss = model(batch()).square().sum()
     for block in model.blocks:
         block.rows = 2
-    with pytest.raises(RuntimeError, match=r"of shape \(3, 32\) and torch.float32 on cpu, and now one of shape \(2, 32\)"):
+    with pytest.raises(
+        RuntimeError, match=r"of shape \(3, 32\) and torch.float32 on cpu, and now one of shape \(2, 32\)"
+    ):
         loss.backward()
     handle.remove()
 

@@ -11,7 +11,7 @@ import torch
 
 from .._torch.tensors import current_stream, is_capturing
 from .base import Backend, Pairs, Stream, StreamEvent
-from .chunks import SEPARATED, TO_DEVICE, TO_HOST, Separator, copy_in_chunks
+from .chunks import SEPARATED, Separator, chunk_bytes, copy_in_chunks
 from .host_memory import check_room
 from .numa import node_of_device, on_node
 
@@ -133,24 +133,24 @@ class Accelerator(Backend):
             release()
 
     def to_host(self, pairs: Pairs, stream: Stream) -> None:
-        whole = self._whole
+        whole, chunk = self._whole, chunk_bytes(to_host=True)
         with stream:
             for host, device in pairs:
                 if host.nbytes < whole:
                     host.copy_(device, True)  # without blocking
                 else:
                     separator = self._separator(device.device)
-                    copy_in_chunks(host, device, to_host=True, chunk=TO_HOST, separator=separator)
+                    copy_in_chunks(host, device, to_host=True, chunk=chunk, separator=separator)
 
     def to_device(self, pairs: Pairs, stream: Stream) -> None:
-        whole = self._whole
+        whole, chunk = self._whole, chunk_bytes(to_host=False)
         with stream:
             for host, device in pairs:
                 if host.nbytes < whole:
                     device.copy_(host, True)  # without blocking
                 else:
                     separator = self._separator(device.device)
-                    copy_in_chunks(host, device, to_host=False, chunk=TO_DEVICE, separator=separator)
+                    copy_in_chunks(host, device, to_host=False, chunk=chunk, separator=separator)
 
     def _separator(self, device: torch.device) -> Separator | None:
         """Return the separator of a device; None while a graph is captured and there is none yet."""

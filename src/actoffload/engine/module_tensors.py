@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -162,16 +162,20 @@ def _addresses(tensor: torch.Tensor) -> tuple[int, ...]:
     return tuple(address(part.untyped_storage()) for part in plain_parts(tensor) if part.layout is torch.strided)
 
 
-class _Tables(NamedTuple):
-    """What the tables of a module held: references are weak, because a graph refers to the tensors of its model."""
+class _Read(NamedTuple):
+    """What the tables of a model held: references are weak, because a graph refers to the tensors of its model."""
 
-    module: weakref.ref[Module]
-    sizes: list[int]
-    held: list[tuple[int, str, Callable[[], Any], tuple[int, ...] | None]]  # table, name, tensor or module, its memory
+    modules: list[weakref.ref[Module]]
+    identities: list[int]  # of all that is in the tables
+    held: list[weakref.ref[Any]]  # the same: an identity means nothing once its object is gone
+    memory: list[tuple[int, ...]]  # of the tensors among them
 
 
-def _nothing() -> None:
-    """Return what a table holds in place of a parameter that a module lacks."""
+def _held_by(modules: Iterable[Module]) -> tuple[list[Any], list[Any]]:
+    """Return the parameters and buffers in the tables of some modules, and all modules there, with None for gaps."""
+    tables = list(map(registered, modules))
+    tensors = [of for parameters, buffers, _ in tables for table in (parameters, buffers) for of in table.values()]
+    return tensors, [of for _, _, children in tables for of in children.values()]
 
 
 class ModelTensors:
@@ -188,7 +192,7 @@ class ModelTensors:
             earlier if earlier is None or earlier._reasons is not None else earlier._earlier
         )
         self._reasons: dict[int, Reason] | None = None
-        self._read_from: list[_Tables] | None = None
+        self._read_from: _Read | None = None
         self.sharded = False
 
     def reason(self, key: int) -> Reason | None:
@@ -209,33 +213,27 @@ class ModelTensors:
         self.sharded = any(hasattr(kind, RESHARD) for kind in {type(module) for module in modules})
         if self.sharded:  # parameters are replaced in each pass
             return
-        read = []
-        for module in modules:
-            tables, held = registered(module), []
-            for k, table in enumerate(tables):
-                for name, of in table.items():
-                    at = None if of is None or isinstance(of, Module) else _addresses(of)
-                    held.append((k, name, _nothing if of is None else weakref.ref(of), at))
-            read.append(_Tables(weakref.ref(module), [len(table) for table in tables], held))
-        self._read_from = read
+        tensors, children = _held_by(modules)
+        held = [of for of in (*tensors, *children) if of is not None]
+        memory = [_addresses(of) for of in tensors if of is not None]
+        self._read_from = _Read(
+            list(map(weakref.ref, modules)), list(map(id, (*tensors, *children))), list(map(weakref.ref, held)), memory
+        )
 
     def _is_current(self) -> bool:
         """Return whether the model still holds what was read."""
-        if self._reasons is None or self._read_from is None:
+        read = self._read_from
+        if self._reasons is None or read is None:
             return False
-        for read in self._read_from:
-            module = read.module()
-            if module is None:
-                return False
-            tables = registered(module)
-            if [len(table) for table in tables] != read.sizes:  # [guard: parameter added since]
-                return False
-            for k, name, ref, at in read.held:
-                found = tables[k].get(name)
-                # [guard: parameter replaced since]
-                if found is not ref() or (at is not None and (found is None or _addresses(found) != at)):
-                    return False
-        return True
+        modules = [ref() for ref in read.modules]
+        if None in modules:
+            return False
+        tensors, children = _held_by(modules)  # type: ignore[arg-type]
+        # [guard: parameter added or replaced since]
+        if list(map(id, (*tensors, *children))) != read.identities or any(ref() is None for ref in read.held):
+            return False
+        # [guard: memory of a parameter replaced since -> True]
+        return [_addresses(of) for of in tensors if of is not None] == read.memory
 
 
 class GroupTensors(ModuleTensors):

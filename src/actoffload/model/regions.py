@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from types import FrameType
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 
 from .._folding import fold_names
 from .._torch.autograd import in_transform, saved_tensor_hooks
+from .._torch.tensors import tree_leaves
 from ..engine.pack import Saved
 from ..engine.unpack import unpack
 from ..recompute import (
@@ -20,13 +21,12 @@ from ..recompute import (
     Region,
     Reuse,
     State,
+    Structures,
     Trace,
     Watch,
     in_pipeline_stage,
-    inside,
     never,
     recomputed,
-    structure,
 )
 from .conduct import DROPPED, Conduct, FollowedModule
 
@@ -71,6 +71,7 @@ class Regions:
         # By group: calls in the forward before, and in this one.
         self._before, self._now = Counter[int](), Counter[int]()
         self._autocast = True  # the program began autocast before the forward
+        self._structures = Structures()
         self._reads: dict[int, Reads] = {}
         self._traces: dict[tuple[int, Hashable], Trace] = {}  # by group and structure
         self._reuses: dict[tuple[int, Hashable], Reuse] = {}  # the same, of calls in stages of a pipeline
@@ -104,10 +105,12 @@ class Regions:
         if obstacle:
             self._latest[of.group] = obstacle, None
             return None
-        modules = inside(of.module)
-        watch = self._watches.get(key := structure(modules, args, kwargs))
+        module = of.module
+        structure = self._structures.of(module)
+        key = structure.kind, frozenset(map(type, tree_leaves((args, kwargs))))
+        watch = self._watches.get(key)
         if watch is None or watch.reason is None:
-            watch = self._watches[key] = Watch(of.module)
+            watch = self._watches[key] = Watch(module)
         self._latest[of.group] = "", watch
         if watch.reason is None:
             return watch
@@ -123,11 +126,11 @@ class Regions:
             policy = never  # compiled code is one operator
         reads, trace = self._reads.setdefault(of.group, Reads()), self._traces.setdefault((of.group, key), Trace())
         note(policy if policy is never or trace.known else TRACED)
-        state = State(modules, watch.writers)
+        state = State(module, structure, watch.writers)
         timed = None if conduct.operators is None else conduct.operators.of(of.group, reads, trace)
         packing: dict[str, Any] = {} if pack is None else {"pack": pack, "unpack": _unpack_unless_edited}
         # The state of a generator cannot be read while a graph is captured; then no random number is drawn.
-        alone = trace.casts_once and self._reads_alone(of)
+        alone = trace.casts_once and self._reads_alone(of.group, structure.weights())
         region = Region(
             policy,
             **packing,
@@ -146,15 +149,15 @@ class Regions:
         """Note that a forward of the model begins; `autocast`: in a block that may have other forwards inside."""
         self._before, self._now, self._autocast = self._now, Counter(), autocast
 
-    def _reads_alone(self, of: FollowedModule) -> bool:
+    def _reads_alone(self, group: int, weights: Iterable[torch.Tensor]) -> bool:
         """Return whether nothing but one call of a group reads its parameters in a forward."""
         if self._owners is None:
             modules = self._modules[0].module.modules()
             self._owners = Counter(id(weight) for each in modules for weight in each._parameters.values())
-        owners, calls = self._owners, (self._before[of.group], self._now[of.group])
+        owners, calls = self._owners, (self._before[group], self._now[group])
         if self._autocast or calls != (1, 1):  # [guard: casts that another forward reads -> False]
             return False
-        return all(owners[id(weight)] == 1 for weight in of.module.parameters())
+        return all(owners[id(weight)] == 1 for weight in weights)
 
     def _obstacle(self, of: FollowedModule) -> str:
         """Return why a call of a group that begins now cannot be recomputed; empty if it can."""

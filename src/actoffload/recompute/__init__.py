@@ -19,9 +19,10 @@ from .policy import (
 )
 from .region import Reads, Region
 from .reuse import Reuse, in_pipeline_stage
-from .state import State, inside
+from .state import State
+from .structure import Structure, Structures
 from .trace import Trace
-from .watch import OBJECTS, Watch, remove_modes, structure
+from .watch import OBJECTS, Watch, remove_modes
 
 __all__ = [
     "COSTLY",
@@ -35,10 +36,11 @@ __all__ = [
     "Region",
     "Reuse",
     "State",
+    "Structure",
+    "Structures",
     "Trace",
     "Watch",
     "in_pipeline_stage",
-    "inside",
     "named",
     "names_of",
     "never",
@@ -48,6 +50,5 @@ __all__ = [
     "remove_modes",
     "saveable",
     "saving",
-    "structure",
     "worth_saving",
 ]

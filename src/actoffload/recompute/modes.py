@@ -1,11 +1,11 @@
 """One call of a function whose activations are recomputed in backward, except outputs of operators that are saved.
 
-`[Note: two modes]`  The function runs under one dispatch mode in forward and under another one when it is recomputed.  The first hands the outputs that a policy chooses to `pack`, which keeps or offloads them; the
-second returns them where the same operator comes again, instead of running it, unless they were written to.  Both see
-what autograd runs, below autograd itself, so the graph of the recomputation is that of the forward.  What was saved
-stays as long as the graph is retained, because it may be used several times.  Otherwise, and where a split backward
-keeps what is recomputed, an output is dropped when it has been returned; should a region be recomputed once more, its
-operator runs again.
+`[Note: two modes]`  The function runs under one dispatch mode in forward and under another one when it is recomputed.
+The first hands the outputs that a policy chooses to `pack`, which keeps or offloads them; the second returns them where
+the same operator comes again, instead of running it, unless they were written to.  Both see what autograd runs, below
+autograd itself, so the graph of the recomputation is that of the forward.  What was saved stays as long as the graph is
+retained, because it may be used several times.  Otherwise, and where a split backward keeps what is recomputed, an
+output is dropped when it has been returned; should a region be recomputed once more, its operator runs again.
 
 Autograd holds the region through its `Checkpoint`, and the region what `pack` returned.  So all of it is
 freed with the graph.
@@ -259,7 +259,9 @@ def recomputed(function: Callable[..., T], region: Region, *args: Any, **kwargs:
         with sdpa_kernel(backends):
             return run()
 
-    kept = Checkpoint(call, tensors, draws=region.draws, again=nullcontext if without_modes else lambda: _Returning(region))
+    kept = Checkpoint(
+        call, tensors, draws=region.draws, again=nullcontext if without_modes else lambda: _Returning(region)
+    )
     if without_modes:
         with kept.hooks():
             return call(*tensors)

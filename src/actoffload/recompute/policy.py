@@ -71,7 +71,7 @@ def never(call: Call) -> bool:
 class Among:
     """Save the outputs of some operators.
 
-    Such a policy has a second method, `concerns`: whether it may save outputs of an operator at all, or of one call of it.
+    Such a policy has a second method, `concerns`: whether it may save outputs of an operator, or of one call of it.
     """
 
     def __init__(self, operators: Collection[Any]) -> None:

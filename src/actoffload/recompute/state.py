@@ -7,29 +7,18 @@ buffers have become is not touched.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from torch import Tensor
 from torch.nn import Module
 
-from .._torch.modules import registered
 from .._torch.tensors import version_of
+from .structure import Structure
 
-__all__ = ["State", "inside", "version"]
+__all__ = ["State", "version"]
 
 T = TypeVar("T")
-
-
-def inside(module: Module) -> list[Module]:
-    """Return a module and all inside of it; `Module.modules` takes longer, in each forward."""
-    found, met = [module], {module}
-    for each in found:
-        for child in registered(each)[2].values():
-            if child is not None and child not in met:
-                met.add(child)
-                found.append(child)
-    return found
 
 
 def version(tensor: Tensor) -> int:
@@ -37,34 +26,43 @@ def version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else version_of(tensor)
 
 
+def _versions(tensors: Sequence[Tensor]) -> list[int]:
+    try:
+        return list(map(version_of, tensors))
+    except RuntimeError:  # of inference mode
+        return list(map(version, tensors))
+
+
 class State:
     """The parameters and buffers of a module at one moment, with their versions.
 
     Parameters
     ----------
-    modules : sequence of Module
-        The module and all `inside` of it.
+    module : Module
+        The module.
+    structure : Structure
+        What it is made of.
     writers : collection of int
-        Positions of modules that write to their buffers in forward.  What these are at this moment is
-        copied; they may change.
+        Positions of modules, among all inside of it, that write to their buffers in forward.  What these are at this
+        moment is copied; they may change.
     """
 
-    def __init__(self, modules: Sequence[Module], writers: Collection[int] = ()) -> None:
-        self._modules = modules
-        self._kind = type(modules[0]).__name__
-        self._readers = [of for k, of in enumerate(self._modules) if k not in writers] if writers else self._modules
+    def __init__(self, module: Module, structure: Structure, writers: Collection[int] = ()) -> None:
+        self._modules, self._structure, self._writers = structure.modules(module), structure, writers
+        tables = structure.tables(self._modules)
         self._written = [vars(self._modules[k])["_buffers"] for k in writers]
         self._before = _copies(self._written)
         self._copies: list[dict[str, Any]] = []
-        self._buffers = self._present()
-        weights = [of for each in self._modules for of in registered(each)[0].values() if of is not None]
+        self._buffers = self._present(tables)
+        weights = [of for parameters, _, _ in tables for of in parameters.values() if of is not None]
         # Two lists of the same length: a pass keeps few objects, for the sake of the garbage collector.
         self._tensors = [*weights, *self._buffers]
-        self._versions = list(map(version, self._tensors))
+        self._versions = _versions(self._tensors)
 
-    def _present(self) -> list[Tensor]:
+    def _present(self, tables: Iterable[tuple[Any, Mapping[str, Any], Any]]) -> list[Tensor]:
         """Return the buffers that the modules have now, but for those that they may change."""
-        return [of for each in self._readers for of in registered(each)[1].values() if of is not None]
+        found = [buffers for k, (_, buffers, _) in enumerate(tables) if buffers and k not in self._writers]
+        return [of for buffers in found for of in buffers.values() if of is not None]
 
     def flags(self) -> tuple[Any, ...]:
         """Return which parameters and buffers get gradients, and how many hooks the modules have."""
@@ -73,19 +71,20 @@ class State:
 
     def changed(self) -> bool:
         """Return whether a parameter, or a buffer of a module that does not write to it, was changed."""
-        buffers = self._present()
+        buffers = self._present(self._structure.tables(self._modules))
         # [guard: buffers that are replaced against expectation -> False]
         replaced = len(buffers) != len(self._buffers) or any(map(_differ, buffers, self._buffers))
         # [guard: buffers that are changed against expectation -> False]
-        edited = list(map(version, self._tensors)) != self._versions
+        edited = _versions(self._tensors) != self._versions
         return replaced or edited
 
     def check(self) -> None:
         """Raise a `RuntimeError` if it has `changed`."""
         if self.changed():
+            kind = type(self._modules[0]).__name__
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"a parameter or buffer of a {self._kind} that is recomputed in backward was changed "
+                f"a parameter or buffer of a {kind} that is recomputed in backward was changed "
                 "after its forward. Change it after backward, or pass recompute=False."
             )
 

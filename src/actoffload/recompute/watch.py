@@ -7,7 +7,7 @@ flags, are assumed to do the same.  A call that does something else after all is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import Any, TypeVar
 
@@ -19,10 +19,11 @@ from .._torch.autograd import saved_tensor_hooks
 from .._torch.modules import is_compiled, registered
 from .._torch.tensors import DispatchMode, current_dispatch_mode, is_capturing, tree_leaves
 from .policy import draws
-from .state import inside, version
+from .state import version
+from .structure import inside
 from .trace import nodes_between
 
-__all__ = ["OBJECTS", "Mode", "Watch", "remove_modes", "structure"]
+__all__ = ["OBJECTS", "Mode", "Watch", "remove_modes"]
 
 T = TypeVar("T")
 
@@ -36,24 +37,6 @@ GENERATORS = "because they draw random numbers from a generator of the program"
 
 REENTRANT = "CheckpointFunction"
 """Beginning of the names of the autograd nodes of reentrant checkpointing, also of that of other libraries."""
-
-
-def structure(modules: Sequence[Module], args: Any, kwargs: Any) -> Hashable:
-    """Return what is equal for calls that are assumed to do the same; `modules` are those `inside` of the one called.
-
-    Of all modules, the types, the names of buffers, the number of attributes and the flags among them; of the
-    arguments, the types.
-    """
-    kinds = [
-        (
-            type(each),
-            tuple([name for name, buffer in registered(each)[1].items() if buffer is not None]),
-            len(attributes := vars(each)),
-            tuple([value for value in attributes.values() if value is True or value is False]),
-        )
-        for each in modules
-    ]
-    return tuple(kinds), frozenset(map(type, tree_leaves((args, kwargs))))
 
 
 _Base: Any = object if DispatchMode is None else DispatchMode
