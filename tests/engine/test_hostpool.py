@@ -342,6 +342,17 @@ def test_trim_frees_what_nothing_uses():
     whole(pool.take(3 * MIB), 3 * MIB)
 
 
+def test_trim_leaves_large_slabs_so_that_buffers_stay_whole():
+    pool = HostPool(Counting())
+    sizes = [8 * MIB] * 16 + [32 * MIB] * 8
+    for buffer in [pool.take(size) for size in sizes]:
+        pool.give_back(buffer, ())
+    assert pool.trim(keep=128 * MIB) == 256 * MIB
+    buffers = [pool.take(size) for size in [32 * MIB] * 3 + [8 * MIB] * 4]
+    assert [len(buffer.parts) for buffer in buffers] == [1] * 7
+    assert pool.bytes_held == 128 * MIB
+
+
 def two(limits=(None, None)):
     device = Counting()
     slabs = Slabs(device)

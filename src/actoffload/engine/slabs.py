@@ -181,12 +181,13 @@ class Slabs:
     def trim(self, account: Account, keep: int = 0) -> int:
         """Free slabs without a used byte, as many as an account has free bytes for; return the bytes freed.
 
-        At least `keep` bytes stay with the account.
+        At least `keep` bytes stay with the account.  Large slabs stay, because a buffer of several segments takes as
+        many copies.
         """
         self._dissolve()
         unused = [s for s in self._free.segments if s.nbytes == self._slabs[s.slab].numel()]
         before = account.held
-        for segment in sorted(unused, key=lambda s: -s.nbytes):
+        for segment in sorted(unused, key=lambda s: s.nbytes):
             if segment.nbytes <= min(account.free, account.held - keep):
                 self._remove(segment.slab, account)
         return before - account.held
