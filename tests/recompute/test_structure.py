@@ -96,7 +96,7 @@ def test_it_is_read_once_while_nothing_changes():
     assert known.of(block) is structure
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.trace` is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 def test_modules_of_torchscript_are_read_each_time():
     known, block = Structures(), nn.Sequential(torch.jit.trace(nn.Linear(4, 4), torch.ones(2, 4)))
     structure = known.of(block)
