@@ -62,7 +62,7 @@ class Profile:
         found = [copies[id(cost)] for cost in costs]
         nbytes, out_seconds, out_after, back_seconds, back_ahead = zip(*found, strict=True)
         movable = [k for k in range(len(costs) - 1) if nbytes[k] and (among is None or k in among)]
-        resident = [cost.nbytes + cost.kept_bytes for cost in costs] if any(of.kept_bytes for of in costs) else nbytes
+        resident = [moves + cost.kept_bytes for moves, cost in zip(nbytes, costs, strict=True)]
         needs = map(_needs, costs, resident, _borders_before(costs))
         in_forward, before_backward, in_backward = zip(*needs, strict=True)
         before = (0, *accumulate(resident))

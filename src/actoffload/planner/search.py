@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from math import inf
 
 from ..schedule.costs import LayerCost, Link
@@ -113,7 +113,11 @@ class Search:
 
     def __post_init__(self) -> None:
         self.place = partial(place, self.profile, host_seconds=self.host_seconds)
-        self.keep = self.place(())
+
+    @cached_property
+    def keep(self) -> Placement:
+        """The placement that offloads nothing."""
+        return self.place(())
 
     def result(self, names: tuple[str, ...]) -> GroupPlan:
         """Return the best of the few best plans, by `simulate`."""
