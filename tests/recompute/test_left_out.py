@@ -53,12 +53,11 @@ class Program:
 
     def __init__(self, module, *names):
         self.module, self.policy, self.trace, self.reads = module, saving(names), Trace(), Reads()
-        self.region = None
+        self.region = self.timed = None
 
     def forward(self, x):
-        self.region = Region(
-            self.policy, reads=self.reads, trace=self.trace, state=State(self.module, Structure(self.module))
-        )
+        state = State(self.module, Structure(self.module))
+        self.region = Region(self.policy, reads=self.reads, trace=self.trace, state=state, timed=self.timed)
         return recomputed(self.module, self.region, x)
 
     def step(self, seed=0):
@@ -322,6 +321,31 @@ def test_autocast():
 
     program = Program(Cast(), ROTATED)
     assert "mul" in program.steps()[-1]
+
+
+def test_a_call_whose_operators_are_timed_leaves_out_the_same_ones():
+    seen = []
+
+    def timed(operator, number, run):
+        seen.append(operator._schema.name.removeprefix("aten::"))
+        return run()
+
+    class Cast(Rotated):
+        def forward(self, x):
+            queries = F.linear(x, self.weight)
+            angles = self.angles.double()  # a cast, which has no place, behind a product that is left out
+            one, two = queries.chunk(2, -1)
+            rotated = queries * angles.cos().float() + torch.cat((-two, one), -1) * angles.sin().float()
+            return F.scaled_dot_product_attention(rotated[None, None], x[None, None], x[None, None])[0, 0]
+
+    program = Program(Cast(), ROTATED)
+    program.steps(2)
+    expected = program.region.left_out
+    program.timed = timed
+    program.steps(2)
+    assert expected
+    assert program.region.left_out == expected
+    assert seen.count("_to_copy") >= seen.count("mm") > 0, "casts take time too, and have no place"
 
 
 def test_recomputation_that_runs_other_operators_is_an_error():

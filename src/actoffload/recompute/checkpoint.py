@@ -165,7 +165,8 @@ class _Surroundings:
         if draws:
             get_state = torch.get_device_module(self._kind).get_rng_state if self._devices else None
             self._states = [torch.get_rng_state(), *(get_state(of) for of in self._devices if get_state is not None)]
-        self._autocast = [(kind, *_autocast(kind)) for kind in (self._kind, "cpu")]
+        kinds = filter(torch.amp.is_autocast_available, (self._kind, "cpu"))
+        self._autocast = [(kind, *_autocast(kind)) for kind in kinds]
         self._keeps_casts, self._default = torch.is_autocast_cache_enabled(), torch.get_default_device()
 
     @contextmanager

@@ -99,20 +99,20 @@ class _Saving(_Mode):
         return left
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs, key = kwargs or {}, None
+        kwargs = kwargs or {}
         if self.traced and counted(operator):  # nearly always, and the host has little time
             place = self._place = self._place + 1
-            if self._sequence[place] is not operator:
-                self.leave_trace()
-            elif place not in self._places:
-                return operator(*args, **kwargs)
-            else:
-                key = self.region.trace.keys[place]
-        if key is None:
-            if self._passes and (self.traced or not (self._concerns is None or self._concerns(operator))):
-                return operator(*args, **kwargs)
-            key = self.key(operator)
-        return self._concerned(key, args, kwargs)
+            if self._sequence[place] is operator:
+                if place not in self._places:
+                    return operator(*args, **kwargs)
+                outputs = self._concerned(self.region.trace.keys[place], args, kwargs)
+                if place in self._expected:
+                    self._shapes[place] = shapes(outputs)
+                return outputs
+            self.leave_trace()
+        if self._passes and (self.traced or not (self._concerns is None or self._concerns(operator))):
+            return operator(*args, **kwargs)
+        return self._concerned(self.key(operator), args, kwargs)
 
     def _concerned(self, key: Key, args: Any, kwargs: Any) -> Any:
         """Return the outputs of an operator, which may be saved."""
@@ -121,8 +121,6 @@ class _Saving(_Mode):
         outputs = run() if region.timed is None else region.timed(*key, run)
         if region.learner is not None:
             region.learner.ran(key, args, kwargs, outputs)
-        if self.traced and self._place in self._expected:
-            self._shapes[self._place] = shapes(outputs)
         # [guard: outputs that a policy saves]
         if (
             (region.trace.sequence or key in region.reads)
@@ -162,24 +160,21 @@ class _Returning(_Mode):
         return left
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs, key = kwargs or {}, None
+        kwargs = kwargs or {}
         if self.traced and counted(operator):  # as in the forward
             place = self._place = self._place + 1
-            if self._sequence[place] is not operator:
-                if self._left_out:
-                    raise RuntimeError(OTHERS)
-                self.leave_trace()
-            elif place not in self._places:
-                return operator(*args, **kwargs)
-            elif place in self._left_out:
-                return without_memory(self._left_out[place])
-            else:
-                key = self.region.trace.keys[place]
-        if key is None:
-            if self.traced or operator not in self._operators:
-                return operator(*args, **kwargs)
-            key = self.key(operator)
-        return self._saved(key, args, kwargs)
+            if self._sequence[place] is operator:
+                if place not in self._places:
+                    return operator(*args, **kwargs)
+                if place in self._left_out:
+                    return without_memory(self._left_out[place])
+                return self._saved(self.region.trace.keys[place], args, kwargs)
+            if self._left_out:
+                raise RuntimeError(OTHERS)
+            self.leave_trace()
+        if self.traced or operator not in self._operators:
+            return operator(*args, **kwargs)
+        return self._saved(self.key(operator), args, kwargs)
 
     def _saved(self, key: Key, args: Any, kwargs: Any) -> Any:
         """Return the saved outputs of an operator, or run it again."""
