@@ -133,23 +133,25 @@ class Accelerator(Backend):
             release()
 
     def to_host(self, pairs: Pairs, stream: Stream) -> None:
-        whole, chunk = self._whole, chunk_bytes(to_host=True)
+        whole = self._whole
         with stream:
             for host, device in pairs:
                 if host.nbytes < whole:
                     host.copy_(device, True)  # without blocking
                 else:
                     separator = self._separator(device.device)
+                    chunk = chunk_bytes(to_host=True)
                     copy_in_chunks(host, device, to_host=True, chunk=chunk, separator=separator)
 
     def to_device(self, pairs: Pairs, stream: Stream) -> None:
-        whole, chunk = self._whole, chunk_bytes(to_host=False)
+        whole = self._whole
         with stream:
             for host, device in pairs:
                 if host.nbytes < whole:
                     device.copy_(host, True)  # without blocking
                 else:
                     separator = self._separator(device.device)
+                    chunk = chunk_bytes(to_host=False)
                     copy_in_chunks(host, device, to_host=False, chunk=chunk, separator=separator)
 
     def _separator(self, device: torch.device) -> Separator | None:
