@@ -2,24 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import TypeAlias
+from typing import NamedTuple
 
 from ..schedule.costs import LayerCost, Link, copies_back, copies_out
 
-__all__ = ["Profile"]
+__all__ = ["Alone", "Profile"]
 
-Copies: TypeAlias = dict[int, tuple[int, float, float, float, float]]
-"""By the identity of a cost: bytes, and seconds of its copies as in `Profile`."""
 
 RELOAD_MARGIN = 0.05
 """Part of the time of a copy by which it is planned to be done earlier than needed."""
 
 EARLY = 0.02
 """Part of the backward, at most one group of it, by which every reload is planned earlier than needed."""
+
+
+class Alone(NamedTuple):
+    """What a profile needs of one group, whatever the others are; names as in `Profile`."""
+
+    nbytes: int
+    resident: int
+    copy_out: float
+    out_after: float
+    copy_back: float
+    back_ahead: float
+    in_forward: int  # without the gap before it
+    in_backward: int
+
+    @staticmethod
+    def of(cost: LayerCost, link: Link) -> Alone:
+        """Return the numbers of a group with some cost."""
+        nbytes = cost.nbytes
+        resident = nbytes + cost.kept_bytes
+        forward_start, forward_end, backward_start, backward_end = cost.other_bytes
+        return Alone(
+            nbytes,
+            resident,
+            *copies_out(cost, link),
+            *copies_back(cost, link),
+            max(forward_start, resident + forward_end) + cost.forward_temporary,
+            max(resident + backward_start, backward_end) + cost.backward_temporary,
+        )
 
 
 @dataclass(frozen=True)
@@ -32,9 +58,7 @@ class Profile:
 
     costs: Sequence[LayerCost]
     nbytes: Sequence[int]
-    resident: Sequence[
-        int
-    ]  # bytes of what is on the device between forward and backward: also what cannot be offloaded
+    resident: Sequence[int]  # bytes on the device between forward and backward, also those that cannot be offloaded
     movable: Sequence[int]  # groups that can be offloaded
     copy_out: Sequence[float]  # seconds of the copies to the host
     out_after: Sequence[float]  # seconds from the start of forward until the copies are done, if the queue is free
@@ -49,22 +73,30 @@ class Profile:
     early: float  # seconds by which a reload is begun before it has to be
 
     @staticmethod
-    def copies(costs: Iterable[LayerCost], link: Link) -> Copies:
-        """Return what profiles need of the copies of each group, for profiles of many choices among these costs."""
-        return {id(cost): (cost.nbytes, *copies_out(cost, link), *copies_back(cost, link)) for cost in costs}
-
-    @staticmethod
     def of(
-        costs: Sequence[LayerCost], link: Link, among: Collection[int] | None = None, copies: Copies | None = None
+        costs: Sequence[LayerCost],
+        link: Link,
+        among: Collection[int] | None = None,
+        known: Mapping[int, Alone] | None = None,
     ) -> Profile:
-        """Return the profile of groups, given in execution order, of which those `among`, or all, may be offloaded."""
-        copies = Profile.copies(costs, link) if copies is None else copies
-        found = [copies[id(cost)] for cost in costs]
-        nbytes, out_seconds, out_after, back_seconds, back_ahead = zip(*found, strict=True)
+        """Return the profile of groups, given in execution order, of which those `among`, or all, may be offloaded.
+
+        `known` has what is known of each, by the identity of its cost.
+        """
+        found = [Alone.of(cost, link) if known is None else known[id(cost)] for cost in costs]
+        nbytes, resident, copy_out, out_after, copy_back, back_ahead, forward, in_backward = zip(*found, strict=True)
         movable = [k for k in range(len(costs) - 1) if nbytes[k] and (among is None or k in among)]
-        resident = [moves + cost.kept_bytes for moves, cost in zip(nbytes, costs, strict=True)]
-        needs = map(_needs, costs, resident, _borders_before(costs))
-        in_forward, before_backward, in_backward = zip(*needs, strict=True)
+        other = [cost.other_bytes for cost in costs]
+        ahead = [other[0][0], *(of[1] for of in other[:-1])]  # where the gap before a forward begins
+        behind = [*(of[3] for of in other[1:]), other[-1][1]]  # where the gap before a backward begins
+        in_forward = [
+            max(max(border, of[0]) + cost.gap_forward_temporary, need)
+            for border, of, cost, need in zip(ahead, other, costs, forward, strict=True)
+        ]
+        before_backward = [
+            max(border, of[2]) + cost.gap_backward_temporary
+            for border, of, cost in zip(behind, other, costs, strict=True)
+        ]
         before = (0, *accumulate(resident))
         starts, backward = _backward_starts(costs)
         until = [max(before[k + 1] + before_backward[k], before[k] + in_backward[k]) for k in range(len(costs))]
@@ -73,9 +105,9 @@ class Profile:
             nbytes=nbytes,
             resident=resident,
             movable=movable,
-            copy_out=out_seconds,
+            copy_out=copy_out,
             out_after=out_after,
-            copy_back=back_seconds,
+            copy_back=copy_back,
             back_ahead=back_ahead,
             in_forward=in_forward,
             before_backward=before_backward,
@@ -133,23 +165,3 @@ def _backward_starts(costs: Sequence[LayerCost]) -> tuple[list[float], float]:
         host += cost.host_backward
         compute = max(starts[k] + cost.backward, host)
     return starts, compute - begin
-
-
-def _borders_before(costs: Sequence[LayerCost]) -> list[tuple[int, int]]:
-    """Return the other bytes at the begin of the gaps before the forward and before the backward of each group."""
-    forward = [costs[0].other_bytes[0], *(cost.other_bytes[1] for cost in costs[:-1])]
-    backward = [*(cost.other_bytes[3] for cost in costs[1:]), costs[-1].other_bytes[1]]
-    return list(zip(forward, backward, strict=True))
-
-
-def _needs(cost: LayerCost, nbytes: int, border: tuple[int, int]) -> tuple[int, int, int]:
-    """Return the bytes that each section of a group needs on top of the resident bytes, of other groups if in it."""
-    forward_start, forward_end, backward_start, backward_end = cost.other_bytes
-    return (
-        max(
-            max(border[0], forward_start) + cost.gap_forward_temporary,
-            max(forward_start, nbytes + forward_end) + cost.forward_temporary,
-        ),
-        max(border[1], backward_start) + cost.gap_backward_temporary,
-        max(nbytes + backward_start, backward_end) + cost.backward_temporary,
-    )

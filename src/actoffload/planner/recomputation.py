@@ -12,7 +12,7 @@ from ..schedule.costs import Link
 from .annealing import Choice, anneal
 from .group_plan import GroupPlan
 from .placement import Placement
-from .profile import Profile
+from .profile import Alone, Profile
 from .search import Search
 from .variants import Variant
 
@@ -72,11 +72,11 @@ def choose_recomputed(
     >>> plan.peak_bytes <= 3 * 2**30, len(plan.recomputed) > 0, plan.seconds < 0.30
     (True, True, True)
     """
-    copies = Profile.copies([variant.cost for group in groups for variant in group], link)
+    known = {id(variant.cost): Alone.of(variant.cost, link) for group in groups for variant in group}
 
     def search(chosen: Chosen) -> Search:
         costs = [group[k].cost for group, k in zip(groups, chosen, strict=True)]
-        profile = Profile.of(costs, link, copies=copies)
+        profile = Profile.of(costs, link, known=known)
         most = inf if limit is None else limit
         return Search(profile, link, host_seconds, host_seconds * host_caution, most, tolerance, without_bytes)
 
