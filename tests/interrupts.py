@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import sys
 import types
 from collections.abc import Callable
@@ -18,6 +19,9 @@ SKIPPED = (
     "add_user",  # these hold a lock by `with`, between whose bytecodes Python does not handle signals
     "remove_user",
 )
+
+HANDLING = [dis.opmap[name] for name in ("PUSH_EXC_INFO", "COPY", "POP_EXCEPT")]
+"""At the borders of a handler Python does not handle signals; an exception there would keep the handled one for good."""
 
 
 class Interrupt:
@@ -44,7 +48,7 @@ class Interrupt:
     def opcode(self, frame: types.FrameType, event: str, arg: Any) -> Any:
         if event == "opcode":
             self.left -= 1
-            if self.left < 0:
+            if self.left < 0 and frame.f_code.co_code[frame.f_lasti] not in HANDLING:
                 sys.settrace(None)
                 raise KeyboardInterrupt
         return self.opcode
