@@ -21,7 +21,7 @@ SKIPPED = (
 )
 
 HANDLING = [dis.opmap[name] for name in ("PUSH_EXC_INFO", "COPY", "POP_EXCEPT")]
-"""At the borders of a handler Python does not handle signals; an exception there would keep the handled one for good."""
+"""At the borders of a handler Python handles no signals; an exception there would keep the handled one for good."""
 
 
 class Interrupt:
