@@ -6,6 +6,7 @@ import gc
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -157,26 +158,36 @@ def test_a_tensor_may_be_read_several_times_in_one_backward():
     alike(program)
 
 
-@pytest.mark.parametrize("times", [2, 3])
-def test_a_retained_graph(times):
-    def program(call):
-        matrices, x = weights(), inputs()
-        y = call(lambda x: product(matrices, x), x)
-        for k in range(times):
-            y.sum().backward(retain_graph=k < times - 1)
-        return [x.grad, *(of.grad for of in matrices)]
-
-    alike(program)
+def several_times(y, x, matrices, times):
+    for k in range(times):
+        y.backward(retain_graph=k < times - 1)
+    return [x.grad, *(of.grad for of in matrices)]
 
 
-def test_a_part_of_the_gradients_first():
+def one_part_first(y, x, matrices):
+    return [torch.autograd.grad(y, of, retain_graph=True)[0] for of in (matrices[2], x, matrices[0])]
+
+
+def gradients_of_gradients(y, x, matrices):
+    (slope,) = torch.autograd.grad(y, x, create_graph=True)
+    slope.square().sum().backward()
+    return [slope, x.grad, *(of.grad for of in matrices)]
+
+
+USES = {
+    "twice": partial(several_times, times=2),
+    "three times": partial(several_times, times=3),
+    "a part first": one_part_first,
+    "gradients of gradients": gradients_of_gradients,
+}
+
+
+@pytest.mark.parametrize("use", USES.values(), ids=USES)
+def test_several_backwards(use):
     def program(call):
         matrices, x = weights(), inputs()
         y = call(lambda x: product(matrices, x), x).sum()
-        found = [torch.autograd.grad(y, of, retain_graph=True)[0] for of in (matrices[2], x, matrices[0])]
-        with torch.no_grad():
-            x.add_(0)  # counted as an edit after the last backward that reads it
-        return found
+        return use(y, x, matrices)
 
     alike(program)
 
@@ -192,17 +203,6 @@ def test_a_gradient_inside_of_the_call_and_of_the_recomputation():
 
         call(function, x).sum().backward()
         return [x.grad, *(of.grad for of in matrices)]
-
-    alike(program)
-
-
-def test_gradients_of_gradients():
-    def program(call):
-        matrices, x = weights(), inputs()
-        y = call(lambda x: product(matrices, x), x).sum()
-        (slope,) = torch.autograd.grad(y, x, create_graph=True)
-        slope.square().sum().backward()
-        return [slope, x.grad, *(of.grad for of in matrices)]
 
     alike(program)
 

@@ -12,8 +12,8 @@ device without a copy engine.  Such a copy behind each chunk, a *separator*, mak
 there.  A small copy then waited 0.4 ms instead of 24 ms behind 1.5 GiB of copies, which took 2 % longer.  A kernel in
 place of the separator works too, but it waits for room on the device: beside matrix products copies took 44 % longer.
 
-Each chunk and its separator take the host 20 to 30 us, for which short steps wait.  A program of one rank copies little
-beside, a batch or a loss in each step, so its chunks are larger.
+Each chunk and its separator took the host about 23 us in a profile, for which short steps wait.  A program of one rank
+copies little beside, a batch or a loss in each step, so its chunks are larger.
 
 A copy below `SEPARATED` bytes is queued whole, with no separator.  It is over sooner than the host has queued the next
 one, so few of them are ever queued together.

@@ -168,7 +168,8 @@ class GroupPlan:
         if self.peak_bytes is not None:
             parts.append(f"peak {size(self.peak_bytes)}")
         if self.seconds is not None:
-            without = "without offloading and recomputing" if self.recomputed else "without offloading"
+            # No such pass fits, so its time is a sum over groups that were measured beside copies.
+            without = "estimated without offloading and recomputing" if self.recomputed else "without offloading"
             beside = f", {milliseconds(self.baseline_seconds)} {without}" if self.baseline_seconds else ""
             parts.append(f"step {milliseconds(self.seconds)}{beside}")
         if self.recompute_seconds > 0:

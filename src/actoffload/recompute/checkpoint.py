@@ -6,9 +6,9 @@ the function runs again with the same inputs, random numbers and autocast, until
 fills its slot until it is read.  What differs: what short steps wait for is the host, and it takes the host less.  A
 Llama layer with adapters (LoRA) saves 57 tensors.  Its forward and its backward took 1.15 ms each of one core (torch
 2.13); beside the second forward, `torch.utils.checkpoint` added 1.8 ms, and this 1.3.  It keeps fewer objects of Python
-too, reads a saved tensor twice in one backward, and says what to do where a recomputation differs.
+too, and a node may read a saved tensor twice in one backward.
 
-A slot is referred to by autograd alone.  So what fills it is freed when its node has run, also if nobody reads it.
+Only autograd has a reference to a slot.  So the tensor in it is freed after its node has run, even if it was not read.
 """
 
 from __future__ import annotations
