@@ -240,3 +240,15 @@ def test_host_memory_held_is_what_is_offloaded(kind: str, rows: int, width: int)
         collect(layers, output)
     statistics = pair[0].statistics()
     assert 1.0 <= statistics.host_bytes / statistics.bytes_offloaded <= 1.05
+
+
+@needs_cuda
+def test_closing_returns_host_memory_to_the_system() -> None:
+    layers, pair = make_layers("linear", 6, WIDTH), offload(4, 6)
+    loss(forward(layers, make_input(layers, 0, ROWS, WIDTH), pair)).backward()
+    torch.cuda.synchronize()
+    held = pair[0].statistics().host_bytes
+    before = torch.cuda.host_memory_stats()["allocated_bytes.current"]
+    pair[0].close()
+    assert held > 0
+    assert before - torch.cuda.host_memory_stats()["allocated_bytes.current"] >= held

@@ -97,6 +97,7 @@ def test_a_plan_that_takes_more_memory_than_was_predicted_is_replaced_and_all_me
         found = peaks(model, device, 18)
         assert not handle.settling
         assert found[-1] + more <= handle.plan.peak_bytes <= budget
+        assert "above the limit of 20.0 MiB." in handle.plan.because, "the one that was given"
         times[more] = seconds(model, device)
         assert handle.plan.seconds == pytest.approx(times[more], rel=0.01)
         assert not more or "MiB" in handle.report().next_choice

@@ -8,7 +8,7 @@ import warnings
 import pytest
 import torch
 from test_memory_budget import peaks
-from timed_device import Timed, TimedModel, offload, seconds, stages, step
+from timed_device import Timed, TimedModel, Work, offload, seconds, stages, step
 from torch import nn
 
 import actoffload
@@ -83,6 +83,27 @@ def test_what_a_plan_costs_is_told_beside_what_the_groups_take():
         step(model)
     assert handle.plan.seconds == pytest.approx(seconds(model, device), rel=0.01)
     assert handle.plan.baseline_seconds == pytest.approx(36, rel=0.01)
+    (cost,) = re.findall(r"at most (\S+) x the time", handle.report().next_choice)
+    assert float(cost) >= handle.plan.seconds / handle.plan.baseline_seconds, "less memory costs no less time"
+
+
+class Stemmed(TimedModel):
+    """A model that computes for 5 s before its blocks, and for 7 s behind their backward."""
+
+    def forward(self, x):
+        return super().forward(Work.apply(x, self.blocks[0].device, (5.0, 7.0), 64))
+
+
+def test_what_is_computed_outside_of_the_groups_counts_with_and_without_offloading():
+    device = Timed(3e5, 3e5, memory=2**40)
+    model = Stemmed(device, 12)
+    assert seconds(model, device) == pytest.approx(48)
+    handle = offload(model, device, memory_budget=20 * MIB)
+    for _ in range(14):
+        step(model)
+    assert handle.plan.seconds == pytest.approx(seconds(model, device), rel=0.01)
+    assert handle.plan.baseline_seconds == pytest.approx(48, rel=0.01)
+    assert handle.frontier().plans[-1].seconds == pytest.approx(48, rel=0.01)
 
 
 class Hosted(nn.Module):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from test_memory_budget import peaks
-from timed_device import Timed, offload, seconds, step
+from timed_device import Timed, offload, seconds, stages, step
 from torch import nn
 
 from actoffload.model import first_steps
@@ -96,6 +96,35 @@ def test_costly_operators_are_saved_and_the_others_run_again(link, budget):
     (peak,) = set(peaks(model, device, 3))
     assert peak <= plan.peak_bytes
     assert peak >= 0.9 * plan.peak_bytes
+    handle.remove()
+
+
+class Sized(Block):
+    """A block that is larger than others of its type; the first of a size has another structure, as in a ResNet."""
+
+    def __init__(self, size: int, first: bool) -> None:
+        super().__init__()
+        self.size, self.first = size, first
+
+    def forward(self, x):
+        for _ in range(self.size):
+            x = super().forward(x)
+        return x
+
+
+def test_blocks_of_one_type_and_several_sizes_have_their_own_times_and_operators():
+    device = Timed(1e6, 1e6, memory=2**40)
+    DEVICES.append(device)
+    model = Blocks()
+    model.blocks = nn.ModuleList([Sized(2, True), Sized(1, True), *(Sized(1, False) for _ in range(5))])
+    handle = offload(model, device, memory_budget=36 * MIB, min_bytes=2**16)
+    seen = stages(handle, lambda: step(model), 20)
+    assert seen.count("FIRST_AGAIN") == 2, "the first time the first of each structure is watched"
+    assert seen[-1] == ""
+    assert handle.plan.baseline_seconds == pytest.approx((2 + 6) * 2.52, rel=0.01)
+    assert seconds(model, device) == pytest.approx(handle.plan.seconds, rel=0.01)
+    _, ways, _ = handle._tracker.steering._measuring.choose.args
+    assert len(max(ways[0], key=lambda way: len(way.saves or ())).saves) >= 4, "the costly operators of both parts"
     handle.remove()
 
 

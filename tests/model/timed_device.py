@@ -16,7 +16,7 @@ import actoffload
 from actoffload.device import ReferenceDevice, use
 from actoffload.device.reference import CreatedStorages
 
-__all__ = ["Timed", "TimedBlock", "TimedModel", "done", "offload", "seconds", "small", "stages", "step"]
+__all__ = ["Timed", "TimedBlock", "TimedModel", "Work", "done", "offload", "seconds", "small", "stages", "step"]
 
 KIB = 2**10
 LAYERS = ["blocks", None]
@@ -105,7 +105,7 @@ class Timed(ReferenceDevice):
         return self.memory
 
 
-class _Work(torch.autograd.Function):
+class Work(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, device: Timed, seconds: tuple[float, float], nbytes: int) -> Tensor:
         device.compute(seconds[0])
@@ -134,7 +134,7 @@ class TimedBlock(nn.Module):
         self.calls += 1
         for _ in range(4):  # for an input of 4 elements
             forward, backward = (seconds * x.numel() / 4 for seconds in self.seconds)
-            x = _Work.apply(x, self.device, (forward, backward), self.nbytes * x.numel() // 4)
+            x = Work.apply(x, self.device, (forward, backward), self.nbytes * x.numel() // 4)
         return x * self.scale
 
 

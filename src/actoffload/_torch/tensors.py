@@ -36,6 +36,9 @@ negative_view: Callable[[torch.Tensor], torch.Tensor] = find("_neg_view", torch.
 grouped_mm: Callable[..., torch.Tensor] | None = find("nn.functional.grouped_mm", find("_grouped_mm"))
 """Multiply groups of rows by one matrix each; None where PyTorch cannot."""
 
+empty_host_cache: Callable[[], None] = find("accelerator.empty_host_cache", find("_C._host_emptyCache", lambda: None))
+"""Return pinned memory that PyTorch caches to the system; public in some releases after 2.11."""
+
 tensor_base: Any = find("_C.TensorBase", torch.Tensor)
 """The class whose descriptors read a tensor without running the code of its subclass."""
 

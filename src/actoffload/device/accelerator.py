@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from .._torch.tensors import current_stream, is_capturing
+from .._torch.tensors import current_stream, empty_host_cache, is_capturing
 from .base import Backend, Pairs, Stream, StreamEvent
 from .chunks import SEPARATED, Separator, chunk_bytes, copy_in_chunks
 from .host_memory import check_room
@@ -128,9 +128,8 @@ class Accelerator(Backend):
             return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
     def release_host(self) -> None:
-        release = getattr(torch.accelerator, "empty_host_cache", None)  # since torch 2.10
-        if release is not None and not self.capturing():
-            release()
+        if not self.capturing():
+            empty_host_cache()
 
     def to_host(self, pairs: Pairs, stream: Stream) -> None:
         whole = self._whole

@@ -90,6 +90,10 @@ class Findings:
         Of whole passes.
     excess : int
         Bytes by which passes took more memory than was predicted for them, negative for less.
+    outside : float
+        Seconds of a pass before its first group and behind its last one.
+    late : float
+        Seconds by which passes with the plan took longer than was predicted for them, negative for less.
     choose, search_frontier : partial, optional
         The functions of the planner, with the costs that were measured.
     """
@@ -108,6 +112,8 @@ class Findings:
     planning: float = 0.0
     times: StepTimes | None = None
     excess: int = 0
+    outside: float = 0.0
+    late: float = 0.0
     choose: partial[GroupPlan] | None = None
     search_frontier: partial[tuple[GroupPlan, ...]] | None = None
     _next: tuple[GroupPlan, str] | None = field(default=None, init=False, repr=False, compare=False)
@@ -115,22 +121,32 @@ class Findings:
     def chosen(self, **changes: Any) -> GroupPlan:
         """Return the best plan by the costs that were measured; `changes` replace arguments of the planner."""
         assert self.choose is not None
-        limit: int | None = {**self.choose.keywords, **changes}.get("limit")
-        if limit is not None:
-            changes["limit"] = limit - self.excess
-        plan = self.corrected(self.choose(**changes))
+        plan = self.corrected(self.choose(**changes, excess=self.excess))
         if not (self.reserve and plan.because):
             return plan
         more = f"Another rank takes {size(self.reserve)} more than the one that decides."
         return replace(plan, because=f"{plan.because} {more}")
 
     def corrected(self, plan: GroupPlan) -> GroupPlan:
-        """Return a plan with the peak that is expected by what passes took."""
-        return plan if plan.peak_bytes is None else replace(plan, peak_bytes=plan.peak_bytes + self.excess)
+        """Return a plan by costs of groups with the peak and the times that are expected of a pass."""
+        if plan.peak_bytes is not None:
+            plan = replace(plan, peak_bytes=plan.peak_bytes + self.excess)
+        if plan.seconds is None or plan.baseline_seconds is None:
+            return plan
+        seconds, baseline = plan.seconds + self.outside, plan.baseline_seconds + self.outside
+        return replace(plan, seconds=seconds, baseline_seconds=baseline)
 
     def frontier(self) -> tuple[GroupPlan, ...]:
         """Return the plans that are worth having; none if the costs are not known."""
-        return () if self.search_frontier is None else tuple(map(self.corrected, self.search_frontier()))
+        if self.search_frontier is None:
+            return ()
+        return tuple(map(self._as_measured, map(self.corrected, self.search_frontier())))
+
+    def _as_measured(self, plan: GroupPlan) -> GroupPlan:
+        """Return a plan that is expected to be as late as the one that was measured, but no faster than without."""
+        if not (plan.offloaded or plan.recomputed) or plan.seconds is None or plan.baseline_seconds is None:
+            return plan
+        return replace(plan, seconds=max(plan.seconds + self.late, min(plan.seconds, plan.baseline_seconds)))
 
     def next_choice(self) -> str:
         """Return what a smaller peak would cost, in a sentence; empty if that is not known or there is none.
@@ -145,7 +161,7 @@ class Findings:
         return self._next[1]
 
     def _cost_of_less(self, plan: GroupPlan, peak: int) -> str:
-        found = self.chosen(limit=round(peak * SMALLER))
+        found = self._as_measured(self.chosen(limit=round(peak * SMALLER)))
         if found.seconds is None or found.peak_bytes is None or found.peak_bytes >= peak:
             return ""
         cost = found.seconds / (found.baseline_seconds or plan.baseline_seconds or found.seconds)

@@ -159,6 +159,7 @@ class FirstSteps:
         if memory is not None and memory.sequence != lean.sequence:
             memory = None
         layers = layer_costs(lean, timed, memory, compiled)
+        found.outside = timed.outside(self._backend)
         hooks = hook_seconds(lean.sizes, lean.meter, timed.meter) if timed is not lean else None
         each = HOST_SECONDS if hooks is None else hooks
         among = partial(choose, names, layers, link, host_seconds=each, host_caution=HOST_CAUTION)
@@ -189,8 +190,14 @@ class FirstSteps:
         first.wait(self._backend)
         assert found.choose is not None
         names, layers, link = found.choose.args
-        forwards = {key.group: layer.forward for key, layer in zip(first.sequence, layers, strict=False)}
-        operators = self._ways.operators(first.operators.costs(), forwards)
+        of_group = {key.group: layer for key, layer in zip(first.sequence, layers, strict=False)}
+        costs = first.operators.costs()
+        operators = self._ways.operators(costs, of_group)
+        if not operators.keys() >= of_group.keys() & self._policies.keys():  # the first of their kinds were watched
+            second = yield from _next(Stage.FIRST_AGAIN)
+            assert second.operators is not None
+            second.wait(self._backend)
+            operators = self._ways.operators(costs | second.operators.costs(), of_group)
         saves = {group: tuple(of.name for of in worth_saving(operators.get(group, ()))) for group in self._policies}
         found.saves = saves
         yield from _next(Stage.AGAIN)  # to warm up: what is saved has changed
@@ -209,6 +216,7 @@ class FirstSteps:
             return plan
         begun = time.perf_counter()
         ways = self._ways.of(operators, layers, again, timed, whole)
+        found.outside = timed.outside(self._backend)
         found.choose = partial(choose_recomputed, names, ways, link, **found.choose.keywords)
         assert found.search_frontier is not None
         found.search_frontier = partial(frontier, names, ways, link, **found.search_frontier.keywords)
@@ -225,7 +233,7 @@ class FirstSteps:
         the host were slower or faster than it was measured.  A plan that exceeds the limit is kept only if none was
         found that does not.
         """
-        found, limit, tried = self.found, self.found.limit or inf, list[GroupPlan]()
+        found, limit, tried, late = self.found, self.found.limit or inf, list[GroupPlan](), list[float]()
         hosts = list(HOSTS)
         while True:
             found.plan = plan
@@ -237,18 +245,22 @@ class FirstSteps:
                 passes[-1].wait(self._backend)
             seconds, predicted = typical(passes[1:], self._backend, found.size), relative(plan)
             now, peak = measured(plan, seconds, with_others=self._with_others()), max(of.peak for of in passes)
+            found.late = seconds - (plan.seconds or seconds)
             if not peak or plan.peak_bytes is None or found.choose is None or found.in_flight > 1:
                 return now
             found.excess += peak - plan.peak_bytes
             if tried:  # what a pass takes without offloading is the same for all
                 now = replace(now, baseline_seconds=tried[0].baseline_seconds)
             tried.append(replace(now, peak_bytes=peak))
+            late.append(found.late)
             other = self._other(tried, predicted, hosts)
             if other is None or len(tried) > TRIES:
                 break
             plan = other
         within = [of for of in tried if (of.peak_bytes or 0) <= limit]
-        return min(within or tried, key=lambda of: (of.seconds if within else of.peak_bytes) or 0.0)
+        best = min(within or tried, key=lambda of: (of.seconds if within else of.peak_bytes) or 0.0)
+        found.late = late[tried.index(best)]
+        return best
 
     def _other(self, tried: Sequence[GroupPlan], predicted: float, hosts: list[float]) -> GroupPlan | None:
         """Return a plan that was not tried yet and may be better than the last one that was; None if there is none.

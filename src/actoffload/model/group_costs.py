@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import inf
@@ -163,14 +163,16 @@ def at_the_pace_of(others: Sequence[LayerCost], layers: Sequence[LayerCost]) -> 
     return tuple(replace(layer, **{name: pace * getattr(layer, name) for name in names}) for layer in layers)
 
 
-def without_hooks(costs: Sequence[LayerCost], meter: Meter, kinds: Sequence[type], seconds: float) -> list[LayerCost]:
+def without_hooks(
+    costs: Sequence[LayerCost], meter: Meter, kinds: Sequence[Hashable], seconds: float
+) -> list[LayerCost]:
     """Return costs of groups that were offloaded, with the time of the host as it is without that.
 
     A host that waits for copies is late for another reason than its work, so groups of one kind have the median of what
     they took, if that is less; `seconds` of it are for each tensor that was offloaded.
     """
     host = meter.host_seconds()
-    alike = defaultdict[tuple[Kind, type], list[float]](list)
+    alike = defaultdict[tuple[Kind, Hashable], list[float]](list)
     for (kind, k), taken in host.items():
         alike[kind, kinds[k]].append(taken)
 
@@ -184,14 +186,14 @@ def without_hooks(costs: Sequence[LayerCost], meter: Meter, kinds: Sequence[type
     ]
 
 
-def steady(costs: Sequence[LayerCost], kinds: Sequence[type]) -> list[LayerCost]:
+def steady(costs: Sequence[LayerCost], kinds: Sequence[Hashable]) -> list[LayerCost]:
     """Return costs without interruptions: groups of one kind, if there are three or more, take about as long.
 
     A pass is measured once, and the program or the system may interrupt it.
     """
-    usual = dict[tuple[type, str], float]()
+    usual = dict[tuple[Hashable, str], float]()
     for kind in set(kinds):
-        alike = [cost for cost, of in zip(costs, kinds, strict=True) if of is kind]
+        alike = [cost for cost, of in zip(costs, kinds, strict=True) if of == kind]
         for name in ("forward", "backward", "gap_forward", "gap_backward"):
             usual[kind, name] = median(getattr(cost, name) for cost in alike) if len(alike) >= 3 else inf
 

@@ -99,6 +99,13 @@ class TimedPass:
         assert self.ended is not None
         return backend.elapsed(self.begun, self.ended)
 
+    def outside(self, backend: Backend) -> float:
+        """Return the seconds of it before its first group and behind the last one."""
+        assert self.meter is not None
+        assert self.ended is not None
+        borders = self.meter.borders
+        return backend.elapsed(self.begun, borders[0].event) + backend.elapsed(borders[-1].event, self.ended)
+
     def pace(self, backend: Backend) -> float:
         """Return the seconds for each element of the inputs, whose number may differ from pass to pass."""
         return self.seconds(backend) / max(self.elements, 1)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from math import inf
+from collections.abc import Hashable, Mapping, Sequence
+from math import log2
 
 from ..planner import OperatorCost, Variant, variants
 from ..planner.variants import within
@@ -26,15 +26,17 @@ class Ways:
         self._groups, self._policies = groups, policies
 
     def operators(
-        self, costs: Mapping[int, list[OperatorCost]], forwards: Mapping[int, float]
+        self, costs: Mapping[int, list[OperatorCost]], layers: Mapping[int, LayerCost]
     ) -> dict[int, tuple[OperatorCost, ...]]:
-        """Return the operators of each group, with times that add up to that of its forward.
+        """Return the operators of each group that are known, with times that add up to that of its forward.
 
-        The first call of a structure is watched and not recomputed; then those of another module of its type are taken.
+        `layers` has the costs without recomputation.  The first call of a structure is watched and not recomputed; then
+        those of a group of the same kind are taken.
         """
-        found = {group: within(of, forwards.get(group, inf)) for group, of in costs.items()}
-        by_type = {self._kind(group): of for group, of in reversed(found.items())}
-        return found | {group: by_type.get(self._kind(group), ()) for group in forwards if group not in found}
+        found = {group: within(of, layers[group].forward) for group, of in costs.items() if group in layers}
+        kinds = {group: (self._type(group), of.nbytes) for group, of in layers.items()}
+        alike = {kinds[group]: of for group, of in reversed(found.items())}
+        return {group: alike[kind] for group, kind in kinds.items() if kind in alike} | found
 
     def of(
         self,
@@ -59,7 +61,9 @@ class Ways:
         whole : TimedPass, optional
             A pass in which all groups were recomputed as a whole and offloaded.
         """
-        kinds = [self._kind(key.group) for key in again.sequence]
+        # Blocks of one type may be of several sizes, as in a ResNet; in a kind they differ by less than half.
+        sizes = [round(2 * log2(of.nbytes + 1)) for of in layers]
+        kinds = [(self._type(key.group), size) for key, size in zip(again.sequence, sizes, strict=True)]
         costs = _alone(again, timed, kinds)
         wholes: Sequence[LayerCost | None] = [None] * len(costs)
         if whole is not None and whole.sequence == again.sequence:
@@ -79,11 +83,11 @@ class Ways:
                 found.append((Variant(own),))
         return found
 
-    def _kind(self, group: int) -> type:
+    def _type(self, group: int) -> type:
         return type(self._groups[group].module)
 
 
-def _alone(lean: TimedPass, timed: TimedPass, kinds: Sequence[type]) -> list[LayerCost]:
+def _alone(lean: TimedPass, timed: TimedPass, kinds: Sequence[Hashable]) -> list[LayerCost]:
     """Return the costs of a pass that offloaded everything, without the time of the host for that."""
     assert lean.meter is not None
     return without_hooks(steady(layer_costs(lean, timed), kinds), lean.meter, kinds, HOST_SECONDS)

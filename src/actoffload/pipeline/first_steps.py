@@ -208,8 +208,8 @@ class FirstSteps:
         for of in self._stages:
             times, of.steering.operators = of.steering.operators, None
             groups = zip(of.steering.order, self._plain.costs[of.index].groups, strict=True)
-            forwards = {key.group: cost.forward for key, cost in groups}
-            found = Ways(of.steering.groups, {}).operators({} if times is None else times.costs(), forwards)
+            costs = {key.group: cost for key, cost in groups}
+            found = Ways(of.steering.groups, {}).operators({} if times is None else times.costs(), costs)
             self._operators[of.index] = [found.get(key.group, ()) for key in of.steering.order]
         self._operators = self.of_first(self._operators)
         for of in self._stages:

@@ -39,12 +39,13 @@ def choose_recomputed(
     host_caution: float = 1.0,
     tolerance: float = 0.002,
     without_bytes: int | None = None,
+    excess: int = 0,
 ) -> GroupPlan:
     """Return the fastest plan within a limit, in which groups are kept, offloaded, recomputed, or both of the latter.
 
     Parameters
     ----------
-    names, link, limit, host_seconds, host_caution, tolerance, without_bytes
+    names, link, limit, host_seconds, host_caution, tolerance, without_bytes, excess
         As in `choose`.
     groups : sequence of sequence of Variant
         The ways to run each group; the first is without recomputation.
@@ -72,13 +73,15 @@ def choose_recomputed(
     >>> plan.peak_bytes <= 3 * 2**30, len(plan.recomputed) > 0, plan.seconds < 0.30
     (True, True, True)
     """
+    limit = None if limit is None else limit - excess
     known = {id(variant.cost): Alone.of(variant.cost, link) for group in groups for variant in group}
 
     def search(chosen: Chosen) -> Search:
         costs = [group[k].cost for group, k in zip(groups, chosen, strict=True)]
         profile = Profile.of(costs, link, known=known)
         most = inf if limit is None else limit
-        return Search(profile, link, host_seconds, host_seconds * host_caution, most, tolerance, without_bytes)
+        caution = host_seconds * host_caution
+        return Search(profile, link, host_seconds, caution, most, tolerance, without_bytes, excess)
 
     def placement(choice: Choice) -> Placement:
         searched = search(choice.variants)

@@ -32,6 +32,7 @@ def choose(
     tolerance: float = 0.002,
     among: Collection[int] | None = None,
     without_bytes: int | None = None,
+    excess: int = 0,
 ) -> GroupPlan:
     """Return the fastest plan whose peak is within a limit.
 
@@ -59,6 +60,9 @@ def choose(
     without_bytes : int, optional
         Peak of device memory without offloading as it was measured, for the reason; None to take what the costs add up
         to.
+    excess : int
+        Bytes by which passes took more device memory than the costs add up to; the plan leaves room for them within
+        the limit.
 
     Returns
     -------
@@ -92,9 +96,10 @@ def choose(
         link,
         host_seconds,
         host_seconds * host_caution,
-        inf if limit is None else limit,
+        inf if limit is None else limit - excess,
         tolerance,
         without_bytes,
+        excess,
     )
     return search.result(tuple(names))
 
@@ -110,6 +115,7 @@ class Search:
     limit: float
     tolerance: float
     without_bytes: int | None = None
+    excess: int = 0  # by which the limit that was given is larger
 
     def __post_init__(self) -> None:
         self.place = partial(place, self.profile, host_seconds=self.host_seconds)
@@ -224,7 +230,12 @@ class Search:
 
     def beyond(self) -> str:
         """Return the reason for a plan that exceeds the limit."""
-        return f"No plan is within the limit of {size(int(self.limit))}; this one has the smallest peak."
+        return f"No plan is within the limit of {self.given}; this one has the smallest peak."
+
+    @property
+    def given(self) -> str:
+        """The limit as it was given."""
+        return size(int(self.limit) + self.excess)
 
     @property
     def without(self) -> int:
@@ -233,7 +244,7 @@ class Search:
 
     def above(self, action: str) -> str:
         """Return the reason for a plan that costs time, where memory would be too small without an action."""
-        return f"Without {action} the peak would be {size(self.without)}, above the limit of {size(int(self.limit))}."
+        return f"Without {action} the peak would be {size(self.without)}, above the limit of {self.given}."
 
     def because(self, plan: Plan, result: Simulation) -> str:
         """Return why this plan was chosen."""
