@@ -7,6 +7,7 @@ import warnings
 
 import pytest
 import torch
+import torch.distributed as dist
 from test_memory_budget import peaks
 from timed_device import Timed, TimedModel, Work, offload, seconds, stages, step
 from torch import nn
@@ -85,6 +86,42 @@ def test_what_a_plan_costs_is_told_beside_what_the_groups_take():
     assert handle.plan.baseline_seconds == pytest.approx(36, rel=0.01)
     (cost,) = re.findall(r"at most (\S+) x the time", handle.report().next_choice)
     assert float(cost) >= handle.plan.seconds / handle.plan.baseline_seconds, "less memory costs no less time"
+
+
+class Talking(nn.Module):
+    """A block that adds up its output over the ranks of a process group that no parameter shows."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, x):
+        x = self.block(x)
+        dist.all_reduce(x.detach().clone())
+        return x
+
+
+@pytest.mark.parametrize("recompute", ["auto", True])
+def test_groups_that_communicate_are_not_recomputed_where_each_rank_decides_for_itself(recompute, monkeypatch):
+    """Another rank may not recompute them, and would not take part in the collective."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    monkeypatch.setattr(dist, "get_world_size", lambda *_: 2)
+    try:
+        device = Timed(3e5, 3e5, memory=2**40)
+        model = TimedModel(device, 12)
+        model.blocks = nn.ModuleList([*map(Talking, model.blocks[:6]), *model.blocks[6:]])
+        handle = offload(model, device, memory_budget=24 * MIB, recompute=recompute)
+        for _ in range(16):
+            step(model)
+        assert max(peaks(model, device, 2)) <= 24 * MIB
+    finally:
+        dist.destroy_process_group()
+    if recompute == "auto":
+        assert handle.plan.recomputed
+        assert min(handle.plan.recomputed) >= 6
+        assert "because they communicate with other ranks" in handle.plan.because
+    else:
+        assert set(range(6)) <= set(handle.plan.recomputed)
 
 
 class Stemmed(TimedModel):

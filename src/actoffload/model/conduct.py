@@ -50,6 +50,7 @@ class Conduct:
     recompute: Mapping[int, Policy] = field(default_factory=dict)  # by group: what is saved where it is recomputed
     operators: OperatorTimes | None = None  # times the operators of these groups
     begun: Callable[[ModelPass[GroupKey]], None] | None = None  # called with the pass before its first group
+    apart: bool = False  # other ranks may recompute other groups, so none is recomputed that communicates with them
 
 
 class Steering(Protocol):

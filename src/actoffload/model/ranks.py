@@ -40,10 +40,14 @@ def ranks_of(model: Module) -> tuple[int, ...]:
         With parameters that are distributed over a device mesh (``fully_shard``, ``parallelize_module``), or wrapped in
         ``DistributedDataParallel`` or ``FullyShardedDataParallel``: from outside, as a whole or in part.
     """
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() < 2 or default_store is None:
+    if _world_size() < 2 or default_store is None:
         return ()
     found = max(_groups_of(model), key=len, default=())
     return found if len(found) > 1 and dist.get_rank() in found else ()
+
+
+def _world_size() -> int:
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def _groups_of(model: Module) -> Iterator[tuple[int, ...]]:
@@ -91,6 +95,11 @@ class Ranks:
         if problem:
             raise ValueError(problem)
         self.lockstep = Lockstep(board, gone)
+
+    @property
+    def apart(self) -> bool:
+        """Whether there are other ranks, and this one decides without them."""
+        return self.lockstep is None and _world_size() > 1
 
     def together(self, act: Callable[[Lockstep], T]) -> T | None:
         """Return what a function of the lockstep returns; None without other ranks, or from when on one is lost."""

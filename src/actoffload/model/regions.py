@@ -35,6 +35,10 @@ __all__ = ["Regions"]
 AROUND = "because they are called under saved-tensor hooks of the program, such as those of torch.utils.checkpoint"
 INSIDE = "because other groups or kept modules are inside of them"
 FUNCTIONAL = "because they are called with other parameters, by torch.func.functional_call"
+COMMUNICATES = (
+    'because they communicate with other ranks, and with recompute="auto" each of these decides for itself; with '
+    "recompute=True all of them recompute all groups"
+)
 CAPTURED = "because a CUDA graph is captured, and they may draw random numbers"
 TRANSFORM = "because they are called inside of a transform of torch.func"
 
@@ -117,6 +121,9 @@ class Regions:
         if watch.reason:  # [guard: group that must not be recomputed]
             if watch.reason is OBJECTS:
                 warn(WITHOUT_CACHE)
+            return None
+        if conduct.apart and watch.communicates:  # [guard: group that other ranks do not recompute]
+            self._latest[of.group] = COMMUNICATES, None
             return None
         if capturing and watch.draws:  # [guard: random numbers in a captured graph]
             self._latest[of.group] = CAPTURED, None

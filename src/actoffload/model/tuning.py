@@ -138,22 +138,27 @@ class Tuner:
     def forward_begins(self, inputs: tuple[Any, Any], *, alone: bool, busy: bool) -> Conduct:
         """Return how this pass is followed; plan first if enough was measured."""
         with self._lock:
-            if alone or busy:
-                self._alone = not busy
+            conduct = self._conduct_of(inputs, alone=alone, busy=busy)
+        # Ranks that decide together recompute the same groups, with what these communicate.
+        return replace(conduct, apart=True) if self._policies and self._ranks.apart else conduct
+
+    def _conduct_of(self, inputs: tuple[Any, Any], *, alone: bool, busy: bool) -> Conduct:
+        if alone or busy:
+            self._alone = not busy
+            return self._stages.whole(self._chosen)
+        self._alone = False
+        aside = self._engine.backend.capturing() or not isinstance(self._engine.recorder, Meter | None)
+        if aside:
+            self._drop()  # [guard: pass measured while a graph is captured or a step is recorded]
+            if self._ranks.lockstep is None:
                 return self._stages.whole(self._chosen)
-            self._alone = False
-            aside = self._engine.backend.capturing() or not isinstance(self._engine.recorder, Meter | None)
-            if aside:
-                self._drop()  # [guard: pass measured while a graph is captured or a step is recorded]
-                if self._ranks.lockstep is None:
-                    return self._stages.whole(self._chosen)
-            self._close()
-            self._number += 1
-            elements = sum(tensor.numel() for tensor in tensors_in(inputs))
-            stage = self._stage_of_pass(elements, aside=aside)
-            if aside:
-                return self._stages.whole(self._chosen)
-            return self._steady(elements) if stage is None else self._measure(stage, elements)
+        self._close()
+        self._number += 1
+        elements = sum(tensor.numel() for tensor in tensors_in(inputs))
+        stage = self._stage_of_pass(elements, aside=aside)
+        if aside:
+            return self._stages.whole(self._chosen)
+        return self._steady(elements) if stage is None else self._measure(stage, elements)
 
     def forward_ends(self, output: Any) -> None:
         """Time the pass until the end of its backward."""

@@ -27,6 +27,9 @@ __all__ = ["OBJECTS", "Mode", "Watch", "remove_modes"]
 
 T = TypeVar("T")
 
+COLLECTIVES = frozenset(("c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd"))
+"""Namespaces of the operators of `torch.distributed`."""
+
 CHANGES = "because they change parameters in their forward, or running statistics that cannot be restored"
 RANKS = "because they contain torch.nn.SyncBatchNorm, which communicates with other ranks"
 INPUTS = "because they write to their inputs"
@@ -77,7 +80,7 @@ class _Seen(Mode):
         super().__init__()
         self._hooks = saved_tensor_hooks()
         self.reason = ""
-        self.draws = False
+        self.draws = self.communicates = False
         self.statistics: list[Tensor] = []  # running statistics that were updated, which no version counter shows
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -91,6 +94,7 @@ class _Seen(Mode):
         if operator is torch.ops.aten.rrelu_with_noise.default:  # [guard: noise of RReLU]
             self.reason = NOISE
         self.draws = self.draws or draws(operator, args, kwargs or {})
+        self.communicates = self.communicates or getattr(operator, "namespace", "") in COLLECTIVES
         if operator in _NORMS and args[5]:  # [guard: running statistics without a counter]
             self.statistics += [of for of in args[3:5] if of is not None]
         return operator(*args, **(kwargs or {}))
@@ -107,6 +111,8 @@ class Watch:
         Positions, in `inside`, of modules that wrote to their buffers.
     draws : bool
         Whether the call drew random numbers, or may have in compiled code.
+    communicates : bool
+        Whether the call communicated with other ranks outside of compiled code.
     compiled : bool
         Whether modules inside are compiled.
     """
@@ -115,7 +121,7 @@ class Watch:
         self._module: Module | None = module
         self.reason: str | None = None
         self.writers: tuple[int, ...] = ()
-        self.draws = True
+        self.draws, self.communicates = True, False
         self.compiled = any(map(is_compiled, inside(module)))
 
     def __call__(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
@@ -143,6 +149,7 @@ class Watch:
             with _Seen() as mode:
                 result = function(*args, **kwargs)
             seen, statistics, self.draws = mode.reason, mode.statistics, mode.draws or self.compiled
+            self.communicates = mode.communicates
         # What wrote to one buffer of a module may have written to others past their version counters.
         updated, now = set(map(id, statistics)), list(map(_versions, modules))
         changed = [
