@@ -12,7 +12,8 @@ from offload_harness import LAYERS, NBYTES, ROWS, Net, expected, make, offload, 
 from test_gpu_graphs import WholeStep, clean, requested
 from torch import Tensor, nn
 
-from actoffload.schedule import Kind
+from actoffload.planner import GroupPlan
+from actoffload.schedule import Action, Do, Event, Kind, Plan, When
 
 pytestmark = [pytest.mark.gpu, *lenient]
 
@@ -85,6 +86,34 @@ def test_graphed_callables_take_an_offloaded_model(wrapped: bool) -> None:
     module = Holder(model) if wrapped else model
     graphed = torch.cuda.make_graphed_callables(module, (make_input(model, 0, 2048),))
     for seed in range(5):
+        output = graphed(make_input(model, seed, 2048))
+        loss(output).backward()
+        got = [parameter.grad.clone() for parameter in model.parameters()]
+        model.zero_grad(set_to_none=True)
+        assert torch.equal(output, want[seed].output)
+        assert all(torch.equal(a, b) for a, b in zip(got, want[seed].grads, strict=True))
+    assert handle.statistics().tensors_offloaded > 0
+
+
+@needs_cuda
+@pytest.mark.parametrize("apart", [True, False], ids=["forward and backward", "the whole step"])
+def test_a_plan_that_releases_in_backward_is_captured(apart: bool) -> None:
+    """As plans for a budget may: a copy must not be in flight where the capture of the forward ends."""
+    model = make("mlp", 8)
+    want = expected(model, range(4), 2048)
+    names = tuple(f"blocks.{k}" for k in range(8))
+    calls = [(Event(When.FORWARD_END, k), Action(Do.OFFLOAD, k)) for k in range(5)]
+    calls += [(Event(When.BACKWARD_START, 7), Action(Do.RELEASE, k)) for k in range(5)]
+    calls += [(Event(When.BACKWARD_START, k + 1), Action(Do.RELOAD, k)) for k in range(5)]
+    plan = GroupPlan(names, Plan.of(8, calls), (NBYTES,) * 8)
+    handle = offload(model, fraction=None, plan=plan)
+    if not apart:
+        graph = WholeStep(model, called, 2048)
+        for seed in range(4):
+            assert graph.replay(seed).differences(want[seed]) == []
+        return
+    graphed = torch.cuda.make_graphed_callables(model, (make_input(model, 0, 2048),))
+    for seed in range(4):
         output = graphed(make_input(model, seed, 2048))
         loss(output).backward()
         got = [parameter.grad.clone() for parameter in model.parameters()]

@@ -12,6 +12,10 @@ from helpers import nothing_held
 from torch import Tensor
 from whole_model import UNIT, Repeated, Wave, Waves, agrees, backward, data, equal, measured, offload, train
 
+from actoffload.device import ReferenceDevice
+from actoffload.planner import GroupPlan
+from actoffload.schedule import Action, Do, Event, Plan, When
+
 SAVES = Wave.SAVES * UNIT
 
 
@@ -267,3 +271,20 @@ def test_a_block_that_calls_itself():
         "blocks.1",
     )
     assert statistics.bytes_offloaded > 0
+
+
+def test_copies_of_a_captured_forward_have_ended_with_it(monkeypatch):
+    """Its backward may be captured apart, and must not wait for them."""
+    calls = [(Event(When.FORWARD_END, k), Action(Do.OFFLOAD, k)) for k in range(3)]
+    calls += [(Event(When.BACKWARD_START, 5), Action(Do.RELEASE, k)) for k in range(3)]
+    model = Waves()
+    plan = GroupPlan(names([*range(6)]), Plan.of(6, calls), (SAVES,) * 6)
+    handle = offload(model, plan=plan, layers=None)
+    resident = []
+    for captured in (False, False, True):
+        monkeypatch.setattr(ReferenceDevice, "capturing", lambda self, captured=captured: captured)
+        output = model(data())
+        resident.append(handle.statistics().resident_bytes)
+        output.sum().backward()
+    assert resident[1:] == [3 * SAVES, 0]
+    assert handle.statistics().bytes_offloaded == 9 * SAVES

@@ -26,7 +26,7 @@ from .._torch.tensors import address
 from ..schedule.execution_order import ExecutionOrder, Key
 from ..schedule.plan import OUTSIDE, Roles
 from .engine import Engine
-from .layer import Layer
+from .layer import Layer, Phase
 from .module_tensors import ModuleTensors
 from .ownership import Limit, stays
 from .pack import Pack, Saved, keep, pack_parts
@@ -146,6 +146,11 @@ class ModelPass(Pass, Generic[Key]):
             self._inputs = {}
             if not self.order.complete and self.order.started:
                 self.follow(self._roles_of(tuple(self.order.started)))
+            # A plan may release in backward, which may be captured apart from this forward; see [Note: capture].
+            offloading = [layer for layer in self.layers if layer.phase is Phase.OFFLOADING]
+            if offloading and self.backend.capturing():  # [guard: copies of a captured forward]
+                for layer in offloading:
+                    layer.release()
 
     def packer_outside(self, *, withheld: bool = False) -> Pack:
         """Return the pack hook for what no group saves; `withheld`: what modules save whose tensors are kept."""

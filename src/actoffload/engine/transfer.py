@@ -21,9 +21,9 @@ A copy in need not wait for the copy out: compute has waited for that at the rel
 own the memory of a saved tensor.  The pass has seen them, and they wait for whatever compute waits for.
 
 `[Note: capture]`  While a graph is captured, a stream may wait only for events of the same capture, and events of a
-capture mean nothing outside of it.  Before the first kept layer, compute has waited for every copy out, and each copy
-in is waited for by its use.  So no wait crosses the border between the captures of forward and backward.  Waits for
-work from before the capture, which `torch.cuda.graph` has synchronized, are left out.
+capture mean nothing outside of it.  When the forward of a model ends, compute has waited for every copy out, and each
+copy in is waited for by its use.  So no wait crosses the border between the captures of forward and backward.  Waits
+for work from before the capture, which `torch.cuda.graph` has synchronized, are left out.
 """
 
 from __future__ import annotations
