@@ -9,12 +9,8 @@ simulation of the plan.
 
 from __future__ import annotations
 
-import gc
-import json
-import tempfile
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
@@ -24,7 +20,7 @@ from harness import AGAIN, NOTHING, OURS
 from mixtures import set_waits
 from pipeline_parts import PARTS, SMALL_PARTS, Part, available
 from pipeline_phases import Pipeline
-from processes import run_ranks
+from processes import RankError, run_ranks
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 __all__ = ["PARTS", "SMALL_PARTS", "Part", "available", "measure_parts"]
@@ -32,8 +28,8 @@ __all__ = ["PARTS", "SMALL_PARTS", "Part", "available", "measure_parts"]
 BUDGET, WAITING = "budget", "waiting"
 SHARE = 0.4
 """Budget as a part of the highest peak without offload."""
-LIMIT = 560.0
-"""Seconds for all parts of one number of ranks."""
+LIMIT = 300.0
+"""Seconds for a part."""
 
 
 def _say(what: str) -> None:
@@ -68,25 +64,11 @@ def _arms(pipeline: Pipeline) -> list[tuple[str, dict[str, Any]]]:
     return found
 
 
-def _measured(device: torch.device, names: tuple[str, ...], small: bool, folder: str) -> None:
-    """Measure parts as one rank; rank 0 writes a file for each."""
-    for name in names:
-        part = (SMALL_PARTS if small else PARTS)[name]
-        # Slower attention than the flash kernel would hide copies.
-        with sdpa_kernel(SDPBackend.FLASH_ATTENTION if device.type == "cuda" else SDPBackend.MATH):
-            _say(f"{name}:")
-            pipeline = Pipeline(part, device)
-            mine = _arms(pipeline)
-        ranks: list[Any] = [None] * part.world
-        dist.all_gather_object(ranks, mine)
-        if dist.get_rank() == 0:
-            path = Path(folder) / f"{name}.json"
-            path.with_suffix(".part").write_text(json.dumps(_result(part, ranks)), encoding="utf-8")
-            path.with_suffix(".part").replace(path)
-        del pipeline, mine, ranks
-        gc.collect()
-        if device.type != "cpu":
-            torch.accelerator.empty_cache()
+def _measured(device: torch.device, part: Part) -> list[tuple[str, dict[str, Any]]]:
+    """Measure a part as one rank; return what each phase showed."""
+    # Slower attention than the flash kernel would hide copies.
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION if device.type == "cuda" else SDPBackend.MATH):
+        return _arms(Pipeline(part, device))
 
 
 def _result(part: Part, ranks: list[list[tuple[str, dict[str, Any]]]]) -> dict[str, Any]:
@@ -124,17 +106,20 @@ def _of_rank(phase: dict[str, Any]) -> dict[str, Any]:
 def measure_parts(
     names: Sequence[str], device: torch.device, *, rehearse: bool, done: Callable[[str, dict[str, Any]], object]
 ) -> None:
-    """Measure parts, each on its number of ranks; call `done` with the name and the data of each.
+    """Measure parts, each in processes of its own; call `done` with the name and the data of each.
 
-    Raises `RankError` if a rank fails, after `done` was called for the parts before.
+    Raises `RankError` after the last part if one of them failed or took longer than `LIMIT`.
     """
-    for world in sorted({PARTS[name].world for name in names}):
-        some = tuple(name for name in names if PARTS[name].world == world)
-        with tempfile.TemporaryDirectory() as folder:
-            try:
-                run_ranks(_measured, some, rehearse, folder, world=world, device=device.type, limit=LIMIT)
-            finally:
-                for name in some:
-                    path = Path(folder) / f"{name}.json"
-                    if path.is_file():
-                        done(name, json.loads(path.read_text(encoding="utf-8")))
+    failed = []
+    for name in names:
+        part = (SMALL_PARTS if rehearse else PARTS)[name]
+        print(f"{name}:", flush=True)
+        try:
+            ranks = run_ranks(_measured, part, world=part.world, device=device.type, limit=LIMIT)
+        except RankError as error:
+            print(f"{name}: {error}", flush=True)
+            failed.append(name)
+        else:
+            done(name, _result(part, ranks))
+    if failed:
+        raise RankError(f"Not measured: {', '.join(failed)}; the reason of each is printed above.")

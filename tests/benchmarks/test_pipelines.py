@@ -20,6 +20,7 @@ sys.path[:0] = [str(ROOT / "benchmarks")]
 import mixtures  # noqa: E402 - lies in benchmarks, as the next ones
 import pipelines  # noqa: E402
 import pipelines_page  # noqa: E402
+import processes  # noqa: E402
 import run  # noqa: E402
 
 CPU = torch.device("cpu")
@@ -95,3 +96,17 @@ def test_parts_of_four_ranks_need_four_devices() -> None:
     assert set(pipelines.available(4)) == set(pipelines.PARTS)
     with pytest.raises(SystemExit):
         run.main(["pipelines", "--only", "nothing"])
+
+
+def test_a_part_that_fails_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    def ranks(_: Any, part: pipelines.Part, *, world: int, device: str, limit: float) -> list[Any]:
+        if part.schedule == "ScheduleInterleavedZeroBubble":
+            raise processes.RankError("Ranks 0, 2 of 4 did not end in time.")
+        return [[["no offload", {"seconds": [2.0, 1.0, 3.0], "peaks": [5, 7]}]]] * world
+
+    monkeypatch.setattr(pipelines, "run_ranks", ranks)
+    found = {}
+    names = ["1f1b", "zero-bubble-4", "mixture-4"]
+    with pytest.raises(processes.RankError, match="Not measured: zero-bubble-4;"):
+        pipelines.measure_parts(names, CPU, rehearse=True, done=found.__setitem__)
+    assert {name: len(of["arms"][0]["ranks"]) for name, of in found.items()} == {"1f1b": 2, "mixture-4": 4}
