@@ -16,7 +16,9 @@ import torch.distributed as dist
 from harness import synchronize
 from mixtures import MixtureSettings
 from pipeline_parts import Part
+from processes import largest
 from torch.distributed import pipelining
+from torch.distributed.device_mesh import init_device_mesh
 from workloads import Model
 
 import actoffload
@@ -48,7 +50,7 @@ class _First(torch.nn.Module):
         return self.layers(self.embedding(tokens))
 
     def replicated(self) -> list[torch.nn.Parameter]:
-        """Return the weights whose gradients are averaged over the ranks with other data."""
+        """Return the weights whose gradients are summed over the ranks with other data."""
         return [*self.embedding.parameters(), *self.layers.replicated()]
 
 
@@ -103,13 +105,9 @@ class Pipeline:
 
     def __init__(self, part: Part, device: torch.device) -> None:
         self.part, self.device, settings = part, device, part.settings
-        rank, data = dist.get_rank(), part.data
-        self.ranks = part.world // data
-        self.rank = rank // data
-        # Every rank makes all groups, in the same order.
-        lines = [dist.new_group(list(range(k, part.world, data))) for k in range(data)]
-        pairs = [dist.new_group(list(range(k * data, (k + 1) * data))) for k in range(self.ranks)]
-        self.line, self.pair = lines[rank % data], pairs[self.rank] if data > 1 else None
+        self.ranks = part.world // part.data
+        mesh = init_device_mesh(device.type, (self.ranks, part.data), mesh_dim_names=("pipeline", "data"))
+        self.rank, self.pair = mesh.get_local_rank("pipeline"), mesh["data"] if part.data > 1 else None
         self.modules: list[Any] = []
         indices = [self.rank + k * self.ranks for k in range(part.stages)]
         for index in indices:
@@ -120,14 +118,14 @@ class Pipeline:
             self.modules.append(module.to(getattr(torch, settings.dtype)))
         number = self.ranks * part.stages
         stages = self.stages = [
-            pipelining.PipelineStage(module, index, number, device, group=self.line)
+            pipelining.PipelineStage(module, index, number, device, group=mesh.get_group("pipeline"))
             for index, module in zip(indices, self.modules, strict=True)
         ]
         kind = getattr(pipelining, part.schedule)
         given = stages if issubclass(kind, pipelining.schedules.PipelineScheduleMulti) else stages[0]
         self.schedule = kind(given, part.microbatches, loss_fn=lambda y, _: y.float().square().mean())
         batch, tokens, width = settings.shape
-        torch.manual_seed(rank)
+        torch.manual_seed(dist.get_rank())
         self.input = torch.randint(WORDS * width, (batch * part.microbatches, tokens), device=device)
         self.target = torch.zeros(batch * part.microbatches, device=device)
         # The outputs of all microbatches would be kept until the step ends.
@@ -144,7 +142,7 @@ class Pipeline:
         if self.pair is not None:
             for module in self.modules:
                 for weight in module.replicated():
-                    dist.all_reduce(weight.grad, group=self.pair)
+                    dist.all_reduce(weight.grad, group=self.pair.get_group())
 
     def phase(self, warmup: int, steps: int) -> dict[str, Any]:
         """Return seconds and peaks of this rank in some steps, which all ranks begin together."""
@@ -176,13 +174,14 @@ class Pipeline:
     def offloaded(self, profile: dict[str, int], **how: Any) -> dict[str, Any]:
         """Return a phase with offload, with what the plan of this rank does and what is simulated for it.
 
-        The steps before wait for the device as those of a phase do, because plans are tried in them.
+        The steps before wait for the device as those of a phase do, because plans are tried in them.  All ranks run
+        equally many of them.
         """
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", actoffload.ReferenceDeviceWarning)
             handle = actoffload.offload(self.schedule, min_bytes=self.part.settings.min_bytes, **how)
         planning = 0
-        while handle.settling:
+        while largest(int(handle.settling), self.device):
             if planning == PLANNING:
                 raise RuntimeError(f"The plan is not final after {planning} steps: {handle}")
             self.phase(0, 1)
