@@ -1,4 +1,4 @@
-"""The benchmark of pipelines at rehearsal sizes with one rank, its page, and the dispatchers of mixtures."""
+"""The benchmark of pipelines at rehearsal sizes with one rank, and its page."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "benchmarks")]
 
-import mixtures  # noqa: E402 - lies in benchmarks, as the next ones
-import pipelines  # noqa: E402
+import pipelines  # noqa: E402 - lies in benchmarks, as the next ones
 import pipelines_page  # noqa: E402
 import processes  # noqa: E402
 import run  # noqa: E402
@@ -75,20 +74,6 @@ def test_the_page_has_a_row_for_each_phase_and_each_rank(part: dict[str, Any]) -
     free = part["arms"][-4]
     assert targets[0]["measured"] == f"{free['ratio']:.3f}"
     assert targets[1]["measured"] == f"{free['ranks'][0]['r'] * 100:.2f} %"
-
-
-def test_both_dispatchers_have_the_same_bits() -> None:
-    torch.manual_seed(0)
-    stage = mixtures.MixtureSettings(2, (2, 32, 16), "float32", 2, 24, 4).stage()
-    x = torch.randn(2, 32, 16, requires_grad=True)
-    found = []
-    for waits in (True, False):
-        mixtures.set_waits([stage], waits=waits)
-        stage.zero_grad()
-        y = stage(x)
-        y.square().mean().backward()
-        found.append([y, *(weight.grad for weight in stage.parameters())])
-    assert all(map(torch.equal, *found))
 
 
 def test_parts_of_four_ranks_need_four_devices() -> None:
