@@ -65,7 +65,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     count = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
     for item in marked:
-        needed = 2 if item.get_closest_marker("multi_gpu") else 1
+        several = item.get_closest_marker("multi_gpu")
+        needed = max(several.args, default=2) if several else 1
         if count < needed:
             reason = f"needs {needed} accelerator{'s' if needed > 1 else ''}, torch sees {count}"
             item.add_marker(pytest.mark.skip(reason=reason))

@@ -1,7 +1,8 @@
 """Stages of a mixture-of-experts model, with two dispatchers: one makes the host wait for the device, one does not.
 
 Experts may be spread over a pair of ranks that have different data.  Then each rank of the pair gathers the tokens of
-both, runs its own experts, and each gets back the sums of its tokens.
+both, runs its own experts, and each gets back the sums of its tokens.  Their weights are distributed tensors, so that
+`offload` finds the pair: a block that is recomputed on one rank alone would wait for the other one forever.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 
-from actoffload.moe import GroupedMLP, indices_to_multihot
+from actoffload.moe import GroupedMLP, grouped_mlp, indices_to_multihot
 
 __all__ = ["MixtureSettings", "MixtureStage"]
 
@@ -36,8 +39,8 @@ class MixtureSettings:
         """Return what is written into the results."""
         return {**asdict(self), "tokens": self.shape[1], "hidden": self.shape[2]}
 
-    def stage(self, pair: Any = None) -> nn.Module:
-        """Return the module of a stage, whose experts are spread over a process group if there is one."""
+    def stage(self, pair: DeviceMesh | None = None) -> nn.Module:
+        """Return the module of a stage, whose experts are spread over a mesh of ranks if there is one."""
         return MixtureStage(self, pair)
 
 
@@ -115,20 +118,35 @@ class Attention(nn.Module):
         return self.out(attended.transpose(1, 2).flatten(2))
 
 
+class Experts(GroupedMLP):
+    """The experts of one rank, out of those of a mesh if there is one."""
+
+    def __init__(self, settings: MixtureSettings, pair: DeviceMesh | None) -> None:
+        ranks = 1 if pair is None else pair.size()
+        super().__init__(settings.experts // ranks, settings.shape[-1], settings.ffn)
+        for name, weight in list(self.named_parameters()) if pair is not None else ():
+            setattr(self, name, nn.Parameter(DTensor.from_local(weight.detach(), pair, [Shard(0)])))
+
+    def forward(self, x: Tensor, counts: Tensor, *, padded: bool) -> Tensor:
+        """Apply the experts of this rank to tokens that are sorted by expert."""
+        weights = (of.to_local() if isinstance(of, DTensor) else of for of in (self.fc1_weight, self.fc2_weight))
+        return grouped_mlp(x, counts, *weights, padded=padded)
+
+
 class Mixture(nn.Module):
     """Some of the experts for each token, behind a norm."""
 
     waits = False  # whether the dispatcher makes the host wait
 
-    def __init__(self, settings: MixtureSettings, pair: Any) -> None:
+    def __init__(self, settings: MixtureSettings, pair: DeviceMesh | None) -> None:
         super().__init__()
-        hidden, self.topk, self.pair = settings.shape[-1], settings.topk, pair
-        self.ranks = 1 if pair is None else dist.get_world_size(pair)
-        self.local = settings.experts // self.ranks
-        self.first = 0 if pair is None else self.local * dist.get_rank(pair)
+        hidden, self.topk = settings.shape[-1], settings.topk
+        self.pair = None if pair is None else pair.get_group()
+        self.local = settings.experts // (1 if pair is None else pair.size())
+        self.first = 0 if pair is None else self.local * pair.get_local_rank()
         self.norm = nn.RMSNorm(hidden)
         self.router = nn.Linear(hidden, settings.experts, bias=False)
-        self.experts = GroupedMLP(self.local, hidden, settings.ffn)
+        self.experts = Experts(settings, pair)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the weighted sum of the experts of each token."""
@@ -164,7 +182,7 @@ class Mixture(nn.Module):
 class Block(nn.Module):
     """Attention and a mixture, each with a residual connection."""
 
-    def __init__(self, settings: MixtureSettings, pair: Any) -> None:
+    def __init__(self, settings: MixtureSettings, pair: DeviceMesh | None) -> None:
         super().__init__()
         self.attention = Attention(settings.shape[-1], settings.heads)
         self.mixture = Mixture(settings, pair)
@@ -178,7 +196,7 @@ class Block(nn.Module):
 class MixtureStage(nn.Module):
     """The blocks of one stage."""
 
-    def __init__(self, settings: MixtureSettings, pair: Any = None) -> None:
+    def __init__(self, settings: MixtureSettings, pair: DeviceMesh | None = None) -> None:
         super().__init__()
         self.layers = nn.ModuleList([Block(settings, pair) for _ in range(settings.layers)])
 

@@ -22,7 +22,7 @@ from collectives import measure_collectives
 from frontier import _Called
 from harness import AGAIN, CHECKPOINT, NOTHING, settle
 from predict import measured_costs
-from processes import run_ranks
+from processes import largest, run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -193,7 +193,7 @@ class Trained:
         self.count = how.get("num_layers")
 
         def anywhere(settling: bool) -> bool:  # with context parallel each rank decides alone
-            return _largest(int(settling), self.device) > 0
+            return largest(int(settling), self.device) > 0
 
         self.settling_steps, _ = settle(self.handle, partial(self.step, self.count), STEPS, anywhere)
 
@@ -240,13 +240,6 @@ def _in_use(device: torch.device) -> int:
     return int(torch.accelerator.memory_allocated())
 
 
-def _largest(value: int, device: torch.device) -> int:
-    """Return the largest value of all ranks."""
-    every = torch.tensor([value], device=device)
-    dist.all_reduce(every, dist.ReduceOp.MAX)
-    return int(every.item())
-
-
 def _measure_rank(device: torch.device, part: str, sizes: Sizes) -> dict[str, Any]:
     """Measure a part as one rank."""
     with warnings.catch_warnings():
@@ -281,7 +274,7 @@ def _measure_arms(device: torch.device, part: str, sizes: Sizes, mesh: Any, link
         checkpointed, *limited = models[3:]
         arms.append(Arm(CHECKPOINT, checkpointed))
         others = held - checkpointed.held
-        peak = _largest(measure_peak(checkpointed.step, warmup=1) - others, device)
+        peak = largest(measure_peak(checkpointed.step, warmup=1) - others, device)
         for share, model in zip(BUDGETS, limited, strict=True):
             budget = math.ceil(share * peak / PAGE) * PAGE
             model.offload(memory_budget=budget + held - model.held)

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["RankError", "run_ranks"]
+__all__ = ["RankError", "largest", "run_ranks"]
 
 GRACE = 2.0
 """Seconds that other ranks have to write their own errors after one has failed."""
@@ -163,3 +163,10 @@ def _in_group(
     dist.barrier()  # a rank that ends early would close connections that others use
     dist.destroy_process_group()
     return result
+
+
+def largest(value: int, device: torch.device) -> int:
+    """Return the largest value of all ranks."""
+    every = torch.tensor([value], device=device)
+    dist.all_reduce(every, dist.ReduceOp.MAX)
+    return int(every.item())

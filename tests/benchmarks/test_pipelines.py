@@ -1,4 +1,4 @@
-"""The benchmark of pipelines at rehearsal sizes with one rank, its page, and the dispatchers of mixtures."""
+"""The benchmark of pipelines at rehearsal sizes with one rank, and its page."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "benchmarks")]
 
-import mixtures  # noqa: E402 - lies in benchmarks, as the next ones
-import pipelines  # noqa: E402
+import pipelines  # noqa: E402 - lies in benchmarks, as the next ones
 import pipelines_page  # noqa: E402
+import processes  # noqa: E402
 import run  # noqa: E402
 
 CPU = torch.device("cpu")
@@ -76,22 +76,22 @@ def test_the_page_has_a_row_for_each_phase_and_each_rank(part: dict[str, Any]) -
     assert targets[1]["measured"] == f"{free['ranks'][0]['r'] * 100:.2f} %"
 
 
-def test_both_dispatchers_have_the_same_bits() -> None:
-    torch.manual_seed(0)
-    stage = mixtures.MixtureSettings(2, (2, 32, 16), "float32", 2, 24, 4).stage()
-    x = torch.randn(2, 32, 16, requires_grad=True)
-    found = []
-    for waits in (True, False):
-        mixtures.set_waits([stage], waits=waits)
-        stage.zero_grad()
-        y = stage(x)
-        y.square().mean().backward()
-        found.append([y, *(weight.grad for weight in stage.parameters())])
-    assert all(map(torch.equal, *found))
-
-
 def test_parts_of_four_ranks_need_four_devices() -> None:
     assert {pipelines.PARTS[name].world for name in pipelines.available(2)} == {2}
     assert set(pipelines.available(4)) == set(pipelines.PARTS)
     with pytest.raises(SystemExit):
         run.main(["pipelines", "--only", "nothing"])
+
+
+def test_a_part_that_fails_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    def ranks(_: Any, part: pipelines.Part, *, world: int, device: str, limit: float) -> list[Any]:
+        if part.schedule == "ScheduleInterleavedZeroBubble":
+            raise processes.RankError("Ranks 0, 2 of 4 did not end in time.")
+        return [[["no offload", {"seconds": [2.0, 1.0, 3.0], "peaks": [5, 7]}]]] * world
+
+    monkeypatch.setattr(pipelines, "run_ranks", ranks)
+    found = {}
+    names = ["1f1b", "zero-bubble-4", "mixture-4"]
+    with pytest.raises(processes.RankError, match="Not measured: zero-bubble-4;"):
+        pipelines.measure_parts(names, CPU, rehearse=True, done=found.__setitem__)
+    assert {name: len(of["arms"][0]["ranks"]) for name, of in found.items()} == {"1f1b": 2, "mixture-4": 4}

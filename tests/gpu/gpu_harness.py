@@ -25,6 +25,8 @@ lenient = [
     pytest.mark.filterwarnings("default"),
     pytest.mark.filterwarnings("error::actoffload.HostMemoryWarning"),
 ]
+WORLDS = [pytest.param(count, marks=pytest.mark.multi_gpu(count)) for count in (2, 4)]
+"""Numbers of ranks with a device each."""
 
 WIDTH = 512
 ROWS = 2048 if CUDA else 512  # rows x width is four times, or exactly, the smallest size that is offloaded

@@ -1,6 +1,6 @@
-"""Pipelines of two processes without offload and with: what each rank saw.  Rehearsed on CPUs when called by hand.
+"""Pipelines of several processes without offload and with: what each rank saw.  Rehearsed on CPUs when called by hand.
 
-PYTHONPATH=src:tests:tests/gpu:benchmarks python tests/gpu/pipelines_harness.py
+PYTHONPATH=src:tests:tests/gpu:benchmarks python tests/gpu/pipelines_harness.py cpu 4
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from processes import run_ranks  # noqa: E402
 import actoffload  # noqa: E402
 from actoffload.measure import MemoryMeter  # noqa: E402
 
-__all__ = ["SCHEDULES", "WAYS", "WORLD", "check", "compare", "run"]
+__all__ = ["SCHEDULES", "WAYS", "check", "compare", "run"]
 
 WAYS: dict[str, dict[str, Any]] = {"default": {}, "all": {"fraction": 1.0}}
 SCHEDULES = ("Schedule1F1B", "ScheduleInterleaved1F1B", "ScheduleZBVZeroBubble")
 GPU = torch.cuda.is_available()
-WORLD, MICROBATCHES, BLOCKS = 2, 8 if GPU else 4, 3 if GPU else 2
+MICROBATCHES, BLOCKS = 8, 3 if GPU else 2
 SAME = 3
 """Steps at the end that have to have the same peaks: what is measured and tried is over by then."""
 STEPS = SAME + (18 if GPU else 2)
@@ -42,9 +42,9 @@ STEPS = SAME + (18 if GPU else 2)
 
 def make(name: str, device: torch.device, width: int) -> tuple[Any, list[nn.Module]]:
     """Return a schedule of this rank and the modules of its stages; the same weights each time."""
-    rank, per_rank = dist.get_rank(), 1 if name == "Schedule1F1B" else 2
-    count = WORLD * per_rank
-    mine = [rank, count - 1 - rank] if name == "ScheduleZBVZeroBubble" else range(rank, count, WORLD)
+    rank, world, per_rank = dist.get_rank(), dist.get_world_size(), 1 if name == "Schedule1F1B" else 2
+    count = world * per_rank
+    mine = [rank, count - 1 - rank] if name == "ScheduleZBVZeroBubble" else range(rank, count, world)
     stages, modules = [], []
     for stage in mine:
         torch.manual_seed(stage)
@@ -127,9 +127,9 @@ def note(handle: Any, seen: list[dict[str, int]]) -> None:
     handle.reset_statistics()
 
 
-def run(device: str, limit: float = 240.0) -> dict[str, list[dict[str, Any]]]:
+def run(device: str, world: int, limit: float = 240.0) -> dict[str, list[dict[str, Any]]]:
     """Run all schedules in processes of their own; return what each rank saw, by schedule and way."""
-    ranks = run_ranks(compare, SCHEDULES, world=WORLD, device=device, limit=limit)
+    ranks = run_ranks(compare, SCHEDULES, world=world, device=device, limit=limit)
     return {case: [of[case] for of in ranks] for case in ranks[0]}
 
 
@@ -150,7 +150,7 @@ def check(seen: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    for name, ranks in run(sys.argv[1] if len(sys.argv) > 1 else "cpu").items():
+    for name, ranks in run(sys.argv[1], int(sys.argv[2])).items():
         for rank, seen in enumerate(ranks):
             check(seen)
             print(f"{name}, rank {rank}: {seen['peaks_without']} bytes without offload, {seen['peaks']} with it")

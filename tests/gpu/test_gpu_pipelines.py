@@ -1,27 +1,27 @@
-"""Pipelines of two GPUs: gradients with the bits of a run without offload, and the same peaks in every step."""
+"""Pipelines of two and four GPUs: gradients with the bits of a run without offload, and equal peaks in all steps."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
-from gpu_harness import DEVICE, lenient
-from pipelines_harness import SCHEDULES, WAYS, WORLD, check, run
+from gpu_harness import DEVICE, WORLDS, lenient
+from pipelines_harness import SCHEDULES, WAYS, check, run
 
-pytestmark = [pytest.mark.gpu, pytest.mark.multi_gpu, *lenient]
+pytestmark = [pytest.mark.gpu, *lenient]
 
 
-@pytest.fixture(scope="module")
-def ranks() -> dict[str, list[dict[str, Any]]]:
-    return run(DEVICE.type)
+@pytest.fixture(scope="module", params=WORLDS)
+def ranks(request: pytest.FixtureRequest) -> dict[str, list[dict[str, Any]]]:
+    found = run(DEVICE.type, request.param)
+    assert {len(of) for of in found.values()} == {request.param}
+    return found
 
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_gradients_and_peaks(name: str, way: str, ranks: dict[str, list[dict[str, Any]]]) -> None:
-    found = ranks[f"{name}, {way}"]
-    assert len(found) == WORLD
-    for seen in found:
+    for seen in ranks[f"{name}, {way}"]:
         check(seen)
 
 

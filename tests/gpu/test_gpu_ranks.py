@@ -1,4 +1,4 @@
-"""Two GPUs: gradients under FSDP2 and DDP are the same bits with offload, with tensors that are copied in chunks."""
+"""Two and four GPUs: gradients under FSDP2 and DDP are the same bits with offload, with tensors copied in chunks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from gpu_harness import CUDA, lenient
+from gpu_harness import CUDA, WORLDS, lenient
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -21,7 +21,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[2] / "benchmarks")]
 
 from processes import run_ranks  # noqa: E402 - lies in benchmarks
 
-pytestmark = [pytest.mark.gpu, pytest.mark.multi_gpu, *lenient]
+pytestmark = [pytest.mark.gpu, *lenient]
 
 LAYERS, WIDTH = 6, 1024 if CUDA else 64
 ROWS = 16_400 if CUDA else 4096  # 64 MiB and a little in a tensor of a layer: two chunks or more in each direction
@@ -96,10 +96,11 @@ def compared(device: torch.device, way: str) -> list[dict[str, Any]]:
     return rows
 
 
+@pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("way", ["fsdp", "ddp"])
-def test_gradients_are_the_same_bits(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_are_the_same_bits(way: str, world: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # the ranks inherit it
-    for rank in run_ranks(compared, way, world=2, device="cuda" if CUDA else "cpu", limit=240):
+    for rank in run_ranks(compared, way, world=world, device="cuda" if CUDA else "cpu", limit=240):
         for row in rank:
             assert row["different"] == 0, row
             assert row["bytes_reloaded"] == row["bytes_offloaded"] > 0, row
