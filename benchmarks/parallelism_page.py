@@ -8,6 +8,7 @@ __all__ = ["sections", "targets"]
 
 CHECKPOINT, BUDGET, DEFAULT, LAYERS = "checkpoint", "budget", "default", "num_layers"
 COLLECTIVES = "collectives"
+DIFFERS = 0.03  # of a step: by more, the page says that the prediction is off
 
 
 def targets(data: Data) -> list[Data]:
@@ -46,6 +47,10 @@ def sections(data: Data) -> list[str]:
         found.append(table("ranks", (_row(row) for row in part["rows"])))
         if f"ranks_{name}" in PAGE["text"]:
             found.append(text(f"ranks_{name}"))
+        longer = [row for row in part["rows"] if "predicted" in row and row["ratio"] - row["predicted"] > DIFFERS]
+        if counts := [str(row["num_layers"]) for row in longer if row["method"] == LAYERS]:
+            worst = max((row["ratio"] for row in data["parts"].get(COLLECTIVES, {"rows": []})["rows"]), default=1.0) - 1
+            found.append(text("ranks_differs", layers=" and ".join(counts), worst=worst))
         plans = [row for row in part["rows"] if row["method"] in (DEFAULT, BUDGET)]
         for row in plans:
             found += [text("ranks_plan", method=_name(row)), f"```text\n{row['plan']}\n```"]

@@ -7,6 +7,7 @@ from page import PAGE, Data, origin, table, target, text
 __all__ = ["pipelines_sections", "pipelines_targets"]
 
 NOTHING, OURS, BUDGET = "no offload", "actoffload", "budget"
+DIFFERS = 0.03  # of a step: by more, the page says that the simulation is off
 
 
 def _title(name: str, part: Data) -> str:
@@ -58,6 +59,9 @@ def pipelines_sections(data: Data) -> list[str]:
             {**row, "rank": rank, "name": arm["name"]} for arm in offloaded for rank, row in enumerate(arm["ranks"])
         )
         found.append(table("pipeline_ranks", rows))
+        for arm in offloaded:
+            distance = arm["seconds"] / of["seconds"] - 1 if (of := _predicted(arm)) else 0.0
+            found += [text("pipelines_differs", phase=arm["name"], distance=distance)] if distance > DIFFERS else []
         found += [
             text("pipelines_because", phase=arm["name"], because=of) for arm in offloaded if (of := arm.get("because"))
         ]

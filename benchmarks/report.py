@@ -12,6 +12,7 @@ import argparse
 import sys
 import textwrap
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 
 import parallelism_page
@@ -22,7 +23,6 @@ from results_file import RESULTS, ROOT, digest, read
 WRITTEN = "<!-- Written by benchmarks/report.py from the results beside it; do not edit. -->"
 README = ROOT / "README.md"
 NOTHING, OURS, CHECKPOINT = "no offload", "actoffload", "checkpoint"
-SAVED = 0.01  # of a peak: a smaller drop is none
 TITLES, LENGTHS, TARGETS = PAGE["names"]["layers"], PAGE["names"]["lengths"], PAGE["targets"]
 
 
@@ -141,10 +141,12 @@ def peers_sections(data: Data) -> list[str]:
         known = {key: value for key, value in a.items() if value is not None}
         rows.append({**known, "name": f"{name} ({version})" if version else name})
     missing = [text("left_out", tool=names.get(tool, tool), why=why) for tool, why in data["left_out"].items()]
+    free = next(a for a in data["arms"] if a["method"] == OURS and a["budget"] is None)
     return [
         "## Other tools",
         text("peers", **data["settings"], noise=data["noise"]),
         table("peers", rows),
+        *([text("peers_free"), f"```text\n{free['plan']}\n```"] if "plan" in free else []),
         *missing,
         origin(data),
     ]
@@ -169,6 +171,16 @@ def _stack(part: Data) -> str:
 
 def _plan(plan: Data) -> str:
     return {"none": "no offload", "default": "default"}.get(plan["plan"], f"{plan['plan']} layers")
+
+
+def _above(data: Data) -> float:
+    """Return by which part of the peak with checkpointing the budget of a step is larger."""
+    return float(data["budget"] / data["arms"][CHECKPOINT]["peak_bytes"] - 1)
+
+
+def memory_sections(data: Data) -> list[str]:
+    """Return the section of memory over a step, whose picture is on the first page."""
+    return ["## Memory over a step", text("memory", **data, above=_above(data)), origin(data)]
 
 
 def predict_sections(data: Data) -> list[str]:
@@ -311,7 +323,8 @@ def report(results: dict[str, Data], folder: Path = RESULTS) -> str:
 
 def readers_page(results: dict[str, Data]) -> str:
     """Return what a reader wants to compare: time against peak, other tools, the Trainer, several GPUs."""
-    sections = {"frontier": frontier_sections, "peers": peers_sections, "trainer": trainer_sections}
+    sections = {"frontier": frontier_sections, "memory": memory_sections, "peers": peers_sections}
+    sections |= {"trainer": trainer_sections}
     sections |= {"parallelism": parallelism_page.sections, "pipelines": pipelines_sections}
     parts = [part for name, of in sections.items() if name in results for part in of(results[name])]
     return "\n\n".join([WRITTEN, *(parts or ["No results are recorded yet."])]) + "\n"
@@ -333,45 +346,60 @@ def developers_page(results: dict[str, Data], folder: Path = RESULTS) -> str:
 
 
 def headline(folder: Path = RESULTS) -> str:
-    """Return the sentences for the landing page: what `offload(model)` costs and saves, and what a budget does."""
-    found = [sentence(folder) for sentence in (_trainer_headline, _frontier_headline)]
-    return " ".join(filter(None, found)) or "No GPU results are recorded yet."
+    """Return table and captions of the landing page: what `offload(model)` and a budget cost and save."""
+    results = {name: read(folder, name) for name in ("trainer", "frontier", "memory")}
+    found = {name: data for name, data in results.items() if data is not None and not data["device"]["reference"]}
+    of = {"trainer": _trainer_headline, "frontier": _frontier_headline}
+    rows = [row for name, rows_of in of.items() if name in found for row in rows_of(found[name])]
+    if not rows:
+        return "No GPU results are recorded yet."
+    first = text("headline", device=next(iter(found.values()))["device"]["name"])
+    captions = [text("trainer_caption")] if "trainer" in found else []
+    if "memory" in found:
+        data = found["memory"]
+        captions.append(text("memory_caption", **data, above=_above(data), day=data["date"][:10]))
+    why = text("headline_why", budget=_headline_budget(found)).strip()
+    return "\n\n".join([first, table("headline", rows), why, *([" ".join(captions)] if captions else [])])
 
 
 def readme(text: str, sentences: str) -> str:
-    """Return the text of README.md with the sentences of the landing page between its two marks."""
+    """Return the text of README.md with the table and the captions of the landing page between its two marks."""
     before, mark, rest = text.partition("<!-- headline: written by benchmarks/report.py -->\n")
     _, end, after = rest.partition("<!-- headline ends -->")
-    wrapped = textwrap.fill(sentences, 120, break_long_words=False, break_on_hyphens=False)
-    return f"{before}{mark}{wrapped}\n{end}{after}"
+    wrap = partial(textwrap.fill, width=120, break_long_words=False, break_on_hyphens=False)
+    parts = (part if part.startswith("|") else wrap(part) for part in sentences.split("\n\n"))
+    return before + mark + "\n\n".join(parts) + "\n" + end + after
 
 
-def _trainer_headline(folder: Path) -> str:
-    data = read(folder, "trainer")
-    if data is None or data["device"]["reference"]:
-        return ""
+def _headline_rows(model: str, arms: Data) -> list[Data]:
+    """Return a row for each way to train; the ratios are to the first one."""
+    names = {NOTHING: NOTHING, **PAGE["names"]["trainer"]}
+    rows = [{**arms[method], "name": name} for method, name in names.items() if method in arms]
+    rows[0]["ratio"] = 1.0
+    return [{**row, "model": model if number == 0 else ""} for number, row in enumerate(rows)]
+
+
+def _trainer_headline(data: Data) -> list[Data]:
     first = data["rows"][0]
-    arms = _by_method(first)
-    values = {"none": arms[NOTHING], "ours": arms[OURS], "checkpoint": arms[CHECKPOINT], **data["settings"]}
-    nothing = arms[OURS]["peak_bytes"] > (1 - SAVED) * arms[NOTHING]["peak_bytes"]
-    saved = text("trainer_saved_nothing" if nothing else "trainer_saved", **values)
-    budget = text("trainer_budgeted", budget=arms["budget"]) if "budget" in arms else ""
-    values |= {"saved": saved, "budget": budget, "tokens": first["tokens"], "device": data["device"]["name"]}
-    return text("trainer_headline", **values)
+    model = text("headline_trainer", **{**data["settings"], "tokens": first["tokens"]})
+    return _headline_rows(model, _by_method(first))
 
 
-def _frontier_headline(folder: Path) -> str:
-    """Return the sentence on the budget of the first stack whose peak is nearest to that of checkpointing."""
-    data = read(folder, "frontier")
-    if data is None or data["device"]["reference"]:
-        return ""
+def _frontier_headline(data: Data) -> list[Data]:
+    """Return the rows of the first stack, with the budget whose peak is nearest to that of checkpointing."""
     part = next(iter(data["parts"].values()))
-    arms = {a["method"]: a for a in part["arms"]}
-    checkpoint = arms[CHECKPOINT]
+    arms = {a["method"]: a for a in part["arms"] if a["method"] in (NOTHING, CHECKPOINT)}
     budgets = [a for a in part["arms"] if a["method"] == OURS]
-    best = min(budgets, key=lambda a: abs(a["peak_bytes"] - checkpoint["peak_bytes"]))
-    values = {**part["settings"], **best, "none": arms[NOTHING], "checkpoint": checkpoint}
-    return text("frontier_headline", **values)
+    arms["budget"] = min(budgets, key=lambda a: abs(a["peak_bytes"] - arms[CHECKPOINT]["peak_bytes"]))
+    return _headline_rows(text("headline_frontier", **part["settings"]), arms)
+
+
+def _headline_budget(found: dict[str, Data]) -> str:
+    """Return the sentence on the budget of the Trainer, if it was measured with one."""
+    arms = _by_method(found["trainer"]["rows"][0]) if "trainer" in found else {}
+    if "budget" not in arms.get("budget", {}):
+        return ""
+    return text("headline_budget", above=arms["budget"]["budget"] / arms[CHECKPOINT]["peak_bytes"] - 1)
 
 
 def notes(folder: Path = RESULTS) -> str:

@@ -82,7 +82,7 @@ print(f"limit: {size(limit)}")
 try:
     train("with the limit", limit)
 except torch.OutOfMemoryError as error:
-    print(". ".join(str(error).split(". ")[:4]))
+    print(str(error).split("; Of the allocated memory")[0])  # what follows is about fragmentation
 else:
     print("Nothing runs out of memory on the reference device." if reference else "The model fits.")
 
@@ -91,7 +91,8 @@ else:
 # --------
 # The line is ``actoffload.offload(model)``. The first step offloads everything, because it must fit. The next steps
 # measure, and then the fastest plan is chosen whose peak fits into the device. The plan lists what is kept, offloaded
-# and recomputed.
+# and recomputed. The times that it expects are of forward and backward, without the optimizer, which the measured step
+# contains; the rest of the difference is the error of the estimate.
 with_limit, handle = train("offload(model)", limit, actoffload.offload)
 print(with_limit)
 print(handle.plan)
@@ -141,7 +142,8 @@ handle.remove()
 # %%
 # Peak and time
 # -------------
-# Less memory costs time: the copies take longer than the compute beside them, or parts of blocks are computed twice.
+# Less memory costs time: the copies take longer than the compute that they overlap, or parts of blocks are computed
+# twice. A smaller peak may be as fast as a larger one within the noise of the measurement.
 # The dashed line is the limit.
 measured |= with_limit | with_budget | too_small
 print(measured)

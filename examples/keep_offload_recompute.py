@@ -107,16 +107,17 @@ print(handle.report())
 print(measured)
 
 # %%
-# Each bar is a peak. On a GPU the ratio beside it is the step time.
+# Each bar is a peak. On a GPU the ratio beside it is the step time. Checkpointing computes the forward of every block
+# again. Offloading alone has to copy so much that compute waits for the copies.
 measured.plot().figure.savefig("keep_offload_recompute.png", dpi=150)
 
 # %%
 # What other budgets would cost
 # -----------------------------
 # ``handle.frontier()`` searches plans from the smallest peak on, each faster than all with a smaller peak. It uses what
-# the first steps measured, so no further step is run. Printed it is a table; it is data as well:
-# ``handle.frontier().plans`` are plans that ``offload(model, plan=...)`` takes. On the reference device costs are not
-# known.
+# the first steps measured, so no further step is run. Its times are estimates of forward and backward, without the
+# optimizer; the table above has measured steps. Printed it is a table; it is data as well: ``handle.frontier().plans``
+# are plans that ``offload(model, plan=...)`` takes. On the reference device costs are not known.
 try:
     print(handle.frontier())
 except RuntimeError as error:

@@ -148,8 +148,9 @@ measured = measure_steps(steps, repeats=3)
 print(measured)
 
 # %%
-# Each kind alone lowers the peak by a part, and its copies have the whole step. Together they share the link: if a step
-# takes longer with all of them, leave out the kinds that save little for their time.
+# Each kind alone lowers the peak by a part. ``num_layers`` offloads whether or not that is free, so on a GPU each
+# choice makes the step longer. Together the kinds share the link, and the step takes longest. Leave out the kinds that
+# save little memory for their time.
 measured.plot().figure.savefig("moe_groups.png", dpi=150)
 for _, handle in copies.values():
     handle.remove()

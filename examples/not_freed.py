@@ -83,6 +83,10 @@ print(report)
 # the table at the end the reference: the dictionary, by its name in this script.
 #
 # The report counts storages. The measured peaks agree: they differ by less than the offloaded bytes.
+#
+# On a GPU the step takes much longer, with the bug and after the fix. ``num_layers=6`` is chosen to show memory, and
+# the copies of six blocks take longer than the compute of all eight. The report has the stalls, and advises fewer
+# groups.
 
 
 def step_without():

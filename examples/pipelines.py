@@ -10,7 +10,7 @@ plan for all its microbatches. The ranks plan together, and only as much is offl
 # %%
 # A rank
 # ------
-# ``torchrun`` runs this script once for each rank. The schedule is interleaved: each of two ranks has two stages. A
+# ``torchrun`` runs this program once for each rank. The schedule is interleaved: each of two ranks has two stages. A
 # stage is a stack of pre-norm attention blocks. With two GPUs the ranks use NCCL, otherwise gloo on the CPU.
 import json
 import os
@@ -65,19 +65,19 @@ def make_schedule(rank, device):
     return modules, ScheduleInterleaved1F1B(stages, microbatches, loss_fn=lambda y, _: y.float().square().mean())
 
 
-def measure(rank, device, modules, schedule):
-    """Run some steps; return the seconds and the largest peak of the last ones."""
+def measure(rank, device, optimizer, schedule):
+    """Train for some steps; return the seconds and the largest peak of the last ones."""
     seconds, peaks = [], []
     for _ in range(steps):
         x = torch.randn(microbatches, tokens, width, dtype=dtype, device=device)
         target = torch.zeros(microbatches, device=device)
-        for module in modules:
-            module.zero_grad(set_to_none=False)
+        optimizer.zero_grad(set_to_none=False)
         with MemoryMeter() as meter:
             dist.barrier()
             begun = time.perf_counter()
             given, expected = ((x,) if rank == 0 else ()), (target if rank == ranks - 1 else None)
             schedule.step(*given, target=expected, return_outputs=False)
+            optimizer.step()
             if gpus:
                 torch.cuda.synchronize()
             seconds.append(time.perf_counter() - begun)
@@ -102,16 +102,16 @@ def run_rank(folder):
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if gpus else "gloo", device_id=device if gpus else None)
     modules, schedule = make_schedule(rank, device)
-    found = {"without": measure(rank, device, modules, schedule)}
+    optimizer = torch.optim.SGD(torch.nn.ModuleList(modules).parameters(), lr=1e-3)
+    found = {"without": measure(rank, device, optimizer, schedule)}
 
     handle = actoffload.offload(schedule, min_bytes=2**20 if gpus else 2**12)
     while handle.settling:
-        measure(rank, device, modules, schedule)
+        measure(rank, device, optimizer, schedule)
     handle.reset_statistics()
-    found["with"] = measure(rank, device, modules, schedule)
+    found["with"] = measure(rank, device, optimizer, schedule)
 
-    table = handle.table()
-    found |= {"table": str(table), "why": handle.plan.because}
+    found |= {"table": str(handle.table()), "report": str(handle.report())}
     Path(folder, f"{rank}.json").write_text(json.dumps(found))
     handle.remove()
     dist.destroy_process_group()
@@ -125,16 +125,23 @@ if "RANK" in os.environ:  # this process is a rank
 # Start the ranks
 # ---------------
 # The table has the bytes of one step for each rank: what is offloaded and kept, and the peak of the saved tensors
-# beside that of the plan.
+# beside that of the plan. ``torchrun`` cannot run a notebook, so the cells of one are written into a file.
 with tempfile.TemporaryDirectory() as folder:
+    program = sys.argv[0]
+    if cells := globals().get("In"):  # IPython's list of the cells that were run
+        program = str(Path(folder, "ranks.py"))
+        Path(program).write_text("\n".join(cell for cell in cells if "get_ipython" not in cell))
     launcher = ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    subprocess.run([sys.executable, "-m", *launcher, sys.argv[0], folder], env=environment, check=True)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"} | ({} if gpus else {"CUDA_VISIBLE_DEVICES": ""})
+    subprocess.run([sys.executable, "-m", *launcher, program, folder], env=environment, check=True)
     results = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(ranks)]
 
 print("Two GPUs with NCCL." if gpus else "Two processes on the CPU with gloo.")
 print(results[0]["table"])
-print(results[0]["why"])
+
+# %%
+# Each rank has a report of its own. This is that of the first one, about its latest step.
+print(results[0]["report"])
 
 # %%
 # Memory by rank
@@ -152,8 +159,11 @@ ax.invert_yaxis()
 ax.legend(frameon=False)
 ax.spines[["top", "right"]].set_visible(False)
 ax.tick_params(axis="y", length=0)
-pyplot.show()
+figure.savefig("pipelines.png", dpi=150)
 
+# %%
+# The slowest rank decides how long a step takes. A plan that is chosen without arguments costs no time by what the
+# first steps measured. On a GPU, what is left of the difference is noise and the error of the estimate.
 if gpus:
     seconds = [max(result[key]["seconds"] for result in results) for key in ("without", "with")]
     print(f"A step takes {seconds[0] * 1e3:.1f} ms without offloading and {seconds[1] * 1e3:.1f} ms with it.")

@@ -1,8 +1,9 @@
-"""Hooks of sphinx-gallery: the memory column and the order of the pages."""
+"""Hooks of sphinx-gallery: the memory column, the order of the pages and the alternatives of their figures."""
 
 from __future__ import annotations
 
 import gc
+import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import ModuleType
@@ -30,6 +31,53 @@ TEACHING_ORDER = ExplicitOrder(
         "*",
     ]
 )
+
+# What each figure of an example shows, in their order; the first one is the example's thumbnail.
+FIGURES = {
+    "never_slower": (
+        "Bars: peak memory of the Trainer without offloading and with offload(model), with step times",
+        "Step time and peak memory of each step, for long and for short sequences, without offloading and with it",
+    ),
+    "fit_a_budget": ("Bars: peak memory and step time without a limit, with offload(model) and with budgets",),
+    "keep_offload_recompute": (
+        "Bars: peak memory and step time of keeping, checkpointing, offloading, and offloading with recomputation",
+        "Curve: time of forward and backward against peak memory for other budgets",
+    ),
+    "hugging_face_llama": (
+        "Bars: peak memory and step time by the number of offloaded layers of a Llama",
+        "Timeline of a step: compute, copies to the host and back, stalls, and activations on the device",
+    ),
+    "not_freed": ("Curves: memory over a step without offloading, with a reference that is not freed, and fixed",),
+    "offload_beside_checkpointing": (
+        "Bars: peak memory and step time of keeping, checkpointing, offloading, and both together",
+    ),
+    "moe_groups": ("Bars: peak memory and step time with attention, dense MLPs, mixtures or all of them offloaded",),
+    "moe_routing": ("Lines: tokens of each expert in each layer, beside an even distribution",),
+    "pipelines": ("Bars: peak memory of each rank of a pipeline, without offloading and with it",),
+    "basic": (
+        "Curves: memory over a step of twelve layers, without offloading and with three layers offloaded",
+        "Timeline of a step: compute, copies to the host and back, and activations on the device",
+    ),
+    "manual_synchronization": (
+        "Curves: memory over a step without offloading and with a manual schedule",
+        "Timeline of a step with a manual schedule: compute, copies, and activations on the device",
+    ),
+    "cuda_graphs": (
+        "Curves: memory over the eager step, without offloading and with three layers offloaded",
+        "Timeline of the eager step: compute, copies, and activations on the device",
+    ),
+}
+
+
+def describe_figures(text: str) -> str:
+    """Return the text of a gallery page with the descriptions of its figures as the alternatives of the images."""
+
+    def described(found: re.Match[str]) -> str:
+        number, known = int(found["number"] or 1), FIGURES.get(found["name"], ())
+        return found[0] if number > len(known) else f"{found['image']} {known[number - 1]}"
+
+    image = r"(?P<image>sphx_glr_(?P<name>\w+?)_((?P<number>\d{3})|thumb)\.\w+\n +:alt:).*"
+    return re.sub(image, described, text)
 
 
 class DeviceMemory:

@@ -21,6 +21,7 @@ from shutil import copyfile
 from typing import Any
 
 import recording_data as data
+from gallery_hooks import describe_figures
 from sphinx.application import Sphinx
 from sphinx.config import ENUM
 from sphinx.environment import BuildEnvironment
@@ -163,21 +164,7 @@ class GalleryRecordings:
             text = re.sub(
                 r"\*\*Estimated memory usage:\*\* +(.*)", rf"**Peak device memory of this process:** {peak}", text
             )
-            text = _alternatives(text, Path(docname).name.replace("_", " "))
-        elif docname == f"{self.gallery}/index":
-            text = re.sub(r":alt: *$", ":alt: Picture of the example", text, flags=re.M)
-        content[0] = text
-
-
-def _alternatives(text: str, stem: str) -> str:
-    """Return the text of a page, with the heading above instead of the file's name as an image's alternative."""
-    heading, lines = "", text.split("\n")
-    for number, line in enumerate(lines):
-        if number and re.fullmatch(r"([=-])\1{2,}", line):
-            heading = lines[number - 1]
-        elif line.strip() == f":alt: {stem}":
-            lines[number] = line.replace(stem, f"Figure of the section “{heading}”")
-    return "\n".join(lines)
+        content[0] = describe_figures(text) if docname.startswith(f"{self.gallery}/") else text
 
 
 def _run_here(source_digest: str) -> data.Provenance:

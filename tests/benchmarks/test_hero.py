@@ -36,7 +36,11 @@ def test_memory_over_a_step_rises_in_forward_and_falls_in_backward(tmp_path: Pat
     assert after_forward["checkpoint"] < after_forward["no offload"]
     assert after_forward["actoffload"] < after_forward["no offload"]
 
-    data["device"] = {"name": "Imagined GPU", "reference": False}
+    data["device"] = {"name": "Imagined GPU", "reference": False, "driver": "1.2", "torch": "3", "python": "4"}
+    data |= {"date": "2026-11-23T23:31:28", "source_digest": "0" * 64, "command": "run"}
+    page = report.readers_page({"memory": data})
+    assert "% above its peak. Each curve is one step." in page
+    assert "Measured on Imagined GPU, driver 1.2, torch 3, Python 4, 2026-11-23" in page
     files = hero.draw({"memory": data}, tmp_path)
     assert [file.name for file in files] == ["hero-step-light.png", "hero-step-dark.png"]
     data["device"]["reference"] = True
@@ -55,3 +59,10 @@ def test_the_readme_has_the_sentences_of_the_results() -> None:
     assert report.readme(text, report.headline()) == text
     assert "Other words." in report.readme(text, "Other words.")
     assert report.readme(report.readme(text, "Other words."), report.headline()) == text
+
+
+def test_the_captions_have_device_versions_and_date() -> None:
+    data = report.load(report.RESULTS)["memory"]
+    found = report.headline()
+    for fact in (data["device"]["name"], data["device"]["torch"], data["device"]["driver"], data["date"][:10]):
+        assert fact in found

@@ -144,6 +144,9 @@ def test_page() -> None:
     assert "| all-gather | alone | 1.00 | 1.000 |  |" in page
     assert "plan of budget" in page
     assert "plan of num_layers" not in page
+    assert page.count("layers offloaded by number a step takes longer than predicted.") == 1
+    assert "With 3 layers offloaded by number" in page
+    assert "Collectives that run alone take at most 4.0 % longer beside copies" in page
 
 
 def test_the_page_builds_without_a_result() -> None:

@@ -74,6 +74,9 @@ def test_the_page_has_a_row_for_each_phase_and_each_rank(part: dict[str, Any]) -
     free = part["arms"][-4]
     assert targets[0]["measured"] == f"{free['ratio']:.3f}"
     assert targets[1]["measured"] == f"{free['ranks'][0]['r'] * 100:.2f} %"
+    free["seconds"] = 1.2 * free["ranks"][0]["predicted"]["seconds"]
+    words = "\n".join(pipelines_page.pipelines_sections(data))
+    assert "A step with offload(schedule) takes 20 % longer than simulated." in words
 
 
 def test_parts_of_four_ranks_need_four_devices() -> None:

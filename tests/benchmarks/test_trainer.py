@@ -109,14 +109,17 @@ def test_page_says_where_the_time_of_a_step_with_a_budget_goes(data: dict[str, A
 def test_headline_begins_with_the_trainer(data: dict[str, Any], tmp_path: Path) -> None:
     path = tmp_path / "trainer.json"
     path.write_text(json.dumps({**data, "format": 1}), encoding="utf-8")
-    assert "at 1.050 × the step time without it, with a peak of 20.0 instead of 30.0 GiB;" in report.headline(tmp_path)
+    found = report.headline(tmp_path)
+    assert "4096 tokens × 2 | no offload | 1.000 | 30.0 |\n|  | offload(model) | 1.050 | 20.0 |" in found
+    assert "`memory_budget`" not in found
     same = {a["method"]: a for a in copy.deepcopy(data)["rows"][0]["arms"]}
-    same["actoffload"]["peak_bytes"] = same["no offload"]["peak_bytes"]
-    same["budget"] = {**same["checkpoint"], "method": "budget", "ratio": 1.15}
+    same["budget"] = {**same["checkpoint"], "method": "budget", "ratio": 1.15, "budget": 18.9 * GIB}
     rows = [{**data["rows"][0], "arms": list(same.values())}]
     path.write_text(json.dumps({**data, "rows": rows, "format": 1}), encoding="utf-8")
-    assert "with the same peak of 30.0 GiB, because copies would have taken time there;" in report.headline(tmp_path)
-    assert "; a `memory_budget` takes 1.150 × and 18.0 GiB, and activation checkpointing" in report.headline(tmp_path)
+    assert "|  | offload(model, memory_budget) | 1.150 | 18.0 |\n|  | activation checkpointing |" in report.headline(
+        tmp_path
+    )
+    assert "Its budget for the Trainer is 5 % above the peak of activation checkpointing." in report.headline(tmp_path)
     data["device"]["reference"] = True
     path.write_text(json.dumps({**data, "format": 1}), encoding="utf-8")
     assert report.headline(tmp_path) == "No GPU results are recorded yet."

@@ -1,4 +1,4 @@
-"""The memory column and the order of the gallery."""
+"""The memory column and the order of the gallery, and the alternatives of its figures."""
 
 from __future__ import annotations
 
@@ -89,3 +89,25 @@ def test_the_order_lists_every_example_and_nothing_else():
 
     examples = Path(__file__).parents[2] / "examples"
     assert sorted(TEACHING_ORDER.ordered_list_start) == sorted(path.name for path in examples.glob("[!_]*.py"))
+
+
+def test_every_figure_of_an_example_has_a_description():
+    from gallery_hooks import FIGURES
+
+    examples = {
+        path.stem: path.read_text(encoding="utf-8") for path in (Path(__file__).parents[2] / "examples").glob("*.py")
+    }
+    assert {name: len(of) for name, of in FIGURES.items()} == {
+        name: text.count(".savefig(") for name, text in examples.items()
+    }
+
+
+def test_descriptions_are_the_alternatives_of_figures_and_thumbnails():
+    from gallery_hooks import FIGURES, describe_figures
+
+    page = ".. image-sg:: /gallery/images/sphx_glr_moe_routing_001.png\n   :alt: moe routing\n   :class: one\n"
+    assert describe_figures(page) == page.replace("moe routing", FIGURES["moe_routing"][0])
+    index = "  .. image:: /gallery/images/thumb/sphx_glr_basic_thumb.png\n    :alt:\n\n"
+    assert describe_figures(index) == index.replace(":alt:", f":alt: {FIGURES['basic'][0]}")
+    other = page.replace("moe_routing_001", "another_001")
+    assert describe_figures(other) == other
