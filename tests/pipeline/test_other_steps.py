@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import same_bits
-from pipeline_programs import BLOCKS, Block, alone, make, offloaded, train
+from pipeline_programs import BLOCKS, WIDTH, Block, alone, make, offloaded, train
 from torch import nn
 from torch.distributed import pipelining
 
@@ -128,8 +128,42 @@ def test_larger_microbatches():
     got = train(schedule, modules, 3, rows=24)
     assert same(want, got)
     assert before is not None
+    assert before.peak_bytes is not None
     assert handle.plan is not None
     assert handle.plan.offloaded_bytes == 3 * before.offloaded_bytes
+    assert handle.plan.peak_bytes == 3 * before.peak_bytes
+    assert handle.report().boundary_bytes == 2 * 24 * WIDTH * 4  # of float32, on two stages
+    handle.remove()
+
+
+class Repeating(nn.Sequential):
+    """Blocks whose last output is repeated, which saves nothing."""
+
+    times = 1
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([super().forward(x)] * self.times)
+
+
+def test_larger_outputs():
+    """The groups save as much as before, but the schedule keeps more for each microbatch in flight."""
+    schedule, (blocks,) = make("ScheduleGPipe", module=lambda stage: Repeating(*(Block() for _ in range(BLOCKS))))
+    schedule._loss_fn = lambda output, target: output.square().mean()
+    schedule._stage._runtime_validate = False
+    handle = offloaded(schedule)
+    train(schedule, [blocks], 2)
+    before, output = handle.plan, 8 * WIDTH * 4
+    assert before is not None
+    assert before.peak_bytes is not None
+    assert handle.report().boundary_bytes == output
+    blocks.times = 3
+    train(schedule, [blocks], 1)
+    assert handle.plan is not None
+    assert handle.plan.peak_bytes == before.peak_bytes + 4 * 2 * output  # four microbatches are in flight
+    assert handle.report().boundary_bytes == 3 * output
+    plan = handle.plan
+    train(schedule, [blocks], 2)
+    assert handle.plan is plan
     handle.remove()
 
 

@@ -164,7 +164,7 @@ class Runner:
         """Plan from what all ranks measured, and try the plan; or measure recomputation first, where it is needed."""
         self._measured = measured
         trials = Trials(measured, self._limits)
-        mine = next(each for each in measured if each.rank == self.rank)
+        mine = self._mine
         if self._limits.may_recompute and mine.again is None and costs_time(measured, trials.plans.of_ranks):
             self._script.again(mine, self.number)
             return
@@ -201,8 +201,13 @@ class Runner:
         followed = conductor.plan is not None and not (failed or changed or outdated)
         conductor.scoped = followed and conductor.engine.backend.times
         plan = conductor.plan
-        if not failed and plan is not None and (changed or self._script.outdated(plan)):
+        if not failed and plan is not None and (changed or self._script.outdated(plan, self._mine.costs)):
             self._plan_anew(plan)
+
+    @property
+    def _mine(self) -> Measured:
+        """What this rank knew when it planned."""
+        return next(each for each in self._measured if each.rank == self.rank)
 
     def _plan_anew(self, before: PipelinePlan) -> None:
         """Plan for what this rank does now, with what the others have sent."""
