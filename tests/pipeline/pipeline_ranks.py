@@ -8,6 +8,7 @@ import sys
 import traceback
 import warnings
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,7 +17,7 @@ import torch
 import torch.distributed as dist
 from forked import run_forked
 from helpers import same_bits
-from pipeline_programs import Block, block_bytes, compare, loss, make, offloaded, train
+from pipeline_programs import SPLIT, Block, block_bytes, compare, loss, make, offloaded, train
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
@@ -29,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "model"))
 
 from timed_device import Timed
 
-__all__ = ["BAD", "OTHER", "run_ranks"]
+__all__ = ["BAD", "OTHER", "RECOMPUTED", "run_ranks"]
 
 
 class Nothing(nn.Module):
@@ -160,7 +161,26 @@ def replicas() -> dict[str, Any]:
     return {"same": same, "saves": saves}
 
 
-OTHER = {"other microbatches": other_microbatches, "replicas": replicas}
+def recomputed(name: str) -> dict[str, Any]:
+    """Run a pipeline whose groups take too long to copy for its budget; return what is recomputed on all ranks."""
+    results, budget = [], round(1.6 * block_bytes())
+    for offloads in (False, True):
+        Computing.device = Timed(block_bytes() / 16, block_bytes() / 16, memory=2**30)
+        schedule, modules = make(name, module=lambda stage: nn.Sequential(Computing(), Computing()))
+        if offloads:
+            with use(Computing.device):
+                handle = offloaded(schedule, memory_budget=budget)
+        results.append(train(schedule, modules, 10))
+    same = all(same_bits(a, b) for a, b in zip(*results, strict=True))
+    handle.reset_statistics()
+    train(schedule, modules, 1)
+    saves, on_demand = [bool(plan.saves) for plan in handle.plans], handle.report().on_demand
+    handle.remove()
+    return {"same": same, "saves": saves, "on_demand": on_demand}
+
+
+RECOMPUTED = {f"{name}, recomputed": partial(recomputed, name) for name in ("Schedule1F1B", SPLIT[1])}
+OTHER = {"other microbatches": other_microbatches, "replicas": replicas, **RECOMPUTED}
 CASES = {**BAD, **OTHER}
 
 

@@ -272,7 +272,7 @@ class Computing(Block):
         return super().forward(x)
 
 
-@pytest.mark.parametrize("name", ["ScheduleInterleaved1F1B", *SPLIT, "ScheduleDualPipeV"])
+@pytest.mark.parametrize("name", NAMES)
 def test_recomputed_groups_have_the_same_gradients(name, monkeypatch):
     def module(stage: int) -> nn.Module:
         return nn.Sequential(*(Computing() for _ in range(BLOCKS)))
@@ -282,7 +282,7 @@ def test_recomputed_groups_have_the_same_gradients(name, monkeypatch):
     monkeypatch.setattr(Computing, "device", device)
     schedule, modules = make(name, module=module)
     with use(device):
-        handle = offload(schedule, min_bytes=MIN_BYTES, memory_budget=round(1.2 * BLOCKS * block_bytes()))
+        handle = offload(schedule, min_bytes=MIN_BYTES, memory_budget=round(0.8 * BLOCKS * block_bytes()))
     got = train(schedule, modules, 9)
     assert all(same_bits(a, b) for a, b in zip(want, got, strict=True))
     assert handle.plan is not None

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from pipeline_programs import NAMES
-from pipeline_ranks import BAD, OTHER, run_ranks
+from pipeline_ranks import BAD, OTHER, RECOMPUTED, run_ranks
 from test_one_rank import check
 
 FOUR = ("Schedule1F1B", "ScheduleInterleaved1F1B", "ScheduleZBVZeroBubble", "ScheduleDualPipeV")
@@ -100,3 +100,12 @@ def test_replicas_recompute_the_same(two):
         assert "error" not in seen, seen["error"]
         assert seen["same"]
     assert first["saves"] == second["saves"]
+
+
+@pytest.mark.parametrize("name", RECOMPUTED)
+def test_recomputed_on_two_ranks(two, name):
+    for seen in two[name]:
+        assert "error" not in seen, seen["error"]
+        assert seen["same"]
+        assert seen["saves"] == [True, True]
+        assert seen["on_demand"] == 0
