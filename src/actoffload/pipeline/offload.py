@@ -103,7 +103,8 @@ def offload(
     module : torch.nn.Module or schedule
         The model, or any part of it; wrapped or not.  Call this object in training.  Or a pipeline schedule: one of
         ``ScheduleGPipe``, ``Schedule1F1B``, ``ScheduleInterleaved1F1B``, ``ScheduleLoopedBFS``,
-        ``ScheduleInterleavedZeroBubble``, ``ScheduleZBVZeroBubble`` and ``ScheduleDualPipeV``.
+        ``ScheduleInterleavedZeroBubble``, ``ScheduleZBVZeroBubble`` and ``ScheduleDualPipeV``, or their base class
+        ``_PipelineScheduleRuntime`` with an order from a file.
     layers : str, module, type or iterable of these, optional
         What may be offloaded.  None finds the groups in the first forward: the repeated blocks, or the modules that
         together save most.  A string is the dotted path of a module, of a list of modules, whose children are meant
