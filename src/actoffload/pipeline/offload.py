@@ -21,12 +21,12 @@ from ..planner import GroupPlan
 from ..recompute import Given, Policy, policy_for
 from ..schedule.plan import Plan
 from .conductor import Conductor
-from .exchange import Settings
+from .exchange import Exchange, Settings
 from .follow import follow, observer_of
 from .handle import PipelineHandle
 from .planning import Limits
 from .runner import Runner
-from .stages import RankStage, entries_of, problem_of
+from .stages import RankStage, entries_of, problem_of, replicas_of
 
 __all__ = ["offload"]
 
@@ -155,7 +155,7 @@ def offload(
     ValueError
         If nothing is found, a pattern matches nothing, a number is out of its range, or the model is offloaded already.
         In the first forward, if the ranks of a sharded or data-parallel model got different arguments.  For a schedule
-        in its first step, on every rank, if that is so on one rank, or the arguments differ.
+        in its first step, on every other rank, if that is so on one rank, and on every rank if the arguments differ.
     TypeError
         If `module` is not a module, or a ``ScriptModule``; if an entry of `layers` or `keep` is of another type; or if
         a numeric argument is not a number.
@@ -187,18 +187,37 @@ def offload(
         "recompute": recompute,
     }
     if is_schedule(module):
-        if num_layers is not None or plan is not None:
-            raise ValueError(
-                "num_layers and plan are for a single module: leave them out for a pipeline schedule, and use fraction "
-                "or delta_bytes_per_rank."
+        stages = stages_of(module)
+        rank, group = rank_of(stages[0]) if stages else (0, None)
+        exchange = Exchange(group)
+        try:
+            if num_layers is not None or plan is not None:
+                raise ValueError(
+                    "num_layers and plan are for a single module: leave them out for a pipeline schedule, and use "
+                    "fraction or delta_bytes_per_rank."
+                )
+            return _offload_schedule(
+                module, stages, rank, exchange, delta_bytes_per_rank=delta_bytes_per_rank, **common
             )
-        return _offload_schedule(module, delta_bytes_per_rank=delta_bytes_per_rank, **common)
+        except (TypeError, ValueError) as error:
+            exchange.refuse(str(error), replicas_of(stages))
+            raise
     if delta_bytes_per_rank is not None:
         raise ValueError("delta_bytes_per_rank is for pipeline schedules: call offload with the schedule object.")
     return offload_module(module, num_layers=num_layers, plan=plan, **common)
 
 
-def _offload_schedule(schedule: Any, *, layers: Any, keep: Any, recompute: Any, **given: Any) -> PipelineHandle:
+def _offload_schedule(
+    schedule: Any,
+    stages: list[Any],
+    rank: int,
+    exchange: Exchange,
+    *,
+    layers: Any,
+    keep: Any,
+    recompute: Any,
+    **given: Any,
+) -> PipelineHandle:
     """Offload the stages of this rank by one plan."""
     name = type(schedule).__name__
     if not is_supported(schedule):
@@ -220,8 +239,6 @@ def _offload_schedule(schedule: Any, *, layers: Any, keep: Any, recompute: Any, 
     # An iterator is read once, and there may be several stages.
     layers = list(layers) if isinstance(layers, Iterator) else layers
     keep = list(keep) if isinstance(keep, Iterator) else keep
-    stages = stages_of(schedule)
-    rank, group = rank_of(stages[0]) if stages else (0, None)
     engine = Engine(Plan(1), backend, given["max_host_bytes"], min_bytes=given["min_bytes"])
     conductor = Conductor(engine)
     policy: Policy | None = None if recompute is False or recompute == "auto" else policy_for(recompute)
@@ -234,10 +251,10 @@ def _offload_schedule(schedule: Any, *, layers: Any, keep: Any, recompute: Any, 
         for each in made:
             each.handle.remove()
         made = []
-    shown = {**given, "recompute": recompute if isinstance(recompute, (bool, str)) else "a policy"}
+    shown = {**given, "recompute": _shown(recompute)}
     arguments = {"schedule": name, "the number of microbatches": microbatches(schedule), **shown}
     settings = Settings(dist.get_rank() if stages else 0, arguments, problem, entries_of(made))
-    runner = Runner([*stages, schedule], made, conductor, settings, limits, rank, group)
+    runner = Runner([*stages, schedule], made, conductor, settings, limits, rank, exchange)
     missing = unsupported()
     if missing is not None:
         warn(missing)
@@ -245,3 +262,10 @@ def _offload_schedule(schedule: Any, *, layers: Any, keep: Any, recompute: Any, 
         return PipelineHandle(runner)
     follow(schedule, stages, runner)
     return PipelineHandle(runner)
+
+
+def _shown(recompute: Any) -> Any:
+    """Return what the ranks compare of the argument `recompute`; a function is one of its process."""
+    if isinstance(recompute, (bool, str)):
+        return recompute
+    return "a policy" if callable(recompute) else f"a policy of {', '.join(sorted(map(str, recompute)))}"
