@@ -28,6 +28,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from actoffload.device import use
 from actoffload.pipeline import exchange
+from actoffload.schedule import PipelinePlan
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "model"))
 
@@ -219,6 +220,24 @@ def replicas() -> dict[str, Any]:
     return {"same": same, "saves": saves}
 
 
+def delta_bytes() -> dict[str, Any]:
+    """Offload one block less of each microbatch on the second rank; return the bytes of each microbatch, by rank."""
+    found = []
+    for delta in (0, block_bytes()):
+        schedule, modules = make("ScheduleGPipe")
+        handle = offloaded(schedule, delta_bytes_per_rank=delta)
+        train(schedule, modules, 2, after=lambda k, handle=handle: handle.reset_statistics() if not k else None)
+        found.append([[_of_microbatch(plan, k) for k in range(4)] for plan in handle.plans])
+        assert handle.statistics().bytes_offloaded == sum(found[-1][dist.get_rank()])
+        handle.remove()
+    return {"without": found[0], "with": found[1]}
+
+
+def _of_microbatch(plan: PipelinePlan, microbatch: int) -> int:
+    chunks = (chunk for chunk in plan.transfers if chunk.microbatch == microbatch)
+    return sum(plan.nbytes[chunk.stage][chunk.group] for chunk in chunks)
+
+
 def recomputed(name: str) -> dict[str, Any]:
     """Run a pipeline whose groups take too long to copy for its budget; return what is recomputed on all ranks."""
     results, budget = [], round(1.6 * block_bytes())
@@ -238,7 +257,7 @@ def recomputed(name: str) -> dict[str, Any]:
 
 
 RECOMPUTED = {f"{name}, recomputed": partial(recomputed, name) for name in ("Schedule1F1B", SPLIT[1])}
-OTHER = {"other microbatches": other_microbatches, "replicas": replicas, **RECOMPUTED}
+OTHER = {"other microbatches": other_microbatches, "replicas": replicas, "delta bytes": delta_bytes, **RECOMPUTED}
 CASES = {**REFUSED, **BAD, **OTHER}
 
 

@@ -128,6 +128,18 @@ def test_fewer_bytes_by_knobs():
         handle.remove()
 
 
+def test_fewer_copies_at_a_time():
+    """A group takes twice as long to copy as to compute, so the next one would be copied beside it."""
+    counts = []
+    for cap in (1, 2, None):
+        handle, _, _ = run("ScheduleGPipe", SAVED / 2, MEASURED + 2, fraction=1.0, max_inflight=cap)
+        assert handle.plan is not None
+        assert handle.statistics().bytes_offloaded == handle.plan.offloaded_bytes
+        counts.append(len(handle.plan.transfers))
+        handle.remove()
+    assert 0 < counts[0] < counts[1] < counts[2]
+
+
 def test_without_room_for_a_step_that_offloads_nothing():
     """A trial compares with what was planned, and says so: no time without offloading is known."""
     device = Timed(SAVED / 2, SAVED / 2, memory=12 * SAVED)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from pipeline_programs import NAMES
+from pipeline_programs import NAMES, block_bytes
 from pipeline_ranks import BAD, OTHER, RECOMPUTED, REFUSED, run_ranks
 from test_one_rank import check
 
@@ -116,6 +116,14 @@ def test_replicas_recompute_the_same(two):
         assert "error" not in seen, seen["error"]
         assert seen["same"]
     assert first["saves"] == second["saves"]
+
+
+def test_fewer_bytes_on_later_ranks(two):
+    for seen in two["delta bytes"]:
+        assert "error" not in seen, seen["error"]
+        assert seen["with"][0] == seen["without"][0]
+        pairs = zip(seen["without"][1], seen["with"][1], strict=True)
+        assert all(0 < now <= before - block_bytes() for before, now in pairs)
 
 
 @pytest.mark.parametrize("name", RECOMPUTED)

@@ -126,6 +126,8 @@ def offload(
         What does not fit is kept on the device, with one warning.
     max_inflight : int, optional
         Largest number of groups in flight whenever one has ended, in either direction; compute waits for the others.
+        Of a schedule: largest number of groups that are copied to the host at a time, as planned; what would be one
+        more is kept, and reloads are not limited.
     memory_budget : int, str or float, optional
         Limit for the peak of device memory in forward and backward: bytes, text such as ``"24GiB"``, or a fraction of
         the memory of the device.  The fastest plan within it is chosen, in passes that are within it too.  None is the
