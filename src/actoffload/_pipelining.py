@@ -30,6 +30,9 @@ NAMES = (
 )
 """The schedules that are supported; a subclass of one of them is, too."""
 
+RUNTIME = "_PipelineScheduleRuntime"
+"""The base class of those with several stages a rank, which runs any order, such as one that was loaded from a file."""
+
 
 def _schedules() -> Any:
     try:
@@ -47,8 +50,8 @@ def is_schedule(given: object) -> bool:
 
 
 def is_supported(schedule: object) -> bool:
-    """Return whether a pipeline schedule is one of `NAMES`."""
-    known = tuple(found for name in NAMES if (found := getattr(_schedules(), name, None)) is not None)
+    """Return whether a pipeline schedule is one of `NAMES`, or runs an order of its own in the same way."""
+    known = tuple(found for name in (*NAMES, RUNTIME) if (found := getattr(_schedules(), name, None)) is not None)
     return isinstance(schedule, known)
 
 

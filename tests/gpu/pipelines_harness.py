@@ -31,13 +31,14 @@ from actoffload.measure import MemoryMeter  # noqa: E402
 
 __all__ = ["SCHEDULES", "WAYS", "check", "compare", "run"]
 
-WAYS: dict[str, dict[str, Any]] = {"default": {}, "all": {"fraction": 1.0}}
+WAYS: dict[str, dict[str, Any]] = {"default": {}, "all": {"fraction": 1.0}, "budget": {"memory_budget": 0.6}}
+"""Arguments of `offload`; of a budget the part of the highest peak of all ranks without offload."""
 SCHEDULES = ("Schedule1F1B", "ScheduleInterleaved1F1B", "ScheduleZBVZeroBubble")
 GPU = torch.cuda.is_available()
 MICROBATCHES, BLOCKS = 8, 3 if GPU else 2
 SAME = 3
 """Steps at the end that have to have the same peaks: what is measured and tried is over by then."""
-STEPS = SAME + (18 if GPU else 2)
+STEPS = SAME + (21 if GPU else 2)
 
 
 def make(name: str, device: torch.device, width: int) -> tuple[Any, list[nn.Module]]:
@@ -92,7 +93,13 @@ def compare(device: torch.device, names: tuple[str, ...]) -> dict[str, dict[str,
     for name in names:
         with flash():
             want, peaks_without = train(*make(name, device, width), rows)
-            for way, arguments in WAYS.items():
+            highest: list[Any] = [None] * WORLD
+            dist.all_gather_object(highest, max(peaks_without))
+            for way, given in WAYS.items():
+                arguments = {
+                    key: round(value * max(highest)) if key == "memory_budget" else value
+                    for key, value in given.items()
+                }
                 schedule, modules = make(name, device, width)
                 handle = actoffload.offload(schedule, min_bytes=2**20 if gpu else 512, **arguments)
                 seen: list[dict[str, int]] = []
@@ -105,6 +112,8 @@ def compare(device: torch.device, names: tuple[str, ...]) -> dict[str, dict[str,
                     "steps": seen,
                     "plan": str(handle),
                     "settled": not handle.settling,
+                    "budget": arguments.get("memory_budget"),
+                    "planned": None if handle.plan is None else handle.plan.peak_bytes,
                     "offloads": handle.plan is not None and bool(handle.plan.transfers),
                 }
                 handle.remove()
@@ -127,7 +136,7 @@ def note(handle: Any, seen: list[dict[str, int]]) -> None:
     handle.reset_statistics()
 
 
-def run(device: str, world: int, limit: float = 240.0) -> dict[str, list[dict[str, Any]]]:
+def run(device: str, world: int, limit: float = 300.0) -> dict[str, list[dict[str, Any]]]:
     """Run all schedules in processes of their own; return what each rank saw, by schedule and way."""
     ranks = run_ranks(compare, SCHEDULES, world=world, device=device, limit=limit)
     return {case: [of[case] for of in ranks] for case in ranks[0]}
@@ -147,6 +156,8 @@ def check(seen: dict[str, Any]) -> None:
     assert last[-1]["saved"] <= last[-1]["expected"]
     # On a GPU one tensor lives until the host has seen that it was sent to another rank, which varies.
     assert max(seen["peaks"]) - min(seen["peaks"]) <= seen["sent"]
+    if seen["budget"] is not None:
+        assert seen["planned"] <= seen["budget"] or "No plan of this rank is within" in seen["plan"]
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from torch.distributed import pipelining
 from actoffload import PipelineHandle, offload
 from actoffload._pipelining import NAMES
 
-__all__ = ["NAMES", "SPLIT", "Block", "alone", "block_bytes", "compare", "make", "offloaded", "train"]
+__all__ = ["NAMES", "SPLIT", "Block", "alone", "block_bytes", "compare", "held", "make", "offloaded", "same", "train"]
 
 SPLIT = ("ScheduleInterleavedZeroBubble", "ScheduleZBVZeroBubble")  # the backward of most microbatches is split
 SINGLE = ("ScheduleGPipe", "Schedule1F1B")
@@ -105,6 +105,17 @@ def train(
     return results
 
 
+def same(want: list[Tensor], got: list[Tensor]) -> bool:
+    """Return whether two runs had the same results, to the bit, and had any."""
+    return len(want) == len(got) > 0 and all(same_bits(a, b) for a, b in zip(want, got, strict=True))
+
+
+def held(handle: PipelineHandle) -> tuple[int, int]:
+    """Return the bytes that are offloaded and resident, and those of host memory in use."""
+    statistics = handle.statistics()
+    return statistics.resident_bytes, statistics.host_bytes_used
+
+
 def offloaded(schedule: Any, **arguments: Any) -> PipelineHandle:
     """Offload a schedule."""
     return offload(schedule, min_bytes=MIN_BYTES, **arguments)
@@ -138,7 +149,7 @@ def compare(name: str, *, microbatches: int = 4, steps: int = STEPS, **arguments
     table = handle.table()
     handle.remove()
     return {
-        "same": len(want) == len(got) > 0 and all(same_bits(a, b) for a, b in zip(want, got, strict=True)),
+        "same": same(want, got),
         "steps": seen,
         "plan": None if plan is None else str(plan),
         "plan_bytes": 0 if plan is None else plan.offloaded_bytes,

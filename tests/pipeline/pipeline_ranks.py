@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 import traceback
 import warnings
+from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,20 +19,22 @@ import torch
 import torch.distributed as dist
 from forked import run_forked
 from helpers import same_bits
-from pipeline_programs import Block, block_bytes, compare, loss, make, offloaded, train
+from pipeline_programs import SPLIT, Block, block_bytes, compare, loss, make, offloaded, train
 from torch import nn
+from torch.distributed import pipelining
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from actoffload.device import use
 from actoffload.pipeline import exchange
+from actoffload.schedule import PipelinePlan
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "model"))
 
 from timed_device import Timed
 
-__all__ = ["BAD", "OTHER", "run_ranks"]
+__all__ = ["BAD", "OTHER", "RECOMPUTED", "REFUSED", "run_ranks"]
 
 
 class Nothing(nn.Module):
@@ -61,8 +66,50 @@ def different() -> dict[str, Any]:
     return fails({"fraction": 0.5 if dist.get_rank() else None})
 
 
+def different_policies() -> dict[str, Any]:
+    aten = torch.ops.aten
+    return fails({"recompute": [aten.addmm.default if dist.get_rank() else aten.mm.default]})
+
+
 def without_layers() -> dict[str, Any]:
     return fails({}, empty=True)
+
+
+def refused(wrong: Callable[[Any], Any], rank: int, *, copies: bool = False) -> dict[str, Any]:
+    """Call `offload` on one rank so that it raises; return all errors, how long that took, and if the next call works.
+
+    Either the other rank runs the next stage, or a copy of the same one.
+    """
+    schedule, modules = replica(Block) if copies else make("Schedule1F1B", 4)
+    begun, message = time.monotonic(), ""
+    try:
+        if dist.get_rank() == rank:
+            wrong(schedule)
+        else:
+            offloaded(schedule)
+            train(schedule, modules, 1)
+    except ValueError as error:
+        message = str(error)
+    seconds = time.monotonic() - begun
+    handle = offloaded(schedule)
+    x = torch.zeros(4 * 8, 16)
+    for _ in range(2):
+        if copies:
+            schedule.step(x, target=x)
+        else:
+            train(schedule, modules, 1)
+    again = handle.plan is not None
+    handle.remove()
+    return {"message": message, "seconds": seconds, "again": again}
+
+
+def unknown(schedule: Any) -> None:
+    """Offload a schedule that is not supported."""
+    offloaded(pipelining.schedules._ScheduleForwardOnly(schedule._stage, 4))
+
+
+def with_fraction(schedule: Any) -> None:
+    offloaded(schedule, fraction=1.5)
 
 
 def offloaded_on(rank: int) -> dict[str, Any]:
@@ -91,8 +138,15 @@ def removed() -> dict[str, Any]:
     return {"message": " ".join(str(each.message) for each in found), "settling": handle.settling, "held": held}
 
 
+REFUSED = {
+    "a wrong number on the first rank": partial(refused, with_fraction, 0),
+    "a wrong number on the second rank": partial(refused, with_fraction, 1),
+    "an unknown schedule": partial(refused, unknown, 1),
+    "a wrong number in a copy": partial(refused, with_fraction, 1, copies=True),
+}
 BAD = {
     "different arguments": different,
+    "different policies": different_policies,
     "a stage without layers": without_layers,
     "the first rank alone": lambda: offloaded_on(0),
     "the second rank alone": lambda: offloaded_on(1),
@@ -132,18 +186,24 @@ class Computing(Block):
         return super().forward(x)
 
 
+def replica(kind: type[Block]) -> tuple[Any, list[nn.Module]]:
+    """Return a schedule of one stage, whose blocks are divided among two ranks."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("tensor", "pipeline"))
+    torch.manual_seed(0)
+    module = nn.Sequential(*(kind() for _ in range(4)))
+    for block in module:
+        parallelize_module(block, mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    stage = PipelineStage(module, 0, 1, torch.device("cpu"), group=mesh.get_group("pipeline"))
+    return Schedule1F1B(stage, 4, loss_fn=loss), [module]
+
+
 def replicas() -> dict[str, Any]:
     """Divide the blocks of a pipeline among two ranks, of which one copies much slower; return what is recomputed."""
-    mesh, results = init_device_mesh("cpu", (2, 1), mesh_dim_names=("tensor", "pipeline")), []
+    results: list[list[torch.Tensor]] = []
     for offloads in (False, True):
         link = block_bytes() / (32 if dist.get_rank() else 0.5)
         Computing.device = Timed(link, link, memory=2**30)
-        torch.manual_seed(0)
-        module = nn.Sequential(*(Computing() for _ in range(4)))
-        for block in module:
-            parallelize_module(block, mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
-        stage = PipelineStage(module, 0, 1, torch.device("cpu"), group=mesh.get_group("pipeline"))
-        schedule = Schedule1F1B(stage, 4, loss_fn=loss)
+        schedule, (module,) = replica(Computing)
         x = torch.randn(4 * 8, 16, generator=torch.Generator().manual_seed(1))
         if offloads:
             with use(Computing.device):
@@ -160,8 +220,45 @@ def replicas() -> dict[str, Any]:
     return {"same": same, "saves": saves}
 
 
-OTHER = {"other microbatches": other_microbatches, "replicas": replicas}
-CASES = {**BAD, **OTHER}
+def delta_bytes() -> dict[str, Any]:
+    """Offload one block less of each microbatch on the second rank; return the bytes of each microbatch, by rank."""
+    found = []
+    for delta in (0, block_bytes()):
+        schedule, modules = make("ScheduleGPipe")
+        handle = offloaded(schedule, delta_bytes_per_rank=delta)
+        train(schedule, modules, 2, after=lambda k, handle=handle: handle.reset_statistics() if not k else None)
+        found.append([[_of_microbatch(plan, k) for k in range(4)] for plan in handle.plans])
+        assert handle.statistics().bytes_offloaded == sum(found[-1][dist.get_rank()])
+        handle.remove()
+    return {"without": found[0], "with": found[1]}
+
+
+def _of_microbatch(plan: PipelinePlan, microbatch: int) -> int:
+    chunks = (chunk for chunk in plan.transfers if chunk.microbatch == microbatch)
+    return sum(plan.nbytes[chunk.stage][chunk.group] for chunk in chunks)
+
+
+def recomputed(name: str) -> dict[str, Any]:
+    """Run a pipeline whose groups take too long to copy for its budget; return what is recomputed on all ranks."""
+    results, budget = [], round(1.6 * block_bytes())
+    for offloads in (False, True):
+        Computing.device = Timed(block_bytes() / 16, block_bytes() / 16, memory=2**30)
+        schedule, modules = make(name, module=lambda stage: nn.Sequential(Computing(), Computing()))
+        if offloads:
+            with use(Computing.device):
+                handle = offloaded(schedule, memory_budget=budget)
+        results.append(train(schedule, modules, 10))
+    same = all(same_bits(a, b) for a, b in zip(*results, strict=True))
+    handle.reset_statistics()
+    train(schedule, modules, 1)
+    saves, on_demand = [bool(plan.saves) for plan in handle.plans], handle.report().on_demand
+    handle.remove()
+    return {"same": same, "saves": saves, "on_demand": on_demand}
+
+
+RECOMPUTED = {f"{name}, recomputed": partial(recomputed, name) for name in ("Schedule1F1B", SPLIT[1])}
+OTHER = {"other microbatches": other_microbatches, "replicas": replicas, "delta bytes": delta_bytes, **RECOMPUTED}
+CASES = {**REFUSED, **BAD, **OTHER}
 
 
 def main(rank: int, world: int, folder: Path, names: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""Steps that are not like those before, exceptions in a microbatch, and arguments that are wrong."""
+"""Steps and stages that are not like those before, and exceptions in a microbatch."""
 
 from __future__ import annotations
 
@@ -9,13 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import same_bits
-from pipeline_programs import BLOCKS, Block, alone, make, offloaded, train
+from pipeline_programs import BLOCKS, WIDTH, Block, alone, held, make, offloaded, same, train
 from torch import nn
 from torch.distributed import pipelining
 
-import actoffload
-from actoffload import PipelineHandle, offload
+from actoffload import PipelineHandle
 
 ZERO_BUBBLE = "ScheduleZBVZeroBubble"
 
@@ -51,15 +49,6 @@ class Stopping(nn.Module):
 
     def stop(self, gradient: torch.Tensor) -> None:
         raise StoppedError
-
-
-def same(want: list[torch.Tensor], got: list[torch.Tensor]) -> bool:
-    return len(want) == len(got) > 0 and all(same_bits(a, b) for a, b in zip(want, got, strict=True))
-
-
-def held(handle: PipelineHandle) -> tuple[int, int]:
-    statistics = handle.statistics()
-    return statistics.resident_bytes, statistics.host_bytes_used
 
 
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
@@ -128,8 +117,42 @@ def test_larger_microbatches():
     got = train(schedule, modules, 3, rows=24)
     assert same(want, got)
     assert before is not None
+    assert before.peak_bytes is not None
     assert handle.plan is not None
     assert handle.plan.offloaded_bytes == 3 * before.offloaded_bytes
+    assert handle.plan.peak_bytes == 3 * before.peak_bytes
+    assert handle.report().boundary_bytes == 2 * 24 * WIDTH * 4  # of float32, on two stages
+    handle.remove()
+
+
+class Repeating(nn.Sequential):
+    """Blocks whose last output is repeated, which saves nothing."""
+
+    times = 1
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([super().forward(x)] * self.times)
+
+
+def test_larger_outputs():
+    """The groups save as much as before, but the schedule keeps more for each microbatch in flight."""
+    schedule, (blocks,) = make("ScheduleGPipe", module=lambda stage: Repeating(*(Block() for _ in range(BLOCKS))))
+    schedule._loss_fn = lambda output, target: output.square().mean()
+    schedule._stage._runtime_validate = False
+    handle = offloaded(schedule)
+    train(schedule, [blocks], 2)
+    before, output = handle.plan, 8 * WIDTH * 4
+    assert before is not None
+    assert before.peak_bytes is not None
+    assert handle.report().boundary_bytes == output
+    blocks.times = 3
+    train(schedule, [blocks], 1)
+    assert handle.plan is not None
+    assert handle.plan.peak_bytes == before.peak_bytes + 4 * 2 * output  # four microbatches are in flight
+    assert handle.report().boundary_bytes == 3 * output
+    plan = handle.plan
+    train(schedule, [blocks], 2)
+    assert handle.plan is plan
     handle.remove()
 
 
@@ -232,50 +255,6 @@ def test_a_plan_counts_what_is_not_in_groups(chosen):
     handle.remove()
 
 
-class WithHead(nn.Module):
-    """Blocks, and a head if it is the last stage."""
-
-    def __init__(self, last: bool) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
-        self.head = Block() if last else None
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x if self.head is None else self.head(x)
-
-
-def test_modules_of_one_stage():
-    """What `keep` and `layers` name need not be in each stage, but in one."""
-
-    def module(stage: int) -> nn.Module:
-        return WithHead(stage == 1)
-
-    schedule, modules = make("ScheduleInterleaved1F1B", module=module)
-    for chosen, groups in (({"keep": "head"}, 0), ({"layers": [..., "head"]}, 1)):
-        with offloaded(schedule, **chosen) as handle:
-            train(schedule, modules, 2)
-            assert handle.plan is not None
-            assert [len(names) for names in handle.plan.names.values()] == [BLOCKS, BLOCKS + groups]
-    handle = offloaded(schedule, keep=["head", "router"])
-    with pytest.raises(ValueError, match="Rank 0 of the pipeline: keep: 'router' matches no module of this WithHead"):
-        train(schedule, modules, 1)
-    handle = offloaded(schedule, layers="head")
-    with pytest.raises(ValueError, match="the module of stage 0: layers: 'head' matches no module of this WithHead"):
-        train(schedule, modules, 1)
-    assert not handle.installed
-
-
-def test_iterators_as_arguments():
-    schedule, modules = make(ZERO_BUBBLE)
-    handle = offloaded(schedule, layers=iter(["0", "1"]), keep=iter(["2"]))
-    train(schedule, modules, 2)
-    assert handle.plan is not None
-    assert dict(handle.plan.names) == dict.fromkeys((0, 1), ("0", "1"))
-    handle.remove()
-
-
 def test_evaluation_between_steps():
     x = torch.randn(32, 16)
 
@@ -333,76 +312,6 @@ def test_no_cycle_keeps_a_schedule():
         assert ref() is None
     finally:
         gc.enable()
-
-
-# Arguments
-
-
-def test_a_schedule_that_is_not_known():
-    class Another(pipelining.schedules._PipelineSchedule):
-        def __init__(self) -> None:
-            pass
-
-        def _step_microbatches(self, *args: Any, **kwargs: Any) -> None: ...
-
-        def step(self, *args: Any, **kwargs: Any) -> None: ...
-
-    with pytest.raises(
-        ValueError, match="offload got a Another, which is not supported; expected one of ScheduleGPipe"
-    ):
-        offload(Another())
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"num_layers": 2}, "num_layers and plan are for a single module"),
-        ({"fraction": 1.5}, "fraction is 1.5; expected a part of the groups, from 0.0 to 1.0"),
-        ({"max_inflight": 0}, "max_inflight is 0; expected a number of groups, at least 1"),
-        ({"delta_bytes_per_rank": -1}, "delta_bytes_per_rank is -1; expected a number of bytes"),
-        ({"memory_budget": "many"}, "memory_budget is 'many'"),
-    ],
-)
-def test_arguments_that_are_wrong(arguments, message):
-    schedule, _ = make("Schedule1F1B")
-    with pytest.raises(ValueError, match=message):
-        offload(schedule, **arguments)
-    assert PipelineHandle.of(schedule) is None
-
-
-def test_delta_bytes_of_a_module():
-    with pytest.raises(ValueError, match="delta_bytes_per_rank is for pipeline schedules"):
-        offload(Block(), delta_bytes_per_rank=1)
-
-
-def test_offloaded_twice():
-    schedule, modules = make("Schedule1F1B")
-    with offloaded(schedule), pytest.raises(ValueError, match="This schedule is offloaded already"):
-        offload(schedule)
-    with actoffload.offload(modules[0]):
-        handle = offloaded(schedule)
-        with pytest.raises(ValueError, match="Rank 0 of the pipeline: the module of stage 0 is offloaded already"):
-            train(schedule, modules, 1)
-        assert not handle.installed
-    train(schedule, modules, 1)
-
-
-def test_a_handle_of_something_else():
-    with pytest.raises(TypeError, match="expected the schedule"):
-        PipelineHandle.of(nn.Linear(2, 2))
-
-
-def test_a_report_before_the_first_step():
-    schedule, modules = make("Schedule1F1B")
-    with offloaded(schedule) as handle:
-        with pytest.raises(RuntimeError, match="no step of the schedule has ended"):
-            handle.report()
-        assert "first steps" in str(handle)
-        train(schedule, modules, 2)
-        assert "rank" in str(handle.report())
-        assert "0" in repr(handle)
-        assert handle.table().to_dict()["ranks"][0]["rank"] == 0
-        assert set(handle.stages) == {0}
 
 
 @pytest.mark.parametrize("name", ["Schedule1F1B", ZERO_BUBBLE])

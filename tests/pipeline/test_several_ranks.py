@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from pipeline_programs import NAMES
-from pipeline_ranks import BAD, OTHER, run_ranks
+from pipeline_programs import NAMES, block_bytes
+from pipeline_ranks import BAD, OTHER, RECOMPUTED, REFUSED, run_ranks
 from test_one_rank import check
 
 FOUR = ("Schedule1F1B", "ScheduleInterleaved1F1B", "ScheduleZBVZeroBubble", "ScheduleDualPipeV")
@@ -16,7 +16,7 @@ Ranks = dict[str, list[dict[str, Any]]]
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
-    return run_ranks(tmp_path_factory.mktemp("two"), 2, [*NAMES, *BAD, *OTHER])
+    return run_ranks(tmp_path_factory.mktemp("two"), 2, [*NAMES, *REFUSED, *BAD, *OTHER])
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +48,10 @@ def test_four_ranks(four, name):
     ("name", "part"),
     [
         ("different arguments", "fraction is None on rank 0 and 0.5 on rank 1. Pass the same on every rank."),
+        (
+            "different policies",
+            "recompute is a policy of aten.mm.default on rank 0 and a policy of aten.addmm.default on rank 1. Pass",
+        ),
         ("a stage without layers", "Rank 1 of the pipeline: the module of stage 1, a Nothing, has no modules inside"),
     ],
 )
@@ -58,6 +62,18 @@ def test_one_sentence_on_every_rank(two, name, part):
         assert part in seen["message"]
         assert not seen["installed"]
     assert first["message"] == second["message"]
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_an_exception_on_one_rank(two, name):
+    """The other one raises it in its first step, and the next call of both works."""
+    wrong = 0 if "first" in name else 1
+    part = "offload got a _ScheduleForwardOnly, which is not" if "unknown" in name else "fraction is 1.5; expected"
+    for rank, seen in enumerate(two[name]):
+        assert "error" not in seen, seen["error"]
+        assert seen["message"].startswith(part if rank == wrong else f"Rank {wrong} of the pipeline: {part}")
+        assert seen["seconds"] < 20
+        assert seen["again"]
 
 
 @pytest.mark.parametrize(
@@ -100,3 +116,20 @@ def test_replicas_recompute_the_same(two):
         assert "error" not in seen, seen["error"]
         assert seen["same"]
     assert first["saves"] == second["saves"]
+
+
+def test_fewer_bytes_on_later_ranks(two):
+    for seen in two["delta bytes"]:
+        assert "error" not in seen, seen["error"]
+        assert seen["with"][0] == seen["without"][0]
+        pairs = zip(seen["without"][1], seen["with"][1], strict=True)
+        assert all(0 < now <= before - block_bytes() for before, now in pairs)
+
+
+@pytest.mark.parametrize("name", RECOMPUTED)
+def test_recomputed_on_two_ranks(two, name):
+    for seen in two[name]:
+        assert "error" not in seen, seen["error"]
+        assert seen["same"]
+        assert seen["saves"] == [True, True]
+        assert seen["on_demand"] == 0

@@ -17,11 +17,14 @@ from actoffload.planner.pipeline_placement import place_rank
 from actoffload.planner.pipeline_profile import RankProfile
 from actoffload.schedule import (
     Chunk,
+    Computation,
+    Kind,
     LayerCost,
     Link,
     Moment,
     PipelinePlan,
     PipelineSimulation,
+    RankSimulation,
     Saved,
     SplitCost,
     StageCost,
@@ -225,16 +228,34 @@ def test_knobs() -> None:
         of_each = {chunk.group for chunk in plan.transfers}
         assert len(of_each) <= 4 - rank
     assert {chunk.group for chunk in less[2].transfers} == {0, 1}
-    slow = Link(12e9, 12e9)
-    for cap in (1, 2):
-        found = simulate_pipeline(orders, stages, slow, plan_pipeline(orders, stages, slow, max_inflight=cap))
-        starts = sorted((span.start, span.end) for span in found.ranks[0].timeline.spans if span.kind.name == "D2H")
-        assert found.slowdown <= 1.002
-        assert starts
-    capped = plan_pipeline(orders, stages, slow, fraction=1.0, max_inflight=1)
-    free = plan_pipeline(orders, stages, slow, fraction=1.0)
-    assert len(capped[0].transfers) < len(free[0].transfers)
     assert plan_pipeline(orders, stages, link, fraction=0.0)[0].transfers == {}
+
+
+def most_at_a_time(plan: PipelinePlan, rank: RankSimulation) -> int:
+    """Return how many groups of a simulated rank are copied to the host at a time, from the start of their forward."""
+    ends = [span.end for span in rank.timeline.spans if span.kind is Kind.D2H]  # one for each, in order of saving
+    starts = [
+        rank.starts[plan.order.index(Step(chunk.stage, Computation.FORWARD, chunk.microbatch))] + chunk.group * 0.010
+        for chunk in plan.transfers
+    ]
+    copies = list(zip(starts, ends, strict=True))
+    return max(sum(begun <= start < end for begun, end in copies) for start in starts)
+
+
+@pytest.mark.parametrize("fraction", [None, 1.0])
+def test_copies_in_flight(fraction: float | None) -> None:
+    """A copy takes more than twice as long as the forward of its group."""
+    orders, stages, slow = one_f_one_b(4, 16), [STAGE] * 4, Link(12e9, 12e9)
+    counts = []
+    for cap in (1, 2, 3, None):
+        plans = plan_pipeline(orders, stages, slow, fraction=fraction, max_inflight=cap)
+        found = simulated(orders, stages, slow, plans)
+        assert found.slowdown <= 1.002
+        most = most_at_a_time(plans[0], found.ranks[0])
+        assert most == cap if cap is not None else most > 3
+        counts.append(len(plans[0].transfers))
+    assert counts == sorted(counts)
+    assert counts[0] < counts[-1]
 
 
 def test_a_budget_costs_time_only_if_it_must() -> None:

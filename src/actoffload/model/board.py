@@ -64,10 +64,17 @@ class Board:
                 return None
             time.sleep(min(max(PART * waited, SHORTEST), LONGEST))
 
+    def read(self, key: str) -> Any:
+        """Return a message that is there, and leave it there."""
+        return pickle.loads(self._call("get", self._path(key)))
+
+    def remove(self, key: str) -> None:
+        """Delete a message, if it is there."""
+        self._call("delete_key", self._path(key))
+
     def take(self, key: str, readers: int = 1) -> Any:
         """Return a message that is there, and delete it once that number of ranks has read it."""
-        path = self._path(key)
-        found = pickle.loads(self._call("get", path))
+        path, found = self._path(key), self.read(key)
         if readers > 1:
             read = path + "/read"
             if self._call("add", read, 1) < readers:

@@ -182,7 +182,7 @@ class Conductor:
             owner = microbatch.owner
             if computation is Computation.FORWARD:
                 vars(self._forwards).pop(str(step.stage), None)
-                if owner is not None and step.stage not in self.learned.boundary:
+                if owner is not None and not self.scoped:  # otherwise some tensors are saved unseen
                     self._learn_outputs(stage, step, owner)
             elif computation is Computation.BACKWARD_INPUT:
                 self.learned.split[step.stage] = microbatch.half = microbatch.split
@@ -210,12 +210,15 @@ class Conductor:
             layer.retained = stays
 
     def _learn_outputs(self, stage: Any, step: Step, owner: ModelPass[GroupKey]) -> None:
-        """Note the bytes of the outputs that the schedule keeps for a microbatch, all and those that are not saved."""
+        """Note the bytes of the largest outputs that the schedule keeps for a microbatch, and of those not saved."""
         outputs = getattr(stage, "fwd_cache", {}).get(step.microbatch, ((),))[0]
         found = dict(_storages(outputs))
-        unsaved = {key: nbytes for key, nbytes in found.items() if not owner.registry.follows(key)}
-        self.learned.sent[step.stage] = sum(found.values())
-        self.learned.boundary[step.stage] = sum(unsaved.values())
+        sent = sum(found.values())
+        if step.stage not in self.learned.sent or sent > self.learned.sent[step.stage]:
+            self.learned.sent[step.stage] = sent
+            self.learned.boundary[step.stage] = sum(
+                nbytes for key, nbytes in found.items() if not owner.registry.follows(key)
+            )
 
     def _learn_used(self, microbatch: Microbatch) -> None:
         """Note what the backward of the weights has unpacked, by group."""

@@ -6,7 +6,10 @@ the same number.  If a rank has not measured a whole step, all ranks see that, a
 A rank that later runs another order plans anew alone, with what the others sent before, because they do not know of it.
 
 A rank on which `offload` was not called, or whose handle was removed, must not make the others hang.  So messages are
-keys of the store of `torch.distributed`, see `model.board` [Note: no collectives], and waiting has a limit.
+keys of the store of `torch.distributed`, see `model.board` [Note: no collectives], and waiting has a limit.  Where
+`offload` raises an exception, it posts what is wrong first, and the others raise that in their first step.  Its key has
+the number of calls of `offload` in the process, so that a later call does not find what was wrong before.  The first
+rank passes over what others have posted in calls that were refused.
 
 `[Note: replicas]`  With tensor or data parallelism several pipelines run copies of the same stages, and their ranks
 communicate inside of these stages, also in what is recomputed.  So the ranks of one stage must recompute the same:
@@ -17,6 +20,7 @@ from __future__ import annotations
 
 import time
 import zlib
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -35,6 +39,9 @@ __all__ = ["Exchange", "Measured", "Settings", "Tried", "agreed", "disagreement"
 
 T = TypeVar("T")
 
+calls = Counter[tuple[int, ...]]()  # of `offload` in this process, by the ranks of the pipeline
+refused = dict[tuple[int, ...], int]()  # the latest of these calls for which a rank refused
+PAUSE = 0.002  # seconds between two looks at a message that is passed over
 LIMIT = 120.0  # seconds for which a rank waits for the one that collects, which itself waits half as long
 
 
@@ -85,6 +92,14 @@ def gather(value: T, group: Any = None) -> list[T]:
     return found
 
 
+class RefusedError(Exception):
+    """Another rank takes no part, because something is wrong with its arguments; `settings` say what."""
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings.problem)
+        self.settings = settings
+
+
 class _Line:
     """Ranks that exchange values through the store; the first of them collects.
 
@@ -92,7 +107,9 @@ class _Line:
     earlier exchange, in which a rank was lost, is taken for one of this.
     """
 
-    def __init__(self, name: str, ranks: Sequence[int]) -> None:
+    def __init__(self, name: str, ranks: Sequence[int], call: int, refused: int) -> None:
+        self._call, self._before = call, refused
+        self._refused = f"refused/{call}"
         path = f"actoffload/{name}/{zlib.crc32(repr(tuple(ranks)).encode())}"
         self._board = Board(path, dist.get_rank(), ranks) if len(ranks) > 1 else None
         self._number = 0  # of exchanges so far
@@ -100,7 +117,10 @@ class _Line:
         self._identities: dict[int, str] = {}  # of the others, by rank; on the first rank
 
     def gather(self, value: T) -> list[T]:
-        """Return the values of all ranks, in order; raise a `LostRankError` on each rank if one of them is lost."""
+        """Return the values of all ranks, in order.
+
+        Raises a `LostRankError` on each rank if one of them is lost, and a `RefusedError` if one of them refuses.
+        """
         board = self._board
         if board is None:
             return [value]
@@ -129,12 +149,17 @@ class _Line:
 
     def _message(self, board: Board, rank: int, until: float) -> tuple[Any, ...] | None:
         """Return the value of another rank; empty if it has left, and None if there is none in time."""
-        while board.find([str(rank)], max(until - time.monotonic(), 0.0)) is not None:
-            identity, number, message = board.take(str(rank))
-            if self._number == number == 1 and message:
+        while self._find(board, str(rank), max(until - time.monotonic(), 0.0)):
+            call, identity, number, message = board.read(str(rank))
+            if call > self._before and self._number == number == 1 and message:
                 self._identities[rank] = identity
             if (identity, number) == (self._identities.get(rank), self._number):
+                board.remove(str(rank))
                 return message  # type: ignore[no-any-return]
+            # It is not removed: the next message may be in its place by now.
+            if time.monotonic() > until:
+                break
+            time.sleep(PAUSE)
         return None
 
     def _answer(self, board: Board, answer: tuple[list[Any], str]) -> None:
@@ -144,13 +169,25 @@ class _Line:
     def _send(self, board: Board, value: T) -> tuple[list[T], str]:
         """Post a value; return those of all ranks, and a sentence if one of them is lost."""
         own, answer = str(board.rank), f"{self._identity}/{self._number}"
-        board.post(own, (self._identity, self._number, (value,)))
-        if board.find([answer], LIMIT) is None:
-            if board.has(own):
-                board.take(own)
+        board.post(own, (self._call, self._identity, self._number, (value,)))
+        if not self._find(board, answer, LIMIT):
+            board.remove(own)
             return [], _waited(board.rank, LIMIT, board.ranks[:1])
         found: tuple[list[T], str] = board.take(answer)
         return found
+
+    def _find(self, board: Board, key: str, limit: float) -> bool:
+        """Wait for a message; return whether it is there, or raise a `RefusedError`."""
+        found = board.find([self._refused, key], limit)
+        if found == self._refused:
+            raise RefusedError(board.read(self._refused))
+        return found is not None
+
+    def refuse(self, settings: Settings) -> None:
+        """Let the others raise what is wrong in their first exchange."""
+        if self._board is not None:
+            with suppress(LostRankError):
+                self._board.post(self._refused, settings)
 
     def leave(self) -> None:
         """Let the others not wait in their next exchange."""
@@ -162,7 +199,7 @@ class _Line:
             if board.rank == board.ranks[0]:
                 self._answer(board, ([], _left(board.rank)))
             else:
-                board.post(str(board.rank), (self._identity, self._number, ()))
+                board.post(str(board.rank), (self._call, self._identity, self._number, ()))
 
 
 def _left(rank: int) -> str:
@@ -176,6 +213,8 @@ def _waited(rank: int, seconds: float, missing: Sequence[int]) -> str:
 class Exchange:
     """The exchanges of one rank, which may raise a `LostRankError`; see [Note: exchanges] and [Note: replicas].
 
+    Made where `offload` is called.
+
     Parameters
     ----------
     group : ProcessGroup, optional
@@ -184,28 +223,49 @@ class Exchange:
 
     def __init__(self, group: Any = None) -> None:
         initialized = dist.is_available() and dist.is_initialized()
-        ranks = dist.get_process_group_ranks(group or dist.group.WORLD) if initialized else []
-        self._group, self._pipeline, self._copies = group, _Line("pipeline", ranks), _Line("stage", ())
+        ranks = tuple(dist.get_process_group_ranks(group or dist.group.WORLD)) if initialized else ()
+        calls[ranks] += 1
+        self.group, self._ranks = group, ranks
+        self._call, self._refused = calls[ranks], refused.get(ranks, 0)
+        self._pipeline, self._copies = self._line("pipeline", ranks), self._line("stage", ())
         self.replicas: tuple[int, ...] = ()  # global ranks that run the same stages
 
+    def _line(self, name: str, ranks: Sequence[int]) -> _Line:
+        return _Line(name, ranks, self._call, self._refused)
+
     def meet(self, settings: Settings, replicas: Sequence[int]) -> list[Settings]:
-        """Return the settings of all ranks.
+        """Return the settings of all ranks, or only those of a rank that refuses.
 
         `replicas` are the global ranks that run the stages of this rank, ascending; empty if no others do.  They count
         if there are equally many of each rank of the pipeline.
         """
-        own = self._gather((settings, tuple(replicas)))
-        if len({len(of) for _, of in own}) == 1:
-            self.replicas = tuple(replicas)
-            self._copies = _Line("stage", replicas)
-        return [each for of in self._copies.gather([settings for settings, _ in own]) for each in of]
+        try:
+            own = self._gather((settings, tuple(replicas)))
+            if len({len(of) for _, of in own}) == 1:
+                self.replicas = tuple(replicas)
+                self._copies = self._line("stage", replicas)
+            return [each for of in self._copies.gather([settings for settings, _ in own]) for each in of]
+        except RefusedError as error:
+            self._refuse(error.settings, self._line("stage", replicas))  # the other pipelines wait for this one
+            return [error.settings]
+
+    def refuse(self, problem: str, replicas: Sequence[int]) -> None:
+        """Take no part, and let the others raise what is wrong with the arguments of this rank."""
+        if default_store is not None and dist.is_available() and dist.is_initialized():
+            settings = Settings(dist.get_rank(), {}, problem)
+            self._refuse(settings, self._pipeline, self._line("stage", replicas))
+
+    def _refuse(self, settings: Settings, *lines: _Line) -> None:
+        refused[self._ranks] = self._call
+        for line in lines:
+            line.refuse(settings)
 
     def gather(self, value: T) -> list[list[T]]:
         """Return the values of the ranks of each pipeline that runs these stages, in the order of their ranks."""
         return self._copies.gather(self._gather(value))
 
     def _gather(self, value: T) -> list[T]:
-        return gather(value, self._group) if default_store is None else self._pipeline.gather(value)
+        return gather(value, self.group) if default_store is None else self._pipeline.gather(value)
 
     def of_first(self, value: T) -> T:
         """Return the value of the first of the ranks that run the same stages."""

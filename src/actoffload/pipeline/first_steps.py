@@ -18,7 +18,7 @@ show that, because most of the memory is allocated in it.  Where a rank has no r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -30,7 +30,7 @@ from ..planner import OperatorCost, Variant, variants
 from ..planner.variants import worth_saving as outputs_worth_saving
 from ..recompute import saving, worth_saving
 from ..schedule.costs import Link
-from ..schedule.pipeline import Computation, Step
+from ..schedule.pipeline import Computation, StageCost, Step
 from ..schedule.pipeline_plan import PipelinePlan
 from .conductor import Conductor
 from .costs import even_costs, measured_costs
@@ -190,7 +190,8 @@ class FirstSteps:
         mine = Measured(rank, learned.order, names, found, link, self.limit(), bare=self._fits_bare())
         if self._plain is None or self._plain.names != names:
             return mine
-        return replace(self._plain, order=learned.order, again=self._variants(mine))
+        plain = {stage: _with_boundary(cost, found[stage]) for stage, cost in self._plain.costs.items()}
+        return replace(self._plain, order=learned.order, costs=plain, again=self._variants(mine))
 
     def again(self, mine: Measured, number: int) -> None:
         """Measure steps in which everything is recomputed, from `number` on; `mine` is of the steps before."""
@@ -251,8 +252,8 @@ class FirstSteps:
         self._copies.wait()
         return measured_link(self._copies) or Link(float("inf"), float("inf"))
 
-    def outdated(self, plan: PipelinePlan) -> bool:
-        """Return whether there are other groups than when a plan was made, or they save more."""
+    def outdated(self, plan: PipelinePlan, costs: Mapping[int, StageCost]) -> bool:
+        """Return whether there are other groups than when a plan was made from costs, or larger tensors."""
         for of in self._stages:
             of.steering.grow()
         for of in self._stages:
@@ -260,7 +261,14 @@ class FirstSteps:
             planned = plan.nbytes.get(of.index, sizes)
             if plan.names[of.index] != of.steering.names or any(map(has_grown, sizes, planned)):
                 return True
+            if has_grown(self._conductor.learned.sent.get(of.index, 0), costs[of.index].sent_forward):
+                return True
         return False
+
+
+def _with_boundary(cost: StageCost, of: StageCost) -> StageCost:
+    """Return a cost with the boundary and the outputs of another one."""
+    return replace(cost, boundary_bytes=of.boundary_bytes, sent_forward=of.sent_forward, sent_backward=of.sent_backward)
 
 
 def _at_once(way: Variant, read_again: int | None) -> Variant:

@@ -21,12 +21,12 @@ from ..planner import GroupPlan
 from ..recompute import Given, Policy, policy_for
 from ..schedule.plan import Plan
 from .conductor import Conductor
-from .exchange import Settings
+from .exchange import Exchange, Settings
 from .follow import follow, observer_of
 from .handle import PipelineHandle
 from .planning import Limits
 from .runner import Runner
-from .stages import RankStage, entries_of, problem_of
+from .stages import RankStage, entries_of, problem_of, replicas_of
 
 __all__ = ["offload"]
 
@@ -103,7 +103,8 @@ def offload(
     module : torch.nn.Module or schedule
         The model, or any part of it; wrapped or not.  Call this object in training.  Or a pipeline schedule: one of
         ``ScheduleGPipe``, ``Schedule1F1B``, ``ScheduleInterleaved1F1B``, ``ScheduleLoopedBFS``,
-        ``ScheduleInterleavedZeroBubble``, ``ScheduleZBVZeroBubble`` and ``ScheduleDualPipeV``.
+        ``ScheduleInterleavedZeroBubble``, ``ScheduleZBVZeroBubble`` and ``ScheduleDualPipeV``, or their base class
+        ``_PipelineScheduleRuntime`` with an order from a file.
     layers : str, module, type or iterable of these, optional
         What may be offloaded.  None finds the groups in the first forward: the repeated blocks, or the modules that
         together save most.  A string is the dotted path of a module, of a list of modules, whose children are meant
@@ -125,6 +126,8 @@ def offload(
         What does not fit is kept on the device, with one warning.
     max_inflight : int, optional
         Largest number of groups in flight whenever one has ended, in either direction; compute waits for the others.
+        Of a schedule: largest number of groups that are copied to the host at a time, as planned; what would be one
+        more is kept, and reloads are not limited.
     memory_budget : int, str or float, optional
         Limit for the peak of device memory in forward and backward: bytes, text such as ``"24GiB"``, or a fraction of
         the memory of the device.  The fastest plan within it is chosen, in passes that are within it too.  None is the
@@ -154,7 +157,7 @@ def offload(
     ValueError
         If nothing is found, a pattern matches nothing, a number is out of its range, or the model is offloaded already.
         In the first forward, if the ranks of a sharded or data-parallel model got different arguments.  For a schedule
-        in its first step, on every rank, if that is so on one rank, or the arguments differ.
+        in its first step, on every other rank, if that is so on one rank, and on every rank if the arguments differ.
     TypeError
         If `module` is not a module, or a ``ScriptModule``; if an entry of `layers` or `keep` is of another type; or if
         a numeric argument is not a number.
@@ -186,18 +189,37 @@ def offload(
         "recompute": recompute,
     }
     if is_schedule(module):
-        if num_layers is not None or plan is not None:
-            raise ValueError(
-                "num_layers and plan are for a single module: leave them out for a pipeline schedule, and use fraction "
-                "or delta_bytes_per_rank."
+        stages = stages_of(module)
+        rank, group = rank_of(stages[0]) if stages else (0, None)
+        exchange = Exchange(group)
+        try:
+            if num_layers is not None or plan is not None:
+                raise ValueError(
+                    "num_layers and plan are for a single module: leave them out for a pipeline schedule, and use "
+                    "fraction or delta_bytes_per_rank."
+                )
+            return _offload_schedule(
+                module, stages, rank, exchange, delta_bytes_per_rank=delta_bytes_per_rank, **common
             )
-        return _offload_schedule(module, delta_bytes_per_rank=delta_bytes_per_rank, **common)
+        except (TypeError, ValueError) as error:
+            exchange.refuse(str(error), replicas_of(stages))
+            raise
     if delta_bytes_per_rank is not None:
         raise ValueError("delta_bytes_per_rank is for pipeline schedules: call offload with the schedule object.")
     return offload_module(module, num_layers=num_layers, plan=plan, **common)
 
 
-def _offload_schedule(schedule: Any, *, layers: Any, keep: Any, recompute: Any, **given: Any) -> PipelineHandle:
+def _offload_schedule(
+    schedule: Any,
+    stages: list[Any],
+    rank: int,
+    exchange: Exchange,
+    *,
+    layers: Any,
+    keep: Any,
+    recompute: Any,
+    **given: Any,
+) -> PipelineHandle:
     """Offload the stages of this rank by one plan."""
     name = type(schedule).__name__
     if not is_supported(schedule):
@@ -219,8 +241,6 @@ def _offload_schedule(schedule: Any, *, layers: Any, keep: Any, recompute: Any, 
     # An iterator is read once, and there may be several stages.
     layers = list(layers) if isinstance(layers, Iterator) else layers
     keep = list(keep) if isinstance(keep, Iterator) else keep
-    stages = stages_of(schedule)
-    rank, group = rank_of(stages[0]) if stages else (0, None)
     engine = Engine(Plan(1), backend, given["max_host_bytes"], min_bytes=given["min_bytes"])
     conductor = Conductor(engine)
     policy: Policy | None = None if recompute is False or recompute == "auto" else policy_for(recompute)
@@ -233,10 +253,10 @@ def _offload_schedule(schedule: Any, *, layers: Any, keep: Any, recompute: Any, 
         for each in made:
             each.handle.remove()
         made = []
-    shown = {**given, "recompute": recompute if isinstance(recompute, (bool, str)) else "a policy"}
+    shown = {**given, "recompute": _shown(recompute)}
     arguments = {"schedule": name, "the number of microbatches": microbatches(schedule), **shown}
     settings = Settings(dist.get_rank() if stages else 0, arguments, problem, entries_of(made))
-    runner = Runner([*stages, schedule], made, conductor, settings, limits, rank, group)
+    runner = Runner([*stages, schedule], made, conductor, settings, limits, rank, exchange)
     missing = unsupported()
     if missing is not None:
         warn(missing)
@@ -244,3 +264,10 @@ def _offload_schedule(schedule: Any, *, layers: Any, keep: Any, recompute: Any, 
         return PipelineHandle(runner)
     follow(schedule, stages, runner)
     return PipelineHandle(runner)
+
+
+def _shown(recompute: Any) -> Any:
+    """Return what the ranks compare of the argument `recompute`; a function is one of its process."""
+    if isinstance(recompute, (bool, str)):
+        return recompute
+    return "a policy" if callable(recompute) else f"a policy of {', '.join(sorted(map(str, recompute)))}"

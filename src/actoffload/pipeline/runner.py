@@ -9,14 +9,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.nn import Module
 
 from .._pipelining import actions_of, runs_backward
 from .._warnings import warn
 from ..engine import tensor_marks
 from ..engine.layer import tensors_in
 from ..model.board import LostRankError
-from ..model.ranks import ranks_of
 from ..schedule.pipeline import Computation, Step
 from ..schedule.pipeline_orders import read_order
 from ..schedule.pipeline_plan import PipelinePlan
@@ -26,7 +24,7 @@ from .first_steps import FirstSteps
 from .follow import unfollow
 from .planning import Limits, costs_time, decision, plans_of
 from .report import PipelineReport
-from .stages import RankStage
+from .stages import RankStage, replicas_of
 from .trials import Plans, Trials
 
 __all__ = ["Runner"]
@@ -58,8 +56,8 @@ class Runner:
         What the arguments allow.
     rank : int
         This rank, in the pipeline.
-    group : ProcessGroup, optional
-        The ranks of the pipeline.
+    exchange : Exchange
+        With the other ranks.
     """
 
     def __init__(
@@ -70,14 +68,13 @@ class Runner:
         settings: Settings,
         limits: Limits,
         rank: int,
-        group: Any,
+        exchange: Exchange,
     ) -> None:
         # Weak references: the schedule and its stages refer to this object.
         self._followed = [weakref.ref(each) for each in followed]
         self.stages, self.conductor = tuple(stages), conductor
-        self._settings, self._limits, self.group, self.rank = settings, limits, group, rank
+        self._settings, self._limits, self._exchange, self.rank = settings, limits, exchange, rank
         self._script = FirstSteps(self.stages, conductor, limits.memory_budget)
-        self._exchange: Exchange | None = None  # from the first step on
         self._alone = False  # another rank does not answer
         self._measured: list[Measured] = []  # of all ranks, when they planned
         self._trials: Trials | None = None  # of the plans that were made then
@@ -128,7 +125,7 @@ class Runner:
         """Exchange the arguments before the first step, and plan when enough is measured."""
         if self.number == 1:
             self._meet()
-        elif self._exchange is None or self._alone:
+        elif self._alone:
             return
         elif self._script.trying and self.number > self._script.steps:
             tried = [each for of in self._exchange.gather(self._script.tried()) for each in of]
@@ -142,18 +139,14 @@ class Runner:
 
     def _meet(self) -> None:
         """Find the ranks that run the same stages, and compare the arguments of all."""
-        modules = [getattr(ref(), "submod", None) for ref in self._followed]
-        replicas = max((ranks_of(of) for of in modules if isinstance(of, Module)), key=len, default=())
-        self._exchange = Exchange(self.group)
         self._script.of_first = self._exchange.of_first
-        wrong = disagreement(self._exchange.meet(self._settings, replicas))
+        wrong = disagreement(self._exchange.meet(self._settings, replicas_of(ref() for ref in self._followed)))
         if wrong:
             self.remove()
             raise ValueError(wrong)
 
     def _lose(self, lost: LostRankError) -> None:
         """Go on without the other ranks: without offloading where they were never met."""
-        assert self._exchange is not None
         self._exchange.leave()
         self._alone, self._script.trying = True, False
         if self.number == 1:
@@ -164,7 +157,7 @@ class Runner:
         """Plan from what all ranks measured, and try the plan; or measure recomputation first, where it is needed."""
         self._measured = measured
         trials = Trials(measured, self._limits)
-        mine = next(each for each in measured if each.rank == self.rank)
+        mine = self._mine
         if self._limits.may_recompute and mine.again is None and costs_time(measured, trials.plans.of_ranks):
             self._script.again(mine, self.number)
             return
@@ -201,12 +194,16 @@ class Runner:
         followed = conductor.plan is not None and not (failed or changed or outdated)
         conductor.scoped = followed and conductor.engine.backend.times
         plan = conductor.plan
-        if not failed and plan is not None and (changed or self._script.outdated(plan)):
+        if not failed and plan is not None and (changed or self._script.outdated(plan, self._mine.costs)):
             self._plan_anew(plan)
+
+    @property
+    def _mine(self) -> Measured:
+        """What this rank knew when it planned."""
+        return next(each for each in self._measured if each.rank == self.rank)
 
     def _plan_anew(self, before: PipelinePlan) -> None:
         """Plan for what this rank does now, with what the others have sent."""
-        assert self._exchange is not None
         if before.saves and self._exchange.replicas:  # they would recompute something else
             return
         mine = self._script.measured(self.rank)
@@ -224,6 +221,11 @@ class Runner:
         self._script.settle(found)
         self.conductor.scoped = False
         self.because, self._expected = found.because, plans.peaks[self.plans.index(found)]
+
+    @property
+    def group(self) -> Any:
+        """The process group of the pipeline; None for the default one."""
+        return self._exchange.group
 
     @property
     def settling(self) -> bool:
@@ -262,7 +264,7 @@ class Runner:
     def remove(self) -> None:
         """Follow the schedule no longer, and end offloading in its stages."""
         if self.installed:
-            if self.settling and self._exchange is not None:
+            if self.settling and self.number:  # the others wait for this rank from the first step on
                 self._exchange.leave()
             self.installed = False
             unfollow([each for ref in self._followed if (each := ref()) is not None])

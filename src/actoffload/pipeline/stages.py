@@ -15,6 +15,7 @@ from ..model.finding import Finder
 from ..model.follow import followers_of, refuse_scripted
 from ..model.handle import OffloadHandle
 from ..model.outside import written
+from ..model.ranks import ranks_of
 from ..model.reporting import PassLog
 from ..model.select import Chosen, choose, find_kept, split_default
 from ..recompute import Policy
@@ -23,7 +24,7 @@ from ..schedule.schedules import GroupSchedule
 from .conductor import Conductor
 from .steering import StageSteering
 
-__all__ = ["RankStage", "entries_of", "problem_of"]
+__all__ = ["RankStage", "entries_of", "problem_of", "replicas_of"]
 
 
 class RankStage:
@@ -145,6 +146,12 @@ def _groups(
     if both:
         raise ValueError(f"{title}: '{min(both)}' is chosen by layers and by keep: take it out of one of them.")
     return chosen, kept, searching
+
+
+def replicas_of(stages: Iterable[Any]) -> tuple[int, ...]:
+    """Return the global ranks that run copies of the stages of a rank, ascending; empty if no others do."""
+    modules = (getattr(stage, "submod", None) for stage in stages)
+    return max((ranks_of(module) for module in modules if isinstance(module, Module)), key=len, default=())
 
 
 def problem_of(stages: Sequence[Any]) -> str:

@@ -73,7 +73,8 @@ def plan_pipeline(
         Of each microbatch rank `r` offloads at least ``r * delta_bytes_per_rank`` bytes less than all, or than
         `fraction`.  The peaks are not leveled then.
     max_inflight : int, optional
-        Groups that are copied to the host at a time, at most; what would be one more is kept.
+        Groups that are copied to the host at a time, at most, from the start of their forward; what would be one more
+        is kept.  Reloads are not limited.
     memory_budget : int or sequence of int, optional
         Bytes of device memory of each rank.  Each rank offloads the least that keeps within it, at a cost in time if
         there is no other way.

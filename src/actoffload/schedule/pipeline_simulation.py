@@ -31,7 +31,8 @@ def simulate_pipeline(
     Parameters
     ----------
     orders : sequence of sequences of Step
-        What each rank computes, in order.
+        What each rank computes, in order.  Of a schedule of PyTorch with several stages a rank they are
+        ``[read_order(schedule.pipeline_order[rank]) for rank in range(ranks)]``.
     stages : sequence of StageCost
         What one microbatch costs on each stage.
     link : Link
