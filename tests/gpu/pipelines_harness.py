@@ -93,7 +93,7 @@ def compare(device: torch.device, names: tuple[str, ...]) -> dict[str, dict[str,
     for name in names:
         with flash():
             want, peaks_without = train(*make(name, device, width), rows)
-            highest: list[Any] = [None] * WORLD
+            highest: list[Any] = [None] * dist.get_world_size()
             dist.all_gather_object(highest, max(peaks_without))
             for way, given in WAYS.items():
                 arguments = {

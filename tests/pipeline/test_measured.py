@@ -11,12 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from helpers import same_bits
 from pipeline_programs import MIN_BYTES, NAMES, SPLIT, Block, alone, block_bytes, make, train
 from torch import nn
 
 from actoffload import PipelineHandle, offload
 from actoffload.device import use
+from actoffload.pipeline.exchange import Exchange
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "model"))
 
@@ -235,6 +237,32 @@ def test_recomputed_where_offloading_costs_time(name, part):
         assert handle.report().on_demand == 0
         handle.remove()
     assert times["auto"] < times[False]
+
+
+class Talking(TimedBlock):
+    """A block that communicates with ranks that run copies of its stage."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = super().forward(x)
+        dist.all_reduce(found.detach().clone())
+        return found
+
+
+@pytest.mark.parametrize("apart", [True, False])
+def test_groups_that_communicate_are_not_recomputed_by_one_pipeline_alone(apart, monkeypatch):
+    """Another pipeline may keep them, and would not take part in the collective."""
+    monkeypatch.setattr(Exchange, "apart", apart)
+    found, _, _ = run("ScheduleGPipe", SAVED / 16, MEASURED + 1)
+    assert found.plan is not None
+    assert found.plan.peak_bytes is not None
+    budget = round(found.plan.peak_bytes * 0.3)
+    found.remove()
+    monkeypatch.setattr(sys.modules[__name__], "TimedBlock", Talking)
+    handle, steps, _ = run("ScheduleGPipe", SAVED / 16, 9, memory_budget=budget)
+    assert handle.plan is not None
+    assert bool(handle.plan.saves) != apart
+    assert all(peak <= budget for _, peak in steps)
+    handle.remove()
 
 
 class StoppedError(Exception):

@@ -92,6 +92,7 @@ class StageSteering:
         self.bare = False  # offload nothing, to measure
         self.operators: OperatorTimes | None = None  # times the operators of recomputed groups
         self.adopts = False  # groups are offloaded with what was saved before them
+        self.apart = False  # pipelines that may decide otherwise run copies of this stage
         self.changed = False  # groups saved more bytes in a forward in which not all were followed
 
     def recompute(self, policies: Mapping[int, Policy] | None = None) -> None:
@@ -135,7 +136,9 @@ class StageSteering:
             idle = conductor.plan is not None and not conductor.plan.transfers and not self._policies
             mode = Mode.IDLE if idle else Mode.SCOPED
         policies = self._always if self.bare else self._policies
-        return Conduct(mode, order, roles_of, policies, self.operators, partial(conductor.pass_begins, microbatch))
+        begun = partial(conductor.pass_begins, microbatch)
+        apart = self.apart and policies is not self._always
+        return Conduct(mode, order, roles_of, policies, self.operators, begun, apart)
 
     @staticmethod
     def _offloading(offloaded: frozenset[int], order: tuple[GroupKey, ...]) -> Roles:
