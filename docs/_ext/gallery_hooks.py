@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import re
+import tomllib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 from unittest import mock
@@ -13,60 +15,8 @@ from unittest import mock
 from sphinx_gallery.sorting import ExplicitOrder
 
 MB = 1e6  # sphinx-gallery prints the number followed by "MB"
-TEACHING_ORDER = ExplicitOrder(
-    [
-        "never_slower.py",
-        "fit_a_budget.py",
-        "keep_offload_recompute.py",
-        "hugging_face_llama.py",
-        "not_freed.py",
-        "offload_beside_checkpointing.py",
-        "moe_groups.py",
-        "moe_routing.py",
-        "pipelines.py",
-        # Above, whole models; below, a training loop with a context around each layer.
-        "basic.py",
-        "manual_synchronization.py",
-        "cuda_graphs.py",
-        "*",
-    ]
-)
-
-# What each figure of an example shows, in their order; the first one is the example's thumbnail.
-FIGURES = {
-    "never_slower": (
-        "Bars: peak memory of the Trainer without offloading and with offload(model), with step times",
-        "Step time and peak memory of each step, for long and for short sequences, without offloading and with it",
-    ),
-    "fit_a_budget": ("Bars: peak memory and step time without a limit, with offload(model) and with budgets",),
-    "keep_offload_recompute": (
-        "Bars: peak memory and step time of keeping, checkpointing, offloading, and offloading with recomputation",
-        "Curve: time of forward and backward against peak memory for other budgets",
-    ),
-    "hugging_face_llama": (
-        "Bars: peak memory and step time by the number of offloaded layers of a Llama",
-        "Timeline of a step: compute, copies to the host and back, stalls, and activations on the device",
-    ),
-    "not_freed": ("Curves: memory over a step without offloading, with a reference that is not freed, and fixed",),
-    "offload_beside_checkpointing": (
-        "Bars: peak memory and step time of keeping, checkpointing, offloading, and both together",
-    ),
-    "moe_groups": ("Bars: peak memory and step time with attention, dense MLPs, mixtures or all of them offloaded",),
-    "moe_routing": ("Lines: tokens of each expert in each layer, beside an even distribution",),
-    "pipelines": ("Bars: peak memory of each rank of a pipeline, without offloading and with it",),
-    "basic": (
-        "Curves: memory over a step of twelve layers, without offloading and with three layers offloaded",
-        "Timeline of a step: compute, copies to the host and back, and activations on the device",
-    ),
-    "manual_synchronization": (
-        "Curves: memory over a step without offloading and with a manual schedule",
-        "Timeline of a step with a manual schedule: compute, copies, and activations on the device",
-    ),
-    "cuda_graphs": (
-        "Curves: memory over the eager step, without offloading and with three layers offloaded",
-        "Timeline of the eager step: compute, copies, and activations on the device",
-    ),
-}
+FIGURES = tomllib.loads((Path(__file__).parents[2] / "examples/figures.toml").read_text("utf-8"))
+TEACHING_ORDER = ExplicitOrder([*(f"{name}.py" for name in FIGURES), "*"])
 
 
 def describe_figures(text: str) -> str:
