@@ -7,8 +7,10 @@ from contextlib import ExitStack
 
 import pytest
 from helpers import nothing_held
+from torch import Tensor, nn
 from whole_model import (
     UNIT,
+    WIDTH,
     Repeated,
     Transformer,
     Waves,
@@ -137,6 +139,34 @@ def test_a_bad_reschedule_changes_nothing(options):
     with pytest.raises(ValueError, match="is"):
         handle.reschedule(**options)
     assert handle.plan == before
+
+
+class Headed(Waves):
+    """Has a module beside its blocks that is divided: only the first forward shows that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(super().forward(x))
+
+
+@pytest.mark.parametrize("when", ["before", "in", "after"])
+def test_the_groups_are_found_whenever_the_handle_is_rescheduled(when):
+    model = Headed()
+    handle = offload(model)
+    hook = model.head.register_forward_pre_hook(lambda *_: handle.reschedule(num_layers=2) if when == "in" else None)
+    if when == "before":
+        handle.reschedule(num_layers=2)
+        assert not handle.settling
+    step(model)
+    hook.remove()
+    if when == "after":
+        handle.reschedule(num_layers=2)
+    assert handle.groups == (*(f"blocks.{k}" for k in range(6)), "head.0", "head.1")
+    step(model)
+    assert handle.plan.offloaded == (0, 1, 6)  # two of a kind, but not the last one
 
 
 def test_reschedule_between_forward_and_backward():
