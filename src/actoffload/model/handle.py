@@ -24,7 +24,7 @@ from ..report.step_timeline import StepTimeline
 from ..schedule.execution_order import GroupKey, GroupPlans
 from ..schedule.plan import Plan
 from ..schedule.schedules import GroupSchedule
-from .conduct import KEPT, FollowedModule, Steering
+from .conduct import KEPT, FollowedModule, Steering, group_name, split_group_name
 from .finding import Finder
 from .follow import Followers, followers_of
 from .reporting import PassLog, Recording, build_report, describe, group_names
@@ -170,7 +170,8 @@ class OffloadHandle:
         refused = regions.refused()
         if not refused:
             return plan
-        saves = [None if name in refused else of for name, of in zip(plan.names, plan.saves, strict=False)]
+        modules = (group_name(split_group_name(name)[0]) for name in plan.names)  # a group in parts is refused as one
+        saves = [None if name in refused else of for name, of in zip(modules, plan.saves, strict=False)]
         return replace(plan, saves=tuple(saves), because=f"{plan.because} {regions.refusals()}".strip())
 
     @property

@@ -13,17 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from .._torch.modules import SHARDED, WRAPPED_AS, registered
 from .follow import original_class
 
-__all__ = [
-    "CONTAINERS",
-    "Named",
-    "Names",
-    "block_type",
-    "children",
-    "inner_name",
-    "runs",
-    "starred",
-    "unwrap",
-]
+__all__ = ["CONTAINERS", "Named", "Names", "block_type", "children", "inner_name", "runs", "starred", "unwrap"]
 
 CONTAINERS = (ModuleList, ModuleDict, Sequential)
 
