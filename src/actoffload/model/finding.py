@@ -156,7 +156,7 @@ class Finder:
             chosen |= blocks - ran
         root = self._root()
         title = "model" if root is None else type(root).__name__
-        warning = coverage_warning(title, modules, chosen, measured.outside, default=True)
+        warning = coverage_warning(title, modules, chosen, measured.outside)
         if warning is not None:
             warn(warning)
         return chosen
