@@ -305,6 +305,11 @@ def saved_in(modules: list[Measured], groups: set[str]) -> int:
     return sum(of.saved for of in modules if inside(of.name))
 
 
+def test_groups_of_a_model_that_saves_nearly_everything_outside_of_its_modules():
+    assert choose_groups([Measured("stem", 1)], 200) == ("stem",)
+    assert choose_groups([Measured("layers.0", 1, block=True), Measured("stem", 100)], 10**6) == ("layers.0", "stem")
+
+
 @settings(deadline=None, max_examples=150)
 @given(forwards(), st.integers(0, 10**6))
 def test_groups_cover_what_modules_save(modules, outside):

@@ -188,7 +188,7 @@ def choose_groups(modules: Sequence[Measured], outside: int = 0, named: Collecti
     blocks = [of for of in modules if of.block and not any(each.block for each in tree.parents(of))]
     in_blocks = sum(tree.total[of.name] for of in blocks)
     starts = [tree.children[None]]
-    if in_blocks >= min(ENOUGH * everything, tree.inside - 0.05 * everything):
+    if in_blocks >= min(ENOUGH * everything, max(tree.inside - 0.05 * everything, ENOUGH * tree.inside)):
         starts.insert(0, blocks)
 
     def fit(names: Collection[str]) -> tuple[float, bool]:
