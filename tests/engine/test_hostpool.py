@@ -266,6 +266,19 @@ def test_a_captured_buffer_is_never_reused_until_the_pool_is_closed():
     assert (pool.bytes_held, pool.bytes_taken) == (0, 0)
 
 
+@pytest.mark.parametrize("whole_slab", [False, True])
+def test_what_the_limit_forbids_in_a_capture_no_step_before_it_would_bring(whole_slab):
+    pool = HostPool(Counting(), 4 * MIB)
+    assert pool.take(6 * MIB, captured=True, whole=whole_slab) is None
+    assert pool.refusal.startswith(f"the limit of {4 * MIB} bytes of host memory forbids ")
+    pool.give_back(pool.take(4 * MIB), (mark(1),))
+    assert pool.take(4 * MIB, captured=True) is not None
+    assert pool.take(MIB, captured=True) is None
+    assert pool.refusal == (
+        f"the limit of {4 * MIB} bytes of host memory forbids {2 * MIB} more beside the {4 * MIB} that are held"
+    )
+
+
 def test_close_with_buffers_out():
     pool = HostPool(Counting())
     old = pool.take(2 * MIB)

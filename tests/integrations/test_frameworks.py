@@ -182,6 +182,57 @@ def test_training_again_after_an_exception(train, make, tmp_path):
     assert not callback.handle.installed
 
 
+@pytest.mark.parametrize("missing", [[], ["torch._C.a_name"]])
+@pytest.mark.parametrize("report_at", [None, 1])
+def test_a_training_without_steps_and_one_that_pytorch_does_not_support(monkeypatch, missing, report_at):
+    monkeypatch.setattr("actoffload._torch.lookup.MISSING", missing)
+    state, net, texts = SimpleNamespace(is_world_process_zero=True), Net(), []
+    callback = OffloadCallback(report_at=report_at, log=texts.append)
+    callback.on_train_begin(None, state, None, model=net)
+    for _ in range(3 * len(missing)):
+        net(ROWS)["loss"].backward()
+        callback.on_step_end(None, state, None)
+    callback.on_train_end(None, state, None)
+    assert OffloadHandle.of(net) is None
+    expected = "actoffload has no report of this training: There is nothing to report yet: no forward of the model has "
+    assert [text.startswith(expected) for text in texts] == [True] * (report_at is not None)
+
+
+@pytest.mark.parametrize("lead", [True, False])
+def test_a_rank_without_a_report_takes_part_in_the_collective(monkeypatch, lead):
+    several = SimpleNamespace(is_available=lambda: True, is_initialized=lambda: True, get_world_size=lambda: 2)
+    gathered, texts, model = [], [], Net()
+
+    def gather(report: Report | None) -> RankReports:
+        gathered.append(report)
+        raise TypeError("gather_reports got an object of type NoneType in rank 1")
+
+    monkeypatch.setattr(fit, "dist", several)
+    monkeypatch.setattr(fit, "gather_reports", gather)
+    callback = OffloadCallback(report_at=1, log=texts.append)
+    state = SimpleNamespace(is_world_process_zero=lead)
+    callback.on_train_begin(None, state, None, model=model)
+    callback.on_step_end(None, state, None)
+    callback.on_train_end(None, state, None)
+    assert gathered == [None]
+    assert [text.splitlines()[-1] for text in texts] == [
+        "There is no table of all ranks: gather_reports got an object of type NoneType in rank 1"
+    ] * lead
+    assert not callback.handle.installed
+
+
+def test_the_handle_is_removed_if_logging_fails():
+    def log(text: str) -> None:
+        raise OSError("no space left")
+
+    state, net = SimpleNamespace(is_world_process_zero=True), Net()
+    callback = OffloadCallback(log=log)
+    callback.on_train_begin(None, state, None, model=net)
+    with pytest.raises(OSError, match="no space left"):
+        callback.on_train_end(None, state, None)
+    assert OffloadHandle.of(net) is None
+
+
 @both
 def test_arguments_are_checked_where_they_are_given(train, make):
     if make is LightningOffloadCallback:

@@ -21,7 +21,6 @@ from actoffload.model.discovery import (
     Measurement,
     candidates,
     choose_groups,
-    covered,
 )
 from actoffload.model.select import choose, find_kept, split_default
 
@@ -306,13 +305,17 @@ def saved_in(modules: list[Measured], groups: set[str]) -> int:
     return sum(of.saved for of in modules if inside(of.name))
 
 
+def test_groups_of_a_model_that_saves_nearly_everything_outside_of_its_modules():
+    assert choose_groups([Measured("stem", 1)], 200) == ("stem",)
+    assert choose_groups([Measured("layers.0", 1, block=True), Measured("stem", 100)], 10**6) == ("layers.0", "stem")
+
+
 @settings(deadline=None, max_examples=150)
 @given(forwards(), st.integers(0, 10**6))
 def test_groups_cover_what_modules_save(modules, outside):
     groups = choose_groups(modules, outside)
     inside = sum(of.saved for of in modules)
-    assert covered(modules, groups) == saved_in(modules, set(groups))
-    assert covered(modules, groups) >= min(ENOUGH * (inside + outside), 0.8 * inside) * 0.99
+    assert saved_in(modules, set(groups)) >= min(ENOUGH * (inside + outside), 0.8 * inside) * 0.99
     assert [of.name for of in modules if of.name in groups] == list(groups)
     total = {of.name: saved_in(modules, {of.name}) for of in modules}
     assert all(total[name] > 0 for name in groups)

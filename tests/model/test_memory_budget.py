@@ -282,6 +282,9 @@ def test_the_frontier_of_a_measured_model_with_recomputation():
     assert of_peak[-1] >= 26 * MIB
     assert found.plans[0].recomputed
     assert not found.plans[-1].recomputed
+    reasons = [plan.because for plan in found.plans]  # no limit was given
+    between = "This is the fastest plan that was found with at most this peak."
+    assert reasons == ["This is about the smallest peak that a plan reaches.", *[between] * (len(reasons) - 1)]
     for plan in found.plans[::3]:
         other = TimedModel(device, 8)
         repeated = offload(other, device, layers=None, plan=plan)

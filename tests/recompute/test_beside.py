@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from composing import BLOCKS, WIDTH, Mlp, Net, Offload, batch, dropping, gradients, train
+from composing import BLOCKS, STEPS, WIDTH, Mlp, Net, Offload, batch, dropping, gradients, train
 from recomputing import FIRST, Counted, check, counted, fractions, policies, simple
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -123,6 +123,20 @@ def test_a_group_with_others_inside_is_not_recomputed_and_the_inner_ones_are():
     handle = check(program, recomputed=0)
     assert "because other groups or kept modules are inside of them: blocks.0 ... 5." in handle.plan.because
     assert "norm" not in handle.plan.because
+
+
+def test_the_whole_model_as_a_group_with_others_inside():
+    def program(offload: Offload) -> list[Tensor]:
+        model = counted()()
+        offload(model, layers=[model, *model.blocks])
+        return train(model)
+
+    handle = check(program, recomputed=FIRST + (STEPS - 1) * BLOCKS)
+    reason = "because other groups or kept modules are inside of them"
+    assert handle.plan.because == f"Not recomputed, {reason}: (the whole model)."
+    assert handle.plan.names.count("(the whole model) (part 2)") == 1
+    assert {handle.plan.names[k] for k in handle.plan.recomputed} == {f"blocks.{k}" for k in range(BLOCKS)}
+    assert set(handle.report().refused) == {"(the whole model)"}
 
 
 # Compiled groups

@@ -34,6 +34,10 @@ ALIGN = 512
 GRANULE = 1 << 21
 LARGEST = 1 << 30
 
+CAPTURED = (
+    "a graph is being captured and page-locked memory cannot be taken from the system meanwhile; run one step of the "
+    "same shape before the capture"
+)
 
 _given_back = [0]  # bytes that pools of any device have returned or freed so far
 
@@ -146,12 +150,9 @@ class Slabs:
         else:
             segments = self._find(need, whole) if allowed else None
             if segments is None:
-                if captured:
-                    return (
-                        "a graph is being captured and page-locked memory cannot be taken from the system meanwhile; "
-                        "run one step of the same shape before the capture"
-                    )
-                refusal = self._grow(account, limit, need, whole)
+                sizes = self._missing(need, whole)
+                refusal = _over_limit(account, limit, max(sum(sizes), need - account.free))
+                refusal = refusal or (CAPTURED if captured else self._grow(account, sizes))
                 if refusal:
                     return refusal
                 segments = self._find(need, whole)
@@ -257,10 +258,8 @@ class Slabs:
         for segment in buffer.segments:
             self._free.insert(segment._replace(fence=fence))  # [guard: fence of a dissolved buffer]
 
-    def _grow(self, account: Account, limit: int | None, need: int, whole: bool) -> str:
-        """Allocate slabs for what is missing; return why that is not possible, or nothing."""
-        if self._exhausted and _given_back[0] < self._retry_at:  # [guard: request that the system refused]
-            return self._exhausted
+    def _missing(self, need: int, whole: bool) -> list[int]:
+        """Return the sizes of the slabs that have to be allocated."""
         usable = 0 if whole else sum(s.nbytes for s in self._free.segments if s.nbytes >= SPLIT)
         shortfall = max(0, -(-(need - usable) // GRANULE) * GRANULE)
         sizes: list[int] = []
@@ -270,12 +269,12 @@ class Slabs:
             size = min(LARGEST, 1 << (shortfall.bit_length() - 1))
             sizes.append(size)
             shortfall -= size
-        more = max(sum(sizes), need - account.free)
-        # [guard: limit on the bytes held]
-        if limit is not None and account.held + more > limit:
-            return (
-                f"the limit of {limit} bytes of host memory forbids {more} more beside the {account.held} that are held"
-            )
+        return sizes
+
+    def _grow(self, account: Account, sizes: Sequence[int]) -> str:
+        """Allocate slabs; return why that is not possible, or nothing."""
+        if self._exhausted and _given_back[0] < self._retry_at:  # [guard: request that the system refused]
+            return self._exhausted
         for size in sizes:
             try:
                 slab = self._backend.empty_host(size)
@@ -290,3 +289,11 @@ class Slabs:
             self._free.insert(Segment(number, 0, size))
         self._exhausted = ""
         return ""
+
+
+def _over_limit(account: Account, limit: int | None, more: int) -> str:
+    """Return why an account may not hold so many more bytes, or nothing."""
+    # [guard: limit on the bytes held]
+    if limit is not None and account.held + more > limit:
+        return f"the limit of {limit} bytes of host memory forbids {more} more beside the {account.held} that are held"
+    return ""

@@ -64,7 +64,7 @@ class Wrapper:
         return wrapper
 
     def returned(self, tensor: torch.Tensor) -> None:
-        """Watch a tensor that autograd gets in place of the saved one; see [Note: in-place edits] in saved.py."""
+        """Watch a tensor that autograd gets in place of the saved one; see [Note: in-place edits] in pack.py."""
         self._returned.append((_counter(tensor), version_of(tensor)))
 
     def check(self, version: int, size: torch.Size) -> None:

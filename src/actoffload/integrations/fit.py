@@ -58,7 +58,7 @@ class FitCallback:
         except TypeError as error:
             raise TypeError(f"{type(self).__name__} {error}; expected arguments of actoffload.offload.") from None
         self.report_at, self._log, self._arguments = report_at, log, arguments
-        self._steps = 0
+        self._steps, self._reported = 0, False
         self.handle = self.report = None
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -67,12 +67,12 @@ class FitCallback:
 
     def _begin(self, model: Module) -> None:
         self._remove()  # an exception ended the fit before
-        self._steps, self.report = 0, None
+        self._steps, self._reported, self.report = 0, False, None
         self.handle = offload(model, **self._arguments)
 
     def _step(self, *, lead: bool) -> None:
         self._steps += 1
-        if self.report_at is None or self.report is not None or self._steps < self.report_at:
+        if self.report_at is None or self._reported or self._steps < self.report_at:
             return
         # Until the plan is final, a report describes a plan that is tried.  Ranks gather their reports in a collective,
         # so all of them report after the same step, although plans of independent models become final in other ones.
@@ -81,19 +81,32 @@ class FitCallback:
             self._report(lead=lead)
 
     def _end(self, *, lead: bool) -> None:
-        if self.report is None and self.handle is not None:
-            self._report(lead=lead)
-        self._remove()
+        try:
+            if not self._reported and self.handle is not None:
+                self._report(lead=lead)
+        finally:
+            self._remove()
 
     def _report(self, *, lead: bool) -> None:
-        """Take the report; log it on rank 0, with the table of all ranks if there are several."""
+        """Take the report; log it on rank 0, with the table of all ranks if there are several.
+
+        A training in which no forward of the model was followed has none: that is logged, because it is no error.
+        """
         assert self.handle is not None
-        self.report = self.handle.report()
+        self._reported = True
+        try:
+            self.report = self.handle.report()
+            text = str(self.report)
+        except RuntimeError as error:
+            text = f"actoffload has no report of this training: {error}"
         if self.report_at is None:
             return
-        text = str(self.report)
         if _several_ranks():
-            text = f"{text}\n\n{gather_reports(self.report)}"
+            given: Any = self.report
+            try:  # a collective, so a rank without a report calls it too; then it raises in all of them
+                text = f"{text}\n\n{gather_reports(given)}"
+            except TypeError as error:
+                text = f"{text}\n\nThere is no table of all ranks: {error}"
         if lead:
             self._log(text)
 

@@ -11,6 +11,7 @@ angles of rotary embeddings, it keeps until its backward, so a copy of them from
 from __future__ import annotations
 
 import enum
+import re
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,9 +28,23 @@ from ..schedule.execution_order import GroupKey
 from ..schedule.plan import Roles
 from .operator_times import OperatorTimes
 
-__all__ = ["DROPPED", "GROUP", "KEPT", "ROOT", "Conduct", "FollowedModule", "Mode", "Steering", "obstacle_to_hooks"]
+__all__ = [
+    "DROPPED",
+    "GROUP",
+    "KEPT",
+    "ROOT",
+    "Conduct",
+    "FollowedModule",
+    "Mode",
+    "Steering",
+    "group_name",
+    "obstacle_to_hooks",
+    "split_group_name",
+]
 
 ROOT, GROUP, KEPT, DROPPED = "root", "group", "kept", "dropped"
+
+_WHOLE = "(the whole model)"
 
 
 class Mode(enum.Enum):
@@ -113,6 +128,23 @@ class FollowedModule:
         found = self.ref()
         assert found is not None
         return found
+
+
+def group_name(name: str, part: int = 0) -> str:
+    """Return what plans and reports call a group: a readable name of its module, and which part of it."""
+    return (name or _WHOLE) + (f" (part {part + 1})" if part else "")
+
+
+def split_group_name(name: str) -> tuple[str, int]:
+    """Return the name of the module of a group, and which part of it the group is.
+
+    >>> from actoffload.model.conduct import group_name, split_group_name
+    >>> split_group_name(group_name("layers.0", 1)), split_group_name(group_name(""))
+    (('layers.0', 1), ('', 0))
+    """
+    number = re.search(r" \(part (\d+)\)$", name)
+    module, part = (name, 0) if number is None else (name[: number.start()], int(number[1]) - 1)
+    return "" if module == _WHOLE else module, part
 
 
 def obstacle_to_hooks() -> str | None:

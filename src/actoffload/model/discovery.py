@@ -18,7 +18,7 @@ the outermost modules inwards:
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -27,7 +27,7 @@ from torch.nn import Module
 
 from .._torch.modules import PARAMETRIZATIONS, is_compiled, registered
 from .blocks import find_stacks, shapes
-from .module_names import CONTAINERS, Names, block_type, children, runs, starred, unwrap
+from .module_names import CONTAINERS, Names, block_type, children, runs, unwrap
 from .select import Chosen
 
 __all__ = [
@@ -40,7 +40,6 @@ __all__ = [
     "choose_groups",
     "coverage",
     "coverage_warning",
-    "covered",
 ]
 
 BLOCK, MODULE = "layer", "module"  # kinds of candidates: a repeated block, and any other module
@@ -189,7 +188,7 @@ def choose_groups(modules: Sequence[Measured], outside: int = 0, named: Collecti
     blocks = [of for of in modules if of.block and not any(each.block for each in tree.parents(of))]
     in_blocks = sum(tree.total[of.name] for of in blocks)
     starts = [tree.children[None]]
-    if in_blocks >= min(ENOUGH * everything, tree.inside - 0.05 * everything):
+    if in_blocks >= min(ENOUGH * everything, max(tree.inside - 0.05 * everything, ENOUGH * tree.inside)):
         starts.insert(0, blocks)
 
     def fit(names: Collection[str]) -> tuple[float, bool]:
@@ -259,21 +258,13 @@ class _Tree:
 # What is not covered
 
 
-def covered(modules: Sequence[Measured], groups: Collection[str]) -> int:
-    """Return the number of bytes that groups save, with all modules inside of them."""
-    ran = {of.name for of in modules}
-    return _Tree(modules).covered(set(groups) & ran)
-
-
 def coverage(saved_in_groups: int, saved: int) -> float:
     """Return the share of the saved bytes that lies in groups; 1.0 where nothing is saved."""
     return saved_in_groups / saved if saved else 1.0
 
 
-def coverage_warning(
-    title: str, modules: Sequence[Measured], groups: Collection[str], outside: int, *, default: bool
-) -> str | None:
-    """Return what to do if groups cover less than half of the saved bytes, else None.
+def coverage_warning(title: str, modules: Sequence[Measured], groups: Collection[str], outside: int) -> str | None:
+    """Return what to do if the groups that were found cover less than half of the saved bytes, else None.
 
     Parameters
     ----------
@@ -282,32 +273,18 @@ def coverage_warning(
     modules : sequence of Measured
         What was measured in the first forward.
     groups : collection of str
-        The groups of the model.
+        The groups of the model, as `choose_groups` returned them, with or without others.
     outside : int
         Bytes that were saved outside of all modules that were followed.
-    default : bool
-        Whether these groups are those that `choose_groups` returned, with or without others.
     """
-    tree, groups = _Tree(modules), {of.name for of in modules} & set(groups)
-    everything = tree.inside + outside
-    share = coverage(tree.covered(groups), everything)
+    tree = _Tree(modules)
+    share = coverage(tree.covered({of.name for of in modules} & set(groups)), tree.inside + outside)
     if share >= 0.5:
         return None
-    begin = f"The groups of this {title} cover {share:.0%} of what its forward saves"
-    better = set(choose_groups(modules, outside))
-    missing = Counter[str]()
-    for name in better - groups:
-        missing[starred(name)] += tree.covered({name, *groups}) - tree.covered(groups)
-    (most, nbytes), *_ = missing.most_common(1) or [("", 0)]
-    if default or not nbytes:
-        return (
-            f"{begin}: the rest is saved by the code of the model's own forward, outside of its modules. "
-            "Move that code into a module of its own to offload it."
-        )
-    with_pattern = groups | {name for name in better if starred(name) == most}
-    enough = tree.covered(with_pattern) >= 0.5 * everything
-    add = f"'{most}'" if enough else "`...`, which stands for the default,"
-    return f"{begin}; '{most}' saves {nbytes / everything:.0%} of it outside of them: add {add} to layers."
+    return (
+        f"The groups of this {title} cover {share:.0%} of what its forward saves: the rest is saved by the code of the "
+        "model's own forward, outside of its modules. Move that code into a module of its own to offload it."
+    )
 
 
 def bypass_warning(names: Sequence[str]) -> str:

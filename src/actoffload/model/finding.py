@@ -69,6 +69,10 @@ class Finder:
         """Pass it on to what steers next."""
         self._then.retire()
 
+    def reschedule(self, then: Steering) -> None:
+        """Let something else steer once the groups are chosen, without measuring."""
+        self._then, self._lean = then, False
+
     def plan(self) -> GroupPlan:
         """Return the plan that follows."""
         return self._then.plan()
@@ -152,7 +156,7 @@ class Finder:
             chosen |= blocks - ran
         root = self._root()
         title = "model" if root is None else type(root).__name__
-        warning = coverage_warning(title, modules, chosen, measured.outside, default=True)
+        warning = coverage_warning(title, modules, chosen, measured.outside)
         if warning is not None:
             warn(warning)
         return chosen

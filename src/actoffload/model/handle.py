@@ -24,7 +24,8 @@ from ..report.step_timeline import StepTimeline
 from ..schedule.execution_order import GroupKey, GroupPlans
 from ..schedule.plan import Plan
 from ..schedule.schedules import GroupSchedule
-from .conduct import KEPT, FollowedModule, Steering
+from .conduct import KEPT, FollowedModule, Steering, group_name, split_group_name
+from .finding import Finder
 from .follow import Followers, followers_of
 from .reporting import PassLog, Recording, build_report, describe, group_names
 from .steering import BySchedule
@@ -134,8 +135,12 @@ class OffloadHandle:
         schedule = GroupSchedule(num_layers, fraction, max_inflight)
         check_num_layers(num_layers, [of.kind for of in self._groups], self._plans.kinds(self._plans.order))
         self._plans.reschedule(schedule)
-        self._tracker.steering.retire()
-        self._tracker.steering = BySchedule(self._groups, self._plans, self._log)
+        steering, then = self._tracker.steering, BySchedule(self._groups, self._plans, self._log)
+        steering.retire()
+        if isinstance(steering, Finder):  # which modules are groups is still to be found
+            steering.reschedule(then)
+        else:
+            self._tracker.steering = then
         if self._arguments is not None:
             self._arguments.update(num_layers=num_layers, fraction=fraction, max_inflight=max_inflight)
 
@@ -165,7 +170,8 @@ class OffloadHandle:
         refused = regions.refused()
         if not refused:
             return plan
-        saves = [None if name in refused else of for name, of in zip(plan.names, plan.saves, strict=False)]
+        modules = (group_name(split_group_name(name)[0]) for name in plan.names)  # a group in parts is refused as one
+        saves = [None if name in refused else of for name, of in zip(modules, plan.saves, strict=False)]
         return replace(plan, saves=tuple(saves), because=f"{plan.because} {regions.refusals()}".strip())
 
     @property

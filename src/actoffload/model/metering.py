@@ -1,4 +1,4 @@
-"""Time passes of a model, measure one by group, and turn that into the costs that the planner takes.
+"""Time passes of a model, and measure one by group.
 
 `[Note: clocks]`  The device runs behind the host by an unknown and changing time, which decides whether hooks cost
 anything: where it is long, the host may be late without the device noticing.  It is found without a synchronization.

@@ -86,6 +86,19 @@ class Names:
         """Return the module of this name; of a wrapper and what it wraps the wrapper, which comes first."""
         return self._clean.get(path) or self._full.get(path)
 
+    def of_group(self, name: str) -> Named | None:
+        """Return the module of a group that a plan names, which may be of this model in other wrappers, or in none."""
+        if name in self._full:
+            return self._full[name]
+        parts = [part for part in name.split(".") if part not in WRAPPED_AS]
+        while parts:  # what is around the whole model
+            if found := self.at(".".join(parts)):
+                return found
+            if parts[0] != "module":
+                return None
+            del parts[0]
+        return self._full[""]
+
     def matching(self, pattern: str) -> list[Named]:
         """Return the outermost modules whose names match a glob pattern; the root has no name to match."""
         for clean in (True, False):

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import re
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 from typing import Any, Literal
@@ -30,7 +30,7 @@ from .handle import OffloadHandle
 from .outside import written
 from .ranks import Ranks
 from .reporting import PassLog
-from .select import choose, find_kept, split_default
+from .select import choose, choose_planned, find_kept, split_default
 from .steering import ByPlan, BySchedule
 from .tuning import Tuner
 
@@ -87,7 +87,8 @@ def offload(
         if by_hand or layers is not None:
             raise ValueError("plan says what is offloaded: leave out layers, num_layers, fraction and max_inflight.")
         plan = plan if isinstance(plan, GroupPlan) else GroupPlan.load(Path(plan))
-        layers = [re.sub(r" \(part \d+\)$", "", name) for name in plan.names]
+        planned, names = choose_planned(module, plan.names)
+        plan, layers = replace(plan, names=names), [of.name for of in planned]
     # An iterator is read once.
     layers = list(layers) if isinstance(layers, Iterator) else layers
     keep = list(keep) if isinstance(keep, Iterator) else keep
@@ -96,6 +97,8 @@ def offload(
     searching = default and not (by_hand and find_stacks(module))
     if searching:
         chosen = candidates(module, choose(module, others) if others else (), [of for _, of in kept])
+    elif isinstance(plan, GroupPlan):
+        chosen = planned
     else:
         chosen = choose(module, [..., *others] if default and others else None if default else others)
     if not chosen:
@@ -160,7 +163,7 @@ def offload(
         warn(problem)
         return handle
     idle = not handle.plan.offloaded and not handle.plan.recomputed
-    if not searching and idle and num_layers != 0 and part:
+    if not searching and plan is None and idle and num_layers != 0 and part:
         warn(
             f"None of the groups that were found ({len(chosen)}) is offloaded: the last of each kind and the last two "
             "of all are kept, because backward begins there. Choose modules with layers of which there are several of "

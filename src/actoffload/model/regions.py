@@ -28,7 +28,7 @@ from ..recompute import (
     never,
     recomputed,
 )
-from .conduct import DROPPED, Conduct, FollowedModule
+from .conduct import DROPPED, Conduct, FollowedModule, group_name
 
 __all__ = ["Regions"]
 
@@ -180,8 +180,9 @@ class Regions:
     def _is_alone(self, of: FollowedModule) -> bool:
         """Return whether no other module inside of a group is followed: what it saves has a place of its own."""
         if of.group not in self._alone:
-            others = [each.name for each in self._modules[1:] if each.role is not DROPPED]
-            self._alone[of.group] = not any(name.startswith(f"{of.name}.") for name in others)
+            inside = {*of.module.modules()} - {of.module}
+            others = {each.ref() for each in self._modules[1:] if each.role is not DROPPED}
+            self._alone[of.group] = inside.isdisjoint(others)
         return self._alone[of.group]
 
     def refusals(self) -> str:
@@ -198,5 +199,5 @@ class Regions:
             obstacle, watch = self._latest.get(of.group, ("", None))
             reason = obstacle or (watch and watch.reason)
             if reason:
-                found[of.name] = reason
+                found[group_name(of.name)] = reason
         return found

@@ -25,7 +25,7 @@ from ..report.step_timeline import StepTimeline
 from ..schedule.execution_order import GroupKey, GroupPlans
 from ..schedule.plan import OUTSIDE
 from ..schedule.schedules import GroupSchedule
-from .conduct import DROPPED, KEPT, FollowedModule
+from .conduct import DROPPED, KEPT, FollowedModule, group_name
 from .outside import patterns
 
 __all__ = ["PassLog", "Recording", "build_report", "describe", "group_names"]
@@ -33,11 +33,7 @@ __all__ = ["PassLog", "Recording", "build_report", "describe", "group_names"]
 
 def group_names(groups: Sequence[FollowedModule], sequence: Iterable[tuple[int, int]]) -> tuple[str, ...]:
     """Return a readable name for each group of a sequence."""
-    names = []
-    for group, part in sequence:
-        name = groups[group].name or "(the whole model)"
-        names.append(f"{name} (part {part + 1})" if part else name)
-    return tuple(names)
+    return tuple(group_name(groups[group].name, part) for group, part in sequence)
 
 
 def describe(modules: Sequence[FollowedModule], plans: GroupPlans, plan: GroupPlan, state: str) -> str:

@@ -1,4 +1,4 @@
-"""The modules that the arguments ``layers`` and ``keep`` of `offload` mean.
+"""The modules that the arguments ``layers``, ``keep`` and ``plan`` of `offload` mean.
 
 [Note: what an entry means]
 - A dotted path is the module of that name.  The path of a ``ModuleList``, ``ModuleDict`` or ``Sequential`` means its
@@ -14,13 +14,15 @@
 Names are compared without the parts that wrappers add (``module.``, ``_orig_mod.``, ``_checkpoint_wrapped_module.``),
 and, where nothing has that name, with them.  Of a wrapper and the module in it, which have the same name then, the
 wrapper is meant.
+
+A plan names groups, each a module and never those in it.  It may be of the same model in other wrappers.
 """
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from difflib import get_close_matches
 from typing import Any, NamedTuple
 
@@ -28,9 +30,19 @@ from torch import Tensor
 from torch.nn import Module, RReLU
 
 from .blocks import find_stacks
-from .module_names import CONTAINERS, Named, Names, block_type, children, runs, starred, unwrap
+from .conduct import group_name, split_group_name
+from .module_names import (
+    CONTAINERS,
+    Named,
+    Names,
+    block_type,
+    children,
+    runs,
+    starred,
+    unwrap,
+)
 
-__all__ = ["Chosen", "choose", "find_kept", "split_default"]
+__all__ = ["Chosen", "choose", "choose_planned", "find_kept", "split_default"]
 
 _EXPECTED = "a dotted path or glob pattern, a module, a module type, or an iterable of these"
 
@@ -82,11 +94,35 @@ def choose(
             meant.setdefault(module, kind)  # [guard: first entry that means a module]
     if not meant:
         raise ValueError(f"layers is empty; expected None for the repeated blocks, {_EXPECTED}.")
-    classes = {(kind, block_type(module)) for module, kind in meant.items() if module not in blocks}
-    kinds = Counter(kind for kind, _ in classes)
-    several = {kind for kind, number in kinds.items() if number > 1}  # [guard: kinds of several classes]
-    named = {m: f"{kind} ({block_type(m).__name__})" if kind in several else kind for m, kind in meant.items()}
-    return _in_order(names, named)
+    return _in_order(names, _by_class(meant, blocks))
+
+
+def choose_planned(root: Module, groups: Sequence[str]) -> tuple[tuple[Chosen, ...], tuple[str, ...]]:
+    """Return the modules of the groups that a plan names, as `choose` does, and what these groups are called in `root`.
+
+    A plan of a model is one of the same model in wrappers too, and the other way round.
+    """
+    names, meant, called = Names(root), dict[Module, str](), list[str]()
+    for group in groups:
+        module, part = split_group_name(group)
+        named = names.of_group(module)
+        if named is None or not runs(unwrap(named.module)):
+            raise ValueError(
+                f"plan has the group '{module}', which is no module of this {names.title} that runs: give a plan "
+                f"of the same model. {_similar(names, module)}"
+            )
+        first = names.first[named.module]
+        meant.setdefault(named.module, names.kind(first))
+        called.append(group_name(first.full, part))
+    return _in_order(names, _by_class(meant)), tuple(called)
+
+
+def _by_class(kinds: Mapping[Module, str], blocks: Set[Module] = frozenset()) -> dict[Module, str]:
+    """Return the kinds with the name of the class where modules of several classes, blocks aside, are of one kind."""
+    classes = {(kind, block_type(module)) for module, kind in kinds.items() if module not in blocks}
+    numbers = Counter(kind for kind, _ in classes)
+    several = {kind for kind, number in numbers.items() if number > 1}  # [guard: kinds of several classes]
+    return {m: f"{kind} ({block_type(m).__name__})" if kind in several else kind for m, kind in kinds.items()}
 
 
 def find_kept(root: Module, keep: str | Module | type[Module] | Iterable[Any]) -> tuple[tuple[str, Module], ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from ..schedule.costs import Link
 from ..schedule.plan import Plan
@@ -12,6 +13,9 @@ from .recomputation import choose_recomputed
 from .variants import Variant
 
 __all__ = ["frontier"]
+
+LEANEST = "This is about the smallest peak that a plan reaches."
+FASTEST = "This is the fastest plan that was found with at most this peak."
 
 
 def frontier(
@@ -24,6 +28,8 @@ def frontier(
     points: int = 16,
 ) -> tuple[GroupPlan, ...]:
     """Return plans from the smallest peak to that without offloading, each faster than those before it.
+
+    ``because`` says what each plan is among them, and names no limit: nobody set one.
 
     Parameters
     ----------
@@ -63,7 +69,8 @@ def frontier(
     assert free.peak_bytes is not None
     width = free.peak_bytes - leanest.peak_bytes
     limits = [leanest.peak_bytes + width * k // max(points - 1, 1) for k in range(1, points - 1)]
-    plans = [leanest, *map(search, limits), free, kept]
+    between = (replace(plan, because=FASTEST) for plan in map(search, limits))
+    plans = [replace(leanest, because=LEANEST), *between, replace(free, because=FASTEST), kept]
     found: list[GroupPlan] = []
     for plan in sorted(plans, key=lambda plan: (plan.peak_bytes, plan.seconds)):
         if not found or (plan.seconds or 0.0) < (found[-1].seconds or 0.0):

@@ -21,8 +21,6 @@ class StepFacts:
         Median duration of whole steps without offloading and with the present plan; None if not measured.
     measured_steps : (int, int) or None
         The first and the last of the steps that were measured, counted from 1.
-    peak_bytes_without, peak_bytes_with : int or None
-        Largest number of bytes allocated on the device in a whole step, without offloading and with the present plan.
     because, next_choice : str
         Why the plan is what it is; what the next better choice is.
     expected : str
@@ -45,8 +43,6 @@ class StepFacts:
     step_seconds_without: float | None = None
     step_seconds_with: float | None = None
     measured_steps: tuple[int, int] | None = None
-    peak_bytes_without: int | None = None
-    peak_bytes_with: int | None = None
     because: str = ""
     next_choice: str = ""
     expected: str = ""
@@ -63,13 +59,6 @@ class StepFacts:
         if not self.step_seconds_without or self.step_seconds_with is None:
             return None
         return self.step_seconds_with / self.step_seconds_without
-
-    @property
-    def peak_drop_bytes(self) -> int | None:
-        """Bytes by which the peak of whole steps is lower than without offloading; None if not measured."""
-        if self.peak_bytes_without is None or self.peak_bytes_with is None:
-            return None
-        return self.peak_bytes_without - self.peak_bytes_with
 
 
 def step_time(report: StepFacts) -> str:

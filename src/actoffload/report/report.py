@@ -78,13 +78,11 @@ class Report(StepFacts, Printable):
 
     @property
     def r(self) -> float | None:
-        """Fraction of `expected_bytes` by which the peak is lower; None if unknown or if nothing should be freed.
+        """Fraction `dropped_bytes` / `expected_bytes`; None if unknown or if nothing should be freed.
 
-        Where whole steps were measured with and without offloading it is the drop of the device's real peak, in forward
-        or in backward: `peak_drop_bytes` / `expected_bytes`.  Otherwise it is `dropped_bytes` / `expected_bytes`, what
-        was freed when the forward ended, where the peak lies unless backward needs more.
+        It is what was freed when the forward ended, where the peak lies unless backward needs more.
         """
-        drop = self.dropped_bytes if self.peak_drop_bytes is None else self.peak_drop_bytes
+        drop = self.dropped_bytes
         return None if drop is None or not self.expected_bytes else drop / self.expected_bytes
 
     @property
@@ -146,7 +144,6 @@ class Report(StepFacts, Printable):
             "arguments": None if self.arguments is None else {k: _plain(v) for k, v in self.arguments.items()},
             "measured_steps": None if self.measured_steps is None else list(self.measured_steps),
             "slowdown": self.slowdown,
-            "peak_drop_bytes": self.peak_drop_bytes,
             "kept_modules": list(self.kept_modules),
             "refused": dict(self.refused),
             "r": self.r,
@@ -271,9 +268,6 @@ def _facts(report: Report) -> Iterator[tuple[str, str]]:
         expected, dropped = size(report.expected_bytes or 0), size(report.dropped_bytes or 0)
         drop = f"{dropped} freed of {expected} that should be"
         drop += f" in forward, and {size(report.later_bytes)} are freed in backward" if report.later_bytes else ""
-        if report.peak_drop_bytes is not None:
-            lower = f"{'-' * (report.peak_drop_bytes < 0)}{size(abs(report.peak_drop_bytes))}"
-            drop = f"the peak of the device is {lower} lower than without offloading, of {expected} that are freed"
         yield "R", f"{percent(report.r, 2)}: {drop}"
     if totals.bytes_offloaded:
         ahead, demand = totals.reloaded_ahead, totals.reloaded_on_demand

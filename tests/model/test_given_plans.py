@@ -1,0 +1,137 @@
+"""Plans that are given back: to the model that they are of, in the same or in other wrappers."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from whole_model import UNIT, Mlp, Wave, Waves, offload
+
+import actoffload
+from actoffload.model.conduct import group_name, split_group_name
+from actoffload.planner import GroupPlan
+from actoffload.schedule import DefaultSchedule, Plan
+
+ROWS = torch.randn(16, 32)
+
+
+def blocks() -> nn.Sequential:
+    return nn.Sequential(*(nn.Sequential(Wave(), Wave()) for _ in range(6)))
+
+
+def bytes_offloaded(model: nn.Module, **arguments) -> int:
+    """Return what a step offloads after the first, and remove the handle."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        handle = actoffload.offload(model, min_bytes=0, **arguments)
+    for _ in range(2):
+        handle.reset_statistics()
+        model(ROWS).sum().backward()
+    nbytes = handle.statistics().bytes_offloaded
+    handle.remove()
+    return nbytes
+
+
+def plan_of(model: nn.Module, **arguments) -> GroupPlan:
+    with actoffload.offload(model, min_bytes=0, **arguments) as handle:
+        model(ROWS).sum().backward()
+        return handle.plan
+
+
+def test_groups_that_are_containers_are_not_opened(tmp_path):
+    model = blocks()
+    plan = plan_of(model)
+    assert plan.names == tuple("012345")
+    plan.save(tmp_path / "plan.json")
+    assert bytes_offloaded(model, plan=tmp_path / "plan.json") == bytes_offloaded(model) > 0
+    with actoffload.offload(model, plan=plan) as handle:
+        assert (handle.groups, handle.plan) == (plan.names, plan)
+
+
+@pytest.fixture(scope="module")
+def one_process():
+    """Give a process group of one process, without any network."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+WRAPPERS = {
+    "_orig_mod.": lambda model: torch.compile(model, backend="eager"),
+    "module.": DataParallel,
+    "module": DistributedDataParallel,
+    "_checkpoint_wrapped_module.": checkpoint_wrapper,
+    "_orig_mod.module.": lambda model: torch.compile(DistributedDataParallel(model), backend="eager"),
+}
+
+
+@pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
+@pytest.mark.parametrize("kind", [Wave, Mlp])
+@pytest.mark.usefixtures("one_process")
+def test_plans_of_wrapped_models_and_of_what_they_wrap(wrap, kind):
+    model = Waves(block=kind)
+    plan = plan_of(model, num_layers=3)
+    wrapped = wrap(model)
+    with actoffload.offload(wrapped, num_layers=3, min_bytes=0) as handle:
+        names = handle.groups
+    for given in (plan, GroupPlan(names, plan.plan, plan.nbytes)):
+        for of, called in ((model, plan.names), (wrapped, names), (DataParallel(wrapped), None)):
+            with actoffload.offload(of, plan=given) as handle:
+                assert handle.groups == handle.plan.names == (called or tuple(f"module.{name}" for name in names))
+                assert handle.plan.plan == plan.plan
+                assert [group.kind for group in handle._groups] == ["blocks.*"] * 6
+
+
+@pytest.mark.usefixtures("one_process")
+def test_a_wrapped_model_offloads_by_the_plan_of_the_bare_one():
+    model = Waves()
+    plan = plan_of(model, num_layers=3)
+    assert bytes_offloaded(DistributedDataParallel(model), plan=plan) == 3 * 2 * UNIT
+
+
+def test_groups_that_wrappers_surround():
+    model = Waves(block=Mlp)
+    plan = plan_of(model, num_layers=3)
+    for block in model.blocks:
+        block.up = checkpoint_wrapper(block.up)
+    inner = GroupPlan(("blocks.0.up._checkpoint_wrapped_module", "blocks.1.up"), DefaultSchedule(1, 2).plan(), (0, 0))
+    with actoffload.offload(Waves(block=Mlp), plan=inner) as handle:
+        assert handle.groups == ("blocks.0.up", "blocks.1.up")
+    with actoffload.offload(model, plan=plan) as handle:
+        assert handle.groups == plan.names
+
+
+def test_the_whole_model_as_a_group():
+    model = Waves()
+    plan = plan_of(model, layers=[model], num_layers=0)
+    assert plan.names == ("(the whole model)",)
+    for of, name in ((model, "(the whole model)"), (DataParallel(model), "(the whole model)")):
+        with actoffload.offload(of, plan=plan) as handle:
+            assert handle.groups == (name,)
+
+
+def test_parts_of_groups_keep_their_numbers():
+    names = ["layers.0", "layers.0 (part 2)", "(the whole model)", "(the whole model) (part 3)"]
+    assert [group_name(*split_group_name(name)) for name in names] == names
+
+
+def test_a_plan_of_no_module_of_the_model():
+    plan = GroupPlan(("layers.0", "layers.1"), Plan(2), (0, 0))
+    expected = (
+        r"^plan has the group 'layers\.0', which is no module of this Waves that runs: give a plan of the same model\."
+    )
+    for model in (Waves(), DataParallel(Waves())):
+        with pytest.raises(ValueError, match=expected):
+            offload(model, plan=plan)
+    lists = GroupPlan(("blocks",), Plan(1), (0,))
+    with pytest.raises(ValueError, match=r"^plan has the group 'blocks', which is no module of this Waves that"):
+        offload(Waves(), plan=lists)
+
+
+def test_a_plan_that_keeps_everything_is_no_mistake():
+    assert not bytes_offloaded(Waves(), plan=GroupPlan(tuple(f"blocks.{k}" for k in range(6)), Plan(6), (0,) * 6))
