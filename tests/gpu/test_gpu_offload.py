@@ -15,7 +15,7 @@ from offload_harness import LAYERS, NBYTES, Net, expected, make, offload, peak, 
 from torch import Tensor, nn
 
 from actoffload.measure import MemoryMeter
-from actoffload.model.first_steps import FirstSteps
+from actoffload.model.tuning.first_steps import FirstSteps
 from actoffload.schedule import LayerCost, Link, Plan, Saved, simulate
 
 pytestmark = [pytest.mark.gpu, *lenient]

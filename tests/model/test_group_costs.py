@@ -9,9 +9,9 @@ import pytest
 import torch
 from timed_device import Timed, TimedBlock, TimedModel, offload, step
 
-from actoffload.model import first_steps
-from actoffload.model.group_costs import beside, measured_link, steady, without_hooks
-from actoffload.model.metering import Copy
+from actoffload.model.tuning import first_steps
+from actoffload.model.tuning.group_costs import beside, measured_link, steady, without_hooks
+from actoffload.model.tuning.metering import Copy
 from actoffload.schedule import LayerCost, Link, Plan, Saved, simulate
 from actoffload.schedule.timeline import Kind
 

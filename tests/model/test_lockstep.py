@@ -24,11 +24,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import actoffload
-from actoffload.model import lockstep, ranks
-from actoffload.model.board import Board, LostRankError
-from actoffload.model.drift import PATIENCE
-from actoffload.model.lockstep import WINDOW
-from actoffload.model.ranks import ranks_of
+from actoffload.model.tuning import lockstep, ranks
+from actoffload.model.tuning.board import Board, LostRankError
+from actoffload.model.tuning.drift import PATIENCE
+from actoffload.model.tuning.lockstep import WINDOW
+from actoffload.model.tuning.ranks import ranks_of
 
 KIB = 2**10
 ALL = ["FIRST", "LEAN", "MEMORY", "BARE", "PLAN", "PLAN", "PLAN", "WARM", "NONE"]

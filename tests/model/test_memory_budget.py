@@ -12,9 +12,9 @@ from torch import nn
 
 import actoffload
 from actoffload._arguments import budget_bytes
-from actoffload.model.stages import LEAN
-from actoffload.model.timed_pass import Stage
-from actoffload.model.tuning import Tuner
+from actoffload.model.tuning.stages import LEAN
+from actoffload.model.tuning.timed_pass import Stage
+from actoffload.model.tuning.tuner import Tuner
 
 KIB, MIB = 2**10, 2**20
 

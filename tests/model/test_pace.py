@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 from timed_device import KIB, Timed, TimedModel, offload, seconds
 
-from actoffload.model.pace import TRIES
+from actoffload.model.tuning.pace import TRIES
 
 ALL = ["FIRST", "LEAN", "MEMORY", "BARE", "PLAN", "PLAN", "PLAN", "WARM", "NONE"]
 AGAIN = ["PLAN", "PLAN", "PLAN", "WARM", "NONE"]

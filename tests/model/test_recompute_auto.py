@@ -13,7 +13,7 @@ from timed_device import Timed, TimedModel, Work, offload, seconds, stages, step
 from torch import nn
 
 import actoffload
-from actoffload.model.findings import Findings
+from actoffload.model.tuning.findings import Findings
 from actoffload.planner import GroupPlan
 from actoffload.schedule import Action, Do, Event, Plan, When
 

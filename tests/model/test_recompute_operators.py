@@ -8,7 +8,7 @@ from test_memory_budget import peaks
 from timed_device import Timed, offload, seconds, stages, step
 from torch import nn
 
-from actoffload.model import first_steps
+from actoffload.model.tuning import first_steps
 
 MIB = 2**20
 DEVICES: list[Timed] = []  # the one that runs the operators comes last

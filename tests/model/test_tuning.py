@@ -11,7 +11,7 @@ from torch import nn
 
 import actoffload
 from actoffload._torch.autograd import saved_tensor_hooks
-from actoffload.model.lockstep import WINDOW
+from actoffload.model.tuning.lockstep import WINDOW
 from actoffload.planner import GroupPlan
 from actoffload.schedule.plan import Plan
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from timed_device import Timed, TimedModel, offload, seconds, stages, step
 
-from actoffload.model.drift import PATIENCE
-from actoffload.model.lockstep import WINDOW
-from actoffload.model.pace import TRIES
+from actoffload.model.tuning.drift import PATIENCE
+from actoffload.model.tuning.lockstep import WINDOW
+from actoffload.model.tuning.pace import TRIES
 
 MIB = 2**20
 

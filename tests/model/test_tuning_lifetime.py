@@ -17,8 +17,8 @@ from timed_device import LAYERS, PASSES, done, small, step
 from whole_model import nothing_installed
 
 from actoffload.engine.recorder import TimelineRecorder
-from actoffload.model.metering import Border, Meter
-from actoffload.model.timed_pass import TimedPass
+from actoffload.model.tuning.metering import Border, Meter
+from actoffload.model.tuning.timed_pass import TimedPass
 
 # Threads
 

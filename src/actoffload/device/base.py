@@ -9,7 +9,16 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 
-__all__ = ["Backend", "Pairs", "Stream", "StreamEvent", "StreamPosition", "latest_positions", "usable"]
+__all__ = [
+    "Backend",
+    "Pairs",
+    "Stream",
+    "StreamEvent",
+    "StreamPosition",
+    "current_stream",
+    "latest_positions",
+    "usable",
+]
 
 GAPS = 4  # largest tensors that fit into the gaps of an allocator
 LEAST_GAPS, MOST_GAPS = 0.03, 0.10  # of the memory
@@ -130,6 +139,11 @@ class StreamPosition(NamedTuple):
     lane: int  # which transfer stream it was recorded on
     order: int  # grows along a lane: waiting for a position includes all before it
     captured: bool  # while a graph was captured: it means something only within that capture
+
+
+def current_stream(backend: Backend) -> Stream:
+    """Return the current stream of the current device."""
+    return backend.current_stream(backend.current_device())
 
 
 def usable(limit: int, largest: int) -> int:

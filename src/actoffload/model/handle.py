@@ -25,8 +25,8 @@ from ..schedule.execution_order import GroupKey, GroupPlans
 from ..schedule.plan import Plan
 from ..schedule.schedules import GroupSchedule
 from .conduct import KEPT, FollowedModule, Steering, group_name, split_group_name
-from .finding import Finder
 from .follow import Followers, followers_of
+from .group_search import Finder
 from .reporting import PassLog, Recording, build_report, describe, group_names
 from .steering import BySchedule
 from .tracker import Tracker

@@ -24,15 +24,15 @@ from ..schedule.schedules import GroupSchedule
 from .blocks import find_stacks
 from .conduct import GROUP, KEPT, ROOT, FollowedModule, Steering
 from .discovery import BLOCK, MODULE, candidates
-from .finding import Finder
 from .follow import followers_of, refuse_scripted
+from .group_search import Finder
 from .handle import OffloadHandle
 from .outside import written
-from .ranks import Ranks
 from .reporting import PassLog
 from .select import choose, choose_planned, find_kept, split_default
 from .steering import ByPlan, BySchedule
-from .tuning import Tuner
+from .tuning.ranks import Ranks
+from .tuning.tuner import Tuner
 
 __all__ = ["offload"]
 

@@ -12,10 +12,9 @@ from typing import Any, NamedTuple
 import torch
 
 from .._torch.tensors import storage_address, tree_leaves
-from ..device.base import Backend, StreamEvent
+from ..device.base import Backend, StreamEvent, current_stream
 from ..planner import OperatorCost
 from ..recompute import COSTLY, Reads, Trace, named, saveable
-from .metering import current_stream
 
 __all__ = ["OperatorTimes"]
 

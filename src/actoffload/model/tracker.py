@@ -13,6 +13,7 @@ import torch
 from .._torch.autograd import NO_BACKWARD, SavedTensorHooks, backward_id, saved_tensor_hooks
 from .._torch.lookup import unsupported
 from .._warnings import warn
+from ..device.base import current_stream
 from ..engine.engine import Engine
 from ..engine.layer import Layer, tensors_in
 from ..engine.model_pass import ModelPass
@@ -23,7 +24,6 @@ from ..engine.unpack import unpack
 from ..recompute import remove_modes
 from ..schedule.execution_order import ExecutionOrder, GroupKey
 from .conduct import DROPPED, GROUP, KEPT, ROOT, Conduct, FollowedModule, Mode, Steering, obstacle_to_hooks
-from .metering import current_stream
 from .regions import Regions
 
 __all__ = ["Tracker"]

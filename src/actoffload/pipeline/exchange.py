@@ -30,7 +30,7 @@ from uuid import uuid4
 import torch.distributed as dist
 
 from .._torch.modules import default_store
-from ..model.board import Board, LostRankError
+from ..model.tuning.board import Board, LostRankError
 from ..planner import Variant
 from ..schedule.costs import Link
 from ..schedule.pipeline import StageCost, Step

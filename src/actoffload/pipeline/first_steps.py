@@ -23,9 +23,9 @@ from dataclasses import replace
 from typing import Any
 
 from ..device.base import Backend, usable
-from ..model.group_costs import measured_link
 from ..model.operator_times import OperatorTimes
-from ..model.ways import Ways
+from ..model.tuning.group_costs import measured_link
+from ..model.tuning.ways import Ways
 from ..planner import OperatorCost, Variant, variants
 from ..planner.variants import worth_saving as outputs_worth_saving
 from ..recompute import saving, worth_saving

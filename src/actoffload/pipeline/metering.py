@@ -7,9 +7,9 @@ from collections.abc import Callable
 from statistics import median
 from typing import NamedTuple
 
-from ..device.base import Backend, StreamEvent
+from ..device.base import Backend, StreamEvent, current_stream
 from ..engine.statistics import Counters
-from ..model.metering import Border, Meter, current_stream
+from ..model.tuning.metering import Border, Meter
 from ..schedule.pipeline import Computation, Step
 from ..schedule.plan import When
 from ..schedule.timeline import Kind

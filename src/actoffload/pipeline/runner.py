@@ -14,7 +14,7 @@ from .._pipelining import actions_of, runs_backward
 from .._warnings import warn
 from ..engine import tensor_marks
 from ..engine.layer import tensors_in
-from ..model.board import LostRankError
+from ..model.tuning.board import LostRankError
 from ..schedule.pipeline import Computation, Step
 from ..schedule.pipeline_orders import read_order
 from ..schedule.pipeline_plan import PipelinePlan

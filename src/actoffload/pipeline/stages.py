@@ -11,13 +11,13 @@ from torch.nn import Module
 from ..model.blocks import find_stacks
 from ..model.conduct import GROUP, KEPT, ROOT, FollowedModule, Steering
 from ..model.discovery import BLOCK, MODULE, candidates
-from ..model.finding import Finder
 from ..model.follow import followers_of, refuse_scripted
+from ..model.group_search import Finder
 from ..model.handle import OffloadHandle
 from ..model.outside import written
-from ..model.ranks import ranks_of
 from ..model.reporting import PassLog
 from ..model.select import Chosen, choose, find_kept, split_default
+from ..model.tuning.ranks import ranks_of
 from ..recompute import Policy
 from ..schedule.execution_order import GroupKey, GroupPlans
 from ..schedule.schedules import GroupSchedule

@@ -9,9 +9,9 @@ from typing import Any
 from ..engine.model_pass import ModelPass
 from ..engine.statistics import Reason
 from ..model.conduct import Conduct, FollowedModule, Mode
-from ..model.metering import counts_in
 from ..model.operator_times import OperatorTimes
 from ..model.reporting import PassLog, group_names
+from ..model.tuning.metering import counts_in
 from ..planner import GroupPlan
 from ..recompute import Policy
 from ..schedule.execution_order import GroupKey, GroupPlans

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from .._torch.autograd import after_backward
-from ..device.base import Backend, StreamEvent
-from ..engine.model_pass import ModelPass
-from ..schedule.execution_order import GroupKey
-from .metering import Meter, counts_in, current_stream
-from .operator_times import OperatorTimes
+from ..._torch.autograd import after_backward
+from ...device.base import Backend, StreamEvent, current_stream
+from ...engine.model_pass import ModelPass
+from ...schedule.execution_order import GroupKey
+from ..operator_times import OperatorTimes
+from .metering import Meter, counts_in
 
 __all__ = ["Stage", "TimedPass"]
 

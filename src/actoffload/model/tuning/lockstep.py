@@ -16,7 +16,7 @@ import time
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from .._warnings import warn
+from ..._warnings import warn
 from .board import Board, LostRankError
 from .findings import Findings, Room
 from .timed_pass import Stage

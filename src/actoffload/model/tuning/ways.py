@@ -6,11 +6,11 @@ from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from math import log2
 
-from ..planner import OperatorCost, Variant, variants
-from ..planner.variants import within
-from ..recompute import Policy
-from ..schedule.costs import LayerCost
-from .conduct import FollowedModule
+from ...planner import OperatorCost, Variant, variants
+from ...planner.variants import within
+from ...recompute import Policy
+from ...schedule.costs import LayerCost
+from ..conduct import FollowedModule
 from .group_costs import at_the_pace_of, beside, layer_costs, steady, without_hooks
 from .timed_pass import TimedPass
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from .._torch.modules import default_store
+from ..._torch.modules import default_store
 
 __all__ = ["Board", "LostRankError"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from statistics import median
 
-from ..device.base import Backend
+from ...device.base import Backend
 from .lockstep import WINDOW
 from .timed_pass import TimedPass
 

@@ -25,9 +25,9 @@ from functools import partial
 from math import inf
 from typing import TypeAlias
 
-from .._torch.modules import is_compiled
-from ..device.base import Backend
-from ..planner import (
+from ..._torch.modules import is_compiled
+from ...device.base import Backend
+from ...planner import (
     GroupPlan,
     Variant,
     choose,
@@ -35,15 +35,15 @@ from ..planner import (
     frontier,
     worth_saving,
 )
-from ..planner.variants import with_host
-from ..recompute import Policy
-from ..schedule.execution_order import GroupPlans
-from ..schedule.plan import Plan
-from .conduct import FollowedModule
+from ...planner.variants import with_host
+from ...recompute import Policy
+from ...schedule.execution_order import GroupPlans
+from ...schedule.plan import Plan
+from ..conduct import FollowedModule
+from ..reporting import PassLog, group_names
 from .findings import Findings, Room, room_in
 from .group_costs import hook_seconds, layer_costs, measured_link
 from .pace import TOLERANCE, TRIES, Comparison, alike, measured, refer, relative, typical
-from .reporting import PassLog, group_names
 from .timed_pass import Stage, TimedPass
 from .ways import HOST_SECONDS, Ways
 

@@ -20,9 +20,9 @@ from dataclasses import dataclass, replace
 from math import inf
 from statistics import median
 
-from ..device.base import Backend
-from ..planner import GroupPlan
-from ..schedule.timeline import milliseconds, size
+from ...device.base import Backend
+from ...planner import GroupPlan
+from ...schedule.timeline import milliseconds, size
 from .findings import StepTimes
 from .timed_pass import TimedPass
 

@@ -17,23 +17,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from .._warnings import warn
-from ..engine.engine import Engine
-from ..engine.layer import tensors_in
-from ..engine.model_pass import ModelPass
-from ..planner import GroupPlan
-from ..recompute import Policy
-from ..schedule.execution_order import GroupKey, GroupPlans
-from ..schedule.timeline import size
-from .conduct import Conduct, FollowedModule
+from ..._warnings import warn
+from ...engine.engine import Engine
+from ...engine.layer import tensors_in
+from ...engine.model_pass import ModelPass
+from ...planner import GroupPlan
+from ...recompute import Policy
+from ...schedule.execution_order import GroupKey, GroupPlans
+from ...schedule.timeline import size
+from ..conduct import Conduct, FollowedModule
+from ..operator_times import OperatorTimes
+from ..reporting import PassLog
 from .drift import Drift
 from .findings import Findings, room_in
 from .first_steps import FirstSteps, Script
 from .lockstep import WINDOW, Decision
 from .metering import Meter
-from .operator_times import OperatorTimes
 from .ranks import Ranks
-from .reporting import PassLog
 from .stages import BY_GROUP, LEAN, Stages
 from .timed_pass import Stage, TimedPass
 

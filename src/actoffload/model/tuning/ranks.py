@@ -13,8 +13,8 @@ from typing import TypeVar
 import torch.distributed as dist
 from torch.nn import Module
 
-from .._torch.modules import DATA_PARALLEL, active_data_parallel, default_store
-from .._warnings import warn
+from ..._torch.modules import DATA_PARALLEL, active_data_parallel, default_store
+from ..._warnings import warn
 from .board import Board, LostRankError
 from .findings import Room
 from .lockstep import LIMIT, Lockstep

@@ -17,16 +17,16 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
-from ..device.base import Backend, Stream, StreamEvent
-from ..engine.layer import Layer
-from ..engine.passes import Pass
-from ..engine.recorder import TimelineRecorder
-from ..engine.reload import Residency
-from ..engine.statistics import Counters
-from ..engine.storage import SavedStorage
-from ..schedule.timeline import Kind
+from ...device.base import Backend, Stream, StreamEvent, current_stream
+from ...engine.layer import Layer
+from ...engine.passes import Pass
+from ...engine.recorder import TimelineRecorder
+from ...engine.reload import Residency
+from ...engine.statistics import Counters
+from ...engine.storage import SavedStorage
+from ...schedule.timeline import Kind
 
-__all__ = ["Border", "Copy", "Meter", "Times", "counts_in", "current_stream"]
+__all__ = ["Border", "Copy", "Meter", "Times", "counts_in"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,8 +250,3 @@ def counts_in(storage: SavedStorage, layer: Layer) -> bool:
     What many save, such as the angles of rotary embeddings, is on the device from the first of them to the first.
     """
     return max(storage.layers) == layer.index and len(storage.layers) <= 2
-
-
-def current_stream(backend: Backend) -> Stream:
-    """Return the current stream of the current device."""
-    return backend.current_stream(backend.current_device())

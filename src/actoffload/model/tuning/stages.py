@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from ..engine.engine import Engine
-from ..planner import GroupPlan
-from ..recompute import Policy, saving
-from ..schedule.execution_order import GroupPlans
-from ..schedule.plan import Roles
-from .conduct import Conduct, FollowedModule, Mode
+from ...engine.engine import Engine
+from ...planner import GroupPlan
+from ...recompute import Policy, saving
+from ...schedule.execution_order import GroupPlans
+from ...schedule.plan import Roles
+from ..conduct import Conduct, FollowedModule, Mode
+from ..operator_times import OperatorTimes
+from ..reporting import PassLog, group_names
+from ..steering import RolesOfPlan, recomputing
 from .findings import Findings
-from .operator_times import OperatorTimes
-from .reporting import PassLog, group_names
-from .steering import RolesOfPlan, recomputing
 from .timed_pass import Stage
 
 __all__ = ["BY_GROUP", "LEAN", "Stages"]

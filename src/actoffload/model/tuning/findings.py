@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
-from ..device.base import Backend, usable
-from ..planner import GroupPlan
-from ..schedule.timeline import milliseconds, size
+from ...device.base import Backend, usable
+from ...planner import GroupPlan
+from ...schedule.timeline import milliseconds, size
 from .timed_pass import TimedPass
 
 __all__ = ["Findings", "Room", "StepTimes", "room_in"]

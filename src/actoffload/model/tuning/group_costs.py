@@ -11,8 +11,8 @@ from math import inf
 from statistics import median
 from typing import TypeAlias
 
-from ..schedule.costs import LayerCost, Link, Saved
-from ..schedule.timeline import Kind
+from ...schedule.costs import LayerCost, Link, Saved
+from ...schedule.timeline import Kind
 from .metering import Copy, Meter, Times
 from .timed_pass import TimedPass
 
