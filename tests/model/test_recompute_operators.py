@@ -182,7 +182,7 @@ def test_groups_that_change_parameters_are_not_recomputed_by_themselves_and_the_
     assert handle.plan.recomputed
     assert not {2, 5} & set(handle.plan.recomputed)
     assert "Not recomputed, because they change parameters in their forward, or running statistics" in str(handle.plan)
-    assert ": blocks.2, blocks.5." in str(handle.plan)
+    assert ": blocks.2, 5." in str(handle.plan)
     assert [float(model.blocks[k].count) for k in (2, 5)] == [14.0] * 2
     handle.remove()
 

@@ -14,8 +14,8 @@ from timed_device import KIB, LAYERS, PASSES, Timed, TimedModel, done, offload, 
 from torch import nn
 from whole_model import nothing_installed
 
-NAMES = "tuning.py", "first_steps.py", "metering.py", "timed_pass.py", "group_costs.py"
-TUNING = tuple(str(SOURCES / "model" / name) for name in NAMES)
+NAMES = "tuner.py", "first_steps.py", "metering.py", "timed_pass.py", "group_costs.py"
+TUNING = tuple(str(SOURCES / "model" / "tuning" / name) for name in NAMES)
 
 
 # Other orders of forwards and backwards
