@@ -82,7 +82,7 @@ def steps(out: Path, *, rehearse: bool, select: str) -> dict[str, Step]:
         Step("linear", (benchmark, "linear", *target, *small), 70),
         Step("gpt", (benchmark, "gpt", *target, *small), 300),
         Step("trainer", (benchmark, "trainer", *target, *small), 240),
-        Step("peers", (benchmark, "peers", *target, *small), 220),
+        Step("peers", (benchmark, "peers", *target, *small), 300),
         Step("overlap", (benchmark, "overlap", *target, *small), 180),
         Step("predict", (benchmark, "predict", *target, *small), 400),
         Step("frontier-eager", (benchmark, "frontier", "--only", "8k,32k", *target, *small), 540),
