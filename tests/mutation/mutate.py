@@ -34,6 +34,8 @@ LIMIT = 120.0
 
 INTERRUPTED_END = "test_an_interrupt_at_every_bytecode_of_the_end_of_a_failed_forward"
 EDITED = "test_an_edit_in_place_of_a_kept_tensor_is_caught_also_between_two_backwards"
+COMMUNICATE = "test_groups_that_communicate_are_not_recomputed_where_each_rank_decides_for_itself"
+CAPTURED = "test_copies_of_a_captured_forward_have_ended_with_it"
 STREAMS = ["tests/engine/edges", "tests/engine/test_adversary.py"]
 RECOMPUTED = [f"tests/recompute/test_{name}.py" for name in ("region", "left_out", "edits", "programs", "aborts")]
 
@@ -50,7 +52,10 @@ TESTS: dict[str, list[str]] = {
     "engine/passes.py": ["tests/engine/test_backwards.py", "tests/report/test_several_passes.py", *STREAMS],
     "engine/recorder.py": ["tests/report/test_several_passes.py"],
     "engine/registry.py": ["tests/engine/test_saved_again.py", *STREAMS],
-    "engine/model_pass.py": ["tests/integration/test_compose_checkpoint.py"],
+    "engine/model_pass.py": [
+        "tests/integration/test_compose_checkpoint.py",
+        "tests/model/test_offload_order.py::" + CAPTURED,
+    ],
     "engine/ownership.py": ["tests/engine/test_limits.py", "tests/engine/test_weights_stay.py"],
     "engine/module_tensors.py": [
         "tests/engine/test_tables_of_models.py",
@@ -84,7 +89,10 @@ TESTS: dict[str, list[str]] = {
     "model/operator_times.py": ["tests/model/test_operator_times.py"],
     "model/tuning/metering.py": ["tests/model/test_tuning_values.py::test_values_in_each_stage"],
     "model/tuning/tuner.py": ["tests/model/test_tuning_lifetime.py"],
-    "model/regions.py": [f"tests/recompute/test_{name}.py" for name in ("beside", "state", "casts")],
+    "model/regions.py": [
+        *(f"tests/recompute/test_{name}.py" for name in ("beside", "state", "casts")),
+        "tests/model/test_recompute_auto.py::" + COMMUNICATE,
+    ],
     "model/blocks.py": ["tests/model/test_stacks.py", "tests/model/test_select.py"],
     "model/discovery.py": ["tests/model/test_discovery.py"],
     "model/select.py": ["tests/model/test_select.py", "tests/model/test_select_wrappers.py"],
