@@ -24,6 +24,7 @@ from forked import run_forked
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.nn.functional import all_gather
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -73,6 +74,13 @@ class Detached(Block):
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) + self.more(x) + F.linear(x, self.more.weight.detach())
+
+
+class Gathering(Block):
+    """Attends to the keys and values of all ranks, each of which has a part of the sequence."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return super().attend(q, *(torch.cat(all_gather(of.contiguous()), dim=-2) for of in (k, v)))
 
 
 # Distributed data parallel
@@ -201,6 +209,15 @@ def tensor_parallel(offload: Offload) -> list[Tensor]:
     return train(net, data=lambda k: composing.batch(k).to(DEVICE))
 
 
+# Context parallel
+
+
+def context_parallel(offload: Offload) -> list[Tensor]:
+    net = Net(Gathering).to(DEVICE)
+    offload(net)
+    return steps(net)
+
+
 HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 CASES: dict[str, Callable[[Offload], list[Tensor]]] = {
@@ -226,6 +243,7 @@ CASES: dict[str, Callable[[Offload], list[Tensor]]] = {
     "fsdp, compiled before": sharded(compiled="before"),
     "fsdp, compiled after": sharded(compiled="after"),
     "tensor parallel": tensor_parallel,
+    "context parallel": context_parallel,
     "ddp, recomputed": recomputing(data_parallel(lambda: Net(dropping))),
     "ddp, unused parameters, recomputed": recomputing(data_parallel(Skipping, find_unused_parameters=True)),
     "ddp, static graph, recomputed": recomputing(data_parallel(static_graph=True)),
@@ -239,6 +257,7 @@ CASES: dict[str, Callable[[Offload], list[Tensor]]] = {
     "fsdp, compiled, recomputed": recomputing(sharded(compiled="before")),
     "fsdp, recomputed, without further all-gathers": counting_gathers,
     "tensor parallel, recomputed": recomputing(tensor_parallel),
+    "context parallel, recomputed": recomputing(context_parallel),
 }
 
 
