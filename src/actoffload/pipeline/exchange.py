@@ -179,7 +179,8 @@ class _Line:
     def _find(self, board: Board, key: str, limit: float) -> bool:
         """Wait for a message; return whether it is there, or raise a `RefusedError`."""
         found = board.find([self._refused, key], limit)
-        if found == self._refused:
+        # Looked for once more: a rank that refuses may have posted that, and the message of its next call, in between.
+        if found is not None and board.has(self._refused):
             raise RefusedError(board.read(self._refused))
         return found is not None
 

@@ -94,7 +94,8 @@ class Comparison:
     def because(self, others: Sequence[Comparison] = ()) -> str:
         """Return the reason for another plan, as a clause; `others` were tried afterwards, with fewer groups."""
         number, taken = len(self.plan.offloaded), milliseconds(self.times.offloaded)
-        tried = f"with {number} groups offloaded ({size(self.plan.offloaded_bytes)}) a pass took {taken}"
+        groups = "1 group" if number == 1 else f"{number} groups"
+        tried = f"with {groups} offloaded ({size(self.plan.offloaded_bytes)}) a pass took {taken}"
         found = f"{tried}, without offloading {milliseconds(self.times.without)}"
         more = [f"with {len(of.plan.offloaded)} it took {1 + of.cost:.3f} x the time without" for of in others]
         return "; ".join((f"{found}, although copies should have taken no time", *more))
