@@ -88,6 +88,19 @@ def test_what_a_plan_costs_is_told_beside_what_the_groups_take():
     assert float(cost) >= handle.plan.seconds / handle.plan.baseline_seconds, "less memory costs no less time"
 
 
+def test_a_warm_device_is_slower_without_offloading_too():
+    """In the passes that are measured by group it waits for copies, is cooler, and computes faster."""
+    device, model, handle = make(3e5, 20 * MIB)
+    passes = 0
+    device.slow = lambda: 1.1 if passes >= 9 else 1.0
+    for n in range(14):
+        passes = n
+        step(model)
+    assert handle.plan.seconds == pytest.approx(seconds(model, device), rel=0.01)
+    assert handle.plan.baseline_seconds == pytest.approx(1.1 * 36, rel=0.03)
+    assert handle.frontier().plans[-1].seconds == pytest.approx(1.1 * 36, rel=0.03)
+
+
 class Talking(nn.Module):
     """A block that adds up its output over the ranks of a process group that no parameter shows."""
 

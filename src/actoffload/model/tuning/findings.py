@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from ...device.base import Backend, usable
 from ...planner import GroupPlan
 from ...schedule.timeline import milliseconds, size
+from .group_costs import CLOCKS
 from .timed_pass import TimedPass
 
 __all__ = ["Findings", "Room", "StepTimes", "room_in"]
@@ -92,8 +93,10 @@ class Findings:
         Bytes by which passes took more memory than was predicted for them, negative for less.
     outside : float
         Seconds of a pass before its first group and behind its last one.
+    pace : float
+        How many times as long passes take as the costs of groups say; see `as_timed`.
     late : float
-        Seconds by which passes with the plan took longer than was predicted for them, negative for less.
+        Seconds by which passes with the plan took longer still, negative for less.
     choose, search_frontier : partial, optional
         The functions of the planner, with the costs that were measured.
     """
@@ -113,6 +116,7 @@ class Findings:
     times: StepTimes | None = None
     excess: int = 0
     outside: float = 0.0
+    pace: float = 1.0
     late: float = 0.0
     choose: partial[GroupPlan] | None = None
     search_frontier: partial[tuple[GroupPlan, ...]] | None = None
@@ -142,11 +146,29 @@ class Findings:
             return ()
         return tuple(map(self._as_measured, map(self.corrected, self.search_frontier())))
 
+    def as_timed(self, plan: GroupPlan, seconds: float, baseline: float | None, *, with_others: bool) -> GroupPlan:
+        """Return a plan with the measured seconds of a pass, where none without offloading fits.
+
+        By the costs of groups such a pass takes `baseline`.  But groups are measured in passes that wait for copies
+        most of the time.  Such a device is cooler, and computes faster than in a pass with the plan.  Where ranks run
+        together (`with_others`), their collectives run in these waits, and beside compute otherwise.  Both make a pass
+        without offloading as much longer as one with the plan.  What neither explains is the plan's own.
+        """
+        if not plan.seconds or not baseline:
+            return plan
+        longer = seconds / plan.seconds
+        self.pace = longer if with_others or abs(longer - 1) <= CLOCKS else 1.0
+        self.late = seconds - self.pace * plan.seconds
+        return replace(plan, seconds=seconds, baseline_seconds=self.pace * baseline)
+
     def _as_measured(self, plan: GroupPlan) -> GroupPlan:
         """Return a plan that is expected to be as late as the one that was measured, but no faster than without."""
-        if not (plan.offloaded or plan.recomputed) or plan.seconds is None or plan.baseline_seconds is None:
+        if plan.seconds is None or plan.baseline_seconds is None:
             return plan
-        return replace(plan, seconds=max(plan.seconds + self.late, min(plan.seconds, plan.baseline_seconds)))
+        seconds, baseline = self.pace * plan.seconds, self.pace * plan.baseline_seconds
+        if plan.offloaded or plan.recomputed:
+            seconds = max(seconds + self.late, min(seconds, baseline))
+        return replace(plan, seconds=seconds, baseline_seconds=baseline)
 
     def next_choice(self) -> str:
         """Return what a smaller peak would cost, in a sentence; empty if that is not known or there is none.

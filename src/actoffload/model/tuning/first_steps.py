@@ -43,7 +43,7 @@ from ..conduct import FollowedModule
 from ..reporting import PassLog, group_names
 from .findings import Findings, Room, room_in
 from .group_costs import hook_seconds, layer_costs, measured_link
-from .pace import TOLERANCE, TRIES, Comparison, alike, measured, refer, relative, typical
+from .pace import TOLERANCE, TRIES, Comparison, alike, refer, relative, typical
 from .timed_pass import Stage, TimedPass
 from .ways import HOST_SECONDS, Ways
 
@@ -233,8 +233,8 @@ class FirstSteps:
         the host were slower or faster than it was measured.  A plan that exceeds the limit is kept only if none was
         found that does not.
         """
-        found, limit, tried, late = self.found, self.found.limit or inf, list[GroupPlan](), list[float]()
-        hosts = list(HOSTS)
+        found, limit, tried = self.found, self.found.limit or inf, list[tuple[GroupPlan, float]]()
+        hosts, baseline = list(HOSTS), plan.baseline_seconds  # without offloading, the same for all
         while True:
             found.plan = plan
             passes = [(yield from self._trimming(Stage.PLAN, plan))]
@@ -244,23 +244,18 @@ class FirstSteps:
                 passes += [(yield from _next(Stage.PLAN))]
                 passes[-1].wait(self._backend)
             seconds, predicted = typical(passes[1:], self._backend, found.size), relative(plan)
-            now, peak = measured(plan, seconds, with_others=self._with_others()), max(of.peak for of in passes)
-            found.late = seconds - (plan.seconds or seconds)
+            peak = max(of.peak for of in passes)
             if not peak or plan.peak_bytes is None or found.choose is None or found.in_flight > 1:
-                return now
+                return found.as_timed(plan, seconds, baseline, with_others=self._with_others())
             found.excess += peak - plan.peak_bytes
-            if tried:  # what a pass takes without offloading is the same for all
-                now = replace(now, baseline_seconds=tried[0].baseline_seconds)
-            tried.append(replace(now, peak_bytes=peak))
-            late.append(found.late)
-            other = self._other(tried, predicted, hosts)
+            tried.append((replace(plan, peak_bytes=peak), seconds))
+            other = self._other([of for of, _ in tried], predicted, hosts)
             if other is None or len(tried) > TRIES:
                 break
             plan = other
-        within = [of for of in tried if (of.peak_bytes or 0) <= limit]
-        best = min(within or tried, key=lambda of: (of.seconds if within else of.peak_bytes) or 0.0)
-        found.late = late[tried.index(best)]
-        return best
+        within = [each for each in tried if (each[0].peak_bytes or 0) <= limit]
+        best, seconds = min(within or tried, key=lambda each: each[1] if within else each[0].peak_bytes or 0)
+        return found.as_timed(best, seconds, baseline, with_others=self._with_others())
 
     def _other(self, tried: Sequence[GroupPlan], predicted: float, hosts: list[float]) -> GroupPlan | None:
         """Return a plan that was not tried yet and may be better than the last one that was; None if there is none.

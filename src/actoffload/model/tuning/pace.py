@@ -26,7 +26,7 @@ from ...schedule.timeline import milliseconds, size
 from .findings import StepTimes
 from .timed_pass import TimedPass
 
-__all__ = ["TOLERANCE", "TRIES", "Comparison", "alike", "measured", "refer", "relative", "typical"]
+__all__ = ["TOLERANCE", "TRIES", "Comparison", "alike", "refer", "relative", "typical"]
 
 TOLERANCE, SHORT_TOLERANCE, SHORT = 0.01, 0.02, 0.020  # of the time of a pass; for short passes; seconds
 CAUTION = 0.7  # part of the tolerance that a plan may cost when it is measured, for passes that take longer later
@@ -121,19 +121,6 @@ def refer(plan: GroupPlan, without: float) -> GroupPlan:
     if plan.seconds is None or not plan.baseline_seconds:
         return plan
     return replace(plan, seconds=plan.seconds / plan.baseline_seconds * without, baseline_seconds=without)
-
-
-def measured(plan: GroupPlan, seconds: float, *, with_others: bool) -> GroupPlan:
-    """Return a plan with the measured time of a pass, where none without offloading fits.
-
-    The time without offloading is then a sum over groups, each measured in a pass that waits for copies most of the
-    time.  Where ranks run together (`with_others`), their collectives run in these waits, and beside compute otherwise.
-    What makes a whole pass longer than the sum is taken to do so without offloading as well there.
-    """
-    if not plan.seconds or not plan.baseline_seconds:
-        return plan
-    longer = seconds / plan.seconds if with_others else 1.0
-    return replace(plan, seconds=seconds, baseline_seconds=plan.baseline_seconds * longer)
 
 
 def relative(plan: GroupPlan) -> float:
