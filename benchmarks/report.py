@@ -183,6 +183,12 @@ def memory_sections(data: Data) -> list[str]:
     return ["## Memory over a step", text("memory", **data, above=_above(data)), origin(data)]
 
 
+def machine_sections(data: Data) -> list[str]:
+    """Return what the command that measures a machine printed."""
+    lines = (textwrap.fill(line, 100, subsequent_indent="  ") for line in data["printed"].splitlines())
+    return ["## The machine", text("machine"), "\n".join(["```text", *lines, "```"]), origin(data)]
+
+
 def predict_sections(data: Data) -> list[str]:
     """Return the section of predictions."""
     rows = []
@@ -326,6 +332,7 @@ def readers_page(results: dict[str, Data]) -> str:
     sections = {"frontier": frontier_sections, "memory": memory_sections, "peers": peers_sections}
     sections |= {"trainer": trainer_sections}
     sections |= {"parallelism": parallelism_page.sections, "pipelines": pipelines_sections}
+    sections |= {"machine": machine_sections}
     parts = [part for name, of in sections.items() if name in results for part in of(results[name])]
     return "\n\n".join([WRITTEN, *(parts or ["No results are recorded yet."])]) + "\n"
 
@@ -410,7 +417,7 @@ def notes(folder: Path = RESULTS) -> str:
 def load(folder: Path) -> dict[str, Data]:
     """Read all results of a folder."""
     first = ("frontier", "peers", "trainer", "parallelism", "pipelines", "memory")
-    names = (*first, "predict", "gpt", "linear", "llama", "overhead")
+    names = (*first, "machine", "predict", "gpt", "linear", "llama", "overhead")
     found = {name: read(folder, name) for name in names}
     return {name: data for name, data in found.items() if data is not None}
 

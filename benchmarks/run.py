@@ -4,11 +4,11 @@
 
 `linear` and `gpt` compare offload with checkpointing and `save_on_cpu`; `llama` measures every number of layers at 8k
 and 32k tokens, and host time; `overhead` measures the host time of one saved tensor; `trainer` trains a Llama with the
-Trainer of Hugging Face; `memory` records device memory over a step; `predict` compares the predictions of plans with
-what they take; `frontier` compares ways to save memory, time against peak; `peers` compares with other tools; `overlap`
-records steps for figures; `parallelism` runs FSDP2, DDP, tensor and context parallel in a process for each GPU;
-`pipelines` measures pipelines of two ranks, and with four GPUs also of four.  ``--rehearse`` takes small sizes, for
-machines without accelerator.
+Trainer of Hugging Face; `memory` records device memory over a step; `machine` is what ``python -m actoffload`` prints;
+`predict` compares the predictions of plans with what they take; `frontier` compares ways to save memory, time against
+peak; `peers` compares with other tools; `overlap` records steps for figures; `parallelism` runs FSDP2, DDP, tensor and
+context parallel in a process for each GPU; `pipelines` measures pipelines of two ranks, and with four GPUs also of
+four. ``--rehearse`` takes small sizes, for machines without accelerator.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ from host_time import measure_layers, measure_tensors
 from results_file import RESULTS, digest, read, write
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from workloads import FULL, REHEARSAL
+
+from actoffload.machine import measure_machine
 
 PARTS = {
     "llama": ("host", "8k", "32k"),
@@ -101,6 +103,8 @@ def run(options: argparse.Namespace, device: torch.device) -> None:
         data = trainer.measure_trainer(settings, device, lambda data: write(options.out, name, data, command))
     elif name == "memory":
         data = step_memory.measure_part((frontier.SMALL_PARTS if options.rehearse else frontier.PARTS)["8k"], device)
+    elif name == "machine":
+        data = {"printed": str(measure_machine())}
     else:
         data = measure((REHEARSAL if options.rehearse else FULL)[name], device)
     print(f"wrote {write(options.out, name, data, command).name}")
@@ -121,7 +125,7 @@ def run_pipelines(
 def main(arguments: list[str] | None = None) -> None:
     """Run what the command line names."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    names = ("linear", "gpt", "overhead", "overlap", "peers", "trainer", "memory", *PARTS)
+    names = ("linear", "gpt", "overhead", "overlap", "peers", "trainer", "memory", "machine", *PARTS)
     parser.add_argument("benchmark", choices=names)
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the result")
     parser.add_argument(

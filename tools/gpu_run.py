@@ -15,10 +15,10 @@ gpu-tests.json and a file for each benchmark, such as trainer.json      for benc
 ``--only tests,gallery,benchmarks`` chooses steps; ``benchmarks`` stands for overhead, linear and gpt.  Run only when
 they are named: ``trainer``, ``predict``, ``frontier-eager`` and ``frontier-compiled`` (some minutes each), ``llama``,
 ``peers`` and ``overlap`` (under two minutes each), ``memory`` (device memory over a step, for the picture of the
-landing page; a minute), ``parallelism`` and ``pipelines``, which need two GPUs, and ``host`` (the host time of Llama
-layers alone, under a minute), whose file takes the place of that of ``llama``.  With four GPUs ``pipelines`` also
-measures four ranks; each pipeline takes at most five minutes, so give ``--budget 2100``.  ``--rehearse`` takes small
-sizes, for a machine without a GPU.
+landing page; a minute), ``machine`` (seconds), ``parallelism`` and ``pipelines``, which need two GPUs, and ``host``
+(the host time of Llama layers alone, under a minute), whose file takes the place of that of ``llama``.  With four GPUs
+``pipelines`` also measures four ranks; each pipeline takes at most five minutes, so give ``--budget 2100``.
+``--rehearse`` takes small sizes, for a machine without a GPU.
 """
 
 # ruff: noqa: T201 - a script that prints
@@ -88,6 +88,7 @@ def steps(out: Path, *, rehearse: bool, select: str) -> dict[str, Step]:
         Step("frontier-eager", (benchmark, "frontier", "--only", "8k,32k", *target, *small), 540),
         Step("frontier-compiled", (benchmark, "frontier", "--only", "8k-compiled,32k-compiled", *target, *small), 480),
         Step("parallelism", (benchmark, "parallelism", *target, *small), 480),
+        Step("machine", (benchmark, "machine", *target, *small), 60),
         Step("memory", (benchmark, "memory", *target, *small), 120),
         Step("host", (benchmark, "llama", "--only", "host", *target, *small), 60),
         Step("llama", (benchmark, "llama", *target, *small), 330),

@@ -127,6 +127,16 @@ def test_report_is_written_drawn_and_checked(tmp_path: Path, results: Results) -
     assert report.main(["--results", str(tmp_path), "--check"]) == 1
 
 
+def test_what_a_machine_measured_is_shown_as_it_was_printed(results: Results) -> None:
+    origin = {key: results["memory"][key] for key in ("command", "date", "device", "source_digest")}
+    printed = "device  Some GPU\nproducts beside copies  1.028 x as long\n\n- " + "word " * 40
+    page = report.readers_page({"machine": {**origin, "printed": printed}})
+    assert "```text\ndevice  Some GPU\nproducts beside copies  1.028 x as long\n\n- word" in page
+    block = page.split("```")[1]
+    assert block.count("word") == 40
+    assert max(map(len, block.splitlines())) <= 100
+
+
 def test_committed_report_is_what_the_committed_results_give() -> None:
     assert report.main(["--check"]) == 0
     dates = [path.stem.removeprefix("gpt-")[-4:] for path in sorted((RESULTS / "runs").glob("gpt-*.json"))]
