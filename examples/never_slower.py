@@ -10,9 +10,10 @@ trains with the Trainer of Hugging Face, with long and with short sequences.
 # %%
 # A model and a Trainer
 # ---------------------
-# The weights are random; nothing is downloaded. The optimizer is AdamW. On a GPU the model has twelve layers, as wide
-# as those of a Llama of 1.1 billion weights, and runs under bfloat16 autocast. Without a GPU the example runs on the
-# CPU, with a smaller model and in float32, which every CPU has.
+# The weights are random; nothing is downloaded. The optimizer is AdamW. On a GPU the model has eight layers, as wide as
+# those of a Llama of 8 billion weights, and runs under bfloat16 autocast. That takes 64 GiB; with less memory, lower
+# ``num_hidden_layers``. Without a GPU the example runs on the CPU, with a smaller model and in float32, which every CPU
+# has.
 import gc
 import logging
 import sys
@@ -32,15 +33,16 @@ reference = device.type == "cpu"
 print(f"Runs on {describe_device()}.")
 
 config = LlamaConfig(
-    hidden_size=128 if reference else 2048,
-    intermediate_size=384 if reference else 5632,
-    num_hidden_layers=4 if reference else 12,
+    hidden_size=128 if reference else 4096,
+    intermediate_size=384 if reference else 14336,
+    num_hidden_layers=4 if reference else 8,
     num_attention_heads=4 if reference else 32,
-    num_key_value_heads=1 if reference else 4,
+    num_key_value_heads=1 if reference else 8,
     vocab_size=256 if reference else 32000,
 )
-lengths = {"long": 512, "short": 64} if reference else {"long": 8192, "short": 512}
-batch, wanted, most = 4 if reference else 2, 4 if reference else 12, 60
+lengths = {"long": 512, "short": 64} if reference else {"long": 16384, "short": 512}
+batches = {"long": 4 if reference else 1, "short": 4 if reference else 2}
+wanted, most = 4 if reference else 12, 60
 unit, bytes_of_unit = ("MiB", 2**20) if reference else ("GiB", 2**30)
 
 
@@ -72,15 +74,16 @@ class Steps(TrainerCallback):
         return Measurement(max(self.peaks[self.first :]), median(self.seconds[self.first :]))
 
 
-def train(length, offloading):
-    """Train a new model; return its steps, and the plan and the report of its handle."""
+def train(sequences, offloading):
+    """Train a new model with long or short sequences; return its steps, and the plan and the report of its handle."""
+    batch = batches[sequences]
     gc.collect()  # frees the model of the Trainer before
     torch.manual_seed(0)
     with device:
         model = LlamaForCausalLM(config)
     handle = actoffload.offload(model) if offloading else None
     steps = Steps(handle)
-    tokens = torch.randint(config.vocab_size, (most * batch, length))
+    tokens = torch.randint(config.vocab_size, (most * batch, lengths[sequences]))
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
             output_dir=folder,
@@ -117,8 +120,8 @@ logger = logging.getLogger("actoffload")
 logger.setLevel(logging.INFO)
 logger.addHandler(logging.StreamHandler(sys.stdout))
 
-long_without, _, _ = train(lengths["long"], offloading=False)
-long_with, plan, report = train(lengths["long"], offloading=True)
+long_without, _, _ = train("long", offloading=False)
+long_with, plan, report = train("long", offloading=True)
 
 # %%
 # The plan lists what is kept and what is offloaded, with the peak and the time that are expected of a forward and its
@@ -141,9 +144,9 @@ measured.plot().figure.savefig("never_slower.png", dpi=150)
 # ---------------
 # The same model and the same line. A short step may end before a copy would, and the host may need all of its time to
 # queue kernels. Then nothing is offloaded, and the log gives the reason.
-short_without, _, _ = train(lengths["short"], offloading=False)
-short_with, plan, report = train(lengths["short"], offloading=True)
-short_again, _, _ = train(lengths["short"], offloading=False)
+short_without, _, _ = train("short", offloading=False)
+short_with, plan, report = train("short", offloading=True)
+short_again, _, _ = train("short", offloading=False)
 print(plan)
 
 # %%
@@ -173,7 +176,7 @@ for row, (label, values) in zip(axes, rows, strict=True):
         ax.set_ylabel(label)
         ax.spines[["top", "right"]].set_visible(False)
 for ax, name in zip(axes[0], panels, strict=True):
-    ax.set_title(f"{lengths[name]} tokens × {batch}", fontsize=10, loc="left")
+    ax.set_title(f"{lengths[name]} tokens × {batches[name]}", fontsize=10, loc="left")
     ax.legend(frameon=False, fontsize=8, loc="upper right")
 for ax in axes[-1]:
     ax.set_xlabel("step")
