@@ -239,6 +239,39 @@ def test_recomputed_where_offloading_costs_time(name, part):
     assert times["auto"] < times[False]
 
 
+@pytest.mark.parametrize(("name", "budget"), [("ScheduleGPipe", 12 * SAVED), (SPLIT[1], 6 * SAVED)])
+def test_groups_that_save_more_are_recomputed_by_one_new_plan(name, budget):
+    """The ways to run a group stay those that were measured, with more bytes."""
+    device = Timed(SAVED / 4, SAVED / 4, memory=2**20)
+
+    def module(stage: int) -> nn.Module:
+        return nn.Sequential(*(TimedBlock(device, 1.0, 2.0, SAVED) for _ in range(BLOCKS)))
+
+    schedule, modules = make(name, MICROBATCHES, module=module)
+    blocks: list[Any] = [block for stage in modules for block in stage.children()]
+    with use(device):
+        handle = offload(schedule, min_bytes=64, memory_budget=budget)
+    plans, peaks = [], []
+    for number in range(16):
+        if number in (10, 13):
+            for block in blocks:
+                block.nbytes = block.nbytes * 5 // 4
+        handle.reset_statistics()
+        schedule.step(torch.ones(4 * MICROBATCHES), target=torch.ones(4 * MICROBATCHES))
+        plans.append(handle.plan)
+        peaks.append(handle.report().peak_bytes)
+    first, second, third = (plans[number] for number in (9, 11, 14))
+    # A step shows that groups that are offloaded have grown, the next one shows those that are kept.
+    assert plans == [*plans[:9], first, first, second, second, second, third, third]
+    for plan, peak in ((first, peaks[9]), (second, peaks[12]), (third, peaks[15])):
+        assert plan is not None
+        assert plan.saves
+        assert plan.peak_bytes is not None
+        assert peak <= plan.peak_bytes <= budget
+    assert first != second != third
+    handle.remove()
+
+
 class Talking(TimedBlock):
     """A block that communicates with ranks that run copies of its stage."""
 

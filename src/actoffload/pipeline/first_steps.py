@@ -18,6 +18,7 @@ show that, because most of the memory is allocated in it.  Where a rank has no r
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -62,6 +63,8 @@ class FirstSteps:
         self._plain: Measured | None = None  # what was measured without recomputation
         self._used: dict[tuple[int, int], frozenset[int]] = {}  # what was learned of it
         self._operators: dict[int, list[tuple[OperatorCost, ...]]] = {}  # by stage and group
+        self._again: dict[int, list[tuple[Variant, ...]]] | None = None  # the ways to run them, as measured
+        self._growth: dict[int, float] = {}  # by stage: bytes that its groups save now, over those measured
         self.trying = False  # a plan
         self._first_trial, self._bare_trial = 0, False
         self._tried: StepMeter | None = None  # of a step with it
@@ -171,8 +174,12 @@ class FirstSteps:
             most = max(most, now)
         return most
 
-    def measured(self, rank: int) -> Measured | None:
-        """Return what this rank knows; None if no whole step was seen."""
+    def measured(self, rank: int, plan: PipelinePlan | None = None) -> Measured | None:
+        """Return what this rank knows; None if no whole step was seen.
+
+        With recomputation the groups save what their ways saved when these were measured.  Where one saves more than in
+        the `plan` that is followed, all groups of its stage do: what those that are recomputed would save is not seen.
+        """
         learned = self._conductor.learned
         if not learned.order or not all(of.steering.saved for of in self._stages):
             return None
@@ -190,8 +197,33 @@ class FirstSteps:
         mine = Measured(rank, learned.order, names, found, link, self.limit(), bare=self._fits_bare())
         if self._plain is None or self._plain.names != names:
             return mine
-        plain = {stage: _with_boundary(cost, found[stage]) for stage, cost in self._plain.costs.items()}
-        return replace(self._plain, order=learned.order, costs=plain, again=self._variants(mine))
+        if self._again is None:
+            self._again = self._variants(mine)
+        if plan is not None:
+            self._grow(plan)
+        plain = {stage: _with_boundary(self._grown(stage, of), found[stage]) for stage, of in self._plain.costs.items()}
+        again = {
+            stage: [tuple(_larger(way, self._growth.get(stage, 1.0)) for way in ways) for ways in of]
+            for stage, of in self._again.items()
+        }
+        return replace(self._plain, order=learned.order, costs=plain, again=again)
+
+    def _grow(self, plan: PipelinePlan) -> None:
+        """Count by how much groups save more than in a plan."""
+        for of in self._stages:
+            sizes = (sum(nbytes for _, nbytes in group) for group in of.steering.saved)
+            factors = (now / planned for now, planned in zip(sizes, plan.nbytes[of.index], strict=True) if planned)
+            self._growth[of.index] = self._growth.get(of.index, 1.0) * max(1.0, *factors)
+
+    def _grown(self, stage: int, cost: StageCost) -> StageCost:
+        """Return the cost of a stage without recomputation, for what its groups save now."""
+        factor = self._growth.get(stage, 1.0)
+        groups = tuple(group.with_bytes(factor) for group in cost.groups)
+        splits = tuple(
+            replace(split, kept=min(math.ceil(split.kept * factor), group.nbytes))
+            for split, group in zip(cost.splits, groups, strict=False)
+        )
+        return replace(cost, groups=groups, splits=splits)
 
     def again(self, mine: Measured, number: int) -> None:
         """Measure steps in which everything is recomputed, from `number` on; `mine` is of the steps before."""
@@ -259,7 +291,9 @@ class FirstSteps:
         for of in self._stages:
             sizes = [sum(nbytes for _, nbytes in group) for group in of.steering.saved]
             planned = plan.nbytes.get(of.index, sizes)
-            if plan.names[of.index] != of.steering.names or any(map(has_grown, sizes, planned)):
+            # What a recomputed group saves may be counted with the group before it, which has a size to compare with.
+            known = (pair for pair in zip(sizes, planned, strict=False) if pair[1] or self._again is None)
+            if plan.names[of.index] != of.steering.names or any(has_grown(*pair) for pair in known):
                 return True
             if has_grown(self._conductor.learned.sent.get(of.index, 0), costs[of.index].sent_forward):
                 return True
@@ -269,6 +303,12 @@ class FirstSteps:
 def _with_boundary(cost: StageCost, of: StageCost) -> StageCost:
     """Return a cost with the boundary and the outputs of another one."""
     return replace(cost, boundary_bytes=of.boundary_bytes, sent_forward=of.sent_forward, sent_backward=of.sent_backward)
+
+
+def _larger(way: Variant, factor: float) -> Variant:
+    """Return a way to run a group that saves `factor` times as much."""
+    again = None if way.read_again is None else math.ceil(way.read_again * factor)
+    return replace(way, cost=way.cost.with_bytes(factor), read_again=again)
 
 
 def _at_once(way: Variant, read_again: int | None) -> Variant:

@@ -94,7 +94,10 @@ class PipelineHandle:
     # What happened
 
     def statistics(self) -> Statistics:
-        """Return counts and bytes of all stages of this rank since `offload` or `reset_statistics` was called."""
+        """Return counts and bytes of all stages of this rank since `offload` or `reset_statistics` was called.
+
+        On an accelerator they begin anew with each of the first steps, which are measured one by one.
+        """
         return self._runner.conductor.engine.statistics()
 
     def reset_statistics(self) -> None:

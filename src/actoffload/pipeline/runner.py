@@ -208,7 +208,7 @@ class Runner:
         """Plan for what this rank does now, with what the others have sent."""
         if before.saves and self._exchange.replicas:  # they would recompute something else
             return
-        mine = self._script.measured(self.rank)
+        mine = self._script.measured(self.rank, before)
         if mine is None:
             return
         self._measured = [mine if each.rank == self.rank else each for each in self._measured]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from itertools import pairwise
 from statistics import median
 
@@ -136,6 +136,10 @@ class LayerCost:
         if self.unpacks_at_once:
             return tuple(range(len(self.saved)))
         return tuple(sorted(range(len(self.saved)), key=lambda k: (self.saved[k].needed_at, -k)))
+
+    def with_bytes(self, factor: float) -> LayerCost:
+        """Return the same layer with `factor` times the bytes of each saved tensor, rounded up."""
+        return replace(self, saved=tuple(replace(of, nbytes=math.ceil(of.nbytes * factor)) for of in self.saved))
 
     @classmethod
     def even(cls, nbytes: int, forward: float, backward: float, pieces: int = 8) -> LayerCost:
