@@ -6,7 +6,7 @@ import logging
 
 import pytest
 import torch
-from timed_device import Timed, TimedModel, offload, seconds, stages, step
+from timed_device import Timed, TimedBlock, TimedModel, offload, seconds, stages, step
 from torch import nn
 
 import actoffload
@@ -362,3 +362,28 @@ def test_a_saved_plan_of_groups_in_parts(tmp_path):
         handle.reset_statistics()
         step(model)
     assert handle.statistics().bytes_offloaded == copied
+
+
+@pytest.mark.parametrize("passes", [(1,), (2,), (3,), (0, 1), tuple(range(1, 6))], ids=str)
+def test_passes_that_call_no_group(passes):
+    """The model may take another branch in some of the first passes."""
+    device = Timed(1e7, 1e7)
+    blocks = TimedModel(device)
+    model = nn.ModuleDict({"first": TimedBlock(device, 1.0, 1.0, 64), "blocks": blocks})
+    model.forward = lambda x: blocks(model["first"](x))
+    handle = offload(model, device, layers="blocks.blocks")
+    for number in range(20):
+        blocks.skipped = set(range(8)) if number in passes else set()
+        step(model)
+    assert not handle.settling
+    assert handle.plan.because or handle.plan.offloaded
+
+
+@pytest.mark.parametrize("number", range(8))
+def test_a_pass_with_empty_inputs(number):
+    device = Timed(1e7, 1e7)
+    model = TimedModel(device)
+    handle = offload(model, device)
+    for k in range(20):
+        step(model, 0 if k == number else 4)
+    assert not handle.settling

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from helpers import same_bits
 from pipeline_programs import MIN_BYTES, NAMES, SPLIT, Block, alone, block_bytes, make, train
-from torch import nn
+from torch import Tensor, nn
 
 from actoffload import PipelineHandle, offload
 from actoffload.device import use
@@ -269,6 +269,49 @@ def test_groups_that_save_more_are_recomputed_by_one_new_plan(name, budget):
         assert plan.peak_bytes is not None
         assert peak <= plan.peak_bytes <= budget
     assert first != second != third
+    handle.remove()
+
+
+class Skipping(nn.Module):
+    """Timed blocks, of which some may be skipped."""
+
+    def __init__(self, device: Timed) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([TimedBlock(device, 1.0, 2.0, SAVED) for _ in range(BLOCKS)])
+        self.skipped: set[int] = set()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for k, block in enumerate(self.blocks):
+            x = x if k in self.skipped else block(x)
+        return x
+
+
+@pytest.mark.parametrize("times", [1, 2], ids=["once", "twice"])
+@pytest.mark.parametrize("first", range(1, 10))
+@pytest.mark.parametrize("recompute", ["auto", False])
+def test_steps_that_skip_a_group(first, times, recompute):
+    """While steps are measured, while a plan is tried, and later."""
+    device = Timed(SAVED / 8, SAVED / 8, memory=2**20)
+    modules: list[Skipping] = []
+
+    def module(stage: int) -> nn.Module:
+        modules.append(Skipping(device))
+        return modules[-1]
+
+    schedule, _ = make("ScheduleGPipe", MICROBATCHES, module=module)
+    with use(device):
+        handle = offload(schedule, min_bytes=64, memory_budget=10 * SAVED, recompute=recompute)
+    for number in range(24):
+        for each in modules:
+            each.skipped = {1} if first <= number < first + times else set()
+        handle.reset_statistics()
+        schedule.step(torch.ones(4 * MICROBATCHES), target=torch.ones(4 * MICROBATCHES))
+        report = handle.report()
+        assert report.chunks in (MICROBATCHES * BLOCKS, MICROBATCHES * (BLOCKS - 1))
+    assert not handle.settling
+    assert handle.plan is not None
+    assert handle.plan.transfers or handle.plan.saves
+    assert report.peak_bytes <= 10 * SAVED
     handle.remove()
 
 

@@ -82,6 +82,7 @@ class FirstSteps:
                 self._save_what_is_worth_it()
             return
         bare = self._plain is None and number >= TIMED_STEPS and self._copies is not None and self._fits_bare()
+        bare = bare and all(of.steering.known for of in self._stages)
         self._backend.allocated()  # resets the peak
         with self._conductor.engine.lock:
             self._conductor.engine.counters.reset()
@@ -181,7 +182,7 @@ class FirstSteps:
         the `plan` that is followed, all groups of its stage do: what those that are recomputed would save is not seen.
         """
         learned = self._conductor.learned
-        if not learned.order or not all(of.steering.saved for of in self._stages):
+        if not learned.order or not all(of.steering.known for of in self._stages):
             return None
         names = {of.index: of.steering.names for of in self._stages}
         link = self._link()
@@ -195,22 +196,29 @@ class FirstSteps:
                 cost = measured_costs(of.index, cost, self._times)
             found[of.index] = cost
         mine = Measured(rank, learned.order, names, found, link, self.limit(), bare=self._fits_bare())
-        if self._plain is None or self._plain.names != names:
+        if self._plain is None or any(not set(names[stage]) <= set(of) for stage, of in self._plain.names.items()):
             return mine
         if self._again is None:
+            if self._plain.names != names:
+                return mine
             self._again = self._variants(mine)
         if plan is not None:
             self._grow(plan)
-        plain = {stage: _with_boundary(self._grown(stage, of), found[stage]) for stage, of in self._plain.costs.items()}
-        again = {
-            stage: [tuple(_larger(way, self._growth.get(stage, 1.0)) for way in ways) for ways in of]
-            for stage, of in self._again.items()
-        }
-        return replace(self._plain, order=learned.order, costs=plain, again=again)
+        plain, again = dict[int, StageCost](), dict[int, list[tuple[Variant, ...]]]()
+        for stage, cost in self._plain.costs.items():  # of the groups that run now
+            at = [self._plain.names[stage].index(name) for name in names[stage]]
+            grown, growth = self._grown(stage, cost), self._growth.get(stage, 1.0)
+            splits = tuple(grown.splits[k] for k in at) if grown.splits else ()
+            ran = replace(grown, groups=tuple(grown.groups[k] for k in at), splits=splits)
+            plain[stage] = _with_boundary(ran, found[stage])
+            again[stage] = [tuple(_larger(way, growth) for way in self._again[stage][k]) for k in at]
+        return replace(self._plain, order=learned.order, names=names, costs=plain, again=again)
 
     def _grow(self, plan: PipelinePlan) -> None:
         """Count by how much groups save more than in a plan."""
         for of in self._stages:
+            if plan.names[of.index] != of.steering.names:
+                continue
             sizes = (sum(nbytes for _, nbytes in group) for group in of.steering.saved)
             factors = (now / planned for now, planned in zip(sizes, plan.nbytes[of.index], strict=True) if planned)
             self._growth[of.index] = self._growth.get(of.index, 1.0) * max(1.0, *factors)
@@ -231,7 +239,7 @@ class FirstSteps:
         learned = self._conductor.learned
         self._used, learned.used = learned.used, {}
         for of in self._stages:
-            of.steering.recompute(dict.fromkeys(range(len(of.steering.names)), worth_saving))
+            of.steering.recompute(dict.fromkeys(of.steering.names, worth_saving))
             of.steering.operators = OperatorTimes(self._backend)
 
     def _save_what_is_worth_it(self) -> None:
@@ -240,25 +248,29 @@ class FirstSteps:
         self._backend.synchronize(self._backend.current_device())
         for of in self._stages:
             times, of.steering.operators = of.steering.operators, None
-            groups = zip(of.steering.order, self._plain.costs[of.index].groups, strict=True)
-            costs = {key.group: cost for key, cost in groups}
+            names, groups = self._plain.names[of.index], self._plain.costs[of.index].groups
+            ran = {name: key.group for name, key in zip(of.steering.names, of.steering.order, strict=True)}
+            costs = {ran[name]: cost for name, cost in zip(names, groups, strict=True) if name in ran}
             found = Ways(of.steering.groups, {}).operators({} if times is None else times.costs(), costs)
-            self._operators[of.index] = [found.get(key.group, ()) for key in of.steering.order]
+            self._operators[of.index] = [found.get(ran.get(name, -1), ()) for name in names]
         self._operators = self.of_first(self._operators)
         for of in self._stages:
             saves = (tuple(each.name for each in outputs_worth_saving(group)) for group in self._operators[of.index])
-            of.steering.recompute({k: saving(names) for k, names in enumerate(saves)})
+            named = zip(self._plain.names[of.index], saves, strict=True)
+            of.steering.recompute({name: saving(outputs) for name, outputs in named})
 
     def settle(self, plan: PipelinePlan) -> None:
         """Recompute what a plan says from the next step on."""
         learned = self._conductor.learned
         for of in self._stages if self._plain is not None else ():
-            saves = plan.saves.get(of.index, (None,) * len(of.steering.names))
-            of.steering.recompute({k: saving(names) for k, names in enumerate(saves) if names is not None})
-            for k, names in enumerate(saves):
-                key = of.index, k
-                if names is None and key in self._used:
-                    learned.used[key] = self._used[key]
+            saves = plan.saves.get(of.index, (None,) * len(plan.names[of.index]))
+            named = zip(plan.names[of.index], saves, strict=True)
+            of.steering.recompute({name: saving(outputs) for name, outputs in named if outputs is not None})
+            for k, (name, outputs) in enumerate(zip(plan.names[of.index], saves, strict=True)):
+                measured = self._plain.names[of.index] if self._plain is not None else ()
+                key = of.index, measured.index(name) if name in measured else -1
+                if outputs is None and key in self._used:
+                    learned.used[of.index, k] = self._used[key]
 
     def _variants(self, found: Measured) -> dict[int, list[tuple[Variant, ...]]]:
         """Return the ways to run each group, the first one without recomputation."""

@@ -39,6 +39,9 @@ LOST = (
 )
 
 
+MOST_AGAIN = 2  # times that recomputation is measured, where a rank ran other groups in the first time
+
+
 class Runner:
     """Follows the steps of a schedule; every rank of the pipeline has one.
 
@@ -78,6 +81,7 @@ class Runner:
         self._alone = False  # another rank does not answer
         self._measured: list[Measured] = []  # of all ranks, when they planned
         self._trials: Trials | None = None  # of the plans that were made then
+        self._measured_again = 0  # times that recomputation was measured
         self.plans: tuple[PipelinePlan, ...] = ()  # of all ranks
         self.because = MEASURING
         self._expected: int | None = None  # peak of saved tensors in the plan of this rank
@@ -159,9 +163,11 @@ class Runner:
         """Plan from what all ranks measured, and try the plan; or measure recomputation first, where it is needed."""
         self._measured = measured
         trials = Trials(measured, self._limits)
-        mine = self._mine
-        if self._limits.may_recompute and mine.again is None and costs_time(measured, trials.plans.of_ranks):
-            self._script.again(mine, self.number)
+        # All ranks decide by what all of them know; where groups come and go, what was measured is of no use.
+        wanted = self._limits.may_recompute and any(each.again is None for each in measured)
+        if wanted and self._measured_again < MOST_AGAIN and costs_time(measured, trials.plans.of_ranks):
+            self._measured_again += 1
+            self._script.again(self._mine, self.number)
             return
         self._trials = trials
         self._next_trial()
@@ -213,7 +219,12 @@ class Runner:
             return
         self._measured = [mine if each.rank == self.rank else each for each in self._measured]
         microbatches = {step.microbatch for step in mine.order}
-        self._follow(Plans(*plans_of([each.with_microbatches(microbatches) for each in self._measured], self._limits)))
+        try:
+            found = Plans(*plans_of([each.with_microbatches(microbatches) for each in self._measured], self._limits))
+        except ValueError as error:  # the other ranks wait for this one, which can go on with the plan that it has
+            warn(f"The plan stays as it is, although this rank now runs something else: {error}")
+            return
+        self._follow(found)
 
     def _follow(self, plans: Plans) -> None:
         """Follow the plan of this rank."""
@@ -239,6 +250,12 @@ class Runner:
         schedule = self._followed[-1]()
         return self.conductor.learned.order or read_order(actions_of(schedule, self.rank))
 
+    def _saved_bytes(self, of: RankStage) -> int:
+        """Return what a microbatch of a stage saves; until a step has run with a new plan, what the plan expects."""
+        if of.steering.saved or self.conductor.plan is None:
+            return sum(nbytes for group in of.steering.saved for _, nbytes in group)
+        return sum(self.conductor.plan.nbytes[of.index])
+
     def report(self) -> PipelineReport:
         """Return what this rank did since its statistics were reset."""
         learned, plan = self.conductor.learned, self.conductor.plan
@@ -246,8 +263,8 @@ class Runner:
             raise RuntimeError("There is nothing to report yet: no step of the schedule has ended. Run a step first.")
         statistics = self.conductor.engine.statistics()
         forwards = [step.stage for step in learned.order if step.computation is Computation.FORWARD]
-        saved = {of.index: sum(nbytes for group in of.steering.saved for _, nbytes in group) for of in self.stages}
-        groups = {of.index: len(of.steering.saved) for of in self.stages}
+        saved = {of.index: self._saved_bytes(of) for of in self.stages}
+        groups = {of.index: len(of.steering.names) for of in self.stages}
         return PipelineReport(
             rank=self.rank,
             stages=tuple(of.index for of in self.stages),

@@ -88,6 +88,8 @@ class StageSteering:
         self._always = policies
         self.saved: tuple[tuple[tuple[int, int], ...], ...] = ()  # by group: place and bytes of what it saves
         self._latest: tuple[tuple[tuple[int, int], ...], ...] = ()  # the same of the latest microbatch
+        self._groups_of_saved: tuple[GroupKey, ...] = ()
+        self._group_of: dict[str, int] = {}  # by name, of all groups that ever ran
         self.outside = 0  # bytes that are saved outside of the groups or kept, at most
         self.bare = False  # offload nothing, to measure
         self.operators: OperatorTimes | None = None  # times the operators of recomputed groups
@@ -95,11 +97,15 @@ class StageSteering:
         self.apart = False  # pipelines that may decide otherwise run copies of this stage
         self.changed = False  # groups saved more bytes in a forward in which not all were followed
 
-    def recompute(self, policies: Mapping[int, Policy] | None = None) -> None:
-        """Recompute other groups from the next forward on, by their place in the order; None for those of `offload`."""
-        order = self._plans.order
-        self._policies = self._always if policies is None else {order[k].group: of for k, of in policies.items()}
+    def recompute(self, policies: Mapping[str, Policy]) -> None:
+        """Recompute other groups from the next forward on, by their names, also those that were skipped."""
+        self._policies = {self._group_of[name]: of for name, of in policies.items() if name in self._group_of}
         self.saved = self._latest = ()
+
+    @property
+    def known(self) -> bool:
+        """Whether the groups of the latest forward are those of which `saved` is: a forward may skip groups."""
+        return bool(self.saved) and self._groups_of_saved == self._plans.order
 
     @property
     def order(self) -> tuple[GroupKey, ...]:
@@ -134,7 +140,8 @@ class StageSteering:
         mode = Mode.WHOLE
         if conductor.scoped and microbatch.planned and not self.adopts:
             idle = conductor.plan is not None and not conductor.plan.transfers and not self._policies
-            mode = Mode.IDLE if idle else Mode.SCOPED
+            every = len(order) >= len(self._group_of)  # otherwise those that were skipped may run again
+            mode = Mode.IDLE if idle and every else Mode.SCOPED
         policies = self._always if self.bare else self._policies
         begun = partial(conductor.pass_begins, microbatch)
         apart = self.apart and policies is not self._always
@@ -171,9 +178,11 @@ class StageSteering:
             self.outside = max(self.outside, sum(kept))
         if done.partly:
             sizes = zip(map(_size, saved), map(_size, self.saved), strict=False)
-            self.changed |= len(saved) != len(self.saved) or any(has_grown(now, before) for now, before in sizes)
-        elif len(saved) != len(self.saved):
-            self.saved = self._latest = tuple(saved)
+            self.changed |= not self.known or any(has_grown(now, before) for now, before in sizes)
+        elif not self.known:
+            self.saved, self._groups_of_saved = tuple(saved), self._plans.order
+            self._latest = self.saved
+            self._group_of |= {name: key.group for name, key in zip(self.names, self._plans.order, strict=True)}
         else:  # what is kept has no place, so a measured group is not replaced by an equal one
             pairs = zip(saved, self.saved, strict=True)
             self._latest = tuple(old if _size(new) == _size(old) else new for new, old in pairs)

@@ -150,11 +150,11 @@ class FirstSteps:
         self._wait(lean, memory, timed)
         begun = time.perf_counter()
         found.adopts, names = lean.adopted > 0, group_names(self._groups, lean.sequence)
-        link = measured_link(lean.meter)
-        if link is None:
-            return self._keep("Nothing is offloaded: only the last groups, which are kept, save anything that can be.")
         if timed.sequence != lean.sequence:
             return self._keep("The groups ran in another order in each of the first passes: their costs are not known.")
+        link = measured_link(lean.meter) if lean.sequence else None
+        if link is None:
+            return self._keep("Nothing is offloaded: only the last groups, which are kept, save anything that can be.")
         compiled = {k for k, key in enumerate(lean.sequence) if is_compiled(self._groups[key.group].module)}
         if memory is not None and memory.sequence != lean.sequence:
             memory = None

@@ -121,7 +121,7 @@ def layer_costs(
         backward.append(clock.span(Kind.BACKWARD, k))
     for k, (ahead, behind) in enumerate(zip(forward, reversed(backward), strict=True)):
         if k in compiled:
-            saved = [Saved(round(nbytes * larger)) for nbytes in sizes[k]]
+            saved = [Saved(max(round(nbytes * larger), 1)) for nbytes in sizes[k]]
         else:
             like = k if (Kind.BACKWARD, k) in moments else alike.get(tuple(sorted(sizes[k])), k)
             saves, uses = (moments.get((kind, like), ()) for kind in (Kind.FORWARD, Kind.BACKWARD))
@@ -274,7 +274,7 @@ def _saved(
             found[nbytes].append(moment)
     at = [saved_at[n].popleft() if saved_at[n] else (j + 1) / len(sizes) for j, n in enumerate(sizes)]
     saved = [
-        Saved(round(n * larger), moment, needed_at[n].popleft() if needed_at[n] else 0.0)
+        Saved(max(round(n * larger), 1), moment, needed_at[n].popleft() if needed_at[n] else 0.0)
         for n, moment in zip(reversed(sizes), reversed(at), strict=True)
     ]
     saved.reverse()

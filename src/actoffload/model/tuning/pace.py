@@ -113,7 +113,8 @@ def alike(passes: Sequence[TimedPass], backend: Backend) -> bool:
 
 
 def _seconds(passes: Sequence[TimedPass], backend: Backend, size: int) -> tuple[float, ...]:
-    return tuple(timed.pace(backend) * max(size, 1) for timed in passes)
+    # A pass that runs nothing on the device takes no time there; all are compared as ratios.
+    return tuple(max(timed.pace(backend) * max(size, 1), 1e-9) for timed in passes)
 
 
 def refer(plan: GroupPlan, without: float) -> GroupPlan:
