@@ -76,6 +76,7 @@ UNITS: dict[str, int] = {
     for unit, base in (("iB", 1024), ("B", 1000))
 }
 """Units of a memory budget: binary as in "24GiB", and decimal as in "24GB"."""
+SMALLEST = 1024  # a memory budget that is a number of bytes
 
 
 def budget_bytes(budget: object, device_bytes: int | None) -> int | None:
@@ -86,10 +87,10 @@ def budget_bytes(budget: object, device_bytes: int | None) -> int | None:
     """
     expected = "expected bytes, such as 24 * 2**30 or '24GiB', or a fraction of the device up to 1.0"
     if isinstance(budget, str):
-        found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?B|B)\s*", budget)
+        found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?B|B)\s*", budget, re.IGNORECASE)
         if found is None:
             raise ValueError(f"memory_budget is {budget!r}; {expected}.")
-        unit: int = UNITS.get(found[2], 1)
+        unit: int = UNITS.get(f"{found[2][:-1].upper()}B".replace("I", "i"), 1)
         nbytes = round(float(found[1]) * unit)
     elif isinstance(budget, bool) or not isinstance(budget, Real):
         raise TypeError(f"memory_budget is {budget!r}; {expected}.")
@@ -99,7 +100,7 @@ def budget_bytes(budget: object, device_bytes: int | None) -> int | None:
         if not 0.0 < float(budget) <= 1.0:
             raise ValueError(f"memory_budget is {budget!r}; {expected}.")
         return None if device_bytes is None else int(float(budget) * device_bytes)
-    if nbytes <= 0:
+    if nbytes <= 0 or (isinstance(budget, Integral) and nbytes < SMALLEST):  # such as 24 for 24 GiB
         raise ValueError(f"memory_budget is {budget!r}; {expected}.")
     return nbytes
 
@@ -110,9 +111,9 @@ def check_num_layers(num_layers: int | None, *sequences: Sequence[str]) -> None:
     The sequences are the kinds of the groups: as they were chosen and, once that is known, as they run.  A group that
     is called several times cannot be judged before.
     """
-    largest = max(kinds.count(kind) for kinds in sequences for kind in set(kinds))
+    largest, kind = max((kinds.count(kind), kind) for kinds in sequences for kind in set(kinds))
     if num_layers is not None and num_layers >= largest > 1:
         raise ValueError(
-            f"num_layers is {num_layers}, but there are {largest} groups of a kind, and the last has to stay: backward "
-            f"begins with it. Give at most {largest - 1}."
+            f"num_layers is {num_layers}, but there are {largest} groups of the kind {kind}, and the last has to stay: "
+            f"backward begins with it. Give at most {largest - 1}."
         )

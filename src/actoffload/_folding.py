@@ -21,7 +21,7 @@ def fold(rows: Iterable[Row], key: Callable[[Row], Hashable]) -> list[tuple[Row,
 
 
 def fold_names(names: Sequence[str], most: int = 3) -> str:
-    """Return names in one line, at most `most` parts and the number of further names.
+    """Return names in one line, at most `most` parts and the number of further names, if there are two or more.
 
     What names that differ in one number have in common is written once, and three or more in a row are a range.
 
@@ -32,6 +32,7 @@ def fold_names(names: Sequence[str], most: int = 3) -> str:
     'layers.2, 4, 6 and 2 more'
     """
     parts = [part for family in _families(names) for part in family.parts()]
+    most += len(parts) == most + 1 and parts[-1][1] == 1  # "and 1 more" is no shorter than a name
     more = sum(number for _, number in parts[most:])
     return ", ".join(text for text, _ in parts[:most]) + (f" and {more} more" if more else "")
 

@@ -39,8 +39,8 @@ def test_print_of_one_kind():
         "  layer: 4 of 6 offloaded\n"
         "    offloaded  blocks.0 ... 3\n"
         "    kept       blocks.4, 5\n"
-        "  Nothing is measured on a machine without an accelerator: all groups but the last two are offloaded, "
-        "whatever that costs."
+        "  Nothing is measured on a machine without an accelerator: all groups are offloaded but the last "
+        "two and the last of each kind."
     )
 
 
@@ -55,8 +55,8 @@ def test_print_of_several_kinds_with_kept_modules():
         "    offloaded  blocks.0.mlp, 1.mlp\n"
         "    kept       blocks.2.mlp\n"
         "  keep: inp, head\n"
-        "  Nothing is measured on a machine without an accelerator: all groups but the last two are offloaded, "
-        "whatever that costs."
+        "  Nothing is measured on a machine without an accelerator: all groups are offloaded but the last "
+        "two and the last of each kind."
     )
 
 

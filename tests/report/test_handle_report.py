@@ -104,7 +104,7 @@ def test_measured_steps_and_arguments_are_ready_for_json():
 
 def test_the_table_of_groups_by_hand():
     assert table(str(report()), "group") == [
-        ["group", "offload", "saved", "offloaded", "kept"],
+        ["group", "offload", "saved", "offloaded", "excluded"],
         ["model.layers.0 ... 3 (4 groups)", "yes", "512.0 MiB", "512.0 MiB", "2.0 MiB"],
         ["model.layers.4, 5 (2 groups)", "no", "512.0 MiB", "-", "2.0 MiB"],
         ["total", "4 of 6", "3072.0 MiB", "2048.0 MiB", "12.0 MiB"],
@@ -125,7 +125,7 @@ def test_columns_appear_with_their_numbers_only():
     groups = (block(0), GroupReport("head", "Linear", bytes_saved=MIB), late)
     rows = table(str(report(groups=groups)), "group")
     assert {"on demand", "not freed", "kind", "calls", "forward", "stalled"}.isdisjoint(plain)
-    assert rows[0] == ["group", "kind", "offload", "calls", "saved", "offloaded", "kept", "on demand", "not freed"]
+    assert rows[0] == ["group", "kind", "offload", "calls", "saved", "offloaded", "excluded", "on demand", "not freed"]
     assert rows[3] == ["model.layers.2", "Block", "yes", "2", "512.0 MiB", "512.0 MiB", "2.0 MiB", "3", "128.0 MiB"]
     assert rows[4][:3] == ["total", "2 of 3", "4"]  # the cell of the kind is empty
 
@@ -145,7 +145,7 @@ def recomputed(index: int, nbytes: int) -> GroupReport:
 
 def test_what_is_recomputed_has_a_column():
     rows = table(str(again(None, 448, 448)), "group")
-    assert rows[0] == ["group", "offload", "saved", "offloaded", "recomputed", "kept"]
+    assert rows[0] == ["group", "offload", "saved", "offloaded", "recomputed", "excluded"]
     assert [row[4] for row in rows[1:4]] == ["-", "448.0 MiB", "896.0 MiB"]
     rows = table(str(again(None, 0, 0)), "group")
     assert [row[0] for row in rows[1:3]] == ["model.layers.0", "model.layers.1, 2 (2 groups)"]
@@ -207,7 +207,7 @@ def test_the_facts_of_a_report():
     facts = dict(table(str(report(order="changed in step 3")), "passes"))
     assert facts == {
         "passes": "7",
-        "at the peak": "1024.0 MiB of saved activations on the device",
+        "at the peak": "1024.0 MiB on the device, of what can be offloaded",
         "R": "93.75 %: 1920.0 MiB freed of 2048.0 MiB that should be",
         "reloaded": "2048.0 MiB: 32 storages ahead, 0 on demand",
         "host memory": "2050.0 MiB allocated, at most 2048.0 MiB in use",
@@ -299,7 +299,7 @@ def test_advice_comes_last_and_an_empty_report_prints():
     assert str(report(advice=("First.", "Second."))).endswith("\n\n- First.\n- Second.")
     assert str(Report()) == (
         "passes       0\n"
-        "at the peak  0 bytes of saved activations on the device\n"
+        "at the peak  0 bytes on the device, of what can be offloaded\n"
         "host memory  0 bytes allocated, at most 0 bytes in use"
     )
 

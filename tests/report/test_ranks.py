@@ -69,8 +69,8 @@ def test_equal_ranks_are_one_line_and_the_last_is_of_sums():
     [
         ("aab", ["0, 1 (2 ranks)", "2"]),
         ("abab", ["0, 2 (2 ranks)", "1, 3 (2 ranks)"]),
-        ("abababab", ["0, 2, 4 and 1 more (4 ranks)", "1, 3, 5 and 1 more (4 ranks)"]),
-        ("aabbaab", ["0, 1, 4 and 1 more (4 ranks)", "2, 3, 6 (3 ranks)"]),
+        ("abababab", ["0, 2, 4, 6 (4 ranks)", "1, 3, 5, 7 (4 ranks)"]),
+        ("aabbaab", ["0, 1, 4, 5 (4 ranks)", "2, 3, 6 (3 ranks)"]),
         ("aabababbbaa", ["0, 1, 3 and 3 more (6 ranks)", "2, 4, 6 ... 8 (5 ranks)"]),
     ],
 )

@@ -21,7 +21,7 @@ def rows_of_markdown(markdown: str) -> list[list[str]]:
 
 def test_markdown_has_the_numbers_of_the_text():
     rows = rows_of_markdown(report(advice=("Do `this_one` & *that*.",)).to_markdown())
-    assert rows[0] == ["group", "offload", "saved", "offloaded", "kept"]
+    assert rows[0] == ["group", "offload", "saved", "offloaded", "excluded"]
     assert [re.sub("-+", "-", cell) for cell in rows[1]] == [":-", ":-", "-:", "-:", "-:"]
     assert rows[2] == ["model.layers.0 ... 3 (4 groups)", "yes", "512.0 MiB", "512.0 MiB", "2.0 MiB"]
     assert rows[4] == ["**total**", "**4 of 6**", "**3072.0 MiB**", "**2048.0 MiB**", "**12.0 MiB**"]

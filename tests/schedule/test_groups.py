@@ -248,7 +248,7 @@ def test_one_kind_follows_the_default_schedule_with_incremental_release(num: int
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"num_layers": -1}, "num_layers is -1; expected 0 or more, or None for all but the last two."),
+        ({"num_layers": -1}, "num_layers is -1; expected a number of groups, 0 or more, or None."),
         ({"fraction": -0.1}, "fraction is -0.1; expected a part of the groups, from 0.0 to 1.0."),
         ({"fraction": 1.5}, "fraction is 1.5; expected a part of the groups, from 0.0 to 1.0."),
         ({"fraction": float("nan")}, "fraction is nan; expected a part of the groups, from 0.0 to 1.0."),

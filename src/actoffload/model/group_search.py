@@ -27,6 +27,8 @@ from .select import Chosen
 
 __all__ = ["Finder"]
 
+SEARCH = "This first pass offloads all groups: it shows what each module saves, from which the groups are chosen."
+
 
 class Stretch(NamedTuple):
     """A part of a call of a followed module, between the calls of those inside of it."""
@@ -132,7 +134,8 @@ class Finder:
         groups = {k for k, of in enumerate(self._groups) if of.name in chosen}
         keys = list(_keys(sequence, stretches, groups))
         self._plans.learn([key for k, key in enumerate(keys) if key is not None and key not in keys[:k]])
-        self._log.take(_regrouped(latest, keys), sequence)
+        because = "" if self._roles is None else SEARCH
+        self._log.take(replace(_regrouped(latest, keys), because=because), sequence)
         return self._then, partial(detach, dropped)
 
     def _choose(self, sequence: Sequence[GroupKey], stretches: Sequence[Stretch], latest: LatestPass) -> set[str]:

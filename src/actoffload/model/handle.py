@@ -290,10 +290,13 @@ class OffloadHandle:
         `RuntimeError` if no forward with a graph ended since the call of `offload`.
         """
         if self._log.latest is None:
-            raise RuntimeError("There is nothing to report yet: no forward of the model has ended. Run a step first.")
+            raise RuntimeError(
+                "There is nothing to report yet: no forward of the model with a graph has ended. Run a step first."
+            )
         kept, times = tuple(of.name for of in self._modules if of.role is KEPT), self._engine.backend.times
         plan = self.plan
-        more: dict[str, Any] = {"because": plan.because, "expected": plan.expected}
+        because = self._log.latest.because or plan.because
+        more: dict[str, Any] = {"because": because, "expected": plan.expected}
         more |= {"refused": self._tracker.regions.refused(), **self._tracker.steering.facts()}
         facts = StepFacts(arguments=self._arguments, kept_modules=kept, times=times, **more)
         latest, recording = self._log.latest, self._log.recording

@@ -37,8 +37,8 @@ from .tuning.tuner import Tuner
 __all__ = ["offload"]
 
 ON_REFERENCE = (
-    "Nothing is measured on a machine without an accelerator: all groups but the last two are offloaded, whatever that "
-    "costs."
+    "Nothing is measured on a machine without an accelerator: all groups are offloaded but the last two and the "
+    "last of each kind."
 )
 NO_BUDGET = "The memory budget is not kept there."
 
@@ -86,6 +86,8 @@ def offload(
     if plan is not None:
         if by_hand or layers is not None:
             raise ValueError("plan says what is offloaded: leave out layers, num_layers, fraction and max_inflight.")
+        if not isinstance(plan, (GroupPlan, str, PathLike)):
+            raise TypeError(f"plan is {plan!r}; expected a GroupPlan, such as handle.plan, or the path of a saved one.")
         plan = plan if isinstance(plan, GroupPlan) else GroupPlan.load(Path(plan))
         planned, names = choose_planned(module, plan.names)
         plan, layers = replace(plan, names=names), [of.name for of in planned]

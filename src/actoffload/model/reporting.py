@@ -66,6 +66,7 @@ class LatestPass:
     sequence: tuple[GroupKey, ...]
     as_before: bool  # whether the groups ran in the order of the pass before
     partly: bool = False  # groups that are kept were seen in an earlier pass only
+    because: str = ""  # this pass did what it did, where that is not what the plan says
     unseen: frozenset[int] = frozenset()  # positions of kept groups that no pass has seen as they ran in this one
 
     @staticmethod

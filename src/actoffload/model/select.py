@@ -240,7 +240,8 @@ def _similar(names: Names, entry: str) -> str:
     for end in get_close_matches(entry.rpartition(".")[2], ends, 2):
         close.append(f"*.{end}" if "." in ends[end] else end)
     said = f"Close to it: {', '.join(repr(name) for name in dict.fromkeys(close))}. " if close else ""
-    first = sorted(there, key=lambda name: name.count("."))
+    whole = next((named.clean for named in names.all if starred(named.clean) == "*"), "")  # as "*" matches everything
+    first = sorted((whole if name == "*" else name for name in there), key=lambda name: name.count("."))
     return f"{said}Modules there are {_listed([repr(name) for name in first])}."
 
 

@@ -132,7 +132,10 @@ def policy_of(given: Given) -> Policy:
 
 
 def _policy_of_operators(given: Any) -> Policy:
-    expected = "expected operators such as torch.ops.aten.mm.default, or a function (ctx, op, *args, **kwargs)"
+    expected = (
+        "expected 'auto', True, False, operators such as torch.ops.aten.mm.default, or a function (ctx, op, *args, "
+        "**kwargs)"
+    )
     if not isinstance(given, Collection) or isinstance(given, str):
         raise TypeError(f"recompute is {given!r}; {expected}.")
     for operator in given:

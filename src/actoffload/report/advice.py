@@ -37,6 +37,7 @@ RETURN_LESS = (
 KEEP_ARGUMENTS = "inputs are freed after the call if the caller drops them; use mark_not_offload to avoid their copies"
 LARGE = 0.1  # of the activations, or of those in the groups that are offloaded: what is worth a sentence
 LITTLE = 0.02  # of the activations: what is not worth an entry of layers
+WORTH = 0.01  # of the activations: less is worth no sentence, however little the groups save
 HALF = 0.5  # of the activations: fewer in groups are worth a sentence
 TOLERANCE = 0.005  # of the step time, or of the offloaded bytes: what is reported at all
 SLOWER = 0.01  # of the step without offloading: a slowdown that is worth a sentence
@@ -63,7 +64,9 @@ class Advice(str):
 def advise(report: Report) -> tuple[Advice, ...]:
     """Return what to change, one sentence each, about the most bytes first."""
     if not report.groups or not any(group.calls for group in report.groups):
-        return (Advice(f"No group has run in {report.passes} forward passes with a graph since the statistics began."),)
+        passes = "the forward pass" if report.passes == 1 else f"{report.passes} forward passes"
+        run = f"No group has run in {passes} with a graph since the statistics began"
+        return (Advice(f"{run}: groups are modules that are called as block(x), not as block.forward(x)."),)
     found = [*_offloaded(report), *_kept(report), *_outside(report), *_not_freed(report), *_on_demand(report)]
     found += [*_refused(report), *_slower(report), *_stalled(report)]
     return tuple(sorted(found, key=lambda advice: (-advice.nbytes, advice))) or (_all(report),)
@@ -131,7 +134,7 @@ def _kept(report: Report) -> Iterator[Advice]:
     if groups and Reason.KEPT in report.kept:
         kept[Reason.KEPT] = report.kept[Reason.KEPT], report.computed_bytes
     for reason, ((count, nbytes), of) in kept.items():
-        if nbytes >= LARGE * of or reason is Reason.HOST_FULL:
+        if nbytes >= max(LARGE * of, WORTH * report.computed_bytes) or reason is Reason.HOST_FULL:
             do, change = _to_do(report, reason, count, nbytes)
             if do:
                 yield Advice(f"{_amount(report, count, nbytes, reason)}: {do}.", nbytes, **change)
@@ -165,7 +168,8 @@ def _to_do(report: Report, reason: Reason, count: int, nbytes: int) -> tuple[str
         return _to_keep_less(report)
     if reason is Reason.SHARED:
         number, most = report.num_layers, _most_layers(report.groups)
-        if number is None or number >= most:
+        by_number = report.arguments is None or _given(report, "num_layers") is not None
+        if number is None or number >= most or not by_number:
             return "", {}  # a group that is always kept saves them
         do = "they are offloaded only if all groups that save them are, and the last group of a kind never is; "
         return do + f"pass num_layers={number + 1} or more", {"num_layers": number + 1}
@@ -341,8 +345,7 @@ def _all(report: Report) -> Advice:
     left, again = totals.bytes_offloaded - totals.bytes_wasted, sum(group.recomputed for group in report.groups)
     facts = (
         f"{size(left)} of {size(everything)} of {report.counted} ({percent(left / everything if everything else 0)}) "
-        f"were offloaded from {len(report.offloaded_groups)} of {len(report.groups)} groups, and "
-        f"{totals.reloaded_on_demand} storages were reloaded on demand"
+        f"were offloaded from {len(report.offloaded_groups)} of {len(report.groups)} groups"
     )
     facts += f"; {again} group{'s are' if again > 1 else ' is'} recomputed" if again else ""
     facts += "" if stalled is None else f"; compute stalled for {percent(stalled)} of the step"

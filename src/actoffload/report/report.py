@@ -187,7 +187,7 @@ COLUMNS = (
         lambda group: group.bytes_recomputed or -int(group.recomputed),
         lambda nbytes: "yes" if nbytes < 0 else bytes_or_dash(nbytes),  # as the plan shows them
     ),
-    Column("kept", lambda group: group.bytes_kept),
+    Column("excluded", lambda group: group.bytes_kept),
     Column("on demand", lambda group: group.reloaded_on_demand, lambda count: str(int(count) or "-")),
     Column("not freed", lambda group: group.bytes_not_freed),
     Column("forward", lambda group: group.forward_seconds, milliseconds, times=True),
@@ -260,7 +260,7 @@ def _facts(report: Report) -> Iterator[tuple[str, str]]:
     if report.slowdown is not None and report.times:
         yield "time", step_time(report)
     if report.peak_resident_bytes is not None:
-        yield "at the peak", f"{size(report.peak_resident_bytes)} of saved activations on the device"
+        yield "at the peak", f"{size(report.peak_resident_bytes)} on the device, of what can be offloaded"
     if report.waiting_passes:
         passes = "1 earlier pass" if report.waiting_passes == 1 else f"{report.waiting_passes} earlier passes"
         yield "in flight", f"{passes} with {size(report.waiting_bytes)} on the device until their backward"
@@ -271,7 +271,8 @@ def _facts(report: Report) -> Iterator[tuple[str, str]]:
         yield "R", f"{percent(report.r, 2)}: {drop}"
     if totals.bytes_offloaded:
         ahead, demand = totals.reloaded_ahead, totals.reloaded_on_demand
-        yield "reloaded", f"{size(totals.bytes_reloaded)}: {ahead} storages ahead, {demand} on demand"
+        storages = "1 storage" if ahead == 1 else f"{ahead} storages"
+        yield "reloaded", f"{size(totals.bytes_reloaded)}: {storages} ahead, {demand} on demand"
     yield "host memory", f"{size(report.host_bytes)} allocated, at most {size(report.host_bytes_high_water)} in use"
     if report.step_seconds and report.times:
         stalled = totals.stall_seconds or 0.0

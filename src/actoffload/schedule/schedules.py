@@ -177,7 +177,7 @@ class GroupSchedule:
 
     def __post_init__(self) -> None:
         if self.num_layers is not None and self.num_layers < 0:
-            raise ValueError(f"num_layers is {self.num_layers}; expected 0 or more, or None for all but the last two.")
+            raise ValueError(f"num_layers is {self.num_layers}; expected a number of groups, 0 or more, or None.")
         check_fraction(self.fraction)
         check_max_inflight(self.max_inflight)
 
