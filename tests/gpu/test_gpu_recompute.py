@@ -173,7 +173,7 @@ def test_a_budget_is_kept_in_every_pass_and_every_bit(kind: str, share: float) -
 
         model.zero_grad()
         without = peak(0)
-        handle = offload(model, fraction=None, memory_budget=1)
+        handle = offload(model, fraction=None, memory_budget=1024)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # no plan reaches that
             least = settled(handle, peak)[-1]
