@@ -315,6 +315,27 @@ def test_steps_that_skip_a_group(first, times, recompute):
     handle.remove()
 
 
+@pytest.mark.parametrize("first", range(1, 6))
+@pytest.mark.parametrize("name", ["ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble"])
+def test_a_stage_that_runs_none_of_its_groups(name, first):
+    device = Timed(SAVED, SAVED, memory=2**20)
+    modules: list[Skipping] = []
+
+    def module(stage: int) -> nn.Module:
+        modules.append(Skipping(device))
+        return modules[-1]
+
+    schedule, _ = make(name, MICROBATCHES, module=module)
+    with use(device):
+        handle = offload(schedule, min_bytes=64, layers="blocks")
+    for number in range(14):
+        modules[1].skipped = set(range(BLOCKS)) if number == first else set()
+        schedule.step(torch.ones(4 * MICROBATCHES), target=torch.ones(4 * MICROBATCHES))
+    assert not handle.settling
+    assert handle.report().chunks == 2 * MICROBATCHES * BLOCKS
+    handle.remove()
+
+
 class Talking(TimedBlock):
     """A block that communicates with ranks that run copies of its stage."""
 

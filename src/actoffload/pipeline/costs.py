@@ -40,7 +40,9 @@ def even_costs(
         used = learned.used.get((stage, k), frozenset())
         kept = sum(nbytes for place, nbytes in of_group if place in used)
         splits.append(SplitCost(INPUT, WEIGHT, kept))
-    split = learned.split.get(stage, False)
+    # The first stage has no inputs of which to compute gradients.  Another may have run nothing in the latest step.
+    late = {step.stage for step in learned.order if step.computation is Computation.BACKWARD_INPUT}
+    split = learned.split.get(stage, False) or (stage > 0 and stage in late)
     sent = learned.sent.get(stage, 0)
     return StageCost(
         tuple(groups),

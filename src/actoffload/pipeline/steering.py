@@ -179,10 +179,11 @@ class StageSteering:
         if done.partly:
             sizes = zip(map(_size, saved), map(_size, self.saved), strict=False)
             self.changed |= not self.known or any(has_grown(now, before) for now, before in sizes)
-        elif not self.known:
-            self.saved, self._groups_of_saved = tuple(saved), self._plans.order
+        elif not self.saved or self._groups_of_saved != tuple(sequence):
+            self.saved, self._groups_of_saved = tuple(saved), tuple(sequence)
             self._latest = self.saved
-            self._group_of |= {name: key.group for name, key in zip(self.names, self._plans.order, strict=True)}
+            names = group_names(self.groups, sequence)
+            self._group_of |= {name: key.group for name, key in zip(names, sequence, strict=True)}
         else:  # what is kept has no place, so a measured group is not replaced by an equal one
             pairs = zip(saved, self.saved, strict=True)
             self._latest = tuple(old if _size(new) == _size(old) else new for new, old in pairs)
