@@ -51,6 +51,36 @@ class Stopping(nn.Module):
         raise StoppedError
 
 
+class Skipping(nn.Module):
+    """Blocks of which each forward skips one, or none."""
+
+    def __init__(self, turns: list[int]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
+        self.turns, self.calls = turns, 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += torch.is_grad_enabled()
+        skipped = self.turns[self.calls % len(self.turns)]
+        for k, block in enumerate(self.blocks):
+            x = x if k == skipped else block(x)
+        return x
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("turns", [[-1, 1, 1, 1, 1, 1, -1], [-1, 0, 1], [0, 1, -1, -1, 1]], ids=str)
+@pytest.mark.parametrize("name", ["Schedule1F1B", "ScheduleInterleaved1F1B", ZERO_BUBBLE])
+def test_skipped_groups(name, turns, recompute):
+    """Other groups in microbatches of the same step, and in other steps."""
+    schedule, modules = make(name, module=lambda stage: Skipping(turns))
+    want = train(schedule, modules, 8)
+    schedule, modules = make(name, module=lambda stage: Skipping(turns))
+    handle = offloaded(schedule, recompute=recompute)
+    assert same(train(schedule, modules, 8), want)
+    assert held(handle) == (0, 0)
+    handle.remove()
+
+
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 @pytest.mark.parametrize("name", ["ScheduleInterleaved1F1B", ZERO_BUBBLE])
 @pytest.mark.parametrize("first", [True, False], ids=["first step", "later step"])
