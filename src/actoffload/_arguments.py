@@ -70,13 +70,13 @@ def check_limits(
         budget_bytes(memory_budget, None)
 
 
-UNITS: dict[str, int] = {
+UNITS: dict[str, int] = {"b": 1} | {
     f"{prefix}{unit}": base**power
-    for power, prefix in enumerate("KMGT", 1)
-    for unit, base in (("iB", 1024), ("B", 1000))
+    for power, prefix in enumerate("kmgt", 1)
+    for unit, base in (("ib", 1024), ("b", 1000))
 }
-"""Units of a memory budget: binary as in "24GiB", and decimal as in "24GB"."""
-SMALLEST = 1024  # a memory budget that is a number of bytes
+"""Units of a memory budget in small letters: binary as in "24GiB", and decimal as in "24GB"."""
+SMALLEST = 1024  # bytes of a budget without a unit: a smaller number is one of GiB, such as 24
 
 
 def budget_bytes(budget: object, device_bytes: int | None) -> int | None:
@@ -87,11 +87,10 @@ def budget_bytes(budget: object, device_bytes: int | None) -> int | None:
     """
     expected = "expected bytes, such as 24 * 2**30 or '24GiB', or a fraction of the device up to 1.0"
     if isinstance(budget, str):
-        found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?B|B)\s*", budget, re.IGNORECASE)
+        found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?b|b)\s*", budget, re.IGNORECASE)
         if found is None:
             raise ValueError(f"memory_budget is {budget!r}; {expected}.")
-        unit: int = UNITS.get(f"{found[2][:-1].upper()}B".replace("I", "i"), 1)
-        nbytes = round(float(found[1]) * unit)
+        nbytes = round(float(found[1]) * UNITS[found[2].lower()])
     elif isinstance(budget, bool) or not isinstance(budget, Real):
         raise TypeError(f"memory_budget is {budget!r}; {expected}.")
     elif isinstance(budget, Integral):
@@ -100,7 +99,7 @@ def budget_bytes(budget: object, device_bytes: int | None) -> int | None:
         if not 0.0 < float(budget) <= 1.0:
             raise ValueError(f"memory_budget is {budget!r}; {expected}.")
         return None if device_bytes is None else int(float(budget) * device_bytes)
-    if nbytes <= 0 or (isinstance(budget, Integral) and nbytes < SMALLEST):  # such as 24 for 24 GiB
+    if nbytes <= 0 or (isinstance(budget, Integral) and nbytes < SMALLEST):
         raise ValueError(f"memory_budget is {budget!r}; {expected}.")
     return nbytes
 

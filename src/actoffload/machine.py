@@ -136,7 +136,7 @@ def measure_machine(nbytes: int = 2**28, width: int = 8192) -> Machine:
 
 
 class _Copies:
-    """Copies in both directions at once, each of so many bytes on a stream of its own."""
+    """Copies of `nbytes` in both directions at once, each on a stream of its own."""
 
     def __init__(self, device: torch.device, nbytes: int) -> None:
         on_device = [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(2)]

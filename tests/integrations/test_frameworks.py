@@ -194,7 +194,9 @@ def test_a_training_without_steps_and_one_that_pytorch_does_not_support(monkeypa
         callback.on_step_end(None, state, None)
     callback.on_train_end(None, state, None)
     assert OffloadHandle.of(net) is None
-    expected = "actoffload has no report of this training: There is nothing to report yet: no forward of the model "
+    expected = (
+        "actoffload has no report of this training: There is nothing to report yet: no forward of the model with a "
+    )
     assert [text.startswith(expected) for text in texts] == [True] * (report_at is not None)
 
 

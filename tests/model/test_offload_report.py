@@ -309,3 +309,13 @@ def test_of_a_storage_that_is_saved_in_part_that_part_is_copied_and_all_is_freed
     totals = handle.report().totals
     assert (totals.bytes_saved, totals.bytes_offloaded) == (6 * 3 * UNIT, 4 * UNIT)
     assert handle.report().dropped_bytes == handle.report().expected_bytes == 4 * 3 * UNIT
+
+
+def test_the_report_of_the_first_pass_says_that_it_offloads_everything():
+    """Where groups are searched, it does what no later pass does."""
+    model = nn.Sequential(nn.Linear(64, 96), nn.Tanh(), nn.Linear(96, 80), nn.GELU(), nn.Linear(80, 64), nn.Sigmoid())
+    handle = actoffload.offload(model, min_bytes=1)
+    for first in (True, False):
+        model(torch.randn(512, 64)).sum().backward()
+        assert ("This first pass offloads all groups" in str(handle.report())) is first
+        assert ("all groups are offloaded but the last two" in str(handle.report())) is not first

@@ -9,6 +9,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -173,6 +174,35 @@ def other_microbatches() -> dict[str, Any]:
     return {"same": same, "orders": orders}
 
 
+class Skipping(nn.Sequential):
+    """Blocks of which some may be skipped."""
+
+    skipped: frozenset[int] = frozenset()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for k, block in enumerate(self):
+            x = x if k in self.skipped else block(x)
+        return x
+
+
+def skipping(budget: int | None) -> dict[str, Any]:
+    """Skip a block on the last rank in some steps; return whether the bits are the same, and what became of plans."""
+    results, device = [], Timed(2**20, 2**20, memory=2**20)
+    for offloads in (False, True):
+        schedule, modules = make("ScheduleGPipe", 4, module=lambda stage: Skipping(*(Block() for _ in range(4))))
+        with use(device) if offloads else nullcontext():
+            handle = offloaded(schedule, memory_budget=budget) if offloads else None
+        results.append([])
+        for number in range(16):
+            modules[0].skipped = frozenset({1} if dist.get_rank() and number in (1, 4, 11, 12) else ())
+            results[-1] += train(schedule, modules, 1)
+    assert handle is not None
+    found = {"same": len(results[0]) == len(results[1]), "settling": handle.settling, "plans": len(handle.plans)}
+    found["same"] &= all(same_bits(a, b) for a, b in zip(*results, strict=True))
+    handle.remove()
+    return found
+
+
 # Replicas: ranks that run the same stages
 
 
@@ -257,7 +287,14 @@ def recomputed(name: str) -> dict[str, Any]:
 
 
 RECOMPUTED = {f"{name}, recomputed": partial(recomputed, name) for name in ("Schedule1F1B", SPLIT[1])}
-OTHER = {"other microbatches": other_microbatches, "replicas": replicas, "delta bytes": delta_bytes, **RECOMPUTED}
+SKIPPING = {"skipped blocks": partial(skipping, None), "skipped blocks, a budget": partial(skipping, 24 * 2**10)}
+OTHER = {
+    "other microbatches": other_microbatches,
+    **SKIPPING,
+    "replicas": replicas,
+    "delta bytes": delta_bytes,
+    **RECOMPUTED,
+}
 CASES = {**REFUSED, **BAD, **OTHER}
 
 

@@ -463,3 +463,41 @@ def test_groups_without_backward_have_no_time():
     assert handle.plan.baseline_seconds == pytest.approx(seconds[MEASURED - 1])
     assert seconds[-1] == pytest.approx(handle.plan.seconds)
     handle.remove()
+
+
+def test_a_new_plan_that_cannot_be_made(monkeypatch):
+    """The other ranks wait for this one, so it goes on with the plan that it has."""
+    device = Timed(SAVED / 2, SAVED / 2, memory=2**20)
+    modules: list[Skipping] = []
+
+    def module(stage: int) -> nn.Module:
+        modules.append(Skipping(device))
+        return modules[-1]
+
+    def refuse(*arguments: object) -> None:
+        raise ValueError("no plan")
+
+    schedule, _ = make("ScheduleGPipe", MICROBATCHES, module=module)
+    with use(device):
+        handle = offload(schedule, min_bytes=64)
+
+    def steps(count: int) -> None:
+        x = torch.ones(4 * MICROBATCHES)
+        for _ in range(count):
+            schedule.step(x, target=x)
+
+    steps(10)
+    before = handle.plan
+    assert before is not None
+    assert not handle.settling
+    monkeypatch.setattr("actoffload.pipeline.runner.plans_of", refuse)
+    modules[0].skipped = {1}
+    with pytest.warns(
+        UserWarning, match=r"The plan stays as it is, although this rank now runs something else: no plan"
+    ):
+        steps(3)
+    assert handle.plan is before
+    monkeypatch.undo()
+    steps(1)
+    assert handle.plan is not before
+    handle.remove()

@@ -109,6 +109,15 @@ def test_other_microbatches_on_two_ranks(two):
         assert seen["orders"][rank] == 2 * 4
 
 
+@pytest.mark.parametrize("name", ["skipped blocks", "skipped blocks, a budget"])
+def test_a_rank_that_skips_blocks_holds_up_no_other(two, name):
+    for seen in two[name]:
+        assert "error" not in seen, seen["error"]
+        assert seen["same"]
+        assert not seen["settling"]
+        assert seen["plans"] == 2
+
+
 def test_replicas_recompute_the_same(two):
     """Ranks that run the same blocks communicate in them, also where they are recomputed."""
     first, second = two["replicas"]

@@ -321,3 +321,18 @@ def test_no_sentence_is_without_a_number():
         assert re.search(r"\d", sentence)
         assert sentence.endswith(".")
         assert "\n" not in sentence
+
+
+def test_a_number_of_groups_is_advised_only_where_one_was_given():
+    """With a number other groups may be found."""
+    shared = kept_for(Reason.SHARED, 300 * MIB)
+    assert_has(only(advise(shared)), "pass num_layers=3 or more")
+    assert_has(only(advise(dataclasses.replace(shared, arguments={"num_layers": 2}))), "pass num_layers=3 or more")
+    found = advise(dataclasses.replace(shared, arguments={"num_layers": None}))
+    assert not any("num_layers" in sentence for sentence in found)
+
+
+def test_a_share_of_a_small_group_is_worth_no_sentence():
+    groups = [block(0, bytes_saved=MIB, bytes_offloaded=0, kept={Reason.SMALL: (9, MIB)})]
+    groups += [block(k, offloaded=False) for k in range(1, 4)]
+    assert "min_bytes" not in " ".join(advise(report(*groups, num_layers=1)))

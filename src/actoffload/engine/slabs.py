@@ -292,7 +292,7 @@ class Slabs:
 
 
 def _over_limit(account: Account, limit: int | None, more: int) -> str:
-    """Return why an account may not hold so many more bytes, or nothing."""
+    """Return why an account may not hold `more` bytes in addition, or an empty text."""
     # [guard: limit on the bytes held]
     if limit is not None and account.held + more > limit:
         return f"the limit of {limit} bytes of host memory forbids {more} more beside the {account.held} that are held"

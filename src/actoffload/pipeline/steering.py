@@ -88,7 +88,9 @@ class StageSteering:
         self._always = policies
         self.saved: tuple[tuple[tuple[int, int], ...], ...] = ()  # by group: place and bytes of what it saves
         self._latest: tuple[tuple[tuple[int, int], ...], ...] = ()  # the same of the latest microbatch
-        self._groups_of_saved: tuple[GroupKey, ...] = ()
+        self._groups_of_saved: tuple[
+            GroupKey, ...
+        ] = ()  # which they are; `saved` is of a forward that was followed whole
         self._group_of: dict[str, int] = {}  # by name, of all groups that ever ran
         self.outside = 0  # bytes that are saved outside of the groups or kept, at most
         self.bare = False  # offload nothing, to measure

@@ -29,7 +29,7 @@ def frontier(
 ) -> tuple[GroupPlan, ...]:
     """Return plans from the smallest peak to that without offloading, each faster than those before it.
 
-    ``because`` says what each plan is among them, and names no limit: nobody set one.
+    ``because`` says what each plan is among them, and names no limit, because none was given.
 
     Parameters
     ----------

@@ -169,8 +169,10 @@ def _to_do(report: Report, reason: Reason, count: int, nbytes: int) -> tuple[str
     if reason is Reason.SHARED:
         number, most = report.num_layers, _most_layers(report.groups)
         by_number = report.arguments is None or _given(report, "num_layers") is not None
-        if number is None or number >= most or not by_number:
+        if number is None or number >= most:
             return "", {}  # a group that is always kept saves them
+        if not by_number:
+            return "", {}  # with num_layers other groups may be found, which save less
         do = "they are offloaded only if all groups that save them are, and the last group of a kind never is; "
         return do + f"pass num_layers={number + 1} or more", {"num_layers": number + 1}
     return DOING[reason], {}
