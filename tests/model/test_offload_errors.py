@@ -199,4 +199,4 @@ def test_modules_that_have_only_numbers_are_listed_by_one_of_them():
     """The pattern "*" would match everything."""
     model = nn.Sequential(*(nn.TransformerEncoderLayer(16, 2) for _ in range(4)))
     with pytest.raises(ValueError, match=r"Modules there are '0', '\*\.self_attn', '\*\.linear1'"):
-        actoffload.offload(model, layers="blok")
+        actoffload.offload(model, layers="blocks")
