@@ -1,9 +1,12 @@
 """Time against peak: what each way to save memory costs, for stacks of Llama layers, eager and compiled.
 
-No offload, activation checkpointing of every layer, stock selective checkpointing, `save_on_cpu`, numbers of offloaded
-layers, and `offload(model, memory_budget=...)` at ten budgets between the smallest peak that a plan reaches and that
-without offload.  One more budget is a little above the peak with checkpointing.  All arms have the same weights, each
-has a model of its own, and they are timed side by side.
+No offload, activation checkpointing of every layer, stock selective checkpointing, `save_on_cpu`, `offload(model)`,
+numbers of offloaded layers, and `offload(model, memory_budget=...)` at ten budgets between the smallest peak that a
+plan reaches and that without offload.  One more budget is a little above the peak with checkpointing.  All arms have
+the same weights, each has a model of its own, and they are timed side by side.
+
+Plans of the default and of a budget say which step time and peak they expect.  For a number of layers, `simulate` says
+so from the costs that the default measured.
 """
 
 from __future__ import annotations
@@ -12,25 +15,24 @@ import copy
 import gc
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from statistics import mean, median
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from harness import AGAIN, CHECKPOINT, NOTHING, OURS, SAVE, settle
-from predict import PARTS, SMALL_PARTS, Part
 from torch import nn
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
-from workloads import Model, Stack
+from workloads import FULL, REHEARSAL, Model, Settings, Stack
 
 import actoffload
 from actoffload.measure import measure_peak, measure_step_times
+from actoffload.planner import choose
+from actoffload.schedule import simulate
 
-__all__ = ["PARTS", "SMALL_PARTS", "measure_part"]
-
-SELECTIVE, LAYERS = "selective", "layers"
+SELECTIVE, DEFAULT, LAYERS = "selective", "default", "layers"
 BUDGETS = 10
 REPEATS = 3
 TARGETS = {"8k": 15.4, "32k": 12.3, "8k-compiled": 15.0, "32k-compiled": 10.0}
@@ -41,6 +43,27 @@ OPERATORS = [
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
 ]
 """Matrix products and attention, which stock selective checkpointing saves."""
+
+
+Predict: TypeAlias = Callable[[Any], dict[str, float]]
+"""From a plan to seconds and bytes."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A stack of layers, compiled one by one or not."""
+
+    settings: Settings
+    compiled: bool
+
+
+def _parts(eight: Settings, thirty_two: Settings) -> dict[str, Part]:
+    stacks = {"8k": eight, "32k": thirty_two}
+    return {f"{name}{'-compiled' * how}": Part(of, how) for how in (False, True) for name, of in stacks.items()}
+
+
+PARTS = _parts(replace(FULL["8k"], layers=16, counts=(4, 12)), replace(FULL["32k"], layers=4, counts=(1, 3)))
+SMALL_PARTS = _parts(replace(REHEARSAL["8k"], counts=(1,)), replace(REHEARSAL["32k"], counts=(1,)))
 
 
 @dataclass
@@ -134,9 +157,11 @@ def measure_part(name: str, part: Part, device: torch.device, budgets: int = BUD
     smallest = _smallest(first.handle) if gpu else peak // 3
     for k in range(budgets):
         arms.offload(OURS, memory_budget=smallest + (peak - smallest) * k // max(budgets - 1, 1))
-    for count in part.settings.counts[::2]:
+    default = arms.offload(DEFAULT)
+    for count in part.settings.counts:
         arms.offload(LAYERS, num_layers=count)
-    rows = [_row(arm) for arm in arms.arms]
+    predict = measured_costs(default.handle)
+    rows = [_row(arm, predict) for arm in arms.arms]
     steps = {str(k): arm.step for k, arm in enumerate(arms.arms)}
     samples = measure_step_times(steps, repeats=REPEATS, steps=arms.steps, warmup=0)
     times = [median(of) for of in samples.values()]
@@ -173,13 +198,34 @@ def _smallest(handle: Any) -> int:
     return found
 
 
-def _row(arm: Arm) -> dict[str, Any]:
+def measured_costs(handle: Any) -> Predict | None:
+    """Return a function that predicts plans from what the first steps of a handle measured.
+
+    None if nothing was measured, or if the planner chose among ways to recompute groups, which `simulate` does not
+    take.
+    """
+    found = getattr(handle._tracker.steering, "_chosen", None)
+    if found is None or found.choose is None or found.choose.func is not choose:
+        return None
+    _, layers, link = found.choose.args
+    return partial(predicted, layers, link, found.choose.keywords.get("host_seconds", 0.0))
+
+
+def predicted(layers: Any, link: Any, host_seconds: float, plan: Any) -> dict[str, float]:
+    """Return what `simulate` gives for a plan."""
+    result = simulate(plan, layers, link, host_seconds=host_seconds)
+    return {"seconds": result.step_time, "peak_bytes": result.device_peak_bytes}
+
+
+def _row(arm: Arm, predict: Predict | None = None) -> dict[str, Any]:
     """Return the peak of an arm, and what its plan expects."""
     row: dict[str, Any] = {"method": arm.method, "budget": arm.budget, "num_layers": arm.num_layers}
     row["peak_bytes"] = measure_peak(arm.step, warmup=2)
     if arm.handle is not None:
         plan = arm.handle.plan
         row |= {"plan": str(plan), "highest_bytes": max(arm.highest, row["peak_bytes"])}
-        if arm.budget is not None and plan.seconds is not None:
+        if arm.num_layers is not None:
+            row |= {"predicted": predict(plan.plan)} if predict is not None else {}
+        elif plan.seconds is not None:
             row["predicted"] = {"seconds": plan.seconds, "peak_bytes": plan.peak_bytes}
     return row

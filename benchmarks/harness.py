@@ -132,7 +132,8 @@ class WholeModel:
     def details(self, rows: Rows, link: Link) -> dict[str, Any]:
         """Return recorded steps: with the most layers whose copies fit, and with all but two."""
         fitting = [count for (method, count), row in rows.items() if method == OURS and row["fits"]]
-        return {"timelines": [self._timeline(n) for n in sorted({max(fitting, default=1), max(1, len(self.arms) - 1)})]}
+        most = max(1, self._stack.settings.layers - 2)
+        return {"timelines": [self._timeline(n) for n in sorted({max(fitting, default=1), most})]}
 
     def _timeline(self, count: int) -> dict[str, Any]:
         self.step(count)

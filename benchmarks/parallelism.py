@@ -19,9 +19,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from collectives import measure_collectives
-from frontier import _Called
+from frontier import _Called, measured_costs
 from harness import AGAIN, CHECKPOINT, NOTHING, settle
-from predict import measured_costs
 from processes import largest, run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh

@@ -15,17 +15,14 @@ from statistics import mean, median
 from typing import Any
 
 import torch
-from frontier import Arm, Arms, _Called, _row
+from frontier import PARTS as STACKS
+from frontier import SMALL_PARTS as SMALL_STACKS
+from frontier import Arm, Arms, Part, _Called, _row
 from harness import CHECKPOINT, OURS
-from predict import PARTS as STACKS
-from predict import SMALL_PARTS as SMALL_STACKS
-from predict import Part
 from torch import nn
 
 import actoffload
 from actoffload.measure import measure_step_times
-
-__all__ = ["PARTS", "REPEATS", "SMALL_PARTS", "measure_peers"]
 
 PARTS, SMALL_PARTS = STACKS["8k"], SMALL_STACKS["8k"]
 REPEATS = 5

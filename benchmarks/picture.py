@@ -10,8 +10,9 @@ import matplotlib
 
 # Okabe and Ito's palette, dark enough for white; told apart without colour by their markers.
 WAYS = {
-    "actoffload": ("actoffload, memory_budget", "#0072b2", "o-"),
-    "layers": ("actoffload, num_layers", "#56b4e9", "v:"),
+    "actoffload": ("offload(model, memory_budget)", "#0072b2", "o-"),
+    "default": ("offload(model)", "#009e73", "*"),
+    "layers": ("offload(model, num_layers)", "#56b4e9", "v:"),
     "no offload": ("no offload", "#404040", "D"),
     "checkpoint": ("activation checkpointing", "#d55e00", "s"),
     "selective": ("selective checkpointing", "#e69f00", "P"),

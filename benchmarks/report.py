@@ -37,15 +37,13 @@ def ours(part: Data) -> list[Data]:
 
 
 def numbers(arms: Iterable[Data]) -> str:
-    """Return successive numbers of layers in words: "1 to 3", or "2"."""
-    counts = sorted(a["num_layers"] for a in arms)
-    return str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+    """Return numbers of layers in words."""
+    return ", ".join(str(count) for count in sorted(a["num_layers"] for a in arms))
 
 
 def targets(results: dict[str, Data]) -> list[Data]:
     """Return the lines of the targets whose figures were measured."""
     found = _trainer_targets(results["trainer"]) if "trainer" in results else []
-    found += _predict_targets(results["predict"]) if "predict" in results else []
     found += _frontier_targets(results["frontier"]) if "frontier" in results else []
     found += parallelism_page.targets(results["parallelism"]) if "parallelism" in results else []
     found += pipelines_targets(results["pipelines"]) if "pipelines" in results else []
@@ -112,7 +110,19 @@ def _frontier_targets(data: Data) -> list[Data]:
         found.append(target(name, at_target["ratio"], stack=_stack(part), gib=part["target"]))
         highest = max(a["highest_bytes"] / a["budget"] for a in budgets)
         found.append(target("within", highest, stack=_stack(part), number=len(budgets)))
+        for key, what in (("seconds", "step time"), ("peak_bytes", "peak")):
+            if plans := [a for a in part["arms"] if a.get("distance")]:
+                worst = max(plans, key=lambda a: abs(a["distance"][key]))
+                values = {"stack": _stack(part), "what": what, "plan": _plan(worst)}
+                found.append(target("predict", abs(worst["distance"][key]), **values))
     return found
+
+
+def _plan(a: Data) -> str:
+    """Name the plan of an arm in words."""
+    if a["budget"] is not None:
+        return text("plan_of_budget", **a)
+    return "default" if a["num_layers"] is None else text("plan_of_layers", **a)
 
 
 def frontier_sections(data: Data) -> list[str]:
@@ -152,25 +162,9 @@ def peers_sections(data: Data) -> list[str]:
     ]
 
 
-def _predict_targets(data: Data) -> list[Data]:
-    found: list[Data] = []
-    for part in data["parts"].values():
-        plans = [plan for plan in part["plans"] if plan.get("distance")]
-        for key, what in (("seconds", "step time"), ("peak_bytes", "peak")):
-            if plans:
-                worst = max(plans, key=lambda plan: abs(plan["distance"][key]))
-                values = {"stack": _stack(part), "what": what, "plan": _plan(worst)}
-                found.append(target("predict", abs(worst["distance"][key]), **values))
-    return found
-
-
 def _stack(part: Data) -> str:
     settings = part["settings"]
     return f"{settings['layers']} {'compiled ' * part['compiled']}layers, {settings['tokens']} tokens"
-
-
-def _plan(plan: Data) -> str:
-    return {"none": "no offload", "default": "default"}.get(plan["plan"], f"{plan['plan']} layers")
 
 
 def _above(data: Data) -> float:
@@ -187,17 +181,6 @@ def machine_sections(data: Data) -> list[str]:
     """Return what the command that measures a machine printed."""
     lines = (textwrap.fill(line, 100, subsequent_indent="  ") for line in data["printed"].splitlines())
     return ["## The machine", text("machine"), "\n".join(["```text", *lines, "```"]), origin(data)]
-
-
-def predict_sections(data: Data) -> list[str]:
-    """Return the section of predictions."""
-    rows = []
-    for part in data["parts"].values():
-        for plan in part["plans"]:
-            beside = plan["seconds"] / plan["ratio"]
-            rows.append({**plan, "stack": _stack(part), "name": _plan(plan), "beside": beside})
-    noise = max(part["noise"] for part in data["parts"].values())
-    return ["## Predictions", text("predict", noise=noise), table("predict", rows), origin(data)]
 
 
 def _by_method(row: Data) -> dict[str, Data]:
@@ -309,22 +292,9 @@ def _host(part: Data) -> list[str]:
     return [words, table("host", rows), text("calls"), table("calls", timed)]
 
 
-def runs(folder: Path) -> str:
-    """Return the table of all recorded runs of the GPT benchmark, or nothing if there are not several."""
-    rows = []
-    for path in sorted((folder / "runs").glob("gpt-*.json")):
-        data = read(path.parent, path.stem)
-        two, four, ten = (None if data is None else arm(data, OURS, n) for n in (2, 4, 10))
-        if data is not None and ten is not None:
-            name = f"{data['date'][:16].replace('T', ' ')}, sources `{data['source_digest'][:8]}`"
-            low, high = min(ten["samples"]), max(ten["samples"])
-            rows.append({**data, "name": name, "two": two, "four": four, "ten": ten, "low": low, "high": high})
-    return table("runs", rows) if len(rows) > 1 else ""
-
-
-def report(results: dict[str, Data], folder: Path = RESULTS) -> str:
+def report(results: dict[str, Data]) -> str:
     """Return the tables of both pages as Markdown."""
-    return readers_page(results) + developers_page(results, folder)
+    return readers_page(results) + developers_page(results)
 
 
 def readers_page(results: dict[str, Data]) -> str:
@@ -337,16 +307,12 @@ def readers_page(results: dict[str, Data]) -> str:
     return "\n\n".join([WRITTEN, *(parts or ["No results are recorded yet."])]) + "\n"
 
 
-def developers_page(results: dict[str, Data], folder: Path = RESULTS) -> str:
-    """Return targets, predictions, and time by number of layers and of the host."""
+def developers_page(results: dict[str, Data]) -> str:
+    """Return targets, and time by number of layers and of the host."""
     parts = [WRITTEN, "## Targets", table("targets", targets(results))]
-    parts += predict_sections(results["predict"]) if "predict" in results else []
     for name in TITLES:
         parts += layers_sections(name, results[name]) if name in results else []
     parts += llama_sections(results["llama"]) if "llama" in results else []
-    every_run = runs(folder)
-    if every_run:
-        parts += ["## All runs", text("runs"), every_run]
     if "overhead" in results:
         parts += ["## Host time", table("overhead", results["overhead"]["cases"]), origin(results["overhead"])]
     return "\n\n".join(parts) + "\n"
@@ -395,7 +361,8 @@ def _trainer_headline(data: Data) -> list[Data]:
 def _frontier_headline(data: Data) -> list[Data]:
     """Return the rows of the first stack, with the budget whose peak is nearest to that of checkpointing."""
     part = next(iter(data["parts"].values()))
-    arms = {a["method"]: a for a in part["arms"] if a["method"] in (NOTHING, CHECKPOINT)}
+    names = {NOTHING: NOTHING, CHECKPOINT: CHECKPOINT, "default": OURS}
+    arms = {names[a["method"]]: a for a in part["arms"] if a["method"] in names}
     budgets = [a for a in part["arms"] if a["method"] == OURS]
     arms["budget"] = min(budgets, key=lambda a: abs(a["peak_bytes"] - arms[CHECKPOINT]["peak_bytes"]))
     return _headline_rows(text("headline_frontier", **part["settings"]), arms)
@@ -417,7 +384,7 @@ def notes(folder: Path = RESULTS) -> str:
 def load(folder: Path) -> dict[str, Data]:
     """Read all results of a folder."""
     first = ("frontier", "peers", "trainer", "parallelism", "pipelines", "memory")
-    names = (*first, "machine", "predict", "gpt", "linear", "llama", "overhead")
+    names = (*first, "machine", "gpt", "linear", "llama", "overhead")
     found = {name: read(folder, name) for name in names}
     return {name: data for name, data in found.items() if data is not None}
 
@@ -430,7 +397,7 @@ def main(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     results = load(options.results)
     folder = options.results
-    written = {folder / "report.md": readers_page(results), folder / "development.md": developers_page(results, folder)}
+    written = {folder / "report.md": readers_page(results), folder / "development.md": developers_page(results)}
     if options.results == RESULTS:
         written[README] = readme(README.read_text(encoding="utf-8"), headline())
     if options.check:

@@ -2,13 +2,13 @@
 
     PYTHONPATH=src python benchmarks/run.py gpt --out benchmarks/results
 
-`linear` and `gpt` compare offload with checkpointing and `save_on_cpu`; `llama` measures every number of layers at 8k
-and 32k tokens, and host time; `overhead` measures the host time of one saved tensor; `trainer` trains a Llama with the
+`linear` and `gpt` compare offload with checkpointing and `save_on_cpu`; `llama` measures numbers of layers at 8k and
+32k tokens, and host time; `overhead` measures the host time of one saved tensor; `trainer` trains a Llama with the
 Trainer of Hugging Face; `memory` records device memory over a step; `machine` is what ``python -m actoffload`` prints;
-`predict` compares the predictions of plans with what they take; `frontier` compares ways to save memory, time against
-peak; `peers` compares with other tools; `overlap` records steps for figures; `parallelism` runs FSDP2, DDP, tensor and
-context parallel in a process for each GPU; `pipelines` measures pipelines of two ranks, and with four GPUs also of
-four. ``--rehearse`` takes small sizes, for machines without accelerator.
+`frontier` compares ways to save memory, time against peak, and what their plans predict; `peers` compares with other
+tools; `overlap` records steps for figures; `parallelism` runs FSDP2, DDP, tensor and context parallel in a process for
+each GPU; `pipelines` measures pipelines of two ranks, and with four GPUs also of four. ``--rehearse`` takes small
+sizes, for machines without accelerator.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ import overlap
 import parallelism
 import peers
 import pipelines
-import predict
 import step_memory
 import torch
 from harness import measure
@@ -39,7 +38,6 @@ from actoffload.machine import measure_machine
 
 PARTS = {
     "llama": ("host", "8k", "32k"),
-    "predict": tuple(predict.PARTS),
     "frontier": tuple(frontier.PARTS),
     "parallelism": parallelism.PARTS,
     "pipelines": tuple(pipelines.PARTS),
@@ -48,8 +46,6 @@ PARTS = {
 
 def measure_one(name: str, part: str, device: torch.device, *, rehearse: bool) -> dict[str, Any]:
     """Measure one part of a benchmark."""
-    if name == "predict":
-        return predict.measure_part((predict.SMALL_PARTS if rehearse else predict.PARTS)[part], device)
     if name == "frontier":
         of, budgets = (frontier.SMALL_PARTS, 2) if rehearse else (frontier.PARTS, frontier.BUDGETS)
         return frontier.measure_part(part, of[part], device, budgets)
@@ -131,7 +127,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument(
         "--only",
         metavar="PARTS",
-        help="parts of llama, predict, frontier, parallelism or pipelines; others of the same sources stay",
+        help="parts of llama, frontier, parallelism or pipelines; others of the same sources stay",
     )
     parser.add_argument("--rehearse", action="store_true", help="small sizes")
     options = parser.parse_args(arguments)

@@ -9,9 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from frontier import Arm, Arms
+from frontier import Arm, Arms, Part
 from harness import CHECKPOINT, NOTHING, OURS
-from predict import Part
 from torch import nn
 
 from actoffload.measure import MemoryMeter, measure_peak

@@ -13,13 +13,13 @@ gallery-recording.tar.gz     for ``python docs/tools/record_gallery.py unpack``
 gpu-tests.json and a file for each benchmark, such as trainer.json      for benchmarks/results
 
 ``--only tests,gallery,benchmarks`` chooses steps; ``benchmarks`` stands for overhead, linear and gpt.  Run only when
-they are named: ``trainer``, ``predict``, ``frontier-8k``, ``frontier-32k`` and ``frontier-compiled`` (some minutes
-each), ``llama``, ``peers`` and ``overlap`` (under two minutes each), ``memory`` (device memory over a step, for the
-picture of the landing page; a minute), ``machine`` (seconds), ``parallelism`` and ``pipelines``, which need two GPUs,
-and ``host`` (the host time of Llama layers alone, under a minute), whose file takes the place of that of ``llama``.
-Parts of ``frontier.json`` from other runs of the same sources stay, if the file lies in the folder of ``--out``.  With
-four GPUs ``pipelines`` also measures four ranks; each pipeline takes at most five minutes, so give ``--budget 2100``.
-``--rehearse`` takes small sizes, for a machine without a GPU.
+they are named: ``trainer`` and the ``frontier-...`` steps (some minutes each), ``llama``, ``peers`` and ``overlap``
+(under two minutes each), ``memory`` (device memory over a step, for the picture of the landing page; a minute),
+``machine`` (seconds), ``parallelism`` and ``pipelines``, which need two GPUs, and ``host`` (the host time of Llama
+layers alone, under a minute), whose file takes the place of that of ``llama``.  Parts of ``frontier.json`` from other
+runs of the same sources stay, if the file lies in the folder of ``--out``.  With four GPUs ``pipelines`` also measures
+four ranks; each pipeline takes at most five minutes, so give ``--budget 2100``.  ``--rehearse`` takes small sizes, for
+a machine without a GPU.
 """
 
 # ruff: noqa: T201 - a script that prints
@@ -85,7 +85,6 @@ def steps(out: Path, *, rehearse: bool, select: str) -> dict[str, Step]:
         Step("trainer", (benchmark, "trainer", *target, *small), 240),
         Step("peers", (benchmark, "peers", *target, *small), 300),
         Step("overlap", (benchmark, "overlap", *target, *small), 180),
-        Step("predict", (benchmark, "predict", *target, *small), 400),
         Step("frontier-8k", (benchmark, "frontier", "--only", "8k", *target, *small), 420),
         Step("frontier-32k", (benchmark, "frontier", "--only", "32k", *target, *small), 420),
         Step("frontier-compiled", (benchmark, "frontier", "--only", "8k-compiled,32k-compiled", *target, *small), 480),
@@ -195,7 +194,7 @@ def benchmark_lines(out: Path) -> list[str]:
     sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "src")]
     import report
 
-    return report.report(report.load(out), out).splitlines()
+    return report.report(report.load(out)).splitlines()
 
 
 def summary(outcomes: list[Outcome], out: Path) -> None:

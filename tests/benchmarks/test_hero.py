@@ -18,10 +18,9 @@ import frontier  # noqa: E402 - lies in benchmarks, as the next ones
 import hero  # noqa: E402
 import report  # noqa: E402
 import step_memory  # noqa: E402
-from predict import Part  # noqa: E402
 
 SMALL = frontier.SMALL_PARTS["8k"].settings
-TINY = Part(replace(SMALL, shape=(1, 64, 64), intermediate=128, min_bytes=1024, counts=(1,)), False)
+TINY = frontier.Part(replace(SMALL, shape=(1, 64, 64), intermediate=128, min_bytes=1024, counts=(1,)), False)
 
 
 def test_memory_over_a_step_rises_in_forward_and_falls_in_backward(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ sys.path[:0] = [str(ROOT / "benchmarks")]
 import overlap  # noqa: E402 - lies in benchmarks, as the next ones
 import peers  # noqa: E402
 import report  # noqa: E402
-from predict import Part  # noqa: E402
+from frontier import Part  # noqa: E402
 from results_file import read, write  # noqa: E402
 from workloads import REHEARSAL  # noqa: E402
 

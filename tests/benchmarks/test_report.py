@@ -58,13 +58,16 @@ def test_targets_say_by_how_much_they_are_missed(results: Results) -> None:
 
 
 def test_targets_of_llama_name_the_worst_arm(results: Results) -> None:
-    arms = report.ours(results["llama"]["parts"]["8k"])
+    part = results["llama"]["parts"]["8k"]
+    part["arms"] = [a for a in part["arms"] if a["num_layers"] in (1, 2, 3, 4, 6, 8, 11)]
+    arms = report.ours(part)
     for arm in arms:
         arm["fits"] = arm["num_layers"] <= 3
     arms[0]["ratio"], arms[2]["bound_ratio"] = 1.25, 1.15
     found = verdicts(results)
-    assert found["Llama, 8k tokens: step / bound (N = 1 to 11, worst at 3)"][1:] == ("1.150", "missed by 0.050")
-    free = found["Llama, 8k tokens: step / no offload where copies fit (N = 1 to 3, worst at 1)"]
+    bound = found["Llama, 8k tokens: step / bound (N = 1, 2, 3, 4, 6, 8, 11, worst at 3)"]
+    assert bound[1:] == ("1.150", "missed by 0.050")
+    free = found["Llama, 8k tokens: step / no offload where copies fit (N = 1, 2, 3, worst at 1)"]
     assert free == ("≤ 1.010", "1.250", "missed by 0.240")
 
 
@@ -113,8 +116,6 @@ def test_columns_of_numbers_are_aligned_to_the_right() -> None:
 def test_nothing_recorded(tmp_path: Path) -> None:
     assert "No results are recorded yet." in report.report({})
     assert report.headline(tmp_path) == "No GPU results are recorded yet."
-    (tmp_path / "runs").mkdir()
-    assert report.runs(tmp_path) == ""
 
 
 def test_report_is_written_drawn_and_checked(tmp_path: Path, results: Results) -> None:
@@ -139,9 +140,6 @@ def test_what_a_machine_measured_is_shown_as_it_was_printed(results: Results) ->
 
 def test_committed_report_is_what_the_committed_results_give() -> None:
     assert report.main(["--check"]) == 0
-    dates = [path.stem.removeprefix("gpt-")[-4:] for path in sorted((RESULTS / "runs").glob("gpt-*.json"))]
-    lines = report.runs(RESULTS).splitlines()[2:]
-    assert [line.split()[2].replace(":", "").rstrip(",") for line in lines] == dates
 
 
 def test_gpu_run_chooses_steps_in_their_order(tmp_path: Path) -> None:
