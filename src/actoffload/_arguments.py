@@ -5,16 +5,25 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from numbers import Integral, Real
+from typing import Any
 
 __all__ = [
     "budget_bytes",
-    "check_bytes",
     "check_fraction",
-    "check_limits",
     "check_max_inflight",
     "check_num_layers",
     "check_whole",
+    "checked_limits",
+    "number_of_bytes",
 ]
+
+UNITS: dict[str, int] = {"b": 1} | {
+    f"{prefix}{unit}": base**power
+    for power, prefix in enumerate("kmgt", 1)
+    for unit, base in (("ib", 1024), ("b", 1000))
+}
+"""Units of bytes in small letters: binary as in "24GiB", and decimal as in "24GB"."""
+SMALLEST = 1024  # bytes of a budget without a unit: a smaller number is one of GiB, such as 24
 
 
 def check_whole(*, optional: bool = False, **arguments: object) -> None:
@@ -26,13 +35,26 @@ def check_whole(*, optional: bool = False, **arguments: object) -> None:
             raise TypeError(f"{name} is {value!r}; expected {expected}.")
 
 
-def check_bytes(*, optional: bool = False, **arguments: int | None) -> None:
-    """Raise a `TypeError` or `ValueError` for the first argument that is not a number of bytes; None is no limit."""
-    check_whole(optional=optional, **arguments)
-    for name, value in arguments.items():
-        if value is not None and value < 0:
-            no_limit = ", or None for no limit" if optional else ", 0 or more"
-            raise ValueError(f"{name} is {value}; expected a number of bytes{no_limit}.")
+def number_of_bytes(name: str, value: Any, *, optional: bool = False) -> Any:
+    """Return bytes that are given as a whole number or as text such as "24GiB"; None is no limit, if `optional`.
+
+    Raises a `TypeError` or a `ValueError` with the name of the argument for anything else.
+    """
+    nbytes = _bytes_of(value) if isinstance(value, str) else value
+    if nbytes is None and optional and value is None:
+        return None
+    expected = "expected a number of bytes, or text such as '24GiB'" + ", or None for no limit" * optional
+    if not isinstance(value, str) and (isinstance(value, bool) or not isinstance(value, Integral)):
+        raise TypeError(f"{name} is {value!r}; {expected}.")
+    if nbytes is None or nbytes < 0:
+        raise ValueError(f"{name} is {value!r}; {expected}.")
+    return int(nbytes)
+
+
+def _bytes_of(text: str) -> int | None:
+    """Return the bytes that a text such as "24GiB" stands for, or None."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?b|b)\s*", text, re.IGNORECASE)
+    return None if found is None else round(float(found[1]) * UNITS[found[2].lower()])
 
 
 def check_fraction(fraction: object) -> None:
@@ -51,32 +73,25 @@ def check_max_inflight(max_inflight: int | None) -> None:
         raise ValueError(f"max_inflight is {max_inflight}; expected a number of groups, at least 1, or None.")
 
 
-def check_limits(
-    *,
-    min_bytes: int,
-    fraction: float | None,
-    max_host_bytes: int | None,
-    max_inflight: int | None,
-    memory_budget: int | float | str | None,
-    delta_bytes_per_rank: int | None = None,
-) -> None:
-    """Check the numbers that `offload` takes for a model or for a schedule."""
-    check_bytes(min_bytes=min_bytes)
-    check_bytes(max_host_bytes=max_host_bytes, delta_bytes_per_rank=delta_bytes_per_rank, optional=True)
+def checked_limits(
+    *, min_bytes: int | str, fraction: float | None, max_inflight: int | None, memory_budget: Any, **limits: Any
+) -> dict[str, Any]:
+    """Check the numbers that `offload` takes for a model or for a schedule; return them with all bytes as numbers.
+
+    Of `limits`, each may be None: `max_host_bytes` and, for a schedule, `delta_bytes_per_rank`.
+    """
     check_max_inflight(max_inflight)
     if fraction is not None:
         check_fraction(fraction)
     if memory_budget is not None:
         budget_bytes(memory_budget, None)
-
-
-UNITS: dict[str, int] = {"b": 1} | {
-    f"{prefix}{unit}": base**power
-    for power, prefix in enumerate("kmgt", 1)
-    for unit, base in (("ib", 1024), ("b", 1000))
-}
-"""Units of a memory budget in small letters: binary as in "24GiB", and decimal as in "24GB"."""
-SMALLEST = 1024  # bytes of a budget without a unit: a smaller number is one of GiB, such as 24
+    return {
+        "min_bytes": number_of_bytes("min_bytes", min_bytes),
+        "fraction": fraction,
+        "max_inflight": max_inflight,
+        "memory_budget": memory_budget,
+        **{name: number_of_bytes(name, value, optional=True) for name, value in limits.items()},
+    }
 
 
 def budget_bytes(budget: object, device_bytes: int | None) -> int | None:
@@ -87,10 +102,7 @@ def budget_bytes(budget: object, device_bytes: int | None) -> int | None:
     """
     expected = "expected bytes, such as 24 * 2**30 or '24GiB', or a fraction of the device up to 1.0"
     if isinstance(budget, str):
-        found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?b|b)\s*", budget, re.IGNORECASE)
-        if found is None:
-            raise ValueError(f"memory_budget is {budget!r}; {expected}.")
-        nbytes = round(float(found[1]) * UNITS[found[2].lower()])
+        nbytes = _bytes_of(budget) or 0
     elif isinstance(budget, bool) or not isinstance(budget, Real):
         raise TypeError(f"memory_budget is {budget!r}; {expected}.")
     elif isinstance(budget, Integral):

@@ -221,8 +221,8 @@ def test_manual_inside_the_layer(layers):
         ({"model_layers": "8"}, "model_layers is '8'; expected a whole number."),
         ({"model_layers": 2.5}, "model_layers is 2.5; expected a whole number."),
         (
-            {"max_host_bytes": "1GB"},
-            "max_host_bytes is '1GB'; expected a whole number, or None.",
+            {"max_host_bytes": 0.5},
+            "max_host_bytes is 0.5; expected a number of bytes, or text such as '24GiB', or None for no limit.",
         ),
         (
             {"offload_stream": "x", "manual_synchronization": True},
@@ -234,6 +234,12 @@ def test_an_argument_of_a_wrong_type_is_named(arguments, message):
     with use(ReferenceDevice()), pytest.raises(TypeError) as error:
         actoffload.get_cpu_offload_context(**{"enabled": True, "num_layers": 1, "model_layers": 4} | arguments)
     assert str(error.value) == message
+
+
+def test_a_limit_of_host_memory_as_text():
+    with use(ReferenceDevice()):
+        context, _ = actoffload.get_cpu_offload_context(True, 1, 4, max_host_bytes="1GiB")
+    assert context._engine.max_host_bytes == 2**30
 
 
 def test_a_negative_limit_of_host_memory():

@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeVar, overload
 import torch
 
 from .. import device as devices
-from .._arguments import check_bytes, check_whole
+from .._arguments import check_whole, number_of_bytes
 from .._torch.lookup import unsupported
 from ..device import ReferenceDevice
 from ..engine.engine import Engine
@@ -64,7 +64,7 @@ def get_cpu_offload_context(
     retain_pinned_cpu_buffers: bool = False,
     offload_stream: torch.Stream | None = None,
     *,
-    max_host_bytes: int | None = None,
+    max_host_bytes: int | str | None = None,
 ) -> tuple[OffloadContext, Callable[[T], T]]: ...
 
 
@@ -80,7 +80,7 @@ def get_cpu_offload_context(
     manual_synchronization: Literal[True],
     retain_pinned_cpu_buffers: bool = False,
     offload_stream: torch.Stream | None = None,
-    max_host_bytes: int | None = None,
+    max_host_bytes: int | str | None = None,
 ) -> tuple[OffloadContext, Callable[[T], T], ManualController]: ...
 
 
@@ -96,7 +96,7 @@ def get_cpu_offload_context(
     retain_pinned_cpu_buffers: bool = False,
     offload_stream: torch.Stream | None = None,
     *,
-    max_host_bytes: int | None = None,
+    max_host_bytes: int | str | None = None,
 ) -> tuple[OffloadContext, Callable[[T], T]] | tuple[OffloadContext, Callable[[T], T], ManualController]: ...
 
 
@@ -111,7 +111,7 @@ def get_cpu_offload_context(
     retain_pinned_cpu_buffers: bool = False,
     offload_stream: torch.Stream | None = None,
     *,
-    max_host_bytes: int | None = None,
+    max_host_bytes: int | str | None = None,
 ) -> tuple[OffloadContext, Callable[[T], T]] | tuple[OffloadContext, Callable[[T], T], ManualController]:
     """Return a context and a synchronization function that offload the activations of a sequential model.
 
@@ -138,9 +138,9 @@ def get_cpu_offload_context(
         Without effect: pinned memory is always kept, until the context is closed or dropped.
     offload_stream : torch.Stream, optional
         The stream for all transfers, with manual synchronization only.
-    max_host_bytes : int, optional
-        Largest amount of pinned host memory to hold for each device, in bytes.  What does not fit stays on the
-        device, with one warning.
+    max_host_bytes : int or str, optional
+        Largest amount of pinned host memory to hold for each device: bytes, or text such as ``"64GiB"``.  What does not
+        fit stays on the device, with one warning.
 
     Returns
     -------
@@ -196,7 +196,7 @@ def get_cpu_offload_context(
             "offload_stream was given without manual_synchronization=True; the default schedule has streams of "
             "its own. Leave it out, or set manual_synchronization=True."
         )
-    check_bytes(max_host_bytes=max_host_bytes, optional=True)
+    host_bytes = number_of_bytes("max_host_bytes", max_host_bytes, optional=True)
     problem = unsupported() if enabled and offload_activations else None
     if problem is not None:
         warnings.warn(problem, UserWarning, stacklevel=2)
@@ -223,7 +223,7 @@ def get_cpu_offload_context(
                 stacklevel=2,
             )
         plan = schedule.plan()
-    context = OffloadContext(Engine(plan, backend, max_host_bytes, offload_stream))
+    context = OffloadContext(Engine(plan, backend, host_bytes, offload_stream))
     if manual_synchronization:
         return context, context.synchronize, ManualController(context)
     return context, context.synchronize

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from torch.nn import Module
 
 from .. import device as devices
-from .._arguments import budget_bytes, check_limits, check_num_layers, check_whole
+from .._arguments import budget_bytes, check_num_layers, check_whole, checked_limits
 from .._torch.lookup import unsupported
 from .._warnings import warn
 from ..engine.engine import Engine
@@ -49,9 +49,9 @@ def offload(
     layers: str | Module | type[Module] | Iterable[Any] | None = None,
     num_layers: int | None = None,
     keep: str | Module | type[Module] | Iterable[Any] = (),
-    min_bytes: int = 1 << 20,
+    min_bytes: int | str = 1 << 20,
     fraction: float | None = None,
-    max_host_bytes: int | None = None,
+    max_host_bytes: int | str | None = None,
     max_inflight: int | None = None,
     memory_budget: int | float | str | None = None,
     recompute: bool | Given | Literal["auto"] = "auto",
@@ -65,7 +65,7 @@ def offload(
         raise TypeError(f"offload got a {type(module).__name__}; expected a torch.nn.Module, such as the whole model.")
     refuse_scripted(module, type(module).__name__)
     check_whole(num_layers=num_layers, optional=True)
-    check_limits(
+    limits = checked_limits(
         min_bytes=min_bytes,
         fraction=fraction,
         max_host_bytes=max_host_bytes,
@@ -118,7 +118,7 @@ def offload(
         *(FollowedModule(GROUP, of.name, weakref.ref(of.module), k, of.kind) for k, of in enumerate(chosen)),
         *(FollowedModule(KEPT, name, weakref.ref(of)) for name, of in kept),
     ]
-    engine = Engine(Plan(1), devices.backend(), max_host_bytes, min_bytes=min_bytes)
+    engine = Engine(Plan(1), devices.backend(), limits["max_host_bytes"], min_bytes=limits["min_bytes"])
 
     policies = {k: policy_for(recompute) for k in range(len(chosen)) if recompute is not False}
     always = {} if recompute == "auto" else policies
@@ -127,11 +127,7 @@ def offload(
         "layers": written(module, layers),
         "num_layers": num_layers,
         "keep": written(module, keep),
-        "min_bytes": min_bytes,
-        "fraction": fraction,
-        "max_host_bytes": max_host_bytes,
-        "max_inflight": max_inflight,
-        "memory_budget": memory_budget,
+        **limits,
     }
     how = recompute if isinstance(recompute, bool | str) else "a policy"
     compared = {**arguments, "recompute": how, "plan": None if plan is None else "a plan"}

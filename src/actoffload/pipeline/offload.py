@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.nn import Module
 
 from .. import device as devices
-from .._arguments import budget_bytes, check_limits
+from .._arguments import budget_bytes, checked_limits
 from .._pipelining import NAMES, is_schedule, is_supported, microbatches, rank_of, stages_of
 from .._torch.lookup import unsupported
 from .._warnings import warn
@@ -38,9 +38,9 @@ def offload(
     layers: str | Module | type[Module] | Iterable[Any] | None = None,
     num_layers: int | None = None,
     keep: str | Module | type[Module] | Iterable[Any] = (),
-    min_bytes: int = 1 << 20,
+    min_bytes: int | str = 1 << 20,
     fraction: float | None = None,
-    max_host_bytes: int | None = None,
+    max_host_bytes: int | str | None = None,
     max_inflight: int | None = None,
     memory_budget: int | float | str | None = None,
     recompute: bool | Given | Literal["auto"] = "auto",
@@ -54,12 +54,12 @@ def offload(
     *,
     layers: str | Module | type[Module] | Iterable[Any] | None = None,
     keep: str | Module | type[Module] | Iterable[Any] = (),
-    min_bytes: int = 1 << 20,
+    min_bytes: int | str = 1 << 20,
     fraction: float | None = None,
-    max_host_bytes: int | None = None,
+    max_host_bytes: int | str | None = None,
     max_inflight: int | None = None,
     memory_budget: int | float | str | None = None,
-    delta_bytes_per_rank: int | None = None,
+    delta_bytes_per_rank: int | str | None = None,
     recompute: bool | Given | Literal["auto"] = "auto",
 ) -> PipelineHandle: ...
 
@@ -70,12 +70,12 @@ def offload(
     layers: str | Module | type[Module] | Iterable[Any] | None = None,
     num_layers: int | None = None,
     keep: str | Module | type[Module] | Iterable[Any] = (),
-    min_bytes: int = 1 << 20,
+    min_bytes: int | str = 1 << 20,
     fraction: float | None = None,
-    max_host_bytes: int | None = None,
+    max_host_bytes: int | str | None = None,
     max_inflight: int | None = None,
     memory_budget: int | float | str | None = None,
-    delta_bytes_per_rank: int | None = None,
+    delta_bytes_per_rank: int | str | None = None,
     recompute: bool | Given | Literal["auto"] = "auto",
     plan: GroupPlan | str | PathLike[str] | None = None,
 ) -> OffloadHandle | PipelineHandle:
@@ -116,14 +116,14 @@ def offload(
     keep : str, module, type or iterable of these
         Modules whose saved tensors are kept on the device, given like `layers`: the router, the head, a norm.  Where
         chosen and kept modules are nested, the innermost decides.
-    min_bytes : int
-        Smaller tensors are kept, in bytes.
+    min_bytes : int or str
+        Smaller tensors are kept: bytes, or text such as ``"256KiB"``.
     fraction : float, optional
         Fraction of the eligible groups of each kind to offload, from the first on; 0.0 to 1.0.  Eligible are all but
         the last two; with several kinds, all but the last of each, and not the last two of all.
-    max_host_bytes : int, optional
-        Largest amount of page-locked host memory to hold for each device, in bytes; it is allocated in steps of 2 MiB.
-        What does not fit is kept on the device, with one warning.
+    max_host_bytes : int or str, optional
+        Largest amount of page-locked host memory to hold for each device: bytes, or text such as ``"64GiB"``.  It is
+        allocated in steps of 2 MiB.  What does not fit is kept on the device, with one warning.
     max_inflight : int, optional
         Largest number of groups in flight whenever one has ended, in either direction; compute waits for the others.
         Of a schedule: largest number of groups that are copied to the host at a time, as planned; what would be one
@@ -132,17 +132,16 @@ def offload(
         Limit for the peak of device memory in forward and backward: bytes, text such as ``"24GiB"``, or a fraction of
         the memory of the device.  The fastest plan within it is chosen, in passes that are within it too.  None is the
         memory of the device.  With a schedule it is the limit of each rank.
-    delta_bytes_per_rank : int, optional
-        Of a schedule: bytes by which each rank offloads less than the rank before it, because later ranks have fewer
-        microbatches in flight.  None lets the planner level the peaks of all ranks.
+    delta_bytes_per_rank : int or str, optional
+        Of a schedule: bytes, or text such as ``"1GiB"``, by which each rank offloads less than the rank before it,
+        because later ranks have fewer microbatches in flight.  None lets the planner level the peaks of all ranks.
     recompute : "auto", bool, callable or list
         Recompute groups in backward, but for outputs of operators that are saved, and kept or offloaded.  ``"auto"``
         recomputes as many groups as are needed where memory is too small for keeping and offloading at no cost; which
         outputs are saved follows from measured times.  True recomputes all groups, but for matrix products,
         convolutions and attention.  A policy recomputes all groups but for what it saves: a list of operators, or a
         function, as ``torch.utils.checkpoint.create_selective_checkpoint_contexts`` takes them.  False recomputes
-        nothing.
-        Groups that change buffers are never recomputed.
+        nothing.  A group that cannot be recomputed with the same bits is kept or offloaded; the plan says why.
     plan : GroupPlan, str or PathLike, optional
         A plan of another run, or the file to which ``handle.plan.save`` wrote it; nothing is measured then.  Not for
         schedules.
@@ -229,7 +228,7 @@ def _offload_schedule(
             "This schedule is offloaded already: call remove() of its handle first; PipelineHandle.of(schedule) "
             "returns it."
         )
-    check_limits(**given)
+    given = checked_limits(**given)
     backend, budget = devices.backend(), given["memory_budget"]
     limits = Limits(
         given["fraction"],

@@ -6,8 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from math import inf
+from typing import Any
 
-from .._arguments import check_bytes, check_fraction, check_max_inflight
+from .._arguments import check_fraction, check_max_inflight, number_of_bytes
 from ..schedule.costs import Link
 from ..schedule.pipeline import StageCost, Step
 from ..schedule.pipeline_plan import PipelinePlan
@@ -48,9 +49,9 @@ def plan_pipeline(
     *,
     names: Mapping[int, Sequence[str]] | None = None,
     fraction: float | None = None,
-    delta_bytes_per_rank: int | None = None,
+    delta_bytes_per_rank: int | str | None = None,
     max_inflight: int | None = None,
-    memory_budget: int | Sequence[int] | None = None,
+    memory_budget: int | str | Sequence[int | str] | None = None,
     variants: StageVariants | None = None,
     send_latency: float = 0.0,
     send_bandwidth: float = inf,
@@ -69,15 +70,15 @@ def plan_pipeline(
     fraction : float, optional
         Fraction of the bytes of each microbatch to offload, if there is time to copy them.  The peaks are not leveled
         then.
-    delta_bytes_per_rank : int, optional
+    delta_bytes_per_rank : int or str, optional
         Of each microbatch rank `r` offloads at least ``r * delta_bytes_per_rank`` bytes less than all, or than
         `fraction`.  The peaks are not leveled then.
     max_inflight : int, optional
         Groups that are copied to the host at a time, at most, from the start of their forward; what would be one more
         is kept.  Reloads are not limited.
-    memory_budget : int or sequence of int, optional
-        Bytes of device memory of each rank.  Each rank offloads the least that keeps within it, at a cost in time if
-        there is no other way.
+    memory_budget : int, str or sequence of these, optional
+        Device memory of each rank: bytes, or text such as ``"24GiB"``.  Each rank offloads the least that keeps within
+        it, at a cost in time if there is no other way.
     variants : mapping, optional
         Ways to run the groups with recomputation, the first without; they are used only where a budget cannot be
         reached without a cost in time, and only if they cost less.
@@ -99,17 +100,17 @@ def plan_pipeline(
     [2048, 2048, 2048, 1024]
     """
     check_max_inflight(max_inflight)
-    check_bytes(optional=True, delta_bytes_per_rank=delta_bytes_per_rank)
+    delta = number_of_bytes("delta_bytes_per_rank", delta_bytes_per_rank, optional=True)
     if fraction is not None:
         check_fraction(fraction)
-    budgets: Sequence[int | None]
-    budgets = memory_budget if isinstance(memory_budget, Sequence) else [memory_budget] * len(orders)
+    budgets: Sequence[Any] = [memory_budget] * len(orders)
+    if isinstance(memory_budget, Sequence) and not isinstance(memory_budget, str):
+        budgets = memory_budget
     if len(budgets) != len(orders):
         raise ValueError(f"memory_budget has {len(budgets)} entries for {len(orders)} ranks; give one for each.")
-    for budget in budgets:
-        check_bytes(optional=True, memory_budget=budget)
+    budgets = [number_of_bytes("memory_budget", budget, optional=True) for budget in budgets]
     run = partial(Pipeline, orders, link=link, send_latency=send_latency, send_bandwidth=send_bandwidth)
-    knobs = Knobs(fraction, delta_bytes_per_rank, max_inflight)
+    knobs = Knobs(fraction, delta, max_inflight)
     search = _Search(orders, stages, run, knobs, variants or {})
     search.recompute(budgets)
     return search.plans(search.best(budgets), names or {})
