@@ -235,7 +235,7 @@ def train(
         return ended
 
     before, steps = settings.warm_up, settings.steps
-    measured_steps: dict[str, Any] = {
+    measured_passes: dict[str, Any] = {
         "before": before,
         "steps": steps,
         "handle": lambda: handles[0],
@@ -245,7 +245,7 @@ def train(
     if not checkpoint:
         for method, how in {OURS: begin(), BUDGET: begin(memory_budget=budget)}.items():
             if method is OURS or budget is not None:
-                parts[method] = Part(begin=how, end=end(method), **measured_steps)
+                parts[method] = Part(begin=how, end=end(method), **measured_passes)
                 parts[PROFILED + method] = Part(1, 1, measure=profiled(method))
         parts[AGAIN] = Part(before, steps)
     run = Parts(*parts.values())

@@ -170,7 +170,7 @@ def test_tables_of_the_reference_device_have_no_times() -> None:
 
 
 @on_cpu
-def test_measured_steps_are_joined_and_drawn() -> None:
+def test_measured_passes_are_joined_and_drawn() -> None:
     pytest.importorskip("matplotlib").use("agg")
     found = measure_steps({"large": lambda: floats(2 * MIB)}) | measure_steps({"small": lambda: floats(MIB)}, warmup=0)
     assert {name: of.peak_bytes for name, of in found.steps.items()} == {"large": 2 * MIB, "small": MIB}

@@ -365,3 +365,7 @@ def test_the_noise_of_rrelu_is_kept_because_it_is_saved_before_it_is_drawn():
         assert all(map(torch.equal, step(), want))
     assert handle.statistics().bytes_offloaded > 0
     assert "keep: 0 ... 3.1" in str(handle)
+    assert "pass keep=[]" not in " ".join(handle.report().advice), "nothing was given that could be taken out"
+    handle.remove()
+    with pytest.raises(ValueError, match=r"'0.1' is a torch.nn.RReLU, which is always kept: leave it out of layers"):
+        offload(model, layers=["*.0", "*.1"])

@@ -57,8 +57,8 @@ def test_as_many_groups_as_cost_nothing(free, tries, offloaded):
     assert handle.plan.offloaded == tuple(range(offloaded))
     assert times[-1] == pytest.approx(24, rel=0.007)
     report = handle.report()
-    assert report.measured_steps is not None
-    assert report.measured_steps[1] == len(ALL + AGAIN * tries)
+    assert report.measured_passes is not None
+    assert report.measured_passes[1] == len(ALL + AGAIN * tries)
     assert report.slowdown == pytest.approx(1.0, abs=0.007)
     assert handle.plan.because.startswith("Only" if tries else "")
     assert handle.plan.because.count("x the time without") == max(tries - 1, 0)
@@ -93,8 +93,8 @@ def test_a_small_cost_that_falls_with_the_number_of_groups(cost, tries, offloade
     assert handle.plan.offloaded == tuple(range(offloaded))
     report = handle.report()
     assert report.slowdown == pytest.approx(1 + cost * offloaded / 6)
-    assert report.measured_steps is not None
-    assert report.measured_steps[1] == len(seen)
+    assert report.measured_passes is not None
+    assert report.measured_passes[1] == len(seen)
 
 
 # Noise

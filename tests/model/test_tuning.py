@@ -150,9 +150,9 @@ def test_report_of_a_plan_in_the_steady_state():
     assert [group.bytes_saved for group in report.groups] == [4 * MIB] * 8
     assert [group.bytes_offloaded for group in report.groups] == [4 * MIB * (k < 6) for k in range(8)]
     assert report.coverage == 1.0
-    assert report.measured_steps == (4, 9)
+    assert report.measured_passes == (4, 9)
     assert report.slowdown == 1.0
-    assert report.step_seconds_with == pytest.approx(24.0)
+    assert report.pass_seconds_with == pytest.approx(24.0)
     assert report.r == 1.0
     assert report.advice[0].startswith("Nothing to do: 24.0 MiB of 32.0 MiB")
 

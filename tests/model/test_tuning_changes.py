@@ -190,4 +190,4 @@ def test_numbers_of_the_passes_in_the_log(caplog):
     begun = 11 + seen.index("LEAN")
     assert "measured in passes 1 to 9" in first
     assert f"measured in passes {begun} to {begun + 7}" in second
-    assert handle.report().measured_steps == (begun + 2, begun + 7)
+    assert handle.report().measured_passes == (begun + 2, begun + 7)

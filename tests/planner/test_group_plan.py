@@ -50,7 +50,7 @@ def test_the_text_has_equal_groups_in_one_line():
             "peak",
             "10.0",
             "MiB;",
-            "step",
+            "pass",
             "201.20",
             "ms,",
             "200.00",
@@ -64,7 +64,7 @@ def test_the_text_has_equal_groups_in_one_line():
     unknown = replace(example(), seconds=None, peak_bytes=None, because="")
     assert "Expected" not in str(unknown)
     assert unknown.expected == ""
-    assert example().expected == "peak 10.0 MiB; step 201.20 ms, 200.00 ms without offloading"
+    assert example().expected == "peak 10.0 MiB; pass 201.20 ms, 200.00 ms without offloading"
     assert replace(example(), peak_bytes=1536, seconds=None).expected == "peak 1.5 KiB"
 
 

@@ -250,7 +250,7 @@ def test_advice_about_time_says_how_many_groups_to_offload():
 
 
 def test_there_is_no_advice_about_time_where_times_mean_nothing():
-    slow = {"step_seconds_without": 0.1, "step_seconds_with": 0.2}
+    slow = {"pass_seconds_without": 0.1, "pass_seconds_with": 0.2}
     sentence = only(advise(stalled(times=False, **slow)))
     assert sentence.startswith("Nothing to do")
     assert "stalled" not in sentence
@@ -259,14 +259,14 @@ def test_there_is_no_advice_about_time_where_times_mean_nothing():
 
 @pytest.mark.parametrize(("seconds", "said"), [(0.2019, False), (0.2021, True)])
 def test_a_step_that_got_slower_is_named(seconds, said):
-    slow = report(step_seconds_without=0.2, step_seconds_with=seconds)
+    slow = report(pass_seconds_without=0.2, pass_seconds_with=seconds)
     sentence = only(advise(slow))
     assert sentence.startswith("Nothing to do") is not said
     if said:
-        assert_has(sentence, "A step takes 202.1 ms, 1.010 x the 200.0 ms", "offload fewer groups")
+        assert_has(sentence, "A pass takes 202.1 ms, 1.010 x the 200.0 ms", "offload fewer groups")
         assert sentence.change == {"num_layers": 2}
     else:
-        assert "a step takes 201.9 ms, 1.009 x" in sentence
+        assert "a pass takes 201.9 ms, 1.009 x" in sentence
 
 
 def test_nothing_to_do_needs_groups_that_cover_the_activations():

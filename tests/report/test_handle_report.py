@@ -90,8 +90,8 @@ def test_a_dict_goes_through_json_and_comes_back_equal():
     assert data["r"] == 0.9375
 
 
-def test_measured_steps_and_arguments_are_ready_for_json():
-    facts = {"step_seconds_without": 0.2, "step_seconds_with": 0.3, "measured_steps": (5, 8), "coverage": 0.9}
+def test_measured_passes_and_arguments_are_ready_for_json():
+    facts = {"pass_seconds_without": 0.2, "pass_seconds_with": 0.3, "measured_passes": (5, 8), "coverage": 0.9}
     arguments = {"layers": [..., "*.head", Report], "keep": []}
     data = report(**facts, arguments=arguments).to_dict()
     assert json.loads(json.dumps(data, allow_nan=False)) == data
@@ -168,7 +168,7 @@ def test_shares_are_of_what_is_recomputed_too():
 
 
 def test_what_the_plan_is_expected_to_cost():
-    expected = "peak 24.0 MiB; step 42.00 ms, 36.00 ms without offloading"
+    expected = "peak 24.0 MiB; pass 42.00 ms, 36.00 ms without offloading"
     rows = table(str(report(because="Because.", expected=expected)), "passes")
     assert rows[1:3] == [["plan", "Because."], ["expected", expected]]
     assert expected not in str(report(expected=expected, times=False))
@@ -217,12 +217,12 @@ def test_the_facts_of_a_report():
 
 def test_the_facts_of_whole_steps():
     facts = {"because": "copies of four groups fit beside compute", "next_choice": "A fifth group costs 2 ms."}
-    times = {"step_seconds_without": 0.1983, "step_seconds_with": 0.1989, "measured_steps": (5, 8)}
+    times = {"pass_seconds_without": 0.1983, "pass_seconds_with": 0.1989, "measured_passes": (5, 8)}
     measured = report(**facts, **times, coverage=0.853, waiting_passes=3, waiting_bytes=96 * MIB)
     shown = dict(table(str(measured), "passes"))
     assert shown["coverage"] == "85.3 % of the activations lie in groups"
     assert (shown["plan"], shown["next choice"]) == tuple(facts.values())
-    time = "a step takes 198.9 ms, 1.003 x the 198.3 ms without offloading (measured in steps 5 to 8)"
+    time = "a pass takes 198.9 ms, 1.003 x the 198.3 ms without offloading (measured in passes 5 to 8)"
     assert shown["time"] == time
     assert shown["in flight"] == "3 earlier passes with 96.0 MiB on the device until their backward"
     assert "time" not in dict(table(str(report(**times, times=False)), "passes"))

@@ -163,7 +163,7 @@ class GroupPlan:
 
     @property
     def expected(self) -> str:
-        """The expected peak and time of a step, with what recomputation takes of it; empty if they are not known."""
+        """The expected peak and time of a pass, with what recomputation takes of it; empty if they are not known."""
         parts = []
         if self.peak_bytes is not None:
             parts.append(f"peak {size(self.peak_bytes)}")
@@ -171,7 +171,7 @@ class GroupPlan:
             # No such pass fits, so its time is a sum over groups that were measured beside copies.
             without = "estimated without offloading and recomputing" if self.recomputed else "without offloading"
             beside = f", {milliseconds(self.baseline_seconds)} {without}" if self.baseline_seconds else ""
-            parts.append(f"step {milliseconds(self.seconds)}{beside}")
+            parts.append(f"pass {milliseconds(self.seconds)}{beside}")
         if self.recompute_seconds > 0:
             parts.append(f"{milliseconds(self.recompute_seconds)} of it to recompute")
         return "; ".join(parts)

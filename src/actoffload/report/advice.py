@@ -12,7 +12,7 @@ from ..engine.slabs import GRANULE
 from ..engine.statistics import Reason
 from ..recompute import OBJECTS
 from ..schedule.timeline import milliseconds, percent, size
-from .facts import step_time
+from .facts import pass_time
 from .groups import WEIGHTS, Amounts, GroupReport, Holder, add_amounts, merge_held
 from .report import Report
 
@@ -183,6 +183,8 @@ def _to_keep_less(report: Report) -> tuple[str, dict[str, Any]]:
         names = tuple(f"{group.name.partition(' (part')[0]}." for group in groups)
         return [name.startswith(names) for name in report.kept_modules]
 
+    if report.arguments is not None and not _given(report, "keep"):
+        return "", {}  # they are kept in any case
     if any(lie_in(report.offloaded_groups)) or not report.kept_modules:
         return "pass keep=[] to offload them", {"keep": []}
     if all(lie_in(report.groups)):
@@ -306,7 +308,7 @@ def _slower(report: Report) -> Iterator[Advice]:
     if not report.times or report.slowdown is None or report.slowdown <= 1 + SLOWER:
         return
     do, change = _fewer(report)
-    sentence = step_time(report)
+    sentence = pass_time(report)
     yield Advice(f"{sentence[0].upper()}{sentence[1:]}: {do}.", report.totals.bytes_offloaded, **change)
 
 
@@ -351,5 +353,5 @@ def _all(report: Report) -> Advice:
     )
     facts += f"; {again} group{'s are' if again > 1 else ' is'} recomputed" if again else ""
     facts += "" if stalled is None else f"; compute stalled for {percent(stalled)} of the step"
-    facts += f"; {step_time(report)}" if report.times and report.slowdown is not None else ""
+    facts += f"; {pass_time(report)}" if report.times and report.slowdown is not None else ""
     return Advice(f"Nothing to do: {facts}.")

@@ -1,4 +1,4 @@
-"""What is known of whole steps and of the plan, beside what the latest pass shows."""
+"""What is known of whole passes and of the plan, beside what the latest pass shows."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from typing import Any
 
 from ..schedule.timeline import milliseconds
 
-__all__ = ["StepFacts", "step_time"]
+__all__ = ["StepFacts", "pass_time"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepFacts:
-    """What is known beside the latest pass: whole steps with and without offloading, the plan, the arguments.
+    """What is known beside the latest pass: whole passes with and without offloading, the plan, the arguments.
 
     Parameters
     ----------
-    step_seconds_without, step_seconds_with : float or None
-        Median duration of whole steps without offloading and with the present plan; None if not measured.
-    measured_steps : (int, int) or None
-        The first and the last of the steps that were measured, counted from 1.
+    pass_seconds_without, pass_seconds_with : float or None
+        Median duration of whole passes without offloading and with the present plan; None if not measured.
+    measured_passes : (int, int) or None
+        The first and the last of the passes that were measured, counted from 1.
     because, next_choice : str
         Why the plan is what it is; what the next better choice is.
     expected : str
-        Peak and time of a step that are expected with the plan; empty if they are not known.
+        Peak and time of a pass that are expected with the plan; empty if they are not known.
     refused : mapping of str to str
         By the name of a group that should be recomputed in backward and is not: why.
     coverage : float or None
@@ -40,9 +40,9 @@ class StepFacts:
         Whether durations are those of a real device; otherwise there is no advice about time.
     """
 
-    step_seconds_without: float | None = None
-    step_seconds_with: float | None = None
-    measured_steps: tuple[int, int] | None = None
+    pass_seconds_without: float | None = None
+    pass_seconds_with: float | None = None
+    measured_passes: tuple[int, int] | None = None
     because: str = ""
     next_choice: str = ""
     expected: str = ""
@@ -55,15 +55,15 @@ class StepFacts:
 
     @property
     def slowdown(self) -> float | None:
-        """Duration of a step divided by that without offloading; None if not measured."""
-        if not self.step_seconds_without or self.step_seconds_with is None:
+        """Duration of a pass divided by that without offloading; None if not measured."""
+        if not self.pass_seconds_without or self.pass_seconds_with is None:
             return None
-        return self.step_seconds_with / self.step_seconds_without
+        return self.pass_seconds_with / self.pass_seconds_without
 
 
-def step_time(report: StepFacts) -> str:
-    """Return what a step takes with and without offloading, as a clause."""
-    with_, without = (milliseconds(s or 0.0, 1) for s in (report.step_seconds_with, report.step_seconds_without))
-    steps = report.measured_steps
-    measured = "" if steps is None else f" (measured in steps {steps[0]} to {steps[1]})"
-    return f"a step takes {with_}, {report.slowdown or 0.0:.3f} x the {without} without offloading{measured}"
+def pass_time(report: StepFacts) -> str:
+    """Return what a pass takes with and without offloading, as a clause."""
+    with_, without = (milliseconds(s or 0.0, 1) for s in (report.pass_seconds_with, report.pass_seconds_without))
+    passes = report.measured_passes
+    measured = "" if passes is None else f" (measured in passes {passes[0]} to {passes[1]})"
+    return f"a pass takes {with_}, {report.slowdown or 0.0:.3f} x the {without} without offloading{measured}"

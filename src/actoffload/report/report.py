@@ -10,7 +10,7 @@ from typing import Any
 from .._folding import fold, fold_names, numberless
 from ..engine.statistics import Reason
 from ..schedule.timeline import milliseconds, percent, size
-from .facts import StepFacts, step_time
+from .facts import StepFacts, pass_time
 from .groups import WEIGHTS, Amounts, GroupReport, HeldStorage, add_amounts, amounts_to_dict, merge_held, sum_groups
 from .tables import Printable, Table, bytes_or_dash
 
@@ -142,7 +142,7 @@ class Report(StepFacts, Printable):
             "activation_bytes": self.activation_bytes,
             "computed_bytes": self.computed_bytes,
             "arguments": None if self.arguments is None else {k: _plain(v) for k, v in self.arguments.items()},
-            "measured_steps": None if self.measured_steps is None else list(self.measured_steps),
+            "measured_passes": None if self.measured_passes is None else list(self.measured_passes),
             "slowdown": self.slowdown,
             "kept_modules": list(self.kept_modules),
             "refused": dict(self.refused),
@@ -258,7 +258,7 @@ def _facts(report: Report) -> Iterator[tuple[str, str]]:
     if report.next_choice:
         yield "next choice", report.next_choice
     if report.slowdown is not None and report.times:
-        yield "time", step_time(report)
+        yield "time", pass_time(report)
     if report.peak_resident_bytes is not None:
         yield "at the peak", f"{size(report.peak_resident_bytes)} on the device, of what can be offloaded"
     if report.waiting_passes:

@@ -9,9 +9,10 @@ the plan and without are compared before it is kept.  A plan that costs time is 
 compared again: no plan is kept that was not measured.
 
 If it does not fit, a third pass that offloads everything is timed, and passes in which all groups are recomputed, if
-they may be: in the first the operators are timed, in the second the groups, in the third the same without offloading if
-that fits.  Passes with the plan show its peak, and if that is not the one that was predicted, another plan is chosen
-by what is known now.  Near the smallest peak that there is, a few bytes decide which plans fit, so none are left free.
+they may be.  In the first one or two of these the operators are timed.  Then come the groups with the outputs of
+operators saved, and recomputed whole, each in a pass that warms up and one that is timed; and one more without
+offloading, if that fits.  Passes with the plan show its peak, and if that is not the one that was predicted, another
+plan is chosen by what is known now.  Near the smallest peak that there is, a few bytes decide which plans fit, so none are left free.
 Where steps are short, the time of the host decides, and it changes from pass to pass.  So the plans for a host that is
 slower or faster than it was measured are run too, and the one whose passes were the shortest is kept.
 """

@@ -129,8 +129,8 @@ class Tuner:
         if self._chosen is not None:
             found["next_choice"] = self._chosen.next_choice()
         if times is not None:
-            found["step_seconds_with"], found["step_seconds_without"] = times.offloaded, times.without
-            found["measured_steps"] = times.first, times.last
+            found["pass_seconds_with"], found["pass_seconds_without"] = times.offloaded, times.without
+            found["measured_passes"] = times.first, times.last
         return found
 
     # One pass
