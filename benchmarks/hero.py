@@ -24,6 +24,8 @@ LABELS = {
     "actoffload": "offload(model)",
     "budget": "offload(model, memory_budget)",
 }
+INKED = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")
+"""Settings of matplotlib that have the colour of the ink."""
 MARKERS = {"no offload": "D", "checkpoint": "s", "actoffload": "o", "budget": "^"}
 
 
@@ -40,8 +42,7 @@ def draw(results: dict[str, dict[str, Any]], folder: Path) -> list[Path]:
     files = []
     for title, (name, panel) in panels.items():
         for scheme, ink in INK.items() if name in found else ():
-            coloured = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")
-            with matplotlib.rc_context({**dict.fromkeys(coloured, ink), "font.size": 10}):
+            with matplotlib.rc_context({**dict.fromkeys(INKED, ink), "font.size": 10}):
                 figure, ax = pyplot.subplots(figsize=(4.9, 3.4), layout="constrained")
                 panel(ax, found[name], scheme)
                 ax.set_facecolor("none")

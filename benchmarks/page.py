@@ -10,6 +10,8 @@ from typing import Any, TypeAlias
 
 Data: TypeAlias = dict[str, Any]
 PAGE = tomllib.loads(Path(__file__).with_name("page.toml").read_text(encoding="utf-8"))
+NUMBER = set("0123456789+-−≤≥") | {""}
+"""How a cell with a number begins."""
 SCALES = {"": 1, "ms": 1e3, "us": 1e6, "MiB": 2**-20, "GiB": 2**-30, "GB": 1e-9, "MHz": 1e-6, "pct": 100}
 
 
@@ -31,7 +33,7 @@ def text(name: str, **values: Any) -> str:
 
 
 def table(name: str, rows: Iterable[Data]) -> str:
-    """Return a table of the page; a cell without a value is empty.  Text in the first column may wrap."""
+    """Return a table of the page; a cell without a value is empty.  Columns of numbers are aligned to the right."""
     heads, texts = PAGE["tables"][name]
 
     def cell(template: str, row: Data) -> str:
@@ -41,8 +43,8 @@ def table(name: str, rows: Iterable[Data]) -> str:
             return ""
 
     cells = [[cell(template, row) for template in texts.split(" | ")] for row in rows]
-    first = "---:" if cells and all(row[0].isdecimal() for row in cells) else "---"
-    lines = [f"| {heads} |", f"| {first} |" + " ---: |" * heads.count("|")]
+    numbers = [all(row[k][:1] in NUMBER for row in cells) for k in range(1 + heads.count("|"))]
+    lines = [f"| {heads} |", "|" + "|".join(" ---: " if right else " --- " for right in numbers) + "|"]
     return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in cells)])
 
 

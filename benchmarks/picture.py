@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
+from hero import INK, INKED
 
 # Okabe and Ito's palette, dark enough for white; told apart without colour by their markers.
 WAYS = {
     "actoffload": ("offload(model, memory_budget)", "#0072b2", "o-"),
     "default": ("offload(model)", "#009e73", "*"),
     "layers": ("offload(model, num_layers)", "#56b4e9", "v:"),
-    "no offload": ("no offload", "#404040", "D"),
+    "no offload": ("no offload", "", "D"),
     "checkpoint": ("activation checkpointing", "#d55e00", "s"),
     "selective": ("selective checkpointing", "#e69f00", "P"),
     "save_on_cpu": ("save_on_cpu, pinned", "#b8659a", "^"),
@@ -22,19 +23,21 @@ HIGHEST = 1.4  # ratio; slower arms are left out of the picture
 
 
 def draw(results: dict[str, dict[str, Any]], folder: Path) -> None:
-    """Draw ``frontier.png`` and ``llama.png`` into a folder."""
+    """Draw ``frontier-light.png``, ``frontier-dark.png`` and ``llama.png`` into a folder."""
     matplotlib.use("agg")
     from matplotlib import pyplot
 
-    if "frontier" in results:
-        _frontier(results["frontier"], pyplot).savefig(folder / "frontier.png", dpi=150)
+    for scheme, ink in INK.items() if "frontier" in results else ():
+        with matplotlib.rc_context(dict.fromkeys(INKED, ink)):
+            figure = _frontier(results["frontier"], pyplot, ink)
+            figure.savefig(folder / f"frontier-{scheme}.png", dpi=150, transparent=True)
 
     if "llama" in results:
         _llama(results["llama"], pyplot).savefig(folder / "llama.png", dpi=150)
     pyplot.close("all")
 
 
-def _frontier(data: dict[str, Any], pyplot: Any) -> Any:
+def _frontier(data: dict[str, Any], pyplot: Any, ink: str) -> Any:
     parts = list(data["parts"].values())
     rows = math.ceil(len(parts) / 2)
     figure, axes = pyplot.subplots(
@@ -49,7 +52,7 @@ def _frontier(data: dict[str, Any], pyplot: Any) -> Any:
             arms.sort(key=lambda a: float(a["peak_bytes"]))
             peaks = [a["peak_bytes"] / 2**30 for a in arms]
             if arms:
-                (labels[label],) = ax.plot(peaks, [a["ratio"] for a in arms], style, color=colour, markersize=5)
+                (labels[label],) = ax.plot(peaks, [a["ratio"] for a in arms], style, color=colour or ink, markersize=5)
         settings = part["settings"]
         ax.axhline(1.0, color="#808080", linewidth=0.8)
         kind = "compiled layers" if part["compiled"] else "layers"

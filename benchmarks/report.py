@@ -130,7 +130,8 @@ def frontier_sections(data: Data) -> list[str]:
     names, found = PAGE["names"]["frontier"], ["## Time against peak", text("frontier")]
     for part in data["parts"].values():
         rows = []
-        for a in part["arms"]:
+        order = list(dict.fromkeys(a["method"] for a in part["arms"]))
+        for a in sorted(part["arms"], key=lambda a: (order.index(a["method"]), a["budget"] or 0)):
             known = {key: value for key, value in a.items() if value is not None}
             highest = a.get("highest_bytes", a["peak_bytes"])
             rows.append({**known, "name": names.get(a["method"], a["method"]), "highest": highest})
@@ -206,15 +207,15 @@ def trainer_sections(data: Data) -> list[str]:
 
 
 def _budget_plan(row: Data) -> list[str]:
-    """Return the plan for a budget, and where the time of a step with it goes."""
+    """Return the plan for a budget, and how long the host takes to queue a forward with it."""
     arms = _by_method(row)
     limited = arms.get("budget", {})
-    if "profile" not in limited:
+    if "budget" not in limited:
         return []
     queue = {f"queue{end}": arms[of]["queue_seconds"] for end, of in (("_none", NOTHING), ("_checkpoint", CHECKPOINT))}
-    profiles = {"budget": limited["profile"], "ours": arms[OURS]["profile"], "queue": limited["queue_seconds"]}
     plan = f"```text\n{limited['plan']}\n```"
-    return [text("budget_plan", budget=limited["budget"]), plan, text("trainer_profile", **queue, **profiles)]
+    host = text("trainer_host", **queue, queue=limited["queue_seconds"])
+    return [text("budget_plan", budget=limited["budget"]), plan, host]
 
 
 def model_line(data: Data) -> str:
@@ -322,17 +323,33 @@ def headline(folder: Path = RESULTS) -> str:
     """Return table and captions of the landing page: what `offload(model)` and a budget cost and save."""
     results = {name: read(folder, name) for name in ("trainer", "frontier", "memory")}
     found = {name: data for name, data in results.items() if data is not None and not data["device"]["reference"]}
-    of = {"trainer": _trainer_headline, "frontier": _frontier_headline}
-    rows = [row for name, rows_of in of.items() if name in found for row in rows_of(found[name])]
-    if not rows:
+    of = {"trainer": _trainer_arms, "frontier": _frontier_arms}
+    models = {name: arms(found[name]) for name, arms in of.items() if name in found}
+    if not models:
         return "No GPU results are recorded yet."
+    names = {NOTHING: NOTHING, **PAGE["names"]["trainer"]}
+    rows = [
+        {"name": name, **{model: arms[method] for model, arms in models.items() if method in arms}}
+        for method, name in names.items()
+    ]
     first = text("headline", device=next(iter(found.values()))["device"]["name"])
+    words = [text(f"headline_{name}", **_settings(name, found[name])) for name in models]
     captions = [text("trainer_caption")] if "trainer" in found else []
     if "memory" in found:
         data = found["memory"]
         captions.append(text("memory_caption", **data, above=_above(data), day=data["date"][:10]))
-    why = text("headline_why", budget=_headline_budget(found)).strip()
-    return "\n\n".join([first, table("headline", rows), why, *([" ".join(captions)] if captions else [])])
+    paragraphs = [" ".join(words), _headline_why(list(models.values())), " ".join(captions)]
+    return "\n\n".join([first, table("headline", rows), *filter(None, paragraphs)])
+
+
+def _headline_why(models: list[dict[str, Data]]) -> str:
+    """Return why `offload(model)` saves what it does, and which budgets the table has."""
+    drops = [a[NOTHING]["peak_bytes"] - a[OURS]["peak_bytes"] for a in models if OURS in a]
+    words = [text("headline_why", drops=" and ".join(text("gib", nbytes=drop) for drop in drops))]
+    above = {
+        text("percent", share=a["budget"]["budget"] / a[CHECKPOINT]["peak_bytes"] - 1) for a in models if "budget" in a
+    }
+    return " ".join([*words, *([text("headline_budget", above=" and ".join(sorted(above)))] if above else [])])
 
 
 def readme(text: str, sentences: str) -> str:
@@ -344,36 +361,34 @@ def readme(text: str, sentences: str) -> str:
     return before + mark + "\n\n".join(parts) + "\n" + end + after
 
 
-def _headline_rows(model: str, arms: Data) -> list[Data]:
-    """Return a row for each way to train; the ratios are to the first one."""
-    names = {NOTHING: NOTHING, **PAGE["names"]["trainer"]}
-    rows = [{**arms[method], "name": name} for method, name in names.items() if method in arms]
-    rows[0]["ratio"] = 1.0
-    return [{**row, "model": model if number == 0 else ""} for number, row in enumerate(rows)]
+def _settings(name: str, data: Data) -> Data:
+    """Return the sizes of the model of a headline."""
+    if name == "trainer":
+        return {**data["settings"], "tokens": data["rows"][0]["tokens"]}
+    settings: Data = next(iter(data["parts"].values()))["settings"]
+    return settings
 
 
-def _trainer_headline(data: Data) -> list[Data]:
-    first = data["rows"][0]
-    model = text("headline_trainer", **{**data["settings"], "tokens": first["tokens"]})
-    return _headline_rows(model, _by_method(first))
+def _trainer_arms(data: Data) -> dict[str, Data]:
+    """Return the ways to train with the longest sequences, by name."""
+    return _as_ratios(_by_method(data["rows"][0]))
 
 
-def _frontier_headline(data: Data) -> list[Data]:
-    """Return the rows of the first stack, with the budget whose peak is nearest to that of checkpointing."""
+def _frontier_arms(data: Data) -> dict[str, Data]:
+    """Return the same ways for the first stack, with the budget that is a target, just above checkpointing."""
     part = next(iter(data["parts"].values()))
-    names = {NOTHING: NOTHING, CHECKPOINT: CHECKPOINT, "default": OURS}
-    arms = {names[a["method"]]: a for a in part["arms"] if a["method"] in names}
-    budgets = [a for a in part["arms"] if a["method"] == OURS]
-    arms["budget"] = min(budgets, key=lambda a: abs(a["peak_bytes"] - arms[CHECKPOINT]["peak_bytes"]))
-    return _headline_rows(text("headline_frontier", **part["settings"]), arms)
+    arms = {a["method"]: a for a in part["arms"] if a["method"] in (NOTHING, CHECKPOINT)}
+    arms |= {
+        OURS if a["budget"] is None else "budget": a
+        for a in part["arms"]
+        if a["method"] == "default" or a["budget"] == part["target"]
+    }
+    return _as_ratios(arms)
 
 
-def _headline_budget(found: dict[str, Data]) -> str:
-    """Return the sentence on the budget of the Trainer, if it was measured with one."""
-    arms = _by_method(found["trainer"]["rows"][0]) if "trainer" in found else {}
-    if "budget" not in arms.get("budget", {}):
-        return ""
-    return text("headline_budget", above=arms["budget"]["budget"] / arms[CHECKPOINT]["peak_bytes"] - 1)
+def _as_ratios(arms: dict[str, Data]) -> dict[str, Data]:
+    """Return the arms with the first one without offload as 1.0: ratios are to the mean of both of these."""
+    return arms | {NOTHING: {**arms[NOTHING], "ratio": 1.0}}
 
 
 def notes(folder: Path = RESULTS) -> str:

@@ -14,7 +14,7 @@ import logging
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from statistics import mean, median
@@ -31,8 +31,6 @@ from actoffload.measure import MemoryMeter
 BUDGET = "budget"
 METHODS = (NOTHING, OURS, BUDGET, CHECKPOINT, AGAIN)
 """The arms of a round, in their order."""
-PROFILED = "profiled, "
-"""Before the name of an arm: one recorded step of it, which is not measured."""
 _NEW, _OLD = "activation_checkpointing", "gradient_checkpointing"
 CHECKPOINTING = _NEW if _NEW in TrainingArguments.__dataclass_fields__ else _OLD
 """The argument of Trainer; transformers 5 renames it."""
@@ -210,32 +208,21 @@ def train(
         model = settings.model()
     handles: list[actoffload.OffloadHandle] = []
     found: dict[str, dict[str, Any]] = {}
-    recording = ExitStack()
 
     def begin(**how: Any) -> Callable[[], object]:
         return lambda: handles.append(actoffload.offload(model, **how))
 
     def end(method: str) -> Callable[[], object]:
         def ended() -> None:
-            handle = handles[0]
+            handle = handles.pop()
             moved = handle.statistics().bytes_offloaded / settings.steps
             found[method] = {"bytes_offloaded": moved, **planned(handle.plan), "report": str(handle.report())}
-            recording.enter_context(handle.recording())
-
-        return ended
-
-    def profiled(method: str) -> Callable[[], object]:
-        def ended() -> None:
-            recording.close()
-            handle = handles.pop()
-            seconds = {kind.name.lower(): of for kind, of in handle.timeline().seconds.items()}
-            found[method]["profile"] = {**seconds, "again": handle.plan.recompute_seconds}
             handle.remove()
 
         return ended
 
     before, steps = settings.warm_up, settings.steps
-    measured_passes: dict[str, Any] = {
+    measured_steps: dict[str, Any] = {
         "before": before,
         "steps": steps,
         "handle": lambda: handles[0],
@@ -245,8 +232,7 @@ def train(
     if not checkpoint:
         for method, how in {OURS: begin(), BUDGET: begin(memory_budget=budget)}.items():
             if method is OURS or budget is not None:
-                parts[method] = Part(begin=how, end=end(method), **measured_passes)
-                parts[PROFILED + method] = Part(1, 1, measure=profiled(method))
+                parts[method] = Part(begin=how, end=end(method), **measured_steps)
         parts[AGAIN] = Part(before, steps)
     run = Parts(*parts.values())
     with tempfile.TemporaryDirectory() as folder, messages() as logged:
@@ -270,11 +256,7 @@ def train(
         trainer.train()
     trainer.accelerator.free_memory()
     names = "seconds", "pass_seconds", "queue_seconds", "peak_bytes"
-    measured: dict[str, Any] = {
-        method: {name: getattr(of, name) for name in names}
-        for method, of in parts.items()
-        if not method.startswith(PROFILED)
-    }
+    measured: dict[str, Any] = {method: {name: getattr(of, name) for name in names} for method, of in parts.items()}
     for method, more in found.items():
         measured[method] |= {**more, "log": logged}
     if budget is not None:
