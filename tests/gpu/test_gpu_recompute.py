@@ -101,6 +101,25 @@ def test_compiled_blocks_bit_by_bit() -> None:
         handle.remove()
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_a_model_that_is_compiled_as_a_whole_bit_by_bit() -> None:
+    """Backward runs in another thread than forward, and recomputes there what was compiled."""
+    model = make("mlp", 6)
+    for compiled in (True, False):
+        torch._dynamo.reset()
+        if compiled:
+            model.compile(backend="aot_eager")
+        want = [step(model, seed, ROWS) for seed in range(3)]
+        for how in OPTIONS.values():
+            handle = offload(model, recompute=True, **how)
+            for seed in range(3):
+                assert step(model, seed, ROWS).differences(want[seed]) == []
+            assert handle.report().refused == {}
+            handle.remove()
+        model._compiled_call_impl = None
+    torch._dynamo.reset()
+
+
 class Uncounted(nn.Module):
     """Running statistics without a count of the batches."""
 

@@ -149,6 +149,48 @@ def test_a_model_that_ran_compiled_before(way):
     assert both(program).statistics().passes == 4
 
 
+@pytest.mark.filterwarnings("error:.*recompile_limit", "error:.*lru_cache", "error:.*Dynamo does not know")
+@pytest.mark.parametrize("policy", [True, [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]])
+@pytest.mark.parametrize("first", ["compiled", "offloaded"])
+@pytest.mark.parametrize("way", WAYS)
+def test_compiled_groups_are_recomputed_as_they_were_compiled(way, first, policy):
+    """A recomputation in other kernels would save other tensors; what recomputes is not compiled itself."""
+
+    def program(offload: Offload) -> list[Tensor]:
+        torch._dynamo.reset()
+        model, backend = Net(dropping if way is each else Mlp), Counting()
+        if first == "offloaded":
+            offload(model, recompute=policy)
+        run = way(model, backend)
+        if first == "compiled":
+            offload(model, recompute=policy)
+        results = train(run, 2, of=model)
+        graphs.append(backend.graphs)
+        results += train(run, 3, of=model)
+        assert backend.graphs == graphs[-1]
+        return results
+
+    graphs: list[int] = []
+    handle = both(program)
+    assert handle.report().refused == {}
+    assert sum(group.recomputed for group in handle.report().groups) == BLOCKS
+    # One graph for each block at most, and one before, between and behind them.
+    assert graphs[-1] <= 2 * BLOCKS + 1
+
+
+def test_a_model_is_compiled_after_it_was_recomputed():
+    """The eager calls saved outputs of operators; the compiled ones are recomputed whole, and eager ones as before."""
+
+    def program(offload: Offload) -> list[Tensor]:
+        model = Net(Mlp)
+        offload(model, recompute=True)
+        results = train(model, 3)
+        results += train(torch.compile(model, backend="aot_eager"), 3, of=model)
+        return results + train(model, 2)
+
+    assert both(program).report().refused == {}
+
+
 def test_a_function_that_ran_compiled_before():
     """Dynamo guards on the classes of modules, so the function is compiled once more."""
     model = Net(Mlp)

@@ -35,6 +35,7 @@ LIMIT = 120.0
 INTERRUPTED_END = "test_an_interrupt_at_every_bytecode_of_the_end_of_a_failed_forward"
 EDITED = "test_an_edit_in_place_of_a_kept_tensor_is_caught_also_between_two_backwards"
 COMMUNICATE = "test_groups_that_communicate_are_not_recomputed_where_each_rank_decides_for_itself"
+COMPILED = "test_compiled_groups_are_recomputed_as_they_were_compiled"
 CAPTURED = "test_copies_of_a_captured_forward_have_ended_with_it"
 STREAMS = ["tests/engine/edges", "tests/engine/test_adversary.py"]
 RECOMPUTED = [f"tests/recompute/test_{name}.py" for name in ("region", "left_out", "edits", "programs", "aborts")]
@@ -76,6 +77,7 @@ TESTS: dict[str, list[str]] = {
         "tests/model/test_offload_interrupts.py::" + INTERRUPTED_END,
         "tests/model/test_offload_exceptions.py::test_an_exception_in_forward",
         "tests/model/test_offload_copied.py::test_a_model_that_a_new_process_gets_warns_there",
+        "tests/integration/test_compose_compile.py::" + COMPILED,
     ],
     "model/tracker.py": [
         "tests/model/test_follow.py",

@@ -41,6 +41,33 @@ def opaque(function: F, reason: str = "", *, compile_callees: bool = False) -> F
     return function
 
 
+def _nothing() -> None:
+    return None
+
+
+compiler: Callable[[], Any] = find("_C._dynamo.eval_frame.get_eval_frame_callback") or _nothing
+"""Returns what compiles the calls of this thread, as in a model that is compiled as a whole; None without one."""
+_set_compiler: Any = find("_C._dynamo.eval_frame.set_eval_frame")
+
+
+class Compiled:
+    """Calls a function whose calls are compiled in any thread, as they are where `compiler` was called.
+
+    What is recomputed in backward has to be compiled as it was in the forward, or it saves other tensors.
+    """
+
+    def __init__(self, function: Callable[..., Any], compiler: Any) -> None:
+        self._function, self._compiler = function, compiler
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the function."""
+        before = _set_compiler(self._compiler)
+        try:
+            return self._function(*args, **kwargs)
+        finally:
+            _set_compiler(before)
+
+
 COMPILED_AUTOGRAD = "torch._dynamo.compiled_autograd"
 """The module that runs compiled backwards; a program that uses it has imported it, which takes a second."""
 

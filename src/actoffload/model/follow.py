@@ -18,7 +18,8 @@ An interrupt in the cleanup itself is the reason why there are two ``finally``. 
 nothing installed.  A second one that arrives while the first is being cleaned up may; Python has no way to defer it.
 
 Dynamo does not trace ``__call__``: the graph breaks there, and the groups are compiled one by one, which offloading
-needs anyway.  A program that asked for a single graph gets `REASON` as the error.
+needs anyway.  Those that are recomputed are compiled in backward too, by what compiled their forward.  A program that
+asked for a single graph gets `REASON` as the error.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from typing import Any, TypeAlias
 from torch.jit import ScriptModule
 from torch.nn import Module
 
-from .._torch.compiling import opaque
+from .._torch.compiling import Compiled, compiler, opaque
 from .._torch.modules import CALLS
 from .._warnings import warn
 from .conduct import ROOT, FollowedModule
@@ -95,16 +96,20 @@ def _followed_class(original: type[Module]) -> type[Module]:
     def __call__(self: Module, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
         began: list[tuple[Tracker, int]] = []
         around: Callable[..., Any] | None = None
+        compiles = compiler()
         try:
             try:
                 for followers, of in _following(self):
                     tracker = followers.tracker
                     began.append((tracker, tracker.depth))
-                    around = tracker.begin(of, args, kwargs) or around
+                    around = tracker.begin(of, args, kwargs, compiled=compiles is not None) or around
                 if around is None:
                     result = original.__call__(self, *args, **kwargs)
                 else:
-                    result = around(partial(original.__call__, self), *args, **kwargs)
+                    function: Callable[..., Any] = partial(original.__call__, self)
+                    if compiles is not None:
+                        function = Compiled(function, compiles)  # [guard: recomputation as it was compiled]
+                    result = around(function, *args, **kwargs)
                 for tracker, depth in reversed(began):
                     tracker.end(depth, result)  # [guard: end of a call]
                 return result

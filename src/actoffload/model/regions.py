@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 
 from .._folding import fold_names
 from .._torch.autograd import in_transform, saved_tensor_hooks
+from .._torch.compiling import opaque
 from .._torch.tensors import tree_leaves
 from ..engine.pack import Saved
 from ..engine.unpack import unpack
@@ -65,6 +67,13 @@ def _in_functional_call() -> bool:
     return frame is not None
 
 
+def _recomputed(region: Region, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return recomputed(function, region, *args, **kwargs)
+
+
+opaque(_recomputed)
+
+
 class Regions:
     """What is known of the groups among the followed modules of a model."""
 
@@ -92,14 +101,16 @@ class Regions:
         *,
         stream: Callable[[], Any] = lambda: None,
         capturing: bool = False,
+        compiled: bool = False,
         warn: Callable[[str], object],
         note: Callable[[Hashable], object] = lambda way: None,
     ) -> Callable[..., Any] | None:
         """Return what a function is passed to that calls a group; None if the program may call it.
 
         The first call of a structure is watched.  The others are recomputed if that is possible, and save with `pack`
-        or on the device.  `warn` gets the reason against it where the program can remove that, and `note` what decides
-        which outputs a call that is recomputed saves.
+        or on the device.  `compiled`: it is called in a model that is compiled as a whole.  `warn` gets the reason
+        against it where the program can remove that, and `note` what decides which outputs a call that is recomputed
+        saves.
         """
         policy = conduct.recompute.get(of.group)
         if policy is None or not torch.is_grad_enabled():
@@ -111,10 +122,10 @@ class Regions:
             return None
         module = of.module
         structure = self._structures.of(module)
-        key = structure.kind, frozenset(map(type, tree_leaves((args, kwargs))))
+        key = structure.kind, frozenset(map(type, tree_leaves((args, kwargs)))), compiled
         watch = self._watches.get(key)
         if watch is None or watch.reason is None:
-            watch = self._watches[key] = Watch(module)
+            watch = self._watches[key] = Watch(module, compiled=compiled)
         self._latest[of.group] = "", watch
         if watch.reason is None:
             return watch
@@ -150,7 +161,7 @@ class Regions:
             draws=not capturing,
             reuse=self._reuses.setdefault((of.group, key), Reuse()) if in_pipeline_stage() else None,
         )
-        return lambda function, *args, **kwargs: recomputed(function, region, *args, **kwargs)
+        return partial(_recomputed, region)
 
     def forward_begins(self, *, autocast: bool) -> None:
         """Note that a forward of the model begins; `autocast`: in a block that may have other forwards inside."""

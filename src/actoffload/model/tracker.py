@@ -86,13 +86,13 @@ class Tracker:
 
     # Begin
 
-    def begin(self, of: FollowedModule, args: Any, kwargs: Any) -> Callable[..., Any] | None:
+    def begin(self, of: FollowedModule, args: Any, kwargs: Any, *, compiled: bool = False) -> Callable[..., Any] | None:
         """Begin the forward of a module; return what calls it if the call is to be recomputed in backward."""
         self._begin(of, args, kwargs)
         calls = self._thread.calls
-        return self._around(calls[-1], args, kwargs) if calls and calls[-1].of is of else None
+        return self._around(calls[-1], args, kwargs, compiled) if calls and calls[-1].of is of else None
 
-    def _around(self, call: _Call, args: Any, kwargs: Any) -> Callable[..., Any] | None:
+    def _around(self, call: _Call, args: Any, kwargs: Any, compiled: bool) -> Callable[..., Any] | None:
         """Return what calls a group that is recomputed; where the group is offloaded, the engine saves in it."""
         thread = self._thread
         if call.layer is None or call.part or not thread.conduct.recompute:
@@ -101,7 +101,7 @@ class Tracker:
         stays = thread.scoped and call.layer.index in thread.current.roles.stay
         pack, backend = None if stays else thread.packer.pack, self._engine.backend
         stream, capturing = partial(current_stream, backend), backend.capturing()
-        how: dict[str, Any] = {"stream": stream, "capturing": capturing, "warn": self.warn_once}
+        how: dict[str, Any] = {"stream": stream, "capturing": capturing, "warn": self.warn_once, "compiled": compiled}
         how["note"] = partial(setattr, call.layer, "recomputed")
         return self.regions.around(call.of, thread.conduct, pack, args, kwargs, **how)
 

@@ -101,6 +101,8 @@ class Checkpoint:
         self._saved.append(described(tensor))
         return slot
 
+    opaque(_pack)
+
     def _read(self, slot: _Slot) -> Tensor:
         """Return what fills a slot, for a node that runs or for who looks at the graph outside of a backward."""
         now = backward_id()
@@ -152,6 +154,8 @@ class _Filling:
         if self._count == number:
             raise _Filled
         return tensor
+
+    opaque(pack)
 
 
 class _Surroundings:

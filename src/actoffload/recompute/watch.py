@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import Module, SyncBatchNorm
 
 from .._torch.autograd import saved_tensor_hooks
+from .._torch.compiling import opaque
 from .._torch.modules import is_compiled, registered
 from .._torch.tensors import DispatchMode, current_dispatch_mode, is_capturing, tree_leaves
 from .policy import draws
@@ -99,6 +100,8 @@ class _Seen(Mode):
             self.statistics += [of for of in args[3:5] if of is not None]
         return operator(*args, **(kwargs or {}))
 
+    opaque(__torch_dispatch__)
+
 
 class Watch:
     """One call of a module that is not recomputed, and why later ones must not be.
@@ -114,15 +117,15 @@ class Watch:
     communicates : bool
         Whether the call communicated with other ranks outside of compiled code.
     compiled : bool
-        Whether modules inside are compiled.
+        Whether modules inside are compiled, or all of it with the model around it.
     """
 
-    def __init__(self, module: Module) -> None:
+    def __init__(self, module: Module, *, compiled: bool = False) -> None:
         self._module: Module | None = module
         self.reason: str | None = None
         self.writers: tuple[int, ...] = ()
         self.draws, self.communicates = True, False
-        self.compiled = any(map(is_compiled, inside(module)))
+        self.compiled = compiled or any(map(is_compiled, inside(module)))
 
     def __call__(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Call a function that calls the module."""
@@ -174,6 +177,8 @@ class Watch:
             seen = HOOKS
         self.reason = seen
         return result
+
+    opaque(__call__)
 
 
 def _versions(module: Module) -> list[tuple[int, int]]:

@@ -12,9 +12,10 @@ If it does not fit, a third pass that offloads everything is timed, and passes i
 they may be.  In the first one or two of these the operators are timed.  Then come the groups with the outputs of
 operators saved, and recomputed whole, each in a pass that warms up and one that is timed; and one more without
 offloading, if that fits.  Passes with the plan show its peak, and if that is not the one that was predicted, another
-plan is chosen by what is known now.  Near the smallest peak that there is, a few bytes decide which plans fit, so none are left free.
-Where steps are short, the time of the host decides, and it changes from pass to pass.  So the plans for a host that is
-slower or faster than it was measured are run too, and the one whose passes were the shortest is kept.
+plan is chosen by what is known now.  Near the smallest peak that there is, a few bytes decide which plans fit, so
+none are left free.  Where steps are short, the time of the host decides, and it changes from pass to pass.  So the
+plans for a host that is slower or faster than it was measured are run too, and the one whose passes were the shortest
+is kept.
 """
 
 from __future__ import annotations
