@@ -64,7 +64,11 @@ root_doc = "index"
 myst_enable_extensions = ["colon_fence", "deflist", "fieldlist", "substitution", "attrs_inline"]
 myst_heading_anchors = 3
 # Measured figures are read from the result files, never typed into a page.
-myst_substitutions = {"headline": report.headline(), "benchmark_notes": report.notes()}
+myst_substitutions = {
+    "headline": report.headline(),
+    "benchmark_notes": report.notes(),
+    "report_of_a_budget": report.report_of_a_budget(),
+}
 default_role = "py:obj"
 
 # -- API reference --------------------------------------------------------------------------------------
@@ -122,7 +126,7 @@ notfound_context = {
 html_static_path = ["docs/_static"]
 templates_path = ["docs/_templates"]
 html_css_files = ["custom.css"]
-html_js_files = ["stacked_tables.js"]
+html_js_files = ["fit_width.js"]
 html_search_scorer = "docs/_static/search_scorer.js"
 html_favicon = "docs/_static/logo.svg"
 html_show_sourcelink = False

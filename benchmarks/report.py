@@ -352,6 +352,19 @@ def _headline_why(models: list[dict[str, Data]]) -> str:
     return " ".join([*words, *([text("headline_budget", above=" and ".join(sorted(above)))] if above else [])])
 
 
+def report_of_a_budget(folder: Path = RESULTS) -> str:
+    """Return the report of the Trainer's last round with a budget, and what it was recorded on."""
+    data = read(folder, "trainer")
+    arms = {} if data is None else data["rows"][0]["runs"][-1]
+    if data is None or "budget" not in arms:
+        return "No report is recorded yet."
+    lines = (
+        textwrap.fill(line, 110, subsequent_indent=" " * (2 if line.startswith("- ") else 13))
+        for line in arms["budget"]["report"].splitlines()
+    )
+    return "\n\n".join(["\n".join(["```text", *lines, "```"]), origin(data)])
+
+
 def readme(text: str, sentences: str) -> str:
     """Return the text of README.md with the table and the captions of the landing page between its two marks."""
     before, mark, rest = text.partition("<!-- headline: written by benchmarks/report.py -->\n")
