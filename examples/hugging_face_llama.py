@@ -3,30 +3,26 @@ One line for a Hugging Face Llama
 =================================
 
 The layers of a Hugging Face model are called inside its own code, which should stay as it is. ``actoffload.offload``
-finds the layers and follows the forward of the model. Here a Llama with random weights trains with that one line. The
-number of offloaded layers is given by hand, and the example measures what each number saves. Without
-a number it is found by measurement; see :ref:`sphx_glr_gallery_never_slower.py`.
+finds the layers and follows the forward of the model. Here the number of offloaded layers is given by hand, and the
+example measures what each number saves. Without a number, what is free is found by measurement, as in
+:ref:`sphx_glr_gallery_never_slower.py`.
 """
 
 # %%
 # An unmodified model
 # -------------------
-# On a GPU there are eight layers as wide as those of Llama 3 8B. Without a GPU the example runs on the CPU, with a
-# smaller model. The weights are random; nothing is downloaded.
-import copy
-from functools import partial
-
+# The handle shows which layers are offloaded, before the first step. After some steps the report lists what each layer
+# saved, what was offloaded of it, and why the rest was kept.
+#
+# On a GPU there are eight layers as wide as those of Llama 3 8B, with random weights. Without a GPU the example runs on
+# the CPU with a smaller model.
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import actoffload
-from actoffload.measure import compare_steps, describe_device, measure_steps
 
 device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 reference = device.type == "cpu"
-print(f"Runs on {describe_device()}.")
-
 config = LlamaConfig(
     hidden_size=128 if reference else 4096,
     intermediate_size=448 if reference else 14336,
@@ -42,10 +38,6 @@ with device:
     tokens = torch.randint(config.vocab_size, (8, 256) if reference else (1, 2048))
 optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
 
-# %%
-# One line
-# --------
-# All layers but the last two are offloaded. The handle shows which they are, before the first step.
 handle = actoffload.offload(model, num_layers=config.num_hidden_layers - 2)
 print(handle)
 
@@ -57,56 +49,46 @@ def train_step(tokens=tokens):
     optimizer.step()
 
 
-def step_without(tokens=tokens):
-    """Train without offloading."""
-    with handle.paused():
-        train_step(tokens)
-
+for _ in range(3):
+    train_step()
+print(handle.report())
 
 # %%
 # The same bits
 # -------------
 # Two steps give the same weights with and without offloading. Fast attention kernels add in an order that differs from
 # run to run, with and without offloading. So this comparison uses a part of the text and a deterministic kernel.
+import copy
+
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
 start = copy.deepcopy(model.state_dict())
 
 
-def weights_after_training(step):
+def weights_after_training():
     """Return the weights after two steps from the same start."""
     model.load_state_dict(start)
     with sdpa_kernel(SDPBackend.MATH):
         for _ in range(2):
-            step(tokens[:, :512])
+            train_step(tokens[:, :512])
     return [weight.detach().clone() for weight in model.parameters()]
 
 
-same = all(map(torch.equal, weights_after_training(step_without), weights_after_training(train_step)))
-print("Weights are bit-identical:", same)
+with handle.paused():
+    without = weights_after_training()
+print("Weights are bit-identical:", all(map(torch.equal, without, weights_after_training())))
 start.clear()  # frees the copy of the weights
+without.clear()
 
 # %%
-# What it saves and what it costs
-# -------------------------------
-# Both steps are measured in turns. R is the drop of the peak over the offloaded bytes: the fraction of them that was
-# not on the device at the peak. A GPU computes these layers faster than the link copies what six of them save, so the
-# step takes longer. The report below gives the stalls.
-print(compare_steps(step_without, train_step, handle, repeats=3, steps=2))
+# Side by side
+# ------------
+# What follows only measures. ``reschedule`` changes the number of offloaded layers between steps. Every offloaded layer
+# lowers the peak by the same amount. On a GPU the table also has times: copies cost hardly any time as long as they
+# take no longer than compute. Compute waits for the rest.
+from functools import partial
 
-# %%
-# Report for each layer
-# ---------------------
-# The report describes the last step. If that was recorded, it contains times and stalls, and simulates other numbers of
-# offloaded layers.
-with handle.recording():
-    train_step()
-print(handle.report())
-
-# %%
-# How many layers
-# ---------------
-# Every offloaded layer lowers the peak by the same amount. On a GPU the copies overlap compute: they cost hardly any
-# time as long as they take no longer than compute. Compute waits for the rest. ``reschedule`` changes the number
-# between steps.
+from actoffload.measure import measure_steps
 
 
 def step_with(number):
@@ -123,8 +105,8 @@ measured.plot().figure.savefig("hugging_face_llama_layers.png", dpi=150)
 # %%
 # Where the copies go
 # -------------------
-# The recorded step. Each layer is offloaded from the moment at which its tensors are saved, and reloaded while later
-# layers run backward. Hatched intervals are stalls: compute waits for a transfer.
+# A recorded step has a timeline. Each layer is offloaded from the moment at which its tensors are saved, and reloaded
+# while later layers run backward. Hatched intervals are stalls: compute waits for a copy.
 with handle.recording():
     step_with(config.num_hidden_layers - 2)
 handle.timeline().plot().figure.savefig("hugging_face_llama_timeline.png", dpi=150)

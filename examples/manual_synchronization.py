@@ -12,29 +12,23 @@ offloaded, so that the copies are spread evenly over the step.
 # Your own copy stream
 # --------------------
 # The transfers may run on a stream of the program. By default the context makes one stream for each direction.
-import copy
-
 import torch
 
 import actoffload
-from actoffload.measure import compare_steps, describe_device, trace_memory
-from actoffload.report.plots import plot_timeline, plot_trace
 
 device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 shape = (1, 256, 1024) if device.type == "cpu" else (16, 1024, 1024)
-print(f"Runs on {describe_device()}.")
 
 torch.manual_seed(0)
 layers = torch.nn.Sequential(*[torch.nn.Linear(1024, 1024) for _ in range(12)]).to(device)
 optimizer = torch.optim.SGD(layers.parameters(), lr=0.1)
 
-offloading = actoffload.get_cpu_offload_context(
+context, sync_function, controller = actoffload.get_cpu_offload_context(
     enabled=True,
     model_layers=12,
     manual_synchronization=True,
     offload_stream=None if device.type == "cpu" else torch.Stream(device),
 )
-nothing = actoffload.get_cpu_offload_context(enabled=False, manual_synchronization=True)
 
 # %%
 # Three calls for each offloaded layer
@@ -47,7 +41,7 @@ nothing = actoffload.get_cpu_offload_context(enabled=False, manual_synchronizati
 offloaded = {0, 4, 8}
 
 
-def train_step(context, sync_function, controller):
+def train_step(context=context, sync_function=sync_function, controller=controller):
     """Run forward, backward and optimizer."""
     optimizer.zero_grad(set_to_none=False)
     x = torch.randn(shape, device=device)
@@ -64,13 +58,22 @@ def train_step(context, sync_function, controller):
     optimizer.step()
 
 
+for _ in range(3):
+    train_step()
+print(context.report())
+
 # %%
+# The same bits
+# -------------
 # With ``enabled=False`` the controller accepts the same calls and does nothing. Three steps give the same weights in
 # both ways, bit for bit.
+import copy
+
+nothing = actoffload.get_cpu_offload_context(enabled=False, manual_synchronization=True)
 start = copy.deepcopy(layers.state_dict())
 
 
-def weights_after_training(trio):
+def weights_after_training(*trio):
     """Return the weights after three steps, from the same start and with the same inputs every time."""
     layers.load_state_dict(start)
     torch.manual_seed(1)
@@ -79,30 +82,26 @@ def weights_after_training(trio):
     return [weight.detach().clone() for weight in layers.parameters()]
 
 
-same = all(map(torch.equal, weights_after_training(nothing), weights_after_training(offloading)))
+same = all(map(torch.equal, weights_after_training(*nothing), weights_after_training()))
 print("Weights are bit-identical:", same)
 
 # %%
-# What it saves and what it costs
-# -------------------------------
-# All three layers are freed when forward ends, so no offloaded byte should be on the device at the peak. On a GPU each
-# copy overlaps the compute of two layers, so the step takes about as long.
-result = compare_steps(lambda: train_step(*nothing), lambda: train_step(*offloading), offloading[0])
-print(result)
+# Side by side
+# ------------
+# What follows only measures. All three layers are freed when forward ends, so no offloaded byte should be on the device
+# at the peak. On a GPU each copy overlaps the compute of two layers, so the step takes about as long.
+from functools import partial
+
+from actoffload.measure import compare_steps, trace_memory
+from actoffload.report.plots import plot_timeline, plot_trace
+
+step_without = partial(train_step, *nothing)
+print(compare_steps(step_without, train_step, context))
 
 # %%
-# The report lists what each layer saved in the latest step, what was offloaded of it, and why the rest was kept.
-print(offloading[0].report())
-
-# %%
-# Memory over the step
-# --------------------
 # Memory in use after the forward of every layer and before its backward. With offloading it falls after the forward of
 # the third, seventh and eleventh layer, and rises where a reload starts in backward.
-traces = {
-    "no offload": trace_memory(lambda: train_step(*nothing), layers),
-    "manual schedule": trace_memory(lambda: train_step(*offloading), layers),
-}
+traces = {"no offload": trace_memory(step_without, layers), "manual schedule": trace_memory(train_step, layers)}
 plot_trace(traces).figure.savefig("manual_synchronization_memory.png", dpi=150)
 
 # %%
@@ -110,6 +109,6 @@ plot_trace(traces).figure.savefig("manual_synchronization_memory.png", dpi=150)
 # -------------------
 # Each D2H copy starts when its call is made and its tensor is ready. Each H2D copy starts with the backward of the
 # layer whose hook calls ``start_reload_layer``.
-with offloading[0].record_timeline() as recorder:
-    train_step(*offloading)
+with context.record_timeline() as recorder:
+    train_step()
 plot_timeline(recorder.timeline()).figure.savefig("manual_synchronization_timeline.png", dpi=150)

@@ -3,29 +3,24 @@ Mixture of experts, group by group
 ==================================
 
 Where dense blocks and mixtures of experts alternate, a whole block is a coarse unit: its parts save different numbers
-of bytes and compute for different times. Here attention, dense MLPs and mixtures are separate groups. The example
-measures how much memory each kind of group saves, and on a GPU how much time it costs. How tokens are routed without
-synchronization is in :ref:`sphx_glr_gallery_moe_routing.py`.
+of bytes and compute for different times. Here attention, dense MLPs and mixtures are separate groups, and the example
+measures how much memory each kind of group saves. How tokens are routed without synchronization is in
+:ref:`sphx_glr_gallery_moe_routing.py`.
 """
 
 # %%
 # Dense and sparse blocks
 # -----------------------
-# Eight blocks; every other one has a mixture instead of the dense MLP. Without a GPU the example runs on the CPU, with
-# a smaller model.
-import copy
-from functools import partial
-
+# Eight blocks; every other one has a mixture instead of the dense MLP. Without a GPU the example runs on the CPU with a
+# smaller model.
 import torch
 import torch.nn.functional as F
 
 import actoffload
-from actoffload.measure import describe_device, measure_steps
 from actoffload.moe import GroupedMLP, indices_to_multihot
 
 device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 reference = device.type == "cpu"
-print(f"Runs on {describe_device()}.")
 width, shape, dtype = (128, (8, 256), torch.float32) if reference else (4096, (2, 1024), torch.bfloat16)
 experts, topk, vocabulary = 8, 2, 1024
 # GroupedMLP reads the number of tokens of each expert on the device where a kernel can.
@@ -46,14 +41,6 @@ class Attention(torch.nn.Module):
         q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, -1, 64)).permute(2, 0, 3, 1, 4)
         x = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.out(x.transpose(1, 2).flatten(2))
-
-
-class DenseMLP(torch.nn.Sequential):
-    """One MLP for all tokens, behind a norm."""
-
-    def __init__(self):
-        up, down = torch.nn.Linear(width, 4 * width), torch.nn.Linear(4 * width, width)
-        super().__init__(torch.nn.LayerNorm(width), up, torch.nn.GELU(), down)
 
 
 class Mixture(torch.nn.Module):
@@ -77,6 +64,12 @@ class Mixture(torch.nn.Module):
         return torch.zeros_like(hidden).index_add(0, tokens, y).view_as(x)
 
 
+def dense_mlp():
+    """Return one MLP for all tokens, behind a norm."""
+    up, down = torch.nn.Linear(width, 4 * width), torch.nn.Linear(4 * width, width)
+    return torch.nn.Sequential(torch.nn.LayerNorm(width), up, torch.nn.GELU(), down)
+
+
 class Block(torch.nn.Module):
     """Attention and an MLP, each with a residual connection."""
 
@@ -92,59 +85,50 @@ class Block(torch.nn.Module):
 
 torch.manual_seed(0)
 with device:
-    blocks = [Block(Mixture() if k % 2 else DenseMLP()) for k in range(8)]
+    blocks = [Block(Mixture() if k % 2 else dense_mlp()) for k in range(8)]
     model = torch.nn.Sequential(torch.nn.Embedding(vocabulary, width), *blocks).to(dtype)
     tokens = torch.randint(vocabulary, shape)
 optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-
-
-def train_step(model):
-    """Run forward, backward and optimizer; the gradients keep their memory between steps."""
-    optimizer.zero_grad(set_to_none=False)
-    model(tokens).float().square().mean().backward()
-    optimizer.step()
-
 
 # %%
 # Three kinds of groups
 # ---------------------
 # Two patterns select the parts of all blocks. The MLPs are of two classes, so they are two kinds. ``num_layers``
 # holds for each kind. The last group of each kind is kept, because backward begins there. ``keep`` excludes the
-# routers, which save little.
-everything = ["*.attention", "*.mlp"]
-handle = actoffload.offload(model, layers=everything, num_layers=7, keep="*.router")
+# routers, which save little. In the report the mixtures save the most: every token occurs once for each of its two
+# experts.
+handle = actoffload.offload(model, layers=["*.attention", "*.mlp"], num_layers=7, keep="*.router")
 print(handle)
 
-# %%
-# The report, part by part. The mixtures save the most: every token occurs once for each of its two experts.
-for _ in range(2):
-    train_step(model)
+
+def train_step():
+    """Run forward, backward and optimizer; the gradients keep their memory between steps."""
+    optimizer.zero_grad(set_to_none=False)
+    model(tokens).float().square().mean().backward()
+    optimizer.step()
+
+
+for _ in range(3):
+    train_step()
 print(handle.report())
 handle.remove()
 
 # %%
-# Memory and time of each kind
-# ----------------------------
-# Now each kind is offloaded alone, in copies of the model that share its weights, and then all of them together. The
-# last choice keeps one tensor of each mixture on the device, the input of the activation: the largest saved tensor.
+# Side by side
+# ------------
+# What follows only measures: each kind alone, and then all of them together. On a GPU the table also has times.
+from actoffload.measure import measure_steps
 
-
-def copy_with(layers, num_layers):
-    """Return new modules with the same weights, and a handle for them."""
-    other = copy.deepcopy(model, {id(weight): weight for weight in model.parameters()})
-    return other, actoffload.offload(other, layers=layers, num_layers=num_layers, keep="*.router")
-
-
-choices = {"attention": (Attention, 7), "dense MLPs": (DenseMLP, 3), "mixtures": (Mixture, 3), "all": (everything, 7)}
-copies = {name: copy_with(*choice) for name, choice in choices.items()}
-copies["all but one tensor"] = copy_with(everything, 7)
-for module in copies["all but one tensor"][0].modules():
-    if isinstance(module, GroupedMLP):
-        module.keep_activation_input = True
-
-steps = {"keep everything": partial(train_step, model)}
-steps |= {name: partial(train_step, other) for name, (other, _) in copies.items()}
-measured = measure_steps(steps, repeats=3)
+measured = measure_steps({"keep everything": train_step}, repeats=3)
+choices = {
+    "attention": {"layers": "*.attention", "num_layers": 7},
+    "dense MLPs": {"layers": "[1357].mlp", "num_layers": 3},
+    "mixtures": {"layers": Mixture, "num_layers": 3},
+    "all": {"layers": ["*.attention", "*.mlp"], "num_layers": 7},
+}
+for name, choice in choices.items():
+    with actoffload.offload(model, keep="*.router", **choice):
+        measured |= measure_steps({name: train_step}, repeats=3)
 print(measured)
 
 # %%
@@ -152,5 +136,3 @@ print(measured)
 # choice makes the step longer. Together the kinds share the link, and the step takes longest. Leave out the kinds that
 # save little memory for their time.
 measured.plot().figure.savefig("moe_groups.png", dpi=150)
-for _, handle in copies.values():
-    handle.remove()

@@ -2,27 +2,24 @@
 Mixture of experts without synchronization
 ==========================================
 
-The host queues both compute and copies, so both start late if it waits for the device in every layer. Routing of tokens
-to experts usually waits. Here a mixture of experts trains without one synchronization, offloads what it saves, and the
-example finds the lines of a program that do wait.
+Routing of tokens to experts usually makes the host wait for the device in every layer. Then compute and copies, which
+the host queues, start late. Here a mixture of experts trains and offloads without one synchronization, and
+``find_synchronizations`` names the lines of a program that do wait.
 """
 
 # %%
 # Routing that waits
 # ------------------
-# The usual way to sort tokens by expert waits once for each expert, to read the number of its tokens.
-# ``find_synchronizations`` names the lines. Without a GPU the example runs on the CPU, with smaller layers, where
-# nothing waits.
+# The usual way to sort tokens by expert waits once for each expert, to read the number of its tokens. Without a GPU the
+# example runs on the CPU with smaller layers, where nothing waits.
 import torch
 from matplotlib import pyplot
 
 import actoffload
-from actoffload.measure import compare_steps, describe_device
 from actoffload.moe import GroupedMLP, indices_to_multihot
 
 device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 reference = device.type == "cpu"
-print(f"Runs on {describe_device()}.")
 width, shape, dtype = (128, (8, 256), torch.float32) if reference else (4096, (2, 1024), torch.bfloat16)
 experts, topk = 8, 2
 
@@ -89,14 +86,24 @@ def train_step():
 
 # %%
 # A whole step has no synchronization if the counts stay on the device.
-train_step()
+for _ in range(3):
+    train_step()
 print(lines_that_wait(train_step))
 
 # %%
-# What it saves and what it costs
-# -------------------------------
-# Four of the six mixtures are offloaded. Every token occurs once for each of its two experts, so a mixture saves more
-# than a dense MLP of the same width.
+# The report of a recorded step. Four of the six mixtures are offloaded whether or not that is free, as ``num_layers=4``
+# says. A GPU computes these mixtures faster than the link copies what they save. So the report has stalls, and advises
+# which number of groups costs less.
+with handle.recording():
+    train_step()
+print(handle.report())
+
+# %%
+# Side by side
+# ------------
+# What follows only measures. Every token occurs once for each of its two experts, so a mixture saves more than a dense
+# MLP of the same width. On a GPU the step takes longer; ``actoffload.offload(model)`` offloads only what is free.
+from actoffload.measure import compare_steps
 
 
 def step_without():
@@ -106,14 +113,6 @@ def step_without():
 
 
 print(compare_steps(step_without, train_step, handle))
-
-# %%
-# ``num_layers=4`` offloads four groups whether or not that is free. A GPU computes these mixtures faster than the link
-# copies what they save, so the step takes longer there. The report of a recorded step has the stalls, and advises which
-# number of groups costs less. ``actoffload.offload(model)`` measures, and offloads only what is free.
-with handle.recording():
-    train_step()
-print(handle.report())
 
 # %%
 # Tokens of each expert

@@ -12,7 +12,7 @@ and no result is wrong. Here the report counts such bytes and names the variable
 # ------------------
 # Eight transformer blocks of PyTorch between an embedding and a head. A hook keeps the output of the first linear layer
 # of each MLP, to log its size later. ``detach`` looks harmless, because it removes the tensor from the graph. But it
-# returns a tensor on the same memory. Without a GPU the example runs on the CPU, with a smaller model.
+# returns a tensor on the same memory. Without a GPU the example runs on the CPU with a smaller model.
 from collections import OrderedDict
 from functools import partial
 
@@ -20,12 +20,9 @@ import torch
 import torch.nn.functional as F
 
 import actoffload
-from actoffload.measure import compare_steps, describe_device, trace_memory
-from actoffload.report.plots import plot_trace
 
 device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 reference = device.type == "cpu"
-print(f"Runs on {describe_device()}.")
 
 torch.manual_seed(0)
 width, shape, dtype = (128, (8, 256), torch.float32) if reference else (2048, (8, 1024), torch.bfloat16)
@@ -82,35 +79,10 @@ print(report)
 # R is the fraction of the offloaded bytes that was freed. The column "not freed" shows the blocks where it was not, and
 # the table at the end the reference: the dictionary, by its name in this script.
 #
-# The report counts storages. The measured peaks agree: they differ by less than the offloaded bytes.
-#
-# On a GPU the step takes much longer, with the bug and after the fix. ``num_layers=6`` is chosen to show memory, and
-# the copies of six blocks take longer than the compute of all eight. The report has the stalls, and advises fewer
-# groups.
-
-
-def step_without():
-    """Train without offloading."""
-    with handle.paused():
-        train_step()
-
-
-before = compare_steps(step_without, train_step, handle)
-print(before)
-
-# %%
-# Memory in use at the borders of the blocks is kept for the figure below, before the bug is fixed.
-blocks = [part for name, part in parts.items() if name.startswith("block")]
-traces = {"no offload": trace_memory(step_without, blocks), "offload, with the bug": trace_memory(train_step, blocks)}
-
-# %%
 # The fix
 # -------
 # The log needs one number for each block. So the hook computes it at once and keeps no activation. The number stays on
 # the device: ``item`` would make the host wait in every block.
-for hook in hooks:
-    hook.remove()
-activations.clear()
 sizes = {}
 
 
@@ -119,17 +91,42 @@ def log_size(name, module, args, output):
     sizes[name] = output.detach().square().mean().sqrt()
 
 
+for hook in hooks:
+    hook.remove()
 hooks = log_with(log_size)
-after = compare_steps(step_without, train_step, handle)
-print(after)
-print(f"R was {100 * before.ratio:.1f} % and is {100 * after.ratio:.1f} %.")
+with handle.recording():
+    train_step()
+print(f"R is now {100 * handle.report().r:.1f} %.")
 
 # %%
-# Memory over the step
-# --------------------
+# Side by side
+# ------------
+# What follows only measures, with the fix and then with the bug again. The report counts storages, and the measured
+# peaks agree: with the bug they differ by less than the offloaded bytes.
+#
+# On a GPU the step takes much longer with offloading. ``num_layers=6`` is chosen to show memory, and the copies of six
+# blocks take longer than the compute of all eight.
+from actoffload.measure import compare_steps, trace_memory
+from actoffload.report.plots import plot_trace
+
+
+def step_without():
+    """Train without offloading."""
+    with handle.paused():
+        train_step()
+
+
+blocks = [part for name, part in parts.items() if name.startswith("block")]
+print("Fixed:", compare_steps(step_without, train_step, handle), sep="\n")
+traces = {"no offload": trace_memory(step_without, blocks), "offload, fixed": trace_memory(train_step, blocks)}
+
+hooks += log_with(keep_for_the_log)
+print("\nWith the bug:", compare_steps(step_without, train_step, handle), sep="\n")
+traces["offload, with the bug"] = trace_memory(train_step, blocks)
+
+# %%
 # With the bug the curve rises where it should be flat: a part of every offloaded block is not freed. Without offloading
 # the bug costs nothing at the peak, because autograd keeps the same memory anyway. So such a bug is often found only
 # when offloading is switched on.
-traces["offload, fixed"] = trace_memory(train_step, blocks)
 plot_trace(traces).figure.savefig("not_freed.png", dpi=150)
 handle.remove()

@@ -2,30 +2,27 @@
 Offloading and checkpointing
 ============================
 
-Checkpointing drops what a block saves and recomputes it in backward. Offloading copies it to the host and back. The one
-costs compute, the other needs the link. They can be combined: a checkpointed block saves only its input, which can be
-offloaded. Here one model trains in all four ways.
+Checkpointing drops what a block saves and recomputes it in backward. Offloading copies it to the host and back. They
+can be combined: a checkpointed block saves only its input, which can be offloaded. Here one model trains in all four
+ways.
 """
 
 # %%
-# One model, two switches
-# -----------------------
-# Eight transformer blocks of PyTorch. Checkpointing is a switch of the model, offloading a handle that can be paused.
-# So all four ways train the same weights in the same modules. On a GPU the blocks are as wide as those of the largest
-# models, and few, because weights and gradients need memory too. Without a GPU the example runs on the CPU, with a
-# smaller model.
-from contextlib import nullcontext
-from functools import partial
-
+# A checkpointed model, offloaded
+# -------------------------------
+# Eight transformer blocks of PyTorch, each of them checkpointed. The line ``actoffload.offload(model)`` stays the same.
+# The report shows that the inputs of the blocks are all that is saved. That of the first block is not freed, because
+# the call of the model refers to it.
+#
+# On a GPU the blocks are as wide as those of the largest models, and few, because weights and gradients need memory
+# too. Without a GPU the example runs on the CPU with a smaller model.
 import torch
 from torch.utils.checkpoint import checkpoint
 
 import actoffload
-from actoffload.measure import describe_device, measure_steps
 
 device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 reference = device.type == "cpu"
-print(f"Runs on {describe_device()}.")
 width, shape, dtype = (128, (8, 256), torch.float32) if reference else (8192, (1, 2048), torch.bfloat16)
 
 
@@ -38,7 +35,7 @@ class Model(torch.nn.Module):
         how |= {"device": device, "dtype": dtype}
         blocks = [torch.nn.TransformerEncoderLayer(width, width // 64, 4 * width, **how) for _ in range(8)]
         self.blocks = torch.nn.ModuleList(blocks)
-        self.checkpointing = False
+        self.checkpointing = True
 
     def forward(self, x):
         """Run the blocks."""
@@ -53,36 +50,50 @@ optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
 handle = actoffload.offload(model, num_layers=6)
 
 
-def train_step(checkpointing, offloading):
+def train_step():
     """Run forward, backward and optimizer; the gradients keep their memory between steps."""
-    model.checkpointing = checkpointing
     optimizer.zero_grad(set_to_none=False)
-    with nullcontext() if offloading else handle.paused():
-        model(torch.randn(*shape, width, device=device, dtype=dtype)).square().mean().backward()
+    model(torch.randn(*shape, width, device=device, dtype=dtype)).square().mean().backward()
     optimizer.step()
 
 
+for _ in range(3):
+    train_step()
+print(handle.report())
+
 # %%
-# Memory and time
-# ---------------
-# The peaks include weights and gradients, except on the reference device. Checkpointing costs about the time of one
-# more forward. Offloading costs the time by which the copies take longer than the compute that they overlap. Bytes grow
-# with the width of a model and compute with its square, so offloading costs less in wide models.
+# Side by side
+# ------------
+# What follows only measures. Checkpointing is switched off in the model, and offloading is paused, so all four ways
+# train the same weights. The peaks include weights and gradients, except on the reference device.
+from contextlib import nullcontext
+from functools import partial
+
+from actoffload.measure import measure_steps
+
+
+def step_with(checkpointing, offloading):
+    """Train with or without checkpointing and offloading."""
+    model.checkpointing = checkpointing
+    with nullcontext() if offloading else handle.paused():
+        train_step()
+
+
 measured = measure_steps(
     {
-        "keep": partial(train_step, checkpointing=False, offloading=False),
-        "checkpoint": partial(train_step, checkpointing=True, offloading=False),
-        "offload": partial(train_step, checkpointing=False, offloading=True),
-        "both": partial(train_step, checkpointing=True, offloading=True),
+        "keep": partial(step_with, checkpointing=False, offloading=False),
+        "checkpoint": partial(step_with, checkpointing=True, offloading=False),
+        "offload": partial(step_with, checkpointing=False, offloading=True),
+        "both": partial(step_with, checkpointing=True, offloading=True),
     }
 )
 print(measured)
 
 # %%
-# The report is about the latest step, with both: the inputs of the blocks are all that is saved.
-print(handle.report())
-
-# %%
+# Checkpointing costs about the time of one more forward. Offloading costs the time by which the copies take longer than
+# the compute that they overlap. Bytes grow with the width of a model and compute with its square, so offloading costs
+# less in wide models.
+#
 # With offloading, the saved tensors of two blocks are resident. With checkpointing, the input of every block is, and
 # the saved tensors of the block that is recomputed. With both, all but two of the inputs are offloaded as well: more
 # blocks then need no more memory for activations.

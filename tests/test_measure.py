@@ -169,17 +169,29 @@ def test_tables_of_the_reference_device_have_no_times() -> None:
     assert not any("ms" in line.split() for line in str(Measurements(reference, steps)).splitlines())
 
 
+def test_tables_and_figures_have_one_unit() -> None:
+    pytest.importorskip("matplotlib").use("agg")
+    lines = str(comparison(peak_without=3 * 2**30, peak_with=5 * 2**29, bytes_offloaded=2**29)).splitlines()
+    assert lines[2].split() == ["peak", "memory", "3.00", "GiB", "2.50", "GiB", "-0.50", "GiB"]
+    assert lines[-3].split() == ["bytes", "offloaded", "0.50", "GiB"]
+    measured = Measurements(comparison().device, {"a": Measurement(2**30, 0.2), "b": Measurement(2**29, 0.2)})
+    assert str(measured).splitlines()[3].split()[:5] == ["b", "0.50", "GiB", "0.50", "GiB"]
+    ax = measured.plot()
+    assert [text.get_text() for text in ax.texts] == ["1.00 GiB, 1.000 x", "0.50 GiB, 1.000 x"]
+    assert ax.get_xlabel() == "peak of device memory (GiB), step time x a"
+
+
 @on_cpu
-def test_measured_passes_are_joined_and_drawn() -> None:
+def test_measured_steps_are_joined_and_drawn() -> None:
     pytest.importorskip("matplotlib").use("agg")
     found = measure_steps({"large": lambda: floats(2 * MIB)}) | measure_steps({"small": lambda: floats(MIB)}, warmup=0)
     assert {name: of.peak_bytes for name, of in found.steps.items()} == {"large": 2 * MIB, "small": MIB}
     assert found["small"].seconds == 0.0
     ax = found.plot()
     assert [patch.get_width() for patch in ax.patches] == [2.0, 1.0]
-    assert [text.get_text() for text in ax.texts] == ["2 MiB", "1 MiB"]
+    assert [text.get_text() for text in ax.texts] == ["2.0 MiB", "1.0 MiB"]
     ax = Measurements(comparison().device, {"a": Measurement(MIB, 0.2), "b": Measurement(MIB, 0.3)}).plot()
-    assert [text.get_text() for text in ax.texts] == ["1 MiB, 1.000 x", "1 MiB, 1.500 x"]
+    assert [text.get_text() for text in ax.texts] == ["1.0 MiB, 1.000 x", "1.0 MiB, 1.500 x"]
 
 
 @on_cpu

@@ -14,20 +14,32 @@ from unittest import mock
 
 from sphinx_gallery.sorting import ExplicitOrder
 
+from actoffload.report.plots import ByteUnit
+
 MB = 1e6  # sphinx-gallery prints the number followed by "MB"
 FIGURES = tomllib.loads((Path(__file__).parents[2] / "examples/figures.toml").read_text("utf-8"))
 TEACHING_ORDER = ExplicitOrder([*(f"{name}.py" for name in FIGURES), "*"])
 
 
 def describe_figures(text: str) -> str:
-    """Return the text of a gallery page with the descriptions of its figures as the alternatives of the images."""
+    """Edit a gallery page: write the alternatives of its images, and its peak in the unit of its figures."""
 
     def described(found: re.Match[str]) -> str:
         number, known = int(found["number"] or 1), FIGURES.get(found["name"], ())
         return found[0] if number > len(known) else f"{found['image']} {known[number - 1]}"
 
     image = r"(?P<image>sphx_glr_(?P<name>\w+?)_((?P<number>\d{3})|thumb)\.\w+\n +:alt:).*"
-    return re.sub(image, described, text)
+    return re.sub(image, described, _in_unit_of_figures(text))
+
+
+def _in_unit_of_figures(text: str) -> str:
+    """Convert the peak of a page, which sphinx-gallery prints in MB, to the unit of its figures and tables."""
+
+    def converted(found: re.Match[str]) -> str:
+        nbytes = int(found["number"]) * MB
+        return found["label"] + ByteUnit.of(nbytes).text(nbytes)
+
+    return re.sub(r"(?P<label>\*\*Peak device memory of this process:\*\* +)(?P<number>\d+) MB", converted, text)
 
 
 class DeviceMemory:

@@ -24,10 +24,10 @@ from ._meters import (
 )
 from .context import OffloadContext
 from .model import OffloadHandle
-from .report.plots import plot_measurements
+from .report.plots import ByteUnit, plot_measurements
 from .report.tables import Printable, Table
 from .schedule.costs import measured_costs
-from .schedule.timeline import mebibytes, milliseconds, percent
+from .schedule.timeline import milliseconds, percent
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -82,11 +82,12 @@ class Comparison(Printable):
         return self.drop / self.bytes_offloaded if self.bytes_offloaded else 1.0
 
     def _content(self) -> tuple[list[Table], tuple[str, ...]]:
-        rows = [("peak memory", *map(mebibytes, (self.peak_without, self.peak_with, -self.drop)))]
+        unit = ByteUnit.of(max(self.peak_without, self.peak_with, self.bytes_offloaded))
+        rows = [("peak memory", *map(unit.text, (self.peak_without, self.peak_with, -self.drop)))]
         if not self.device.reference:
             slower = percent(self.seconds_with / self.seconds_without - 1, sign="+")
             rows.append(("step time", milliseconds(self.seconds_without), milliseconds(self.seconds_with), slower))
-        rows.append(("bytes offloaded", "", mebibytes(self.bytes_offloaded), ""))
+        rows.append(("bytes offloaded", "", unit.text(self.bytes_offloaded), ""))
         rows.append(("R = drop / offloaded", "", percent(self.ratio, 2), ""))
         note = f"measured on {self.device}"
         return [Table(("", "without", "with offload", "difference"), tuple(rows), left=1, note=note)], ()
@@ -223,9 +224,10 @@ class Measurements(Printable):
 
     def _content(self) -> tuple[list[Table], tuple[str, ...]]:
         first = next(iter(self.steps.values()))
+        unit = ByteUnit.of(max(of.peak_bytes for of in self.steps.values()))
         header: tuple[str, ...] = ("", "peak memory", "drop")
         rows = [
-            (name, mebibytes(of.peak_bytes), mebibytes(first.peak_bytes - of.peak_bytes))
+            (name, unit.text(of.peak_bytes), unit.text(first.peak_bytes - of.peak_bytes))
             for name, of in self.steps.items()
         ]
         if self.device.reference:

@@ -18,8 +18,16 @@ from matplotlib.collections import PolyCollection  # noqa: E402
 from matplotlib.text import Text  # noqa: E402
 
 import actoffload  # noqa: E402
-from actoffload.report.plots import plot_memory, plot_step, plot_timeline  # noqa: E402
-from actoffload.schedule import DefaultSchedule, Kind, LayerCost, Link, Span, Timeline, simulate  # noqa: E402
+from actoffload.planner import GroupPlan  # noqa: E402
+from actoffload.report.plots import (  # noqa: E402
+    ByteUnit,
+    plot_frontier,
+    plot_measurements,
+    plot_memory,
+    plot_step,
+    plot_timeline,
+)
+from actoffload.schedule import DefaultSchedule, Kind, LayerCost, Link, Plan, Span, Timeline, simulate  # noqa: E402
 
 MIB = 2**20
 
@@ -124,7 +132,7 @@ def test_memory_is_a_staircase_with_its_peak() -> None:
     assert curve.get_xdata()[0] == 0.0
     assert curve.get_xdata()[-1] == pytest.approx(shown.end * 1e3)
     assert max(curve.get_ydata()) == 768.0
-    assert curve.get_label() == "peak 768 MiB"
+    assert curve.get_label() == "peak 768.0 MiB"
     assert ax.get_xlabel() == "time (ms)"
     assert ax.get_ylabel() == "memory (MiB)"
     peak = ax.lines[1]
@@ -135,7 +143,7 @@ def test_several_curves_keep_their_names_and_lengths() -> None:
     measured = [(0.0, 3 * 2**30), (0.1, 4 * 2**30), (0.2, 2**30)]
     ax = plot_memory({"without": measured, "with": timeline(2).resident})
     labels = [text.get_text() for text in ax.get_legend().get_texts()]  # type: ignore[union-attr]
-    assert labels == ["without, peak 4 GiB", "with, peak 768 MiB"]
+    assert labels == ["without, peak 4.00 GiB", "with, peak 0.75 GiB"]
     assert ax.get_ylabel() == "memory (GiB)"
     assert ax.get_xlim() == (0.0, pytest.approx(200.0))
     dashes = [line.get_linestyle() for line in ax.lines if line.get_drawstyle() == "steps-post"]
@@ -186,3 +194,31 @@ def test_matplotlib_is_imported_only_for_a_picture_and_asked_for_in_a_sentence()
     assert done.stdout == (
         "Plots need matplotlib, which is not installed; install it with pip install 'actoffload[plots]'.\n"
     ), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"), [(0, "0 bytes"), (1023, "1023 bytes"), (1536, "1.5 KiB"), (MIB, "1.0 MiB"), (2**30, "1.00 GiB")]
+)
+def test_a_unit_fits_the_largest_number(nbytes: int, text: str) -> None:
+    assert ByteUnit.of(nbytes).text(nbytes) == text
+
+
+def test_smaller_numbers_have_the_unit_of_the_largest() -> None:
+    assert ByteUnit.of(2**30).text(-(2**29)) == "-0.50 GiB"
+
+
+def test_labels_of_bars_hide_lines_behind_them() -> None:
+    ax = plot_measurements({"a": MIB, "b": 2 * MIB}, {})
+    boxes = [text.get_bbox_patch() for text in ax.texts]
+    assert all(box is not None and box.get_facecolor() == ax.get_facecolor() for box in boxes)
+    assert min(text.get_zorder() for text in ax.texts) > ax.axvline(1.0).get_zorder()
+
+
+def test_the_times_of_a_frontier_fill_its_height() -> None:
+    plans = [
+        GroupPlan(("a",), Plan(1), (MIB,), peak_bytes=peak * MIB, seconds=seconds)
+        for peak, seconds in ((1, 0.110), (2, 0.105), (3, 0.100))
+    ]
+    low, high = plot_frontier(plans, plans[1]).get_ylim()
+    assert 98.0 < low < 100.0
+    assert 110.0 < high < 112.0

@@ -32,7 +32,7 @@ def test_recorded_time_and_memory_are_shown(recorded):
     cost = recording / "first.cost.json"
     assert '"memory": 1234.0' in cost.read_text()
     recorded.build()
-    assert "Peak device memory of this process: 1234 MB" in text_of(recorded.html(PAGE))
+    assert "Peak device memory of this process: 1.15 GiB" in text_of(recorded.html(PAGE))
 
 
 def test_a_restored_page_has_its_downloads(recorded):
@@ -52,6 +52,7 @@ def test_changed_text_is_executed_on_the_reference_device_and_labelled(recorded)
     assert "a new line" in text
     assert "Peak device memory of this process: not measured (reference device)" in text
     assert "1234" not in text
+    assert "GiB" not in text
     assert "recording-reference" in recorded.html(PAGE)
     assert "gallery: first: Ran on the reference device · Without a GPU" in log
     assert "Its text changed since it was recorded on Imagined GPU" in log

@@ -7,7 +7,7 @@ rcParams.  Matplotlib is imported on the first call; without it that raises an I
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import cycle, groupby, takewhile
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +34,25 @@ LANES: tuple[tuple[str, tuple[Kind, ...]], ...] = (
 )
 HEIGHT = 0.72  # of a box, where lanes are 1 apart
 LABEL_SIZE = 8.0  # points
+
+
+@dataclass(frozen=True, slots=True)
+class ByteUnit:
+    """Unit of all numbers of bytes in one figure or table, and how many decimals they have."""
+
+    nbytes: int
+    name: str
+    digits: int
+
+    @classmethod
+    def of(cls, largest: float) -> ByteUnit:
+        """Return the unit for numbers up to `largest` bytes: GiB, MiB or KiB from one of it on."""
+        units = (cls(2**30, "GiB", 2), cls(2**20, "MiB", 1), cls(2**10, "KiB", 1))
+        return next((unit for unit in units if largest >= unit.nbytes), cls(1, "bytes", 0))
+
+    def text(self, nbytes: float) -> str:
+        """Return a number of bytes in this unit."""
+        return f"{nbytes / self.nbytes:.{self.digits}f} {self.name}"
 
 
 def _pyplot() -> Any:
@@ -109,20 +128,19 @@ def plot_memory(curves: Mapping[str, Sequence[tuple[float, int]]], ax: Axes | No
     end = max(points[-1][0] for points in curves.values())
     highest = max(nbytes for points in curves.values() for _, nbytes in points)
     scale = _set_time_axis(ax, end)
-    divisor, memory_unit = _byte_unit(highest)
+    unit = ByteUnit.of(highest)
     for (name, points), (colour, dashes) in zip(curves.items(), cycle(LINES), strict=False):
         x = [seconds * scale for seconds, _ in points]
-        y = [nbytes / divisor for _, nbytes in points]
-        peak, top = max(nbytes for _, nbytes in points), max(y)
-        peak_divisor, peak_unit = _byte_unit(peak)
-        label = f"{name + ', ' if name else ''}peak {peak / peak_divisor:.4g} {peak_unit}"
+        y = [nbytes / unit.nbytes for _, nbytes in points]
+        top = max(y)
+        label = f"{name + ', ' if name else ''}peak {unit.text(max(nbytes for _, nbytes in points))}"
         ax.step(x, y, where="post", color=colour, linestyle=dashes, linewidth=1.8, label=label)
         if len(curves) == 1:
             ax.fill_between(x, y, step="post", color=colour, alpha=0.22, linewidth=0)
         ax.plot(x[y.index(top)], top, "o", color=colour, markersize=5, zorder=4)
         ax.axhline(top, color=colour, linewidth=0.8, linestyle=(0, (1, 3)), zorder=1)
-    ax.set_ylim(0, highest / divisor * 1.08 or 1.0)
-    ax.set_ylabel(f"memory ({memory_unit})")
+    ax.set_ylim(0, highest / unit.nbytes * 1.08 or 1.0)
+    ax.set_ylabel(f"memory ({unit.name})")
     _legend(ax, None, columns=min(len(curves), 2))
     return ax
 
@@ -140,17 +158,17 @@ def plot_trace(traces: Mapping[str, Sequence[int]], ax: Axes | None = None) -> A
     if ax is None:
         ax = _pyplot().subplots(figsize=(5.4, 3.2), layout="constrained")[1]
     highest, length = max(map(max, traces.values())), max(map(len, traces.values()))
-    divisor, unit = _byte_unit(highest)
+    unit = ByteUnit.of(highest)
     for (name, trace), (colour, dashes) in zip(traces.items(), cycle(LINES), strict=False):
-        y = [nbytes / divisor for nbytes in trace]
-        ax.plot(range(len(y)), y, color=colour, linestyle=dashes, linewidth=2.2, label=f"{name}, {max(y):.4g} {unit}")
+        y, label = [nbytes / unit.nbytes for nbytes in trace], f"{name}, {unit.text(max(trace))}"
+        ax.plot(range(len(y)), y, color=colour, linestyle=dashes, linewidth=2.2, label=label)
         ax.plot(y.index(max(y)), max(y), "o", color=colour, markersize=6, zorder=4)
     ax.axvline((length - 1) / 2, color="#808080", linewidth=0.8, linestyle=":")
     ax.set_xlim(0, length - 1)
-    ax.set_ylim(0, 1.08 * highest / divisor or 1.0)
+    ax.set_ylim(0, 1.08 * highest / unit.nbytes or 1.0)
     ax.set_xticks([(length - 1) / 4, 3 * (length - 1) / 4], ["forward, layer by layer", "backward, layer by layer"])
     ax.tick_params(axis="x", length=0)
-    ax.set_ylabel(f"memory ({unit})")
+    ax.set_ylabel(f"memory ({unit.name})")
     ax.spines[["top", "right"]].set_visible(False)
     _legend(ax, None, columns=min(len(traces), 2))
     return ax
@@ -159,18 +177,19 @@ def plot_trace(traces: Mapping[str, Sequence[int]], ax: Axes | None = None) -> A
 def plot_measurements(peaks: Mapping[str, int], times: Mapping[str, float], ax: Axes | None = None) -> Axes:
     """Draw peaks of device memory as bars, and beside each its time as a ratio to the first one, where it is known."""
     if ax is None:
-        ax = _pyplot().subplots(figsize=(5.4, 1.0 + 0.5 * len(peaks)), layout="constrained")[1]
-    divisor, unit = _byte_unit(max(peaks.values()))
+        ax = _pyplot().subplots(figsize=(5.8, 1.0 + 0.5 * len(peaks)), layout="constrained")[1]
+    unit = ByteUnit.of(max(peaks.values()))
     first, colours = next(iter(peaks)), ["#7f7f7f", *[LINES[0][0]] * (len(peaks) - 1)]
-    bars = ax.barh(list(peaks), [nbytes / divisor for nbytes in peaks.values()], color=colours, height=0.62)
-    texts = [f"{nbytes / divisor:.4g} {unit}" for nbytes in peaks.values()]
+    bars = ax.barh(list(peaks), [nbytes / unit.nbytes for nbytes in peaks.values()], color=colours, height=0.62)
+    texts = [unit.text(nbytes) for nbytes in peaks.values()]
     if times:
         ratios = [f"{times[name] / times[first]:.3f} x" for name in peaks]
         texts = [f"{text}, {ratio}" for text, ratio in zip(texts, ratios, strict=True)]
-    ax.bar_label(bars, texts, padding=4)
-    ax.set_xlim(right=1.45 * max(peaks.values()) / divisor)
+    behind = {"facecolor": ax.get_facecolor(), "linewidth": 0, "pad": 1.0}  # hides a line that is drawn across
+    ax.bar_label(bars, texts, padding=4, bbox=behind)
+    ax.set_xlim(right=(1.65 if times else 1.35) * max(peaks.values()) / unit.nbytes)
     ax.invert_yaxis()
-    ax.set_xlabel(f"peak of device memory ({unit}){', step time x ' + first if times else ''}")
+    ax.set_xlabel(f"peak of device memory ({unit.name}){', step time x ' + first if times else ''}")
     ax.tick_params(axis="y", length=0)
     ax.spines[["top", "right"]].set_visible(False)
     return ax
@@ -217,19 +236,21 @@ def without_stalls(timeline: Timeline) -> list[Span]:
 
 
 def plot_frontier(plans: Sequence[GroupPlan], present: GroupPlan, ax: Axes | None = None) -> Axes:
-    """Draw the expected time of plans against their peaks, and mark the present one."""
+    """Draw the expected time of plans against their peaks, and mark the present one; neither axis begins at 0."""
     if ax is None:
         ax = _pyplot().subplots(figsize=(5.6, 3.4), layout="constrained")[1]
     known = [(plan.peak_bytes, plan.seconds) for plan in plans if plan.peak_bytes is not None and plan.seconds]
-    unit, name = _byte_unit(max((peak for peak, _ in known), default=0))
-    peaks, times = [peak / unit for peak, _ in known], [seconds * 1e3 for _, seconds in known]
+    unit = ByteUnit.of(max((peak for peak, _ in known), default=0))
+    peaks, times = [peak / unit.nbytes for peak, _ in known], [seconds * 1e3 for _, seconds in known]
     ax.plot(peaks, times, color=LINES[0][0], marker="o", markersize=4, linewidth=1.2, label="plans")
     if present.peak_bytes is not None and present.seconds:
         style: dict[str, Any] = {"color": LINES[1][0], "marker": "D", "markersize": 7, "linestyle": "none"}
-        ax.plot(present.peak_bytes / unit, present.seconds * 1e3, label="present plan", **style)
-    ax.set_xlabel(f"peak of device memory ({name})")
+        ax.plot(present.peak_bytes / unit.nbytes, present.seconds * 1e3, label="present plan", **style)
+    ax.set_xlabel(f"peak of device memory ({unit.name})")
     ax.set_ylabel("forward and backward (ms)")
-    ax.set_ylim(bottom=0)
+    ax.margins(y=0.1)
+    ax.ticklabel_format(useOffset=False)
+    ax.spines[["top", "right"]].set_visible(False)
     _legend(ax, None, 2)
     return ax
 
@@ -294,12 +315,6 @@ def _mixed(colour: str, other: str, share: float) -> tuple[float, ...]:
     from matplotlib.colors import to_rgb
 
     return tuple((1 - share) * a + share * b for a, b in zip(to_rgb(colour), to_rgb(other), strict=True))
-
-
-def _byte_unit(nbytes: float) -> tuple[int, str]:
-    """Return the largest unit that is not larger than a number of bytes: its bytes and its name."""
-    units = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
-    return next((unit for unit in units if nbytes >= unit[0]), (1, "bytes"))
 
 
 def _set_time_axis(ax: Axes, end: float) -> float:
