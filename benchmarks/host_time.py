@@ -168,9 +168,9 @@ def _timed(owner: Any, name: str, found: dict[tuple[str, str], list[float]]) -> 
     """Time the calls of a function, by the kind of what a pack hook returns or an unpack hook is given."""
     function = getattr(owner, name)
 
-    def timed(*args: Any) -> Any:
+    def timed(*args: Any, **how: Any) -> Any:
         begun = time.perf_counter()
-        result = function(*args)
+        result = function(*args, **how)
         seconds = time.perf_counter() - begun
         hook = args[-1] if name.endswith("unpack") else result if name.endswith("pack") else None
         found.setdefault((name, "" if hook is None else type(hook).__name__), []).append(seconds)

@@ -163,6 +163,16 @@ def test_a_short_training_is_reported_at_its_end(train, make, tmp_path, capsys):
 
 
 @both
+def test_a_smaller_last_batch_is_not_the_one_that_is_reported(train, make, tmp_path, monkeypatch):
+    monkeypatch.setattr(Net, "forward", lambda net, x, forward=Net.forward: forward(net, x[:1] if net.calls else x))
+    callback = make(log=str, min_bytes=1 << 17)  # more than a tensor of the later batches has
+    train(Net(), tmp_path, [callback])
+    assert callback.report.passes == STEPS
+    assert callback.report.totals.bytes_offloaded > 0
+    assert not callback.report.small
+
+
+@both
 def test_none_logs_nothing(train, make, tmp_path):
     texts = []
     callback = make(report_at=None, log=texts.append, min_bytes=0)
@@ -243,8 +253,24 @@ def test_arguments_are_checked_where_they_are_given(train, make):
         TypeError, match="Callback got an unexpected keyword argument 'num_layer'; expected arguments of"
     ):
         make(num_layer=3)
-    with pytest.raises(TypeError, match="report_at is 'soon'"):
-        make(report_at="soon")
+    for arguments, error, message in (
+        ({"report_at": "soon"}, TypeError, "report_at is 'soon'"),
+        ({"report_at": 0}, ValueError, "report_at is 0; expected the number of a step, at least 1, or None"),
+        ({"num_layers": "4"}, TypeError, "num_layers is '4'; expected a whole number, or None"),
+        ({"memory_budget": "24G"}, ValueError, "memory_budget is '24G'; expected bytes"),
+        ({"fraction": 2.0}, ValueError, "fraction is 2.0"),
+        ({"max_host_bytes": "lots"}, ValueError, "max_host_bytes is 'lots'"),
+    ):
+        with pytest.raises(error, match=message):
+            make(**arguments)
+    with pytest.raises(TypeError, match="Callback got a Net without the name of an argument; expected report_at, log"):
+        make(*["net"] * (make is LightningOffloadCallback), Net())
+
+
+def test_the_module_of_lightning_is_given_by_its_name():
+    import_lightning()
+    with pytest.raises(TypeError, match=r'module is a Net; expected a name, such as "model", or None\.'):
+        LightningOffloadCallback(Net())
 
 
 @both
@@ -278,7 +304,8 @@ def test_the_module_of_a_lightning_module():
         assert LightningOffloadCallback("net.0")._chosen(whole) is whole.net[0]
         whole.head = nn.Linear(4, 4)
         assert LightningOffloadCallback("head")._chosen(whole) is whole.head
-        with pytest.raises(AttributeError, match="nothing"):
+        expected = "module is 'nothing', which .* does not have; its children are net, loss, head"
+        with pytest.raises(ValueError, match=expected):
             LightningOffloadCallback("nothing")._chosen(whole)
     assert LightningOffloadCallback()._chosen(whole) is whole
     whole = lightning.LightningModule()

@@ -133,5 +133,23 @@ def test_a_plan_of_no_module_of_the_model():
         offload(Waves(), plan=lists)
 
 
+def test_a_plan_of_a_smaller_model_warns():
+    plan = plan_of(Waves(6))
+    expected = r"^plan does not have the blocks blocks\.6, 7 of this Waves, which are kept, although it has others of"
+    for model in (Waves(8), DataParallel(Waves(8))):
+        with pytest.warns(UserWarning, match=expected):
+            offload(model, plan=plan)
+    model = Waves(8)
+    for block in list(model.blocks)[6:]:
+        block.requires_grad_(False)  # saves nothing, and would be in no plan
+    assert bytes_offloaded(model, plan=plan)
+
+
+def test_a_plan_of_a_larger_model_names_the_blocks_that_are_there():
+    expected = r"'blocks\.4', which is no module of this Waves that runs: .*\. This Waves has blocks\.0 \.\.\. 3\.$"
+    with pytest.raises(ValueError, match=expected):
+        offload(Waves(4), plan=plan_of(Waves(6)))
+
+
 def test_a_plan_that_keeps_everything_is_no_mistake():
     assert not bytes_offloaded(Waves(), plan=GroupPlan(tuple(f"blocks.{k}" for k in range(6)), Plan(6), (0,) * 6))

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 from whole_model import (
     UNIT,
+    WIDTH,
     Transformer,
     Wave,
     Waves,
@@ -97,7 +97,7 @@ def test_what_is_no_module_is_refused():
 def test_a_model_without_modules_inside_is_refused():
     with pytest.raises(ValueError, match="This Linear has no modules inside that could be offloaded"):
         offload(nn.Linear(4, 4))
-    with pytest.raises(ValueError, match="This Waves has no modules inside that could be offloaded"):
+    with pytest.raises(ValueError, match=r"^keep names all modules of this Waves that could be offloaded: leave some"):
         offload(Waves(6), keep="blocks.*")
 
 
@@ -139,15 +139,44 @@ def test_offloaded_twice_though_the_first_handle_was_thrown_away():
 
 
 def test_so_few_groups_that_none_is_offloaded_warns():
-    with pytest.warns(UserWarning, match=r"None of the groups that were found \(\d\) is offloaded") as caught:
-        handle = offload(Waves(2), layers="blocks")
+    model = Waves(2)
+    handle = offload(model, layers="blocks")
+    with pytest.warns(UserWarning, match=r"None of the groups that were found \(2\) is offloaded") as caught:
+        output = model(data())
     assert handle.plan.offloaded == ()
     assert "0 of 2 groups are offloaded" in str(handle)
-    assert caught[0].filename == str(Path(__file__).parents[1] / "whole_model.py")  # where offload was called
+    assert caught[0].filename == __file__, "where the model was called"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        offload(Waves(6), num_layers=0)  # asked for
-        offload(Waves(6), fraction=0.0)
+        output.sum().backward()
+        step(model)  # said once
+        for asked in ({"num_layers": 0}, {"fraction": 0.0}):
+            other = Waves(6)
+            offload(other, **asked)
+            step(other)
+
+
+def test_a_number_of_groups_that_are_only_guessed_before_the_first_forward():
+    class Mixed(nn.Module):
+        """Two of three modules save enough to be groups."""
+
+        def __init__(self):
+            super().__init__()
+            self.small, self.wave, self.linear = nn.Identity(), Wave(), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x):
+            return self.linear(self.wave(self.small(x)))
+
+    for number in (2, 99):
+        model = Mixed()
+        handle = offload(model, num_layers=number)
+        assert "These modules may be groups: the first forward shows what each of them saves." in str(handle)
+        with pytest.warns(UserWarning, match=rf"^num_layers is {number}, but the first forward showed 2 groups of the"):
+            step(model)
+        assert "may be groups" not in str(handle)
+        step(model)
+    with pytest.raises(ValueError, match="num_layers is 9, but there are"):
+        handle.reschedule(num_layers=9)
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")

@@ -112,10 +112,12 @@ def test_a_recording_of_nothing_is_told_of_and_forgotten():
 
 
 def test_groups_each_of_their_own_kind_are_not_offloaded():
+    model = Transformer(3)
+    offload(model, layers=["inp", "head"])
     with pytest.warns(
         UserWarning, match=r"None of the groups that were found \(2\).*Choose modules with layers of which"
     ):
-        offload(Transformer(3), layers=["inp", "head"])
+        model(data())
 
 
 def test_two_handles_around_each_other_warn():

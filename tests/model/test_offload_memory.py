@@ -53,7 +53,7 @@ def recorded(each: list[LayerCost], kinds: str, order: list[int], link: Link, **
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("warnings.warn", lambda *_, **__: None)  # of too few groups
         handle = offload(model, device=device, layers=layers, min_bytes=1, **options)
-    model(torch.zeros(1, requires_grad=True) * 1.0).backward()
+        model(torch.zeros(1, requires_grad=True) * 1.0).backward()
     nothing_held(handle)
     handle.reset_statistics()
     model(torch.zeros(1, requires_grad=True) * 1.0).backward()

@@ -9,8 +9,8 @@ from collections.abc import Callable
 import pytest
 import torch
 from helpers import nothing_held
-from torch import Tensor
-from whole_model import UNIT, Repeated, Wave, Waves, agrees, backward, data, equal, measured, offload, train
+from torch import Tensor, nn
+from whole_model import UNIT, WIDTH, Repeated, Wave, Waves, agrees, backward, data, equal, measured, offload, train
 
 from actoffload.device import ReferenceDevice
 from actoffload.planner import GroupPlan
@@ -216,8 +216,7 @@ def test_early_exit_reloads_ahead_what_had_left():
 
 def test_one_layer_for_all_as_in_albert():
     model = Repeated()
-    with pytest.warns(UserWarning, match="None of the groups"):
-        handle = offload(model, layers="layer")
+    handle = offload(model, layers="layer")
     reference = copy.deepcopy(Repeated())
     reference.load_state_dict(model.state_dict())
     equal(train(model), train(reference))
@@ -228,6 +227,33 @@ def test_one_layer_for_all_as_in_albert():
     assert statistics.reloaded_on_demand == 0
     handle.reschedule(num_layers=6)  # which could not be said before it had run
     assert measured(handle, backward(model)).bytes_offloaded == 6 * 3 * UNIT
+
+
+class Often(nn.Module):
+    """Calls one module four times in a row, and then a cell."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wave, self.cell = Wave(), nn.LSTMCell(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(4):
+            x = self.wave(x)
+        state = self.cell(x)
+        for _ in range(2):
+            state = self.cell(x, state)
+        return state[0]
+
+
+def test_the_first_pass_counts_calls_in_a_row():
+    model = Often()
+    handle = offload(model)
+    for _ in range(3):
+        model(data()).sum().backward()
+        report = handle.report()
+        assert report.order == "", "it never changed"
+        assert [(group.name, group.calls) for group in report.groups] == [("wave", 4), ("cell", 3)]
+        assert handle.groups == ("wave",) * 4 + ("cell",) * 3
 
 
 def test_hugging_face_albert():
@@ -245,10 +271,9 @@ def test_hugging_face_albert():
     torch.manual_seed(0)
     model = transformers.AlbertModel(config)
     tokens = torch.randint(32, (2, 8), generator=torch.Generator().manual_seed(1))
-    with pytest.warns(UserWarning, match="None of the groups"):
-        handle, statistics = agrees(
-            model, lambda model, x: model(input_ids=tokens).last_hidden_state, layers="encoder.albert_layer_groups.0"
-        )
+    handle, statistics = agrees(
+        model, lambda model, x: model(input_ids=tokens).last_hidden_state, layers="encoder.albert_layer_groups.0"
+    )
     assert len(handle.groups) == 5
     assert statistics.bytes_offloaded > 0
     assert statistics.reloaded_on_demand == 0

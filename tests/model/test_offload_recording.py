@@ -146,7 +146,7 @@ def test_an_input_that_the_caller_holds_is_named_only_if_it_is_large(count, said
     assert name in str(held.holders[0])
     assert report.r < 1.0
     assert (name in said(report)) is said_so  # an eighth, or less than a twentieth of all
-    assert said(report).startswith("Nothing to do") is not said_so
+    assert said(report).startswith("Nothing to change") is not said_so
 
 
 def test_an_input_that_the_model_keeps_is_named_as_that():

@@ -168,10 +168,12 @@ def test_a_layer_that_is_called_often_is_one_line():
                 x = self.layer(x)
             return x
 
-    with pytest.warns(UserWarning, match="None of the groups"):
-        _, report = reported(Albert(), layers="layer", record=True)
+    handle, report = reported(Albert(), layers="layer", record=True)
     (group,) = report.groups
-    assert (group.calls, group.storages, group.bytes_saved) == (6, 12, 12 * UNIT)
+    assert (group.calls, group.calls_offloaded, group.storages, group.bytes_saved) == (6, 4, 12, 12 * UNIT)
+    # Each call counts, as in the handle and in the plan.
+    assert "4 of 6 groups" in str(handle)
+    assert str(report).count(" 4 of 6 ") == 3, "of the group, in total and in the advice"
     assert (group.bytes_offloaded, group.bytes_reloaded, group.bytes_not_freed) == (8 * UNIT, 8 * UNIT, 0)
     assert report.r == 1.0
 
@@ -221,8 +223,16 @@ def test_before_anything_has_run():
         handle.timeline()
     with torch.no_grad():
         model(data())
-    with pytest.raises(RuntimeError, match="nothing to report yet"):
+    with pytest.raises(RuntimeError, match=r"nothing to report yet: .*; under torch\.no_grad nothing is saved\."):
         handle.report()
+
+
+def test_a_frozen_model_has_no_groups_that_run():
+    model = Inside(6).requires_grad_(False)
+    handle = offload(model)
+    model(data())
+    (advice,) = handle.report().advice
+    assert advice.endswith(", not as block.forward(x), and of which a parameter or an input requires a gradient.")
 
 
 def test_the_report_is_of_the_latest_pass_also_after_a_failed_one():
@@ -270,7 +280,7 @@ def test_advice_when_min_bytes_is_too_large():
     assert "66.7 % of the activations (16.0 KiB in 8 tensors)" in said(report)  # in the groups that are offloaded
     assert "Nothing was offloaded, although the plan offloads 4 of 6 groups" in said(report)
     _, report = reported(Inside(6), min_bytes=UNIT // 2)  # as was said
-    assert report.advice[0].startswith("Nothing to do: 16.0 KiB of 24.0 KiB of activations (66.7 %)")
+    assert report.advice[0].startswith("Nothing to change: 16.0 KiB of 24.0 KiB of activations (66.7 %)")
 
 
 def test_advice_when_much_is_saved_outside():

@@ -154,7 +154,7 @@ def test_report_of_a_plan_in_the_steady_state():
     assert report.slowdown == 1.0
     assert report.pass_seconds_with == pytest.approx(24.0)
     assert report.r == 1.0
-    assert report.advice[0].startswith("Nothing to do: 24.0 MiB of 32.0 MiB")
+    assert report.advice[0].startswith("Nothing to change: 24.0 MiB of 32.0 MiB")
 
 
 def test_one_log_line(caplog):

@@ -64,7 +64,7 @@ def test_a_plan_that_costs_more_than_predicted_is_cut_or_dropped(slower, offload
         assert reason in handle.report().because
         assert reason in handle.plan.because
         assert len(handle.report().offloaded_groups) == offloaded
-        assert handle.report().advice[0].startswith("Nothing to do" if offloaded else reason_begins)
+        assert handle.report().advice[0].startswith("Nothing to change" if offloaded else reason_begins)
     else:
         assert not handle.plan.because
 

@@ -36,6 +36,12 @@ def test_what_is_kept_and_offloaded():
     assert (plan.offloaded_bytes, plan.kept_bytes) == (5 * MIB, 7 * MIB)
 
 
+def test_the_text_says_that_no_bytes_are_known():
+    unknown = replace(example(), nbytes=(0,) * 6)
+    assert str(unknown).endswith("Why not. Bytes are not known before the first pass.")
+    assert str(example()).endswith("Why not.")
+
+
 def test_the_text_has_equal_groups_in_one_line():
     assert [line.split() for line in str(example()).splitlines() if "---" not in line] == [
         ["group", "number", "kept", "offloaded"],

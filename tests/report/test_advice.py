@@ -46,12 +46,12 @@ def assert_has(sentence: str, *parts: str) -> None:
         at = sentence.index(part, at) + len(part)
 
 
-# Nothing to do
+# Nothing to change
 
 
 def test_if_all_is_well_one_sentence_says_so_with_the_numbers():
     fine = only(advise(report()))
-    assert_has(fine, "Nothing to do", "900.0 MiB of 1200.0 MiB", "75.0 %", "3 of 4 groups")
+    assert_has(fine, "Nothing to change", "900.0 MiB of 1200.0 MiB", "75.0 %", "3 of 4 groups")
 
 
 def test_if_all_is_well_the_groups_that_are_recomputed_are_counted():
@@ -71,12 +71,12 @@ def test_what_is_recomputed_counts_in_the_share_of_what_lies_outside():
     sentence = only(advise(report(*groups, outside=outside)))
     assert_has(sentence, "20.0 % of the saved and recomputed activations", "saved outside")
     outside = {Reason.OUTSIDE: (3, 120 * MIB)}  # which is little of what is computed
-    assert_has(only(advise(report(*groups, outside=outside))), "Nothing to do")
+    assert_has(only(advise(report(*groups, outside=outside))), "Nothing to change")
 
 
 def test_with_a_recorded_step_the_share_of_stalls_is_given():
     groups = [block(k, offloaded=k < 3, forward_stall_seconds=0.0, backward_stall_seconds=0.0001) for k in range(4)]
-    assert_has(only(advise(report(*groups, step_seconds=0.4))), "Nothing to do", "stalled for 0.1 %")
+    assert_has(only(advise(report(*groups, step_seconds=0.4))), "Nothing to change", "stalled for 0.1 %")
 
 
 def test_before_the_first_forward_one_sentence_says_so():
@@ -89,7 +89,7 @@ def test_weights_are_not_mentioned():
     heavy = tuple(
         block(k, offloaded=k < 3, kept={Reason.PARAMETER: (9, 900 * MIB), Reason.BUFFER: (1, MIB)}) for k in range(4)
     )
-    assert only(advise(report(*heavy))).startswith("Nothing to do: 900.0 MiB of 1200.0 MiB")
+    assert only(advise(report(*heavy))).startswith("Nothing to change: 900.0 MiB of 1200.0 MiB")
 
 
 # Kept on the device
@@ -118,7 +118,7 @@ def test_every_reason_has_its_own_advice():
 
 
 def test_tensors_of_another_device_are_in_order():
-    assert only(advise(kept_for(Reason.DEVICE, 900 * MIB))).startswith("Nothing to do: 900.0 MiB of 2100.0 MiB")
+    assert only(advise(kept_for(Reason.DEVICE, 900 * MIB))).startswith("Nothing to change: 900.0 MiB of 2100.0 MiB")
 
 
 @pytest.mark.parametrize(("nbytes", "said"), [(99 * MIB, False), (101 * MIB, True)])
@@ -184,7 +184,7 @@ def test_equal_holders_of_many_groups_are_one_sentence():
 
 def test_wasted_copies_do_not_count_as_offloaded():
     groups = [block(k, offloaded=k < 3, bytes_wasted=50 * MIB if k == 2 else 0) for k in range(4)]
-    assert_has(only(advise(report(*groups))), "Nothing to do", "850.0 MiB of 1200.0 MiB", "70.8 %")
+    assert_has(only(advise(report(*groups))), "Nothing to change", "850.0 MiB of 1200.0 MiB", "70.8 %")
 
 
 def test_without_a_record_and_without_a_holder_the_sentence_says_so():
@@ -196,7 +196,7 @@ def test_without_a_record_and_without_a_holder_the_sentence_says_so():
 
 def test_what_hardly_counts_is_passed_over():
     groups = [block(k, offloaded=k < 3, bytes_not_freed=4 * MIB if k < 1 else 0) for k in range(4)]
-    assert only(advise(report(*groups))).startswith("Nothing to do")  # 4 of 900 MiB
+    assert only(advise(report(*groups))).startswith("Nothing to change")  # 4 of 900 MiB
 
 
 @pytest.mark.parametrize(("nbytes", "said"), [(119 * MIB, False), (121 * MIB, True)])
@@ -205,7 +205,7 @@ def test_an_input_of_the_model_is_named_only_if_it_is_large(nbytes, said):
     held = HeldStorage("layers.0", nbytes, (Holder("input", ("",), "the model"),), is_input=True)
     sentence = only(advise(report(*groups, held=(held,))))
     assert ("because of the input of the model: inputs are freed" in sentence) is said
-    assert sentence.startswith("Nothing to do") is not said
+    assert sentence.startswith("Nothing to change") is not said
 
 
 # Reloads on demand, stalls, nothing offloaded
@@ -232,7 +232,7 @@ def test_measured_stalls_are_named_from_half_a_percent_on():
         return advise(report(*groups, step_seconds=0.1))
 
     assert_has(only(stalled(0.010)), "15.0 %", "10.00 ms in forward", "5.00 ms in backward", "layers.1 (10.00 ms)")
-    assert only(stalled(0.0003)).startswith("Nothing to do")  # 0.45 %
+    assert only(stalled(0.0003)).startswith("Nothing to change")  # 0.45 %
     assert only(stalled(0.0004)).startswith("Compute stalled")  # 0.6 %
 
 
@@ -252,7 +252,7 @@ def test_advice_about_time_says_how_many_groups_to_offload():
 def test_there_is_no_advice_about_time_where_times_mean_nothing():
     slow = {"pass_seconds_without": 0.1, "pass_seconds_with": 0.2}
     sentence = only(advise(stalled(times=False, **slow)))
-    assert sentence.startswith("Nothing to do")
+    assert sentence.startswith("Nothing to change")
     assert "stalled" not in sentence
     assert "takes" not in sentence
 
@@ -261,7 +261,7 @@ def test_there_is_no_advice_about_time_where_times_mean_nothing():
 def test_a_step_that_got_slower_is_named(seconds, said):
     slow = report(pass_seconds_without=0.2, pass_seconds_with=seconds)
     sentence = only(advise(slow))
-    assert sentence.startswith("Nothing to do") is not said
+    assert sentence.startswith("Nothing to change") is not said
     if said:
         assert_has(sentence, "A pass takes 202.1 ms, 1.010 x the 200.0 ms", "offload fewer groups")
         assert sentence.change == {"num_layers": 2}
@@ -269,11 +269,11 @@ def test_a_step_that_got_slower_is_named(seconds, said):
         assert "a pass takes 201.9 ms, 1.009 x" in sentence
 
 
-def test_nothing_to_do_needs_groups_that_cover_the_activations():
+def test_nothing_to_change_needs_groups_that_cover_the_activations():
     outside = {Reason.SMALL: (900, 1300 * MIB), Reason.PARAMETER: (1, MIB)}
     sentence = only(advise(report(outside=outside, coverage=0.48)))
     assert_has(sentence, "Only 48.0 % of the activations lie in groups", '"smaller than the limit"')
-    assert only(advise(report(outside=outside, coverage=0.5))).startswith("Nothing to do")
+    assert only(advise(report(outside=outside, coverage=0.5))).startswith("Nothing to change")
 
 
 def test_advice_is_pickled_and_copied_with_its_arguments():

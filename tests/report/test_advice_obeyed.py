@@ -213,7 +213,7 @@ def test_advice_that_is_followed_leads_to_a_good_report(make, options):
     last = reports[-1]
     assert last.coverage > 0.8
     assert last.totals.bytes_offloaded > 0
-    assert [advice for advice in last.advice if advice.startswith("Nothing to do")] == list(last.advice)
+    assert [advice for advice in last.advice if advice.startswith("Nothing to change")] == list(last.advice)
     assert len(reports) <= 5
 
 
@@ -277,12 +277,12 @@ def test_advice_about_stalls_leads_to_a_step_without_any():
     assert stalls == sorted(stalls, reverse=True)
     assert stalls[-1] == 0.0
     assert reports[-1].totals.bytes_offloaded > 0
-    assert reports[-1].advice[0].startswith("Nothing to do")
+    assert reports[-1].advice[0].startswith("Nothing to change")
 
 
 def test_stalls_on_the_reference_device_are_no_reason_for_advice(monkeypatch):
     monkeypatch.setattr(Clock, "times", False)
     report = followed(Slow, {"num_layers": 6})
     assert report.totals.stall_seconds > 0.0
-    assert report.advice[0].startswith("Nothing to do")
+    assert report.advice[0].startswith("Nothing to change")
     assert "stalled" not in report.advice[0]

@@ -69,7 +69,7 @@ def test_a_dict_goes_through_json_and_comes_back_equal():
     full = report(held=held, step_seconds=0.5, order="as learned", advice=("Do.",), outside_modules={"head": 5})
     data = full.to_dict()
     assert json.loads(json.dumps(data, allow_nan=False)) == data
-    more = {"totals", "kept", "r", "activation_bytes", "computed_bytes", "slowdown"}
+    more = {"totals", "kept", "r", "activation_bytes", "computed_bytes", "slowdown", "small"}
     assert set(data) == {field.name for field in dataclasses.fields(Report)} | more
     more = {"bytes_kept", "activation_bytes", "stall_seconds"}
     assert set(data["groups"][0]) == {field.name for field in dataclasses.fields(GroupReport)} | more
@@ -127,7 +127,7 @@ def test_columns_appear_with_their_numbers_only():
     assert {"on demand", "not freed", "kind", "calls", "forward", "stalled"}.isdisjoint(plain)
     assert rows[0] == ["group", "kind", "offload", "calls", "saved", "offloaded", "excluded", "on demand", "not freed"]
     assert rows[3] == ["model.layers.2", "Block", "yes", "2", "512.0 MiB", "512.0 MiB", "2.0 MiB", "3", "128.0 MiB"]
-    assert rows[4][:3] == ["total", "2 of 3", "4"]  # the cell of the kind is empty
+    assert rows[4][:3] == ["total", "3 of 4", "4"]  # the cell of the kind is empty
 
 
 def again(*nbytes: int | None, **more: object) -> Report:
@@ -224,7 +224,7 @@ def test_the_facts_of_whole_steps():
     assert (shown["plan"], shown["next choice"]) == tuple(facts.values())
     time = "a pass takes 198.9 ms, 1.003 x the 198.3 ms without offloading (measured in passes 5 to 8)"
     assert shown["time"] == time
-    assert shown["in flight"] == "3 earlier passes with 96.0 MiB on the device until their backward"
+    assert shown["in flight"] == "3 earlier passes had 96.0 MiB on the device when this forward ended"
     assert "time" not in dict(table(str(report(**times, times=False)), "passes"))
 
 

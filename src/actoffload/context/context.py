@@ -199,6 +199,7 @@ class OffloadContext(ContextDecorator):
         """Reset all counts and sums; the peaks start from what is held now."""
         with self._engine.lock:
             self._engine.counters.reset()
+        self._log.reset()
 
     @contextmanager
     def record_timeline(self) -> Iterator[TimelineRecorder]:

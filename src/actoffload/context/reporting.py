@@ -42,9 +42,14 @@ class PassLog:
         def forward_ended(done: Pass) -> None:
             if self._latest is None or self._latest[0] <= number:  # several passes may be in one backward
                 self._latest = number, self._history.before(done, PassStatistics.of(done))
+                self._history.note(self._latest[1])
                 self._find_holders(self._latest[1])
 
         current.forward_ended = forward_ended
+
+    def reset(self) -> None:
+        """Compare the passes from here on with each other, and not with earlier ones."""
+        self._history.reset()
 
     def _find_holders(self, latest: PassStatistics) -> None:
         recorder, self._holders = self._engine.recorder, None
@@ -84,5 +89,6 @@ class PassLog:
                 record="context.record_timeline()",
             ),
             num_layers=arguments.get("num_layers"),
+            largest_bytes=self._history.largest(latest),
             step_passes=after - before,
         )

@@ -19,12 +19,14 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import count
 from typing import Any
 
 import torch
 
 from ..device.base import Backend, StreamPosition, latest_positions
+from ..schedule.timeline import size as written
 from .finalizers import Resources, settle
 from .segments import SPLIT, FreeSegments, HostBuffer, Segment
 
@@ -295,5 +297,11 @@ def _over_limit(account: Account, limit: int | None, more: int) -> str:
     """Return why an account may not hold `more` bytes in addition, or an empty text."""
     # [guard: limit on the bytes held]
     if limit is not None and account.held + more > limit:
-        return f"the limit of {limit} bytes of host memory forbids {more} more beside the {account.held} that are held"
+        return _refusal(limit, more, account.held)
     return ""
+
+
+@lru_cache(maxsize=64)  # a step refuses the same again
+def _refusal(limit: int, more: int, held: int) -> str:
+    limited = f"the limit of {written(limit)} of host memory forbids {written(more)} more"
+    return f"{limited} beside the {written(held)} that are held"

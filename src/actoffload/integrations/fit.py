@@ -12,11 +12,13 @@ from typing import Any, ClassVar, Self
 import torch.distributed as dist
 from torch.nn import Module
 
-from .._arguments import check_whole
+from .._arguments import check_whole, checked_limits
 from ..model import OffloadHandle, offload
 from ..report import Report, gather_reports
 
 __all__ = ["FitCallback"]
+
+LIMITS = ("min_bytes", "fraction", "max_host_bytes", "max_inflight", "memory_budget")  # whose values are checked
 
 
 class FitCallback:
@@ -46,17 +48,28 @@ class FitCallback:
         own = signature(cls.__init__)
         cls.__signature__ = own.replace(parameters=list(own.parameters.values())[1:])  # type: ignore[attr-defined]
 
-    def __new__(cls, *_: Any, **__: Any) -> Self:
+    def __new__(cls, *given: Any, **_: Any) -> Self:
         """Return an instance of a class that derives from the framework's class too."""
+        by_place = [of for of in signature(cls).parameters.values() if of.kind is of.POSITIONAL_OR_KEYWORD]
+        if len(given) > len(by_place):
+            raise TypeError(
+                f"{cls.__name__} got a {type(given[len(by_place)]).__name__} without the name of an argument; expected "
+                "report_at, log and arguments of actoffload.offload by name. The model is the one that is trained."
+            )
         made: Self = object.__new__(_derived(cls))
         return made
 
     def __init__(self, *, report_at: int | None = 20, log: Callable[[str], object] = print, **arguments: Any) -> None:
         check_whole(report_at=report_at, optional=True)
+        if report_at is not None and report_at < 1:
+            raise ValueError(f"report_at is {report_at}; expected the number of a step, at least 1, or None.")
         try:
-            signature(offload).bind(None, **arguments)
+            bound = signature(offload).bind(None, **arguments)
         except TypeError as error:
             raise TypeError(f"{type(self).__name__} {error}; expected arguments of actoffload.offload.") from None
+        bound.apply_defaults()
+        check_whole(num_layers=bound.arguments["num_layers"], optional=True)
+        checked_limits(**{name: bound.arguments[name] for name in LIMITS})
         self.report_at, self._log, self._arguments = report_at, log, arguments
         self._steps, self._reported = 0, False
         self.handle = self.report = None
@@ -95,7 +108,7 @@ class FitCallback:
         assert self.handle is not None
         self._reported = True
         try:
-            self.report = self.handle.report()
+            self.report = self.handle.report(full=True)  # the last batch of an epoch may be smaller
             text = str(self.report)
         except RuntimeError as error:
             text = f"actoffload has no report of this training: {error}"

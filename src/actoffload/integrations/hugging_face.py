@@ -33,7 +33,7 @@ class OffloadCallback(FitCallback):
     handle : OffloadHandle or None
         Handle of the latest training.
     report : Report or None
-        Report of the latest training, from the step `report_at` or from the end.
+        Report of the latest training, from the step `report_at` or from the end; smaller last batches are passed over.
 
     Raises
     ------

@@ -38,7 +38,7 @@ class LightningOffloadCallback(FitCallback):
     handle : OffloadHandle or None
         Handle of the latest fit.
     report : Report or None
-        Report of the latest fit, from the batch `report_at` or from the end.
+        Report of the latest fit, from the batch `report_at` or from the end; smaller last batches are passed over.
 
     Raises
     ------
@@ -47,7 +47,8 @@ class LightningOffloadCallback(FitCallback):
     TypeError
         If an argument is not one of `actoffload.offload`.
     ValueError
-        At the start of ``fit()``, if several children have parameters and the LightningModule has no ``forward``.
+        At the start of ``fit()``, if the LightningModule has no such module, or if several children have parameters
+        and it has no ``forward``.
     """
 
     bases: ClassVar[tuple[tuple[str, str], ...]] = (
@@ -63,13 +64,15 @@ class LightningOffloadCallback(FitCallback):
         log: Callable[[str], object] = print,
         **arguments: Any,
     ) -> None:
+        if module is not None and not isinstance(module, str):
+            raise TypeError(f'module is a {type(module).__name__}; expected a name, such as "model", or None.')
         super().__init__(report_at=report_at, log=log, **arguments)
         self.module = module
 
     def _chosen(self, whole: Module) -> Module:
         """Return the module to offload."""
         if self.module is not None:
-            return whole.get_submodule(self.module)
+            return self._named(whole, self.module)
         children = {name: child for name, child in whole.named_children() if any(True for _ in child.parameters())}
         if len(children) == 1:
             return next(iter(children.values()))
@@ -80,6 +83,17 @@ class LightningOffloadCallback(FitCallback):
                 f'the name of the one that training_step calls, as LightningOffloadCallback("{names[0]}").'
             )
         return whole
+
+    @staticmethod
+    def _named(whole: Module, name: str) -> Module:
+        try:
+            return whole.get_submodule(name)
+        except AttributeError:
+            there = ", ".join(name for name, _ in whole.named_children())
+            raise ValueError(
+                f"module is {name!r}, which {type(whole).__name__} does not have; its children are {there}. Pass the "
+                "name of the one that training_step calls."
+            ) from None
 
     def on_fit_start(self, trainer: Any, pl_module: Module) -> None:
         """Offload the module."""

@@ -27,6 +27,7 @@ from .select import Chosen
 
 __all__ = ["Finder"]
 
+GUESS = "These modules may be groups: the first forward shows what each of them saves."
 SEARCH = "This first pass offloads all groups: it shows what each module saves, from which the groups are chosen."
 
 
@@ -35,6 +36,13 @@ class Stretch(NamedTuple):
 
     call: int
     around: tuple[int, ...]  # the calls in progress, outermost first
+
+
+class Run(NamedTuple):
+    """What a stretch belongs to if only the groups are followed."""
+
+    key: GroupKey
+    call: int  # of the group
 
 
 class Finder:
@@ -53,6 +61,7 @@ class Finder:
         *,
         default: frozenset[str],
         lean: bool = False,
+        guessed: bool = False,
     ) -> None:
         self._groups, self._plans, self._log, self._root, self._then = groups, plans, log, root, then
         self._skipped: list[tuple[str, Module]] = []  # blocks without gradients that the forward did not call
@@ -60,6 +69,7 @@ class Finder:
         self._default = default  # the kinds of what was found
         # Where blocks are all that there is, their schedule is known.
         self._roles = Roles.offload_all() if any(of.kind == MODULE for of in groups) else None
+        self._guessed = guessed  # no blocks are known, so all modules may be groups
         self._lean = lean  # a limit of memory holds: each block leaves when its forward has ended
 
     @property
@@ -77,7 +87,8 @@ class Finder:
 
     def plan(self) -> GroupPlan:
         """Return the plan that follows."""
-        return self._then.plan()
+        plan = self._then.plan()
+        return replace(plan, because=f"{GUESS} {plan.because}".rstrip()) if self._guessed else plan
 
     def frontier(self) -> Sequence[GroupPlan]:
         """Refuse, or ask what steers next."""
@@ -132,10 +143,10 @@ class Finder:
         for of in dropped:
             of.role = DROPPED
         groups = {k for k, of in enumerate(self._groups) if of.name in chosen}
-        keys = list(_keys(sequence, stretches, groups))
-        self._plans.learn([key for k, key in enumerate(keys) if key is not None and key not in keys[:k]])
+        runs = list(_runs(sequence, stretches, groups))
+        self._plans.learn([run.key for run in dict.fromkeys(runs) if run is not None])
         because = "" if self._roles is None else SEARCH
-        self._log.take(replace(_regrouped(latest, keys), because=because), sequence)
+        self._log.take(replace(_regrouped(latest, runs), because=because), sequence)
         return self._then, partial(detach, dropped)
 
     def _choose(self, sequence: Sequence[GroupKey], stretches: Sequence[Stretch], latest: LatestPass) -> set[str]:
@@ -179,8 +190,8 @@ def _stretches(sequence: Sequence[GroupKey]) -> Iterator[Stretch]:
     return reversed(found)
 
 
-def _keys(sequence: Sequence[GroupKey], stretches: Sequence[Stretch], groups: set[int]) -> Iterator[GroupKey | None]:
-    """Yield the key that each stretch has if only these groups are followed; None outside of them."""
+def _runs(sequence: Sequence[GroupKey], stretches: Sequence[Stretch], groups: set[int]) -> Iterator[Run | None]:
+    """Yield what each stretch belongs to if only these groups are followed; None outside of them."""
     group_of = {stretch.call: key.group for stretch, key in zip(stretches, sequence, strict=True)}
     parts: dict[int, int] = {}
     before: int | None = None
@@ -189,22 +200,22 @@ def _keys(sequence: Sequence[GroupKey], stretches: Sequence[Stretch], groups: se
         if inner is not None and inner != before:
             parts[inner] = parts.get(inner, -1) + 1
         before = inner
-        yield None if inner is None else GroupKey(group_of[inner], parts[inner])
+        yield None if inner is None else Run(GroupKey(group_of[inner], parts[inner]), inner)
 
 
-def _regrouped(latest: LatestPass, keys: Sequence[GroupKey | None]) -> LatestPass:
+def _regrouped(latest: LatestPass, runs: Sequence[Run | None]) -> LatestPass:
     """Return what a pass did as if only some of its groups had been followed."""
     statistics, outside = latest.statistics, dict(latest.outside)
-    places = [k for k, key in enumerate(keys) if key is not None]
+    places = [k for k, run in enumerate(runs) if run is not None]
     rows, before = [], None
-    for key, (layer, row) in zip(keys, statistics.groups, strict=True):
-        if key is not None:
-            rows.append((layer, replace(row, calls=int(key != before))))
+    for run, (layer, row) in zip(runs, statistics.groups, strict=True):
+        if run is not None:
+            rows.append((layer, replace(row, calls=int(run != before))))
         elif row.activation_bytes:
             count, nbytes = outside.get(Reason.OUTSIDE, (0, 0))
             outside[Reason.OUTSIDE] = count + row.storages, nbytes + row.activation_bytes
-        before = key
+        before = run
     held = [each._replace(place=places.index(each.place)) for each in statistics.held if each.place in places]
-    sequence = tuple(key for key in keys if key is not None)
+    sequence = tuple(run.key for run in runs if run is not None)
     statistics = replace(statistics, groups=tuple(rows), held=tuple(held))
     return replace(latest, statistics=statistics, outside=outside, sequence=sequence)

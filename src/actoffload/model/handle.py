@@ -24,7 +24,7 @@ from ..report.step_timeline import StepTimeline
 from ..schedule.execution_order import GroupKey, GroupPlans
 from ..schedule.plan import Plan
 from ..schedule.schedules import GroupSchedule
-from .conduct import KEPT, FollowedModule, Steering, group_name, split_group_name
+from .conduct import DROPPED, KEPT, FollowedModule, Steering, group_name, split_group_name
 from .follow import Followers, followers_of
 from .group_search import Finder
 from .reporting import PassLog, Recording, build_report, describe, group_names
@@ -133,7 +133,8 @@ class OffloadHandle:
         self._check_installed("be rescheduled")
         check_whole(num_layers=num_layers, optional=True)
         schedule = GroupSchedule(num_layers, fraction, max_inflight)
-        check_num_layers(num_layers, [of.kind for of in self._groups], self._plans.kinds(self._plans.order))
+        groups = [of.kind for of in self._groups if of.role is not DROPPED]
+        check_num_layers(num_layers, groups, self._plans.kinds(self._plans.order))
         self._plans.reschedule(schedule)
         steering, then = self._tracker.steering, BySchedule(self._groups, self._plans, self._log)
         steering.retire()
@@ -204,6 +205,7 @@ class OffloadHandle:
         """Reset all counts and sums to zero, and the peaks to what is held now."""
         with self._engine.lock:
             self._engine.counters.reset()
+        self._log.reset()
 
     def trim(self) -> int:
         """Free page-locked memory that no saved tensor uses now, as after a huge batch, and return the bytes freed."""
@@ -283,24 +285,37 @@ class OffloadHandle:
         """
         return Frontier(tuple(self._tracker.steering.frontier()), self.plan)
 
-    def report(self) -> Report:
+    def report(self, *, full: bool = False) -> Report:
         """Return what the latest pass did, group by group, with advice.
 
-        Times, stalls, and the names of what else references offloaded memory need a step inside `recording`.  Raises a
-        `RuntimeError` if no forward with a graph ended since the call of `offload`.
+        Times, stalls, and the names of what else references offloaded memory need a step inside `recording`.
+
+        Parameters
+        ----------
+        full : bool
+            Describe the latest pass that saved at least half as much as the largest one since the statistics began,
+            as after a smaller last batch.
+
+        Raises
+        ------
+        RuntimeError
+            If no forward with a graph ended since the call of `offload`.
         """
-        if self._log.latest is None:
+        latest, recording = self._log.full if full else None, self._log.recording
+        latest = latest or self._log.latest
+        if latest is None:
             raise RuntimeError(
-                "There is nothing to report yet: no forward of the model with a graph has ended. Run a step first."
+                "There is nothing to report yet: no forward of the model with a graph has ended. Run a training step "
+                "first; under torch.no_grad nothing is saved."
             )
         kept, times = tuple(of.name for of in self._modules if of.role is KEPT), self._engine.backend.times
         plan = self.plan
-        because = self._log.latest.because or plan.because
+        because = latest.because or plan.because
         more: dict[str, Any] = {"because": because, "expected": plan.expected}
         more |= {"refused": self._tracker.regions.refused(), **self._tracker.steering.facts()}
         facts = StepFacts(arguments=self._arguments, kept_modules=kept, times=times, **more)
-        latest, recording = self._log.latest, self._log.recording
-        return build_report(self._plans, self._groups, latest, recording, self.statistics(), plan, facts)
+        statistics, largest = self.statistics(), self._log.history.largest(latest.statistics)
+        return build_report(self._plans, self._groups, latest, recording, statistics, plan, facts, largest)
 
 
 def _removed(

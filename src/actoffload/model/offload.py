@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any, Literal
@@ -103,6 +104,11 @@ def offload(
         chosen = planned
     else:
         chosen = choose(module, [..., *others] if default and others else None if default else others)
+    if not chosen and len(kept) > len(find_kept(module, ())) and candidates(module):
+        raise ValueError(
+            f"keep names all modules of this {type(module).__name__} that could be offloaded: leave some of them out "
+            "of keep."
+        )
     if not chosen:
         raise ValueError(f"This {type(module).__name__} has no modules inside that could be offloaded.")
     both = {name for name, _ in kept} & {of.name for of in chosen}
@@ -114,9 +120,12 @@ def offload(
         raise ValueError(f"The module '{min(both)}' is chosen by layers and by keep: take it out of one of them.")
     kinds = [group.kind for group in chosen]
     plans = GroupPlans(GroupSchedule(num_layers, part, max_inflight), kinds)
-    if searching:  # the others are groups only if the first forward shows that they are needed
-        plans.learn([GroupKey(k) for k, of in enumerate(chosen) if of.kind == BLOCK])
-    check_num_layers(num_layers, kinds)
+    # The others are groups only if the first forward shows that they are needed.
+    blocks = [GroupKey(k) for k, of in enumerate(chosen) if of.kind == BLOCK] if searching else []
+    plans.learn(blocks)
+    guessed = searching and not blocks
+    if not guessed:
+        check_num_layers(num_layers, kinds)
     modules = [
         FollowedModule(ROOT, type(module).__name__, weakref.ref(module)),
         *(FollowedModule(GROUP, of.name, weakref.ref(of.module), k, of.kind) for k, of in enumerate(chosen)),
@@ -139,6 +148,10 @@ def offload(
 
     def steer(groups: Sequence[FollowedModule], plans: GroupPlans, log: PassLog) -> Steering:
         steering: Steering
+        if guessed:
+            log.first = partial(_check_number, plans)
+        elif not searching and plan is None and not always and not plans.plan(plans.order).offloaded:
+            log.first = partial(_check_calls, plans)  # a group that is called several times may be offloaded
         if isinstance(plan, GroupPlan):
             steering = ByPlan(groups, plans, log, plan, policies)
         elif by_hand or not engine.backend.times:
@@ -157,19 +170,33 @@ def offload(
             return steering
         lean = isinstance(steering, Tuner)
         default = frozenset((BLOCK, MODULE))
-        return Finder(groups, plans, log, weakref.ref(module), steering, default=default, lean=lean)
+        return Finder(groups, plans, log, weakref.ref(module), steering, default=default, lean=lean, guessed=guessed)
 
     handle = OffloadHandle(modules, plans, engine, steer, arguments=arguments, meet=ranks.meet)
     problem = unsupported()
     if problem is not None:
         warn(problem)
-        return handle
-    idle = not handle.plan.offloaded and not handle.plan.recomputed
-    if not searching and plan is None and idle and num_layers != 0 and part:
-        warn(
-            f"None of the groups that were found ({len(chosen)}) is offloaded: the last of each kind and the last two "
-            "of all are kept, because backward begins there. Choose modules with layers of which there are several of "
-            "a kind, or more groups with num_layers or fraction. Where a forward calls a group several times, its "
-            "earlier calls are offloaded."
-        )
     return handle
+
+
+def _check_number(plans: GroupPlans) -> None:
+    """Warn if the first forward showed no more groups than are to be offloaded; one of each kind is always kept."""
+    number, kinds = plans.schedule.num_layers, plans.kinds(plans.order)
+    largest, kind = max((kinds.count(kind), kind) for kind in kinds)
+    if number is not None and number >= largest:
+        groups = f"{largest} group{'s' * (largest > 1)} of the kind {kind}"
+        warn(
+            f"num_layers is {number}, but the first forward showed {groups}, and the last has to stay: backward begins "
+            "with it. To offload more, choose modules with layers of which there are several of a kind."
+        )
+
+
+def _check_calls(plans: GroupPlans) -> None:
+    """Warn if none of the groups that the first forward called is offloaded, although some should be."""
+    wanted = plans.schedule.num_layers != 0 and plans.schedule.fraction
+    if wanted and not plans.roles(plans.order).plan.offloaded:
+        warn(
+            f"None of the groups that were found ({len(plans.order)}) is offloaded: the last of each kind and the last "
+            "two of all are kept, because backward begins there. Choose modules with layers of which there are several "
+            "of a kind, or more groups with num_layers or fraction."
+        )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -137,6 +137,8 @@ class PassLog:
     """The latest pass of a model, and the recorded step.  It does not reference the handle."""
 
     latest: LatestPass | None = None
+    full: LatestPass | None = None  # the latest that saved at least half as much as the largest
+    first: Callable[[], None] | None = None  # called once, after the first pass
     recording: Recording | None = None
     seen: Seen = field(default_factory=Seen)
     history: PassHistory = field(default_factory=PassHistory)
@@ -147,8 +149,8 @@ class PassLog:
         return self.recording is not None and self.recording.open
 
     def bytes_of(self, order: Sequence[GroupKey]) -> tuple[int, ...]:
-        """Return how many bytes each group saved in the latest pass that can be offloaded; 0 if that is not known."""
-        latest, saved = self.latest, dict[GroupKey, int]()
+        """Return how many bytes that can be offloaded each group saved in the latest full pass; 0 if not known."""
+        latest, saved = self.full or self.latest, dict[GroupKey, int]()
         for key, (_, row) in () if latest is None else zip(latest.sequence, latest.statistics.groups, strict=True):
             saved[key] = row.bytes_saved
         return tuple(saved.get(key, 0) for key in order)
@@ -178,9 +180,19 @@ class PassLog:
         """Take the statistics of a pass; `followed` is what ran in it if that was not the groups alone."""
         if not latest.partly:
             self.seen.add(latest)
+        first = self.latest is None
         self.latest = latest
+        if self.history.note(latest.statistics):
+            self.full = latest
         if self.recording is not None and self.records:
             self.recording.note(self.latest, followed)
+        if first and self.first is not None:
+            self.first()
+
+    def reset(self) -> None:
+        """Compare the passes from here on with each other, and not with earlier ones."""
+        self.history.reset()
+        self.full = None
 
 
 @dataclass(eq=False)
@@ -237,8 +249,9 @@ def build_report(
     statistics: Statistics,
     plan: GroupPlan,
     facts: StepFacts | None = None,
+    largest_bytes: int = 0,
 ) -> Report:
-    """Return the report of the latest pass, with the times and holders of a recorded step of the same groups."""
+    """Return the report of a pass, with the times and holders of a recorded step of the same groups."""
     names, kinds = group_names(groups, latest.sequence), plans.kinds(latest.sequence)
     latest = latest.with_sizes(plan, names)
     same = recording if recording is not None and recording.names == names else None
@@ -256,6 +269,7 @@ def build_report(
         outside=latest.outside,
         absent=[GroupReport(name, groups[k].kind, calls=0) for (k, _), name in zip(absent, absent_names, strict=True)],
         facts=facts,
+        largest_bytes=largest_bytes,
         outside_modules={} if same is None else dict(same.outside),
         num_layers=None if _is_measured(facts) else _number(plans.schedule, kinds),
         step_passes=same.passes if same is not None and done else 0,

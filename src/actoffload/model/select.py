@@ -29,7 +29,9 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.nn import Module, RReLU
 
-from .blocks import find_stacks
+from .._folding import fold_names
+from .._warnings import warn
+from .blocks import find_stacks, shapes
 from .conduct import group_name, split_group_name
 from .module_names import (
     CONTAINERS,
@@ -100,7 +102,8 @@ def choose(
 def choose_planned(root: Module, groups: Sequence[str]) -> tuple[tuple[Chosen, ...], tuple[str, ...]]:
     """Return the modules of the groups that a plan names, as `choose` does, and what these groups are called in `root`.
 
-    A plan of a model is one of the same model in wrappers too, and the other way round.
+    A plan of a model is one of the same model in wrappers too, and the other way round.  Warns if repeated blocks are
+    not in the plan, although blocks with the same parameters are.
     """
     names, meant, called = Names(root), dict[Module, str](), list[str]()
     for group in groups:
@@ -109,12 +112,34 @@ def choose_planned(root: Module, groups: Sequence[str]) -> tuple[tuple[Chosen, .
         if named is None or not runs(unwrap(named.module)):
             raise ValueError(
                 f"plan has the group '{module}', which is no module of this {names.title} that runs: give a plan "
-                f"of the same model. {_similar(names, module)}"
+                f"of the same model. {_siblings(names, module) or _similar(names, module)}"
             )
         first = names.first[named.module]
         meant.setdefault(named.module, names.kind(first))
         called.append(group_name(first.full, part))
+    missing = _unplanned(root, set(meant))
+    if missing:
+        blocks = fold_names([names.first[block].clean for block in missing], most=6)
+        warn(
+            f"plan does not have the blocks {blocks} of this {names.title}, which are kept, although it has others of "
+            "their list: it may be the plan of a smaller model. Give a plan of the same model."
+        )
     return _in_order(names, _by_class(meant)), tuple(called)
+
+
+def _unplanned(root: Module, planned: Set[Module]) -> list[Module]:
+    """Return the repeated blocks that are in no group of a plan, although blocks with the same parameters are."""
+    missing = []
+    for stack in find_stacks(root):
+        alike = {(block_type(block), shapes(block)) for block in stack if block in planned}
+        missing += [
+            block
+            for block in stack
+            if (block_type(block), shapes(block)) in alike
+            and planned.isdisjoint(block.modules())
+            and any(parameter.requires_grad for parameter in block.parameters())
+        ]
+    return missing
 
 
 def _by_class(kinds: Mapping[Module, str], blocks: Set[Module] = frozenset()) -> dict[Module, str]:
@@ -227,6 +252,12 @@ def _called(value: Any) -> str:
 def _listed(names: Sequence[str], most: int = 8) -> str:
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
+
+
+def _siblings(names: Names, group: str) -> str:
+    """Name the modules whose names differ from that of a group in their indices; an empty text if there are none."""
+    there = [named.clean for named in names.all if starred(named.clean) == starred(group)]
+    return f"This {names.title} has {fold_names(there, most=6)}." if there and starred(group) != group else ""
 
 
 def _similar(names: Names, entry: str) -> str:

@@ -151,7 +151,8 @@ class GroupPlan:
         header = ["group", "number", "kept", "offloaded", *(["recomputed"] if again else [])]
         table = tabulate(rows, header, colalign=("left", *["right"] * (len(header) - 1)), disable_numparse=True)
         expected = f"Expected: {self.expected}." if self.expected else ""
-        return "\n\n".join(filter(None, (table, " ".join(filter(None, (expected, self.because))))))
+        unknown = "" if any(self.nbytes) or any(less) else "Bytes are not known before the first pass."
+        return "\n\n".join(filter(None, (table, " ".join(filter(None, (expected, self.because, unknown))))))
 
     def _row(self, name: str, number: int, nbytes: dict[Choice, int], less: int, recomputed: bool) -> list[str]:
         """Return a line; a recomputed group for which the bytes are not known has "yes"."""

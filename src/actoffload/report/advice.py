@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from .._folding import fold_names
 from ..engine.slabs import GRANULE
 from ..engine.statistics import Reason
 from ..recompute import OBJECTS
-from ..schedule.timeline import milliseconds, percent, size
+from ..schedule.timeline import percent, size
+from .advice_on_time import TOLERANCE, advise_on_time, stall_share
 from .facts import pass_time
 from .groups import WEIGHTS, Amounts, GroupReport, Holder, add_amounts, merge_held
-from .report import Report
+from .report import Advice, Report
 
 __all__ = ["Advice", "advise"]
 
@@ -39,26 +40,8 @@ LARGE = 0.1  # of the activations, or of those in the groups that are offloaded:
 LITTLE = 0.02  # of the activations: what is not worth an entry of layers
 WORTH = 0.01  # of the activations: less is worth no sentence, however little the groups save
 HALF = 0.5  # of the activations: fewer in groups are worth a sentence
-TOLERANCE = 0.005  # of the step time, or of the offloaded bytes: what is reported at all
-SLOWER = 0.01  # of the step without offloading: a slowdown that is worth a sentence
 
 IN_ORDER = WEIGHTS | {Reason.DEVICE}  # always kept; and on another device, where they take no memory of this one
-
-
-class Advice(str):
-    """A sentence on what to change; its attribute `change` has the arguments of `offload` that do it.
-
-    It is empty where the program has to be changed, and where nothing can be.
-    """
-
-    change: Mapping[str, Any]
-    nbytes: int  # that the sentence is about
-
-    def __new__(cls, sentence: str, nbytes: int = 0, **change: Any) -> Advice:
-        """Return the sentence; the arguments are those of `offload`."""
-        made = super().__new__(cls, sentence)
-        made.change, made.nbytes = change, nbytes
-        return made
 
 
 def advise(report: Report) -> tuple[Advice, ...]:
@@ -66,9 +49,13 @@ def advise(report: Report) -> tuple[Advice, ...]:
     if not report.groups or not any(group.calls for group in report.groups):
         passes = "the forward pass" if report.passes == 1 else f"{report.passes} forward passes"
         run = f"No group has run in {passes} with a graph since the statistics began"
-        return (Advice(f"{run}: groups are modules that are called as block(x), not as block.forward(x)."),)
-    found = [*_offloaded(report), *_kept(report), *_outside(report), *_not_freed(report), *_on_demand(report)]
-    found += [*_refused(report), *_slower(report), *_stalled(report)]
+        called = "groups are modules that are called as block(x), not as block.forward(x)"
+        return (Advice(f"{run}: {called}, and of which a parameter or an input requires a gradient."),)
+    if report.small:
+        found = [_small(report)]
+    else:
+        found = [*_offloaded(report), *_kept(report), *_outside(report), *_not_freed(report), *_refused(report)]
+    found += advise_on_time(report)
     return tuple(sorted(found, key=lambda advice: (-advice.nbytes, advice))) or (_all(report),)
 
 
@@ -79,22 +66,20 @@ def _literal(value: Any) -> str:
     return "..." if value is ... else value.__name__ if isinstance(value, type) else repr(value).replace("'", '"')
 
 
-def _given(report: Report, argument: str) -> Any:
-    return None if report.arguments is None else report.arguments.get(argument)
-
-
 def _extended(report: Report, entries: Iterable[Any]) -> list[Any]:
     """Return the argument `layers` with further entries."""
-    given = _given(report, "layers")
+    given = report.given("layers")
     return [*((...,) if given is None else given), *entries]
 
 
-def _has(report: Report, argument: str) -> bool:
-    """Whether what made the report takes an argument; all do if that is not known."""
-    return report.arguments is None or argument in report.arguments
-
-
 # What is offloaded
+
+
+def _small(report: Report) -> Advice:
+    saved, largest = size(report.totals.bytes_saved), size(report.largest_bytes)
+    because = f"this pass saved {saved} that can be offloaded, and the largest one {largest}"
+    do = "report a larger pass, or call reset_statistics() if all passes are as small now"
+    return Advice(f"There is no advice on bytes, because {because}: {do}.", report.largest_bytes)
 
 
 def _offloaded(report: Report) -> Iterator[Advice]:
@@ -110,14 +95,14 @@ def _offloaded(report: Report) -> Iterator[Advice]:
         elif report.num_layers:
             change = {"fraction": -(-100 // report.num_layers) / 100}
         else:
-            change = {"num_layers": 1} | ({} if _given(report, "fraction") in (None, 1.0) else {"fraction": 1.0})
+            change = {"num_layers": 1} | ({} if report.given("fraction") in (None, 1.0) else {"fraction": 1.0})
         if change:
             do = f"pass {' and '.join(f'{name}={value}' for name, value in change.items())} or more"
         yield Advice(f"{none}: {do}.", totals.bytes_saved, **change)
     elif not totals.bytes_offloaded:
         could = size(sum(group.bytes_saved for group in report.offloaded_groups))
         everything = size(sum(group.activation_bytes for group in report.offloaded_groups))
-        but = f"Nothing was offloaded, although the plan offloads {len(report.offloaded_groups)} of {groups} groups"
+        but = f"Nothing was offloaded, although the plan offloads {report.offloaded_share} groups"
         sentence = f"{but}: {could} of {everything} of activations in these groups can be offloaded."
         yield Advice(sentence, report.activation_bytes)
 
@@ -148,7 +133,7 @@ def _amount(report: Report, count: int, nbytes: int, reason: Reason) -> str:
 
 def _to_do(report: Report, reason: Reason, count: int, nbytes: int) -> tuple[str, dict[str, Any]]:
     """Return what to do, and the arguments that do it; an empty text if nothing can be done."""
-    if reason is Reason.SMALL and not _has(report, "min_bytes"):
+    if reason is Reason.SMALL and not report.takes("min_bytes"):
         return "", {}
     if reason is Reason.SMALL:
         mean = max(nbytes // max(count, 1), 1)
@@ -156,7 +141,7 @@ def _to_do(report: Report, reason: Reason, count: int, nbytes: int) -> tuple[str
         do = f"they have {size(mean)} on average; with min_bytes={lower} most of these bytes can be offloaded"
         return do, {"min_bytes": lower}
     if reason is Reason.HOST_FULL:
-        if report.arguments is not None and _given(report, "max_host_bytes") is None:
+        if report.arguments is not None and report.given("max_host_bytes") is None:
             return "the host has no more page-locked memory; offload fewer groups, or free host memory", {}
         # More than the limit in any case, which did not allow these steps beside what is allocated.
         enough = max(report.host_bytes, report.host_bytes_high_water) + -(-nbytes // GRANULE) * GRANULE
@@ -168,7 +153,7 @@ def _to_do(report: Report, reason: Reason, count: int, nbytes: int) -> tuple[str
         return _to_keep_less(report)
     if reason is Reason.SHARED:
         number, most = report.num_layers, _most_layers(report.groups)
-        by_number = report.arguments is None or _given(report, "num_layers") is not None
+        by_number = report.arguments is None or report.given("num_layers") is not None
         if number is None or number >= most:
             return "", {}  # a group that is always kept saves them
         if not by_number:
@@ -183,13 +168,13 @@ def _to_keep_less(report: Report) -> tuple[str, dict[str, Any]]:
         names = tuple(f"{group.name.partition(' (part')[0]}." for group in groups)
         return [name.startswith(names) for name in report.kept_modules]
 
-    if report.arguments is not None and not _given(report, "keep"):
+    if report.arguments is not None and not report.given("keep"):
         return "", {}  # they are kept in any case
     if any(lie_in(report.offloaded_groups)) or not report.kept_modules:
         return "pass keep=[] to offload them", {"keep": []}
     if all(lie_in(report.groups)):
         return "", {}  # these groups are kept
-    layers = _extended(report, _given(report, "keep") or ())
+    layers = _extended(report, report.given("keep") or ())
     return f"pass keep=[] and layers={_literal(layers)} to offload them", {"keep": [], "layers": layers}
 
 
@@ -286,72 +271,17 @@ def _refused(report: Report) -> Iterator[Advice]:
         yield Advice(f"{fold_names(names)} should be recomputed, but are not, {OBJECTS}: {CACHE}.", nbytes)
 
 
-# Time
-
-
-def _on_demand(report: Report) -> Iterator[Advice]:
-    late = [group for group in report.groups if group.reloaded_on_demand]
-    if not late:
-        return
-    totals, names = report.totals, list(dict.fromkeys(group.name for group in late))
-    count, of = totals.reloaded_on_demand, totals.reloaded_on_demand + totals.reloaded_ahead
-    behind = report.groups[report.groups.index(late[-1]) + 1 :]
-    why = "the execution order changed since the pass before, or backward did not run in the reverse order"
-    if any(not group.calls for group in behind):
-        why = "later groups, whose backward reloads them, did not run"
-    reloads = f"{count} of {of} reloads ({percent(count / of)}) were on demand, when backward needed them"
-    nbytes = sum(group.bytes_offloaded for group in late)
-    yield Advice(f"{reloads}, for {fold_names(names)}: {why}.", nbytes)
-
-
-def _slower(report: Report) -> Iterator[Advice]:
-    if not report.times or report.slowdown is None or report.slowdown <= 1 + SLOWER:
-        return
-    do, change = _fewer(report)
-    sentence = pass_time(report)
-    yield Advice(f"{sentence[0].upper()}{sentence[1:]}: {do}.", report.totals.bytes_offloaded, **change)
-
-
-def _fewer(report: Report) -> tuple[str, dict[str, Any]]:
-    """Return how to offload less, and the arguments that do."""
-    if report.next_choice:
-        return report.next_choice.rstrip("."), {}
-    if not _has(report, "num_layers"):
-        return "offload fewer groups", {}
-    offloaded = Counter(group.kind for group in report.offloaded_groups)
-    number = min(max(offloaded.values(), default=1), report.num_layers or len(report.groups)) - 1
-    return f"offload fewer groups: pass num_layers={number}", {"num_layers": number}
-
-
-def _stall_share(report: Report) -> float | None:
-    waited = report.totals.stall_seconds
-    return None if not report.times or not report.step_seconds or waited is None else waited / report.step_seconds
-
-
-def _stalled(report: Report) -> Iterator[Advice]:
-    share = _stall_share(report) or 0.0
-    if share <= TOLERANCE:
-        return
-    totals = report.totals
-    worst = max(report.groups, key=lambda group: group.stall_seconds or 0.0)
-    forward, backward = (milliseconds(s or 0.0) for s in (totals.forward_stall_seconds, totals.backward_stall_seconds))
-    stalled = f"Compute stalled for {percent(share)} of the step ({forward} in forward, {backward} in backward)"
-    longest = f"longest for copies of {worst.name} ({milliseconds(worst.stall_seconds or 0.0)})"
-    do, change = _fewer(report)
-    yield Advice(f"{stalled}, {longest}: {do}.", totals.bytes_offloaded, **change)
-
-
-# Nothing to do
+# Nothing to change
 
 
 def _all(report: Report) -> Advice:
-    totals, everything, stalled = report.totals, report.computed_bytes, _stall_share(report)
+    totals, everything, stalled = report.totals, report.computed_bytes, stall_share(report)
     left, again = totals.bytes_offloaded - totals.bytes_wasted, sum(group.recomputed for group in report.groups)
     facts = (
         f"{size(left)} of {size(everything)} of {report.counted} ({percent(left / everything if everything else 0)}) "
-        f"were offloaded from {len(report.offloaded_groups)} of {len(report.groups)} groups"
+        f"were offloaded from {report.offloaded_share} groups"
     )
     facts += f"; {again} group{'s are' if again > 1 else ' is'} recomputed" if again else ""
     facts += "" if stalled is None else f"; compute stalled for {percent(stalled)} of the step"
     facts += f"; {pass_time(report)}" if report.times and report.slowdown is not None else ""
-    return Advice(f"Nothing to do: {facts}.")
+    return Advice(f"Nothing to change: {facts}.")

@@ -1,4 +1,4 @@
-"""What is known of whole passes and of the plan, beside what the latest pass shows."""
+"""What is known of whole passes, of the plan and of the arguments, beside what the latest pass shows."""
 
 from __future__ import annotations
 
@@ -59,6 +59,14 @@ class StepFacts:
         if not self.pass_seconds_without or self.pass_seconds_with is None:
             return None
         return self.pass_seconds_with / self.pass_seconds_without
+
+    def given(self, argument: str) -> Any:
+        """Return an argument of `offload`; None if the arguments are not known."""
+        return None if self.arguments is None else self.arguments.get(argument)
+
+    def takes(self, argument: str) -> bool:
+        """Whether what made the report takes an argument; all do if that is not known."""
+        return self.arguments is None or argument in self.arguments
 
 
 def pass_time(report: StepFacts) -> str:

@@ -40,6 +40,8 @@ class GroupReport:
         Dotted name of the module; its kind, usually its class.
     calls, offloaded, recomputed : int, bool, bool
         Number of calls, 0 if it did not run; whether the plan offloads the group; whether it is recomputed in backward.
+    calls_offloaded : int or None
+        Number of calls that the plan offloads; None for all or none of them.
     storages, bytes_saved : int
         Saved storages that can be offloaded, also if the group is kept.  Each counts in the first group that saved it.
     bytes_offloaded, bytes_wasted : int
@@ -63,6 +65,7 @@ class GroupReport:
     calls: int = 1
     offloaded: bool = False
     recomputed: bool = False
+    calls_offloaded: int | None = None
     storages: int = 0
     bytes_saved: int = 0
     bytes_offloaded: int = 0
@@ -77,6 +80,11 @@ class GroupReport:
     backward_seconds: float | None = None
     forward_stall_seconds: float | None = None
     backward_stall_seconds: float | None = None
+
+    @property
+    def offloaded_calls(self) -> int:
+        """Number of calls that the plan offloads."""
+        return self.calls * self.offloaded if self.calls_offloaded is None else self.calls_offloaded
 
     @property
     def bytes_kept(self) -> int:
@@ -106,6 +114,8 @@ def sum_groups(groups: Iterable[GroupReport], name: str) -> GroupReport:
     total: dict[str, Any] = {"kept": add_amounts(group.kept for group in groups)}
     for done in ("offloaded", "recomputed"):
         total[done] = any(getattr(group, done) for group in groups)
+    part, calls = sum(group.offloaded_calls for group in groups), sum(group.calls for group in groups)
+    total["calls_offloaded"] = part if 0 < part < calls else None
     for number in {entry.name for entry in fields(GroupReport)} - {"name", "kind", *total}:
         values = [getattr(group, number) for group in groups]
         total[number] = _sum(values) if "seconds" in number else sum(values)

@@ -98,10 +98,26 @@ class PassStatistics:
 
 
 class PassHistory:
-    """The passes that are in flight, in the order of their forwards; they are referenced weakly."""
+    """The passes in flight, referenced weakly in the order of their forwards; and what the largest pass saved."""
 
     def __init__(self) -> None:
         self._passes: list[weakref.ref[Pass]] = []
+        self._largest: dict[int, int] = {}  # bytes saved, by the number of recomputed groups
+
+    def reset(self) -> None:
+        """Forget what earlier passes saved."""
+        self._largest = {}
+
+    def note(self, statistics: PassStatistics) -> bool:
+        """Compare what a pass saved with earlier ones; return whether it is at least half as much as in the largest."""
+        again = sum(row.recomputed for _, row in statistics.groups)
+        saved = sum(row.bytes_saved for _, row in statistics.groups)
+        largest = self._largest[again] = max(saved, self._largest.get(again, 0))
+        return 2 * saved >= largest
+
+    def largest(self, statistics: PassStatistics) -> int:
+        """Return how many bytes the largest pass saved that recomputed as many groups as this one; 0 if not known."""
+        return self._largest.get(sum(row.recomputed for _, row in statistics.groups), 0)
 
     def add(self, done: Pass) -> None:
         """Add a pass."""

@@ -103,7 +103,7 @@ class RankReports(Printable):
 
     def _content(self) -> tuple[list[Table], tuple[str, ...]]:
         reports, offloaded = self.reports, self.offloaded
-        counts = [(len(report.offloaded_groups), len(report.groups)) for report in reports]
+        counts = [(report.totals.offloaded_calls, report.totals.calls) for report in reports]
         total = f"{sum(part for part, _ in counts)} of {sum(whole for _, whole in counts)}"
         # Title, a cell for each rank, and the sum.
         columns = [("offload", [f"{part} of {whole}" for part, whole in counts], total)]

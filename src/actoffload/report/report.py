@@ -14,9 +14,25 @@ from .facts import StepFacts, pass_time
 from .groups import WEIGHTS, Amounts, GroupReport, HeldStorage, add_amounts, amounts_to_dict, merge_held, sum_groups
 from .tables import Printable, Table, bytes_or_dash
 
-__all__ = ["Report"]
+__all__ = ["Advice", "Report"]
 
 MOST_HELD = 12
+
+
+class Advice(str):
+    """A sentence on what to change; its attribute `change` has the arguments of `offload` that do it.
+
+    It is empty where the program has to be changed, and where nothing can be.
+    """
+
+    change: Mapping[str, Any]
+    nbytes: int  # that the sentence is about
+
+    def __new__(cls, sentence: str, nbytes: int = 0, **change: Any) -> Advice:
+        """Return the sentence; the arguments are those of `offload`."""
+        made = super().__new__(cls, sentence)
+        made.change, made.nbytes = change, nbytes
+        return made
 
 
 @dataclass(frozen=True)
@@ -42,6 +58,8 @@ class Report(StepFacts, Printable):
         save is not followed.
     host_bytes, host_bytes_high_water : int
         Pinned memory in bytes: allocated now, and the largest part of it ever in use.
+    largest_bytes : int
+        Bytes that can be offloaded, as saved by the largest pass since the statistics began; 0 if that is not known.
     held : tuple of HeldStorage
         Storages that are not freed because something else refers to them.
     expected_bytes, dropped_bytes : int or None
@@ -65,6 +83,7 @@ class Report(StepFacts, Printable):
     peak_resident_bytes: int | None = 0
     host_bytes: int = 0
     host_bytes_high_water: int = 0
+    largest_bytes: int = 0
     held: tuple[HeldStorage, ...] = ()
     expected_bytes: int | None = None
     dropped_bytes: int | None = None
@@ -75,6 +94,11 @@ class Report(StepFacts, Printable):
     step_passes: int = 0
     order: str = ""
     advice: tuple[str, ...] = ()
+
+    @property
+    def small(self) -> bool:
+        """Whether the pass saved less than half of `largest_bytes`, so that its bytes are no reason for advice."""
+        return 2 * self.totals.bytes_saved < self.largest_bytes
 
     @property
     def r(self) -> float | None:
@@ -129,6 +153,11 @@ class Report(StepFacts, Printable):
         """The groups that the plan offloads."""
         return tuple(group for group in self.groups if group.offloaded)
 
+    @property
+    def offloaded_share(self) -> str:
+        """How many of the groups that ran the plan offloads, as text; a group that is called twice counts twice."""
+        return f"{self.totals.offloaded_calls} of {self.totals.calls}"
+
     def to_dict(self) -> dict[str, Any]:
         """Return everything under its name, ready for JSON: reasons are their names in lower case."""
         return {
@@ -144,6 +173,7 @@ class Report(StepFacts, Printable):
             "arguments": None if self.arguments is None else {k: _plain(v) for k, v in self.arguments.items()},
             "measured_passes": None if self.measured_passes is None else list(self.measured_passes),
             "slowdown": self.slowdown,
+            "small": self.small,
             "kept_modules": list(self.kept_modules),
             "refused": dict(self.refused),
             "r": self.r,
@@ -200,7 +230,7 @@ def _key(group: GroupReport) -> tuple[object, ...]:
     """Return what groups of one line have in common; compute times are never quite equal."""
     stalled = None if group.stall_seconds is None else round(group.stall_seconds * 1e4)
     numbers = (column.of(group) for column in COLUMNS if not column.times)
-    return numberless(group.name), group.kind, group.calls, group.offloaded, stalled, *numbers
+    return numberless(group.name), group.kind, group.calls, group.offloaded_calls, stalled, *numbers
 
 
 def _groups_table(report: Report) -> Table:
@@ -222,9 +252,11 @@ def _groups_table(report: Report) -> Table:
     for line in folded:
         name = fold_names([group.name for group in line])
         name = f"{name} ({len(line)} groups)" if len(line) > 1 else name
-        rows.append(row(name, "yes" if line[0].offloaded else "no", line))
+        part = line[0].offloaded_calls, line[0].calls
+        some = f"{part[0]} of {part[1]}" if part[0] < part[1] else "yes"
+        rows.append(row(name, some if line[0].offloaded else "no", line))
     if groups:
-        rows.append(row("total", f"{len(report.offloaded_groups)} of {len(groups)}", (totals,)))
+        rows.append(row("total", report.offloaded_share, (totals,)))
     header = (*compress(("group", "kind", "offload", "calls"), shown), *(column.title for column in columns))
     note = "\n".join(_notes(report, folded=len(folded) < len(groups)))
     return Table(header, tuple(rows), left=2 + kinds, sums=bool(groups), note=note)
@@ -260,10 +292,11 @@ def _facts(report: Report) -> Iterator[tuple[str, str]]:
     if report.slowdown is not None and report.times:
         yield "time", pass_time(report)
     if report.peak_resident_bytes is not None:
-        yield "at the peak", f"{size(report.peak_resident_bytes)} on the device, of what can be offloaded"
+        highest = f"; the highest of {report.passes} passes" if totals.bytes_saved < report.largest_bytes else ""
+        yield "at the peak", f"{size(report.peak_resident_bytes)} on the device, of what can be offloaded{highest}"
     if report.waiting_passes:
         passes = "1 earlier pass" if report.waiting_passes == 1 else f"{report.waiting_passes} earlier passes"
-        yield "in flight", f"{passes} with {size(report.waiting_bytes)} on the device until their backward"
+        yield "in flight", f"{passes} had {size(report.waiting_bytes)} on the device when this forward ended"
     if report.r is not None:
         expected, dropped = size(report.expected_bytes or 0), size(report.dropped_bytes or 0)
         drop = f"{dropped} freed of {expected} that should be"
