@@ -12,7 +12,8 @@ from pathlib import Path
 ROOT = Path(__file__).parent
 sys.path[:0] = [str(ROOT / folder) for folder in ("docs/_ext", "docs/figures", "src", "benchmarks")]
 
-import report  # noqa: E402 - lies in benchmarks
+import headline  # noqa: E402 - lies in benchmarks, as the next one
+import report  # noqa: E402
 from gallery_hooks import DeviceMemory  # noqa: E402 - lies in docs/_ext
 from project_links import settings  # noqa: E402 - lies in docs/_ext
 
@@ -65,9 +66,9 @@ myst_enable_extensions = ["colon_fence", "deflist", "fieldlist", "substitution",
 myst_heading_anchors = 3
 # Measured figures are read from the result files, never typed into a page.
 myst_substitutions = {
-    "headline": report.headline(),
+    "headline": headline.headline(),
     "benchmark_notes": report.notes(),
-    "report_of_a_budget": report.report_of_a_budget(),
+    "report_of_a_budget": headline.report_of_a_budget(),
 }
 default_role = "py:obj"
 
@@ -119,9 +120,11 @@ html_domain_indices = False  # the pages of the API list the modules
 ogp_enable_meta_description = True
 ogp_social_cards = {"enable": False}
 ogp_site_name = "actoffload"
+_ways = {"get_started": "Get started", "guide/index": "Guides", "guide/troubleshooting": "Troubleshooting"}
+_list = "".join(f'<li><a href="{_links["notfound_urls_prefix"]}{page}.html">{t}</a></li>' for page, t in _ways.items())
 notfound_context = {
     "title": "Page not found",
-    "body": "<h1>Page not found</h1><p>There is no page at this address. The search and the bar above lead on.</p>",
+    "body": f"<h1>Page not found</h1><p>There is no page at this address. Search for it, or go to:</p><ul>{_list}</ul>",
 }
 html_static_path = ["docs/_static"]
 templates_path = ["docs/_templates"]
@@ -135,8 +138,9 @@ html_context = {
     "default_mode": "auto",  # light or dark by the system of the reader
     "torch_version": metadata.version("torch"),  # doctests and simulated figures; recordings give their own
 }
-# Pages at the top have no section to navigate.
-html_sidebars = {page: [] for page in ("index", "get_started", "benchmarks", "changelog", "explorer", "404")}
+# Pages at the top of the navigation have no section to navigate.
+_top = ("index", "get_started", "benchmarks", "changelog", "explorer", "404", "search", "genindex")
+html_sidebars = {page: [] for page in (*_top, "development/benchmarks")}
 html_theme_options = {
     "logo": {
         "image_light": "_static/logo.svg",

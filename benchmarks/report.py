@@ -12,18 +12,17 @@ import argparse
 import sys
 import textwrap
 from collections.abc import Iterable
-from functools import partial
 from pathlib import Path
 
 import parallelism_page
+from headline import NOTHING, OURS, above, by_method, headline, queue_seconds, readme
 from page import PAGE, Data, origin, table, target, text
 from pipelines_page import pipelines_sections, pipelines_targets
 from results_file import RESULTS, ROOT, digest, read
 
 WRITTEN = "<!-- Written by benchmarks/report.py from the results beside it; do not edit. -->"
 README = ROOT / "README.md"
-NOTHING, OURS, CHECKPOINT = "no offload", "actoffload", "checkpoint"
-TITLES, LENGTHS, TARGETS = PAGE["names"]["layers"], PAGE["names"]["lengths"], PAGE["targets"]
+SECTIONS, LENGTHS, TARGETS = PAGE["names"]["sections"], PAGE["names"]["lengths"], PAGE["targets"]
 
 
 def arm(data: Data, method: str, count: int) -> Data | None:
@@ -91,9 +90,9 @@ def _memory_targets(name: str, arms: list[Data], pools: list[Data]) -> list[Data
 def _trainer_targets(data: Data) -> list[Data]:
     found: list[Data] = []
     for row in data["rows"]:
-        moved, length = _by_method(row)[OURS], f"{row['tokens']} tokens × {data['settings']['batch']}"
+        moved, length = by_method(row)[OURS], f"{row['tokens']} tokens × {data['settings']['batch']}"
         found.append(target("trainer", moved["ratio"], length=length))
-        limited = _by_method(row).get("budget", {})
+        limited = by_method(row).get("budget", {})
         if "budget" in limited:
             found.append(target("budget", limited["ratio"], length=length, gib=limited["budget"]))
         for key, what in (("seconds", "forward and backward"), ("peak_bytes", "peak")):
@@ -127,7 +126,7 @@ def _plan(a: Data) -> str:
 
 def frontier_sections(data: Data) -> list[str]:
     """Return the section of time against peak."""
-    names, found = PAGE["names"]["frontier"], ["## Time against peak", text("frontier")]
+    names, found = PAGE["names"]["frontier"], [f"## {SECTIONS['frontier']}", text("frontier")]
     for part in data["parts"].values():
         rows = []
         order = list(dict.fromkeys(a["method"] for a in part["arms"]))
@@ -154,7 +153,7 @@ def peers_sections(data: Data) -> list[str]:
     missing = [text("left_out", tool=names.get(tool, tool), why=why) for tool, why in data["left_out"].items()]
     free = next(a for a in data["arms"] if a["method"] == OURS and a["budget"] is None)
     return [
-        "## Other tools",
+        f"## {SECTIONS['peers']}",
         text("peers", **data["settings"], noise=data["noise"]),
         table("peers", rows),
         *([text("peers_free"), f"```text\n{free['plan']}\n```"] if "plan" in free else []),
@@ -168,24 +167,15 @@ def _stack(part: Data) -> str:
     return f"{settings['layers']} {'compiled ' * part['compiled']}layers, {settings['tokens']} tokens"
 
 
-def _above(data: Data) -> float:
-    """Return by which part of the peak with checkpointing the budget of a step is larger."""
-    return float(data["budget"] / data["arms"][CHECKPOINT]["peak_bytes"] - 1)
-
-
 def memory_sections(data: Data) -> list[str]:
     """Return the section of memory over a step, whose picture is on the first page."""
-    return ["## Memory over a step", text("memory", **data, above=_above(data)), origin(data)]
+    return [f"## {SECTIONS['memory']}", text("memory", **data, above=above(data)), origin(data)]
 
 
 def machine_sections(data: Data) -> list[str]:
     """Return what the command that measures a machine printed."""
     lines = (textwrap.fill(line, 100, subsequent_indent="  ") for line in data["printed"].splitlines())
-    return ["## The machine", text("machine"), "\n".join(["```text", *lines, "```"]), origin(data)]
-
-
-def _by_method(row: Data) -> dict[str, Data]:
-    return {a["method"]: a for a in row["arms"]}
+    return [f"## {SECTIONS['machine']}", text("machine"), "\n".join(["```text", *lines, "```"]), origin(data)]
 
 
 def trainer_sections(data: Data) -> list[str]:
@@ -195,10 +185,10 @@ def trainer_sections(data: Data) -> list[str]:
         low_high = ({"low": min(a["ratios"]), "high": max(a["ratios"])} for a in row["arms"])
         arms = [{**a, **r, "tokens": row["tokens"]} for a, r in zip(row["arms"], low_high, strict=True)]
         rows += [{**a, "name": names.get(a["method"], a["method"])} for a in arms]
-        plans += [text("plan", **row), f"```text\n{_by_method(row)[OURS]['plan']}\n```", *_budget_plan(row)]
+        plans += [text("plan", **row), f"```text\n{by_method(row)[OURS]['plan']}\n```", *_budget_plan(row)]
     noise = "; ".join(text("trainer_noise", **row) for row in data["rows"])
     return [
-        "## Hugging Face Trainer",
+        f"## {SECTIONS['trainer']}",
         text("trainer", **data["settings"], noise=noise),
         table("trainer", rows),
         *plans,
@@ -208,13 +198,12 @@ def trainer_sections(data: Data) -> list[str]:
 
 def _budget_plan(row: Data) -> list[str]:
     """Return the plan for a budget, and how long the host takes to queue a forward with it."""
-    arms = _by_method(row)
+    arms = by_method(row)
     limited = arms.get("budget", {})
     if "budget" not in limited:
         return []
-    queue = {f"queue{end}": arms[of]["queue_seconds"] for end, of in (("_none", NOTHING), ("_checkpoint", CHECKPOINT))}
     plan = f"```text\n{limited['plan']}\n```"
-    host = text("trainer_host", **queue, queue=limited["queue_seconds"])
+    host = text("trainer_host", **queue_seconds(arms))
     return [text("budget_plan", budget=limited["budget"]), plan, host]
 
 
@@ -231,7 +220,7 @@ def layers_sections(name: str, data: Data) -> list[str]:
     order = [NOTHING, f"{NOTHING}, again", *methods]
     arms = sorted(data["arms"], key=lambda a: (order.index(a["method"]), a["num_layers"]))
     return [
-        f"## {TITLES[name]}",
+        f"## {SECTIONS[name]}",
         f"{line[:1].upper()}{line[1:]}.",
         table("comparison", ({**a, "name": methods.get(a["method"], a["method"])} for a in arms)),
         text("layers", **data),
@@ -242,7 +231,7 @@ def layers_sections(name: str, data: Data) -> list[str]:
 
 def llama_sections(data: Data) -> list[str]:
     """Return the sections of the Llama benchmark."""
-    found, parts = ["## Llama layers"], data["parts"]
+    found, parts = [f"## {SECTIONS['llama']}"], data["parts"]
     lengths = {words: parts[name] for name, words in LENGTHS.items() if name in parts}
     for first in list(lengths.values())[:1]:
         found += [text("llama", **first["settings"]), *_saved(first)]
@@ -311,102 +300,27 @@ def readers_page(results: dict[str, Data]) -> str:
 def developers_page(results: dict[str, Data]) -> str:
     """Return targets, and time by number of layers and of the host."""
     parts = [WRITTEN, "## Targets", table("targets", targets(results))]
-    for name in TITLES:
+    for name in ("gpt", "linear"):
         parts += layers_sections(name, results[name]) if name in results else []
     parts += llama_sections(results["llama"]) if "llama" in results else []
     if "overhead" in results:
-        parts += ["## Host time", table("overhead", results["overhead"]["cases"]), origin(results["overhead"])]
+        parts += [
+            f"## {SECTIONS['overhead']}",
+            table("overhead", results["overhead"]["cases"]),
+            origin(results["overhead"]),
+        ]
     return "\n\n".join(parts) + "\n"
 
 
-def headline(folder: Path = RESULTS) -> str:
-    """Return table and captions of the landing page: what `offload(model)` and a budget cost and save."""
-    results = {name: read(folder, name) for name in ("trainer", "frontier", "memory")}
-    found = {name: data for name, data in results.items() if data is not None and not data["device"]["reference"]}
-    of = {"trainer": _trainer_arms, "frontier": _frontier_arms}
-    models = {name: arms(found[name]) for name, arms in of.items() if name in found}
-    if not models:
-        return "No GPU results are recorded yet."
-    names = {NOTHING: NOTHING, **PAGE["names"]["trainer"]}
-    rows = [
-        {"name": name, **{model: arms[method] for model, arms in models.items() if method in arms}}
-        for method, name in names.items()
-    ]
-    first = text("headline", device=next(iter(found.values()))["device"]["name"])
-    words = [text(f"headline_{name}", **_settings(name, found[name])) for name in models]
-    captions = [text("trainer_caption")] if "trainer" in found else []
-    if "memory" in found:
-        data = found["memory"]
-        captions.append(text("memory_caption", **data, above=_above(data), day=data["date"][:10]))
-    paragraphs = [" ".join(words), _headline_why(list(models.values())), " ".join(captions)]
-    return "\n\n".join([first, table("headline", rows), *filter(None, paragraphs)])
-
-
-def _headline_why(models: list[dict[str, Data]]) -> str:
-    """Return why `offload(model)` saves what it does, and which budgets the table has."""
-    drops = [a[NOTHING]["peak_bytes"] - a[OURS]["peak_bytes"] for a in models if OURS in a]
-    words = [text("headline_why", drops=" and ".join(text("gib", nbytes=drop) for drop in drops))]
-    above = {
-        text("percent", share=a["budget"]["budget"] / a[CHECKPOINT]["peak_bytes"] - 1) for a in models if "budget" in a
-    }
-    return " ".join([*words, *([text("headline_budget", above=" and ".join(sorted(above)))] if above else [])])
-
-
-def report_of_a_budget(folder: Path = RESULTS) -> str:
-    """Return the report of the Trainer's last round with a budget, and what it was recorded on."""
-    data = read(folder, "trainer")
-    arms = {} if data is None else data["rows"][0]["runs"][-1]
-    if data is None or "budget" not in arms:
-        return "No report is recorded yet."
-    lines = (
-        textwrap.fill(line, 110, subsequent_indent=" " * (2 if line.startswith("- ") else 13))
-        for line in arms["budget"]["report"].splitlines()
-    )
-    return "\n\n".join(["\n".join(["```text", *lines, "```"]), origin(data)])
-
-
-def readme(text: str, sentences: str) -> str:
-    """Return the text of README.md with the table and the captions of the landing page between its two marks."""
-    before, mark, rest = text.partition("<!-- headline: written by benchmarks/report.py -->\n")
-    _, end, after = rest.partition("<!-- headline ends -->")
-    wrap = partial(textwrap.fill, width=120, break_long_words=False, break_on_hyphens=False)
-    parts = (part if part.startswith("|") else wrap(part) for part in sentences.split("\n\n"))
-    return before + mark + "\n\n".join(parts) + "\n" + end + after
-
-
-def _settings(name: str, data: Data) -> Data:
-    """Return the sizes of the model of a headline."""
-    if name == "trainer":
-        return {**data["settings"], "tokens": data["rows"][0]["tokens"]}
-    settings: Data = next(iter(data["parts"].values()))["settings"]
-    return settings
-
-
-def _trainer_arms(data: Data) -> dict[str, Data]:
-    """Return the ways to train with the longest sequences, by name."""
-    return _as_ratios(_by_method(data["rows"][0]))
-
-
-def _frontier_arms(data: Data) -> dict[str, Data]:
-    """Return the same ways for the first stack, with the budget that is a target, just above checkpointing."""
-    part = next(iter(data["parts"].values()))
-    arms = {a["method"]: a for a in part["arms"] if a["method"] in (NOTHING, CHECKPOINT)}
-    arms |= {
-        OURS if a["budget"] is None else "budget": a
-        for a in part["arms"]
-        if a["method"] == "default" or a["budget"] == part["target"]
-    }
-    return _as_ratios(arms)
-
-
-def _as_ratios(arms: dict[str, Data]) -> dict[str, Data]:
-    """Return the arms with the first one without offload as 1.0: ratios are to the mean of both of these."""
-    return arms | {NOTHING: {**arms[NOTHING], "ratio": 1.0}}
+def stale(folder: Path = RESULTS) -> list[str]:
+    """Return the sections whose results were measured with other sources of the library."""
+    return [SECTIONS[name] for name, data in load(folder).items() if data["source_digest"] != digest()]
 
 
 def notes(folder: Path = RESULTS) -> str:
-    """Return a warning if the sources have changed since the results were measured."""
-    return text("changed") if {data["source_digest"] for data in load(folder).values()} - {digest()} else ""
+    """Return which results were measured with other sources of the library, as a sentence; empty if none were."""
+    sections = stale(folder)
+    return text("changed", sections="; ".join(sections)) if sections else ""
 
 
 def load(folder: Path) -> dict[str, Data]:
@@ -432,6 +346,7 @@ def main(arguments: list[str]) -> int:
         wrong = [p.name for p, words in written.items() if not p.is_file() or p.read_text(encoding="utf-8") != words]
         for name in wrong:
             print(f"{name} is not what the results give; run python benchmarks/report.py")
+        print(notes(options.results) or "All results were measured with the present sources of the library.")
         return 1 if wrong else 0
     for path, words in written.items():
         path.write_text(words, encoding="utf-8")

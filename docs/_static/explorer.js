@@ -196,6 +196,12 @@ const Explorer = (() => {
     return times.map((time) => [time, at(time)]);
   }
 
+  // The smallest of 1, 2, 5, 10, 20 ... that is not below a number.
+  function roundStep(least) {
+    const power = 10 ** Math.floor(Math.log10(least));
+    return power * [1, 2, 5, 10].find((factor) => factor * power >= least * (1 - 1e-9));
+  }
+
   function draw(settings, result, box, summary) {
     const width = Math.max(280, box.clientWidth), left = 62, right = 8, lane = 34, top = 8, chart = 130;
     const bottom = top + 3 * lane + 14 + chart;
@@ -231,19 +237,21 @@ const Explorer = (() => {
     for (const [bytes, name] of [[all, "none"], [result.peak, "peak"]]) {
       element("line", { x1: left, x2: width - right, y1: height(bytes), y2: height(bytes), class: name }, svg);
     }
-    const digits = unit[1] === "GiB" ? 1 : 0;
-    element("text", { x: left - 8, y: bottom + 4, "text-anchor": "end" }, svg, "0");
-    element("text", { x: left - 8, y: height(all) + 4, "text-anchor": "end" }, svg, (all / unit[0]).toFixed(digits));
-    if (Math.abs(height(all) - height(result.peak)) > 14) {
-      element("text", { x: left - 8, y: height(result.peak) + 4, "text-anchor": "end" }, svg,
-        (result.peak / unit[0]).toFixed(digits));
+    const digits = unit[1] === "GiB" ? 1 : 0, places = [];
+    for (const [bytes, text] of [[0, "0"], [all, (all / unit[0]).toFixed(digits)],
+      [result.peak, (result.peak / unit[0]).toFixed(digits)]]) {
+      const y = height(bytes) + 4;
+      if (places.some((place) => Math.abs(place - y) < 14)) continue; // it would overprint another one
+      places.push(y);
+      element("text", { x: left - 8, y, "text-anchor": "end", class: "tick" }, svg, text);
     }
-    element("text", { x: 2, y: bottom - chart / 2 + 4 }, svg, unit[1]);
+    element("text", { x: left - 8, y: bottom - chart + 4, "text-anchor": "end" }, svg, unit[1]);
     element("line", { x1: left, x2: width - right, y1: bottom, y2: bottom, class: "axis" }, svg);
-    for (let k = 0; k <= 4; k++) {
-      const anchor = k === 0 ? "start" : k === 4 ? "end" : "middle";
-      element("text", { x: x((result.step * k) / 4), y: bottom + 18, "text-anchor": anchor }, svg,
-        ((result.step * k * 1e3) / 4).toFixed(0));
+    const between = roundStep((result.step * 1e3) / 4);
+    for (let time = 0; time <= result.step * 1e3; time += between) {
+      const anchor = time === 0 ? "start" : x(time / 1e3) > width - right - 16 ? "end" : "middle";
+      element("text", { x: x(time / 1e3), y: bottom + 18, "text-anchor": anchor, class: "tick" }, svg,
+        String(Number(time.toFixed(6))));
     }
     element("text", { x: (left + width - right) / 2, y: bottom + 33, "text-anchor": "middle" }, svg, "time (ms)");
     return unit;

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -91,14 +92,14 @@ def sources() -> list[Path]:
     return [package / "report" / "plots.py", *sorted((package / "schedule").glob("*.py"))]
 
 
-def describe(result: Simulation) -> str:
-    """Return the alt text of a simulation."""
+def describe(result: Simulation, rows: str) -> str:
+    """Return the alt text of a simulation, of which a figure shows some rows."""
     numbers = sorted({span.layer for span in result.timeline.of(Kind.D2H)})
     joined = " and ".join(filter(None, (", ".join(map(str, numbers[:-1])), *map(str, numbers[-1:]))))
     who = f"Layer{'s' * (len(numbers) > 1)} {joined} of {LAYERS}" if numbers else "No layer"
     stalled = result.stall_seconds * 1e3
     return (
-        f"Timeline of compute, copies and memory over one step of {LAYERS} layers. "
+        f"Timeline of {rows} over one step of {LAYERS} layers. "
         f"{who} {'are' if len(numbers) > 1 else 'is'} offloaded; "
         f"compute {f'waits {stalled:.1f} ms for copies' if stalled else 'never waits'}, "
         f"the step takes {result.step_time * 1e3:.1f} ms, "
@@ -119,7 +120,8 @@ def origin(cost: LayerCost, link: Link, peak: int = 0) -> str:
 def draw(name: str, folder: Path) -> Drawn:
     """Write the SVG files of a schedule into a folder."""
     result = simulate(FIGURES[name](), [COST] * LAYERS, LINK)
-    return Drawn(write(f"schedule-{name}", folder, lambda: plot_step(result.timeline)), describe(result))
+    rows = "compute, copies and memory" if result.bytes_offloaded else "compute and memory"
+    return Drawn(write(f"schedule-{name}", folder, lambda: plot_step(result.timeline)), describe(result, rows))
 
 
 class ScheduleFigure(DrawnFigure):
@@ -179,11 +181,11 @@ def stacked(timelines: dict[str, Timeline]) -> Figure:
     from matplotlib import pyplot
 
     size = (7.5, 0.4 + 2.2 * len(timelines))
-    figure, axes = pyplot.subplots(len(timelines), figsize=size, layout="constrained", squeeze=False)
-    longest = max(timelines.values(), key=lambda timeline: timeline.end)
+    figure, axes = pyplot.subplots(len(timelines), sharex=True, figsize=size, layout="constrained", squeeze=False)
+    end = max(timeline.end for timeline in timelines.values())
     for ax, (title, timeline) in zip(axes.flat, timelines.items(), strict=True):
-        plot_timeline(timeline, ax)
-        ax.set_xlim(right=longest.end * 1e3)
+        # An empty span at the common end: plot_timeline takes the unit, the limit and the labels that fit from the end.
+        plot_timeline(replace(timeline, spans=(*timeline.spans, Span(Kind.BACKWARD, 0, end, end))), ax)
         ax.set_title(title, fontsize=9.5, loc="right")
     for ax in axes.flat[1:]:
         ax.get_legend().remove()
@@ -203,12 +205,12 @@ def overlap(name: str) -> tuple[dict[str, Timeline], str, str]:
     if (result.stall_seconds > 0.01 * result.step_time) != (name == "stalls"):
         data, link = None, LINK
         result = simulate(plan, [COST] * LAYERS, LINK)
-    found, alt = {"simulated": result.timeline}, describe(result)
+    found, alt = {"simulated": result.timeline}, describe(result, "compute and copies")
     if data is None:
         return found, alt, origin(COST, LINK)
     found["measured"] = measured_timeline(data, name)
     seconds, device = data["seconds"][str(len(plan.offloaded))], data["device"]
-    alt += f" Below it the measured step, which takes {found['measured'].end * 1e3:.1f} ms."
+    alt += f" Below it a measured step; {seconds * 1e3:.1f} ms is the median of several."
     where = f"{device['name']}, driver {device['driver']}, torch {device['torch']}, {data['date'][:10]}"
     both = f"{result.step_time * 1e3:.1f} ms simulated, {seconds * 1e3:.1f} ms measured"
     copies = found["measured"].of(Kind.D2H)

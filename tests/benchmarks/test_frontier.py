@@ -84,18 +84,7 @@ def test_page_and_picture(part: dict[str, Any], tmp_path: Path) -> None:
     assert "| num_layers |  | 4 |" in page
     assert f"| {stack}: step time, largest distance from the prediction (4 layers) | ≤ 3.00 % | 5.00 % | missed" in page
     assert f"| {stack}: peak, largest distance from the prediction (default) | ≤ 3.00 % | 2.00 % | met |" in page
-    peak = next(arm["peak_bytes"] for arm in arms if arm["method"] == "checkpoint")
-    for arm, more in zip(arms[5:8], (2 * GIB, -GIB, 9 * GIB), strict=True):
-        arm |= {"peak_bytes": peak + more, "ratio": 1.0 + more / GIB / 100}
-    (tmp_path / "frontier.json").write_text(json.dumps(data), encoding="utf-8")
-    headline = report.headline(tmp_path)
-    assert "| offload(model, memory_budget) |  |  | 1.020 |" in headline, "the budget of the target"
-    assert "| activation checkpointing |  |  |" in headline
-    assert f"| offload(model) |  |  | {arms[8]['ratio']:.3f} |" in headline
     report.main(["--results", str(tmp_path)])
-    device["reference"] = True
-    (tmp_path / "frontier.json").write_text(json.dumps(data), encoding="utf-8")
-    assert report.headline(tmp_path) == "No GPU results are recorded yet."
     assert all((tmp_path / f"frontier-{scheme}.png").stat().st_size > 10_000 for scheme in ("light", "dark"))
 
 

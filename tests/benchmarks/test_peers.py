@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from dataclasses import replace
 from importlib.util import find_spec
@@ -16,7 +17,8 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "benchmarks")]
 
-import overlap  # noqa: E402 - lies in benchmarks, as the next ones
+import headline  # noqa: E402 - lies in benchmarks, as the next ones
+import overlap  # noqa: E402
 import peers  # noqa: E402
 import report  # noqa: E402
 from frontier import Part  # noqa: E402
@@ -67,6 +69,27 @@ def test_page_of_other_tools(measured: dict[str, Any], tmp_path: Path) -> None:
     assert "| actoffload: offload(model, memory_budget) |" in page
     assert "Transformer Engine: get_cpu_offload_context is left out: no such layer." in page
     assert "**Rehearsal on the reference device; no GPU figures.**" in page
+
+
+def test_headline_has_the_default_call_and_the_budget_beside_checkpointing(
+    measured: dict[str, Any], tmp_path: Path
+) -> None:
+    path = write(tmp_path, "peers", measured, "python benchmarks/run.py peers")
+    assert headline.headline(tmp_path) == "No GPU results are recorded yet."
+    data = json.loads(path.read_text(encoding="utf-8"))
+    data["device"]["reference"] = False
+    arms = {(arm["method"], arm["budget"] is not None): arm for arm in data["arms"]}
+    none, checkpoint, default, budget = (
+        arms[of] for of in (("no offload", False), ("checkpoint", False), ("actoffload", False), ("actoffload", True))
+    )
+    none["peak_bytes"] = default["peak_bytes"] = 30 * 2**30
+    checkpoint["peak_bytes"], budget["budget"], budget["peak_bytes"] = 10 * 2**30, 11 * 2**30, 10.9 * 2**30
+    default["ratio"], budget["ratio"] = 1.002, 1.05
+    path.write_text(json.dumps(data), encoding="utf-8")
+    found = headline.headline(tmp_path)
+    assert "| offload(model) |  |  | 1.002 | 30.0 |\n| offload(model, memory_budget) |  |  | 1.050 | 10.9 |" in found
+    assert "Here that is nothing; with longer sequences a part is free" in found
+    assert "The budgets are 10 % above the peaks of activation checkpointing." in found
 
 
 def test_targets_are_on_the_page_for_developers() -> None:

@@ -14,7 +14,8 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "tools")]
 
 import gpu_run  # noqa: E402 - lies in tools
-import report  # noqa: E402 - lies in benchmarks
+import headline  # noqa: E402 - lies in benchmarks, as the next ones
+import report  # noqa: E402
 from results_file import RESULTS  # noqa: E402
 
 Results = dict[str, dict[str, Any]]
@@ -115,7 +116,7 @@ def test_columns_of_numbers_are_aligned_to_the_right() -> None:
 
 def test_nothing_recorded(tmp_path: Path) -> None:
     assert "No results are recorded yet." in report.report({})
-    assert report.headline(tmp_path) == "No GPU results are recorded yet."
+    assert headline.headline(tmp_path) == "No GPU results are recorded yet."
 
 
 def test_report_is_written_drawn_and_checked(tmp_path: Path, results: Results) -> None:
@@ -126,6 +127,14 @@ def test_report_is_written_drawn_and_checked(tmp_path: Path, results: Results) -
     report.arm(results["gpt"], "actoffload", 4)["seconds"] *= 2
     store(tmp_path, results)
     assert report.main(["--results", str(tmp_path), "--check"]) == 1
+
+
+def test_sections_of_other_sources_are_named(tmp_path: Path, results: Results) -> None:
+    store(tmp_path, {name: {**results[name], "source_digest": report.digest()} for name in ("gpt", "memory")})
+    assert report.notes(tmp_path) == ""
+    store(tmp_path, {"gpt": results["gpt"] | {"source_digest": "0"}})
+    changed = "The library's sources have changed since these sections were measured: Twelve GPT blocks."
+    assert report.notes(tmp_path) == changed
 
 
 def test_what_a_machine_measured_is_shown_as_it_was_printed(results: Results) -> None:

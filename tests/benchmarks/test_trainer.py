@@ -21,7 +21,8 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "benchmarks")]
 
-import report  # noqa: E402 - lies in benchmarks, as the next one
+import headline  # noqa: E402 - lies in benchmarks, as the next ones
+import report  # noqa: E402
 import trainer  # noqa: E402
 from harness import AGAIN, CHECKPOINT, NOTHING, OURS  # noqa: E402
 
@@ -103,11 +104,11 @@ def test_page_has_the_plan_of_a_budget_and_what_the_host_takes(data: dict[str, A
 
 
 def test_the_report_of_a_budget_is_shown_as_it_was_printed(data: dict[str, Any], tmp_path: Path) -> None:
-    assert report.report_of_a_budget(tmp_path) == "No report is recorded yet."
+    assert headline.report_of_a_budget(tmp_path) == "No report is recorded yet."
     runs = data["rows"][0]["runs"]
     runs[-1]["budget"] = {**runs[-1][OURS], "report": "group  offload\nplan         " + "because " * 20}
     (tmp_path / "trainer.json").write_text(json.dumps({**data, "format": 1}), encoding="utf-8")
-    shown = report.report_of_a_budget(tmp_path)
+    shown = headline.report_of_a_budget(tmp_path)
     assert "```text\ngroup  offload\nplan         because because" in shown
     assert max(map(len, shown.split("```")[1].splitlines())) <= 110
 
@@ -115,21 +116,25 @@ def test_the_report_of_a_budget_is_shown_as_it_was_printed(data: dict[str, Any],
 def test_headline_begins_with_the_trainer(data: dict[str, Any], tmp_path: Path) -> None:
     path = tmp_path / "trainer.json"
     path.write_text(json.dumps({**data, "format": 1}), encoding="utf-8")
-    found = report.headline(tmp_path)
+    found = headline.headline(tmp_path)
     assert "| no offload | 1.000 | 30.0 |  |  |\n| offload(model) | 1.050 | 20.0 |  |  |" in found
     assert "with 4096 tokens × 2." in found
-    assert "here the peak is lower by 10.0 GiB." in found
+    assert "Here that lowers the peak by 10.0 GiB." in found
     assert "`memory_budget`" not in found
     same = {a["method"]: a for a in copy.deepcopy(data)["rows"][0]["arms"]}
     same["budget"] = {**same["checkpoint"], "method": "budget", "ratio": 1.15, "budget": 18.9 * GIB}
     rows = [{**data["rows"][0], "arms": list(same.values())}]
     path.write_text(json.dumps({**data, "rows": rows, "format": 1}), encoding="utf-8")
-    limited = report.headline(tmp_path)
+    limited = headline.headline(tmp_path)
     assert "| offload(model, memory_budget) | 1.150 | 18.0 |  |  |\n| activation checkpointing |" in limited
     assert "The budgets are 5 % above the peaks of activation checkpointing." in limited
+    assert "whose host is slow" not in limited
+    same["budget"] |= {"ratio": same["checkpoint"]["ratio"] + 0.01, "queue_seconds": 0.074}
+    path.write_text(json.dumps({**data, "rows": rows, "format": 1}), encoding="utf-8")
+    assert "whose host is slow: it needs 74 ms to queue a forward with the budget" in headline.headline(tmp_path)
     data["device"]["reference"] = True
     path.write_text(json.dumps({**data, "format": 1}), encoding="utf-8")
-    assert report.headline(tmp_path) == "No GPU results are recorded yet."
+    assert headline.headline(tmp_path) == "No GPU results are recorded yet."
 
 
 def test_plans_without_predictions_have_no_targets_of_them() -> None:

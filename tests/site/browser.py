@@ -1,9 +1,9 @@
 """Open pages of a built site in a headless Chromium and look at them as a reader does.
 
-Each page is loaded once, and looked at in windows of several sizes, in light and in dark: no console message, no script
-error, no failed request, no request to another host, a heading and text in the main part, every image drawn, no number
-separated from its unit in a table, no horizontal scrolling, downloads that exist, and copy buttons that have an
-accessible name and copy.
+Each page is loaded once, and looked at in windows of several sizes, in light and in dark: no console message, script
+error, failed request or request to another host; a heading and text in the main part; every image drawn, figures large
+enough to read; no number separated from its unit in a table; nothing that scrolls sideways but tables, code and figures
+in boxes of their own; downloads that exist; copy buttons that have an accessible name and copy.
 """
 
 from __future__ import annotations
@@ -53,7 +53,14 @@ document.documentElement.dataset.theme = scheme;
     broken: images.filter(i => shown(i) && !(i.complete && i.naturalWidth > 0)).map(i => i.src),
     split: numbers.filter(cell => lines(cell) > 1).map(cell => cell.innerText.trim()),
     width: document.documentElement.clientWidth,
-    overflow: document.documentElement.scrollWidth - document.documentElement.clientWidth,
+    wide: [...document.querySelectorAll('html, .bd-article-container, .bd-sidebar-primary, .prev-next-area a')]
+      .filter(box => box.scrollWidth > box.clientWidth + 1)
+      .map(box => `${box.className || 'page'} (${box.scrollWidth} pixels, not ${box.clientWidth})`),
+    cut: [...document.querySelectorAll('.sphx-glr-script-out pre, .highlight-text pre')].filter(
+      box => box.scrollWidth > box.clientWidth + 1 && !/^-[- ]*$|\\S {2,}\\S| {3}/m.test(box.textContent)
+    ).map(box => box.textContent.slice(0, 40)),
+    small: images.filter(i => i.closest('figure, .figure-box') && shown(i) && i.width < 0.7 * i.naturalWidth)
+      .map(i => i.src),
   };
 })().then(done, error => done({error: String(error)}));
 """
@@ -157,8 +164,9 @@ def _problems(look: dict[str, Any], short: bool) -> list[str]:
     problems += [f"image is not drawn: {source}" for source in look["broken"]]
     if look["split"]:
         problems.append(f"numbers are split over lines: {', '.join(look['split'][:5])}")
-    if look["overflow"] > 1:
-        problems.append(f"is {look['overflow']} pixels wider than the window of {look['width']}")
+    problems += [f"is too wide for a window of {look['width']}: {box}" for box in look["wide"]]
+    problems += [f"cuts off printed lines in a window of {look['width']}: {text!r}" for text in look["cut"]]
+    problems += [f"shows a figure too small in a window of {look['width']}: {source}" for source in look["small"]]
     return problems
 
 

@@ -29,6 +29,18 @@ AXES = (
 )
 GRID = [dict(zip(NAMES, values, strict=True)) for values in itertools.product(*AXES)]
 GRID = [s for s in GRID if s["offloaded"] < s["layers"] and s["recomputed"] <= s["layers"]]
+TICKS = """
+const boxes = [...document.querySelectorAll('#explorer text.tick')].map(text => text.getBoundingClientRect());
+const over = (a, b) => a.left < b.right && b.left < a.right && a.top + 3 < b.bottom && b.top + 3 < a.bottom;
+return boxes.some((box, k) => boxes.slice(k + 1).some(other => over(box, other)));
+"""
+SET = """
+for (const [name, value] of Object.entries(arguments[0])) {
+  document.getElementById(`explorer-${name}`).value = value;
+  document.querySelector('#explorer form').dispatchEvent(new Event('input'));
+}
+return [...document.querySelectorAll('#explorer text.tick')].map(text => text.textContent);
+"""
 RUN = "return arguments[0].map((s) => { const {spans, resident, ...r} = Explorer.simulate(s); return r; });"
 
 
@@ -74,6 +86,11 @@ def checks(driver: WebDriver, base: str) -> list[str]:
         inputs[1].send_keys("\ue014")  # right arrow: one more layer is offloaded
         if driver.find_element("css selector", ".explorer-numbers").text == before:
             problems.append(f"explorer: the right arrow key changes nothing at {width} pixels")
+        ticks = driver.execute_script(SET, {"layers": 32, "offloaded": 31, "forward": 8, "backward": 16.2})
+        if driver.execute_script(TICKS):
+            problems.append(f"explorer: ticks overlap at {width} pixels: {ticks}")
+        if ticks[-2:] != ["500", "1000"]:
+            problems.append(f"explorer: ticks are not round: {ticks}")
         if "offloaded" not in driver.find_element("css selector", "#explorer svg").get_attribute("aria-label"):
             problems.append("explorer: the figure has no description")
     return problems

@@ -12,8 +12,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from browser import WIDTHS, check_page, check_theme, first_result, serving
+from browser import POLL, WIDTHS, check_page, check_theme, first_result, serving
+from bs4 import BeautifulSoup
 from check_site import find_pages
+from selenium.webdriver.support.wait import WebDriverWait
 
 ROOT = Path(__file__).parents[2]
 SITE = Path(os.environ.get("ACTOFFLOAD_SITE", ""))
@@ -49,10 +51,27 @@ def test_page(tab, base, name):
         ("gradient accumulation", "guide/composition.html"),
         ("torch.compile", "guide/composition.html"),
         ("memory_budget", "guide/memory_budget.html"),
+        ("pin memory", "guide/hardware.html"),
+        ("pinned memory", "guide/hardware.html"),
+        ("activation checkpointing", "migration/gradient_checkpointing.html"),
+        ("FSDP2", "guide/many_gpus.html"),
+        ("host memory full", "guide/troubleshooting.html"),
+        ("offload activations", "guide/whole_model.html"),
+        ("vram", "guide/troubleshooting.html"),
+        ("nan loss", "guide/troubleshooting.html"),
+        ("gradients differ", "guide/troubleshooting.html"),
+        ("deepspeed", "migration/index.html"),
     ],
 )
 def test_the_first_result_of_a_search_is_the_page_that_a_reader_wants(tab, base, words, page):
     assert first_result(tab, base, words) == page
+
+
+def test_the_snippet_of_a_result_is_text_of_the_page(tab, base):
+    assert first_result(tab, base, "Lightning") == "integrations/lightning.html"
+    found = ("css selector", "#search-results ul.search li:first-child p.context")
+    snippet = WebDriverWait(tab, 20, POLL).until(lambda _: tab.find_elements(*found))[0].text
+    assert snippet.startswith("Add LightningOffloadCallback")
 
 
 def test_search_for_a_word_that_no_page_has(tab, base):
@@ -65,8 +84,17 @@ def test_theme_switch(tab, base):
 
 def test_a_missing_page_leads_back(tab, base):
     tab.get(f"{base}/404.html")
-    links = [link.get_attribute("href") for link in tab.find_elements("css selector", "main a, header a")]
+    links = [link.get_attribute("href") for link in tab.find_elements("css selector", "header a")]
     assert f"{base}/index.html" in links
+    links = [link.get_attribute("href") for link in tab.find_elements("css selector", "article a")]
+    ways = ("get_started", "guide/index", "guide/troubleshooting")
+    assert [link for link in links if "#" not in link] == [f"{base}/{way}.html" for way in ways]
+
+
+def test_no_list_of_a_section_is_empty():
+    for name in NAMES:
+        page = BeautifulSoup((SITE / name).read_text(encoding="utf-8"), "html.parser")
+        assert all(section.select("a") for section in page.select(".bd-sidebar-primary nav.bd-docs-nav")), name
 
 
 LIGHT = ["pipelines", "moe_routing", "manual_synchronization", "basic"]  # at most half a minute each on a CPU

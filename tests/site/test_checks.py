@@ -107,6 +107,8 @@ def test_misspelt_words_are_found_and_the_configuration_skips_recordings(tmp_pat
 
 DESKTOP, PHONE = (1280, 900), (390, 844)
 CELLS = "<table style='width: {}px'><tr><td>what it is</td><td style='text-align: right'>3136.0 MiB</td></tr></table>"
+PRINTED = "<div class='highlight-text'><pre style='overflow-x: auto'>{}</pre></div>"
+WIDE = "data:image/svg+xml,%3Csvg xmlns=%22http://www.w3.org/2000/svg%22 width=%22720%22 height=%22200%22/%3E"
 
 
 @pytest.mark.timeout(120)
@@ -134,13 +136,25 @@ def test_the_browser_finds_broken_pages(site, tab):
         assert "careful" in "\n".join(check_page(tab, base, "warns.html", DESKTOP))
         assert check_page(tab, base, "whole.html", DESKTOP) == []
         assert check_page(tab, base, "split.html", DESKTOP) == ["numbers are split over lines: 3136.0 MiB"]
-        assert any("wider than the window" in p for p in check_page(tab, base, "wide.html", PHONE))
-        assert any("wider than the window" in p for p in check_page(tab, base, "dark.html", PHONE))
+        assert any("is too wide for a window of" in p for p in check_page(tab, base, "wide.html", PHONE))
+        assert any("is too wide for a window of" in p for p in check_page(tab, base, "dark.html", PHONE))
         narrow = "<meta name='viewport' content='width=device-width'><div style='width: 500px'>wide on a phone</div>"
         write(site / "narrow.html", narrow)
         assert check_page(tab, base, "narrow.html", DESKTOP) == []
         (problem,) = check_page(tab, base, "narrow.html", DESKTOP, PHONE)
-        assert "wider than the window" in problem
+        assert "is too wide for a window of" in problem
+        # A box that scrolls by itself does not make the page wider.
+        box = "<div class='{}' style='overflow-x: auto'><pre>{}</pre></div>"
+        write(site / "box.html", box.format("bd-article-container", "long " * 99))
+        (problem,) = check_page(tab, base, "box.html", DESKTOP)
+        assert problem.startswith("is too wide for a window of 1280: bd-article-container")
+        write(site / "output.html", PRINTED.format("said in one line " * 20))
+        assert "cuts off printed lines" in "".join(check_page(tab, base, "output.html", DESKTOP))
+        write(site / "table.html", PRINTED.format("a" + " " * 200 + "b\n" + "-" * 202))
+        assert check_page(tab, base, "table.html", DESKTOP) == []
+        write(site / "small.html", f"<figure><img alt='A picture' width=326 src='{WIDE}'></figure>")
+        (problem,) = check_page(tab, base, "small.html", PHONE)
+        assert "a figure too small" in problem
         empty = check_page(tab, base, "empty.html", DESKTOP)
         assert empty == ["the main part has no heading", "the main part shows 0 characters of text"]
         assert any("loads from another host" in p for p in check_page(tab, base, "other.html", DESKTOP))

@@ -15,7 +15,7 @@ pytest.importorskip("matplotlib", reason="figures need matplotlib")
 import drawn_figures
 import schedule_figures
 
-from actoffload.schedule import simulate
+from actoffload.schedule import LayerCost, Link, simulate
 
 PAGE = """
 Page
@@ -141,7 +141,8 @@ def test_a_simulated_step_is_drawn_beside_the_recorded_one(overlap_result: Path,
     assert list(timelines) == ["simulated", "measured"]
     assert timelines["measured"].spans == timelines["simulated"].spans
     assert timelines["measured"].peak_bytes == 2 * 256 * 2**20
-    assert "Below it the measured step, which takes 166.8 ms" in alt
+    assert "Timeline of compute and copies over" in alt
+    assert "Below it a measured step; 166.8 ms is the median of several." in alt
     assert note.endswith(
         "166.8 ms simulated, 166.8 ms measured (median). Measured on Some GPU, driver 1.2, torch 2.13, 2026-11-22."
     )
@@ -157,6 +158,25 @@ def test_a_simulated_step_is_drawn_beside_the_recorded_one(overlap_result: Path,
     assert list(schedule_figures.overlap("stalls")[0]) == ["simulated"]  # a rehearsal is no measurement
     overlap_result.unlink()
     assert schedule_figures.overlap("stalls")[2].startswith("Simulated: a layer saves 256 MiB")
+
+
+@pytest.mark.parametrize("factor", [1.0, 6.2, 20.0], ids=["ms", "ms and s", "s"])
+def test_timelines_one_above_the_other_fill_a_common_axis(factor: float) -> None:
+    from matplotlib import pyplot
+
+    timelines = {}
+    for name in ("full-overlap", "stalls"):
+        cost = LayerCost.even(256 * 2**20, forward=0.010 * factor, backward=0.020 * factor)
+        link = Link(schedule_figures.LINK.d2h / factor, schedule_figures.LINK.h2d / factor)
+        timelines[name] = simulate(schedule_figures.FIGURES[name](), [cost] * 5, link).timeline
+    figure = schedule_figures.stacked(timelines)
+    for ax, timeline in zip(figure.axes, timelines.values(), strict=True):
+        ends = [path.get_extents().x1 for bars in ax.collections for path in bars.get_paths()]
+        scale = max(ends) / timeline.end
+        assert ax.get_xlim()[1] == pytest.approx(max(each.end for each in timelines.values()) * scale)
+        assert max(ends) > 0.5 * ax.get_xlim()[1]
+        assert len({text.get_text() for text in ax.texts}) == 5  # layers have their numbers
+    pyplot.close(figure)
 
 
 def test_links_and_memory_are_what_the_captions_say() -> None:

@@ -1,0 +1,110 @@
+"""The table and the captions of the landing page and of README.md, and a report that a page shows."""
+
+from __future__ import annotations
+
+import textwrap
+from functools import partial
+from pathlib import Path
+
+from page import PAGE, Data, origin, table, text
+from results_file import RESULTS, read
+
+NOTHING, OURS, CHECKPOINT = "no offload", "actoffload", "checkpoint"
+WORTH = 2**30 // 20  # bytes: a drop of the peak that one digit of GiB shows
+
+
+def headline(folder: Path = RESULTS) -> str:
+    """Return table and captions of the landing page: what `offload(model)` and a budget cost and save."""
+    results = {name: read(folder, name) for name in ("trainer", "peers", "memory")}
+    found = {name: data for name, data in results.items() if data is not None and not data["device"]["reference"]}
+    of = {"trainer": _trainer_arms, "peers": _peers_arms}
+    models = {name: arms(found[name]) for name, arms in of.items() if name in found}
+    if not models:
+        return "No GPU results are recorded yet."
+    names = {NOTHING: NOTHING, **PAGE["names"]["trainer"]}
+    rows = [
+        {"name": name, **{model: arms[method] for model, arms in models.items() if method in arms}}
+        for method, name in names.items()
+    ]
+    first = text("headline", device=next(iter(found.values()))["device"]["name"])
+    words = [text(f"headline_{name}", **_settings(name, found[name])) for name in models]
+    captions = [text("trainer_caption")] if "trainer" in found else []
+    if "memory" in found:
+        data = found["memory"]
+        captions.append(text("memory_caption", **data, above=above(data), day=data["date"][:10]))
+    paragraphs = [" ".join(words), _headline_why(models), " ".join(captions)]
+    return "\n\n".join([first, table("headline", rows), *filter(None, paragraphs)])
+
+
+def _headline_why(models: dict[str, dict[str, Data]]) -> str:
+    """Return why `offload(model)` saves what it does, which budgets the table has, and where one takes long."""
+    drops = [a[NOTHING]["peak_bytes"] - a[OURS]["peak_bytes"] for a in models.values() if OURS in a]
+    lower = text("headline_drops", drops=" and ".join(text("gib", nbytes=drop) for drop in drops))
+    words = [text("headline_why", drops=lower if max(drops) >= WORTH else text("headline_nothing"))]
+    limited = [a for a in models.values() if "budget" in a]
+    shares = {text("percent", share=a["budget"]["budget"] / a[CHECKPOINT]["peak_bytes"] - 1) for a in limited}
+    words += [text("headline_budget", above=" and ".join(sorted(shares)))] if shares else []
+    trainer = models.get("trainer", {})
+    if "budget" in trainer and trainer["budget"]["ratio"] > trainer[CHECKPOINT]["ratio"]:
+        words.append(text("headline_host", **queue_seconds(trainer)))
+    return " ".join(words)
+
+
+def report_of_a_budget(folder: Path = RESULTS) -> str:
+    """Return the report of the Trainer's last round with a budget, and what it was recorded on."""
+    data = read(folder, "trainer")
+    arms = {} if data is None else data["rows"][0]["runs"][-1]
+    if data is None or "budget" not in arms:
+        return "No report is recorded yet."
+    lines = (
+        textwrap.fill(line, 110, subsequent_indent=" " * (2 if line.startswith("- ") else 13))
+        for line in arms["budget"]["report"].splitlines()
+    )
+    return "\n\n".join(["\n".join(["```text", *lines, "```"]), origin(data)])
+
+
+def readme(text: str, sentences: str) -> str:
+    """Return the text of README.md with the table and the captions of the landing page between its two marks."""
+    before, mark, rest = text.partition("<!-- headline: written by benchmarks/report.py -->\n")
+    _, end, after = rest.partition("<!-- headline ends -->")
+    wrap = partial(textwrap.fill, width=120, break_long_words=False, break_on_hyphens=False)
+    parts = (part if part.startswith("|") else wrap(part) for part in sentences.split("\n\n"))
+    return before + mark + "\n\n".join(parts) + "\n" + end + after
+
+
+def _settings(name: str, data: Data) -> Data:
+    """Return the sizes of the model of a headline."""
+    settings: Data = data["settings"]
+    return {**settings, "tokens": data["rows"][0]["tokens"]} if name == "trainer" else settings
+
+
+def _trainer_arms(data: Data) -> dict[str, Data]:
+    """Return the ways to train with the longest sequences, by name."""
+    return _as_ratios(by_method(data["rows"][0]))
+
+
+def _peers_arms(data: Data) -> dict[str, Data]:
+    """Return the same ways for the stack that is also run with other tools."""
+    of_budget = {a["method"] if a["budget"] is None else "budget": a for a in data["arms"]}
+    return _as_ratios({name: a for name, a in of_budget.items() if name in (NOTHING, OURS, "budget", CHECKPOINT)})
+
+
+def _as_ratios(arms: dict[str, Data]) -> dict[str, Data]:
+    """Return the arms with the first one without offload as 1.0: ratios are to the mean of both of these."""
+    return arms | {NOTHING: {**arms[NOTHING], "ratio": 1.0}}
+
+
+def queue_seconds(arms: dict[str, Data]) -> Data:
+    """Return how long the host takes to queue a forward of the Trainer, in seconds."""
+    names = {"queue": "budget", "queue_none": NOTHING, "queue_checkpoint": CHECKPOINT}
+    return {name: arms[method]["queue_seconds"] for name, method in names.items()}
+
+
+def by_method(row: Data) -> dict[str, Data]:
+    """Return the arms of the Trainer at one length, by the name of each."""
+    return {a["method"]: a for a in row["arms"]}
+
+
+def above(data: Data) -> float:
+    """Return by which part of the peak with checkpointing the budget of a step is larger."""
+    return float(data["budget"] / data["arms"][CHECKPOINT]["peak_bytes"] - 1)
