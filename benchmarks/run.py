@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import os
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -66,7 +67,9 @@ def kept_parts(folder: Path, name: str) -> dict[str, Any]:
 
 def run(options: argparse.Namespace, device: torch.device) -> None:
     """Run one benchmark and write its result; one with parts after every part."""
-    name, command = options.benchmark, f"PYTHONPATH=src python benchmarks/run.py {options.benchmark}"
+    name, pinning = options.benchmark, os.environ.get("PYTORCH_ALLOC_CONF")
+    command = f"PYTHONPATH=src python benchmarks/run.py {name}"
+    command = f"PYTORCH_ALLOC_CONF={pinning} {command}" if pinning else command
     if name == "overhead":
         data = measure_tensors(5 if options.rehearse else 100, device)
     elif name in PARTS:

@@ -20,12 +20,15 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "docs" / "_ext"))
 
 import recording_data as data  # noqa: E402 - lies in docs/_ext
 
 ARCHIVE = "gallery-recording.tar.gz"
+GPUS = {"pipelines": 2}  # that an example needs; with fewer it runs on the CPU
 EXTENSIONS = "myst_parser,sphinx_gallery.gen_gallery,recordings"  # a GPU machine needs no others of the site
 
 
@@ -138,6 +141,10 @@ def main(arguments: list[str]) -> int:
     names, archive = options.only.split(","), options.out / ARCHIVE
     if unknown := sorted(set(names) - set(examples)):
         parser.error(f"--only: no example {', '.join(unknown)}; expected {', '.join(examples)}.")
+    found = torch.accelerator.device_count()
+    for name in [name for name in names if found < GPUS.get(name, 0) and not options.rehearse]:
+        names.remove(name)
+        print(f"{name}: left out, as it needs {GPUS[name]} GPUs, and torch sees {found}.")
     status = execute_gallery(ROOT, names)
     packed, problems = pack(ROOT, archive, names, rehearse=options.rehearse)
     size = f"{archive.stat().st_size / 2**20:.2f} MiB"

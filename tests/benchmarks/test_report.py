@@ -154,6 +154,8 @@ def test_committed_report_is_what_the_committed_results_give() -> None:
 def test_gpu_run_chooses_steps_in_their_order(tmp_path: Path) -> None:
     known = gpu_run.steps(tmp_path, rehearse=True, select="")
     assert [s.name for s in gpu_run.chosen("benchmarks,tests", known)] == ["tests", "overhead", "linear", "gpt"]
+    assert "pinned_num_register_threads" in gpu_run.environment(known["frontier-8k"])["PYTORCH_ALLOC_CONF"]
+    assert "pinned" not in gpu_run.environment(known["tests"]).get("PYTORCH_ALLOC_CONF", "")
     assert known["llama"].command == ("benchmarks/run.py", "llama", "--out", str(tmp_path), "--rehearse")
     with pytest.raises(SystemExit, match="no step nonsense"):
         gpu_run.chosen("tests,nonsense", known)

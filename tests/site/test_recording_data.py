@@ -97,6 +97,20 @@ def test_an_unknown_example_is_not_recorded(tmp_path, capsys):
     assert "--only: no example basics; expected basic," in capsys.readouterr().err
 
 
+def test_an_example_for_more_gpus_than_there_are_is_left_out(tmp_path, capsys, monkeypatch):
+    import record_gallery
+
+    executed = []
+    monkeypatch.setattr(record_gallery, "execute_gallery", lambda root, names: executed.extend(names) or 0)
+    monkeypatch.setattr(record_gallery.torch.accelerator, "device_count", lambda: 1)
+    monkeypatch.setattr(
+        record_gallery, "pack", lambda root, archive, names, rehearse: (archive.touch(), list(names), [])[1:]
+    )
+    assert record_gallery.main(["record", "--out", str(tmp_path), "--only", "basic,pipelines"]) == 0
+    assert executed == ["basic"]
+    assert "pipelines: left out, as it needs 2 GPUs, and torch sees 1." in capsys.readouterr().out
+
+
 def test_unpack_replaces_nothing_when_the_archive_is_damaged(recorded):
     import record_gallery
     from recording_data import RecordingError
