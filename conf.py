@@ -67,7 +67,8 @@ myst_heading_anchors = 3
 # Measured figures are read from the result files, never typed into a page.
 myst_substitutions = {
     "headline": headline.headline(),
-    "benchmark_notes": report.notes(),
+    "benchmark_notes": report.notes(*report.READERS),
+    "developer_notes": report.notes(*report.DEVELOPERS),
     "report_of_a_budget": headline.report_of_a_budget(),
 }
 default_role = "py:obj"

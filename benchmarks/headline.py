@@ -10,6 +10,7 @@ from page import PAGE, Data, origin, table, text
 from results_file import RESULTS, read
 
 NOTHING, OURS, CHECKPOINT = "no offload", "actoffload", "checkpoint"
+COLUMNS = 88  # of a line that a page shows without scrolling
 WORTH = 2**30 // 20  # bytes: a drop of the peak that one digit of GiB shows
 
 
@@ -56,11 +57,15 @@ def report_of_a_budget(folder: Path = RESULTS) -> str:
     arms = {} if data is None else data["rows"][0]["runs"][-1]
     if data is None or "budget" not in arms:
         return "No report is recorded yet."
-    lines = (
-        textwrap.fill(line, 110, subsequent_indent=" " * (2 if line.startswith("- ") else 13))
-        for line in arms["budget"]["report"].splitlines()
-    )
-    return "\n\n".join(["\n".join(["```text", *lines, "```"]), origin(data)])
+    blocks = arms["budget"]["report"].split("\n\n")
+    wrapped = [block if "\n---" in block else "\n".join(map(_wrapped, block.splitlines())) for block in blocks]
+    shown = "\n\n".join(wrapped)
+    return f"```text\n{shown}\n```\n\n{origin(data)}"
+
+
+def _wrapped(line: str) -> str:
+    """Wrap a line of a report that is no line of a table."""
+    return textwrap.fill(line, COLUMNS, subsequent_indent=" " * (2 if line.startswith("- ") else 13))
 
 
 def readme(text: str, sentences: str) -> str:

@@ -23,6 +23,9 @@ from results_file import RESULTS, ROOT, digest, read
 WRITTEN = "<!-- Written by benchmarks/report.py from the results beside it; do not edit. -->"
 README = ROOT / "README.md"
 SECTIONS, LENGTHS, TARGETS = PAGE["names"]["sections"], PAGE["names"]["lengths"], PAGE["targets"]
+READERS = ("frontier", "memory", "peers", "trainer", "parallelism", "pipelines", "machine")
+DEVELOPERS = ("gpt", "linear", "llama", "overhead")
+"""The results on each of the two pages, in their order."""
 
 
 def arm(data: Data, method: str, count: int) -> Data | None:
@@ -290,9 +293,8 @@ def report(results: dict[str, Data]) -> str:
 def readers_page(results: dict[str, Data]) -> str:
     """Return what a reader wants to compare: time against peak, other tools, the Trainer, several GPUs."""
     sections = {"frontier": frontier_sections, "memory": memory_sections, "peers": peers_sections}
-    sections |= {"trainer": trainer_sections}
-    sections |= {"parallelism": parallelism_page.sections, "pipelines": pipelines_sections}
-    sections |= {"machine": machine_sections}
+    sections |= {"trainer": trainer_sections, "parallelism": parallelism_page.sections}
+    sections |= {"pipelines": pipelines_sections, "machine": machine_sections}
     parts = [part for name, of in sections.items() if name in results for part in of(results[name])]
     return "\n\n".join([WRITTEN, *(parts or ["No results are recorded yet."])]) + "\n"
 
@@ -312,22 +314,18 @@ def developers_page(results: dict[str, Data]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def stale(folder: Path = RESULTS) -> list[str]:
-    """Return the sections whose results were measured with other sources of the library."""
-    return [SECTIONS[name] for name, data in load(folder).items() if data["source_digest"] != digest()]
-
-
-def notes(folder: Path = RESULTS) -> str:
-    """Return which results were measured with other sources of the library, as a sentence; empty if none were."""
-    sections = stale(folder)
+def notes(*names: str, folder: Path = RESULTS) -> str:
+    """Return which of these results, or of all, were measured with other sources of the library; empty if none were."""
+    found = load(folder).items()
+    sections = [
+        SECTIONS[name] for name, data in found if name in (names or SECTIONS) and data["source_digest"] != digest()
+    ]
     return text("changed", sections="; ".join(sections)) if sections else ""
 
 
 def load(folder: Path) -> dict[str, Data]:
     """Read all results of a folder."""
-    first = ("frontier", "peers", "trainer", "parallelism", "pipelines", "memory")
-    names = (*first, "machine", "gpt", "linear", "llama", "overhead")
-    found = {name: read(folder, name) for name in names}
+    found = {name: read(folder, name) for name in SECTIONS}
     return {name: data for name, data in found.items() if data is not None}
 
 
@@ -346,7 +344,7 @@ def main(arguments: list[str]) -> int:
         wrong = [p.name for p, words in written.items() if not p.is_file() or p.read_text(encoding="utf-8") != words]
         for name in wrong:
             print(f"{name} is not what the results give; run python benchmarks/report.py")
-        print(notes(options.results) or "All results were measured with the present sources of the library.")
+        print(notes(folder=options.results) or "All results were measured with the present sources of the library.")
         return 1 if wrong else 0
     for path, words in written.items():
         path.write_text(words, encoding="utf-8")

@@ -131,10 +131,11 @@ def test_report_is_written_drawn_and_checked(tmp_path: Path, results: Results) -
 
 def test_sections_of_other_sources_are_named(tmp_path: Path, results: Results) -> None:
     store(tmp_path, {name: {**results[name], "source_digest": report.digest()} for name in ("gpt", "memory")})
-    assert report.notes(tmp_path) == ""
+    assert report.notes(folder=tmp_path) == ""
     store(tmp_path, {"gpt": results["gpt"] | {"source_digest": "0"}})
     changed = "The library's sources have changed since these sections were measured: Twelve GPT blocks."
-    assert report.notes(tmp_path) == changed
+    assert report.notes(folder=tmp_path) == report.notes("gpt", folder=tmp_path) == changed
+    assert report.notes("memory", "peers", folder=tmp_path) == ""
 
 
 def test_what_a_machine_measured_is_shown_as_it_was_printed(results: Results) -> None:

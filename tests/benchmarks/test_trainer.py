@@ -106,11 +106,14 @@ def test_page_has_the_plan_of_a_budget_and_what_the_host_takes(data: dict[str, A
 def test_the_report_of_a_budget_is_shown_as_it_was_printed(data: dict[str, Any], tmp_path: Path) -> None:
     assert headline.report_of_a_budget(tmp_path) == "No report is recorded yet."
     runs = data["rows"][0]["runs"]
-    runs[-1]["budget"] = {**runs[-1][OURS], "report": "group  offload\nplan         " + "because " * 20}
+    printed = f"group  {'offload  ' * 12}\n-----\n\nplan         {'because ' * 20}"
+    runs[-1]["budget"] = {**runs[-1][OURS], "report": printed}
     (tmp_path / "trainer.json").write_text(json.dumps({**data, "format": 1}), encoding="utf-8")
     shown = headline.report_of_a_budget(tmp_path)
-    assert "```text\ngroup  offload\nplan         because because" in shown
-    assert max(map(len, shown.split("```")[1].splitlines())) <= 110
+    block = shown.split("```")[1]
+    assert f"text\ngroup  {'offload  ' * 12}\n-----\n\nplan         because because" in block
+    assert max(map(len, block.partition("-----")[2].splitlines())) <= headline.COLUMNS
+    assert block.count("because") == 20
 
 
 def test_headline_begins_with_the_trainer(data: dict[str, Any], tmp_path: Path) -> None:
