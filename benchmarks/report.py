@@ -130,6 +130,8 @@ def _plan(a: Data) -> str:
 def frontier_sections(data: Data) -> list[str]:
     """Return the section of time against peak."""
     names, found = PAGE["names"]["frontier"], [f"## {SECTIONS['frontier']}", text("frontier")]
+    if any(a["method"] == "default" for part in data["parts"].values() for a in part["arms"]):
+        found.append(text("frontier_default"))
     for part in data["parts"].values():
         rows = []
         order = list(dict.fromkeys(a["method"] for a in part["arms"]))

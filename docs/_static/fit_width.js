@@ -6,7 +6,7 @@ document.addEventListener("DOMContentLoaded", () => {
     const titles = [...table.querySelectorAll("thead th")].map((cell) => cell.textContent.trim());
     for (const row of table.querySelectorAll("tbody tr")) {
       [...row.cells].forEach((cell, column) => {
-        if (titles[column]) cell.dataset.label = titles[column];
+        if (titles[column] && cell.textContent.trim()) cell.dataset.label = titles[column];
       });
     }
   }
@@ -28,7 +28,8 @@ document.addEventListener("DOMContentLoaded", () => {
     const fixed = rules.length ? rules : lines.filter((line) => /\S {2,}\S| {3}/.test(line));
     const text = document.createElement("span");
     text.className = "wrapped";
-    text.style.minWidth = `${Math.max(0, ...fixed.map((line) => line.length))}ch`;
+    const widest = Math.max(0, ...fixed.map((line) => line.length));
+    text.style.minWidth = `${widest && widest + 1}ch`; // one more: widths are rounded, and the last word would wrap
     text.append(...pre.childNodes);
     pre.append(text);
   }

@@ -81,6 +81,7 @@ def test_page_and_picture(part: dict[str, Any], tmp_path: Path) -> None:
     assert f"| {stack}: peak / budget, the largest of 3 budgets | ≤ 1.0000 | 1.0100 | missed by 0.0100 |" in page
     assert "| memory_budget | 15.00 |  | 500.0 | 1.100 | +1.0 % | 14.50 | +0.0 % |" in page
     assert "| offload(model) |  |  |" in page
+    assert "for `num_layers`, `simulate` predicts it" in page
     assert "| num_layers |  | 4 |" in page
     assert f"| {stack}: step time, largest distance from the prediction (4 layers) | ≤ 3.00 % | 5.00 % | missed" in page
     assert f"| {stack}: peak, largest distance from the prediction (default) | ≤ 3.00 % | 2.00 % | met |" in page
