@@ -38,7 +38,7 @@ def test_memory_over_a_step_rises_in_forward_and_falls_in_backward(tmp_path: Pat
     data["device"] = {"name": "Imagined GPU", "reference": False, "driver": "1.2", "torch": "3", "python": "4"}
     data |= {"date": "2026-11-23T23:31:28", "source_digest": "0" * 64, "command": "run"}
     page = report.readers_page({"memory": data})
-    assert "% above its peak. Each curve is one step." in page
+    assert "% above the peak of checkpointing. Each curve is one step." in page
     assert "Measured on Imagined GPU, driver 1.2, torch 3, Python 4, 2026-11-23" in page
     files = hero.draw({"memory": data}, tmp_path)
     assert [file.name for file in files] == ["hero-step-light.png", "hero-step-dark.png"]
