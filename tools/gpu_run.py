@@ -13,8 +13,8 @@ gallery-recording.tar.gz     for ``python docs/tools/record_gallery.py unpack``
 gpu-tests.json and a file for each benchmark, such as trainer.json      for benchmarks/results
 
 ``--only tests,gallery,benchmarks`` chooses steps; ``benchmarks`` stands for overhead, linear and gpt.  Run only when
-they are named: ``trainer`` and the ``frontier-...`` steps (some minutes each), ``llama``, ``peers`` and ``overlap``
-(under two minutes each), ``memory`` (device memory over a step, for the picture of the landing page; a minute),
+they are named: ``trainer``, ``llama``, ``peers`` and the ``frontier-...`` steps (some minutes each), ``overlap``
+(under two minutes), ``memory`` (device memory over a step, for the picture of the landing page; a minute),
 ``machine`` (seconds), ``parallelism`` and ``pipelines``, which need two GPUs, and ``host`` (the host time of Llama
 layers alone, under a minute), whose file takes the place of that of ``llama``.  Parts of ``frontier.json`` from other
 runs of the same sources stay, if the file lies in the folder of ``--out``.  With four GPUs ``pipelines`` also measures
