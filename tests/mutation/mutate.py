@@ -89,6 +89,8 @@ TESTS: dict[str, list[str]] = {
         "tests/recompute/test_aborts.py::test_a_mode_whose_removal_an_interrupt_prevented",
     ],
     "model/operator_times.py": ["tests/model/test_operator_times.py"],
+    "model/tuning/first_steps.py": ["tests/model/test_memory_budget.py"],
+    "model/tuning/fitting.py": ["tests/model/test_memory_budget.py"],
     "model/tuning/metering.py": ["tests/model/test_tuning_values.py::test_values_in_each_stage"],
     "model/tuning/tuner.py": ["tests/model/test_tuning_lifetime.py"],
     "model/regions.py": [

@@ -45,9 +45,11 @@ def _nothing() -> None:
     return None
 
 
-compiler: Callable[[], Any] = find("_C._dynamo.eval_frame.get_eval_frame_callback") or _nothing
-"""Returns what compiles the calls of this thread, as in a model that is compiled as a whole; None without one."""
+_get_compiler: Any = find("_C._dynamo.eval_frame.get_eval_frame_callback")
 _set_compiler: Any = find("_C._dynamo.eval_frame.set_eval_frame")
+
+compiler: Callable[[], Any] = _nothing if None in (_get_compiler, _set_compiler) else _get_compiler
+"""Returns what compiles the calls of this thread, as in a model that is compiled as a whole; None without one."""
 
 
 class Compiled:
@@ -61,8 +63,9 @@ class Compiled:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function."""
-        before = _set_compiler(self._compiler)
+        before = compiler()
         try:
+            _set_compiler(self._compiler)
             return self._function(*args, **kwargs)
         finally:
             _set_compiler(before)

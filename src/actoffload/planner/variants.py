@@ -204,8 +204,9 @@ def variants(
     -----
     The outputs that take the least time for their bytes are run again first.  An output that is not saved is allocated
     for a time in forward, and again in backward; beside that, memory is as in that of `recomputed` and `whole` which
-    needs more.  Forward does the same work in each, but the device may have waited for the host; in backward the host
-    may have waited for copies.  A way that saves as much as the group does without recomputation is left out.
+    needs more.  A further output that is saved comes on top of that: it may have been freed where most is needed.
+    Forward does the same work in each, but the device may have waited for the host; in backward the host may have
+    waited for copies.  A way that saves as much as the group does without recomputation is left out.
     """
     if whole is not None:  # which ran without hooks of each operator
         plain = replace(plain, host_forward=min(plain.host_forward, whole.host_forward))
@@ -278,14 +279,7 @@ def _with(
         place = (operators.index(of) + 1) / len(operators)
         saved += [Saved(nbytes, place, 1 - place) for nbytes in of.sizes]
     saved.sort(key=lambda each: each.saved_at)
-    nbytes = sum(of.nbytes for of in more)
-    return replace(
-        cost,
-        backward=backward,
-        saved=tuple(saved),
-        forward_temporary=max(cost.forward_temporary - nbytes, 0),
-        backward_temporary=max(cost.backward_temporary - nbytes, 0),
-    )
+    return replace(cost, backward=backward, saved=tuple(saved))
 
 
 def _without(cost: LayerCost, again: Sequence[OperatorCost], seconds: float) -> LayerCost:

@@ -90,7 +90,7 @@ class Findings:
     times : StepTimes, optional
         Of whole passes.
     excess : int
-        Bytes by which passes took more memory than was predicted for them, negative for less.
+        Bytes by which passes may take more memory than the costs of groups add up to.
     outside : float
         Seconds of a pass before its first group and behind its last one.
     pace : float

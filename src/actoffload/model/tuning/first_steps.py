@@ -11,11 +11,10 @@ compared again: no plan is kept that was not measured.
 If it does not fit, a third pass that offloads everything is timed, and passes in which all groups are recomputed, if
 they may be.  In the first one or two of these the operators are timed.  Then come the groups with the outputs of
 operators saved, and recomputed whole, each in a pass that warms up and one that is timed; and one more without
-offloading, if that fits.  Passes with the plan show its peak, and if that is not the one that was predicted, another
-plan is chosen by what is known now.  Near the smallest peak that there is, a few bytes decide which plans fit, so
-none are left free.  Where steps are short, the time of the host decides, and it changes from pass to pass.  So the
-plans for a host that is slower or faster than it was measured are run too, and the one whose passes were the shortest
-is kept.
+offloading, if that fits.  Passes with the plan show its peak, and if that is above the limit, another plan is chosen;
+see [Note: peaks of plans].  Where steps are short, the time of the host decides, and it changes from pass to pass.  So
+the plans for a host that is slower or faster than it was measured are run too, and the one whose passes were the
+shortest is kept.
 """
 
 from __future__ import annotations
@@ -25,37 +24,26 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from math import inf
-from typing import TypeAlias
 
 from ..._torch.modules import is_compiled
 from ...device.base import Backend
-from ...planner import (
-    GroupPlan,
-    Variant,
-    choose,
-    choose_recomputed,
-    frontier,
-    worth_saving,
-)
-from ...planner.variants import with_host
+from ...planner import GroupPlan, Variant, choose, choose_recomputed, frontier, worth_saving
 from ...recompute import Policy
 from ...schedule.execution_order import GroupPlans
 from ...schedule.plan import Plan
 from ..conduct import FollowedModule
 from ..reporting import PassLog, group_names
 from .findings import Findings, Room, room_in
+from .fitting import Fitting, Script, next_pass, trimming
 from .group_costs import hook_seconds, layer_costs, measured_link
-from .pace import TOLERANCE, TRIES, Comparison, alike, refer, relative, typical
+from .pace import TOLERANCE, TRIES, Comparison, refer, relative, typical
 from .timed_pass import Stage, TimedPass
 from .ways import HOST_SECONDS, Ways
 
 __all__ = ["FirstSteps", "Script"]
 
 FREE = 0.002  # of the time of a pass; plans that differ by less are equally fast
-HOSTS = (2.0, 0.5)  # times what the host took, for which other plans are tried
 HOST_CAUTION = 2.5  # factor of the host time of hooks: on shared machines it varies by as much
-
-Script: TypeAlias = Generator[Stage, TimedPass, GroupPlan]
 
 
 class FirstSteps:
@@ -100,37 +88,30 @@ class FirstSteps:
         """
         found = self.found
         if not warm:
-            yield from _next(Stage.FIRST)
-        lean = yield from _next(Stage.LEAN)
+            yield from next_pass(Stage.FIRST)
+        lean = yield from next_pass(Stage.LEAN)
         found.in_flight = 1 + lean.waiting
         memory = bare = None
         if self._fits_bare(lean):
-            memory = yield from _next(Stage.MEMORY)
+            memory = yield from next_pass(Stage.MEMORY)
             found.bare_peak = memory.peak_without()
-            bare = yield from _next(Stage.BARE)
+            bare = yield from next_pass(Stage.BARE)
         else:  # its times count, and the pass before may have allocated host memory, for which the device waited
-            lean = yield from _next(Stage.LEAN)
+            lean = yield from next_pass(Stage.LEAN)
         found.plan = self._choose(lean, memory, bare)
         if bare is None:
             if self._policies and not self._is_free(found.plan):
                 found.plan = yield from self._recomputed(found.plan)
-            found.plan = yield from self._fitted(found.plan)
+            found.plan = yield from Fitting(self._backend, found, self._with_others).run(found.plan)
         elif found.plan.offloaded:
             found.plan = yield from self._tried(found.plan, bare)
         else:
-            without = [bare, (yield from self._trimming(Stage.WARM, found.plan)), (yield from _next(Stage.NONE))]
+            without = [bare, (yield from trimming(found, Stage.WARM, found.plan)), (yield from next_pass(Stage.NONE))]
             without[-1].wait(self._backend)
             found.plan = refer(found.plan, typical(without, self._backend, found.size))
             if found.bare_peak and found.plan.peak_bytes is not None:
                 found.plan = replace(found.plan, peak_bytes=found.bare_peak)
         return found.plan
-
-    def _trimming(self, stage: Stage, plan: GroupPlan) -> Generator[Stage, TimedPass, TimedPass]:
-        """Yield a stage that warms up, and let its pass begin with freeing host memory that the plan does not need."""
-        self.found.host_bytes = plan.offloaded_bytes * self.found.in_flight
-        timed = yield from _next(stage)
-        self.found.host_bytes = None
-        return timed
 
     def _fits_bare(self, lean: TimedPass) -> bool:
         """Return whether a pass without offloading fits into the memory of the device, in all ranks."""
@@ -141,6 +122,8 @@ class FirstSteps:
             return True
         self.found.reserve = own.limit - room.limit
         self.found.limit, self.found.bare_peak = room
+        # Where a plan offloads few of the groups that share a storage, it is copied, and the others keep it.
+        self.found.excess = lean.shared  # [guard: room for what groups share]
         self.found.allocated_before = lean.meter.allocated_before
         return room.free >= 0
 
@@ -187,7 +170,7 @@ class FirstSteps:
     def _recomputed(self, plan: GroupPlan) -> Script:
         """Measure passes in which all groups are recomputed, and return the plan in which some may be."""
         found, limit = self.found, self.found.limit or inf
-        first = yield from _next(Stage.FIRST_AGAIN)
+        first = yield from next_pass(Stage.FIRST_AGAIN)
         assert first.operators is not None
         first.wait(self._backend)
         assert found.choose is not None
@@ -196,22 +179,22 @@ class FirstSteps:
         costs = first.operators.costs()
         operators = self._ways.operators(costs, of_group)
         if not operators.keys() >= of_group.keys() & self._policies.keys():  # the first of their kinds were watched
-            second = yield from _next(Stage.FIRST_AGAIN)
+            second = yield from next_pass(Stage.FIRST_AGAIN)
             assert second.operators is not None
             second.wait(self._backend)
             operators = self._ways.operators(costs | second.operators.costs(), of_group)
         saves = {group: tuple(of.name for of in worth_saving(operators.get(group, ()))) for group in self._policies}
         found.saves = saves
-        yield from _next(Stage.AGAIN)  # to warm up: what is saved has changed
-        again = timed = yield from _next(Stage.AGAIN)
+        yield from next_pass(Stage.AGAIN)  # to warm up: what is saved has changed
+        again = timed = yield from next_pass(Stage.AGAIN)
         whole = None
         if any(operators.values()):
             found.saves = dict.fromkeys(self._policies, ())
-            yield from _next(Stage.WHOLE)  # to warm up
-            whole = yield from _next(Stage.WHOLE)
+            yield from next_pass(Stage.WHOLE)  # to warm up
+            whole = yield from next_pass(Stage.WHOLE)
             found.saves = saves
         if again.peak_without() <= limit:
-            timed = yield from _next(Stage.BARE_AGAIN)
+            timed = yield from next_pass(Stage.BARE_AGAIN)
         self._wait(again, whole, timed)
         found.saves = {}
         if again.sequence != timed.sequence or group_names(self._groups, again.sequence) != names:
@@ -227,66 +210,6 @@ class FirstSteps:
             better = plan
         found.planning += time.perf_counter() - begun
         return better
-
-    def _fitted(self, plan: GroupPlan) -> Script:
-        """Run passes with a plan, and with others that may be faster or fit better, and return the fastest that fits.
-
-        Another one is chosen if their peak is another one than was predicted.  Then come those that would be best if
-        the host were slower or faster than it was measured.  A plan that exceeds the limit is kept only if none was
-        found that does not.
-        """
-        found, limit, tried = self.found, self.found.limit or inf, list[tuple[GroupPlan, float]]()
-        hosts, baseline = list(HOSTS), plan.baseline_seconds  # without offloading, the same for all
-        while True:
-            found.plan = plan
-            passes = [(yield from self._trimming(Stage.PLAN, plan))]
-            passes += [(yield from _next(Stage.PLAN)), (yield from _next(Stage.PLAN))]
-            passes[-1].wait(self._backend)
-            if not alike(passes[1:], self._backend):  # one of them allocated memory, or was interrupted
-                passes += [(yield from _next(Stage.PLAN))]
-                passes[-1].wait(self._backend)
-            seconds, predicted = typical(passes[1:], self._backend, found.size), relative(plan)
-            peak = max(of.peak for of in passes)
-            if not peak or plan.peak_bytes is None or found.choose is None or found.in_flight > 1:
-                return found.as_timed(plan, seconds, baseline, with_others=self._with_others())
-            found.excess += peak - plan.peak_bytes
-            tried.append((replace(plan, peak_bytes=peak), seconds))
-            other = self._other([of for of, _ in tried], predicted, hosts)
-            if other is None or len(tried) > TRIES:
-                break
-            plan = other
-        within = [each for each in tried if (each[0].peak_bytes or 0) <= limit]
-        best, seconds = min(within or tried, key=lambda each: each[1] if within else each[0].peak_bytes or 0)
-        return found.as_timed(best, seconds, baseline, with_others=self._with_others())
-
-    def _other(self, tried: Sequence[GroupPlan], predicted: float, hosts: list[float]) -> GroupPlan | None:
-        """Return a plan that was not tried yet and may be better than the last one that was; None if there is none.
-
-        `predicted` is the relative time that was expected of the last one, and `hosts` are the factors of the times of
-        the host for which no plan was searched yet.
-        """
-        found, known = self.found, [(of.plan, of.saves) for of in tried]
-        assert found.choose is not None
-        plan = found.chosen()
-        exceeds = (tried[-1].peak_bytes or 0) > (found.limit or inf)
-        better = exceeds or relative(plan) * (1 + TOLERANCE) < predicted
-        if better and (plan.plan, plan.saves) not in known:
-            return plan
-        while hosts and found.choose.func is choose_recomputed:
-            for_host = self._for_host(hosts.pop(0))
-            if for_host is not None and (for_host.plan, for_host.saves) not in known:
-                return for_host
-        return None
-
-    def _for_host(self, factor: float) -> GroupPlan | None:
-        """Return the best plan for a host that takes `factor` times as long as measured; None if it took no time."""
-        assert self.found.choose is not None
-        names, ways, link = self.found.choose.args
-        scaled = with_host(ways, factor)
-        if scaled == ways:
-            return None
-        found = replace(self.found, choose=partial(choose_recomputed, names, scaled, link))
-        return found.chosen(**self.found.choose.keywords)
 
     def _tried(self, plan: GroupPlan, bare: TimedPass) -> Script:
         """Compare passes with a plan, and then with ever fewer groups of it, with passes without offloading.
@@ -314,15 +237,15 @@ class FirstSteps:
         found, offloaded, without = self.found, list[TimedPass](), [bare]
         found.plan = plan
         while True:
-            yield from _next(Stage.PLAN)  # the first pass after a change warms up
-            offloaded += [(yield from _next(Stage.PLAN)), (yield from _next(Stage.PLAN))]
-            yield from self._trimming(Stage.WARM, plan)
-            without.append((yield from _next(Stage.NONE)))
+            yield from next_pass(Stage.PLAN)  # the first pass after a change warms up
+            offloaded += [(yield from next_pass(Stage.PLAN)), (yield from next_pass(Stage.PLAN))]
+            yield from trimming(found, Stage.WARM, plan)
+            without.append((yield from next_pass(Stage.NONE)))
             without[-1].wait(self._backend)
             now = Comparison.of(plan, offloaded, without, self._backend, found.size)
             if now.is_clear or len(offloaded) > 2:
                 return now, without[-1]
-            without.append((yield from _next(Stage.NONE)))
+            without.append((yield from next_pass(Stage.NONE)))
 
     def _only(self, plan: GroupPlan, compared: Sequence[Comparison]) -> GroupPlan:
         """Return a plan that says why it offloads no more groups."""
@@ -341,11 +264,3 @@ class FirstSteps:
         order = self._plans.order
         names = group_names(self._groups, order)
         return GroupPlan(names, Plan(max(len(names), 1)), self._log.bytes_of(order), because=because)
-
-
-def _next(stage: Stage) -> Generator[Stage, TimedPass, TimedPass]:
-    """Yield a stage until a pass of it is over, and return that pass."""
-    while True:
-        timed = yield stage
-        if timed.stage is stage:
-            return timed

@@ -26,7 +26,10 @@ from ...engine.statistics import Counters
 from ...engine.storage import SavedStorage
 from ...schedule.timeline import Kind
 
-__all__ = ["Border", "Copy", "Meter", "Times", "counts_in"]
+__all__ = ["SHARERS", "Border", "Copy", "Meter", "Times", "counts_in"]
+
+SHARERS = 2
+"""Number of groups with which a storage may be saved and still count in one of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,8 +248,8 @@ def _on_device(owner: Pass) -> int:
 
 
 def counts_in(storage: SavedStorage, layer: Layer) -> bool:
-    """Return whether a storage counts in a layer: in the last one that saved it, unless more than two did.
+    """Return whether a storage counts in a layer: in the last one that saved it, unless more than `SHARERS` did.
 
     What many save, such as the angles of rotary embeddings, is on the device from the first of them to the first.
     """
-    return max(storage.layers) == layer.index and len(storage.layers) <= 2
+    return max(storage.layers) == layer.index and len(storage.layers) <= SHARERS

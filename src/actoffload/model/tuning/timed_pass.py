@@ -14,7 +14,7 @@ from ...device.base import Backend, StreamEvent, current_stream
 from ...engine.model_pass import ModelPass
 from ...schedule.execution_order import GroupKey
 from ..operator_times import OperatorTimes
-from .metering import Meter, counts_in
+from .metering import SHARERS, Meter, counts_in
 
 __all__ = ["Stage", "TimedPass"]
 
@@ -48,6 +48,7 @@ class TimedPass:
     sequence: tuple[GroupKey, ...] = ()
     sizes: list[tuple[int, ...]] = field(default_factory=list)  # by group: bytes of the storages that it saves
     adopted: int = 0  # bytes saved between the groups and offloaded with one
+    shared: int = 0  # bytes that many groups save
     waiting: int = 0  # earlier passes whose backward is still to come
     operators: OperatorTimes | None = None  # of the groups that are recomputed
     memory: bool = False  # its peak is read
@@ -80,12 +81,14 @@ class TimedPass:
         if self.sequence:
             return
         self.sequence, self.adopted = tuple(sequence), done.adopted
-        counted = set[object]()
+        counted, shared = set[object](), dict[object, int]()
         for layer in done.layers:
             residents = {resident: None for ref in layer.residents if (resident := ref()) and resident not in counted}
             counted.update(residents)
             own = [storage.nbytes for storage in layer.living() if counts_in(storage, layer)]
             self.sizes.append((*own, *(resident.nbytes for resident in residents)))
+            shared |= {storage: storage.nbytes for storage in layer.living() if len(storage.layers) > SHARERS}
+        self.shared = sum(shared.values())
 
     def wait(self, backend: Backend) -> None:
         """Wait until the device has run it, with its copies."""

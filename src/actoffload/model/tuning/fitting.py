@@ -1,0 +1,122 @@
+"""Passes with plans where none without offloading fits: what they take, and which plan is kept.
+
+`[Note: peaks of plans]`  A pass must not take more than the limit, also while plans are tried: where the limit is the
+memory of the device, that ends the program.  So what is predicted is the most that a pass may take.  If one takes more
+all the same, all other plans are expected to take as much more.  If it takes less, they are not expected to take less:
+they need the most at another place, with other groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import replace
+from functools import partial
+from math import inf
+from typing import TypeAlias
+
+from ...device.base import Backend
+from ...planner import GroupPlan, choose_recomputed
+from ...planner.variants import with_host
+from .findings import Findings
+from .pace import TOLERANCE, TRIES, alike, relative, typical
+from .timed_pass import Stage, TimedPass
+
+__all__ = ["Fitting", "Script", "next_pass", "trimming"]
+
+HOSTS = (2.0, 0.5)  # times what the host took, for which other plans are tried
+
+Script: TypeAlias = Generator[Stage, TimedPass, GroupPlan]
+
+
+class Fitting:
+    """Runs passes with plans, and finds the fastest that fits.
+
+    Parameters
+    ----------
+    backend : Backend
+        Of the model.
+    found : Findings
+        What is known by now; it is kept up to date.
+    with_others : callable
+        Whether the model runs in several ranks.
+    """
+
+    def __init__(self, backend: Backend, found: Findings, with_others: Callable[[], bool]) -> None:
+        self._backend, self.found, self._with_others = backend, found, with_others
+
+    def run(self, plan: GroupPlan) -> Script:
+        """Run passes with a plan, and with others that may be faster or fit better, and return the fastest that fits.
+
+        Another one is chosen if they take more than the limit.  Then come those that would be best if the host were
+        slower or faster than it was measured.  A plan that exceeds the limit is kept only if none was found that does
+        not.
+        """
+        found, limit, tried = self.found, self.found.limit or inf, list[tuple[GroupPlan, float]]()
+        hosts, baseline = list(HOSTS), plan.baseline_seconds  # without offloading, the same for all
+        while True:
+            found.plan = plan
+            passes = [(yield from trimming(found, Stage.PLAN, plan))]
+            passes += [(yield from next_pass(Stage.PLAN)), (yield from next_pass(Stage.PLAN))]
+            passes[-1].wait(self._backend)
+            if not alike(passes[1:], self._backend):  # one of them allocated memory, or was interrupted
+                passes += [(yield from next_pass(Stage.PLAN))]
+                passes[-1].wait(self._backend)
+            seconds, predicted = typical(passes[1:], self._backend, found.size), relative(plan)
+            peak = max(of.peak for of in passes)
+            if not peak or plan.peak_bytes is None or found.choose is None or found.in_flight > 1:
+                return found.as_timed(plan, seconds, baseline, with_others=self._with_others())
+            # See [Note: peaks of plans].
+            found.excess += max(peak - plan.peak_bytes, 0)  # [guard: room for what passes take]
+            tried.append((replace(plan, peak_bytes=peak), seconds))
+            other = self._other([of for of, _ in tried], predicted, hosts)
+            if other is None or len(tried) > TRIES:
+                break
+            plan = other
+        within = [each for each in tried if (each[0].peak_bytes or 0) <= limit]
+        best, seconds = min(within or tried, key=lambda each: each[1] if within else each[0].peak_bytes or 0)
+        return found.as_timed(best, seconds, baseline, with_others=self._with_others())
+
+    def _other(self, tried: Sequence[GroupPlan], predicted: float, hosts: list[float]) -> GroupPlan | None:
+        """Return a plan that was not tried yet and may be better than the last one that was; None if there is none.
+
+        `predicted` is the relative time that was expected of the last one, and `hosts` are the factors of the times of
+        the host for which no plan was searched yet.
+        """
+        found, known = self.found, [(of.plan, of.saves) for of in tried]
+        assert found.choose is not None
+        plan = found.chosen()
+        exceeds = (tried[-1].peak_bytes or 0) > (found.limit or inf)
+        better = exceeds or relative(plan) * (1 + TOLERANCE) < predicted
+        if better and (plan.plan, plan.saves) not in known:
+            return plan
+        while hosts and found.choose.func is choose_recomputed:
+            for_host = self._for_host(hosts.pop(0))
+            if for_host is not None and (for_host.plan, for_host.saves) not in known:
+                return for_host
+        return None
+
+    def _for_host(self, factor: float) -> GroupPlan | None:
+        """Return the best plan for a host that takes `factor` times as long as measured; None if it took no time."""
+        assert self.found.choose is not None
+        names, ways, link = self.found.choose.args
+        scaled = with_host(ways, factor)
+        if scaled == ways:
+            return None
+        found = replace(self.found, choose=partial(choose_recomputed, names, scaled, link))
+        return found.chosen(**self.found.choose.keywords)
+
+
+def trimming(found: Findings, stage: Stage, plan: GroupPlan) -> Generator[Stage, TimedPass, TimedPass]:
+    """Yield a stage that warms up, and let its pass begin with freeing host memory that the plan does not need."""
+    found.host_bytes = plan.offloaded_bytes * found.in_flight
+    timed = yield from next_pass(stage)
+    found.host_bytes = None
+    return timed
+
+
+def next_pass(stage: Stage) -> Generator[Stage, TimedPass, TimedPass]:
+    """Yield a stage until a pass of it is over, and return that pass."""
+    while True:
+        timed = yield stage
+        if timed.stage is stage:
+            return timed
