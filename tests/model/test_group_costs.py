@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from timed_device import Timed, TimedBlock, TimedModel, offload, step
+from torch import nn
 
 from actoffload.model.tuning import first_steps
 from actoffload.model.tuning.group_costs import beside, measured_link, steady, without_hooks
@@ -179,3 +180,19 @@ def test_what_all_groups_save_is_there_as_long_as_all_of_them(budget, link):
     device.created.peak = 0
     step(model)
     assert device.created.peak <= handle.plan.peak_bytes <= 1.003 * device.created.peak
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_compiled_groups_need_all_that_they_saved_at_once_whether_compiled_alone_or_with_the_model(whole):
+    device = Timed(1e6, 1e6)
+    device.behind = False
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(6)])
+    called = torch.compile(model, backend="eager") if whole else model
+    for block in () if whole else model:
+        block.compile(backend="eager")
+    handle = offload(called, device, layers=None)
+    for _ in range(10):
+        called(torch.randn(4, 8, requires_grad=True)).sum().backward()
+    _, costs, _ = handle._tracker.steering._measuring.choose.args
+    assert all(cost.unpacks_at_once for cost in costs)
+    handle.remove()

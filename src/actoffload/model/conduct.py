@@ -121,6 +121,7 @@ class FollowedModule:
     ref: weakref.ref[Module]
     group: int = -1  # its index among the chosen modules
     kind: str = ""  # groups of one kind are scheduled alike
+    compiled: bool = False  # it was called in a model that is compiled as a whole
 
     @property
     def module(self) -> Module:

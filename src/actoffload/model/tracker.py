@@ -88,6 +88,7 @@ class Tracker:
 
     def begin(self, of: FollowedModule, args: Any, kwargs: Any, *, compiled: bool = False) -> Callable[..., Any] | None:
         """Begin the forward of a module; return what calls it if the call is to be recomputed in backward."""
+        of.compiled = compiled
         self._begin(of, args, kwargs)
         calls = self._thread.calls
         return self._around(calls[-1], args, kwargs, compiled) if calls and calls[-1].of is of else None

@@ -140,7 +140,7 @@ class FirstSteps:
         link = measured_link(lean.meter) if lean.sequence else None
         if link is None:
             return self._keep("Nothing is offloaded: only the last groups, which are kept, save anything that can be.")
-        compiled = {k for k, key in enumerate(lean.sequence) if is_compiled(self._groups[key.group].module)}
+        compiled = {k for k, key in enumerate(lean.sequence) if self._is_compiled(self._groups[key.group])}
         if memory is not None and memory.sequence != lean.sequence:
             memory = None
         layers = layer_costs(lean, timed, memory, compiled)
@@ -253,6 +253,10 @@ class FirstSteps:
         number = len(plan.offloaded)
         only = "Only 1 group is" if number == 1 else f"Only {number} groups are"
         return replace(plan, because=f"{only} offloaded, because {because}.")
+
+    @staticmethod
+    def _is_compiled(group: FollowedModule) -> bool:
+        return group.compiled or is_compiled(group.module)
 
     def _wait(self, *passes: TimedPass | None) -> None:
         """Wait until the device has run all of some passes, so that what was measured in them may be read."""
