@@ -83,8 +83,9 @@ handle.remove()
 # Side by side
 # ------------
 # What follows only measures, without the limit of the GPU. Each plan is used again: ``plan=`` repeats one without
-# measuring. On a GPU the table also has the times of whole steps. Less memory costs time: the copies take longer than
-# the compute that they overlap, or parts of blocks are computed twice.
+# measuring. On a GPU the table also has the times of whole steps, with the optimizer; the time in a plan is that of a
+# pass, forward and backward. Less memory costs time: the copies take longer than the compute that they overlap, or
+# parts of blocks are computed twice.
 from actoffload.measure import measure_steps
 
 if not reference:

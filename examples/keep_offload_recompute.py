@@ -54,7 +54,7 @@ print(handle.report())
 # Side by side
 # ------------
 # What follows only measures: the same budget with offloading alone, checkpointing, and neither. On a GPU the table also
-# has the times of whole steps.
+# has the times of whole steps, with the optimizer. The time in a plan is that of a pass: forward and backward.
 from functools import partial
 
 from torch.utils.checkpoint import checkpoint
