@@ -18,7 +18,7 @@ from ...device.base import Backend
 from ...planner import GroupPlan, choose_recomputed
 from ...planner.variants import with_host
 from .findings import Findings
-from .pace import TOLERANCE, TRIES, alike, relative, typical
+from .pace import TRIES, alike, typical
 from .timed_pass import Stage, TimedPass
 
 __all__ = ["Fitting", "Script", "next_pass", "trimming"]
@@ -61,14 +61,14 @@ class Fitting:
             if not alike(passes[1:], self._backend):  # one of them allocated memory, or was interrupted
                 passes += [(yield from next_pass(Stage.PLAN))]
                 passes[-1].wait(self._backend)
-            seconds, predicted = typical(passes[1:], self._backend, found.size), relative(plan)
+            seconds = typical(passes[1:], self._backend, found.size)
             peak = max(of.peak for of in passes)
             if not peak or plan.peak_bytes is None or found.choose is None or found.in_flight > 1:
                 return found.as_timed(plan, seconds, baseline, with_others=self._with_others())
             # See [Note: peaks of plans].
             found.excess += max(peak - plan.peak_bytes, 0)  # [guard: room for what passes take]
             tried.append((replace(plan, peak_bytes=peak), seconds))
-            other = self._other([of for of, _ in tried], predicted, hosts)
+            other = self._other([of for of, _ in tried], hosts)
             if other is None or len(tried) > TRIES:
                 break
             plan = other
@@ -76,19 +76,17 @@ class Fitting:
         best, seconds = min(within or tried, key=lambda each: each[1] if within else each[0].peak_bytes or 0)
         return found.as_timed(best, seconds, baseline, with_others=self._with_others())
 
-    def _other(self, tried: Sequence[GroupPlan], predicted: float, hosts: list[float]) -> GroupPlan | None:
+    def _other(self, tried: Sequence[GroupPlan], hosts: list[float]) -> GroupPlan | None:
         """Return a plan that was not tried yet and may be better than the last one that was; None if there is none.
 
-        `predicted` is the relative time that was expected of the last one, and `hosts` are the factors of the times of
-        the host for which no plan was searched yet.
+        `hosts` are the factors of the times of the host for which no plan was searched yet.
         """
         found, known = self.found, [(of.plan, of.saves) for of in tried]
         assert found.choose is not None
-        plan = found.chosen()
-        exceeds = (tried[-1].peak_bytes or 0) > (found.limit or inf)
-        better = exceeds or relative(plan) * (1 + TOLERANCE) < predicted
-        if better and (plan.plan, plan.saves) not in known:
-            return plan
+        if (tried[-1].peak_bytes or 0) > (found.limit or inf):
+            plan = found.chosen()
+            if (plan.plan, plan.saves) not in known:
+                return plan
         while hosts and found.choose.func is choose_recomputed:
             for_host = self._for_host(hosts.pop(0))
             if for_host is not None and (for_host.plan, for_host.saves) not in known:
