@@ -127,6 +127,9 @@ def _plan(a: Data) -> str:
     return "default" if a["num_layers"] is None else text("plan_of_layers", **a)
 
 
+VISIBLE = 1.001  # times a budget: a peak above it differs in the table
+
+
 def frontier_sections(data: Data) -> list[str]:
     """Return the section of time against peak."""
     names, found = PAGE["names"]["frontier"], [f"## {SECTIONS['frontier']}", text("frontier")]
@@ -141,6 +144,9 @@ def frontier_sections(data: Data) -> list[str]:
             rows.append({**known, "name": names.get(a["method"], a["method"]), "highest": highest})
         at_target = next(a for a in part["arms"] if a["budget"] == part["target"])
         found += [text("frontier_part", stack=_stack(part)), table("frontier", rows)]
+        tried = [(r["highest"] / r["budget"], r["peak_bytes"] / r["budget"]) for r in rows if r.get("budget")]
+        over = [highest - 1 for highest, kept in tried if kept <= VISIBLE < highest]
+        found += [text("frontier_over", number=len(over), most=max(over))] if over else []
         found += [text("frontier_noise", **part), f"```text\n{at_target['plan']}\n```"]
         found.append(text("frontier_profile", **part["profile"]))
     return [*found, origin(data)]

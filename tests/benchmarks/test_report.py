@@ -90,6 +90,19 @@ def test_page_has_every_arm_and_its_origin(results: Results) -> None:
     assert "**Rehearsal on the reference device; no GPU figures.**" in report.report(results)
 
 
+def test_a_pass_above_its_budget_is_commented_on(results: Results) -> None:
+    parts = results["frontier"]["parts"]
+    for part in parts.values():
+        for arm in part["arms"]:
+            arm["highest_bytes"] = arm["peak_bytes"] = min(arm["peak_bytes"], arm["budget"] or 0)
+    assert "took more memory than the budget" not in report.report(results)
+    arm = next(a for a in parts["8k"]["arms"] if a["budget"])
+    arm["highest_bytes"] = 1.05 * arm["budget"]
+    assert "With 1 of the budgets a pass that tried a plan took more memory than the budget, up to 5.0 % more." in (
+        report.report(results)
+    )
+
+
 def test_host_time_shows_its_noise(results: Results) -> None:
     results["llama"]["parts"]["host"] |= {"added_bare": 0.01, "tensors_bare": 150}
     results["llama"]["parts"]["host"] |= {"ratio": 2.5, "ratio_quartiles": [2.4, 2.6]}
