@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -137,7 +138,9 @@ class Arms:
             handle = actoffload.offload(model, min_bytes=self.part.settings.min_bytes, **how)
         arm = Arm(method, self._step(model), model, handle=handle)
         arm.budget, arm.num_layers = how.get("memory_budget"), how.get("num_layers")
-        _, arm.highest = settle(handle, arm.step, self.steps)
+        begun = time.monotonic()
+        number, arm.highest = settle(handle, arm.step, self.steps)
+        print(f"  {method}: the plan is final after {number} steps, {time.monotonic() - begun:.0f} s", flush=True)
         self.arms.append(arm)
         return arm
 
