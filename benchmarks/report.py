@@ -140,7 +140,8 @@ def frontier_sections(data: Data) -> list[str]:
         order = list(dict.fromkeys(a["method"] for a in part["arms"]))
         for a in sorted(part["arms"], key=lambda a: (order.index(a["method"]), a["budget"] or 0)):
             known = {key: value for key, value in a.items() if value is not None}
-            highest = a.get("highest_bytes", a["peak_bytes"])
+            # Only a budget is a limit of the passes that measure; the default also measures what no offload takes.
+            highest = a["peak_bytes"] if a["budget"] is None else a["highest_bytes"]
             rows.append({**known, "name": names.get(a["method"], a["method"]), "highest": highest})
         at_target = next(a for a in part["arms"] if a["budget"] == part["target"])
         found += [text("frontier_part", stack=_stack(part)), table("frontier", rows)]

@@ -69,7 +69,7 @@ def test_page_and_picture(part: dict[str, Any], tmp_path: Path) -> None:
     arms[5] |= {"budget": 15 * GIB, "highest_bytes": 14.5 * GIB, "seconds": 0.5, "ratio": 1.1}
     arms[5] |= {"distance": {"seconds": 0.01, "peak_bytes": 0.0}}
     arms[6] |= {"budget": 10 * GIB, "highest_bytes": 10.1 * GIB}
-    arms[8] |= {"distance": {"seconds": 0.01, "peak_bytes": -0.02}}
+    arms[8] |= {"distance": {"seconds": 0.01, "peak_bytes": -0.02}, "peak_bytes": 9 * GIB, "highest_bytes": 12 * GIB}
     arms[9] |= {"distance": {"seconds": -0.05, "peak_bytes": 0.01}, "num_layers": 4}
     device = {"name": "H", "reference": False, "driver": "", "torch": "2", "python": "3"}
     origin = {"date": "2026-11-22T10:00:00", "source_digest": "0" * 64, "command": "run", "device": device, "format": 1}
@@ -81,6 +81,7 @@ def test_page_and_picture(part: dict[str, Any], tmp_path: Path) -> None:
     assert f"| {stack}: peak / budget, the largest of 3 budgets | ≤ 1.0000 | 1.0100 | missed by 0.0100 |" in page
     assert "| memory_budget | 15.00 |  | 500.0 | 1.100 | +1.0 % | 14.50 | +0.0 % |" in page
     assert "| offload(model) |  |  |" in page
+    assert "| 9.00 | -2.0 % |" in page, "the peak of the default, not of the passes that it measures"
     assert "for `num_layers`, `simulate` predicts it" in page
     assert "| num_layers |  | 4 |" in page
     assert f"| {stack}: step time, largest distance from the prediction (4 layers) | ≤ 3.00 % | 5.00 % | missed" in page

@@ -61,8 +61,8 @@ def choose(
         Peak of device memory without offloading as it was measured, for the reason; None to take what the costs add up
         to.
     excess : int
-        Bytes by which passes took more device memory than the costs add up to; the plan leaves room for them within
-        the limit.
+        Bytes by which a pass may take more device memory than the costs add up to; the plan leaves room for them
+        within the limit.
 
     Returns
     -------

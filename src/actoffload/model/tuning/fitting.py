@@ -45,7 +45,7 @@ class Fitting:
         self._backend, self.found, self._with_others = backend, found, with_others
 
     def run(self, plan: GroupPlan) -> Script:
-        """Run passes with a plan, and with others that may be faster or fit better, and return the fastest that fits.
+        """Run passes with a plan, and with others that may fit or be faster, and return the fastest that fits.
 
         Another one is chosen if they take more than the limit.  Then come those that would be best if the host were
         slower or faster than it was measured.  A plan that exceeds the limit is kept only if none was found that does

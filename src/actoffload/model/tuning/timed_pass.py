@@ -85,9 +85,10 @@ class TimedPass:
         for layer in done.layers:
             residents = {resident: None for ref in layer.residents if (resident := ref()) and resident not in counted}
             counted.update(residents)
-            own = [storage.nbytes for storage in layer.living() if counts_in(storage, layer)]
+            living = list(layer.living())
+            own = [storage.nbytes for storage in living if counts_in(storage, layer)]
             self.sizes.append((*own, *(resident.nbytes for resident in residents)))
-            shared |= {storage: storage.nbytes for storage in layer.living() if len(storage.layers) > SHARERS}
+            shared |= {storage: storage.nbytes for storage in living if len(storage.layers) > SHARERS}
         self.shared = sum(shared.values())
 
     def wait(self, backend: Backend) -> None:
