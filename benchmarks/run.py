@@ -76,13 +76,16 @@ def run(options: argparse.Namespace, device: torch.device) -> None:
         default = pipelines.available(torch.accelerator.device_count()) if name == "pipelines" else PARTS[name]
         parts = options.only.split(",") if options.only else default
         data = {"parts": kept_parts(options.out, name) if options.only else {}}
-        command += f" --only {','.join(dict.fromkeys((*data['parts'], *parts)))}" if options.only else ""
+        known = [part for part in PARTS[name] if part in data["parts"] or part in parts]
+        command += f" --only {','.join(known)}" if options.only else ""
         if name == "pipelines":
             run_pipelines(parts, device, data, options, command)
             return
         for part in parts:
             print(f"{part}:", flush=True)
-            data["parts"][part] = measure_one(name, part, device, rehearse=options.rehearse)
+            found = {**data["parts"], part: measure_one(name, part, device, rehearse=options.rehearse)}
+            # The page has the parts in this order, whichever of them was measured first.
+            data["parts"] = {part: found[part] for part in PARTS[name] if part in found}
             write(options.out, name, data, command)
             gc.collect()
             if device.type != "cpu":
