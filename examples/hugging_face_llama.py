@@ -57,7 +57,7 @@ print(handle.report())
 # The same bits
 # -------------
 # Two steps give the same weights with and without offloading. Fast attention kernels add in an order that differs from
-# run to run, with and without offloading. So this comparison uses a part of the text and a deterministic kernel.
+# run to run, with and without offloading. So this comparison uses the first 512 tokens and a deterministic kernel.
 import copy
 
 from torch.nn.attention import SDPBackend, sdpa_kernel

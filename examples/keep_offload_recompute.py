@@ -12,7 +12,7 @@ result is compared with offloading alone and with activation checkpointing.
 # ----------------------------
 # Twelve transformer blocks of PyTorch. A step takes 7.5 GiB, and the budget is 4.1 GiB. ``recompute="auto"`` is the
 # default: blocks are recomputed where that is faster than to copy all of what they save. In a recomputed block the
-# outputs of matrix products and attention are saved all the same, because they take long to compute. They are kept or
+# plan may save the outputs that take long to compute, as those of matrix products and attention do. They are kept or
 # offloaded like everything else. Norms, activation functions and sums are computed again.
 #
 # Without a GPU the example runs on the CPU with a smaller model. No costs are measured there, so no budget can be met:

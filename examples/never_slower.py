@@ -2,7 +2,7 @@
 One line that offloads what is free
 ===================================
 
-``actoffload.offload(model)`` measures in the first steps how much can be offloaded without a longer step, and then
+``actoffload.offload(model)`` measures in the first passes how much can be offloaded without a longer step, and then
 offloads that much. Here a Llama trains with that line: with long sequences, where a part is free, and with short ones,
 where nothing is.
 """

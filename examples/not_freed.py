@@ -76,7 +76,7 @@ print("Not freed because of", *report.held[0].holders)
 print(report)
 
 # %%
-# R is the fraction of the offloaded bytes that was freed. The column "not freed" shows the blocks where it was not, and
+# R is the freed part of the bytes that should be freed. The column "not freed" shows the blocks where it was not, and
 # the table at the end the reference: the dictionary, by its name in this script.
 #
 # The fix
