@@ -140,6 +140,51 @@ def test_what_is_saved_again_after_a_change_is_another_tensor():
     assert torch.equal(seen[-1], held / 2.0)
 
 
+@pytest.mark.parametrize("layer", [0, 1], ids=["one layer", "two layers"])
+def test_parts_with_version_counters_of_their_own_are_edited_one_after_the_other(layer):
+    """The copy of the first part may be on its way when the second one is edited."""
+    whole, seen = torch.randn(16, 64), list[Tensor]()
+    one, other = whole.unsafe_chunk(2, -1)
+
+    def edits(x: Tensor, part: Tensor) -> Tensor:
+        with torch.no_grad():
+            part.mul_(2.0)
+        return Save.apply(x, seen, part)
+
+    context, sync = make(2, 4)
+    layers = [lambda x: edits(x, one), lambda x: edits(x, other)]
+    if not layer:
+        layers = [lambda x: edits(edits(x, one), other), torch.relu]
+    y = forward([*layers, *[torch.relu] * 2], start(), context, sync)
+    y.sum().backward()
+    wanted = {part.data_ptr(): part for part in (one, other)}
+    assert len(seen) == len(wanted)
+    assert {float(part.sum()) for part in seen} == {float(part.sum()) for part in wanted.values()}
+
+
+def test_a_copy_of_before_an_edit_is_not_that_of_a_name_with_a_counter_of_its_own():
+    held, seen = torch.randn(SHAPE), list[Tensor]()
+    before = held.clone()
+
+    def layer(x: Tensor) -> Tensor:
+        unused = Save.apply(x, [], held)
+        with torch.no_grad():
+            held.mul_(2.0)
+        return Save.apply(x, seen, held.data) + unused.detach()
+
+    context, sync = make(1, 3)
+    forward([layer, *[torch.relu] * 2], start(), context, sync).sum().backward()
+    assert torch.equal(seen[0], before * 2.0)
+
+
+def test_edited_names_of_one_counter_are_copied_once():
+    """As an activation function in place saves its result, and the next convolution its input."""
+    context, sync = make(1, 3)
+    layers = [lambda x: (x * 1.0).sigmoid_().square(), *[torch.relu] * 2]
+    forward(layers, start(), context, sync).sum().backward()
+    assert context.statistics().tensors_offloaded == 1
+
+
 def test_a_mark_counts_though_the_tensor_was_saved_before():
     held = torch.randn(SHAPE)
     seen: list[Tensor] = []

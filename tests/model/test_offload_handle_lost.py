@@ -6,6 +6,7 @@ import copy
 import pickle
 
 import pytest
+import torch
 from helpers import nothing_held
 from torch import nn
 from whole_model import UNIT, Transformer, Waves, data, equal, nothing_installed, offload
@@ -129,3 +130,29 @@ def test_two_handles_around_each_other_warn():
         pytest.warns(UserWarning, match="forward of another offloaded model"),
     ):
         step(whole)
+
+
+@pytest.mark.parametrize("change", ["replace", "delete"])
+def test_a_module_that_is_lost_before_the_first_forward(change):
+    model = Transformer(6)
+    offload(model)
+    if change == "replace":
+        model.blocks[1] = copy.deepcopy(Transformer(6).blocks[1])
+    else:
+        del model.blocks[1]
+    reference = copy.deepcopy(model)
+    with pytest.warns(UserWarning, match=r"module 'blocks.1.*' has been replaced or deleted since offload"):
+        step(model)
+    step(reference)
+    equal([p.grad for p in model.parameters()], [p.grad for p in reference.parameters()])
+    step(model)
+
+
+def test_a_part_of_a_model_that_nothing_refers_to():
+    """As `offload(model[:3])`: the container is deleted at once, its children are not."""
+    model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(5)])
+    handle = offload(model[:3])
+    with pytest.warns(UserWarning, match="the module that was passed to offload has been deleted"):
+        model(torch.randn(2, 8)).sum().backward()
+    model(torch.randn(2, 8)).sum().backward()
+    handle.remove()

@@ -114,6 +114,16 @@ def test_functional_call():
     assert "because they are called with other parameters, by torch.func.functional_call" in handle.plan.because
 
 
+@pytest.mark.filterwarnings("ignore:.*functional_call")
+def test_functional_call_of_its_former_module():
+    def use(model):
+        others = {name: (p * 1.5).detach().requires_grad_() for name, p in model.named_parameters()}
+        torch.nn.utils.stateless.functional_call(model, others, (batch(),)).square().sum().backward()
+        return [other.grad for other in others.values()]
+
+    check(simple(counted(Mlp), use), recomputed=FIRST)
+
+
 def test_a_group_with_others_inside_is_not_recomputed_and_the_inner_ones_are():
     def program(offload: Offload) -> list[Tensor]:
         model = counted()()

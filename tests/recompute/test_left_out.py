@@ -234,6 +234,21 @@ class InPlace(Rotated):
         return super().forward(x).sin().add_(1.0)
 
 
+class Asking(Rotated):
+    """Asks the host for a value."""
+
+    def forward(self, x):
+        return super().forward(x * (1.0 if x.sum().item() > 0 else -1.0))
+
+
+class Zeroed(Rotated):
+    """Gets memory that a kernel of its own may fill."""
+
+    def forward(self, x):
+        torch.zeros_like(x)
+        return super().forward(x)
+
+
 class Filled(Rotated):
     def forward(self, x):
         rows = torch.empty(4, 8)
@@ -241,11 +256,31 @@ class Filled(Rotated):
         return super().forward(x) * rows
 
 
-@pytest.mark.parametrize("kind", [Functions, WithoutGradients, InPlace, Filled])
+@pytest.mark.parametrize("kind", [Functions, WithoutGradients, InPlace, Filled, Zeroed, Asking])
 def test_nothing_is_left_out_where_not_all_is_seen(kind):
     program = Program(kind(), ROTATED)
     assert program.steps() == [[], [], [], []]
     assert program.trace.sequence == ()
+
+
+@pytest.mark.parametrize("how", ["an index", "a tensor without a graph"])
+def test_what_numpy_reads_is_made_again(how):
+    """Nothing else reads it in the recomputed graph, and ``numpy`` runs no operator that a mode sees."""
+
+    class Reading(Rotated):
+        def forward(self, x):
+            queries = F.linear(x, self.weight)
+            read = queries.argmax(-1) if how == "an index" else queries.add(1.0).detach()
+            factor = float(read.numpy().sum())
+            return torch.tanh(attention(x, self.weight, self.angles) * factor).square()
+
+    module = Reading()
+    x = torch.randn(4, 8, requires_grad=True)
+    wanted = torch.autograd.grad(module(x).square().sum(), x)[0]
+    program = Program(module, ROTATED, "aten.mm.default#1")
+    for _ in range(3):
+        assert torch.equal(torch.autograd.grad(program.forward(x).square().sum(), x)[0], wanted)
+    assert program.region.left_out
 
 
 def test_what_something_refers_to_is_needed():

@@ -221,6 +221,50 @@ def test_what_checkpointing_compares_is_one_object_for_equal_tensors():
         assert described(symbolic)[0] == symbolic.shape
 
 
+class Remembering(Mlp):
+    """Keeps something from call to call in an attribute, which is no buffer."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.mean, self.losses = how, torch.zeros(WIDTH), list[Tensor]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        mean = y.detach().mean(0)
+        if self.how == "replaced":
+            self.mean = 0.9 * self.mean + 0.1 * mean
+        elif self.how == "edited":
+            self.mean.mul_(0.9).add_(0.1 * mean)
+        elif self.how == "overwritten":  # with what does not depend on it
+            self.mean = mean
+        else:
+            self.losses.append(mean.sum())
+        return torch.tanh(y - self.mean)
+
+
+@policies
+@pytest.mark.parametrize("how", ["replaced", "edited", "appended"])
+def test_attributes_that_are_no_buffers_are_changed_once(how, policy):
+    handle = check(simple(counted(lambda: Remembering(how))), policy, recomputed=0)
+    assert "attributes of modules and no buffers: blocks.0 ... 5" in handle.plan.because
+
+
+@policies
+def test_an_attribute_that_a_call_overwrites_may_be_overwritten_twice(policy):
+    check(simple(counted(lambda: Remembering("overwritten"))), policy, recomputed=FIRST + STEPS * BLOCKS)
+
+
+@policies
+def test_parameters_that_are_replaced_before_backward_are_an_error(policy):
+    """Without recomputation the gradients are those of the parameters of the forward."""
+    model = counted(Mlp)()
+    offload(model, recompute=policy, fraction=1.0)
+    loss = model(batch()).square().sum()
+    model.load_state_dict({name: of * 2.0 for name, of in model.state_dict().items()}, assign=True)
+    with pytest.raises(RuntimeError, match="parameter or buffer of a Counted that is recomputed"):
+        loss.backward()
+
+
 class Wavering(Mlp):
     """Saves a tensor of another shape after its forwards, by what nothing sees: an attribute that is no flag."""
 

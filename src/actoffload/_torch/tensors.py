@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from typing import Any
 
 import torch
@@ -47,6 +48,42 @@ no_torch_function: Any = find("_C.DisableTorchFunctionSubclass", nullcontext)
 
 no_torch_dispatch: Any = find("_C._DisableTorchDispatch", nullcontext)
 """Context that skips the ``__torch_dispatch__`` of tensor subclasses."""
+
+
+@cache
+def _empty(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.empty(0, dtype=dtype, device=device)
+
+
+def drop_data(probe: torch.Tensor) -> None:
+    """Take the memory out of a detached tensor; it still shares the version counter of the original."""
+    probe.data = _empty(probe.dtype, probe.device)
+
+
+def counter_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor with the version counter of another and nothing else of it.
+
+    Below the dispatch to Python a wrapper is an ordinary tensor that has no memory, and can be detached as such.
+    """
+    with no_torch_function(), no_torch_dispatch():
+        alias = tensor.detach()
+    if alias.layout is torch.strided:
+        drop_data(alias)
+    return alias
+
+
+_set_versions: Callable[[Any, Any], None] | None = find("_C._autograd._unsafe_set_version_counter")
+
+
+def same_counter(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether two tensors of one version have one counter; False where PyTorch cannot tell."""
+    if _set_versions is None:
+        return False
+    version = version_of(one)
+    _set_versions((one,), (version + 1,))
+    same = version_of(other) != version
+    _set_versions((one,), (version,))
+    return same
 
 
 def storage_address(obj: Any) -> int:

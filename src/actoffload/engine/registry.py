@@ -174,7 +174,7 @@ class StorageRegistry:
                 pass_device.streams.append(stream)
             ref = self.storages.get(key)
             storage = None if ref is None else ref()
-            if ref is None or storage is None or not _usable(storage, version, layer, view, wrappers):
+            if ref is None or storage is None or not _usable(storage, tensor, layer, view, wrappers):
                 storage = SavedStorage(pass_device, stream, memory.nbytes(), version=version, memory=memory)
                 self.storages[key] = ref = storage.resources
                 if layer.releasing is not None:
@@ -255,8 +255,8 @@ class StorageRegistry:
         return found
 
 
-def _usable(storage: SavedStorage, version: int, layer: Layer, view: View, wrappers: Wrappers) -> bool:
-    if storage.version != version:  # [guard: copy of an older version]
+def _usable(storage: SavedStorage, tensor: torch.Tensor, layer: Layer, view: View, wrappers: Wrappers) -> bool:
+    if not storage.has_values_of(tensor):
         return False
     if storage.residency is Residency.RELOADED:  # [guard: reloaded storage that is saved again]
         return False

@@ -11,14 +11,14 @@ from typing import Any, ClassVar, Protocol, TypeAlias
 import torch
 
 from .._torch.compiling import opaque
-from .._torch.tensors import base_of, storage_weakref, version_of
+from .._torch.tensors import base_of, drop_data, same_counter, storage_weakref, version_of
 from ..device.base import Pairs, StreamPosition
 from .finalizers import Resources, raise_later
 from .layout import Layout, Piece, View, dense, gaps, loose_pieces
 from .reload import HostCopy, Residency
 from .segments import HostBuffer
 from .statistics import Counters
-from .versions import Wrappers, changed, drop_data
+from .versions import Wrappers, changed
 
 __all__ = ["CompiledState", "Moved", "Owner", "Resident", "SavedStorage", "Unpacked"]
 
@@ -59,6 +59,7 @@ class SavedStorage(HostCopy):
     new: Sequence[View] = ()  # saved, and not looked at yet
     loose: Sequence[View] = ()  # saved, and waiting for the end of the layer
     _probes: Sequence[torch.Tensor] = ()
+    _first: torch.Tensor | None = None  # of the probes; it keeps the version counter of what was saved first
     _source: torch.UntypedStorage | None = None
     unpacked: Unpacked | None = None  # see [Note: compiled autograd]
     # Of a plain storage: the pass, the layer and its token, an alias of the tensor, and the tensor or its base.
@@ -99,7 +100,7 @@ class SavedStorage(HostCopy):
         """Note that the first saved tensor, which is a view of `root` or `root` itself, fills the storage."""
         self.plain, self.layout = layout.view, layout
         self.probe = probe  # [keep: plain tensor]
-        self._probes = (probe,)
+        self._probes, self._first = (probe,), probe
         self.root = weakref.ref(root)
 
     def add(self, tensor: torch.Tensor, view: View, probe: torch.Tensor) -> None:
@@ -113,7 +114,20 @@ class SavedStorage(HostCopy):
             self.fill(tensor if base is None else base, Layout.of(view, self.nbytes), probe)
         else:
             self._probes = (*self._probes, probe)
+            self._first = self._probes[0] if self._first is None else self._first
         self.new = (*self.new, view)
+
+    def has_values_of(self, tensor: torch.Tensor) -> bool:
+        """Return whether what was saved first has the values that a tensor on the storage has now.
+
+        Some operators, such as those that split a tensor for edits in place, give their outputs counters of their own.
+        """
+        version, first = version_of(tensor), self._first
+        if version != self.version or first is None:  # [guard: copy of an older version]
+            return False
+        if version_of(first) != version:  # [guard: copy of an older version, with a counter of its own]
+            return False
+        return version == 0 or same_counter(first, tensor)  # [guard: other version counter of a copy -> True]
 
     def add_whole(self) -> None:
         """Copy the whole storage, whatever the saved views cover."""

@@ -5,24 +5,13 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Iterable, Sequence
-from functools import cache
 from typing import NamedTuple
 
 import torch
 
-from .._torch.tensors import base_of, no_torch_dispatch, no_torch_function, version_of
+from .._torch.tensors import base_of, counter_of, version_of
 
-__all__ = ["Seen", "Wrapper", "Wrappers", "changed", "drop_data", "serves", "together", "unchanged"]
-
-
-@cache
-def _empty(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    return torch.empty(0, dtype=dtype, device=device)
-
-
-def drop_data(probe: torch.Tensor) -> None:
-    """Take the memory out of a detached tensor; it still shares the version counter of the original."""
-    probe.data = _empty(probe.dtype, probe.device)
+__all__ = ["Seen", "Wrapper", "Wrappers", "changed", "serves", "together", "unchanged"]
 
 
 def changed(tensor: torch.Tensor, size: tuple[int, ...], version: int) -> RuntimeError:
@@ -49,7 +38,7 @@ class Wrapper:
     __slots__ = ("__weakref__", "_returned", "_root", "counter")
 
     def __init__(self, tensor: torch.Tensor, root: torch.Tensor) -> None:
-        self.counter = _counter(tensor)
+        self.counter = counter_of(tensor)
         self._root = weakref.ref(root)
         self._returned: deque[tuple[torch.Tensor, int]] = deque(maxlen=RETURNED)
 
@@ -65,7 +54,7 @@ class Wrapper:
 
     def returned(self, tensor: torch.Tensor) -> None:
         """Watch a tensor that autograd gets in place of the saved one; see [Note: in-place edits] in pack.py."""
-        self._returned.append((_counter(tensor), version_of(tensor)))
+        self._returned.append((counter_of(tensor), version_of(tensor)))
 
     def check(self, version: int, size: torch.Size) -> None:
         """Raise autograd's error if the tensor, or one that was returned for it, was changed since `version`."""
@@ -113,15 +102,3 @@ def serves(before: Sequence[Seen], wrappers: Wrappers) -> bool:
 def together(before: Sequence[Seen], wrappers: Wrappers) -> Wrappers:
     """Return the wrappers of a storage with those of one more tensor on it."""
     return (*before, *(seen for seen in wrappers if seen not in before))
-
-
-def _counter(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor with the version counter of another and nothing else of it.
-
-    Below the dispatch to Python a wrapper is an ordinary tensor that has no memory, and can be detached as such.
-    """
-    with no_torch_function(), no_torch_dispatch():
-        alias = tensor.detach()
-    if alias.layout is torch.strided:
-        drop_data(alias)
-    return alias

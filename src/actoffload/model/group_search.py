@@ -133,7 +133,8 @@ class Finder:
             self._log.forward_done(done, sequence)
             return None
         called = {key.group for key in sequence}
-        skipped = [of for of in self._groups if of.group not in called and of.kind == BLOCK]
+        # [guard: group that was replaced before the first forward]
+        skipped = [of for of in self._groups if of.group not in called and of.kind == BLOCK and of.ref() is not None]
         without = [(of.name, of.module) for of in skipped if all(p.grad is None for p in of.module.parameters())]
         self._skipped = without
         stretches = list(_stretches(sequence))

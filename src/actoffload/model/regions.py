@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -18,6 +19,7 @@ from .._torch.tensors import tree_leaves
 from ..engine.pack import Saved
 from ..engine.unpack import unpack
 from ..recompute import (
+    GENERATORS,
     OBJECTS,
     Reads,
     Region,
@@ -28,7 +30,9 @@ from ..recompute import (
     Watch,
     in_pipeline_stage,
     never,
+    objects_among,
     recomputed,
+    tensors_inside,
 )
 from .conduct import DROPPED, Conduct, FollowedModule, group_name
 
@@ -42,6 +46,7 @@ COMMUNICATES = (
     "recompute=True all of them recompute all groups"
 )
 CAPTURED = "because a CUDA graph is captured, and they may draw random numbers"
+GRAPHS = "because objects that are passed to them contain tensors with gradients, which the program may replace"
 TRANSFORM = "because they are called inside of a transform of torch.func"
 
 TRACED = "traced"  # the first recomputed call, which saves no outputs
@@ -60,9 +65,14 @@ def _unpack_unless_edited(saved: Saved) -> torch.Tensor | None:
         return None
 
 
+_FUNCTIONAL = {
+    inspect.unwrap(of).__code__ for of in (torch.func.functional_call, torch.nn.utils.stateless.functional_call)
+}
+
+
 def _in_functional_call() -> bool:
     frame: FrameType | None = sys._getframe(1)  # its own frame would refer to itself, and be kept by an interrupt
-    while frame is not None and frame.f_code is not torch.func.functional_call.__code__:
+    while frame is not None and frame.f_code not in _FUNCTIONAL:
         frame = frame.f_back
     return frame is not None
 
@@ -122,7 +132,12 @@ class Regions:
             return None
         module = of.module
         structure = self._structures.of(module)
-        key = structure.kind, frozenset(map(type, tree_leaves((args, kwargs)))), compiled
+        leaves = tree_leaves((args, kwargs))
+        types = frozenset(map(type, leaves))
+        if structure.generators or torch.Generator in types:  # [guard: generator that the first call may not show]
+            self._latest[of.group] = GENERATORS, None
+            return None
+        key = structure.kind, types, compiled
         watch = self._watches.get(key)
         if watch is None or watch.reason is None:
             watch = self._watches[key] = Watch(module, compiled=compiled)
@@ -132,6 +147,9 @@ class Regions:
         if watch.reason:  # [guard: group that must not be recomputed]
             if watch.reason is OBJECTS:
                 warn(WITHOUT_CACHE)
+            return None
+        if any(part.requires_grad for part in tensors_inside(objects_among(leaves))):  # [guard: objects with a graph]
+            self._latest[of.group] = GRAPHS, None
             return None
         if conduct.apart and watch.communicates:  # [guard: group that other ranks do not recompute]
             self._latest[of.group] = COMMUNICATES, None

@@ -122,6 +122,12 @@ class Tracker:
             self._finish()
             if self.paused or not torch.is_grad_enabled():
                 return
+            if self._modules[0].ref() is None:  # [guard: model that is deleted]
+                self.warn_once(
+                    "Nothing is offloaded: the module that was passed to offload has been deleted. Keep a reference to "
+                    "it, or pass the model that its parts belong to, with layers=[...]."
+                )
+                return
             if self._meet is not None:
                 meet, self._meet = self._meet, None
                 meet()

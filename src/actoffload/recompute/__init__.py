@@ -1,6 +1,7 @@
 """Recomputation in backward: whole regions of a model, or all of a region but the outputs of chosen operators."""
 
 from .modes import recomputed
+from .objects import objects_among, tensors_inside
 from .policy import (
     COSTLY,
     Call,
@@ -22,10 +23,11 @@ from .reuse import Reuse, in_pipeline_stage
 from .state import State
 from .structure import Structure, Structures
 from .trace import Trace
-from .watch import OBJECTS, Watch, remove_modes
+from .watch import GENERATORS, OBJECTS, Watch, remove_modes
 
 __all__ = [
     "COSTLY",
+    "GENERATORS",
     "OBJECTS",
     "Call",
     "Given",
@@ -44,11 +46,13 @@ __all__ = [
     "named",
     "names_of",
     "never",
+    "objects_among",
     "policy_for",
     "policy_of",
     "recomputed",
     "remove_modes",
     "saveable",
     "saving",
+    "tensors_inside",
     "worth_saving",
 ]

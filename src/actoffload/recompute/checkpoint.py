@@ -229,8 +229,11 @@ def _detached(tensor: Tensor) -> Tensor:
 def _again(tensor: Tensor, requires_grad: bool) -> Tensor:
     """Return an input for a recomputation, whose graph begins there."""
     tensor = tensor.detach()
-    # A view, because autocast takes a leaf for a weight, and keeps the cast of it.
-    return tensor.requires_grad_().view_as(tensor) if requires_grad else tensor
+    if not requires_grad:
+        return tensor
+    # A view, because autocast takes a leaf for a weight, and keeps the cast of it.  Sparse tensors have none.
+    leaf = tensor.requires_grad_()
+    return leaf.view_as(leaf) if leaf.layout is torch.strided else leaf  # [guard: sparse input -> True]
 
 
 def _keep(tensor: Tensor) -> Any:

@@ -2,7 +2,8 @@
 
 `[Note: two modes]`  The function runs under one dispatch mode in forward and under another one when it is recomputed.
 The first hands the outputs that a policy chooses to `pack`, which keeps or offloads them; the second returns them where
-the same operator comes again, instead of running it, unless they were written to.  Both see what autograd runs, below
+the same operator comes again, instead of running it, unless they were written to.  A view of one may count edits apart
+(`policy.APART`), so the counters of such views are noted too.  Both see what autograd runs, below
 autograd itself, so the graph of the recomputation is that of the forward.  What was saved stays as long as the graph is
 retained, because it may be used several times.  Otherwise, and where a split backward keeps what is recomputed, an
 output is dropped when it has been returned; should a region be recomputed once more, its operator runs again.
@@ -24,15 +25,34 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .._torch.autograd import keeps_graph
-from .._torch.tensors import DispatchMode, current_dispatch_mode, tree_flatten, tree_unflatten, versions_shared
+from .._torch.tensors import (
+    DispatchMode,
+    current_dispatch_mode,
+    storage_address,
+    tree_flatten,
+    tree_leaves,
+    tree_unflatten,
+    versions_shared,
+)
 from .checkpoint import OTHERS, Checkpoint
-from .policy import Call, concern_of, never, saveable
+from .objects import PLAIN, objects_among, tensors_inside, unchanged
+from .policy import APART, Call, concern_of, never, saveable
 from .region import Key, Region
+from .state import version
 from .trace import counted, shapes, without_memory
 from .watch import Mode
 
 __all__ = ["recomputed"]
 
+DRAWN = (
+    "A module that is recomputed in backward draws random numbers from a generator of the program, and would draw "
+    "others. Pass recompute=False."
+)
+CHANGED = (
+    "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor in an "
+    "object that was passed to a module that is recomputed in backward was changed, or replaced, after the forward of "
+    "the module. Pass recompute=False."
+)
 EDITED = (
     "one of the variables needed for gradient computation has been modified by an inplace operation: an output inside "
     "of a module that is recomputed in backward was written to after the forward of the module. Pass recompute=False."
@@ -83,6 +103,7 @@ class _Saving(_Mode):
         self._concerns = None if timed or region.learner is not None else concern_of(region.policy)
         self._expected, self._useless = trace.expected, trace.useless
         self._places, self._shapes = trace.places(self._concerns), dict[int, Any]()
+        self._keys = dict[int, Key]()  # of what is saved, by the addresses of storages
         self._passes = not timed and region.learner is None  # over what the policy does not concern
 
     def __exit__(self, *error: object) -> Any:
@@ -110,9 +131,26 @@ class _Saving(_Mode):
                     self._shapes[place] = shapes(outputs)
                 return outputs
             self.leave_trace()
+        if operator in APART and self._keys:  # [guard: views with a version counter of their own]
+            return self._noted(operator, args, kwargs)
         if self._passes and (self.traced or not (self._concerns is None or self._concerns(operator))):
             return operator(*args, **kwargs)
         return self._concerned(self.key(operator), args, kwargs)
+
+    def leave_trace(self) -> None:
+        """Count on, and save nothing of which the trace says that edits may not show; those may come now."""
+        super().leave_trace()
+        for key in self.region.trace.apart:  # [guard: edits outside of the trace]
+            self.region.saved.pop(key, None)
+
+    def _noted(self, operator: Any, args: Any, kwargs: Any) -> Any:
+        """Return views that have version counters of their own; saved memory may be written to through them."""
+        views = operator(*args, **kwargs)
+        key = self._keys.get(storage_address(args[0]))
+        if key is not None:
+            for view in tree_leaves(views):
+                self.region.note_apart(key, view)
+        return views
 
     def _concerned(self, key: Key, args: Any, kwargs: Any) -> Any:
         """Return the outputs of an operator, which may be saved."""
@@ -124,6 +162,7 @@ class _Saving(_Mode):
         # [guard: outputs that a policy saves]
         if (
             (region.trace.sequence or key in region.reads)
+            and key not in region.trace.unsaveable  # [guard: results with a version counter of their own]
             and saveable(operator, args, kwargs)
             and region.policy(Call(*key, args, kwargs, outputs))
         ):
@@ -133,6 +172,8 @@ class _Saving(_Mode):
                 return outputs
             with versions_shared():  # an alias, as the tensor itself refers to the graph, and the graph to the region
                 region.saved[key] = _mapped(Tensor, lambda of: Held(region.pack(of.detach())), outputs)
+            for of in outputs if isinstance(outputs, tuple | list) else (outputs,):
+                self._keys[storage_address(of)] = key
         return outputs
 
 
@@ -161,6 +202,8 @@ class _Returning(_Mode):
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if kwargs and kwargs.get("generator") is not None:  # [guard: generator that the first call does not show]
+            raise RuntimeError(DRAWN)
         if self.traced and counted(operator):  # as in the forward
             place = self._place = self._place + 1
             if self._sequence[place] is operator:
@@ -181,7 +224,7 @@ class _Returning(_Mode):
         region, operator = self.region, key[0]
         outputs = region.saved.get(key)
         if outputs is not None:
-            complete = True
+            complete = not region.edited_apart(key)
 
             def unpacked(of: Held) -> Tensor | None:
                 nonlocal complete
@@ -229,9 +272,15 @@ def recomputed(function: Callable[..., T], region: Region, *args: Any, **kwargs:
     """
     leaves, tree = tree_flatten((args, kwargs))
     places = [k for k, of in enumerate(leaves) if isinstance(of, Tensor) and not of.is_inference()]
-    tensors = [leaves[k] for k in places]
+    inputs = {id(leaves[k]): leaves[k] for k in places}  # each of them once: the function may ask whether two are one
+    numbers = {identity: number for number, identity in enumerate(inputs)}
+    number_at = {k: numbers[id(leaves[k])] for k in places}  # [guard: identity of inputs]
+    tensors = list(inputs.values())
+    attributes = [dict(vars(of)) if type(of) is Tensor and vars(of) else None for of in tensors]
     for k in places:
         leaves[k] = None
+    objects = objects_among(leaves)
+    parts = [(of, version(of)) for of in tensors_inside(objects)]
     first: list[Any] = [(args, kwargs)]
     backends = _enabled_backends()
     without_modes = region.policy is never or DispatchMode is None
@@ -241,8 +290,13 @@ def recomputed(function: Callable[..., T], region: Region, *args: Any, **kwargs:
             args, kwargs = first.pop()
             with region.around(), nullcontext() if region.reuse is None else region.reuse.hooks():
                 return function(*args, **kwargs)
-        again = dict(zip(places, tensors, strict=True))
-        args, kwargs = tree_unflatten([again.get(k, of) for k, of in enumerate(leaves)], tree)
+        if objects and not unchanged(objects, parts):  # [guard: objects that are changed before recomputation]
+            raise RuntimeError(CHANGED)
+        for tensor, had in zip(tensors, attributes, strict=True):
+            if had:  # [guard: attributes of inputs]
+                vars(tensor).update(had)
+        again = [tensors[number_at[k]] if k in number_at else of for k, of in enumerate(leaves)]
+        args, kwargs = tree_unflatten(again, tree)
         run = partial(function, *args, **kwargs)
         if region.state is not None:
             region.state.check()  # [guard: weight that is changed before recomputation]
@@ -260,7 +314,7 @@ def recomputed(function: Callable[..., T], region: Region, *args: Any, **kwargs:
     if without_modes:
         with kept.hooks():
             return call(*tensors)
-    region.begin(tensors)
+    region.begin(tensors, tuple([of if type(of) in PLAIN else type(of) for of in leaves]))
     with kept.hooks(), _Saving(region):
         result = call(*tensors)
     region.finish(result, tensors)

@@ -49,6 +49,7 @@ Given: TypeAlias = Callable[..., Any] | Collection[Any]
 
 _aten = torch.ops.aten
 _Operator = type(_aten.mm.default)  # not a higher-order operator
+_OPERATORS = (_Operator, type(_aten.mm))
 COSTLY = {
     _aten.mm.default,
     _aten.addmm.default,
@@ -115,7 +116,8 @@ def policy_of(given: Given) -> Policy:
     TypeError
         If it is neither, or if the function returns anything else.
     """
-    if not callable(given):
+    # [guard: operator that is callable -> True]
+    if not callable(given) or isinstance(given, _OPERATORS):
         return _policy_of_operators(given)
 
     def policy(call: Call) -> bool:
@@ -133,7 +135,7 @@ def policy_of(given: Given) -> Policy:
 
 def _policy_of_operators(given: Any) -> Policy:
     expected = (
-        "expected 'auto', True, False, operators such as torch.ops.aten.mm.default, or a function (ctx, op, *args, "
+        "expected 'auto', True, False, operators such as [torch.ops.aten.mm.default], or a function (ctx, op, *args, "
         "**kwargs)"
     )
     if not isinstance(given, Collection) or isinstance(given, str):
@@ -211,6 +213,10 @@ def _saving(names: tuple[str, ...]) -> Policy:
     return Named(names) if names else never
 
 
+APART = frozenset((_aten._unsafe_view.default, _aten.unsafe_split.Tensor, _aten.unsafe_split_with_sizes.default))
+"""Operators whose outputs are views of their input, but have version counters of their own; schemas do not tell."""
+
+
 class _Kind(NamedTuple):
     """What an operator does."""
 
@@ -226,7 +232,8 @@ def _kind(operator: Any) -> _Kind:
     if operator is _aten._to_copy.default or not isinstance(operator, _Operator):
         return _Kind(True, False, None)
     schema = operator._schema
-    changes = any(of.alias_info is not None for of in (*schema.arguments, *schema.returns))
+    views = operator in APART  # [guard: views that schemas do not tell]
+    changes = views or any(of.alias_info is not None for of in (*schema.arguments, *schema.returns))
     places = {of.name: (place, of.default_value) for place, of in enumerate(schema.arguments)}
     tags = torch.Tag.nondeterministic_seeded in operator.tags
     return _Kind(changes, tags, *places.get("dropout_p", (None, None)))

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from .._torch.tensors import version_of
+from .._torch.tensors import counter_of, version_of, versions_shared
 from .policy import Policy, never
 from .reuse import Reuse
 from .state import State
@@ -107,17 +107,29 @@ class Region:
         self.chosen: set[Key] = set()  # by the policy
         self.saved: dict[Key, Any] = {}  # the outputs of an operator, with `Held` in place of tensors
         self.used: set[Key] = set()
+        self._apart: dict[Key, list[tuple[Tensor, int]]] = {}  # by saved output: counters of views that have their own
         self.left_out: Mapping[int, Any] = {}  # by place: the shapes of outputs that recomputation need not make
         self.complete: frozenset[Key] = frozenset()  # the saved outputs for which that holds
 
-    def begin(self, tensors: Sequence[Tensor]) -> None:
-        """Begin a forward with given inputs."""
+    def begin(self, tensors: Sequence[Tensor], others: Hashable = ()) -> None:
+        """Begin a forward with given inputs, and other arguments."""
         kind = tensors[0].device.type if tensors else "cpu"
         autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
         flags = () if self.state is None else self.state.flags()
-        self.flags = autocast, flags, tuple([of.requires_grad for of in tensors])
+        # [guard: arguments beside tensors]
+        self.flags = autocast, flags, tuple([of.requires_grad for of in tensors]), others
         if not self.trace.known:
             self.learner = Learner(self.trace, self.flags)
+
+    def note_apart(self, key: Key, view: Tensor) -> None:
+        """Note a view of a saved output, which has a version counter of its own."""
+        with versions_shared():
+            counter = counter_of(view)
+        self._apart.setdefault(key, []).append((counter, version_of(counter)))
+
+    def edited_apart(self, key: Key) -> bool:
+        """Return whether a saved output was written to through a view that was noted."""
+        return any(version_of(counter) != version for counter, version in self._apart.get(key, ()))
 
     def around(self) -> AbstractContextManager[Any]:
         """Return the context in which the forward runs."""

@@ -56,7 +56,7 @@ class State:
         self._buffers = self._present(tables)
         weights = [of for parameters, _, _ in tables for of in parameters.values() if of is not None]
         # Two lists of the same length: a pass keeps few objects, for the sake of the garbage collector.
-        self._tensors = [*weights, *self._buffers]
+        self._weights, self._tensors = len(weights), [*weights, *self._buffers]
         self._versions = _versions(self._tensors)
 
     def _present(self, tables: Iterable[tuple[Any, Mapping[str, Any], Any]]) -> list[Tensor]:
@@ -71,12 +71,17 @@ class State:
 
     def changed(self) -> bool:
         """Return whether a parameter, or a buffer of a module that does not write to it, was changed."""
-        buffers = self._present(self._structure.tables(self._modules))
+        tables = self._structure.tables(self._modules)
+        buffers = self._present(tables)
         # [guard: buffers that are replaced against expectation -> False]
         replaced = len(buffers) != len(self._buffers) or any(map(_differ, buffers, self._buffers))
         # [guard: buffers that are changed against expectation -> False]
         edited = _versions(self._tensors) != self._versions
-        return replaced or edited
+        weights = [of for parameters, _, _ in tables for of in parameters.values() if of is not None]
+        # Sharding replaces its own by those of another type while a module runs.
+        # [guard: parameters that are replaced -> False]
+        other = len(weights) == self._weights and any(map(_replaced, weights, self._tensors))
+        return replaced or edited or other
 
     def check(self) -> None:
         """Raise a `RuntimeError` if it has `changed`."""
@@ -118,3 +123,7 @@ def _copies(written: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _differ(one: Any, other: Any) -> bool:
     return one is not other
+
+
+def _replaced(one: Any, other: Any) -> bool:
+    return one is not other and type(one) is type(other)

@@ -12,7 +12,7 @@ from itertools import chain
 from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
 
-from torch import Tensor
+from torch import Generator, Tensor
 from torch.nn import Module
 
 from .._torch.modules import registered
@@ -43,6 +43,8 @@ class Structure:
     kind : hashable
         Equal for modules whose calls are assumed to do the same: of all modules, the types, the names of buffers, the
         number of attributes and the flags among them.
+    generators : bool
+        Whether generators of random numbers are among the attributes.
     """
 
     def __init__(self, module: Module) -> None:
@@ -61,6 +63,8 @@ class Structure:
             for name, value in of.items()
             if value is True or value is False or value is None or name in TABLES
         ]
+        values = chain.from_iterable([of.values() for of in self._attributes])
+        self.generators = Generator in set(map(type, values))
         self._look = self._looked(modules)
         self.kind: Hashable = tuple(
             (

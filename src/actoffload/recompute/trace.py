@@ -7,9 +7,10 @@ own output is not saved.  In place of what the others return, recomputation gets
 memory, which nothing may read.
 
 So a trace is used only where the dispatch mode sees all that is read: all nodes of the graph are PyTorch's own, each
-operator runs with gradients enabled, none writes to a tensor, and none returns memory that something else could fill.
-It holds for calls that run the same operators, with the same hooks, and with gradients for the same inputs and
-parameters.  Casts always run, as autocast may keep them, and so do operators that draw random numbers.
+operator runs with gradients enabled, none writes to a tensor or reads the value of one for the host, and none returns
+memory that something else could fill.  It holds for calls that run the same operators, with the same hooks, the same
+arguments beside tensors, and with gradients for the same inputs and parameters.  Casts always run, as autocast may keep
+them, and so do operators that draw random numbers, and on the CPU those whose outputs NumPy may read.
 
 `[Note: casts of weights]`  Autocast keeps the casts of weights until it ends, which is after the forward of the model:
 half of the bytes of the weights.  Recomputation makes them again anyway.  So autocast keeps none in a region if each
@@ -33,7 +34,7 @@ from torch.nn import Parameter
 
 from .._torch.autograd import saved_tensor_hooks
 from .._torch.tensors import address, free_storage_weakref, storage_at, storage_expired, storage_weakref, tree_leaves
-from .policy import Concern, draws
+from .policy import APART, Concern, draws
 
 __all__ = ["Learner", "Shape", "Trace", "counted", "no_casts_kept", "nodes_between", "shapes", "without_memory"]
 
@@ -45,7 +46,7 @@ CAST, DETACH = _aten._to_copy.default, _aten.detach.default
 _Operator = type(CAST)  # not a higher-order operator
 _OWN = re.compile(r"([A-Za-z]+Backward\d+|torch::autograd::AccumulateGrad)$")
 """Names of nodes whose formulas PyTorch generates; a class ``F`` of a program has the node ``FBackward``."""
-_FILLED = re.compile(r"aten::(new_)?empty")
+_FILLED = re.compile(r"aten::(new_)?(empty|zeros|ones|full)")
 """Names of operators whose outputs something else fills."""
 
 
@@ -146,6 +147,10 @@ class Trace:
         Those of them whose outputs the policy saves; they need not be saved.
     results : frozenset
         Operators whose outputs the region returns, so that the program may write to them; they may always run again.
+    apart : frozenset
+        Operators whose outputs have views with version counters of their own, so that edits of these do not show.
+    unsaveable : frozenset
+        Those of them whose outputs the program may write to when the region has returned.
     """
 
     known: bool = False
@@ -158,6 +163,8 @@ class Trace:
     expected: frozenset[int] = frozenset()
     useless: frozenset[Key] = frozenset()
     results: frozenset[Key] = frozenset()
+    apart: frozenset[Key] = frozenset()
+    unsaveable: frozenset[Key] = frozenset()
     casts_once: bool = False  # see [Note: casts of weights]
     calls: Sequence[_Call] = ()  # until autograd saves no more: there recomputation ends
     _asked: tuple[Any, frozenset[int]] = ((None, None), frozenset())
@@ -209,6 +216,7 @@ class Learner:
         self._calls: list[_Call] = []
         self._refs: dict[int, Any] = {}  # weak references to storages, whose addresses they keep
         self._saved: set[int] = set()
+        self._apart: set[int] = set()  # storages that have several version counters
         self._casts = defaultdict[int, list[int]](list)  # of parameters: by their storages, those of the casts
         self._until = 0  # calls before autograd saved the last tensor
         self._certain = storage_at is not None
@@ -228,10 +236,16 @@ class Learner:
             self._certain = False
             return
         schema = operator._schema
-        if _FILLED.match(schema.name) or any(of.alias_info and of.alias_info.is_write for of in schema.arguments):
+        writes = any(of.alias_info and of.alias_info.is_write for of in schema.arguments)
+        # [guard: operators that something else fills, or that the host waits for]
+        if _FILLED.match(schema.name) or writes or not any(isinstance(of, Tensor) for of in made):
             self._certain = False
             return
         reads, makes = map(frozenset, (self._storages(read), self._storages(made)))
+        # [guard: what NumPy may read]
+        self._saved.update(self._storages(of for of in made if isinstance(of, Tensor) and _for_numpy(operator, of)))
+        if operator in APART:
+            self._apart |= reads
         makes -= reads  # views
         if operator is CAST and type(args[0]) is Parameter:
             self._casts[next(iter(reads))] += makes
@@ -240,7 +254,9 @@ class Learner:
 
     def _storages(self, leaves: Iterable[Any]) -> Iterator[int]:
         for of in leaves:
-            if isinstance(of, Tensor):
+            if isinstance(of, Tensor) and of.layout is not torch.strided:  # [guard: sparse tensor that is saved]
+                self._certain = False
+            elif isinstance(of, Tensor):
                 memory = of.untyped_storage()
                 key = address(memory)
                 if key not in self._refs:
@@ -268,7 +284,8 @@ class Learner:
         if not self._certain or not all(_OWN.match(node.name()) for node in nodes_between(result, inputs)):
             return
         results = set(self._storages(tree_leaves(result)))
-        needed = self._saved.union(key for key, ref in self._refs.items() if not storage_expired(ref))
+        alive = {key for key, ref in self._refs.items() if not storage_expired(ref)}
+        needed = self._saved | alive
         trace, makers = self._trace, dict[int, int]()
         trace.keys = [call.key for call in self._calls if counted(call.operator)]
         trace.place_of = {key: place for place, key in enumerate(trace.keys)}
@@ -283,6 +300,14 @@ class Learner:
         readers = Counter(key for call in self._calls if not call.view for key in call.reads)
         trace.casts_once = all(sum(readers[key] for key in made) <= 1 for made in self._casts.values())
         trace.results = frozenset(call.key for call in self._calls if not call.makes.isdisjoint(results))
+        apart = [call for call in self._calls if not call.makes.isdisjoint(self._apart)]
+        trace.apart = frozenset(call.key for call in apart)
+        trace.unsaveable = frozenset(call.key for call in apart if not call.makes.isdisjoint(alive))
+
+
+def _for_numpy(operator: Any, output: Tensor) -> bool:
+    """Return whether a tensor is one that ``numpy`` and ``tolist`` read past a mode: on the host, without a graph."""
+    return output.device.type == "cpu" and (operator is DETACH or not output.is_floating_point())
 
 
 def nodes_between(result: Any, inputs: Iterable[Tensor]) -> Iterator[Node]:

@@ -7,8 +7,7 @@ flags, are assumed to do the same.  A call that does something else after all is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from types import ModuleType
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, TypeVar
 
 import torch
@@ -19,12 +18,13 @@ from .._torch.autograd import saved_tensor_hooks
 from .._torch.compiling import opaque
 from .._torch.modules import is_compiled, registered
 from .._torch.tensors import DispatchMode, current_dispatch_mode, is_capturing, tree_leaves
+from .objects import objects_among, tensors_inside, unchanged
 from .policy import draws
 from .state import version
 from .structure import inside
 from .trace import nodes_between
 
-__all__ = ["OBJECTS", "Mode", "Watch", "remove_modes"]
+__all__ = ["GENERATORS", "OBJECTS", "Mode", "Watch", "remove_modes"]
 
 T = TypeVar("T")
 
@@ -32,12 +32,13 @@ COLLECTIVES = frozenset(("c10d", "c10d_functional", "_c10d_functional", "_c10d_f
 """Namespaces of the operators of `torch.distributed`."""
 
 CHANGES = "because they change parameters in their forward, or running statistics that cannot be restored"
+ATTRIBUTES = "because they change tensors or lists in their forward that are attributes of modules and no buffers"
 RANKS = "because they contain torch.nn.SyncBatchNorm, which communicates with other ranks"
 INPUTS = "because they write to their inputs"
 OBJECTS = "because they change objects that are passed to them, such as a cache of keys and values (use_cache)"
 HOOKS = "because the program checkpoints a part of them, or has saved-tensor hooks of its own there"
 NOISE = "because autograd saves the noise of torch.nn.RReLU before it is drawn, and recomputation stops there"
-GENERATORS = "because they draw random numbers from a generator of the program"
+GENERATORS = "because they may draw random numbers from a generator of the program"
 
 REENTRANT = "CheckpointFunction"
 """Beginning of the names of the autograd nodes of reentrant checkpointing, also of that of other libraries."""
@@ -75,10 +76,14 @@ _NORMS = {
 
 
 class _Seen(Mode):
-    """Sees whether operators run under other saved-tensor hooks than those at its start, or with a generator."""
+    """Sees whether operators run under other saved-tensor hooks than those at its start, or with a generator.
 
-    def __init__(self) -> None:
+    It also notes which of some tensors they read, by identity.
+    """
+
+    def __init__(self, tensors: Collection[int]) -> None:
         super().__init__()
+        self._tensors, self.read = tensors, set[int]()
         self._hooks = saved_tensor_hooks()
         self.reason = ""
         self.draws = self.communicates = False
@@ -89,6 +94,8 @@ class _Seen(Mode):
         # [guard: saved-tensor hooks inside of a group]
         if hooks is not None and (self._hooks is None or hooks[0] is not self._hooks[0]):
             self.reason = HOOKS
+        if self._tensors:
+            self.read.update(id(of) for of in tree_leaves((args, kwargs)) if id(of) in self._tensors)
         # [guard: generator of the program]
         if any(isinstance(of, torch.Generator) for of in (*args, *(kwargs or {}).values())):
             self.reason = GENERATORS
@@ -137,8 +144,10 @@ class Watch:
         alive = [dict(registered(of)[1]) for of in modules]  # so that no other buffer gets the identity of one of them
         leaves = tree_leaves((args, kwargs))
         inputs = [(of, version(of)) for of in leaves if isinstance(of, Tensor)]
-        objects = [of for of in leaves if not isinstance(of, Tensor)]
-        parts = _inside(objects)
+        objects = objects_among(leaves)
+        parts = [(of, version(of)) for of in tensors_inside(objects)]
+        attributes = [_Attribute(each, name, of) for each in modules for name, of in vars(each).items() if _shows(of)]
+        read: Collection[int] = ()
         statistics: list[Tensor] = []
         if self.compiled and any(buffers):
             # Under a mode PyTorch traces a part of the first call and runs the rest past it, and the buffers that it
@@ -149,10 +158,10 @@ class Watch:
         elif DispatchMode is None:
             result, seen = function(*args, **kwargs), ""
         else:
-            with _Seen() as mode:
+            with _Seen({id(of.value) for of in attributes}) as mode:
                 result = function(*args, **kwargs)
             seen, statistics, self.draws = mode.reason, mode.statistics, mode.draws or self.compiled
-            self.communicates = mode.communicates
+            self.communicates, read = mode.communicates, mode.read
         # What wrote to one buffer of a module may have written to others past their version counters.
         updated, now = set(map(id, statistics)), list(map(_versions, modules))
         changed = [
@@ -171,8 +180,10 @@ class Watch:
         elif any(version(of) != before for of, before in inputs):  # [guard: group that writes to its inputs]
             seen = INPUTS
         # [guard: group that changes its arguments]
-        elif [id(of) for of in _inside(objects)] != [id(of) for of in parts]:
+        elif not unchanged(objects, parts):
             seen = OBJECTS
+        elif any(of.changed(read) for of in attributes):  # [guard: attributes that a group changes]
+            seen = ATTRIBUTES
         elif _is_reentrant(result, [of for of, _ in inputs]):  # [guard: reentrant checkpointing inside of a group]
             seen = HOOKS
         self.reason = seen
@@ -186,19 +197,25 @@ def _versions(module: Module) -> list[tuple[int, int]]:
     return [(id(of), version(of)) for of in registered(module)[1].values() if of is not None]
 
 
-def _inside(of: Any, depth: int = 6, met: set[int] | None = None) -> list[Tensor]:
-    """Return the tensors among the attributes of an object, and deeper inside."""
-    met = set() if met is None else met
-    if isinstance(of, Tensor):
-        return [of]
-    if not depth or id(of) in met or isinstance(of, Module | ModuleType | type):
-        return []
-    met.add(id(of))
-    if not isinstance(of, dict | list | tuple):
-        of = getattr(of, "__dict__", {})
-    return [
-        tensor for part in (of.values() if isinstance(of, dict) else of) for tensor in _inside(part, depth - 1, met)
-    ]
+def _shows(value: Any) -> bool:
+    """Return whether it shows when the value of an attribute is changed."""
+    return isinstance(value, Tensor) or type(value) is list
+
+
+class _Attribute:
+    """An attribute of a module, a tensor or a list, before a call."""
+
+    def __init__(self, module: Module, name: str, value: Any) -> None:
+        self._table, self._name, self.value = vars(module), name, value
+        self._before = self._now()
+
+    def _now(self) -> int:
+        return version(self.value) if isinstance(self.value, Tensor) else len(self.value)
+
+    def changed(self, read: Collection[int]) -> bool:
+        """Return whether it was changed in place, or replaced by what was computed from it; `read` by operators."""
+        replaced = self._table.get(self._name) is not self.value and id(self.value) in read
+        return replaced or self._now() != self._before
 
 
 def _is_reentrant(result: Any, inputs: Iterable[Tensor]) -> bool:
