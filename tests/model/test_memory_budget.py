@@ -240,6 +240,7 @@ def test_on_the_reference_device_the_plan_is_the_leanest():
         ("512MiB", 2**29),
         ("7B", 7),
         ("2TiB", 2**41),
+        (24e9, 24_000_000_000),
         (0.5, 500),
         (1.0, 1000),
     ],

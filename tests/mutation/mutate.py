@@ -38,7 +38,10 @@ COMMUNICATE = "test_groups_that_communicate_are_not_recomputed_where_each_rank_d
 COMPILED = "test_compiled_groups_are_recomputed_as_they_were_compiled[whole-compiled-True]"
 CAPTURED = "test_copies_of_a_captured_forward_have_ended_with_it"
 STREAMS = ["tests/engine/edges", "tests/engine/test_adversary.py"]
-RECOMPUTED = [f"tests/recompute/test_{name}.py" for name in ("region", "left_out", "edits", "programs", "aborts")]
+RECOMPUTED = [
+    f"tests/recompute/test_{name}.py"
+    for name in ("region", "left_out", "edits", "programs", "aborts", "apart", "inputs")
+]
 
 TESTS: dict[str, list[str]] = {
     "context/": STREAMS,
@@ -52,6 +55,7 @@ TESTS: dict[str, list[str]] = {
     "engine/pack.py": ["tests/engine/test_saved_again.py", *STREAMS],
     "engine/passes.py": ["tests/engine/test_backwards.py", "tests/report/test_several_passes.py", *STREAMS],
     "engine/recorder.py": ["tests/report/test_several_passes.py"],
+    "engine/storage.py": ["tests/engine/test_saved_again.py", *STREAMS, "tests/engine/test_limits.py"],
     "engine/registry.py": ["tests/engine/test_saved_again.py", *STREAMS],
     "engine/model_pass.py": [
         "tests/integration/test_compose_checkpoint.py",
@@ -79,7 +83,13 @@ TESTS: dict[str, list[str]] = {
         "tests/model/test_offload_copied.py::test_a_model_that_a_new_process_gets_warns_there",
         "tests/integration/test_compose_compile.py::" + COMPILED,
     ],
+    "model/group_search.py": [
+        "tests/model/test_offload_handle_lost.py",
+        "tests/model/test_follow.py",
+        "tests/model/test_tuning_lifetime.py",
+    ],
     "model/tracker.py": [
+        "tests/model/test_offload_handle_lost.py::test_a_part_of_a_model_that_nothing_refers_to",
         "tests/model/test_follow.py",
         "tests/model/test_offload_interrupts.py::" + INTERRUPTED_END,
         "tests/model/test_offload_loops.py::test_a_loop_in_another_order_than_registered",
@@ -94,21 +104,24 @@ TESTS: dict[str, list[str]] = {
     "model/tuning/metering.py": ["tests/model/test_tuning_values.py::test_values_in_each_stage"],
     "model/tuning/tuner.py": ["tests/model/test_tuning_lifetime.py"],
     "model/regions.py": [
-        *(f"tests/recompute/test_{name}.py" for name in ("beside", "state", "casts")),
+        *(f"tests/recompute/test_{name}.py" for name in ("beside", "state", "casts", "inputs")),
         "tests/model/test_recompute_auto.py::" + COMMUNICATE,
     ],
     "model/blocks.py": ["tests/model/test_stacks.py", "tests/model/test_select.py"],
     "model/discovery.py": ["tests/model/test_discovery.py"],
     "model/select.py": ["tests/model/test_select.py", "tests/model/test_select_wrappers.py"],
-    "recompute/policy.py": [f"tests/recompute/test_{name}.py" for name in ("region", "state", "programs")],
-    "recompute/checkpoint.py": ["tests/recompute/test_checkpoint.py"],
+    "recompute/policy.py": [
+        f"tests/recompute/test_{name}.py" for name in ("apart", "offload_and_recompute", "region", "state", "programs")
+    ],
+    "recompute/checkpoint.py": ["tests/recompute/test_checkpoint.py", "tests/recompute/test_inputs.py"],
+    "recompute/trace.py": ["tests/recompute/test_left_out.py", "tests/recompute/test_inputs.py"],
     "recompute/region.py": RECOMPUTED,
     "recompute/modes.py": RECOMPUTED,
     "recompute/reuse.py": ["tests/recompute/test_split_backward.py"],
     "recompute/structure.py": ["tests/recompute/test_structure.py"],
     "recompute/state.py": ["tests/recompute/test_state.py", "tests/recompute/test_edits.py"],
     "recompute/watch.py": [
-        *(f"tests/recompute/test_{name}.py" for name in ("state", "edits", "beside", "programs")),
+        *(f"tests/recompute/test_{name}.py" for name in ("state", "edits", "beside", "programs", "inputs")),
         "tests/model/test_discovery_of_models.py::test_layers_that_write_to_a_cache_are_not_recomputed",
     ],
     "report/": ["tests/model/test_offload_memory.py", "tests/model/test_offload_report.py"],

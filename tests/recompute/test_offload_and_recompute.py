@@ -66,6 +66,8 @@ def test_equal_bits(kind, num_layers, policy):
     [
         ("sometimes", r"recompute is 'sometimes'; expected 'auto', True, False, operators"),
         (3, "recompute is 3; expected"),
+        (torch.ops.aten.mm, r"recompute is <OpOverloadPacket.*; expected 'auto', True"),
+        (torch.ops.aten.mm.default, r"recompute is <OpOverload.*; expected 'auto', True"),
         ([torch.ops.aten.mm], "recompute has aten.mm of type OpOverloadPacket; expected 'auto', True"),
     ],
 )

@@ -116,8 +116,9 @@ def policy_of(given: Given) -> Policy:
     TypeError
         If it is neither, or if the function returns anything else.
     """
-    # [guard: operator that is callable -> True]
-    if not callable(given) or isinstance(given, _OPERATORS):
+    if (
+        not callable(given) or isinstance(given, _OPERATORS)  # [guard: operator that is callable]
+    ):
         return _policy_of_operators(given)
 
     def policy(call: Call) -> bool:
@@ -232,7 +233,7 @@ def _kind(operator: Any) -> _Kind:
     if operator is _aten._to_copy.default or not isinstance(operator, _Operator):
         return _Kind(True, False, None)
     schema = operator._schema
-    views = operator in APART  # [guard: views that schemas do not tell]
+    views = operator in APART  # [guard: views that schemas do not tell -> False]
     changes = views or any(of.alias_info is not None for of in (*schema.arguments, *schema.returns))
     places = {of.name: (place, of.default_value) for place, of in enumerate(schema.arguments)}
     tags = torch.Tag.nondeterministic_seeded in operator.tags
