@@ -105,8 +105,10 @@ def budget_bytes(budget: object, device_bytes: int | None) -> int | None:
         nbytes = _bytes_of(budget) or 0
     elif isinstance(budget, bool) or not isinstance(budget, Real):
         raise TypeError(f"memory_budget is {budget!r}; {expected}.")
-    elif isinstance(budget, Integral) or (float(budget).is_integer() and float(budget) >= SMALLEST):  # as 24e9 is
+    elif isinstance(budget, Integral):
         nbytes = int(budget)
+    elif float(budget).is_integer() and float(budget) >= SMALLEST:  # as 24e9 is
+        nbytes = int(float(budget))
     else:
         if not 0.0 < float(budget) <= 1.0:
             raise ValueError(f"memory_budget is {budget!r}; {expected}.")

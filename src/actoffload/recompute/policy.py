@@ -49,7 +49,8 @@ Given: TypeAlias = Callable[..., Any] | Collection[Any]
 
 _aten = torch.ops.aten
 _Operator = type(_aten.mm.default)  # not a higher-order operator
-_OPERATORS = (_Operator, type(_aten.mm))
+_OPERATORS = _Operator, type(_aten.mm)  # which can be called, too
+
 COSTLY = {
     _aten.mm.default,
     _aten.addmm.default,
@@ -116,9 +117,7 @@ def policy_of(given: Given) -> Policy:
     TypeError
         If it is neither, or if the function returns anything else.
     """
-    if (
-        not callable(given) or isinstance(given, _OPERATORS)  # [guard: operator that is callable]
-    ):
+    if isinstance(given, _OPERATORS) or not callable(given):
         return _policy_of_operators(given)
 
     def policy(call: Call) -> bool:
@@ -233,8 +232,7 @@ def _kind(operator: Any) -> _Kind:
     if operator is _aten._to_copy.default or not isinstance(operator, _Operator):
         return _Kind(True, False, None)
     schema = operator._schema
-    views = operator in APART  # [guard: views that schemas do not tell -> False]
-    changes = views or any(of.alias_info is not None for of in (*schema.arguments, *schema.returns))
+    changes = any(of.alias_info is not None for of in (*schema.arguments, *schema.returns))
     places = {of.name: (place, of.default_value) for place, of in enumerate(schema.arguments)}
     tags = torch.Tag.nondeterministic_seeded in operator.tags
     return _Kind(changes, tags, *places.get("dropout_p", (None, None)))
