@@ -35,7 +35,7 @@ from .._torch.tensors import (
     versions_shared,
 )
 from .checkpoint import OTHERS, Checkpoint
-from .objects import PLAIN, objects_among, tensors_inside, unchanged
+from .objects import FLAGS, objects_among, tensors_inside, unchanged
 from .policy import APART, Call, concern_of, never, saveable
 from .region import Key, Region
 from .state import version
@@ -277,6 +277,8 @@ def recomputed(function: Callable[..., T], region: Region, *args: Any, **kwargs:
     number_at = {k: numbers[id(leaves[k])] for k in places}  # [guard: identity of inputs]
     tensors = list(inputs.values())
     attributes = [dict(vars(of)) if type(of) is Tensor and vars(of) else None for of in tensors]
+    # Numbers may differ, as the longest sequence of a packed batch does in each step.
+    others = tuple([of if type(of) in FLAGS else type(of) for of in leaves])
     for k in places:
         leaves[k] = None
     objects = objects_among(leaves)
@@ -314,7 +316,7 @@ def recomputed(function: Callable[..., T], region: Region, *args: Any, **kwargs:
     if without_modes:
         with kept.hooks():
             return call(*tensors)
-    region.begin(tensors, tuple([of if type(of) in PLAIN else type(of) for of in leaves]))
+    region.begin(tensors, others)
     with kept.hooks(), _Saving(region):
         result = call(*tensors)
     region.finish(result, tensors)

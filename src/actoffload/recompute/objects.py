@@ -14,9 +14,11 @@ from torch.nn import Module
 
 from .state import version
 
-__all__ = ["PLAIN", "objects_among", "tensors_inside", "unchanged"]
+__all__ = ["FLAGS", "objects_among", "tensors_inside", "unchanged"]
 
-PLAIN = frozenset((bool, int, float, complex, str, bytes, type(None)))
+FLAGS = frozenset((bool, str, type(None)))
+"""Types of arguments that say what a call does."""
+PLAIN = FLAGS | {int, float, complex, bytes}
 """Types of arguments that contain no tensors."""
 
 

@@ -112,11 +112,11 @@ class Region:
         self.complete: frozenset[Key] = frozenset()  # the saved outputs for which that holds
 
     def begin(self, tensors: Sequence[Tensor], others: Hashable = ()) -> None:
-        """Begin a forward with given inputs, and other arguments."""
+        """Begin a forward with given inputs; of other arguments the flags and types count."""
         kind = tensors[0].device.type if tensors else "cpu"
         autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
         flags = () if self.state is None else self.state.flags()
-        # [guard: arguments beside tensors]
+        # [guard: flags among arguments]
         self.flags = autocast, flags, tuple([of.requires_grad for of in tensors]), others
         if not self.trace.known:
             self.learner = Learner(self.trace, self.flags)

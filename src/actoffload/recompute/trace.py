@@ -9,8 +9,8 @@ memory, which nothing may read.
 So a trace is used only where the dispatch mode sees all that is read: all nodes of the graph are PyTorch's own, each
 operator runs with gradients enabled, none writes to a tensor or reads the value of one for the host, and none returns
 memory that something else could fill.  It holds for calls that run the same operators, with the same hooks, the same
-arguments beside tensors, and with gradients for the same inputs and parameters.  Casts always run, as autocast may keep
-them, and so do operators that draw random numbers, and on the CPU those whose outputs NumPy may read.
+flags among their arguments, and with gradients for the same inputs and parameters.  Casts always run, as autocast may
+keep them, and so do operators that draw random numbers, and on the CPU those whose outputs NumPy may read.
 
 `[Note: casts of weights]`  Autocast keeps the casts of weights until it ends, which is after the forward of the model:
 half of the bytes of the weights.  Recomputation makes them again anyway.  So autocast keeps none in a region if each
