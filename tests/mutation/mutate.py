@@ -114,6 +114,7 @@ TESTS: dict[str, list[str]] = {
         f"tests/recompute/test_{name}.py" for name in ("apart", "offload_and_recompute", "region", "state", "programs")
     ],
     "recompute/checkpoint.py": ["tests/recompute/test_checkpoint.py", "tests/recompute/test_inputs.py"],
+    "recompute/arguments.py": ["tests/recompute/test_inputs.py", "tests/recompute/test_region.py"],
     "recompute/trace.py": ["tests/recompute/test_left_out.py", "tests/recompute/test_inputs.py"],
     "recompute/region.py": RECOMPUTED,
     "recompute/modes.py": RECOMPUTED,

@@ -1,7 +1,7 @@
 """Recomputation in backward: whole regions of a model, or all of a region but the outputs of chosen operators."""
 
+from .arguments import objects_among, tensors_inside
 from .modes import recomputed
-from .objects import objects_among, tensors_inside
 from .policy import (
     COSTLY,
     Call,

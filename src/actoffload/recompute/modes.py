@@ -29,16 +29,13 @@ from .._torch.tensors import (
     DispatchMode,
     current_dispatch_mode,
     storage_address,
-    tree_flatten,
     tree_leaves,
-    tree_unflatten,
     versions_shared,
 )
+from .arguments import Arguments
 from .checkpoint import OTHERS, Checkpoint
-from .objects import FLAGS, objects_among, tensors_inside, unchanged
 from .policy import APART, Call, concern_of, never, saveable
 from .region import Key, Region
-from .state import version
 from .trace import counted, shapes, without_memory
 from .watch import Mode
 
@@ -47,11 +44,6 @@ __all__ = ["recomputed"]
 DRAWN = (
     "A module that is recomputed in backward draws random numbers from a generator of the program, and would draw "
     "others. Pass recompute=False."
-)
-CHANGED = (
-    "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor in an "
-    "object that was passed to a module that is recomputed in backward was changed, or replaced, after the forward of "
-    "the module. Pass recompute=False."
 )
 EDITED = (
     "one of the variables needed for gradient computation has been modified by an inplace operation: an output inside "
@@ -267,22 +259,10 @@ def _enabled_backends() -> list[SDPBackend]:
 def recomputed(function: Callable[..., T], region: Region, *args: Any, **kwargs: Any) -> T:
     """Call a function, and recompute in backward what autograd saves in it, except what the region saves.
 
-    Autograd saves all tensors in `args` and `kwargs`, so that an in-place edit of one is caught.  Recomputation gets
-    containers of its own: the function may have changed those of the program.
+    Autograd saves all tensors in `args` and `kwargs`, so that an in-place edit of one is caught.
     """
-    leaves, tree = tree_flatten((args, kwargs))
-    places = [k for k, of in enumerate(leaves) if isinstance(of, Tensor) and not of.is_inference()]
-    inputs = {id(leaves[k]): leaves[k] for k in places}  # each of them once: the function may ask whether two are one
-    numbers = {identity: number for number, identity in enumerate(inputs)}
-    number_at = {k: numbers[id(leaves[k])] for k in places}  # [guard: identity of inputs]
-    tensors = list(inputs.values())
-    attributes = [dict(vars(of)) if type(of) is Tensor and vars(of) else None for of in tensors]
-    # Numbers may differ, as the longest sequence of a packed batch does in each step.
-    others = tuple([of if type(of) in FLAGS else type(of) for of in leaves])
-    for k in places:
-        leaves[k] = None
-    objects = objects_among(leaves)
-    parts = [(of, version(of)) for of in tensors_inside(objects)]
+    arguments = Arguments(args, kwargs)
+    tensors = arguments.tensors
     first: list[Any] = [(args, kwargs)]
     backends = _enabled_backends()
     without_modes = region.policy is never or DispatchMode is None
@@ -292,13 +272,7 @@ def recomputed(function: Callable[..., T], region: Region, *args: Any, **kwargs:
             args, kwargs = first.pop()
             with region.around(), nullcontext() if region.reuse is None else region.reuse.hooks():
                 return function(*args, **kwargs)
-        if objects and not unchanged(objects, parts):  # [guard: objects that are changed before recomputation]
-            raise RuntimeError(CHANGED)
-        for tensor, had in zip(tensors, attributes, strict=True):
-            if had:  # [guard: attributes of inputs]
-                vars(tensor).update(had)
-        again = [tensors[number_at[k]] if k in number_at else of for k, of in enumerate(leaves)]
-        args, kwargs = tree_unflatten(again, tree)
+        args, kwargs = arguments.again(tensors)
         run = partial(function, *args, **kwargs)
         if region.state is not None:
             region.state.check()  # [guard: weight that is changed before recomputation]
@@ -316,7 +290,7 @@ def recomputed(function: Callable[..., T], region: Region, *args: Any, **kwargs:
     if without_modes:
         with kept.hooks():
             return call(*tensors)
-    region.begin(tensors, others)
+    region.begin(tensors, arguments.flags)
     with kept.hooks(), _Saving(region):
         result = call(*tensors)
     region.finish(result, tensors)

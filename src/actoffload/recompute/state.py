@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from torch import Tensor
-from torch.nn import Module
+from torch.nn import Module, Parameter
 
 from .._torch.tensors import version_of
 from .structure import Structure
@@ -78,7 +78,7 @@ class State:
         # [guard: buffers that are changed against expectation -> False]
         edited = _versions(self._tensors) != self._versions
         weights = [of for parameters, _, _ in tables for of in parameters.values() if of is not None]
-        # Sharding replaces its own by those of another type while a module runs.
+        # Sharding replaces its own, which are DTensors, while a module runs.
         # [guard: parameters that are replaced -> False]
         other = len(weights) == self._weights and any(map(_replaced, weights, self._tensors))
         return replaced or edited or other
@@ -126,4 +126,4 @@ def _differ(one: Any, other: Any) -> bool:
 
 
 def _replaced(one: Any, other: Any) -> bool:
-    return one is not other and type(one) is type(other)
+    return one is not other and type(one) is type(other) is Parameter

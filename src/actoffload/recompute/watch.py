@@ -18,7 +18,7 @@ from .._torch.autograd import saved_tensor_hooks
 from .._torch.compiling import opaque
 from .._torch.modules import is_compiled, registered
 from .._torch.tensors import DispatchMode, current_dispatch_mode, is_capturing, tree_leaves
-from .objects import objects_among, tensors_inside, unchanged
+from .arguments import objects_among, tensors_inside, unchanged
 from .policy import draws
 from .state import version
 from .structure import inside
