@@ -9,6 +9,7 @@ from report_samples import MIB, attribute, report, table
 
 from actoffload.report import GroupReport, Report
 from actoffload.report.groups import HeldStorage
+from actoffload.report.tables import Bytes, Table
 
 NASTY = "layers|0<b>`&*_"
 
@@ -90,3 +91,21 @@ def test_html_escapes_names():
     assert [cell.strip() for cell in reader.rows[1][:2]] == ["<script>alert(1)</script>", "<img src=x>"]
     assert reader.rows[2][0].strip() == NASTY
     assert reader.items == [f"Look at <b>{NASTY}</b>."]
+
+
+def test_a_table_has_one_unit():
+    """That of the largest number but the totals; what is too small for it is said to be there."""
+    rows = (
+        ("one", Bytes(3 * 2**20), Bytes(1024)),
+        ("two", Bytes(2**19), "-"),
+        ("total", Bytes(7 * 2**19), Bytes(1024)),
+    )
+    table = Table(("group", "saved", "kept"), rows, left=1, sums=True)
+    assert table.texts() == [
+        ["one", "3.0 MiB", "< 0.1 MiB"],
+        ["two", "0.5 MiB", "-"],
+        ["total", "3.5 MiB", "< 0.1 MiB"],
+    ]
+    small = tuple(("each", Bytes(900 * 2**10)) for _ in range(2))
+    assert Table(("", ""), (*small, ("total", Bytes(1800 * 2**10))), left=1, sums=True).texts()[-1][1] == "1800.0 KiB"
+    assert Table(("", ""), (("few", Bytes(7)),), left=1).texts() == [["few", "7 bytes"]]

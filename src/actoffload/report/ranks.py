@@ -11,10 +11,10 @@ from typing import Any
 import torch.distributed as dist
 
 from .._folding import fold, fold_names
-from ..schedule.timeline import percent
+from ..schedule.timeline import percent, size
 from .groups import GroupReport
 from .report import Report
-from .tables import Printable, Table, bytes_or_dash
+from .tables import Bytes, Cell, Printable, Table, bytes_or_dash
 
 __all__ = ["RankReports", "gather_reports"]
 
@@ -106,7 +106,9 @@ class RankReports(Printable):
         counts = [(report.totals.offloaded_calls, report.totals.calls) for report in reports]
         total = f"{sum(part for part, _ in counts)} of {sum(whole for _, whole in counts)}"
         # Title, a cell for each rank, and the sum.
-        columns = [("offload", [f"{part} of {whole}" for part, whole in counts], total)]
+        columns: list[tuple[str, list[Cell], Cell]] = [
+            ("offload", [f"{part} of {whole}" for part, whole in counts], total)
+        ]
         for title in dict.fromkeys(title for mine in offloaded for title in mine):
             cells = [bytes_or_dash(mine[title]) if title in mine else "" for mine in offloaded]
             columns.append((title, cells, bytes_or_dash(sum(mine.get(title, 0) for mine in offloaded))))
@@ -118,7 +120,7 @@ class RankReports(Printable):
         # No sum of peaks: each device has its own, at another time.
         columns.append(("at the peak", [bytes_or_dash(report.peak_resident_bytes or 0) for report in reports], ""))
         columns.append(_with_sum("host memory", [report.host_bytes for report in reports]))
-        lines, rows = fold(range(len(reports)), lambda k: tuple(cells[k] for _, cells, _ in columns)), []
+        lines, rows = fold(range(len(reports)), lambda k: tuple(_shown(cells[k]) for _, cells, _ in columns)), []
         for same in lines:
             ranks = fold_names([str(self.ranks[k]) for k in same]) + (f" ({len(same)} ranks)" if len(same) > 1 else "")
             rows.append((ranks, *(cells[same[0]] for _, cells, _ in columns)))
@@ -148,5 +150,10 @@ def _titles(groups: Sequence[GroupReport]) -> dict[tuple[str, str], str]:
     return {key: f"{title} ({key[1]})" if shown[title] > 1 else title for key, title in titles.items()}
 
 
-def _with_sum(title: str, values: Sequence[int]) -> tuple[str, list[str], str]:
+def _shown(cell: Cell) -> str:
+    """Return what ranks in one line have in common, to one digit."""
+    return size(int(cell.nbytes)) if isinstance(cell, Bytes) else cell
+
+
+def _with_sum(title: str, values: Sequence[int]) -> tuple[str, list[Cell], Cell]:
     return title, list(map(bytes_or_dash, values)), bytes_or_dash(sum(values))

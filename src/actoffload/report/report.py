@@ -12,7 +12,7 @@ from ..engine.statistics import Reason
 from ..schedule.timeline import milliseconds, percent, size
 from .facts import StepFacts, pass_time
 from .groups import WEIGHTS, Amounts, GroupReport, HeldStorage, add_amounts, amounts_to_dict, merge_held, sum_groups
-from .tables import Printable, Table, bytes_or_dash
+from .tables import Cell, Printable, Table, bytes_or_dash
 
 __all__ = ["Advice", "Report"]
 
@@ -199,11 +199,11 @@ class Column:
 
     title: str
     of: Callable[[GroupReport], float | None]
-    show: Callable[[float], str] = bytes_or_dash
+    show: Callable[[float], Cell] = bytes_or_dash
     always: bool = False
     times: bool = False
 
-    def mean(self, groups: Sequence[GroupReport]) -> str:
+    def mean(self, groups: Sequence[GroupReport]) -> Cell:
         """Return the cell of a line for several groups."""
         values = [value for group in groups if (value := self.of(group)) is not None]
         return self.show(sum(values) / len(values)) if values else "-"
@@ -244,7 +244,7 @@ def _groups_table(report: Report) -> Table:
     kinds, calls = len({group.kind for group in groups}) > 1, any(group.calls != 1 for group in groups)
     shown = (True, kinds, True, calls)
 
-    def row(name: str, offloaded: str, line: Sequence[GroupReport]) -> tuple[str, ...]:
+    def row(name: str, offloaded: str, line: Sequence[GroupReport]) -> tuple[Cell, ...]:
         texts = name, line[0].kind, offloaded, str(line[0].calls)
         return (*compress(texts, shown), *(column.mean(line) for column in columns))
 
@@ -316,7 +316,7 @@ def _facts(report: Report) -> Iterator[tuple[str, str]]:
 
 
 def _kept_table(report: Report) -> Table:
-    inside, rows = report.totals.kept, []
+    inside, rows = report.totals.kept, list[tuple[Cell, ...]]()
     for reason, (count, nbytes) in sorted(report.kept.items(), key=lambda item: item[0] in WEIGHTS):  # weights last
         within = inside.get(reason, (0, 0))[1]
         words = f"{reason.value} (always kept)" if reason in WEIGHTS else reason.value
@@ -326,10 +326,10 @@ def _kept_table(report: Report) -> Table:
 
 def _held_table(report: Report) -> Table:
     merged = merge_held(report.held)
-    rows: list[tuple[str, str, str]] = []
+    rows: list[tuple[Cell, ...]] = []
     for groups, nbytes, holders in merged[:MOST_HELD]:
         lines = tuple(map(str, holders)) or ("autograd of another graph, or C++",)
-        rows.append((fold_names(groups), lines[0], size(nbytes)))
+        rows.append((fold_names(groups), lines[0], bytes_or_dash(nbytes)))
         rows += [("", line, "") for line in lines[1:]]
     note = f"and {len(merged) - MOST_HELD} more" if len(merged) > MOST_HELD else ""
     return Table(("not freed", "referenced by", "bytes"), tuple(rows), left=2, note=note)

@@ -9,9 +9,25 @@ from dataclasses import dataclass
 
 from tabulate import SEPARATING_LINE, tabulate
 
-from ..schedule.timeline import size
+__all__ = ["Bytes", "Cell", "Printable", "Table", "bytes_or_dash"]
 
-__all__ = ["Printable", "Table", "bytes_or_dash"]
+
+@dataclass(frozen=True)
+class Bytes:
+    """A number of bytes in a table, which has one unit for all of them."""
+
+    nbytes: float
+
+    def text(self, unit: int) -> str:
+        """Return it in a unit of so many bytes."""
+        if unit == 1:
+            return f"{self.nbytes:.0f} bytes"
+        name, number = UNITS[unit], self.nbytes / unit
+        return f"< 0.1 {name}" if number < 0.05 else f"{number:.1f} {name}"
+
+
+UNITS = {2**20: "MiB", 2**10: "KiB", 1: "bytes"}
+Cell = str | Bytes
 
 
 @dataclass(frozen=True)
@@ -19,10 +35,17 @@ class Table:
     """A table: the first `left` columns are text, the others numbers; with `sums` the last row has totals."""
 
     header: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
+    rows: tuple[tuple[Cell, ...], ...]
     left: int
     sums: bool = False
     note: str = ""
+
+    def texts(self) -> list[list[str]]:
+        """Return the rows as texts, in the largest unit of which some row, that of the totals apart, has one."""
+        rows = self.rows[:-1] if self.sums and len(self.rows) > 1 else self.rows
+        largest = max([cell.nbytes for row in rows for cell in row if isinstance(cell, Bytes)], default=0)
+        unit = next((unit for unit in UNITS if largest >= unit), 1)
+        return [[cell.text(unit) if isinstance(cell, Bytes) else cell for cell in row] for row in self.rows]
 
 
 class Printable:
@@ -59,7 +82,9 @@ class Printable:
 def _grid(table: Table, notation: str, show: Callable[[str], str], bold: str) -> str:
     """Return a table in a notation of tabulate; the row of sums is bold, or in text below a rule."""
     bar = "\\|" if notation == "pipe" else "|"
-    rows: list[Sequence[str]] = [[show(cell).replace("|", bar) for cell in row] for row in (table.header, *table.rows)]
+    rows: list[Sequence[str]] = [
+        [show(cell).replace("|", bar) for cell in row] for row in (table.header, *table.texts())
+    ]
     if table.sums:
         rows[-1] = [bold.format(cell) if cell else cell for cell in rows[-1]]
         rows[-1:-1] = [SEPARATING_LINE] if notation == "simple" else []
@@ -80,6 +105,6 @@ def _html(words: str) -> str:
     return re.sub(r"`([^`]+)`", r"<code>\1</code>", html.escape(words))
 
 
-def bytes_or_dash(number: float) -> str:
-    """Return a number of bytes in MiB or the like; a dash for 0."""
-    return size(int(number)) if number else "-"
+def bytes_or_dash(number: float) -> Cell:
+    """Return a cell with a number of bytes; a dash for 0."""
+    return Bytes(number) if number else "-"
