@@ -79,6 +79,34 @@ class Split(Plain):
         return torch.cat([one.sigmoid_(), other.tanh_()], -1)
 
 
+class Data(Plain):
+    def edited(self, y: Tensor, x: Tensor) -> Tensor:
+        y.data.mul_(2.0)
+        return y
+
+
+class Foreach(Plain):
+    def edited(self, y: Tensor, x: Tensor) -> Tensor:
+        torch._foreach_mul_([y], 2.0)
+        return y
+
+
+class Factory(Plain):
+    """Fills what an operator made of nothing."""
+
+    def edited(self, y: Tensor, x: Tensor) -> Tensor:
+        made = torch.zeros(y.shape)
+        made[..., ::2] = 1.0
+        return y * made.exp_()
+
+
+class Inference(Plain):
+    def edited(self, y: Tensor, x: Tensor) -> Tensor:
+        with torch.inference_mode():
+            factor = float((x.detach() @ x.detach().transpose(1, 2)).sum().tanh())
+        return y * factor
+
+
 class Recurrent(nn.Module):
     """Its operators for the CPU split what a linear returns, and edit the parts."""
 
@@ -92,7 +120,7 @@ class Recurrent(nn.Module):
 
 @policies
 @fractions
-@pytest.mark.parametrize("make", [Plain, Adapted, Scores, InPlace, Split, Recurrent])
+@pytest.mark.parametrize("make", [Plain, Adapted, Scores, InPlace, Split, Data, Foreach, Factory, Inference, Recurrent])
 def test_edits_inside_of_a_region(make, policy, fraction):
     check(training(counted(make)), policy, recomputed=ANY, fraction=fraction)
 

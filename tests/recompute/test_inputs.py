@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,9 @@ from composing import BLOCKS, WIDTH, Mlp, Net, batch, gradients
 from recomputing import ANY, FIRST, Counted, check, fractions, policies, simple
 from torch import Tensor, nn
 from whole_model import offload
+
+from actoffload._torch.tensors import storage_expired, storage_weakref
+from actoffload.recompute import tensors_inside
 
 
 @dataclass
@@ -111,6 +115,50 @@ def test_a_call_that_edits_a_tensor_in_its_object_is_not_recomputed(policy):
 
     handle = check(simple(make), policy, recomputed=0)
     assert "they change objects that are passed to them" in handle.plan.because
+
+
+@policies
+def test_inputs_are_freed_when_they_are_offloaded(policy):
+    """Nothing but the group refers to them between forward and backward."""
+    refs: list[Any] = []
+
+    class Fresh(Net):
+        def call(self, block: nn.Module, x: Tensor) -> Tensor:
+            x = x * 1.0
+            refs.append(storage_weakref(x.untyped_storage()))
+            return block(x)
+
+    model = Fresh(Mlp)
+    offload(model, recompute=policy, num_layers=BLOCKS - 2)
+    for _ in range(3):
+        refs.clear()
+        loss = model(batch()).square().sum()
+        freed = sum(map(storage_expired, refs))
+        loss.backward()
+    assert freed == BLOCKS - 2
+
+
+class Slots:
+    __slots__ = ("x",)
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        Slots,
+        lambda x: functools.partial(torch.add, x),
+        lambda x: lambda y: y + x,
+        lambda x: {x},
+        lambda x: Data(x, None).__eq__,
+    ],
+    ids=["slots", "partial", "closure", "set", "method"],
+)
+def test_tensors_are_found_in(make):
+    x = torch.ones(2)
+    assert [of is x for of in tensors_inside([make(x)])] == [True]
 
 
 @policies
@@ -226,4 +274,5 @@ def test_an_argument_that_chooses_what_is_read(policy):
         Alternating.steps = 0
         return Alternating(lambda: Counted(Choosing()))
 
-    check(simple(make, use), policy, recomputed=FIRST + 4 * BLOCKS)
+    # The first call with another flag is watched, too.
+    check(simple(make, use), policy, recomputed=FIRST + 4 * BLOCKS - 1)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+from typing import Any
+
 import pytest
 import torch
 from composing import BLOCKS, STEPS, WIDTH, Mlp, Net, Offload, batch, train
@@ -9,8 +12,9 @@ from recomputing import ANY, FIRST, Counted, check, counted, fractions, policies
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from whole_model import offload
+from whole_model import equal, offload
 
+import actoffload
 from actoffload.recompute.checkpoint import described
 from actoffload.recompute.watch import CHANGES, RANKS, Watch
 
@@ -227,6 +231,8 @@ class Remembering(Mlp):
     def __init__(self, how: str) -> None:
         super().__init__()
         self.how, self.mean, self.losses = how, torch.zeros(WIDTH), list[Tensor]()
+        self.inside: Any = [torch.zeros(WIDTH)] if how == "in a list" else {"mean": torch.zeros(WIDTH)}
+        self.number = 0.0
 
     def forward(self, x: Tensor) -> Tensor:
         y = super().forward(x)
@@ -235,6 +241,16 @@ class Remembering(Mlp):
             self.mean = 0.9 * self.mean + 0.1 * mean
         elif self.how == "edited":
             self.mean.mul_(0.9).add_(0.1 * mean)
+        elif self.how in ("in a list", "in a dictionary"):
+            key = 0 if self.how == "in a list" else "mean"
+            self.inside[key] = 0.9 * self.inside[key] + 0.1 * mean
+            return torch.tanh(y - self.inside[key])
+        elif self.how == "a number":
+            self.number = 0.9 * self.number + 0.1 * float(mean.mean())
+            return torch.tanh(y - self.number)
+        elif self.how == "cached":
+            self.inside.setdefault(len(x), torch.arange(float(WIDTH)))
+            return torch.tanh(y - self.inside[len(x)])
         elif self.how == "overwritten":  # with what does not depend on it
             self.mean = mean
         else:
@@ -243,15 +259,73 @@ class Remembering(Mlp):
 
 
 @policies
-@pytest.mark.parametrize("how", ["replaced", "edited", "appended"])
+@pytest.mark.parametrize("how", ["replaced", "edited", "appended", "in a list", "in a dictionary", "a number"])
 def test_attributes_that_are_no_buffers_are_changed_once(how, policy):
     handle = check(simple(counted(lambda: Remembering(how))), policy, recomputed=0)
     assert "attributes of modules and no buffers: blocks.0 ... 5" in handle.plan.because
 
 
 @policies
-def test_an_attribute_that_a_call_overwrites_may_be_overwritten_twice(policy):
-    check(simple(counted(lambda: Remembering("overwritten"))), policy, recomputed=FIRST + STEPS * BLOCKS)
+@pytest.mark.parametrize("how", ["overwritten", "cached"])
+def test_an_attribute_that_a_call_overwrites_may_be_overwritten_twice(how, policy):
+    check(simple(counted(lambda: Remembering(how))), policy, recomputed=FIRST + STEPS * BLOCKS)
+
+
+@policies
+def test_an_attribute_that_becomes_a_tensor_is_looked_at_again(policy):
+    """The first call of all sets it; from the second one on it is computed from what it was."""
+
+    class Lazy(Mlp):
+        mean: Any
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.mean = None
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x)
+            mean = y.detach().mean(0)
+            self.mean = mean if self.mean is None else 0.9 * self.mean + 0.1 * mean
+            return torch.tanh(y - self.mean)
+
+    model = counted(Lazy)()
+    offload(model, recompute=policy, fraction=1.0)
+    with torch.no_grad():  # recomputes nothing
+        model(batch())
+    reference = copy.deepcopy(model)
+    handle = actoffload.OffloadHandle.of(model)
+    equal(train(model), train(reference))
+    assert "attributes of modules and no buffers: blocks.0 ... 5" in handle.plan.because
+
+
+@policies
+@pytest.mark.parametrize("what", ["weight", "input", "buffer", "foreach"])
+def test_writes_past_a_version_counter(what, policy):
+    """As clipping and quantization write them."""
+
+    class Writing(Mlp):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("scale", torch.ones(WIDTH))
+
+        def forward(self, x: Tensor) -> Tensor:
+            if what == "weight":
+                self.up.weight.data.mul_(0.9)
+            elif what == "input":
+                x.data.mul_(0.9)
+            elif what == "buffer":
+                self.scale.data.mul_(0.9)
+            else:
+                torch._foreach_mul_([self.scale], 0.9)
+            return super().forward(torch.sin(x)) * self.scale
+
+    class Fresh(Net):
+        def call(self, block: nn.Module, x: Tensor) -> Tensor:
+            return block(x * 1.0)
+
+    restored = what in ("buffer", "foreach")
+    times = FIRST + STEPS * BLOCKS if restored else 0
+    check(simple(lambda: Fresh(lambda: Counted(Writing()))), policy, recomputed=times)
 
 
 @policies

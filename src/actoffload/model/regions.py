@@ -28,6 +28,7 @@ from ..recompute import (
     Structures,
     Trace,
     Watch,
+    flags_of,
     in_pipeline_stage,
     never,
     objects_among,
@@ -133,11 +134,11 @@ class Regions:
         module = of.module
         structure = self._structures.of(module)
         leaves = tree_leaves((args, kwargs))
-        types = frozenset(map(type, leaves))
-        if structure.generators or torch.Generator in types:  # [guard: generator that the first call may not show]
+        # [guard: generator that the first call may not show]
+        if structure.generators or torch.Generator in map(type, leaves):
             self._latest[of.group] = GENERATORS, None
             return None
-        key = structure.kind, types, compiled
+        key = structure.kind, flags_of(leaves), compiled  # [guard: flags among the arguments of a call]
         watch = self._watches.get(key)
         if watch is None or watch.reason is None:
             watch = self._watches[key] = Watch(module, compiled=compiled)

@@ -1,6 +1,6 @@
 """Recomputation in backward: whole regions of a model, or all of a region but the outputs of chosen operators."""
 
-from .arguments import objects_among, tensors_inside
+from .arguments import flags_of, objects_among, tensors_inside
 from .modes import recomputed
 from .policy import (
     COSTLY,
@@ -42,6 +42,7 @@ __all__ = [
     "Structures",
     "Trace",
     "Watch",
+    "flags_of",
     "in_pipeline_stage",
     "named",
     "names_of",

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from types import ModuleType
+from enum import Enum
+from functools import partial
+from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 from torch import Tensor
@@ -12,7 +14,7 @@ from torch.nn import Module
 from .._torch.tensors import tree_flatten, tree_unflatten
 from .state import version
 
-__all__ = ["Arguments", "objects_among", "tensors_inside", "unchanged"]
+__all__ = ["Arguments", "flags_of", "objects_among", "tensors_inside", "unchanged"]
 
 CHANGED = (
     "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor in an "
@@ -24,6 +26,15 @@ FLAGS = frozenset((bool, str, type(None)))
 """Types of arguments that say what a call does."""
 PLAIN = FLAGS | {int, float, complex, bytes}
 """Types of arguments that contain no tensors."""
+_EMPTY = CellType()
+
+
+def flags_of(leaves: Iterable[Any]) -> tuple[Any, ...]:
+    """Return the arguments that say what a call does, and the types of the others.
+
+    Numbers are among the others: the longest sequence of a packed batch is another one in each step.
+    """
+    return tuple([of if type(of) in FLAGS or isinstance(of, Enum) else type(of) for of in leaves])
 
 
 def objects_among(leaves: Iterable[Any]) -> list[Any]:
@@ -44,49 +55,61 @@ def tensors_inside(of: Any, depth: int = 6, met: set[int] | None = None) -> list
     met = set() if met is None else met
     if isinstance(of, Tensor):
         return [of]
-    if not depth or id(of) in met or isinstance(of, Module | ModuleType | type):
+    if not depth or type(of) in PLAIN or id(of) in met or isinstance(of, Module | ModuleType | type):
         return []
     met.add(id(of))
-    if not isinstance(of, dict | list | tuple):
-        of = getattr(of, "__dict__", {})
-    return [
-        tensor
-        for part in (of.values() if isinstance(of, dict) else of)
-        for tensor in tensors_inside(part, depth - 1, met)
-    ]
+    return [tensor for part in _parts(of) for tensor in tensors_inside(part, depth - 1, met)]
+
+
+def _parts(of: Any) -> Iterable[Any]:
+    """Return what an object refers to."""
+    if isinstance(of, list | tuple | set | frozenset):
+        return of
+    if isinstance(of, partial):
+        return of.func, of.args, of.keywords
+    if isinstance(of, MethodType):
+        return of.__self__, of.__func__
+    if isinstance(of, FunctionType):
+        return [cell.cell_contents for cell in of.__closure__ or () if cell != _EMPTY]
+    slots = [name for kind in type(of).__mro__ for name in getattr(kind, "__slots__", ())]
+    items = of.values() if isinstance(of, dict) else ()
+    return [*items, *getattr(of, "__dict__", {}).values(), *(getattr(of, name, None) for name in slots)]
 
 
 class Arguments:
-    """The arguments of one call, to call the function with them again.
+    """The arguments of one call except its tensors, to call the function with them again; made by `of`."""
 
-    Attributes
-    ----------
-    tensors : list of torch.Tensor
-        The tensors among them, each once: the function may ask whether two arguments are one.
-    flags : tuple
-        The arguments that say what the call does, and the types of the others.  Numbers may differ, as the longest
-        sequence of a packed batch does in each step.
-    """
-
-    def __init__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        self._leaves, self._tree = tree_flatten((args, kwargs))
-        leaves = self._leaves
-        self.flags = tuple([of if type(of) in FLAGS else type(of) for of in leaves])
-        found: dict[int, Tensor] = {}
+    def __init__(self, leaves: list[Any], tree: Any) -> None:
+        self._leaves, self._tree = leaves, tree
+        self.flags = flags_of(leaves)
         self._places = dict[int, int]()  # from those of leaves to those of tensors
-        places = dict[int, int]()
+        self._attributes: list[dict[str, Any] | None] = []
+        self._objects: list[Any] = []
+        self._parts: list[tuple[Tensor, int]] = []
+
+    @classmethod
+    def of(cls, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Arguments, list[Tensor]]:
+        """Return the arguments and, apart from them, their tensors.
+
+        Each tensor comes once, because the function may ask whether two arguments are one.  Nothing else than what is
+        returned refers to them: a group that is offloaded frees them.
+        """
+        leaves, tree = tree_flatten((args, kwargs))
+        found, known, tensors = cls(leaves, tree), dict[int, int](), list[Tensor]()
         for k, of in enumerate(leaves):
             if isinstance(of, Tensor) and not of.is_inference():
-                found[id(of)] = of
-                self._places[k] = places.setdefault(id(of), len(places))  # [guard: identity of inputs]
+                if id(of) not in known:  # [guard: identity of inputs -> True]
+                    known[id(of)] = len(tensors)
+                    tensors.append(of)
+                    found._attributes.append(dict(vars(of)) if type(of) is Tensor and vars(of) else None)
+                found._places[k] = known[id(of)]
                 leaves[k] = None
-        self.tensors = list(found.values())
-        self._attributes = [dict(vars(of)) if type(of) is Tensor and vars(of) else None for of in self.tensors]
-        self._objects = objects_among(leaves)
-        self._parts = [(of, version(of)) for of in tensors_inside(self._objects)]
+        found._objects = objects_among(leaves)
+        found._parts = [(of, version(of)) for of in tensors_inside(found._objects)]
+        return found, tensors
 
     def again(self, tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments with other tensors in place of `tensors`.
+        """Return the arguments with tensors in place of those of the first call.
 
         Containers are new: the function may have changed those of the program.  Objects are the same, and a
         `RuntimeError` is raised if a tensor in one of them was changed since.

@@ -34,7 +34,7 @@ from .._torch.tensors import (
 )
 from .arguments import Arguments
 from .checkpoint import OTHERS, Checkpoint
-from .policy import APART, Call, concern_of, never, saveable
+from .policy import APART, Call, addresses_written, concern_of, never, saveable, writes
 from .region import Key, Region
 from .trace import counted, shapes, without_memory
 from .watch import Mode
@@ -49,6 +49,8 @@ EDITED = (
     "one of the variables needed for gradient computation has been modified by an inplace operation: an output inside "
     "of a module that is recomputed in backward was written to after the forward of the module. Pass recompute=False."
 )
+
+NO_KEY: Key = (None, 0)
 
 T = TypeVar("T")
 
@@ -123,8 +125,11 @@ class _Saving(_Mode):
                     self._shapes[place] = shapes(outputs)
                 return outputs
             self.leave_trace()
-        if operator in APART and self._keys:  # [guard: views with a version counter of their own]
+        if self._keys and operator in APART:  # [guard: views with a version counter of their own]
             return self._noted(operator, args, kwargs)
+        if self._keys and writes(operator):  # [guard: edits that no version counter shows]
+            for address in addresses_written(operator, args, kwargs):
+                self.region.saved.pop(self._keys.get(address, NO_KEY), None)
         if self._passes and (self.traced or not (self._concerns is None or self._concerns(operator))):
             return operator(*args, **kwargs)
         return self._concerned(self.key(operator), args, kwargs)
@@ -155,6 +160,7 @@ class _Saving(_Mode):
         if (
             (region.trace.sequence or key in region.reads)
             and key not in region.trace.unsaveable  # [guard: results with a version counter of their own]
+            and not torch.is_inference_mode_enabled()  # [guard: outputs in inference mode]
             and saveable(operator, args, kwargs)
             and region.policy(Call(*key, args, kwargs, outputs))
         ):
@@ -261,8 +267,7 @@ def recomputed(function: Callable[..., T], region: Region, *args: Any, **kwargs:
 
     Autograd saves all tensors in `args` and `kwargs`, so that an in-place edit of one is caught.
     """
-    arguments = Arguments(args, kwargs)
-    tensors = arguments.tensors
+    arguments, tensors = Arguments.of(args, kwargs)
     first: list[Any] = [(args, kwargs)]
     backends = _enabled_backends()
     without_modes = region.policy is never or DispatchMode is None

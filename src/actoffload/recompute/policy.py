@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import inspect
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
+from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
+
+from .._torch.tensors import storage_address
 
 __all__ = [
     "Among",
@@ -18,6 +21,7 @@ __all__ = [
     "Given",
     "Named",
     "Policy",
+    "addresses_written",
     "concern_of",
     "draws",
     "named",
@@ -27,6 +31,7 @@ __all__ = [
     "saveable",
     "saving",
     "worth_saving",
+    "writes",
 ]
 
 
@@ -233,9 +238,30 @@ def _kind(operator: Any) -> _Kind:
         return _Kind(True, False, None)
     schema = operator._schema
     changes = any(of.alias_info is not None for of in (*schema.arguments, *schema.returns))
+    # Their outputs do not share a version counter with an alias that is made below autograd (seen with torch 2.13).
+    # [guard: outputs that are made of nothing]
+    changes = changes or schema.name.endswith("_like") or not any("Tensor" in str(of.type) for of in schema.arguments)
     places = {of.name: (place, of.default_value) for place, of in enumerate(schema.arguments)}
     tags = torch.Tag.nondeterministic_seeded in operator.tags
     return _Kind(changes, tags, *places.get("dropout_p", (None, None)))
+
+
+@cache
+def writes(operator: Any) -> bool:
+    """Return whether an operator writes to arguments."""
+    schema = getattr(operator, "_schema", None)
+    return schema is not None and any(of.alias_info and of.alias_info.is_write for of in schema.arguments)
+
+
+def addresses_written(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> set[int]:
+    """Return the addresses of the storages to which a call of such an operator writes."""
+    found = set[int]()
+    for place, of in enumerate(operator._schema.arguments):
+        if of.alias_info and of.alias_info.is_write:
+            given = args[place] if place < len(args) else kwargs.get(of.name)
+            tensors = given if isinstance(given, list | tuple) else (given,)
+            found.update(storage_address(tensor) for tensor in tensors if isinstance(tensor, Tensor))
+    return found
 
 
 def draws(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:

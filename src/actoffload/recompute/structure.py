@@ -42,7 +42,7 @@ class Structure:
     ----------
     kind : hashable
         Equal for modules whose calls are assumed to do the same: of all modules, the types, the names of buffers, the
-        number of attributes and the flags among them.
+        number of attributes, the flags and which are tensors.
     generators : bool
         Whether generators of random numbers are among the attributes.
     """
@@ -71,7 +71,7 @@ class Structure:
                 type(each),
                 tuple([name for name, buffer in buffers.items() if buffer is not None]),
                 len(attributes),
-                tuple([value for value in attributes.values() if value is True or value is False]),
+                tuple([found for value in attributes.values() if (found := _flag(value)) is not None]),
             )
             for each, (_, buffers, _), attributes in zip(modules, self._tables, self._attributes, strict=True)
         )
@@ -104,6 +104,13 @@ class Structure:
             [id(of[name]) for of, name in self._places],  # not compared as values, which may be tensors
             [(name, buffer is None) for of in buffers for name, buffer in of.items()],
         ]
+
+
+def _flag(value: Any) -> Any:
+    """Return what the value of an attribute says about calls: a flag, or that it is a tensor by now; None otherwise."""
+    if value is True or value is False:
+        return value
+    return Tensor if isinstance(value, Tensor) else None  # [guard: attributes that become tensors -> None]
 
 
 class Structures:

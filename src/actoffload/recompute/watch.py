@@ -17,9 +17,9 @@ from torch.nn import Module, SyncBatchNorm
 from .._torch.autograd import saved_tensor_hooks
 from .._torch.compiling import opaque
 from .._torch.modules import is_compiled, registered
-from .._torch.tensors import DispatchMode, current_dispatch_mode, is_capturing, tree_leaves
+from .._torch.tensors import DispatchMode, current_dispatch_mode, is_capturing, storage_address, tree_leaves
 from .arguments import objects_among, tensors_inside, unchanged
-from .policy import draws
+from .policy import addresses_written, draws, writes
 from .state import version
 from .structure import inside
 from .trace import nodes_between
@@ -87,6 +87,7 @@ class _Seen(Mode):
         self._hooks = saved_tensor_hooks()
         self.reason = ""
         self.draws = self.communicates = False
+        self.written: set[int] = set()  # addresses of storages, also of those whose version counters do not show it
         self.statistics: list[Tensor] = []  # running statistics that were updated, which no version counter shows
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -101,6 +102,8 @@ class _Seen(Mode):
             self.reason = GENERATORS
         if operator is torch.ops.aten.rrelu_with_noise.default:  # [guard: noise of RReLU]
             self.reason = NOISE
+        if writes(operator):
+            self.written |= addresses_written(operator, args, kwargs or {})
         self.draws = self.draws or draws(operator, args, kwargs or {})
         self.communicates = self.communicates or getattr(operator, "namespace", "") in COLLECTIVES
         if operator in _NORMS and args[5]:  # [guard: running statistics without a counter]
@@ -146,8 +149,13 @@ class Watch:
         inputs = [(of, version(of)) for of in leaves if isinstance(of, Tensor)]
         objects = objects_among(leaves)
         parts = [(of, version(of)) for of in tensors_inside(objects)]
-        attributes = [_Attribute(each, name, of) for each in modules for name, of in vars(each).items() if _shows(of)]
-        read: Collection[int] = ()
+        attributes = [
+            _Attribute(each, name, of)
+            for each in modules
+            for name, of in vars(each).items()
+            if _Attribute.shows(name, of)
+        ]
+        read, written = set[int](), set[int]()
         statistics: list[Tensor] = []
         if self.compiled and any(buffers):
             # Under a mode PyTorch traces a part of the first call and runs the rest past it, and the buffers that it
@@ -161,7 +169,9 @@ class Watch:
             with _Seen({id(of.value) for of in attributes}) as mode:
                 result = function(*args, **kwargs)
             seen, statistics, self.draws = mode.reason, mode.statistics, mode.draws or self.compiled
-            self.communicates, read = mode.communicates, mode.read
+            self.communicates, read, written = mode.communicates, mode.read, mode.written
+            # [guard: buffers that are written to past their counters]
+            statistics += [of for each in alive for of in each.values() if storage_address(of) in written]
         # What wrote to one buffer of a module may have written to others past their version counters.
         updated, now = set(map(id, statistics)), list(map(_versions, modules))
         changed = [
@@ -173,11 +183,11 @@ class Watch:
         updated -= {identity for had in now for identity, _ in had}
         tables = all(registered(of)[1] is vars(of).get("_buffers") for of in writers)  # not those of TorchScript
         # [guard: parameters that a group changes]
-        if updated or not tables or any(version(of) != before for of, before in weights):
+        if updated or not tables or any(_edited(of, before, written) for of, before in weights):
             seen = CHANGES
         elif any(isinstance(of, SyncBatchNorm) for of in writers):  # [guard: norm over several ranks]
             seen = RANKS
-        elif any(version(of) != before for of, before in inputs):  # [guard: group that writes to its inputs]
+        elif any(_edited(of, before, written) for of, before in inputs):  # [guard: group that writes to its inputs]
             seen = INPUTS
         # [guard: group that changes its arguments]
         elif not unchanged(objects, parts):
@@ -197,25 +207,45 @@ def _versions(module: Module) -> list[tuple[int, int]]:
     return [(id(of), version(of)) for of in registered(module)[1].values() if of is not None]
 
 
-def _shows(value: Any) -> bool:
-    """Return whether it shows when the value of an attribute is changed."""
-    return isinstance(value, Tensor) or type(value) is list
+def _edited(tensor: Tensor, before: int, written: Collection[int]) -> bool:
+    """Return whether a tensor was written to since a version; also through ``data``, which has another counter."""
+    return version(tensor) != before or storage_address(tensor) in written  # [guard: edits past a version counter]
+
+
+_OWN = frozenset(vars(Module()))
+"""Attributes that every module has."""
 
 
 class _Attribute:
-    """An attribute of a module, a tensor or a list, before a call."""
+    """An attribute of a module before a call: a tensor, a number, or a list or dictionary of tensors."""
 
     def __init__(self, module: Module, name: str, value: Any) -> None:
         self._table, self._name, self.value = vars(module), name, value
-        self._before = self._now()
+        self._length = len(value) if type(value) is list else None
+        self._before = [(key, of, version(of)) for key, of in self._tensors()]
 
-    def _now(self) -> int:
-        return version(self.value) if isinstance(self.value, Tensor) else len(self.value)
+    @staticmethod
+    def shows(name: str, value: Any) -> bool:
+        """Return whether it shows when the value of an attribute is changed."""
+        return name not in _OWN and (isinstance(value, Tensor) or type(value) in (list, dict, float))
+
+    def _tensors(self) -> list[tuple[Any, Tensor]]:
+        value = self.value
+        parts = value.items() if type(value) is dict else enumerate(value if type(value) is list else [value])
+        return [(key, of) for key, of in parts if isinstance(of, Tensor)]
 
     def changed(self, read: Collection[int]) -> bool:
-        """Return whether it was changed in place, or replaced by what was computed from it; `read` by operators."""
-        replaced = self._table.get(self._name) is not self.value and id(self.value) in read
-        return replaced or self._now() != self._before
+        """Return whether it was changed in place, or replaced by what was computed from it; `read` by operators.
+
+        A dictionary may get more entries, as one that caches does.
+        """
+        value, now = self.value, self._table.get(self._name)
+        if isinstance(value, float):
+            return type(now) is float and now != value
+        if (now is not value and id(value) in read) or (self._length is not None and len(value) != self._length):
+            return True
+        present = dict(self._tensors())
+        return any(present.get(key) is not of or version(of) != before for key, of, before in self._before)
 
 
 def _is_reentrant(result: Any, inputs: Iterable[Tensor]) -> bool:
