@@ -119,7 +119,7 @@ TESTS: dict[str, list[str]] = {
     "recompute/region.py": RECOMPUTED,
     "recompute/modes.py": RECOMPUTED,
     "recompute/reuse.py": ["tests/recompute/test_split_backward.py"],
-    "recompute/structure.py": ["tests/recompute/test_structure.py"],
+    "recompute/structure.py": ["tests/recompute/test_structure.py", "tests/recompute/test_state.py"],
     "recompute/state.py": ["tests/recompute/test_state.py", "tests/recompute/test_edits.py"],
     "recompute/watch.py": [
         *(f"tests/recompute/test_{name}.py" for name in ("state", "edits", "beside", "programs", "inputs")),

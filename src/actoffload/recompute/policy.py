@@ -238,9 +238,6 @@ def _kind(operator: Any) -> _Kind:
         return _Kind(True, False, None)
     schema = operator._schema
     changes = any(of.alias_info is not None for of in (*schema.arguments, *schema.returns))
-    # Their outputs do not share a version counter with an alias that is made below autograd (seen with torch 2.13).
-    # [guard: outputs that are made of nothing]
-    changes = changes or schema.name.endswith("_like") or not any("Tensor" in str(of.type) for of in schema.arguments)
     places = {of.name: (place, of.default_value) for place, of in enumerate(schema.arguments)}
     tags = torch.Tag.nondeterministic_seeded in operator.tags
     return _Kind(changes, tags, *places.get("dropout_p", (None, None)))
