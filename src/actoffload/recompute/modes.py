@@ -134,12 +134,6 @@ class _Saving(_Mode):
             return operator(*args, **kwargs)
         return self._concerned(self.key(operator), args, kwargs)
 
-    def leave_trace(self) -> None:
-        """Count on, and save nothing of which the trace says that edits may not show; those may come now."""
-        super().leave_trace()
-        for key in self.region.trace.apart:  # [guard: edits outside of the trace]
-            self.region.saved.pop(key, None)
-
     def _noted(self, operator: Any, args: Any, kwargs: Any) -> Any:
         """Return views that have version counters of their own; saved memory may be written to through them."""
         views = operator(*args, **kwargs)

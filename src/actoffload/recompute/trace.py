@@ -147,10 +147,9 @@ class Trace:
         Those of them whose outputs the policy saves; they need not be saved.
     results : frozenset
         Operators whose outputs the region returns, so that the program may write to them; they may always run again.
-    apart : frozenset
-        Operators whose outputs have views with version counters of their own, so that edits of these do not show.
     unsaveable : frozenset
-        Those of them whose outputs the program may write to when the region has returned.
+        Operators whose outputs have views with version counters of their own, so that edits of these do not show, and
+        which the program may write to when the region has returned.
     """
 
     known: bool = False
@@ -163,7 +162,6 @@ class Trace:
     expected: frozenset[int] = frozenset()
     useless: frozenset[Key] = frozenset()
     results: frozenset[Key] = frozenset()
-    apart: frozenset[Key] = frozenset()
     unsaveable: frozenset[Key] = frozenset()
     casts_once: bool = False  # see [Note: casts of weights]
     calls: Sequence[_Call] = ()  # until autograd saves no more: there recomputation ends
@@ -300,9 +298,8 @@ class Learner:
         readers = Counter(key for call in self._calls if not call.view for key in call.reads)
         trace.casts_once = all(sum(readers[key] for key in made) <= 1 for made in self._casts.values())
         trace.results = frozenset(call.key for call in self._calls if not call.makes.isdisjoint(results))
-        apart = [call for call in self._calls if not call.makes.isdisjoint(self._apart)]
-        trace.apart = frozenset(call.key for call in apart)
-        trace.unsaveable = frozenset(call.key for call in apart if not call.makes.isdisjoint(alive))
+        apart = alive & self._apart
+        trace.unsaveable = frozenset(call.key for call in self._calls if not call.makes.isdisjoint(apart))
 
 
 def _for_numpy(operator: Any, output: Tensor) -> bool:
