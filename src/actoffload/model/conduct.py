@@ -13,7 +13,7 @@ from __future__ import annotations
 import enum
 import re
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -29,6 +29,7 @@ from ..schedule.plan import Roles
 from .operator_times import OperatorTimes
 
 __all__ = [
+    "DELETED",
     "DROPPED",
     "GROUP",
     "KEPT",
@@ -38,6 +39,7 @@ __all__ = [
     "Mode",
     "Steering",
     "group_name",
+    "lost_modules",
     "obstacle_to_hooks",
     "split_group_name",
 ]
@@ -146,6 +148,23 @@ def split_group_name(name: str) -> tuple[str, int]:
     number = re.search(r" \(part (\d+)\)$", name)
     module, part = (name, 0) if number is None else (name[: number.start()], int(number[1]) - 1)
     return "" if module == _WHOLE else module, part
+
+
+DELETED = (
+    "Nothing is offloaded: the module that was passed to offload has been deleted. Keep a reference to it, or pass the "
+    "model that its parts belong to, with layers=[...]."
+)
+
+
+def lost_modules(modules: Iterable[FollowedModule]) -> str:
+    """Return a sentence about the first followed module that does not exist any more; empty if all do."""
+    lost = [of.name for of in modules if of.ref() is None and of.role is not DROPPED]
+    if not lost:
+        return ""
+    return (
+        f"The module '{lost[0]}' has been replaced or deleted since offload was called; what took its place is not "
+        "offloaded. Call remove() of the handle, then offload again."
+    )
 
 
 def obstacle_to_hooks() -> str | None:

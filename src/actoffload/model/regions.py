@@ -149,7 +149,9 @@ class Regions:
             if watch.reason is OBJECTS:
                 warn(WITHOUT_CACHE)
             return None
-        if any(part.requires_grad for part in tensors_inside(objects_among(leaves))):  # [guard: objects with a graph]
+        objects = objects_among(leaves)
+        # [guard: objects with a graph]
+        if objects and any(part.requires_grad for part in tensors_inside(objects)):
             self._latest[of.group] = GRAPHS, None
             return None
         if conduct.apart and watch.communicates:  # [guard: group that other ranks do not recompute]

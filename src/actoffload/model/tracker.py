@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -15,44 +14,31 @@ from .._torch.lookup import unsupported
 from .._warnings import warn
 from ..device.base import current_stream
 from ..engine.engine import Engine
-from ..engine.layer import Layer, tensors_in
+from ..engine.layer import tensors_in
 from ..engine.model_pass import ModelPass
 from ..engine.module_tensors import GroupTensors, ModelTensors
-from ..engine.pack import Pack, Packer
+from ..engine.pack import Packer
 from ..engine.tensor_marks import running
 from ..engine.unpack import unpack
 from ..recompute import remove_modes
 from ..schedule.execution_order import ExecutionOrder, GroupKey
-from .conduct import DROPPED, GROUP, KEPT, ROOT, Conduct, FollowedModule, Mode, Steering, obstacle_to_hooks
+from .conduct import (
+    DELETED,
+    DROPPED,
+    GROUP,
+    KEPT,
+    ROOT,
+    Conduct,
+    FollowedModule,
+    Mode,
+    Steering,
+    lost_modules,
+    obstacle_to_hooks,
+)
 from .regions import Regions
+from .thread_state import Call, ThreadState
 
 __all__ = ["Tracker"]
-
-
-@dataclass(eq=False, slots=True)
-class _Call:
-    """A call of a followed module that has not returned yet."""
-
-    of: FollowedModule
-    part: int = 0
-    layer: Layer | None = None
-
-
-class _Thread(threading.local):
-    """The pass and the calls of one thread."""
-
-    def __init__(self) -> None:
-        self.current: ModelPass[GroupKey] | None = None
-        self.owned: ModelTensors | None = None
-        self.calls: list[_Call] = []
-        self.hooks: SavedTensorHooks | None = None  # of the forward, installed or not
-        self.scoped = False  # they are installed in groups that are offloaded
-        self.conduct = Conduct(Mode.IDLE)
-        self.idle = False  # a forward runs that is not followed
-        self.backends = 0  # length of `running.backends` outside of the outermost call
-        # A gradient taken inside a forward saves tensors in autograd's threads, which share this object.
-        self.packer = Packer()
-        self.between: Pack | None = None  # packs what no group saves
 
 
 class Tracker:
@@ -72,7 +58,7 @@ class Tracker:
         self._engine = engine
         self.steering = steering
         self._meet = meet
-        self._thread = _Thread()
+        self._thread = ThreadState()
         self._warned: set[str] = set()
         self._running: set[int] = set()  # threads in a forward
         self._when_idle: list[Callable[[], None]] = []
@@ -93,7 +79,7 @@ class Tracker:
         calls = self._thread.calls
         return self._around(calls[-1], args, kwargs, compiled) if calls and calls[-1].of is of else None
 
-    def _around(self, call: _Call, args: Any, kwargs: Any, compiled: bool) -> Callable[..., Any] | None:
+    def _around(self, call: Call, args: Any, kwargs: Any, compiled: bool) -> Callable[..., Any] | None:
         """Return what calls a group that is recomputed; where the group is offloaded, the engine saves in it."""
         thread = self._thread
         if call.layer is None or call.part or not thread.conduct.recompute:
@@ -123,10 +109,7 @@ class Tracker:
             if self.paused or not torch.is_grad_enabled():
                 return
             if self._modules[0].ref() is None:  # [guard: model that is deleted]
-                self.warn_once(
-                    "Nothing is offloaded: the module that was passed to offload has been deleted. Keep a reference to "
-                    "it, or pass the model that its parts belong to, with layers=[...]."
-                )
+                self.warn_once(DELETED)
                 return
             if self._meet is not None:
                 meet, self._meet = self._meet, None
@@ -139,7 +122,7 @@ class Tracker:
                 self._learn(current)  # [guard: learned order of a loop] its forward ends with no call of the root
             conduct = self.steering.forward_begins((args, kwargs), alone=alone, busy=bool(self._running))
             if conduct.mode is Mode.IDLE:
-                thread.calls.append(_Call(of))
+                thread.calls.append(Call(of))
                 thread.idle = True
                 self._running.add(threading.get_ident())  # [guard: thread in a forward that is not followed]
                 return
@@ -147,18 +130,14 @@ class Tracker:
             if obstacle is not None:
                 self.warn_once(f"Nothing is offloaded in a forward {obstacle}")
                 return
-            lost = [] if alone else [of.name for of in self._modules if of.ref() is None and of.role is not DROPPED]
-            if lost:
-                self.warn_once(
-                    f"The module '{lost[0]}' has been replaced or deleted since offload was called; what took its "
-                    "place is not offloaded. Call remove() of the handle, then offload again."
-                )
+            if not alone and (lost := lost_modules(self._modules)):
+                self.warn_once(lost)
             self._begin_forward(conduct, alone=alone)
             if not alone:
                 self.regions.forward_begins(autocast=torch.is_autocast_enabled(self._engine.backend.type))
             if of.role is ROOT and thread.current is not None:
                 thread.current.take_inputs(tensors_in((args, kwargs)))
-        call = _Call(of)
+        call = Call(of)
         thread.calls.append(call)
         if of.role is GROUP:
             self._suspend_outer()  # [guard: outer group while an inner one runs]
@@ -192,7 +171,7 @@ class Tracker:
         running.backends.append(self._engine.backend)  # [guard: is_cpu_offload_enabled in a forward]
         self._running.add(threading.get_ident())
 
-    def _start_group(self, call: _Call, inputs: Iterable[torch.Tensor]) -> None:
+    def _start_group(self, call: Call, inputs: Iterable[torch.Tensor]) -> None:
         thread, of = self._thread, call.of
         assert thread.current is not None
         assert thread.owned is not None
@@ -226,7 +205,7 @@ class Tracker:
             assert call.layer is not None
             thread.packer.take_for(current, call.layer)
 
-    def _install_here(self, current: ModelPass[GroupKey], call: _Call) -> bool:
+    def _install_here(self, current: ModelPass[GroupKey], call: Call) -> bool:
         """Install the hooks for a group that is offloaded or recomputed, or remove them; see [Note: modes]."""
         thread, hooks = self._thread, self._thread.hooks
         assert hooks is not None
@@ -292,7 +271,7 @@ class Tracker:
         self._running.discard(threading.get_ident())  # [guard: thread whose forward has ended]
         self._finish()
 
-    def _end_group(self, call: _Call, output: Any) -> None:
+    def _end_group(self, call: Call, output: Any) -> None:
         current, layer = self._thread.current, call.layer
         assert current is not None
         assert layer is not None

@@ -105,7 +105,8 @@ class Arguments:
                 found._places[k] = known[id(of)]
                 leaves[k] = None
         found._objects = objects_among(leaves)
-        found._parts = [(of, version(of)) for of in tensors_inside(found._objects)]
+        if found._objects:
+            found._parts = [(of, version(of)) for of in tensors_inside(found._objects)]
         return found, tensors
 
     def again(self, tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -1,10 +1,10 @@
 """One call of a function whose activations are recomputed in backward, except outputs of operators that are saved.
 
 `[Note: two modes]`  The function runs under one dispatch mode in forward and under another one when it is recomputed.
-The first hands the outputs that a policy chooses to `pack`, which keeps or offloads them; the second returns them where
-the same operator comes again, instead of running it, unless they were written to.  A view of one may count edits apart
-(`policy.APART`), so the counters of such views are noted too.  Both see what autograd runs, below
-autograd itself, so the graph of the recomputation is that of the forward.  What was saved stays as long as the graph is
+The first hands the outputs that a policy chooses to `pack`, which keeps or offloads them; the second returns them
+where the same operator comes again, instead of running it, unless they were written to.  A view of one may count edits
+apart (`policy.APART`), so the counters of such views are noted too.  Both see what autograd runs, below autograd
+itself, so the graph of the recomputation is that of the forward.  What was saved stays as long as the graph is
 retained, because it may be used several times.  Otherwise, and where a split backward keeps what is recomputed, an
 output is dropped when it has been returned; should a region be recomputed once more, its operator runs again.
 

@@ -34,7 +34,7 @@ from torch.nn import Parameter
 
 from .._torch.autograd import saved_tensor_hooks
 from .._torch.tensors import address, free_storage_weakref, storage_at, storage_expired, storage_weakref, tree_leaves
-from .policy import APART, Concern, draws
+from .policy import APART, Concern, draws, writes
 
 __all__ = ["Learner", "Shape", "Trace", "counted", "no_casts_kept", "nodes_between", "shapes", "without_memory"]
 
@@ -233,10 +233,9 @@ class Learner:
         if not (self._certain and plain and isinstance(operator, _Operator) and torch.is_grad_enabled()):
             self._certain = False
             return
-        schema = operator._schema
-        writes = any(of.alias_info and of.alias_info.is_write for of in schema.arguments)
+        filled = _FILLED.match(operator._schema.name)
         # [guard: operators that something else fills, or that the host waits for]
-        if _FILLED.match(schema.name) or writes or not any(isinstance(of, Tensor) for of in made):
+        if filled or writes(operator) or not any(isinstance(of, Tensor) for of in made):
             self._certain = False
             return
         reads, makes = map(frozenset, (self._storages(read), self._storages(made)))

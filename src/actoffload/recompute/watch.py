@@ -1,8 +1,8 @@
 """Whether the calls of a module may be recomputed: what one call does that a second one must not do again.
 
 A module is watched in its first call, which is not recomputed.  Calls of modules of the same structure, with the same
-flags, are assumed to do the same.  A call that does something else after all is refused when it is recomputed:
-`State.check` raises the error of autograd, and the gradient is never wrong.
+flags, are assumed to do the same.  A call that does something else after all is an error when it is recomputed, if
+parameters, buffers, inputs or the operators that run show it: `State.check` raises that of autograd.
 """
 
 from __future__ import annotations

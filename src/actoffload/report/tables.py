@@ -19,7 +19,7 @@ class Bytes:
     nbytes: float
 
     def text(self, unit: int) -> str:
-        """Return it in a unit of so many bytes."""
+        """Return the number in a unit, which is given in bytes."""
         if unit == 1:
             return f"{self.nbytes:.0f} bytes"
         name, number = UNITS[unit], self.nbytes / unit
