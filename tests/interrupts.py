@@ -18,6 +18,8 @@ SKIPPED = (
     "__del__",  # Python swallows what a finalizer raises
     "add_user",  # these hold a lock by `with`, between whose bytecodes Python does not handle signals
     "remove_user",
+    "forward_begins",
+    "retire",
 )
 
 HANDLING = [dis.opmap[name] for name in ("PUSH_EXC_INFO", "COPY", "POP_EXCEPT")]

@@ -121,7 +121,7 @@ def test_smaller_inputs_first():
 
 
 def test_larger_inputs_that_may_not_fit_are_not_waited_for():
-    """The first passes were much smaller than all that follow."""
+    """The first passes were much smaller than all that follow, with which the first steps begin anew."""
     device, model = limited(60 * MIB, 1e6)
     handle = offload(model, device)
     for _ in range(2):
@@ -130,13 +130,9 @@ def test_larger_inputs_that_may_not_fit_are_not_waited_for():
     while handle.settling:
         step(model, 8)
         steps += 1
-        assert steps < 10
-    step(model, 1)
-    assert handle.settling
-    for _ in range(8):
-        step(model, 1)
+        assert steps < 20
     assert handle._tracker.steering._stage is None
-    assert not handle.settling
+    assert 40 * MIB < handle.plan.peak_bytes <= 60 * MIB
 
 
 def test_several_forwards_before_one_backward_need_memory_together():

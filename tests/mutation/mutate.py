@@ -102,7 +102,9 @@ TESTS: dict[str, list[str]] = {
     "model/tuning/first_steps.py": ["tests/model/test_memory_budget.py"],
     "model/tuning/fitting.py": ["tests/model/test_memory_budget.py"],
     "model/tuning/metering.py": ["tests/model/test_tuning_values.py::test_values_in_each_stage"],
-    "model/tuning/tuner.py": ["tests/model/test_tuning_lifetime.py"],
+    "model/tuning/group_costs.py": ["tests/model/test_budget_changes.py"],
+    "model/tuning/ways.py": ["tests/model/test_budget_changes.py"],
+    "model/tuning/tuner.py": ["tests/model/test_tuning_lifetime.py", "tests/model/test_budget_changes.py"],
     "model/regions.py": [
         *(f"tests/recompute/test_{name}.py" for name in ("beside", "state", "casts", "inputs")),
         "tests/model/test_recompute_auto.py::" + COMMUNICATE,

@@ -204,6 +204,22 @@ def test_unknown_groups_and_the_last_one_are_kept():
     assert plan.remapped(["b", "a"]).offloaded == ()
 
 
+def test_unknown_groups_may_be_offloaded_and_then_so_is_the_one_that_was_last():
+    plan = GroupPlan(tuple("ab"), DefaultSchedule(1, 2).plan(), (1, 2))
+    more = plan.remapped(list("axby"), offload_others=True)
+    assert steps_of(more) == [
+        ("FORWARD_START a", "OFFLOAD", "a"),
+        ("FORWARD_START x", "OFFLOAD", "x"),
+        ("FORWARD_END x", "RELEASE", "x"),
+        ("FORWARD_START b", "RELEASE", "a"),
+        ("FORWARD_START b", "OFFLOAD", "b"),
+        ("FORWARD_END b", "RELEASE", "b"),
+        ("BACKWARD_END y", "RELOAD", "b"),
+        ("BACKWARD_END b", "RELOAD", "x"),
+        ("BACKWARD_END b", "RELOAD", "a"),
+    ]
+
+
 def test_each_call_of_a_group_has_its_own_place():
     plan = GroupPlan(tuple("aab"), DefaultSchedule(1, 3).plan(), (1, 2, 3))
     assert plan.remapped(["a", "c", "a", "b"]).offloaded == (0,)
@@ -216,6 +232,8 @@ def test_every_sequence_has_a_valid_plan(data, names):
     others = data.draw(st.lists(st.sampled_from("abcdx"), min_size=1, max_size=8))
     earlier = GroupPlan(tuple(names), plan, tuple(range(1, len(names) + 1)))
     moved = earlier.remapped(others)  # an invalid plan is a ValueError
+    if tuple(others) != tuple(names):
+        assert set(moved.offloaded) <= set(earlier.remapped(others, offload_others=True).offloaded)
     assert moved.names == tuple(others)
     if tuple(others) == tuple(names):
         return

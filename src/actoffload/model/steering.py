@@ -81,10 +81,13 @@ def recomputing(plan: GroupPlan, order: Sequence[GroupKey], policies: Mapping[in
 
 
 class RolesOfPlan:
-    """What a plan for the groups of one order means for others, made once for each; and how groups are recomputed."""
+    """What a plan for the groups of one order means for others, made once for each; and how groups are recomputed.
 
-    def __init__(self, groups: Sequence[FollowedModule], plan: GroupPlan) -> None:
-        self._groups, self.plan = groups, plan
+    `offload_others`: groups that the plan does not know are offloaded.
+    """
+
+    def __init__(self, groups: Sequence[FollowedModule], plan: GroupPlan, *, offload_others: bool = False) -> None:
+        self._groups, self.plan, self._offload_others = groups, plan, offload_others
         saves = dict(zip(plan.names, plan.saves, strict=False))
         names = group_names(groups, [GroupKey(k) for k in range(len(groups))])
         self.recompute: Mapping[int, Policy] = {
@@ -100,7 +103,7 @@ class RolesOfPlan:
         if found is None:
             if len(self._known) >= 64:  # a model whose order changes all the time
                 self._known.clear()
-            plan = self.plan.remapped(group_names(self._groups, order)).plan
+            plan = self.plan.remapped(group_names(self._groups, order), offload_others=self._offload_others).plan
             found = self._known[order] = Roles.of(plan, planned=True)
         return found
 

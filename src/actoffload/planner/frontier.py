@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from ..schedule.costs import Link
@@ -25,6 +25,7 @@ def frontier(
     *,
     host_seconds: float = 0.0,
     host_caution: float = 1.0,
+    among: Collection[int] | None = None,
     points: int = 16,
 ) -> tuple[GroupPlan, ...]:
     """Return plans from the smallest peak to that without offloading, each faster than those before it.
@@ -33,7 +34,7 @@ def frontier(
 
     Parameters
     ----------
-    names, groups, link, host_seconds, host_caution
+    names, groups, link, host_seconds, host_caution, among
         As in `choose_recomputed`.
     points : int
         Number of limits of device memory, at equal distances, for which a plan is searched.
@@ -62,7 +63,9 @@ def frontier(
     )
 
     def search(limit: int | None) -> GroupPlan:
-        return choose_recomputed(names, groups, link, limit=limit, host_seconds=host_seconds, host_caution=host_caution)
+        return choose_recomputed(
+            names, groups, link, limit=limit, host_seconds=host_seconds, host_caution=host_caution, among=among
+        )
 
     leanest, free = search(0), search(None)
     assert leanest.peak_bytes is not None

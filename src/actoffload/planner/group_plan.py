@@ -123,15 +123,16 @@ class GroupPlan:
         """Return whether a sequence of groups is the one of this plan."""
         return tuple(names) == self.names
 
-    def remapped(self, names: Sequence[str]) -> GroupPlan:
+    def remapped(self, names: Sequence[str], *, offload_others: bool = False) -> GroupPlan:
         """Return the plan for another sequence of groups; its costs are not known.
 
         Each action is done at the same event of the same group, or at the next event in time if that group does not
-        run.  Groups that this plan does not know are kept, and so is the last group, for which there is no time.
+        run.  Groups that this plan does not know are kept, or, with `offload_others`, offloaded as in the plan with the
+        smallest peak.  The last group is kept: there is no time for it.
         """
         if self.matches(names):
             return self
-        plan, earlier = remap(self.plan, self.names, names)
+        plan, earlier = remap(self.plan, self.names, names, offload_others=offload_others)
         nbytes = tuple(0 if k is None else self.nbytes[k] for k in earlier)
         less = tuple(0 if k is None else self.recomputed_nbytes[k] for k in earlier) if self.recomputed_nbytes else ()
         saves = tuple(None if k is None else self.saves[k] for k in earlier) if self.saves else ()

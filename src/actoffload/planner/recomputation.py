@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from math import inf
 from typing import Any, TypeAlias
@@ -38,6 +38,7 @@ def choose_recomputed(
     host_seconds: float = 0.0,
     host_caution: float = 1.0,
     tolerance: float = 0.002,
+    among: Collection[int] | None = None,
     without_bytes: int | None = None,
     excess: int = 0,
 ) -> GroupPlan:
@@ -45,7 +46,7 @@ def choose_recomputed(
 
     Parameters
     ----------
-    names, link, limit, host_seconds, host_caution, tolerance, without_bytes, excess
+    names, link, limit, host_seconds, host_caution, tolerance, among, without_bytes, excess
         As in `choose`.
     groups : sequence of sequence of Variant
         The ways to run each group; the first is without recomputation.
@@ -78,7 +79,7 @@ def choose_recomputed(
 
     def search(chosen: Chosen) -> Search:
         costs = [group[k].cost for group, k in zip(groups, chosen, strict=True)]
-        profile = Profile.of(costs, link, known=known)
+        profile = Profile.of(costs, link, among, known)
         most = inf if limit is None else limit
         caution = host_seconds * host_caution
         return Search(profile, link, host_seconds, caution, most, tolerance, without_bytes, excess)
@@ -105,7 +106,8 @@ def choose_recomputed(
     if limit is not None and least > limit:  # of the plans with about the smallest peak the fastest
         how: dict[str, Any] = {"host_seconds": host_seconds, "host_caution": host_caution, "tolerance": tolerance}
         always = min(level for group in groups for level in group[0].cost.other_bytes)
-        near = choose_recomputed(names, groups, link, limit=math.ceil(least + NEAR * (least - always)), **how)
+        nearly = math.ceil(least + NEAR * (least - always))
+        near = choose_recomputed(names, groups, link, limit=nearly, among=among, **how)
         return replace(near, because=without.beyond())
     placed = search(chosen).quick()
     start = Choice(chosen, tuple(k in placed.released for k in range(len(groups))))

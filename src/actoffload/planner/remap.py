@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from ..schedule.plan import ONLY, Action, Do, Event, Plan, When
+from ..schedule.plan import ONLY, Action, Do, Event, Plan, When, leanest_calls
 
 __all__ = ["remap"]
 
 Place = tuple[int, int]  # of the event among those of the new plan; of the action among those of the earlier plan
 
 
-def remap(plan: Plan, names: Sequence[str], others: Sequence[str]) -> tuple[Plan, tuple[int | None, ...]]:
-    """Return the plan for other groups than `names`, and the earlier position of each, None for new groups."""
+def remap(
+    plan: Plan, names: Sequence[str], others: Sequence[str], *, offload_others: bool = False
+) -> tuple[Plan, tuple[int | None, ...]]:
+    """Return the plan for other groups than `names`, and the earlier position of each, None for new groups.
+
+    `offload_others`: new groups are offloaded as in `Roles.leanest`, and so is the last one, if others follow it now.
+    """
     places: dict[tuple[str, int], int] = {_nth(names, k): k for k in range(len(names))}
     earlier = tuple(places.get(_nth(others, k)) for k in range(len(others)))
     now = {k: position for position, k in enumerate(earlier) if k is not None}
@@ -32,6 +37,10 @@ def remap(plan: Plan, names: Sequence[str], others: Sequence[str]) -> tuple[Plan
         if act.layer in now:
             found.setdefault(now[act.layer], []).append((target[event], number, Action(act.do, now[act.layer])))
     calls = [call for layer, mine in found.items() if layer < len(others) - 1 for call in _valid(layer, mine, order)]
+    if offload_others:
+        new = [k for k, before in enumerate(earlier[:-1]) if before in (None, len(names) - 1) and k not in found]
+        # [guard: groups that a plan does not know]
+        calls += ((order[event], k, action) for k in new for event, action in leanest_calls(k))
     calls.sort(key=lambda call: call[:2])
     return Plan.of(len(others), ((events[place], action) for place, _, action in calls)), earlier
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from types import MappingProxyType
 
-__all__ = ["OUTSIDE", "Action", "Do", "Event", "Plan", "Roles", "When", "reserve"]
+__all__ = ["OUTSIDE", "Action", "Do", "Event", "Plan", "Roles", "When", "leanest_calls", "reserve"]
 
 
 class When(enum.Enum):
@@ -49,6 +49,15 @@ ONLY = {Do.INCREMENTAL_RELEASE: When.FORWARD_START, Do.INCREMENTAL_PREFETCH: Whe
 
 REST = {Do.INCREMENTAL_RELEASE: Do.RELEASE, Do.INCREMENTAL_PREFETCH: Do.RELOAD}
 """The action that must follow an incremental one and does what is left of it."""
+
+
+def leanest_calls(layer: int) -> tuple[tuple[Event, Action], ...]:
+    """Return the events and actions with which a layer takes the least memory: see `Roles.leanest`."""
+    return (
+        (Event(When.FORWARD_START, layer), Action(Do.OFFLOAD, layer)),
+        (Event(When.FORWARD_END, layer), Action(Do.RELEASE, layer)),
+        (Event(When.BACKWARD_END, layer + 1), Action(Do.RELOAD, layer)),
+    )
 
 
 def reserve(nbytes: int) -> int:
@@ -249,11 +258,7 @@ class Roles:
 
         It is reloaded right before its backward; the last one stays.  Compute waits for every copy.
         """
-        calls: list[tuple[Event, Action]] = []
-        for k in range(layers - 1):
-            calls.append((Event(When.FORWARD_START, k), Action(Do.OFFLOAD, k)))
-            calls.append((Event(When.FORWARD_END, k), Action(Do.RELEASE, k)))
-            calls.append((Event(When.BACKWARD_END, k + 1), Action(Do.RELOAD, k)))
+        calls = [call for k in range(layers - 1) for call in leanest_calls(k)]
         return Roles.of(Plan.of(max(layers, 1), calls), planned=True)
 
     @staticmethod

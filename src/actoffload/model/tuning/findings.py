@@ -12,7 +12,7 @@ from ...device.base import Backend, usable
 from ...planner import GroupPlan
 from ...schedule.timeline import milliseconds, size
 from .group_costs import CLOCKS
-from .timed_pass import TimedPass
+from .timed_pass import Peak, Stage, TimedPass
 
 __all__ = ["Findings", "Room", "StepTimes", "room_in"]
 
@@ -37,7 +37,11 @@ class Room(NamedTuple):
 
     def for_all(self, least: int) -> Room:
         """Return the room of a rank whose plan has to fit where `least` bytes are free without offloading."""
-        return self if self.limit is None else self._replace(limit=self.limit - max(self.free - least, 0))
+        return self.less(max(self.free - least, 0))
+
+    def less(self, reserve: int) -> Room:
+        """Return the room without some bytes of it."""
+        return self if self.limit is None else self._replace(limit=self.limit - reserve)
 
     @property
     def free(self) -> int:
@@ -53,7 +57,7 @@ def room_in(lean: TimedPass, backend: Backend, budget: int | None) -> Room:
     limit = usable(limit, max((nbytes for sizes in lean.sizes for nbytes in sizes), default=0))
     # Earlier passes, whose backward is still to come, may keep everything.
     in_flight = lean.waiting * sum(map(sum, lean.sizes))
-    return Room((limit if budget is None else min(limit, budget)) - in_flight, lean.peak_without())
+    return Room((limit if budget is None else min(limit, budget)) - in_flight, lean.peak_without().nbytes)
 
 
 @dataclass
@@ -79,10 +83,12 @@ class Findings:
     in_flight : int
         Number of passes whose memory is needed at once.
     allocated_before : int
-        Bytes of device memory that were allocated before a pass.
-    bare_peak : int
-        Peak of device memory without offloading, in bytes: measured if such a pass fits, otherwise the sum of what was
-        measured with everything offloaded.
+        Bytes of device memory that were allocated before a pass, for which the plan is.
+    bare : Peak
+        Of a pass without offloading: measured if such a pass fits, otherwise the sum of what was measured with
+        everything offloaded.
+    again : Peak
+        Of a pass in which everything is recomputed and nothing offloaded.
     host_bytes : int, optional
         Bytes to which the host memory is to be reduced now.
     planning : float
@@ -110,7 +116,8 @@ class Findings:
     least_size: int = 0
     in_flight: int = 1
     allocated_before: int = 0
-    bare_peak: int = 0
+    bare: Peak = field(default_factory=Peak)
+    again: Peak = field(default_factory=Peak)
     host_bytes: int | None = None
     planning: float = 0.0
     times: StepTimes | None = None
@@ -191,22 +198,40 @@ class Findings:
         budget = f'memory_budget="{math.ceil(found.peak_bytes / 2**20)}MiB"'
         return f"{peaks} would cost at most {cost:.2f} x the time of a pass without offloading: {budget}."
 
-    def fits(self, elements: int) -> bool:
-        """Return whether a pass with inputs of this size fits with the plan, or without one if there is none."""
-        peak = None if self.plan is None else self.plan.peak_bytes
-        peak = self.bare_peak if peak is None else peak
-        # An upper bound: activations grow with the inputs, weights do not.
-        return self.limit is None or elements <= self.size or peak * elements <= self.limit * self.size
+    def needs(self, stage: Stage, elements: int, in_use: int = 0) -> int:
+        """Return the most bytes that a pass takes.
 
-    def exceeds(self, in_use: int) -> bool:
-        """Return whether the plan exceeds the limit because more is allocated before a pass than when it was measured.
-
-        An optimizer allocates its states in its first step, which may come after the first passes.
+        Parameters
+        ----------
+        stage : Stage
+            What it is for.
+        elements : int
+            Of its inputs.
+        in_use : int
+            Bytes that are allocated before it.  An optimizer allocates its states in its first step, which may come
+            after the first passes.
         """
-        peak, more = None if self.plan is None else self.plan.peak_bytes, in_use - self.allocated_before
-        if peak is None or self.limit is None or self.in_flight > 1:
-            return False
-        return more > MORE * self.limit and peak + more > self.limit
+        known, more = self._peak_in(stage), 0
+        if self.limit is not None and self.in_flight == 1:  # else other passes may be in progress
+            more = in_use - known.allocated
+            more = more if more > MORE * self.limit else 0
+        return known.at(elements) + more
+
+    def fits(self, stage: Stage, elements: int, in_use: int = 0) -> bool:
+        """Return whether a pass is within the limit, or takes no more than it did when it was planned; see `needs`."""
+        needed = self.needs(stage, elements, in_use)
+        return self.limit is None or needed <= max(self.limit, self._peak_in(stage).nbytes)
+
+    def exceeds(self, stage: Stage, in_use: int) -> bool:
+        """Return whether passes are above the limit because more is allocated before them than was expected."""
+        return not self.fits(stage, 0, in_use)
+
+    def _peak_in(self, stage: Stage) -> Peak:
+        if stage is Stage.BARE_AGAIN:
+            return self.again
+        if stage is Stage.PLAN and self.plan is not None and self.plan.peak_bytes is not None:
+            return Peak(self.plan.peak_bytes, self.size, self.allocated_before)
+        return self.bare
 
     def decision(self, title: str, passes: str) -> str:
         """Return what was measured in some passes of a model and decided, in a line."""

@@ -24,11 +24,13 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from math import inf
+from typing import Any
 
 from ..._torch.modules import is_compiled
 from ...device.base import Backend
 from ...planner import GroupPlan, Variant, choose, choose_recomputed, frontier, worth_saving
 from ...recompute import Policy
+from ...schedule.costs import Link
 from ...schedule.execution_order import GroupPlans
 from ...schedule.plan import Plan
 from ..conduct import FollowedModule
@@ -43,6 +45,7 @@ from .ways import HOST_SECONDS, Ways
 __all__ = ["FirstSteps", "Script"]
 
 FREE = 0.002  # of the time of a pass; plans that differ by less are equally fast
+NO_LINK = Link(1.0, 1.0)  # nothing is copied, so its rates do not matter
 HOST_CAUTION = 2.5  # factor of the host time of hooks: on shared machines it varies by as much
 
 
@@ -94,10 +97,13 @@ class FirstSteps:
         memory = bare = None
         if self._fits_bare(lean):
             memory = yield from next_pass(Stage.MEMORY)
-            found.bare_peak = memory.peak_without()
+            found.bare = memory.peak_without()
             bare = yield from next_pass(Stage.BARE)
         else:  # its times count, and the pass before may have allocated host memory, for which the device waited
             lean = yield from next_pass(Stage.LEAN)
+            assert lean.meter is not None
+            # With gradient accumulation, gradients are there before some passes only.
+            found.allocated_before = max(found.allocated_before, lean.meter.allocated_before)
         found.plan = self._choose(lean, memory, bare)
         if bare is None:
             if self._policies and not self._is_free(found.plan):
@@ -109,8 +115,8 @@ class FirstSteps:
             without = [bare, (yield from trimming(found, Stage.WARM, found.plan)), (yield from next_pass(Stage.NONE))]
             without[-1].wait(self._backend)
             found.plan = refer(found.plan, typical(without, self._backend, found.size))
-            if found.bare_peak and found.plan.peak_bytes is not None:
-                found.plan = replace(found.plan, peak_bytes=found.bare_peak)
+            if found.bare.nbytes and found.plan.peak_bytes is not None:
+                found.plan = replace(found.plan, peak_bytes=found.bare.at(found.size))
         return found.plan
 
     def _fits_bare(self, lean: TimedPass) -> bool:
@@ -121,7 +127,7 @@ class FirstSteps:
         if own.limit is None or room.limit is None:
             return True
         self.found.reserve = own.limit - room.limit
-        self.found.limit, self.found.bare_peak = room
+        self.found.limit, self.found.bare = room.limit, lean.peak_without()
         # Where a plan offloads few of the groups that share a storage, it is copied, and the others keep it.
         self.found.excess = lean.shared  # [guard: room for what groups share]
         self.found.allocated_before = lean.meter.allocated_before
@@ -138,25 +144,27 @@ class FirstSteps:
         if timed.sequence != lean.sequence:
             return self._keep("The groups ran in another order in each of the first passes: their costs are not known.")
         link = measured_link(lean.meter) if lean.sequence else None
-        if link is None:
+        if link is None and (bare is not None or not lean.sequence):
             return self._keep("Nothing is offloaded: only the last groups, which are kept, save anything that can be.")
         compiled = {k for k, key in enumerate(lean.sequence) if self._is_compiled(self._groups[key.group])}
         if memory is not None and memory.sequence != lean.sequence:
             memory = None
-        layers = layer_costs(lean, timed, memory, compiled)
+        layers = layer_costs(lean, timed, memory, compiled, found.allocated_before)
+        found.size = timed.elements
         found.outside = timed.outside(self._backend)
         hooks = hook_seconds(lean.sizes, lean.meter, timed.meter) if timed is not lean else None
         each = HOST_SECONDS if hooks is None else hooks
-        among = partial(choose, names, layers, link, host_seconds=each, host_caution=HOST_CAUTION)
-        tolerance = FREE if self._budget is None else TOLERANCE
-        found.choose = partial(among, limit=found.limit, tolerance=tolerance, without_bytes=found.bare_peak or None)
+        # Nothing was copied where all tensors are too small, or the host has no memory: then recomputation is left.
+        known: dict[str, Any] = {"host_seconds": each, "host_caution": HOST_CAUTION, "among": None if link else ()}
+        tolerance, without = FREE if self._budget is None else TOLERANCE, found.bare.at(found.size) or None
+        costs = names, layers, link or NO_LINK
+        found.choose = partial(choose, *costs, limit=found.limit, tolerance=tolerance, without_bytes=without, **known)
         ways = [(Variant(layer),) for layer in layers]
-        found.search_frontier = partial(frontier, names, ways, link, host_seconds=each, host_caution=HOST_CAUTION)
+        found.search_frontier = partial(frontier, names, ways, link or NO_LINK, **known)
         plan = found.chosen()
         device = sum(layer.forward + layer.backward + layer.gap_forward + layer.gap_backward for layer in layers)
         tensors = sum(len(layers[k].saved) for k in plan.offloaded)
         host = sum(layer.host_forward + layer.host_backward for layer in layers) + 2 * tensors * each * HOST_CAUTION
-        found.size = timed.elements
         found.least_size = round(found.size * min(host / device, 1.0)) if device else 0
         found.planning = time.perf_counter() - begun
         return plan
@@ -193,14 +201,15 @@ class FirstSteps:
             yield from next_pass(Stage.WHOLE)  # to warm up
             whole = yield from next_pass(Stage.WHOLE)
             found.saves = saves
-        if again.peak_without() <= limit:
+        found.again = again.peak_without()
+        if found.needs(Stage.BARE_AGAIN, found.size, found.allocated_before) <= limit:
             timed = yield from next_pass(Stage.BARE_AGAIN)
         self._wait(again, whole, timed)
         found.saves = {}
         if again.sequence != timed.sequence or group_names(self._groups, again.sequence) != names:
             return plan
         begun = time.perf_counter()
-        ways = self._ways.of(operators, layers, again, timed, whole)
+        ways = self._ways.of(operators, layers, again, timed, whole, found.size, found.allocated_before)
         found.outside = timed.outside(self._backend)
         found.choose = partial(choose_recomputed, names, ways, link, **found.choose.keywords)
         assert found.search_frontier is not None
@@ -227,7 +236,9 @@ class FirstSteps:
             plan = found.chosen(among=plan.offloaded[: now.fewer()])
             if not plan.offloaded or len(compared) > TRIES:
                 kept = self._keep(f"Nothing is offloaded, because {compared[0].because(compared[1:])}.")
-                return replace(kept, seconds=without, baseline_seconds=without, peak_bytes=found.bare_peak or None)
+                return replace(
+                    kept, seconds=without, baseline_seconds=without, peak_bytes=found.bare.at(found.size) or None
+                )
 
     def _compared(self, plan: GroupPlan, bare: TimedPass) -> Generator[Stage, TimedPass, tuple[Comparison, TimedPass]]:
         """Compare passes with a plan and without offloading, of which `bare` is the first, and return the last of them.

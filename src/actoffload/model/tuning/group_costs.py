@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
@@ -9,14 +10,23 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import inf
 from statistics import median
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from ...schedule.costs import LayerCost, Link, Saved
 from ...schedule.timeline import Kind
 from .metering import Copy, Meter, Times
 from .timed_pass import TimedPass
 
-__all__ = ["at_the_pace_of", "beside", "hook_seconds", "layer_costs", "measured_link", "steady", "without_hooks"]
+__all__ = [
+    "at_the_pace_of",
+    "beside",
+    "for_inputs",
+    "hook_seconds",
+    "layer_costs",
+    "measured_link",
+    "steady",
+    "without_hooks",
+]
 
 
 SHARED = 0.05
@@ -25,6 +35,10 @@ INTERRUPTED, MOMENT = 1.5, 1e-3
 """Times the usual time and seconds beyond which a group was interrupted."""
 CLOCKS = 0.15
 """By how much a warm device computes slower at most than a cool one, as a part of the time."""
+
+
+_TIMES = "forward", "backward", "gap_forward", "gap_backward"  # of the device
+_BYTES = "forward_temporary", "backward_temporary", "gap_forward_temporary", "gap_backward_temporary", "kept_bytes"
 
 
 def measured_link(meter: Meter) -> Link | None:
@@ -87,7 +101,11 @@ def hook_seconds(sizes: Sequence[Sequence[int]], offloaded: Meter, without: Mete
 
 
 def layer_costs(
-    lean: TimedPass, timed: TimedPass, memory: TimedPass | None = None, compiled: Collection[int] = ()
+    lean: TimedPass,
+    timed: TimedPass,
+    memory: TimedPass | None = None,
+    compiled: Collection[int] = (),
+    allocated: int = 0,
 ) -> tuple[LayerCost, ...]:
     """Return the cost of each group.
 
@@ -101,6 +119,8 @@ def layer_costs(
         A pass that offloaded nothing and read device memory, if there was one.
     compiled : collection of int
         Groups that are compiled: they save everything at the end of their forward.
+    allocated : int
+        Bytes that may be allocated before a pass: as much more other memory is there, if it was less before these.
 
     Notes
     -----
@@ -112,7 +132,7 @@ def layer_costs(
     assert timed.meter is not None
     sizes, moments = lean.sizes, lean.meter.moments()
     clock, larger = _Clock(timed.meter.times()), _ratio(timed, lean)
-    other = _other_bytes(lean, timed, memory)
+    other = _other_bytes(lean, timed, memory, allocated)
     alike = {tuple(sorted(sizes[k])): k for kind, k in moments if kind is Kind.BACKWARD}
     costs, forward, backward = [], [], []
     for k in range(len(sizes)):
@@ -149,6 +169,18 @@ def layer_costs(
     return tuple(costs)
 
 
+def for_inputs(layers: Sequence[LayerCost], factor: float) -> list[LayerCost]:
+    """Return costs with times and activations multiplied by a factor, as with so much larger inputs."""
+
+    def scaled(layer: LayerCost) -> LayerCost:
+        changes: dict[str, Any] = {name: factor * getattr(layer, name) for name in _TIMES}
+        changes |= {name: math.ceil(factor * getattr(layer, name)) for name in _BYTES}
+        saved = tuple(replace(each, nbytes=math.ceil(factor * each.nbytes)) for each in layer.saved)
+        return replace(layer, saved=saved, **changes)
+
+    return list(map(scaled, layers))
+
+
 def at_the_pace_of(others: Sequence[LayerCost], layers: Sequence[LayerCost]) -> tuple[LayerCost, ...]:
     """Return costs with times as they would be in another pass, whose forwards did the same work.
 
@@ -159,8 +191,7 @@ def at_the_pace_of(others: Sequence[LayerCost], layers: Sequence[LayerCost]) -> 
     pace = median([other.forward / layer.forward for other, layer in pairs if layer.forward] or [1.0])
     if abs(pace - 1.0) > CLOCKS:
         pace = 1.0
-    names = "forward", "backward", "gap_forward", "gap_backward"
-    return tuple(replace(layer, **{name: pace * getattr(layer, name) for name in names}) for layer in layers)
+    return tuple(replace(layer, **{name: pace * getattr(layer, name) for name in _TIMES}) for layer in layers)
 
 
 def without_hooks(
@@ -194,7 +225,7 @@ def steady(costs: Sequence[LayerCost], kinds: Sequence[Hashable]) -> list[LayerC
     usual = dict[tuple[Hashable, str], float]()
     for kind in set(kinds):
         alike = [cost for cost, of in zip(costs, kinds, strict=True) if of == kind]
-        for name in ("forward", "backward", "gap_forward", "gap_backward"):
+        for name in _TIMES:
             usual[kind, name] = median(getattr(cost, name) for cost in alike) if len(alike) >= 3 else inf
 
     def seconds(k: int, name: str) -> float:
@@ -249,15 +280,18 @@ _Bytes: TypeAlias = dict[tuple[Kind, int, bool], tuple[int, int]]
 """By border: the bytes that are no activations, and those that were allocated for a time before it."""
 
 
-def _other_bytes(lean: TimedPass, timed: TimedPass, memory: TimedPass | None) -> _Bytes:
+def _other_bytes(lean: TimedPass, timed: TimedPass, memory: TimedPass | None, allocated: int) -> _Bytes:
     """Return what is known from a pass that read device memory: `memory`, which offloaded nothing, if there is one."""
     found: _Bytes = {}
     of_pass = lean if memory is None else memory
     assert of_pass.meter is not None
     sizes, larger = _scaled(lean.sizes, _ratio(of_pass, lean)), _ratio(timed, of_pass)
+    more = 0
+    if allocated > of_pass.meter.allocated_before:  # [guard: gradients before some passes only]
+        more = allocated - of_pass.meter.allocated_before
     for of in of_pass.meter.borders:
         other = of.other_bytes if memory is None else max(of.allocated - of.activations(sizes), 0)
-        found[of.kind, of.layer, of.ends] = other, round(of.temporary * larger)
+        found[of.kind, of.layer, of.ends] = other + more, round(of.temporary * larger)
     return found
 
 

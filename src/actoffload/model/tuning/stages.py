@@ -106,5 +106,7 @@ class Stages:
     def _roles_of(self, found: Findings) -> RolesOfPlan:
         assert found.plan is not None
         if self._roles is None or self._roles.plan is not found.plan:
-            self._roles = RolesOfPlan(self._groups, found.plan)
+            # Blocks may be skipped at random: the measured pass may not have had some that come later.
+            full = found.limit is not None and found.bare.at(found.size) > found.limit
+            self._roles = RolesOfPlan(self._groups, found.plan, offload_others=full)
         return self._roles

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,7 +16,7 @@ from ...schedule.execution_order import GroupKey
 from ..operator_times import OperatorTimes
 from .metering import SHARERS, Meter, counts_in
 
-__all__ = ["Stage", "TimedPass"]
+__all__ = ["Peak", "Stage", "TimedPass"]
 
 
 class Stage(enum.Enum):
@@ -33,6 +33,18 @@ class Stage(enum.Enum):
     BARE = "nothing is offloaded, timed by group"
     NONE = "nothing is offloaded, timed"
     PLAN = "the plan, timed"
+
+
+class Peak(NamedTuple):
+    """The peak of device memory in a pass, in bytes, with the elements of its inputs and the bytes allocated before."""
+
+    nbytes: int = 0
+    elements: int = 0
+    allocated: int = 0
+
+    def at(self, elements: int) -> int:
+        """Return the most that a pass takes with as many elements: activations grow with them, weights do not."""
+        return -(-self.nbytes * elements // self.elements) if elements > self.elements > 0 else self.nbytes
 
 
 @dataclass(eq=False)
@@ -114,11 +126,11 @@ class TimedPass:
         """Return the seconds for each element of the inputs, whose number may differ from pass to pass."""
         return self.seconds(backend) / max(self.elements, 1)
 
-    def peak_without(self) -> int:
+    def peak_without(self) -> Peak:
         """Return the peak of device memory in it if nothing were offloaded, from its first border on."""
         assert self.meter is not None
         peak = before = 0
         for border in self.meter.borders:
             level = border.other_bytes + border.activations(self.sizes)
             peak, before = max(peak, max(before, level) + border.temporary), level
-        return peak
+        return Peak(peak, self.elements, self.meter.allocated_before)

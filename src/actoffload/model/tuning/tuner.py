@@ -15,6 +15,7 @@ import logging
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from ..._warnings import warn
@@ -29,7 +30,7 @@ from ..conduct import Conduct, FollowedModule
 from ..operator_times import OperatorTimes
 from ..reporting import PassLog
 from .drift import Drift
-from .findings import Findings, room_in
+from .findings import Findings, Room, room_in
 from .first_steps import FirstSteps, Script
 from .lockstep import WINDOW, Decision
 from .metering import Meter
@@ -42,6 +43,7 @@ __all__ = ["Tuner"]
 logger = logging.getLogger("actoffload")
 
 UNFINISHED = 4  # forwards in a row that run before the backward of the one before
+SOON = 64  # passes with a plan before which memory is looked at: with gradient accumulation the optimizer starts late
 PASSED_OVER = 4  # passes in a row that may not fit without offloading, so that the first steps do not go on
 
 MEASURING = "This is the plan of the first steps, which are measured."
@@ -95,6 +97,7 @@ class Tuner:
         self._current: TimedPass | None = None  # in progress, or the latest
         self._thread = 0  # that runs its forward
         self._unfinished = self._passed_over = 0  # passes in a row
+        self._settled = 0  # pass since which there is a plan
         self._alone = False  # the groups are called, and not the model
         self._chosen: Findings | None = None  # whose plan is kept
         self._measuring: Findings
@@ -234,9 +237,13 @@ class Tuner:
 
     # The plan
 
-    def _begin(self, number: int, *, warm: bool = False) -> None:
-        """Measure the first steps, or measure them again; `number` is that of the first pass."""
+    def _begin(self, number: int, *, warm: bool = False, reserve: int | None = None) -> None:
+        """Measure the first steps, or measure them again; `number` is that of the first pass.
+
+        `reserve`: by how many bytes the room of this rank is smaller for the others, if they have said that already.
+        """
         self._begun, ranks = number, self._ranks
+        of_all = ranks.room_of_all if reserve is None else partial(Room.less, reserve=reserve)
         steps = FirstSteps(
             self._engine.backend,
             self._groups,
@@ -244,7 +251,7 @@ class Tuner:
             self._log,
             self._budget,
             self._policies,
-            self._ranks.room_of_all,
+            of_all,
             lambda: ranks.lockstep is not None,
         )
         script = steps.run(warm=warm)
@@ -255,6 +262,7 @@ class Tuner:
         self._chosen = self._measuring
         self._script = self._stage = None
         self._drift.restart(self._number)
+        self._settled = self._number
         if not plan.offloaded and not plan.recomputed:
             self._log.nothing_offloaded()
         peak = None if plan.peak_bytes is None else plan.peak_bytes + self._chosen.reserve
@@ -280,11 +288,16 @@ class Tuner:
         follows = lockstep is not None and not lockstep.leads
         if self._stage is not None and follows:
             self._follow()
-        stage = decided = self._stage
-        if stage is None:
+        if self._stage is None:
             return None
+        in_use = 0 if self._stage in LEAN else self._engine.backend.in_use() or 0
+        if not (follows or aside) and self._outdated(self._stage, elements, in_use):
+            # [guard: first steps that are outdated]
+            self._begin(self._number, warm=True, reserve=self._measuring.reserve)
+        stage = decided = self._stage
         # A pass that may not fit offloads everything and does not count.
-        if aside or self._unfinished >= UNFINISHED or not (stage in LEAN or self._measuring.fits(elements)):
+        fits = stage in LEAN or self._measuring.fits(stage, elements, in_use)
+        if aside or self._unfinished >= UNFINISHED or not fits:
             stage = Stage.FIRST
         if lockstep is not None and lockstep.leads:
             known = replace(self._measuring, choose=None, search_frontier=None)  # which are large
@@ -292,6 +305,15 @@ class Tuner:
         # Ranks that follow count what was decided, so that `settling` is the same in all.
         self._passed_over = self._passed_over + 1 if (decided if follows else stage) is Stage.FIRST else 0
         return stage
+
+    def _outdated(self, stage: Stage, elements: int, in_use: int) -> bool:
+        """Return whether what was measured so far does not hold for this pass and those to come."""
+        if stage in LEAN or self._unfinished >= UNFINISHED:
+            return False
+        found = self._measuring
+        # One pass with larger inputs is passed over.
+        inputs = self._passed_over + 1 >= PASSED_OVER and not found.fits(stage, elements)
+        return inputs or found.exceeds(stage, in_use)
 
     def _follow(self) -> None:
         """Take what another rank decided for this pass; go on alone if it does not answer."""
@@ -302,8 +324,9 @@ class Tuner:
                 self._begin(self._number, warm=True)
             return
         found = decision.found
-        if before.allocated_before:  # by this rank
-            found.allocated_before = before.allocated_before
+        if own := before.allocated_before:  # by this rank
+            found.allocated_before = own
+            found.bare, found.again = found.bare._replace(allocated=own), found.again._replace(allocated=own)
         if found.plan == before.plan:
             found.plan = before.plan  # whose roles are known
         self._measuring, self._stage, self._script = found, decision.stage, None
@@ -317,7 +340,7 @@ class Tuner:
         assert chosen is not None
         leads = lockstep is None or lockstep.leads
         wanted = leads and self._drift.moved(self._number, chosen.size, self._engine.backend)
-        wanted = wanted or chosen.exceeds(self._engine.backend.in_use() or 0)
+        wanted = wanted or chosen.exceeds(Stage.PLAN, self._engine.backend.in_use() or 0)
         if lockstep is None:
             return wanted
         return bool(self._ranks.together(lambda of: of.begins_again(self._number, wanted=wanted)))
@@ -330,6 +353,7 @@ class Tuner:
         assert chosen is not None
         if self._drift.times(self._number):
             self._time(Stage.PLAN, elements)
-        if not chosen.fits(elements):
+        soon = self._number - self._settled <= SOON
+        if not chosen.fits(Stage.PLAN, elements, (self._engine.backend.in_use() or 0) if soon else 0):
             return self._stages.leanest()
         return self._stages.idle() if elements < chosen.least_size else self._stages.planned(chosen)

@@ -11,7 +11,7 @@ from ...planner.variants import within
 from ...recompute import Policy
 from ...schedule.costs import LayerCost
 from ..conduct import FollowedModule
-from .group_costs import at_the_pace_of, beside, layer_costs, steady, without_hooks
+from .group_costs import at_the_pace_of, beside, for_inputs, layer_costs, steady, without_hooks
 from .timed_pass import TimedPass
 
 __all__ = ["HOST_SECONDS", "Ways"]
@@ -45,6 +45,8 @@ class Ways:
         again: TimedPass,
         timed: TimedPass,
         whole: TimedPass | None,
+        elements: int,
+        allocated: int,
     ) -> list[tuple[Variant, ...]]:
         """Return the variants of each group.
 
@@ -60,14 +62,18 @@ class Ways:
             The same without offloading, or `again`.
         whole : TimedPass, optional
             A pass in which all groups were recomputed as a whole and offloaded.
+        elements : int
+            Of the inputs that the variants are for, as `layers` are; those of these passes may have had more or fewer.
+        allocated : int
+            Bytes that may be allocated before a pass.
         """
         # Blocks of one type may be of several sizes, as in a ResNet; in a kind they differ by less than half.
         sizes = [round(2 * log2(of.nbytes + 1)) for of in layers]
         kinds = [(self._type(key.group), size) for key, size in zip(again.sequence, sizes, strict=True)]
-        costs = _alone(again, timed, kinds)
+        costs = _alone(again, timed, kinds, elements, allocated)
         wholes: Sequence[LayerCost | None] = [None] * len(costs)
         if whole is not None and whole.sequence == again.sequence:
-            wholes = _alone(whole, whole, kinds)
+            wholes = _alone(whole, whole, kinds, elements, allocated)
         owns = beside(costs, at_the_pace_of(costs, steady(layers, kinds)))
         times = Counter(key.group for key in again.sequence)
         found = list[tuple[Variant, ...]]()
@@ -87,7 +93,13 @@ class Ways:
         return type(self._groups[group].module)
 
 
-def _alone(lean: TimedPass, timed: TimedPass, kinds: Sequence[Hashable]) -> list[LayerCost]:
-    """Return the costs of a pass that offloaded everything, without the time of the host for that."""
+def _alone(
+    lean: TimedPass, timed: TimedPass, kinds: Sequence[Hashable], elements: int, allocated: int
+) -> list[LayerCost]:
+    """Return the costs of a pass that offloaded everything, without the time of the host for that; see `Ways.of`."""
     assert lean.meter is not None
-    return without_hooks(steady(layer_costs(lean, timed), kinds), lean.meter, kinds, HOST_SECONDS)
+    costs = steady(layer_costs(lean, timed, allocated=allocated), kinds)
+    found = without_hooks(costs, lean.meter, kinds, HOST_SECONDS)
+    if timed.elements not in (0, elements):  # [guard: inputs of another size]
+        found = for_inputs(found, elements / timed.elements)
+    return found

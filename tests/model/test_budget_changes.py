@@ -1,0 +1,141 @@
+"""Memory budgets where passes differ from those before: inputs, optimizer states, gradients, blocks, host memory."""
+
+from __future__ import annotations
+
+import random
+import warnings
+
+import pytest
+import torch
+from timed_device import Timed, TimedModel, offload, seconds, step
+
+MIB = 2**20
+
+
+def peak(model: TimedModel, device: Timed, elements: int = 4) -> int:
+    """Run a step and return its peak."""
+    device.created.peak, device.highest = device.created.now, 0
+    step(model, elements)
+    return max(device.created.peak, device.highest)
+
+
+def make(budget: int, link: float = 1e6, **options):
+    """Return a device, a model that takes 48 MiB without offloading, and its handle."""
+    device = Timed(link, link, memory=2**40)
+    model = TimedModel(device, 12)
+    return device, model, offload(model, device, memory_budget=budget, **options)
+
+
+@pytest.mark.parametrize("number", range(1, 16))
+@pytest.mark.parametrize("budget", [60 * MIB, 30 * MIB])
+def test_a_pass_with_larger_inputs(budget, number):
+    device, model, handle = make(budget)
+    for n in range(1, 20):
+        assert peak(model, device, 8 if n == number else 4) <= budget
+    assert not handle.settling
+    handle.remove()
+
+
+@pytest.mark.parametrize("number", range(1, 10))
+@pytest.mark.parametrize("budget", [60 * MIB, 44 * MIB])
+def test_optimizer_states_that_arrive_while_passes_are_measured(budget, number):
+    """As with gradient accumulation, after which the first step of the optimizer comes."""
+    device, model, handle = make(budget)
+    for n in range(1, 40):
+        if n == number:
+            states = device.count(torch.zeros(24 * MIB // 4))
+        assert peak(model, device) <= budget
+    assert not handle.settling
+    assert handle.plan.peak_bytes <= budget
+    handle.remove()
+    del states
+
+
+@pytest.mark.parametrize("every", [2, 3])
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("budget", [60 * MIB, 44 * MIB])
+def test_gradients_that_are_there_before_some_passes_only(budget, first, every):
+    device, model, handle = make(budget)
+    for n in range(60):
+        more = device.count(torch.zeros(16 * MIB // 4)) if n % every == first else None
+        assert peak(model, device) <= budget
+        del more
+    assert not handle.settling
+    assert handle.plan.peak_bytes <= budget
+    handle.remove()
+
+
+@pytest.mark.parametrize("numbers", [{k} for k in range(3, 12)] + [{4, 6, 8}, {5, 6, 7, 8, 9}])
+def test_passes_with_smaller_inputs(numbers):
+    """As the last batch of each epoch: what they take counts as if they had the inputs of the others."""
+    times = {}
+    for small in ({}, numbers):
+        device, model, handle = make(20 * MIB, 3e5)
+        for n in range(1, 24):
+            assert peak(model, device, 1 if n in small else 4) <= 20 * MIB
+        assert not handle.settling
+        assert handle.plan.recomputed
+        times[bool(small)] = seconds(model, device)
+        handle.remove()
+    assert times[True] == pytest.approx(times[False], rel=0.02)
+
+
+@pytest.mark.parametrize("seed", [2, 7])
+@pytest.mark.parametrize("recompute", [False, "auto"])
+def test_blocks_that_are_skipped_at_random(recompute, seed):
+    """Those that the measured pass did not have are offloaded, and come on top while they run."""
+    device, model, handle = make(16 * MIB, recompute=recompute)
+    rng = random.Random(seed)
+    for _ in range(80):
+        model.skipped = {k for k in range(12) if rng.random() < 0.2}
+        assert peak(model, device) <= (16 + 2 * 4) * MIB
+    handle.remove()
+
+
+def test_inputs_that_stay_larger_while_passes_are_measured():
+    """The first steps begin anew, and the plan is for these inputs."""
+    device, model, handle = make(30 * MIB)
+    for n in range(40):
+        assert peak(model, device, 2 if n < 4 else 4) <= 30 * MIB
+    assert not handle.settling
+    assert 20 * MIB < handle.plan.peak_bytes <= 30 * MIB
+    assert seconds(model, device) == pytest.approx(handle.plan.seconds, rel=0.01)
+    handle.remove()
+
+
+@pytest.mark.parametrize(
+    "options", [{"max_host_bytes": 1}, {"max_host_bytes": 1, "recompute": False}, {"min_bytes": "1GiB"}]
+)
+def test_nothing_is_copied(options):
+    """Groups are recomputed where the host has no memory; where that does not help either, a warning says so."""
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        device, model, handle = make(24 * MIB, **options)
+        for _ in range(20):
+            step(model)
+    found = [str(of.message) for of in found if of.category is UserWarning]
+    assert not handle.settling
+    if options == {"max_host_bytes": 1}:
+        assert handle.plan.recomputed
+        assert peak(model, device) <= handle.plan.peak_bytes <= 24 * MIB
+        assert seconds(model, device) == pytest.approx(handle.plan.seconds, rel=0.01)
+        assert not found
+        assert not any(plan.offloaded for plan in handle.frontier().plans)
+    else:
+        assert "memory_budget is 24.0 MiB, but the smallest peak that a plan reaches is 48.0 MiB" in found[-1]
+        assert peak(model, device) == handle.plan.peak_bytes == 48 * MIB
+    assert not handle.plan.offloaded
+    handle.remove()
+
+
+def test_a_single_block():
+    device = Timed(1e6, 1e6, memory=2**40)
+    model = TimedModel(device, 1)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        handle = offload(model, device, memory_budget=MIB)
+        for _ in range(20):
+            step(model)
+    assert "the smallest peak that a plan reaches is 4.0 MiB" in str(found[-1].message)
+    assert not handle.settling
+    handle.remove()
