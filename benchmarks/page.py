@@ -49,11 +49,17 @@ def table(name: str, rows: Iterable[Data]) -> str:
 
 
 def origin(data: Data) -> str:
-    """Return a paragraph with what a result was measured on."""
+    """Return a paragraph with what a result was measured on, and which of its parts on another device."""
     driver = f", driver {data['device']['driver']}" if data["device"]["driver"] else ""
     values = {"driver": driver, "speed": text("speed", **data["link"]) if "link" in data else ""}
     values |= {"day": data["date"][:10], "sources": data["source_digest"][:12]}
-    return (text("rehearsal") if data["device"]["reference"] else "") + text("origin", **data, **values)
+    apart = [
+        text("apart", part=part, **found)
+        for part, found in data.get("parts", {}).items()
+        if found.get("device", data["device"]) != data["device"]
+    ]
+    found = (text("rehearsal") if data["device"]["reference"] else "") + text("origin", **data, **values)
+    return " ".join([found, *apart])
 
 
 def target(name: str, measured: float, **values: Any) -> Data:

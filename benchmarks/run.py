@@ -18,7 +18,7 @@ import gc
 import os
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from workloads import FULL, REHEARSAL
 
 from actoffload.machine import measure_machine
+from actoffload.measure import describe_device
 
 PARTS = {
     "llama": ("host", "8k", "32k"),
@@ -59,10 +60,17 @@ def measure_one(name: str, part: str, device: torch.device, *, rehearse: bool) -
 
 
 def kept_parts(folder: Path, name: str) -> dict[str, Any]:
-    """Return the parts of an earlier result of the same sources, which a run of other parts keeps."""
+    """Return the parts of an earlier result of the same sources, which a run of other parts keeps.
+
+    Those that were measured on another device say so.
+    """
     earlier = read(folder, name)
-    parts: dict[str, Any] = {} if earlier is None or earlier["source_digest"] != digest() else earlier["parts"]
-    return parts
+    if earlier is None or earlier["source_digest"] != digest():
+        return {}
+    device, parts = earlier["device"], earlier["parts"]
+    if device == asdict(describe_device()):
+        return dict(parts)
+    return {part: {"device": device, "day": earlier["date"][:10], **found} for part, found in parts.items()}
 
 
 def run(options: argparse.Namespace, device: torch.device) -> None:

@@ -17,9 +17,10 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "tests" / "model")]
 
 import frontier  # noqa: E402 - lies in benchmarks, as the next ones
+import page  # noqa: E402
 import report  # noqa: E402
+import results_file  # noqa: E402
 import run  # noqa: E402
-from results_file import digest  # noqa: E402
 from timed_device import Timed, TimedModel  # noqa: E402 - lies in tests/model
 
 import actoffload  # noqa: E402
@@ -91,10 +92,17 @@ def test_page_and_picture(part: dict[str, Any], tmp_path: Path) -> None:
 
 
 def test_parts_of_an_earlier_run_of_the_same_sources_stay(tmp_path: Path) -> None:
-    data = {"format": 1, "source_digest": digest(), "parts": {"8k": {"noise": 0.0}}}
-    path = tmp_path / "frontier.json"
-    path.write_text(json.dumps(data), encoding="utf-8")
+    path = results_file.write(tmp_path, "frontier", {"parts": {"8k": {"noise": 0.0}}}, "command")
+    data = json.loads(path.read_text(encoding="utf-8"))
     assert run.kept_parts(tmp_path, "frontier") == {"8k": {"noise": 0.0}}
+    other = {**data["device"], "name": "another device", "driver": "1.2"}
+    path.write_text(json.dumps({**data, "device": other, "date": "2026-11-22T00:00"}), encoding="utf-8")
+    kept = run.kept_parts(tmp_path, "frontier")
+    results_file.write(tmp_path, "frontier", {"parts": {**kept, "32k": {}}}, "command")
+    paragraph = page.origin(json.loads(path.read_text(encoding="utf-8")))
+    assert "Part `8k` was measured on another device, driver 1.2, torch" in paragraph
+    assert ", 2026-11-22." in paragraph
+    assert "Part `32k`" not in paragraph
     path.write_text(json.dumps({**data, "source_digest": "0"}), encoding="utf-8")
     assert run.kept_parts(tmp_path, "frontier") == {}
     assert run.kept_parts(tmp_path / "none", "frontier") == {}
