@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import os
 import sys
 import tomllib
@@ -82,7 +83,8 @@ autodoc_typehints_format = "short"
 numpydoc_show_class_members = False
 numpydoc_class_members_toctree = False
 
-# -- Doctests: the same names as in conftest.py, for pages and docstrings ---------------------------------
+# -- Doctests: the same names and options as in conftest.py, for pages and docstrings ---------------------
+doctest_default_flags = doctest.ELLIPSIS
 doctest_global_setup = (
     "import torch\nimport actoffload\n"
     "from actoffload import *\nfrom actoffload.device import *\n"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from doctest import ELLIPSIS, NORMALIZE_WHITESPACE
+from doctest import ELLIPSIS
 from importlib.util import find_spec
 from typing import Any
 
@@ -16,7 +16,7 @@ else:
     from sybil import Sybil
     from sybil.parsers.myst import DocTestDirectiveParser, PythonCodeBlockParser
 
-    FLAGS = ELLIPSIS | NORMALIZE_WHITESPACE
+    FLAGS = ELLIPSIS
 
     def _names(namespace: dict[str, Any]) -> None:
         namespace.update(doctest_names())
