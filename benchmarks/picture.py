@@ -57,7 +57,6 @@ def _frontier(data: dict[str, Any], pyplot: Any, ink: str) -> Any:
         ax.axhline(1.0, color="#808080", linewidth=0.8)
         kind = "compiled layers" if part["compiled"] else "layers"
         ax.set_title(f"{settings['layers']} {kind}, {settings['tokens']} tokens", fontsize=10, loc="left")
-        ax.set_title(part.get("device", data["device"])["name"], fontsize=8, loc="right")
         ax.set_xlim(left=0)
         ax.set_ylim(0.97, HIGHEST)
         ax.spines[["top", "right"]].set_visible(False)
@@ -66,6 +65,8 @@ def _frontier(data: dict[str, Any], pyplot: Any, ink: str) -> Any:
     for ax in axes[-1]:
         ax.set_xlabel("peak memory (GiB)")
     figure.legend(labels.values(), labels, loc="outside lower center", ncols=3, frameon=False, fontsize=9)
+    devices = dict.fromkeys(part.get("device", data["device"])["name"] for part in parts)
+    figure.suptitle(", ".join(devices), fontsize=9, x=0.995, ha="right")
     return figure
 
 
