@@ -40,7 +40,7 @@ CAPTURED = "test_copies_of_a_captured_forward_have_ended_with_it"
 STREAMS = ["tests/engine/edges", "tests/engine/test_adversary.py"]
 RECOMPUTED = [
     f"tests/recompute/test_{name}.py"
-    for name in ("region", "left_out", "edits", "programs", "aborts", "apart", "inputs")
+    for name in ("region", "left_out", "edits", "programs", "aborts", "apart", "inputs", "attributes")
 ]
 
 TESTS: dict[str, list[str]] = {
@@ -106,7 +106,7 @@ TESTS: dict[str, list[str]] = {
     "model/tuning/ways.py": ["tests/model/test_budget_changes.py"],
     "model/tuning/tuner.py": ["tests/model/test_tuning_lifetime.py", "tests/model/test_budget_changes.py"],
     "model/regions.py": [
-        *(f"tests/recompute/test_{name}.py" for name in ("beside", "state", "casts", "inputs")),
+        *(f"tests/recompute/test_{name}.py" for name in ("beside", "state", "casts", "inputs", "attributes")),
         "tests/model/test_recompute_auto.py::" + COMMUNICATE,
     ],
     "model/blocks.py": ["tests/model/test_stacks.py", "tests/model/test_select.py"],
@@ -116,15 +116,20 @@ TESTS: dict[str, list[str]] = {
         f"tests/recompute/test_{name}.py" for name in ("apart", "offload_and_recompute", "region", "state", "programs")
     ],
     "recompute/checkpoint.py": ["tests/recompute/test_checkpoint.py", "tests/recompute/test_inputs.py"],
-    "recompute/arguments.py": ["tests/recompute/test_inputs.py", "tests/recompute/test_region.py"],
+    "recompute/arguments.py": [
+        f"tests/recompute/test_{name}.py" for name in ("inputs", "region", "attributes", "beside")
+    ],
     "recompute/trace.py": ["tests/recompute/test_left_out.py", "tests/recompute/test_inputs.py"],
     "recompute/region.py": RECOMPUTED,
     "recompute/modes.py": RECOMPUTED,
     "recompute/reuse.py": ["tests/recompute/test_split_backward.py"],
-    "recompute/structure.py": ["tests/recompute/test_structure.py", "tests/recompute/test_state.py"],
+    "recompute/structure.py": [f"tests/recompute/test_{name}.py" for name in ("structure", "state", "attributes")],
     "recompute/state.py": ["tests/recompute/test_state.py", "tests/recompute/test_edits.py"],
     "recompute/watch.py": [
-        *(f"tests/recompute/test_{name}.py" for name in ("state", "edits", "beside", "programs", "inputs")),
+        *(
+            f"tests/recompute/test_{name}.py"
+            for name in ("state", "edits", "beside", "programs", "inputs", "attributes")
+        ),
         "tests/model/test_discovery_of_models.py::test_layers_that_write_to_a_cache_are_not_recomputed",
     ],
     "report/": ["tests/model/test_offload_memory.py", "tests/model/test_offload_report.py"],

@@ -37,11 +37,10 @@ class Explode(torch.autograd.Function):
 class Failing(nn.Module):
     """Raises an error once, at a place."""
 
-    error: Any = None
-    where = ""
-
     def __init__(self) -> None:
         super().__init__()
+        self.error: Any = None
+        self.where = ""
         self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
 
     def fail(self, where: str) -> None:
@@ -102,8 +101,8 @@ def test_a_retained_graph_can_be_used_after_an_error(where):
     handle = offload(model, recompute=True, layers="blocks.?", fraction=1.0)
     step(model)
     torch.manual_seed(3)
-    y = model(batch())
     model.blocks[2].error, model.blocks[2].where = KeyError, where
+    y = model(batch())
     with contextlib.suppress(KeyError):
         y.square().sum().backward(retain_graph=True)
     assert model.blocks[2].error is None

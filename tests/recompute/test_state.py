@@ -182,7 +182,7 @@ def test_an_error_in_a_recomputation_leaves_the_buffers_as_they_are():
     buffers, loss = list(model.buffers()), model(batch()).square().sum()
     before = [of.clone() for of in buffers]
     for block in model.blocks:
-        block.fails = 1
+        type(block).fails = 1
     with pytest.raises(ValueError, match="fails"):
         loss.backward()
     handle.remove()
@@ -258,14 +258,14 @@ class Remembering(Mlp):
 
 
 @policies
-@pytest.mark.parametrize("how", ["replaced", "edited", "appended", "in a list", "in a dictionary", "a number"])
+@pytest.mark.parametrize("how", ["replaced", "edited", "appended", "in a list", "in a dictionary"])
 def test_attributes_that_are_no_buffers_are_changed_once(how, policy):
     handle = check(simple(counted(lambda: Remembering(how))), policy, recomputed=0)
     assert "attributes of modules and no buffers: blocks.0 ... 5" in handle.plan.because
 
 
 @policies
-@pytest.mark.parametrize("how", ["overwritten", "cached"])
+@pytest.mark.parametrize("how", ["overwritten", "cached", "a number"])
 def test_an_attribute_that_a_call_overwrites_may_be_overwritten_twice(how, policy):
     check(simple(counted(lambda: Remembering(how))), policy, recomputed=FIRST + STEPS * BLOCKS)
 
@@ -332,12 +332,12 @@ def test_parameters_that_are_replaced_before_backward_are_an_error(policy):
     offload(model, recompute=policy, fraction=1.0)
     loss = model(batch()).square().sum()
     model.load_state_dict({name: of * 2.0 for name, of in model.state_dict().items()}, assign=True)
-    with pytest.raises(RuntimeError, match="parameter or buffer of a Counted that is recomputed"):
+    with pytest.raises(RuntimeError, match="parameter, buffer or attribute of a Counted that is recomputed"):
         loss.backward()
 
 
 class Wavering(Mlp):
-    """Saves a tensor of another shape after its forwards, by what nothing sees: an attribute that is no flag."""
+    """Saves a tensor of another shape after its forwards, by what nothing sees: an attribute of the class."""
 
     rows = 3
 
@@ -353,7 +353,7 @@ def test_other_shapes_than_those_saved_are_an_error_and_never_a_wrong_gradient()
     assert handle.plan.recomputed
     loss = model(batch()).square().sum()
     for block in model.blocks:
-        block.rows = 2
+        type(block).rows = 2
     with pytest.raises(
         RuntimeError, match=r"of shape \(3, 32\) and torch.float32 on cpu, and now one of shape \(2, 32\)"
     ):

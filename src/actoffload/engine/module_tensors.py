@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch.nn import Module, Parameter
 from torch.nn.modules import module as global_hooks
+from torch.nn.parameter import is_lazy
 
 from .._torch.modules import RESHARD, registered
 from .._torch.tensors import address
@@ -159,6 +160,8 @@ def _addresses(tensor: torch.Tensor) -> tuple[int, ...]:
     kind = type(tensor)
     if kind is Parameter or kind is torch.Tensor:
         return (address(tensor.untyped_storage()),) if tensor.layout is torch.strided else ()
+    if is_lazy(tensor):
+        return ()
     return tuple(address(part.untyped_storage()) for part in plain_parts(tensor) if part.layout is torch.strided)
 
 

@@ -11,6 +11,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from .._folding import fold_names
 from .._torch.autograd import in_transform, saved_tensor_hooks
@@ -48,6 +49,7 @@ COMMUNICATES = (
 )
 CAPTURED = "because a CUDA graph is captured, and they may draw random numbers"
 GRAPHS = "because objects that are passed to them contain tensors with gradients, which the program may replace"
+LAZY = "because their parameters are not initialized before the first forward"
 TRANSFORM = "because they are called inside of a transform of torch.func"
 
 TRACED = "traced"  # the first recomputed call, which saves no outputs
@@ -142,6 +144,9 @@ class Regions:
         watch = self._watches.get(key)
         if watch is None or watch.reason is None:
             watch = self._watches[key] = Watch(module, compiled=compiled)
+            if any(map(is_lazy, structure.weights())):  # [guard: parameters of lazy modules]
+                self._latest[of.group] = LAZY, None
+                return None
         self._latest[of.group] = "", watch
         if watch.reason is None:
             return watch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 from functools import partial
@@ -9,12 +10,12 @@ from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 from torch import Tensor
-from torch.nn import Module
+from torch.nn import Module, Parameter
 
 from .._torch.tensors import tree_flatten, tree_unflatten
 from .state import version
 
-__all__ = ["Arguments", "flags_of", "objects_among", "tensors_inside", "unchanged"]
+__all__ = ["Arguments", "Snapshot", "flags_of", "objects_among", "tensors_inside"]
 
 CHANGED = (
     "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor in an "
@@ -26,6 +27,8 @@ FLAGS = frozenset((bool, str, type(None)))
 """Types of arguments that say what a call does."""
 PLAIN = FLAGS | {int, float, complex, bytes}
 """Types of arguments that contain no tensors."""
+LARGE = 2**20
+"""Bytes from which on the content of an array of NumPy is not compared."""
 _EMPTY = CellType()
 
 
@@ -42,28 +45,45 @@ def objects_among(leaves: Iterable[Any]) -> list[Any]:
     return [of for of in leaves if type(of) not in PLAIN and not isinstance(of, Tensor)]
 
 
-def unchanged(objects: Any, parts: Sequence[tuple[Tensor, int]]) -> bool:
-    """Return whether objects still contain given tensors, each at a given version."""
-    now = tensors_inside(objects)
-    return len(now) == len(parts) and all(
-        one is of and version(of) == before for one, (of, before) in zip(now, parts, strict=True)
-    )
+class Snapshot:
+    """The tensors inside of an object at one moment, with their versions; and the numbers, unless `tensors` alone."""
+
+    def __init__(self, of: Any, *, tensors: bool = False) -> None:
+        self._look = tensors_inside if tensors else values_inside
+        self._of, self._values = of, self._look(of)
+        self._marks = list(map(_mark, self._values))
+
+    def changed(self) -> bool:
+        """Return whether others are inside by now, or tensors were edited."""
+        return list(map(_mark, self._look(self._of))) != self._marks  # [guard: objects that are changed]
 
 
-def tensors_inside(of: Any, depth: int = 6, met: set[int] | None = None) -> list[Tensor]:
+def _mark(of: Any) -> Any:
+    """Return what differs if a value does."""
+    return (id(of), version(of)) if isinstance(of, Tensor) else (type(of), of)
+
+
+def tensors_inside(of: Any) -> list[Tensor]:
     """Return the tensors among the attributes of an object, and deeper inside."""
+    return [value for value in values_inside(of) if isinstance(value, Tensor)]
+
+
+def values_inside(of: Any, depth: int = 6, met: set[int] | None = None) -> list[Any]:
+    """Return tensors, numbers and text among the attributes of an object, and deeper inside; of arrays their bytes."""
     met = set() if met is None else met
-    if isinstance(of, Tensor):
+    if isinstance(of, Tensor) or type(of) in PLAIN:
         return [of]
-    if not depth or type(of) in PLAIN or id(of) in met or isinstance(of, Module | ModuleType | type):
+    if not depth or id(of) in met or isinstance(of, Module | ModuleType | type):
         return []
+    if type(of).__module__ == "numpy":
+        return [bytes(of)] if getattr(of, "nbytes", LARGE) < LARGE else []
     met.add(id(of))
-    return [tensor for part in _parts(of) for tensor in tensors_inside(part, depth - 1, met)]
+    return [value for part in _parts(of) for value in values_inside(part, depth - 1, met)]
 
 
 def _parts(of: Any) -> Iterable[Any]:
     """Return what an object refers to."""
-    if isinstance(of, list | tuple | set | frozenset):
+    if isinstance(of, list | tuple | set | frozenset | deque):
         return of
     if isinstance(of, partial):
         return of.func, of.args, of.keywords
@@ -84,8 +104,8 @@ class Arguments:
         self.flags = flags_of(leaves)
         self._places = dict[int, int]()  # from those of leaves to those of tensors
         self._attributes: list[dict[str, Any] | None] = []
-        self._objects: list[Any] = []
-        self._parts: list[tuple[Tensor, int]] = []
+        self._parameters = dict[int, Parameter]()  # by place among the tensors
+        self._objects: Snapshot | None = None
 
     @classmethod
     def of(cls, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Arguments, list[Tensor]]:
@@ -100,26 +120,28 @@ class Arguments:
             if isinstance(of, Tensor) and not of.is_inference():
                 if id(of) not in known:  # [guard: identity of inputs -> True]
                     known[id(of)] = len(tensors)
+                    if type(of) is Parameter:
+                        found._parameters[len(tensors)] = of
                     tensors.append(of)
                     found._attributes.append(dict(vars(of)) if type(of) is Tensor and vars(of) else None)
                 found._places[k] = known[id(of)]
                 leaves[k] = None
-        found._objects = objects_among(leaves)
-        if found._objects:
-            found._parts = [(of, version(of)) for of in tensors_inside(found._objects)]
+        objects = objects_among(leaves)
+        found._objects = Snapshot(objects, tensors=True) if objects else None
         return found, tensors
 
     def again(self, tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments with tensors in place of those of the first call.
+        """Return the arguments with tensors in place of those of the first call; parameters are the same.
 
         Containers are new: the function may have changed those of the program.  Objects are the same, and a
         `RuntimeError` is raised if a tensor in one of them was changed since.
         """
-        if self._objects and not unchanged(self._objects, self._parts):  # [guard: objects that are changed since]
+        if self._objects is not None and self._objects.changed():  # [guard: objects that are changed since]
             raise RuntimeError(CHANGED)
         for tensor, had in zip(tensors, self._attributes, strict=True):
             if had:  # [guard: attributes of inputs]
                 vars(tensor).update(had)
+        tensors = [self._parameters.get(k, of) for k, of in enumerate(tensors)]  # [guard: parameters as arguments]
         leaves = [tensors[self._places[k]] if k in self._places else of for k, of in enumerate(self._leaves)]
         args, kwargs = tree_unflatten(leaves, self._tree)
         return args, kwargs

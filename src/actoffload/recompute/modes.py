@@ -28,7 +28,10 @@ from .._torch.autograd import keeps_graph
 from .._torch.tensors import (
     DispatchMode,
     current_dispatch_mode,
+    free_storage_weakref,
     storage_address,
+    storage_expired,
+    storage_weakref,
     tree_leaves,
     versions_shared,
 )
@@ -36,7 +39,7 @@ from .arguments import Arguments
 from .checkpoint import OTHERS, Checkpoint
 from .policy import APART, Call, addresses_written, concern_of, never, saveable, writes
 from .region import Key, Region
-from .trace import counted, shapes, without_memory
+from .trace import counted, note_apart, shapes, without_memory
 from .watch import Mode
 
 __all__ = ["recomputed"]
@@ -97,6 +100,7 @@ class _Saving(_Mode):
         self._concerns = None if timed or region.learner is not None else concern_of(region.policy)
         self._expected, self._useless = trace.expected, trace.useless
         self._places, self._shapes = trace.places(self._concerns), dict[int, Any]()
+        self._apart, self._alive = list[tuple[Any, int]](), list[Any]()  # weak references to what is left out
         self._keys = dict[int, Key]()  # of what is saved, by the addresses of storages
         self._passes = not timed and region.learner is None  # over what the policy does not concern
 
@@ -108,14 +112,28 @@ class _Saving(_Mode):
             region.traced = True
             (places, useless), known = trace.left_out(region.chosen), self._shapes
             saved = region.chosen - useless <= region.saved.keys()
-            if saved and all(known.get(place) for place in places):  # [guard: shapes of what is left out -> True]
+            # [guard: shapes of what is left out -> True]
+            if saved and self._is_unread() and all(known.get(place) for place in places):
                 region.left_out = {place: known[place] for place in places}
                 region.complete = frozenset(region.saved)
         return left
 
+    def _is_unread(self) -> bool:
+        """Return whether what is left out is gone, and was read by the operators of the trace alone."""
+        return (
+            self._apart == self.region.trace.apart  # [guard: operators that read now and then what is left out]
+            and all(map(storage_expired, self._alive))  # [guard: outputs that a program keeps now and then]
+        )
+
+    def __del__(self) -> None:
+        for ref in self._alive:
+            free_storage_weakref(ref)
+
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self.traced and counted(operator):  # nearly always, and the host has little time
+        if self.traced and not counted(operator):
+            note_apart(operator, args, self._place, self._apart)
+        elif self.traced:  # nearly always, and the host has little time
             place = self._place = self._place + 1
             if self._sequence[place] is operator:
                 if place not in self._places:
@@ -123,6 +141,8 @@ class _Saving(_Mode):
                 outputs = self._concerned(self.region.trace.keys[place], args, kwargs)
                 if place in self._expected:
                     self._shapes[place] = shapes(outputs)
+                    made = outputs if isinstance(outputs, tuple | list) else (outputs,)
+                    self._alive += [storage_weakref(of.untyped_storage()) for of in made if isinstance(of, Tensor)]
                 return outputs
             self.leave_trace()
         if self._keys and operator in APART:  # [guard: views with a version counter of their own]

@@ -1,8 +1,9 @@
-"""The parameters and buffers of a module that is recomputed.
+"""The parameters, buffers and other attributes of a module that is recomputed.
 
 `[Note: buffers]`  A module may write to its buffers, as a batch normalization does to its running statistics.  Such a
 call is recomputed with copies of what the buffers were before it, so that it does the same once more, and what the
-buffers have become is not touched.
+buffers have become is not touched.  In the same way it is recomputed with the attributes that its modules had, such as
+numbers: a forward may count, and keep what the next one reads.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def _versions(tensors: Sequence[Tensor]) -> list[int]:
 
 
 class State:
-    """The parameters and buffers of a module at one moment, with their versions.
+    """The parameters, buffers and other attributes of a module at one moment, with the versions of the tensors.
 
     Parameters
     ----------
@@ -55,8 +56,10 @@ class State:
         self._copies: list[dict[str, Any]] = []
         self._buffers = self._present(tables)
         weights = [of for parameters, _, _ in tables for of in parameters.values() if of is not None]
+        self._attributes = structure.attributes()
         # Two lists of the same length: a pass keeps few objects, for the sake of the garbage collector.
         self._weights, self._tensors = len(weights), [*weights, *self._buffers]
+        self._tensors += [of for of in self._attributes if isinstance(of, Tensor)]
         self._versions = _versions(self._tensors)
 
     def _present(self, tables: Iterable[tuple[Any, Mapping[str, Any], Any]]) -> list[Tensor]:
@@ -65,12 +68,12 @@ class State:
         return [of for buffers in found for of in buffers.values() if of is not None]
 
     def flags(self) -> tuple[Any, ...]:
-        """Return which parameters and buffers get gradients, and how many hooks the modules have."""
+        """Return which tensors get gradients, and how many hooks the modules have."""
         hooks = [len(of._forward_hooks) + len(of._forward_pre_hooks) for of in self._modules]
         return tuple([tensor.requires_grad for tensor in self._tensors]), tuple(hooks)
 
     def changed(self) -> bool:
-        """Return whether a parameter, or a buffer of a module that does not write to it, was changed."""
+        """Return whether a parameter, an attribute, or a buffer of a module that does not write to it, was changed."""
         tables = self._structure.tables(self._modules)
         buffers = self._present(tables)
         # [guard: buffers that are replaced against expectation -> False]
@@ -89,7 +92,7 @@ class State:
             kind = type(self._modules[0]).__name__
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"a parameter or buffer of a {kind} that is recomputed in backward was changed "
+                f"a parameter, buffer or attribute of a {kind} that is recomputed in backward was changed "
                 "after its forward. Change it after backward, or pass recompute=False."
             )
 
@@ -98,12 +101,13 @@ class State:
         self._copies = _copies(self._before)
 
     def again(self, call: Callable[[], T]) -> T:
-        """Return what a function returns while the modules have these copies; see [Note: buffers]."""
+        """Return what a function returns while the modules have these copies, and their attributes of that time."""
         now = [dict(buffers) for buffers in self._written]
         try:
             for buffers, copies in zip(self._written, self._copies, strict=True):
                 buffers |= copies  # [guard: buffers from before the call]
-            return call()
+            with self._structure.with_attributes(self._attributes):
+                return call()
         finally:
             for buffers, present in zip(self._written, now, strict=True):
                 buffers |= present  # [guard: buffers after a recomputation]

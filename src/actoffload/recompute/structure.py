@@ -8,6 +8,7 @@ forward.  So what was read is kept, and compared in a few passes over plain list
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import chain
 from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
@@ -17,11 +18,15 @@ from torch.nn import Module
 
 from .._torch.modules import registered
 
-__all__ = ["Structure", "Structures", "inside"]
+__all__ = ["OWN", "Structure", "Structures", "inside"]
 
 Table: TypeAlias = Mapping[str, Any]
 
 TABLES = ("_parameters", "_buffers", "_modules")
+OWN = frozenset(vars(Module()))
+"""Attributes that every module has."""
+OURS = "_actoffload"
+"""Beginning of the names of attributes of this library."""
 
 
 def inside(module: Module) -> list[Module]:
@@ -63,6 +68,8 @@ class Structure:
             for name, value in of.items()
             if value is True or value is False or value is None or name in TABLES
         ]
+        self._data = [(of, name) for of in self._attributes for name, value in of.items() if _is_data(name, value)]
+        self._names = list(map(frozenset, self._attributes))
         values = chain.from_iterable([of.values() for of in self._attributes])
         self.generators = Generator in set(map(type, values))
         self._look = self._looked(modules)
@@ -84,6 +91,34 @@ class Structure:
         """Return the parameters, buffers and children by name of each of its modules."""
         return self._tables if self.is_live else list(map(registered, modules))
 
+    def attributes(self) -> list[Any]:
+        """Return the values of the other attributes of its modules, such as numbers, that are no functions."""
+        return [of.get(name) for of, name in self._data]
+
+    @contextmanager
+    def with_attributes(self, values: Sequence[Any]) -> Iterator[None]:
+        """Let these attributes have the values from before in this block, and then those of now again."""
+        places = [
+            (of, name, was) for (of, name), was in zip(self._data, values, strict=True) if of.get(name) is not was
+        ]
+        added = [
+            (of, name)
+            for of, names in zip(self._attributes, self._names, strict=True)
+            if len(of) > len(names)
+            for name, value in of.items()
+            if name not in names and _is_data(name, value)
+        ]
+        now = [(of, name, of.get(name)) for of, name in (*(place[:2] for place in places), *added)]
+        try:
+            for of, name, was in places:
+                of[name] = was  # [guard: attributes from before the call]
+            for of, name in added:
+                del of[name]  # [guard: attributes that a call adds]
+            yield
+        finally:
+            for of, name, present in now:
+                of[name] = present  # [guard: attributes after a recomputation]
+
     def weights(self) -> Iterator[Tensor]:
         """Yield the parameters of all modules."""
         return (of for parameters, _, _ in self._tables for of in parameters.values() if of is not None)
@@ -104,6 +139,11 @@ class Structure:
             [id(of[name]) for of, name in self._places],  # not compared as values, which may be tensors
             [(name, buffer is None) for of in buffers for name, buffer in of.items()],
         ]
+
+
+def _is_data(name: str, value: Any) -> bool:
+    """Return whether an attribute is one of the program, and neither a module nor a function."""
+    return not (name in OWN or name.startswith(OURS) or isinstance(value, Module) or callable(value))
 
 
 def _flag(value: Any) -> Any:

@@ -36,7 +36,17 @@ from .._torch.autograd import saved_tensor_hooks
 from .._torch.tensors import address, free_storage_weakref, storage_at, storage_expired, storage_weakref, tree_leaves
 from .policy import APART, Concern, draws, writes
 
-__all__ = ["Learner", "Shape", "Trace", "counted", "no_casts_kept", "nodes_between", "shapes", "without_memory"]
+__all__ = [
+    "Learner",
+    "Shape",
+    "Trace",
+    "counted",
+    "no_casts_kept",
+    "nodes_between",
+    "note_apart",
+    "shapes",
+    "without_memory",
+]
 
 Key: TypeAlias = tuple[Any, int]  # an operator, and how often the region has called it before
 
@@ -48,6 +58,15 @@ _OWN = re.compile(r"([A-Za-z]+Backward\d+|torch::autograd::AccumulateGrad)$")
 """Names of nodes whose formulas PyTorch generates; a class ``F`` of a program has the node ``FBackward``."""
 _FILLED = re.compile(r"aten::(new_)?(empty|zeros|ones|full)")
 """Names of operators whose outputs something else fills."""
+
+
+def note_apart(operator: Any, args: Any, place: int, apart: list[tuple[Any, int]]) -> None:
+    """Note an operator that is not counted behind a place; casts of weights may be kept by autocast, and do not count.
+
+    A hook of the program may cast or detach, now and then, what recomputation would leave out.
+    """
+    if not (operator is CAST and type(args[0]) is Parameter):
+        apart.append((operator, place))
 
 
 def counted(operator: Any) -> bool:
@@ -132,6 +151,8 @@ class Trace:
         All operators that are counted, in order, and None behind the last; empty if nothing may be left out.
     keys : sequence of tuple
         Their keys.
+    apart : sequence of tuple
+        Operators that are not counted, with the place of the counted one before each; see `note_apart`.
     place_of : dict of tuple to int
         By key, its place.
     flags : hashable
@@ -155,6 +176,7 @@ class Trace:
     known: bool = False
     sequence: Sequence[Any] = ()
     keys: Sequence[Key] = ()
+    apart: Sequence[tuple[Any, int]] = ()
     place_of: dict[Key, int] = field(default_factory=dict)
     flags: Hashable = None
     reads: list[tuple[int, ...]] = field(default_factory=list)
@@ -217,6 +239,7 @@ class Learner:
         self._apart: set[int] = set()  # storages that have several version counters
         self._casts = defaultdict[int, list[int]](list)  # of parameters: by their storages, those of the casts
         self._until = 0  # calls before autograd saved the last tensor
+        self._place, self._others = -1, list[tuple[Any, int]]()
         self._certain = storage_at is not None
         trace.known = True
 
@@ -227,6 +250,10 @@ class Learner:
     def ran(self, key: Key, args: Any, kwargs: Mapping[str, Any], outputs: Any) -> None:
         """Note a call of an operator."""
         operator, number = key
+        if counted(operator):
+            self._place += 1
+        else:
+            note_apart(operator, args, self._place, self._others)
         read, made = tree_leaves((args, kwargs)), tree_leaves(outputs)
         tensors = [of for of in (*read, *made) if isinstance(of, Tensor)]
         plain = all(type(of) in (Tensor, Parameter) and of.layout is torch.strided for of in tensors)
@@ -287,6 +314,7 @@ class Learner:
         trace.keys = [call.key for call in self._calls if counted(call.operator)]
         trace.place_of = {key: place for place, key in enumerate(trace.keys)}
         trace.sequence = [*(operator for operator, _ in trace.keys), None]
+        trace.apart = self._others
         trace.calls, trace.flags = self._calls[: self._until], self._flags
         trace.reads, trace.needed = [], []
         for k, call in enumerate(self._calls):

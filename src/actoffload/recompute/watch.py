@@ -7,21 +7,25 @@ parameters, buffers, inputs or the operators that run show it: `State.check` rai
 
 from __future__ import annotations
 
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Module, SyncBatchNorm
 
 from .._torch.autograd import saved_tensor_hooks
 from .._torch.compiling import opaque
 from .._torch.modules import is_compiled, registered
 from .._torch.tensors import DispatchMode, current_dispatch_mode, is_capturing, storage_address, tree_leaves
-from .arguments import objects_among, tensors_inside, unchanged
+from .arguments import PLAIN, Snapshot, objects_among
 from .policy import addresses_written, draws, writes
 from .state import version
-from .structure import inside
+from .structure import OWN, inside
 from .trace import nodes_between
 
 __all__ = ["GENERATORS", "OBJECTS", "Mode", "Watch", "remove_modes"]
@@ -36,6 +40,8 @@ ATTRIBUTES = "because they change tensors or lists in their forward that are att
 RANKS = "because they contain torch.nn.SyncBatchNorm, which communicates with other ranks"
 INPUTS = "because they write to their inputs"
 OBJECTS = "because they change objects that are passed to them, such as a cache of keys and values (use_cache)"
+OUTSIDE = "because they write to tensors that are no parameters, buffers or inputs of theirs"
+DROPOUT = "because cuDNN and MIOpen keep the random numbers of the dropout between recurrent layers to themselves"
 HOOKS = "because the program checkpoints a part of them, or has saved-tensor hooks of its own there"
 NOISE = "because autograd saves the noise of torch.nn.RReLU before it is drawn, and recomputation stops there"
 GENERATORS = "because they may draw random numbers from a generator of the program"
@@ -75,6 +81,13 @@ _NORMS = {
 """Operators (input, weight, bias, running mean, running variance, training, ...)."""
 
 
+_RNNS = {torch.ops.aten._cudnn_rnn.default: slice(11, 13), torch.ops.aten.miopen_rnn.default: slice(10, 12)}
+"""Recurrent layers, with the places of the dropout and of whether they train among the arguments.
+
+The state of the generator of their dropout is a tensor that PyTorch keeps for each device (``RNN.cpp`` of ATen).
+"""
+
+
 class _Seen(Mode):
     """Sees whether operators run under other saved-tensor hooks than those at its start, or with a generator.
 
@@ -84,13 +97,33 @@ class _Seen(Mode):
     def __init__(self, tensors: Collection[int]) -> None:
         super().__init__()
         self._tensors, self.read = tensors, set[int]()
-        self._hooks = saved_tensor_hooks()
+        self._hooks, self._packs = saved_tensor_hooks(), False
         self.reason = ""
         self.draws = self.communicates = False
         self.written: set[int] = set()  # addresses of storages, also of those whose version counters do not show it
+        self.made: set[int] = set()  # addresses of storages that operators returned
         self.statistics: list[Tensor] = []  # running statistics that were updated, which no version counter shows
 
+    def seeing(self) -> AbstractContextManager[Any]:
+        """Return a context in which the hooks that are installed run unseen: they copy what autograd saves."""
+        hooks = saved_tensor_hooks()
+        if hooks is None:
+            return nullcontext()
+        pack, unpack = hooks
+
+        def packing(tensor: Tensor) -> Any:
+            self._packs = True
+            try:
+                return pack(tensor)
+            finally:
+                self._packs = False
+
+        self._hooks = packing, unpack
+        return saved_tensors_hooks(packing, unpack)
+
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._packs:  # [guard: copies of what autograd saves]
+            return operator(*args, **(kwargs or {}))
         hooks = saved_tensor_hooks()
         # [guard: saved-tensor hooks inside of a group]
         if hooks is not None and (self._hooks is None or hooks[0] is not self._hooks[0]):
@@ -102,13 +135,19 @@ class _Seen(Mode):
             self.reason = GENERATORS
         if operator is torch.ops.aten.rrelu_with_noise.default:  # [guard: noise of RReLU]
             self.reason = NOISE
+        if operator in _RNNS and all(args[_RNNS[operator]]):  # [guard: dropout of recurrent layers]
+            self.reason = DROPOUT
         if writes(operator):
             self.written |= addresses_written(operator, args, kwargs or {})
         self.draws = self.draws or draws(operator, args, kwargs or {})
         self.communicates = self.communicates or getattr(operator, "namespace", "") in COLLECTIVES
         if operator in _NORMS and args[5]:  # [guard: running statistics without a counter]
             self.statistics += [of for of in args[3:5] if of is not None]
-        return operator(*args, **(kwargs or {}))
+        fresh = operator is torch.ops.aten.lift_fresh.default  # the tensor was made past the mode
+        given = set() if fresh else set(map(storage_address, filter(_is_tensor, tree_leaves((args, kwargs)))))
+        outputs = operator(*args, **(kwargs or {}))
+        self.made |= set(map(storage_address, filter(_is_tensor, tree_leaves(outputs)))) - given
+        return outputs
 
     opaque(__torch_dispatch__)
 
@@ -148,14 +187,14 @@ class Watch:
         leaves = tree_leaves((args, kwargs))
         inputs = [(of, version(of)) for of in leaves if isinstance(of, Tensor)]
         objects = objects_among(leaves)
-        parts = [(of, version(of)) for of in tensors_inside(objects)]
+        before = Snapshot(objects)
         attributes = [
             _Attribute(each, name, of)
             for each in modules
             for name, of in vars(each).items()
             if _Attribute.shows(name, of)
         ]
-        read, written = set[int](), set[int]()
+        read, written, made = set[int](), set[int](), set[int]()
         statistics: list[Tensor] = []
         if self.compiled and any(buffers):
             # Under a mode PyTorch traces a part of the first call and runs the rest past it, and the buffers that it
@@ -166,10 +205,11 @@ class Watch:
         elif DispatchMode is None:
             result, seen = function(*args, **kwargs), ""
         else:
-            with _Seen({id(of.value) for of in attributes}) as mode:
+            mode = _Seen({id(of.value) for of in attributes})
+            with mode.seeing(), mode:
                 result = function(*args, **kwargs)
             seen, statistics, self.draws = mode.reason, mode.statistics, mode.draws or self.compiled
-            self.communicates, read, written = mode.communicates, mode.read, mode.written
+            self.communicates, read, written, made = mode.communicates, mode.read, mode.written, mode.made
             # [guard: buffers that are written to past their counters]
             statistics += [of for each in alive for of in each.values() if storage_address(of) in written]
         # What wrote to one buffer of a module may have written to others past their version counters.
@@ -178,28 +218,37 @@ class Watch:
             k for k, had in enumerate(buffers) if had != now[k] or any(identity in updated for identity, _ in had)
         ]
         self.writers = tuple(changed)  # [guard: buffers that a group changes]
+        known = {storage_address(of) for of in (*(of for of, _ in weights), *(of for of, _ in inputs))}
+        known.update(storage_address(of) for each in alive for of in each.values() if of is not None)
         del alive
         writers = [modules[k] for k in changed]
         updated -= {identity for had in now for identity, _ in had}
         tables = all(registered(of)[1] is vars(of).get("_buffers") for of in writers)  # not those of TorchScript
         # [guard: parameters that a group changes]
-        if updated or not tables or any(_edited(of, before, written) for of, before in weights):
+        if updated or not tables or _overlap(writers) or any(_edited(*of, written) for of in weights):
             seen = CHANGES
         elif any(isinstance(of, SyncBatchNorm) for of in writers):  # [guard: norm over several ranks]
             seen = RANKS
-        elif any(_edited(of, before, written) for of, before in inputs):  # [guard: group that writes to its inputs]
+        elif any(_edited(*of, written) for of in inputs):  # [guard: group that writes to its inputs]
             seen = INPUTS
         # [guard: group that changes its arguments]
-        elif not unchanged(objects, parts):
+        elif before.changed() or any(hasattr(of, "__next__") for of in objects):
             seen = OBJECTS
         elif any(of.changed(read) for of in attributes):  # [guard: attributes that a group changes]
             seen = ATTRIBUTES
+        # [guard: group that writes to what is outside of it]
+        elif not self.compiled and written - made - known - {0}:
+            seen = OUTSIDE
         elif _is_reentrant(result, [of for of, _ in inputs]):  # [guard: reentrant checkpointing inside of a group]
             seen = HOOKS
         self.reason = seen
         return result
 
     opaque(__call__)
+
+
+def _is_tensor(of: Any) -> bool:
+    return isinstance(of, Tensor)
 
 
 def _versions(module: Module) -> list[tuple[int, int]]:
@@ -212,40 +261,42 @@ def _edited(tensor: Tensor, before: int, written: Collection[int]) -> bool:
     return version(tensor) != before or storage_address(tensor) in written  # [guard: edits past a version counter]
 
 
-_OWN = frozenset(vars(Module()))
-"""Attributes that every module has."""
-
-
 class _Attribute:
-    """An attribute of a module before a call: a tensor, a number, or a list or dictionary of tensors."""
+    """An attribute of a module before a call that may be changed in place; one that is replaced is put back."""
 
     def __init__(self, module: Module, name: str, value: Any) -> None:
         self._table, self._name, self.value = vars(module), name, value
-        self._length = len(value) if type(value) is list else None
-        self._before = [(key, of, version(of)) for key, of in self._tensors()]
+        # A dictionary may get more entries, as one that caches does.
+        self._parts = dict(value) if type(value) is dict else {}
+        self._before = list(map(Snapshot, self._parts.values() if type(value) is dict else [value]))
 
     @staticmethod
     def shows(name: str, value: Any) -> bool:
         """Return whether it shows when the value of an attribute is changed."""
-        return name not in _OWN and (isinstance(value, Tensor) or type(value) in (list, dict, float))
-
-    def _tensors(self) -> list[tuple[Any, Tensor]]:
-        value = self.value
-        parts = value.items() if type(value) is dict else enumerate(value if type(value) is list else [value])
-        return [(key, of) for key, of in parts if isinstance(of, Tensor)]
+        return name not in OWN and (
+            isinstance(value, Tensor) or type(value) in _HOLDERS or type(value).__module__ == "numpy"
+        )
 
     def changed(self, read: Collection[int]) -> bool:
-        """Return whether it was changed in place, or replaced by what was computed from it; `read` by operators.
-
-        A dictionary may get more entries, as one that caches does.
-        """
+        """Return whether it was changed in place, or replaced by what was computed from it; `read` by operators."""
         value, now = self.value, self._table.get(self._name)
-        if isinstance(value, float):
-            return type(now) is float and now != value
-        if (now is not value and id(value) in read) or (self._length is not None and len(value) != self._length):
+        if now is not value and id(value) in read:
             return True
-        present = dict(self._tensors())
-        return any(present.get(key) is not of or version(of) != before for key, of, before in self._before)
+        parts = self._parts.items()
+        replaced = any(
+            value.get(key) is not of and (type(of) not in PLAIN or value.get(key) != of) for key, of in parts
+        )
+        return replaced or any(of.changed() for of in self._before)
+
+
+_HOLDERS: frozenset[type] = frozenset((list, tuple, set, dict, OrderedDict, defaultdict, deque, SimpleNamespace))
+"""Types of attributes in which a forward may keep something."""
+
+
+def _overlap(modules: Iterable[Module]) -> bool:
+    """Return whether different buffers of some modules are views of one memory, of which copies would be none."""
+    buffers = {id(of): of for each in modules for of in registered(each)[1].values() if of is not None}
+    return len(set(map(storage_address, buffers.values()))) < len(buffers)  # [guard: buffers that share memory]
 
 
 def _is_reentrant(result: Any, inputs: Iterable[Tensor]) -> bool:
