@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.nn import Module, SyncBatchNorm
+from torch.nn import Module, Parameter, SyncBatchNorm
 
 from .._torch.autograd import saved_tensor_hooks
 from .._torch.compiling import opaque
@@ -81,7 +81,10 @@ _NORMS = {
 """Operators (input, weight, bias, running mean, running variance, training, ...)."""
 
 
-_RNNS = {torch.ops.aten._cudnn_rnn.default: slice(11, 13), torch.ops.aten.miopen_rnn.default: slice(10, 12)}
+_RNNS = {
+    getattr(torch.ops.aten, name).default: places
+    for name, places in (("_cudnn_rnn", slice(11, 13)), ("miopen_rnn", slice(10, 12)))
+}
 """Recurrent layers, with the places of the dropout and of whether they train among the arguments.
 
 The state of the generator of their dropout is a tensor that PyTorch keeps for each device (``RNN.cpp`` of ATen).
@@ -218,6 +221,7 @@ class Watch:
             k for k, had in enumerate(buffers) if had != now[k] or any(identity in updated for identity, _ in had)
         ]
         self.writers = tuple(changed)  # [guard: buffers that a group changes]
+        plain = not (self.compiled or self.communicates) and all(type(of) is Parameter for of, _ in weights)
         known = {storage_address(of) for of in (*(of for of, _ in weights), *(of for of, _ in inputs))}
         known.update(storage_address(of) for each in alive for of in each.values() if of is not None)
         del alive
@@ -236,8 +240,9 @@ class Watch:
             seen = OBJECTS
         elif any(of.changed(read) for of in attributes):  # [guard: attributes that a group changes]
             seen = ATTRIBUTES
+        # Sharding writes to memory of its own, and so does compiled code.
         # [guard: group that writes to what is outside of it]
-        elif not self.compiled and written - made - known - {0}:
+        elif plain and written - made - known - {0}:
             seen = OUTSIDE
         elif _is_reentrant(result, [of for of, _ in inputs]):  # [guard: reentrant checkpointing inside of a group]
             seen = HOOKS
@@ -273,7 +278,8 @@ class _Attribute:
     @staticmethod
     def shows(name: str, value: Any) -> bool:
         """Return whether it shows when the value of an attribute is changed."""
-        return name not in OWN and (
+        # `fully_shard` and other functions of PyTorch keep their state under names that begin so.
+        return not (name in OWN or name.startswith("__")) and (
             isinstance(value, Tensor) or type(value) in _HOLDERS or type(value).__module__ == "numpy"
         )
 
