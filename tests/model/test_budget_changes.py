@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import random
 import warnings
+from typing import Any
 
 import pytest
 import torch
-from timed_device import Timed, TimedModel, offload, seconds, step
+from timed_device import Timed, TimedModel, offload, seconds, stages, step
+from torch import Tensor, nn
+
+from actoffload.model.tuning.timed_pass import Stage
 
 MIB = 2**20
 
@@ -78,6 +82,122 @@ def test_passes_with_smaller_inputs(numbers):
         times[bool(small)] = seconds(model, device)
         handle.remove()
     assert times[True] == pytest.approx(times[False], rel=0.02)
+
+
+@pytest.mark.parametrize("short", range(5))
+@pytest.mark.parametrize("budget", [30, 60])
+def test_batches_that_are_short_now_and_then(budget, short):
+    """The plan is for the others, and measuring ends."""
+    device, model, handle = make(budget * MIB)
+    beside = device.count(torch.zeros(10 * MIB // 4))
+    for n in range(1, 41):
+        assert peak(model, device, 1 if n % 5 == short else 4) <= budget * MIB
+    assert not handle.settling
+    assert handle.plan.peak_bytes > budget * MIB // 2
+    assert seconds(model, device) == pytest.approx(handle.plan.seconds, rel=0.01)
+    handle.remove()
+    del beside
+
+
+def test_inputs_and_memory_that_are_too_much_together():
+    device, model, handle = make(60 * MIB)
+    step(model)
+    step(model)
+    beside = device.count(torch.zeros(5 * MIB // 4))
+    for _ in range(30):
+        assert peak(model, device, 5) <= 60 * MIB
+    assert not handle.settling
+    assert seconds(model, device, 5) == pytest.approx(45.0)
+    handle.remove()
+    del beside
+
+
+def test_larger_inputs_long_after_more_memory_came():
+    device, model, handle = make(60 * MIB, recompute=False)
+    for n in range(1, 140):
+        if n == 20:
+            beside = device.count(torch.zeros(30 * MIB // 4))
+        assert peak(model, device, 2 if n < 12 or n % 4 else 4) <= 60 * MIB
+    handle.remove()
+    del beside
+
+
+def planned_apart(budget: int, elements: int, beside: int) -> tuple[Timed, TimedModel, Any]:
+    """Measure a model; passes with the plan have other inputs than those before, or less memory beside them."""
+    _, model, handle = make(budget)
+    in_order = stages(handle, lambda: step(model), 20)
+    device, model, handle = make(budget)
+    for stage in in_order[: in_order.index("")]:
+        more = None if stage == "PLAN" else device.count(torch.zeros(beside // 4))
+        assert peak(model, device, elements if stage == "PLAN" else 4) <= budget
+        del more
+    assert handle._tracker.steering._stage is Stage.PLAN
+    return device, model, handle
+
+
+def test_a_plan_that_was_tried_with_smaller_inputs_is_for_the_others():
+    device, model, handle = planned_apart(20 * MIB, 2, 0)
+    taken = peak(model, device)
+    assert handle.plan.peak_bytes == taken == 20 * MIB
+    for elements in (5, 6, 8):
+        assert peak(model, device, elements) <= 20 * MIB
+    handle.remove()
+
+
+def test_a_plan_that_was_tried_with_less_memory_beside_it_is_for_the_others():
+    device, model, handle = planned_apart(30 * MIB, 4, 8 * MIB)
+    beside = device.count(torch.zeros(15 * MIB // 4))
+    assert max(peak(model, device) for _ in range(10)) <= 30 * MIB
+    handle.remove()
+    del beside
+
+
+@torch.library.custom_op("actoffload_tests::work", mutates_args=())
+def work(x: Tensor, seconds: float) -> Tensor:
+    """Compute, and return what is saved; an operator that recomputation may save or run again."""
+    Operators.device.compute(seconds * len(x) / 4)
+    return Operators.device.count(x.clone())
+
+
+@torch.library.custom_op("actoffload_tests::work_back", mutates_args=())
+def work_back(grad: Tensor, y: Tensor, seconds: float) -> Tensor:
+    Operators.device.compute(2 * seconds * len(y) / 4)
+    return grad.clone()
+
+
+work.register_fake(lambda x, seconds: torch.empty_like(x))
+work_back.register_fake(lambda grad, y, seconds: torch.empty_like(grad))
+work.register_autograd(
+    lambda ctx, grad: (work_back(grad, ctx.saved_tensors[0], ctx.seconds), None),
+    setup_context=lambda ctx, inputs, output: (ctx.save_for_backward(output), setattr(ctx, "seconds", inputs[1])),
+)
+
+
+class Operators(nn.Module):
+    """Eight operators that take different times."""
+
+    device: Timed
+
+    def forward(self, x: Tensor) -> Tensor:
+        for time in (1.0, 0.05, 0.5, 0.05, 0.25, 0.05, 0.12, 0.05):
+            x = work(x, time)
+        return x
+
+
+@pytest.mark.parametrize("rows", [1, 2, 4])
+@pytest.mark.parametrize("blocks", [3.5, 5.0])
+def test_operators_that_were_timed_with_smaller_inputs(blocks, rows):
+    width = 2**12
+    size = 8 * 4 * 4 * width  # bytes that a block saves
+    Operators.device = device = Timed(0.05 * size, 0.05 * size, memory=2**40)
+    model = nn.Sequential(*[Operators() for _ in range(8)])
+    handle = offload(model, device, layers="?", memory_budget=int(blocks * size))
+    for n in range(1, 32):
+        device.created.peak, device.highest = device.created.now, 0
+        model(torch.zeros(rows if n == 4 else 4, width, requires_grad=True)).sum().backward()
+        assert max(device.created.peak, device.highest) <= blocks * size
+    assert not handle.settling
+    handle.remove()
 
 
 @pytest.mark.parametrize("seed", [2, 7])

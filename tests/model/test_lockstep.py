@@ -185,6 +185,29 @@ def test_inputs_that_may_be_too_large_are_measured_anew_by_the_rank_that_leads(p
     assert first.settling == second.settling == [*[True] * ends, *[False] * (20 - ends)]
 
 
+@pytest.mark.parametrize(("number", "at"), [(1, 20), (0, 20), (1, 5), (1, 10), (0, 11)])
+def test_ranks_recompute_the_same_groups_where_one_has_more_memory_allocated(program, number, at):
+    """Groups that are recomputed communicate once more, so other ranks would wait for them, or mix tensors."""
+    calls: list[list[list[int]]] = [[], []]
+    for _ in range(2):
+        rank = program.add(3e2, 2**40, 12, memory_budget=32 * KIB)
+        for k in range(41):
+            rank.before[k] = lambda rank: calls[rank.number].append(
+                [rank.device.forwards[block] for block in rank.model.blocks]
+            )
+    grown, note = program.ranks[number], program.ranks[number].before[at]
+    states = []
+
+    def grow(rank: Rank) -> None:
+        states.append(rank.device.count(torch.zeros(4 * KIB // 4)))
+        note(rank)
+
+    grown.before[at] = grow
+    assert program.run(41) == []
+    assert calls[0] == calls[1]
+    assert max(calls[0][-1]) > 41, "some are recomputed"
+
+
 def test_steady_passes_post_nothing(program, monkeypatch):
     for _ in range(2):
         program.add()

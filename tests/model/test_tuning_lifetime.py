@@ -67,7 +67,7 @@ def test_a_forward_in_another_thread_during_each_measured_forward():
             thread.start()
             thread.join()
             inside[0] = False
-            timed = handle._tracker.steering._current
+            timed = handle._tracker.steering._timer._current
             seen.append(timed is None or (timed.ended is None and not timed.sequence))
 
     hook = model.blocks[3].register_forward_pre_hook(other)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -50,6 +51,7 @@ class Timed(ReferenceDevice):
         self.highest = 0  # peak before `allocated` reset it
         self.host = 0.0  # seconds; the host takes no time unless a test lets it
         self.created = CreatedStorages()
+        self.forwards = Counter[nn.Module]()
         self.slow: Callable[[], float] = lambda: 1.0  # factor of all compute
         self.pinning = 0.0  # seconds for each byte of new host memory, for which the device waits
 
@@ -128,10 +130,9 @@ class TimedBlock(nn.Module):
         super().__init__()
         self.scale = nn.Parameter(torch.ones(1))
         self.device, self.seconds, self.nbytes = device, (forward / 4, backward / 4), nbytes // 4
-        self.calls = 0
 
     def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
+        self.device.forwards[self] += 1  # also those of a recomputation, for which attributes are put back
         for _ in range(4):  # for an input of 4 elements
             forward, backward = (seconds * x.numel() / 4 for seconds in self.seconds)
             x = Work.apply(x, self.device, (forward, backward), self.nbytes * x.numel() // 4)

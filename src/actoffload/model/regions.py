@@ -143,10 +143,10 @@ class Regions:
         key = structure.kind, flags_of(leaves), compiled  # [guard: flags among the arguments of a call]
         watch = self._watches.get(key)
         if watch is None or watch.reason is None:
-            watch = self._watches[key] = Watch(module, compiled=compiled)
             if any(map(is_lazy, structure.weights())):  # [guard: parameters of lazy modules]
                 self._latest[of.group] = LAZY, None
                 return None
+            watch = self._watches[key] = Watch(module, compiled=compiled)
         self._latest[of.group] = "", watch
         if watch.reason is None:
             return watch

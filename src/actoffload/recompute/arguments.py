@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
 from functools import partial
-from types import CellType, FunctionType, MethodType, ModuleType
+from types import CellType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 from torch import Tensor
@@ -15,7 +15,17 @@ from torch.nn import Module, Parameter
 from .._torch.tensors import tree_flatten, tree_unflatten
 from .state import version
 
-__all__ = ["Arguments", "Snapshot", "flags_of", "objects_among", "tensors_inside"]
+__all__ = [
+    "HOLDERS",
+    "PLAIN",
+    "Arguments",
+    "Snapshot",
+    "flags_of",
+    "objects_among",
+    "tensors_inside",
+    "values_held",
+    "values_inside",
+]
 
 CHANGED = (
     "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor in an "
@@ -27,6 +37,8 @@ FLAGS = frozenset((bool, str, type(None)))
 """Types of arguments that say what a call does."""
 PLAIN = FLAGS | {int, float, complex, bytes}
 """Types of arguments that contain no tensors."""
+HOLDERS = list, tuple, set, frozenset, dict, deque, SimpleNamespace
+"""Types of containers."""
 LARGE = 2**20
 """Bytes from which on the content of an array of NumPy is not compared."""
 _EMPTY = CellType()
@@ -46,11 +58,11 @@ def objects_among(leaves: Iterable[Any]) -> list[Any]:
 
 
 class Snapshot:
-    """The tensors inside of an object at one moment, with their versions; and the numbers, unless `tensors` alone."""
+    """What is inside of an object at one moment, by one of the functions below; of tensors also the versions."""
 
-    def __init__(self, of: Any, *, tensors: bool = False) -> None:
-        self._look = tensors_inside if tensors else values_inside
-        self._of, self._values = of, self._look(of)
+    def __init__(self, of: Any, look: Callable[[Any], list[Any]]) -> None:
+        self._look = look
+        self._of, self._values = of, look(of)
         self._marks = list(map(_mark, self._values))
 
     def changed(self) -> bool:
@@ -68,8 +80,15 @@ def tensors_inside(of: Any) -> list[Tensor]:
     return [value for value in values_inside(of) if isinstance(value, Tensor)]
 
 
-def values_inside(of: Any, depth: int = 6, met: set[int] | None = None) -> list[Any]:
-    """Return tensors, numbers and text among the attributes of an object, and deeper inside; of arrays their bytes."""
+def values_held(of: Any) -> list[Any]:
+    """Return tensors, numbers and text in a container, and in those inside of it; of arrays their bytes."""
+    return values_inside(of, HOLDERS)
+
+
+def values_inside(
+    of: Any, enter: tuple[type, ...] = (object,), depth: int = 6, met: set[int] | None = None
+) -> list[Any]:
+    """Return the same of any object with attributes, or of those of the types to `enter`."""
     met = set() if met is None else met
     if isinstance(of, Tensor) or type(of) in PLAIN:
         return [of]
@@ -77,13 +96,15 @@ def values_inside(of: Any, depth: int = 6, met: set[int] | None = None) -> list[
         return []
     if type(of).__module__ == "numpy":
         return [bytes(of)] if getattr(of, "nbytes", LARGE) < LARGE else []
+    if not isinstance(of, enter):
+        return []
     met.add(id(of))
-    return [value for part in _parts(of) for value in values_inside(part, depth - 1, met)]
+    return [value for part in _parts(of) for value in values_inside(part, enter, depth - 1, met)]
 
 
 def _parts(of: Any) -> Iterable[Any]:
     """Return what an object refers to."""
-    if isinstance(of, list | tuple | set | frozenset | deque):
+    if isinstance(of, HOLDERS) and not isinstance(of, dict | SimpleNamespace):
         return of
     if isinstance(of, partial):
         return of.func, of.args, of.keywords
@@ -127,7 +148,7 @@ class Arguments:
                 found._places[k] = known[id(of)]
                 leaves[k] = None
         objects = objects_among(leaves)
-        found._objects = Snapshot(objects, tensors=True) if objects else None
+        found._objects = Snapshot(objects, tensors_inside) if objects else None
         return found, tensors
 
     def again(self, tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:

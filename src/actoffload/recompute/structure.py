@@ -18,7 +18,7 @@ from torch.nn import Module
 
 from .._torch.modules import registered
 
-__all__ = ["OWN", "Structure", "Structures", "inside"]
+__all__ = ["Structure", "Structures", "inside", "is_data"]
 
 Table: TypeAlias = Mapping[str, Any]
 
@@ -68,7 +68,7 @@ class Structure:
             for name, value in of.items()
             if value is True or value is False or value is None or name in TABLES
         ]
-        self._data = [(of, name) for of in self._attributes for name, value in of.items() if _is_data(name, value)]
+        self._data = [(of, name) for of in self._attributes for name, value in of.items() if is_data(name, value)]
         self._names = list(map(frozenset, self._attributes))
         values = chain.from_iterable([of.values() for of in self._attributes])
         self.generators = Generator in set(map(type, values))
@@ -106,7 +106,7 @@ class Structure:
             for of, names in zip(self._attributes, self._names, strict=True)
             if len(of) > len(names)
             for name, value in of.items()
-            if name not in names and _is_data(name, value)
+            if name not in names and is_data(name, value)
         ]
         now = [(of, name, of.get(name)) for of, name in (*(place[:2] for place in places), *added)]
         try:
@@ -141,7 +141,7 @@ class Structure:
         ]
 
 
-def _is_data(name: str, value: Any) -> bool:
+def is_data(name: str, value: Any) -> bool:
     """Return whether an attribute is one of the program, and neither a module nor a function."""
     return not (name in OWN or name.startswith(OURS) or isinstance(value, Module) or callable(value))
 

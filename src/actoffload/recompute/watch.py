@@ -7,10 +7,8 @@ parameters, buffers, inputs or the operators that run show it: `State.check` rai
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import torch
@@ -22,10 +20,10 @@ from .._torch.autograd import saved_tensor_hooks
 from .._torch.compiling import opaque
 from .._torch.modules import is_compiled, registered
 from .._torch.tensors import DispatchMode, current_dispatch_mode, is_capturing, storage_address, tree_leaves
-from .arguments import PLAIN, Snapshot, objects_among
+from .arguments import HOLDERS, PLAIN, Snapshot, objects_among, values_held, values_inside
 from .policy import addresses_written, draws, writes
 from .state import version
-from .structure import OWN, inside
+from .structure import inside, is_data
 from .trace import nodes_between
 
 __all__ = ["GENERATORS", "OBJECTS", "Mode", "Watch", "remove_modes"]
@@ -190,7 +188,7 @@ class Watch:
         leaves = tree_leaves((args, kwargs))
         inputs = [(of, version(of)) for of in leaves if isinstance(of, Tensor)]
         objects = objects_among(leaves)
-        before = Snapshot(objects)
+        before = Snapshot(objects, values_inside)
         attributes = [
             _Attribute(each, name, of)
             for each in modules
@@ -273,15 +271,12 @@ class _Attribute:
         self._table, self._name, self.value = vars(module), name, value
         # A dictionary may get more entries, as one that caches does.
         self._parts = dict(value) if type(value) is dict else {}
-        self._before = list(map(Snapshot, self._parts.values() if type(value) is dict else [value]))
+        self._before = [Snapshot(of, values_held) for of in (self._parts.values() if type(value) is dict else [value])]
 
     @staticmethod
     def shows(name: str, value: Any) -> bool:
         """Return whether it shows when the value of an attribute is changed."""
-        # `fully_shard` and other functions of PyTorch keep their state under names that begin so.
-        return not (name in OWN or name.startswith("__")) and (
-            isinstance(value, Tensor) or type(value) in _HOLDERS or type(value).__module__ == "numpy"
-        )
+        return is_data(name, value) and (isinstance(value, (Tensor, *HOLDERS)) or type(value).__module__ == "numpy")
 
     def changed(self, read: Collection[int]) -> bool:
         """Return whether it was changed in place, or replaced by what was computed from it; `read` by operators."""
@@ -293,10 +288,6 @@ class _Attribute:
             value.get(key) is not of and (type(of) not in PLAIN or value.get(key) != of) for key, of in parts
         )
         return replaced or any(of.changed() for of in self._before)
-
-
-_HOLDERS: frozenset[type] = frozenset((list, tuple, set, dict, OrderedDict, defaultdict, deque, SimpleNamespace))
-"""Types of attributes in which a forward may keep something."""
 
 
 def _overlap(modules: Iterable[Module]) -> bool:

@@ -57,7 +57,8 @@ def room_in(lean: TimedPass, backend: Backend, budget: int | None) -> Room:
     limit = usable(limit, max((nbytes for sizes in lean.sizes for nbytes in sizes), default=0))
     # Earlier passes, whose backward is still to come, may keep everything.
     in_flight = lean.waiting * sum(map(sum, lean.sizes))
-    return Room((limit if budget is None else min(limit, budget)) - in_flight, lean.peak_without().nbytes)
+    limit = limit if budget is None else min(limit, budget)
+    return Room(max(limit - in_flight, 0), lean.peak_without().nbytes)
 
 
 @dataclass
@@ -211,11 +212,10 @@ class Findings:
             Bytes that are allocated before it.  An optimizer allocates its states in its first step, which may come
             after the first passes.
         """
-        known, more = self._peak_in(stage), 0
-        if self.limit is not None and self.in_flight == 1:  # else other passes may be in progress
-            more = in_use - known.allocated
-            more = more if more > MORE * self.limit else 0
-        return known.at(elements) + more
+        known = self._peak_in(stage)
+        # Where other passes may be in progress, it says nothing.
+        counts = self.limit is not None and self.in_flight == 1 and in_use - known.allocated > MORE * self.limit
+        return known.at(elements, in_use if counts else 0)
 
     def fits(self, stage: Stage, elements: int, in_use: int = 0) -> bool:
         """Return whether a pass is within the limit, or takes no more than it did when it was planned; see `needs`."""

@@ -40,10 +40,11 @@ from .fitting import Fitting, Script, next_pass, trimming
 from .group_costs import hook_seconds, layer_costs, measured_link
 from .pace import TOLERANCE, TRIES, Comparison, refer, relative, typical
 from .timed_pass import Stage, TimedPass
-from .ways import HOST_SECONDS, Ways
+from .ways import HOST_SECONDS, Ways, timed_operators
 
 __all__ = ["FirstSteps", "Script"]
 
+FULL, SMALLER = 0.9, 4  # part of the most elements of inputs so far; passes with fewer that do not count
 FREE = 0.002  # of the time of a pass; plans that differ by less are equally fast
 NO_LINK = Link(1.0, 1.0)  # nothing is copied, so its rates do not matter
 HOST_CAUTION = 2.5  # factor of the host time of hooks: on shared machines it varies by as much
@@ -83,6 +84,7 @@ class FirstSteps:
         self._policies, self._of_all, self._with_others = policies or {}, of_all, with_others
         self._ways = Ways(groups, self._policies)
         self.found = Findings()
+        self._most = 0  # elements of inputs so far
 
     def run(self, *, warm: bool) -> Script:
         """Yield what the next pass is for, get it when it is over, and return a plan; see [Note: the first steps].
@@ -92,15 +94,15 @@ class FirstSteps:
         found = self.found
         if not warm:
             yield from next_pass(Stage.FIRST)
-        lean = yield from next_pass(Stage.LEAN)
+        lean = yield from self._full(Stage.LEAN)
         found.in_flight = 1 + lean.waiting
         memory = bare = None
         if self._fits_bare(lean):
-            memory = yield from next_pass(Stage.MEMORY)
+            memory = yield from self._full(Stage.MEMORY)
             found.bare = memory.peak_without()
-            bare = yield from next_pass(Stage.BARE)
+            bare = yield from self._full(Stage.BARE)
         else:  # its times count, and the pass before may have allocated host memory, for which the device waited
-            lean = yield from next_pass(Stage.LEAN)
+            lean = yield from self._full(Stage.LEAN)
             assert lean.meter is not None
             # With gradient accumulation, gradients are there before some passes only.
             found.allocated_before = max(found.allocated_before, lean.meter.allocated_before)
@@ -118,6 +120,20 @@ class FirstSteps:
             if found.bare.nbytes and found.plan.peak_bytes is not None:
                 found.plan = replace(found.plan, peak_bytes=found.bare.at(found.size))
         return found.plan
+
+    def _full(self, stage: Stage) -> Generator[Stage, TimedPass, TimedPass]:
+        """Yield a stage until its pass has inputs as large as any before, and return that pass; not for ever.
+
+        The plan is for inputs of this size.  The last batch of an epoch is often smaller.
+        """
+        timed = yield from next_pass(stage)
+        for _ in range(SMALLER):
+            self._most = max(self._most, timed.elements)
+            if timed.elements >= FULL * self._most:  # [guard: inputs that are smaller than before -> True]
+                return timed
+            timed = yield from next_pass(stage)
+        self._most = timed.elements  # it is the larger one that is rare
+        return timed
 
     def _fits_bare(self, lean: TimedPass) -> bool:
         """Return whether a pass without offloading fits into the memory of the device, in all ranks."""
@@ -179,18 +195,16 @@ class FirstSteps:
         """Measure passes in which all groups are recomputed, and return the plan in which some may be."""
         found, limit = self.found, self.found.limit or inf
         first = yield from next_pass(Stage.FIRST_AGAIN)
-        assert first.operators is not None
         first.wait(self._backend)
         assert found.choose is not None
         names, layers, link = found.choose.args
         of_group = {key.group: layer for key, layer in zip(first.sequence, layers, strict=False)}
-        costs = first.operators.costs()
+        costs = timed_operators(first, found.size)
         operators = self._ways.operators(costs, of_group)
         if not operators.keys() >= of_group.keys() & self._policies.keys():  # the first of their kinds were watched
             second = yield from next_pass(Stage.FIRST_AGAIN)
-            assert second.operators is not None
             second.wait(self._backend)
-            operators = self._ways.operators(costs | second.operators.costs(), of_group)
+            operators = self._ways.operators(costs | timed_operators(second, found.size), of_group)
         saves = {group: tuple(of.name for of in worth_saving(operators.get(group, ()))) for group in self._policies}
         found.saves = saves
         yield from next_pass(Stage.AGAIN)  # to warm up: what is saved has changed

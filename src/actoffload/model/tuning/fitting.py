@@ -62,7 +62,8 @@ class Fitting:
                 passes += [(yield from next_pass(Stage.PLAN))]
                 passes[-1].wait(self._backend)
             seconds = typical(passes[1:], self._backend, found.size)
-            peak = max(of.peak for of in passes)
+            # [guard: peaks of passes with smaller inputs or less memory before]
+            peak = max(of.peak_at(found.size, found.allocated_before) for of in passes)
             if not peak or plan.peak_bytes is None or found.choose is None or found.in_flight > 1:
                 return found.as_timed(plan, seconds, baseline, with_others=self._with_others())
             # See [Note: peaks of plans].

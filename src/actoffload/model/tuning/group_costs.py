@@ -131,7 +131,7 @@ def layer_costs(
     assert lean.meter is not None
     assert timed.meter is not None
     sizes, moments = lean.sizes, lean.meter.moments()
-    clock, larger = _Clock(timed.meter.times()), _ratio(timed, lean)
+    clock, larger = _Clock(timed.meter.times()), lean.larger(timed.elements)
     other = _other_bytes(lean, timed, memory, allocated)
     alike = {tuple(sorted(sizes[k])): k for kind, k in moments if kind is Kind.BACKWARD}
     costs, forward, backward = [], [], []
@@ -267,11 +267,6 @@ def beside(others: Sequence[LayerCost], layers: Sequence[LayerCost]) -> tuple[La
     return tuple(found)
 
 
-def _ratio(larger: TimedPass, smaller: TimedPass) -> float:
-    """Return by how much the activations of a pass are larger than those of another, as far as its inputs tell."""
-    return larger.elements / smaller.elements if smaller.elements else 1.0
-
-
 def _scaled(sizes: Sequence[Sequence[int]], factor: float) -> list[list[int]]:
     return [[round(nbytes * factor) for nbytes in of_group] for of_group in sizes]
 
@@ -285,7 +280,7 @@ def _other_bytes(lean: TimedPass, timed: TimedPass, memory: TimedPass | None, al
     found: _Bytes = {}
     of_pass = lean if memory is None else memory
     assert of_pass.meter is not None
-    sizes, larger = _scaled(lean.sizes, _ratio(of_pass, lean)), _ratio(timed, of_pass)
+    sizes, larger = _scaled(lean.sizes, lean.larger(of_pass.elements)), of_pass.larger(timed.elements)
     more = 0
     if allocated > of_pass.meter.allocated_before:  # [guard: gradients before some passes only]
         more = allocated - of_pass.meter.allocated_before

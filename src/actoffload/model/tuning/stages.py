@@ -58,6 +58,9 @@ class Stages:
         recompute = {**self._recompute, **{group: saving(names) for group, names in found.saves.items()}}
         if stage is Stage.FIRST_AGAIN:
             recompute |= self._policies
+        # Other ranks may follow the plan in this pass.
+        if stage is Stage.FIRST and found.plan is not None:  # [guard: pass in place of one with the plan]
+            recompute |= self._roles_of(found).recompute
         if stage in LEAN:
             return replace(self._lean(recompute), operators=operators)
         return Conduct(Mode.SCOPED, self._plans.order, recompute=recompute)
@@ -79,9 +82,13 @@ class Stages:
         roles = self._roles_of(found)
         return Conduct(Mode.WHOLE, order, roles, {**self._recompute, **roles.recompute})
 
-    def leanest(self) -> Conduct:
-        """Offload and recompute everything."""
-        return self._lean({**self._policies, **self._recompute})
+    def leanest(self, found: Findings | None = None) -> Conduct:
+        """Offload and recompute everything; given a plan that other ranks follow, recompute what it does.
+
+        Groups that are recomputed communicate again, so the ranks must recompute the same.
+        """
+        again = self._policies if found is None else self._roles_of(found).recompute
+        return self._lean({**again, **self._recompute})
 
     def idle(self) -> Conduct:
         """Offload nothing."""

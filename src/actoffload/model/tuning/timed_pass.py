@@ -42,9 +42,16 @@ class Peak(NamedTuple):
     elements: int = 0
     allocated: int = 0
 
-    def at(self, elements: int) -> int:
-        """Return the most that a pass takes with as many elements: activations grow with them, weights do not."""
-        return -(-self.nbytes * elements // self.elements) if elements > self.elements > 0 else self.nbytes
+    def at(self, elements: int, allocated: int = 0) -> int:
+        """Return the most that a pass takes with as many elements, and so much allocated before it.
+
+        What comes on top grows with the inputs, as activations do.  It is not expected to shrink, and neither is the
+        rest.
+        """
+        inside = self.nbytes - self.allocated
+        if elements > self.elements > 0:  # [guard: inputs that are larger than those of a peak]
+            inside = -(-inside * elements // self.elements)
+        return max(self.allocated, allocated) + inside
 
 
 @dataclass(eq=False)
@@ -64,14 +71,15 @@ class TimedPass:
     waiting: int = 0  # earlier passes whose backward is still to come
     operators: OperatorTimes | None = None  # of the groups that are recomputed
     memory: bool = False  # its peak is read
+    allocated: int = 0  # bytes of device memory before it, if its peak is read
     peak: int = 0  # bytes of device memory, from its begin to the end of its backward; 0 if not known
 
     @staticmethod
     def begin(stage: Stage, number: int, elements: int, backend: Backend, *, memory: bool = False) -> TimedPass:
         """Return a pass that begins now; `memory`: its peak is read, which takes longer."""
-        if memory:
-            backend.allocated()
-        return TimedPass(stage, number, elements, backend.record_timed(current_stream(backend)), memory=memory)
+        allocated = (backend.allocated() or (0, 0))[0] if memory else 0
+        begun = backend.record_timed(current_stream(backend))
+        return TimedPass(stage, number, elements, begun, memory=memory, allocated=allocated)
 
     def watch(self, backend: Backend, outputs: Iterable[torch.Tensor]) -> None:
         """Note the end of the first backward that comes to one of the outputs."""
@@ -125,6 +133,14 @@ class TimedPass:
     def pace(self, backend: Backend) -> float:
         """Return the seconds for each element of the inputs, whose number may differ from pass to pass."""
         return self.seconds(backend) / max(self.elements, 1)
+
+    def larger(self, elements: int) -> float:
+        """Return by how much activations are larger with as many elements of inputs, as far as that is known."""
+        return elements / self.elements if elements and self.elements else 1.0
+
+    def peak_at(self, elements: int, allocated: int) -> int:
+        """Return its peak as it is with as many elements, and so much allocated before; 0 if it is not known."""
+        return Peak(self.peak, self.elements, self.allocated).at(elements, allocated) if self.peak else 0
 
     def peak_without(self) -> Peak:
         """Return the peak of device memory in it if nothing were offloaded, from its first border on."""

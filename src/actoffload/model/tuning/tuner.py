@@ -27,7 +27,6 @@ from ...recompute import Policy
 from ...schedule.execution_order import GroupKey, GroupPlans
 from ...schedule.timeline import size
 from ..conduct import Conduct, FollowedModule
-from ..operator_times import OperatorTimes
 from ..reporting import PassLog
 from .drift import Drift
 from .findings import Findings, Room, room_in
@@ -35,8 +34,9 @@ from .first_steps import FirstSteps, Script
 from .lockstep import WINDOW, Decision
 from .metering import Meter
 from .ranks import Ranks
-from .stages import BY_GROUP, LEAN, Stages
-from .timed_pass import Stage, TimedPass
+from .stages import LEAN, Stages
+from .timed_pass import Stage
+from .timer import PassTimer
 
 __all__ = ["Tuner"]
 
@@ -94,10 +94,10 @@ class Tuner:
         self._ranks = Ranks() if ranks is None else ranks
         self._lock = threading.Lock()
         self._number = passes
-        self._current: TimedPass | None = None  # in progress, or the latest
-        self._thread = 0  # that runs its forward
+        self._timer = PassTimer(engine)
         self._unfinished = self._passed_over = 0  # passes in a row
         self._settled = 0  # pass since which there is a plan
+        self._in_use = 0  # bytes of device memory before a pass, when they were looked at last
         self._alone = False  # the groups are called, and not the model
         self._chosen: Findings | None = None  # whose plan is kept
         self._measuring: Findings
@@ -152,7 +152,7 @@ class Tuner:
         self._alone = False
         aside = self._engine.backend.capturing() or not isinstance(self._engine.recorder, Meter | None)
         if aside:
-            self._drop()  # [guard: pass measured while a graph is captured or a step is recorded]
+            self._timer.drop()  # [guard: pass measured while a graph is captured or a step is recorded]
             if self._ranks.lockstep is None:
                 return self._stages.whole(self._chosen)
         self._close()
@@ -165,13 +165,12 @@ class Tuner:
 
     def forward_ends(self, output: Any) -> None:
         """Time the pass until the end of its backward."""
-        if self._current is not None and self._thread == threading.get_ident():
-            self._current.watch(self._engine.backend, tensors_in(output))
+        self._timer.forward_ends(output)
 
     def pass_ends(self, done: ModelPass[GroupKey], sequence: Sequence[GroupKey]) -> None:
         """Take what a forward saved."""
         self._plans.learn(sequence)
-        timed = self._current if self._thread == threading.get_ident() else None
+        timed = self._timer.of_thread()
         if timed is not None:
             timed.saw(done, sequence)
         if not done.partly or (timed is not None and timed.stage is Stage.PLAN):
@@ -182,39 +181,22 @@ class Tuner:
     def retire(self) -> None:
         """Stop measuring."""
         with self._lock:
-            self._drop()
+            self._timer.drop()
             self._ranks.leave()
 
     def _measure(self, stage: Stage, elements: int) -> Conduct:
         """Begin a pass of the first steps."""
         if self._measuring.host_bytes is not None:
             self._engine.trim(keep=self._measuring.host_bytes)
-        timed = self._time(stage, elements, memory=stage is Stage.PLAN and self._measuring.limit is not None)
-        if stage in BY_GROUP:
-            memory = stage not in (Stage.BARE, Stage.BARE_AGAIN)
-            timed.meter = Meter(self._engine.backend, self._engine.counters, memory=memory)
-            self._engine.record(timed.meter)
-        if stage is Stage.FIRST_AGAIN:
-            timed.operators = OperatorTimes(self._engine.backend)
+        memory = stage is Stage.PLAN and self._measuring.limit is not None
+        timed = self._timer.begin(stage, self._number, elements, memory=memory)
         return self._stages.of(stage, self._measuring, timed.operators)
-
-    def _time(self, stage: Stage, elements: int, *, memory: bool = False) -> TimedPass:
-        self._thread = threading.get_ident()
-        self._current = TimedPass.begin(stage, self._number, elements, self._engine.backend, memory=memory)
-        return self._current
-
-    def _drop(self) -> None:
-        """Forget the pass before this one, and read none of its events."""
-        if isinstance(self._engine.recorder, Meter):
-            self._engine.record(None)
-        self._current = None
 
     def _close(self) -> None:
         """End the pass before this one, and go on in the script if its backward has ended."""
-        timed, recorder = self._current, self._engine.recorder
-        self._drop()
-        if timed is None or (timed.meter is not None and timed.meter is not recorder):
-            return  # a step was recorded in the middle of it
+        timed = self._timer.take()
+        if timed is None:
+            return
         if timed.ended is None:
             self._unfinished += 1
             return
@@ -231,19 +213,21 @@ class Tuner:
             self._stage = self._script.send(timed)
         except StopIteration as stop:
             if stop.value is None:  # an interrupt had ended it
-                self._begin(self._number + 1, warm=False)
+                self._begin(self._number + 1, again=True)
             else:
                 self._settle(stop.value)
 
     # The plan
 
-    def _begin(self, number: int, *, warm: bool = False, reserve: int | None = None) -> None:
+    def _begin(self, number: int, *, warm: bool = False, again: bool = False) -> None:
         """Measure the first steps, or measure them again; `number` is that of the first pass.
 
-        `reserve`: by how many bytes the room of this rank is smaller for the others, if they have said that already.
+        `again`: they had begun, so other ranks may have said how much room they have, which they say once.
         """
         self._begun, ranks = number, self._ranks
-        of_all = ranks.room_of_all if reserve is None else partial(Room.less, reserve=reserve)
+        of_all = ranks.room_of_all
+        if again and self._measuring.limit is not None:
+            of_all = partial(Room.less, reserve=self._measuring.reserve)
         steps = FirstSteps(
             self._engine.backend,
             self._groups,
@@ -290,10 +274,10 @@ class Tuner:
             self._follow()
         if self._stage is None:
             return None
-        in_use = 0 if self._stage in LEAN else self._engine.backend.in_use() or 0
+        in_use = 0 if self._stage in LEAN else self._allocated()
         if not (follows or aside) and self._outdated(self._stage, elements, in_use):
             # [guard: first steps that are outdated]
-            self._begin(self._number, warm=True, reserve=self._measuring.reserve)
+            self._begin(self._number, warm=True, again=True)
         stage = decided = self._stage
         # A pass that may not fit offloads everything and does not count.
         fits = stage in LEAN or self._measuring.fits(stage, elements, in_use)
@@ -310,10 +294,8 @@ class Tuner:
         """Return whether what was measured so far does not hold for this pass and those to come."""
         if stage in LEAN or self._unfinished >= UNFINISHED:
             return False
-        found = self._measuring
-        # One pass with larger inputs is passed over.
-        inputs = self._passed_over + 1 >= PASSED_OVER and not found.fits(stage, elements)
-        return inputs or found.exceeds(stage, in_use)
+        found, often = self._measuring, self._passed_over + 1 >= PASSED_OVER
+        return found.exceeds(stage, in_use) or (often and not found.fits(stage, elements, in_use))
 
     def _follow(self) -> None:
         """Take what another rank decided for this pass; go on alone if it does not answer."""
@@ -340,20 +322,25 @@ class Tuner:
         assert chosen is not None
         leads = lockstep is None or lockstep.leads
         wanted = leads and self._drift.moved(self._number, chosen.size, self._engine.backend)
-        wanted = wanted or chosen.exceeds(Stage.PLAN, self._engine.backend.in_use() or 0)
+        self._in_use = self._allocated()
+        wanted = wanted or chosen.exceeds(Stage.PLAN, self._in_use)
         if lockstep is None:
             return wanted
         return bool(self._ranks.together(lambda of: of.begins_again(self._number, wanted=wanted)))
 
     # Later
 
+    def _allocated(self) -> int:
+        return self._engine.backend.in_use() or 0
+
     def _steady(self, elements: int) -> Conduct:
         """Return how a pass is followed once there is a plan."""
         chosen = self._chosen
         assert chosen is not None
         if self._drift.times(self._number):
-            self._time(Stage.PLAN, elements)
-        soon = self._number - self._settled <= SOON
-        if not chosen.fits(Stage.PLAN, elements, (self._engine.backend.in_use() or 0) if soon else 0):
-            return self._stages.leanest()
+            self._timer.begin(Stage.PLAN, self._number, elements)
+        if self._number - self._settled <= SOON:
+            self._in_use = self._allocated()
+        if not chosen.fits(Stage.PLAN, elements, self._in_use):
+            return self._stages.leanest(None if self._ranks.lockstep is None else chosen)
         return self._stages.idle() if elements < chosen.least_size else self._stages.planned(chosen)

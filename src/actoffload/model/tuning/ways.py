@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import replace
 from math import log2
 
 from ...planner import OperatorCost, Variant, variants
@@ -14,7 +16,7 @@ from ..conduct import FollowedModule
 from .group_costs import at_the_pace_of, beside, for_inputs, layer_costs, steady, without_hooks
 from .timed_pass import TimedPass
 
-__all__ = ["HOST_SECONDS", "Ways"]
+__all__ = ["HOST_SECONDS", "Ways", "timed_operators"]
 
 HOST_SECONDS = 60e-6  # of the host for one tensor that is offloaded, unless measured
 
@@ -93,6 +95,20 @@ class Ways:
         return type(self._groups[group].module)
 
 
+def timed_operators(timed: TimedPass, elements: int) -> dict[int, list[OperatorCost]]:
+    """Return the operators of groups that a pass timed, with outputs as for inputs with so many elements."""
+    assert timed.operators is not None
+    larger = timed.larger(elements)
+
+    def scaled(of: OperatorCost) -> OperatorCost:
+        return replace(of, sizes=tuple(math.ceil(larger * nbytes) for nbytes in of.sizes))
+
+    costs = timed.operators.costs()
+    if larger != 1.0:  # [guard: operators of inputs of another size]
+        costs = {group: list(map(scaled, each)) for group, each in costs.items()}
+    return costs
+
+
 def _alone(
     lean: TimedPass, timed: TimedPass, kinds: Sequence[Hashable], elements: int, allocated: int
 ) -> list[LayerCost]:
@@ -100,6 +116,5 @@ def _alone(
     assert lean.meter is not None
     costs = steady(layer_costs(lean, timed, allocated=allocated), kinds)
     found = without_hooks(costs, lean.meter, kinds, HOST_SECONDS)
-    if timed.elements not in (0, elements):  # [guard: inputs of another size]
-        found = for_inputs(found, elements / timed.elements)
-    return found
+    larger = timed.larger(elements)
+    return for_inputs(found, larger) if larger != 1.0 else found  # [guard: inputs of another size]
