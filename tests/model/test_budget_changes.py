@@ -152,14 +152,14 @@ def test_a_plan_that_was_tried_with_less_memory_beside_it_is_for_the_others():
     del beside
 
 
-@torch.library.custom_op("actoffload_tests::work", mutates_args=())
+@torch.library.custom_op("actoffload_tests::of_rows", mutates_args=())
 def work(x: Tensor, seconds: float) -> Tensor:
     """Compute, and return what is saved; an operator that recomputation may save or run again."""
     Operators.device.compute(seconds * len(x) / 4)
     return Operators.device.count(x.clone())
 
 
-@torch.library.custom_op("actoffload_tests::work_back", mutates_args=())
+@torch.library.custom_op("actoffload_tests::of_rows_back", mutates_args=())
 def work_back(grad: Tensor, y: Tensor, seconds: float) -> Tensor:
     Operators.device.compute(2 * seconds * len(y) / 4)
     return grad.clone()

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import pytest
 import torch
@@ -51,7 +51,7 @@ class Timed(ReferenceDevice):
         self.highest = 0  # peak before `allocated` reset it
         self.host = 0.0  # seconds; the host takes no time unless a test lets it
         self.created = CreatedStorages()
-        self.forwards = Counter[nn.Module]()
+        self.forwards = WeakKeyDictionary[nn.Module, int]()
         self.slow: Callable[[], float] = lambda: 1.0  # factor of all compute
         self.pinning = 0.0  # seconds for each byte of new host memory, for which the device waits
 
@@ -132,7 +132,8 @@ class TimedBlock(nn.Module):
         self.device, self.seconds, self.nbytes = device, (forward / 4, backward / 4), nbytes // 4
 
     def forward(self, x: Tensor) -> Tensor:
-        self.device.forwards[self] += 1  # also those of a recomputation, for which attributes are put back
+        # Also those of a recomputation, for which attributes are put back.
+        self.device.forwards[self] = self.device.forwards.get(self, 0) + 1
         for _ in range(4):  # for an input of 4 elements
             forward, backward = (seconds * x.numel() / 4 for seconds in self.seconds)
             x = Work.apply(x, self.device, (forward, backward), self.nbytes * x.numel() // 4)
