@@ -66,7 +66,7 @@ def train(schedule: Any, modules: list[nn.Module], rows: int, after: Any = None)
     results, peaks = [], []
     for k in range(STEPS):
         torch.manual_seed(100 + k)
-        both = torch.randn(2, rows * MICROBATCHES, weight.shape[0]).to(weight)
+        both = torch.randn(2, rows * MICROBATCHES, weight.shape[0], device=weight.device).to(weight)
         for module in modules:
             module.zero_grad(set_to_none=False)
         losses: list[torch.Tensor] = []
@@ -154,8 +154,9 @@ def check(seen: dict[str, Any]) -> None:
     # Memory follows the plan: the same on every step.
     assert len({step["saved"] for step in last}) == 1
     assert last[-1]["saved"] <= last[-1]["expected"]
-    # On a GPU one tensor lives until the host has seen that it was sent to another rank, which varies.
-    assert max(seen["peaks"]) - min(seen["peaks"]) <= seen["sent"]
+    # On a GPU a tensor lives until the host has seen that it was sent to another rank, also without offload.  How many
+    # do at a time varies.
+    assert max(seen["peaks"]) - min(seen["peaks"]) <= MICROBATCHES * seen["sent"]
     if seen["budget"] is not None:
         assert seen["planned"] <= seen["budget"] or "No plan of this rank is within" in seen["plan"]
 

@@ -69,6 +69,7 @@ class FirstSteps:
         self._first_trial, self._bare_trial = 0, False
         self._tried: StepMeter | None = None  # of a step with it
         self._without: StepMeter | None = None  # of a step that offloads nothing
+        self.kept_bytes: int | None = None  # peak of saved tensors in the latest step, if none of them was seen
 
     def begin(self, number: int) -> None:
         """Begin one of the first steps."""
@@ -91,14 +92,17 @@ class FirstSteps:
     def _begin_trial(self, number: int) -> None:
         if number == self._first_trial:
             return
+        # A whole step is timed, and none of its groups: that would take time of the host, which may be what counts.
         if self._tried is None:
-            self._watch()
+            self._meter = StepMeter(self._backend, self._conductor.engine.counters)
         elif self._bare_trial and self._without is None:
             self._conductor.pause()
-            self._watch(bare=True)
+            for stage in self._stages:
+                stage.steering.unfollowed = True
+            self._meter = StepMeter(self._backend, self._conductor.engine.counters)
 
-    def _watch(self, *, bare: bool = False) -> None:
-        """Measure the present step, which offloads nothing if it is `bare`."""
+    def _watch(self, *, bare: bool) -> None:
+        """Measure the groups in the present step, which offloads nothing if it is `bare`."""
         engine = self._conductor.engine
         self._bare = bare
         for stage in self._stages:
@@ -110,22 +114,25 @@ class FirstSteps:
     def end(self, *, failed: bool) -> None:
         """End a step."""
         meter, engine = self._meter, self._conductor.engine
-        self._meter = self._conductor.watching = None
+        self._meter = self._conductor.watching = self.kept_bytes = None
         if meter is None:
             return
         meter.end()
         if engine.recorder is meter:
             engine.record(None)
+        paused = self._conductor.paused
+        if paused:
+            self.kept_bytes = self._most_saved(self._conductor.learned.order)
         for stage in self._stages:
-            stage.steering.bare = False
+            stage.steering.bare = stage.steering.unfollowed = False
         self._conductor.resume()
         if failed:
             return
-        if self.trying and self._bare:
-            self._without = meter
-            return
         if self.trying:
-            self._tried = meter
+            if paused:
+                self._without = meter
+            else:
+                self._tried = meter
             return
         _, peak = self._backend.allocated() or (0, 0)
         self.other_bytes = max(self.other_bytes, peak - engine.statistics().peak_resident_bytes)

@@ -14,6 +14,7 @@ from .._pipelining import actions_of, runs_backward
 from .._warnings import warn
 from ..engine import tensor_marks
 from ..engine.layer import tensors_in
+from ..engine.statistics import Statistics
 from ..model.tuning.board import LostRankError
 from ..schedule.pipeline import Computation, Step
 from ..schedule.pipeline_orders import read_order
@@ -256,6 +257,12 @@ class Runner:
             return sum(nbytes for group in of.steering.saved for _, nbytes in group)
         return sum(self.conductor.plan.nbytes[of.index])
 
+    def _peak_bytes(self, statistics: Statistics) -> int:
+        """Return the highest bytes of saved tensors at a time, also where not all of them were seen."""
+        if self._script.kept_bytes is not None:
+            return self._script.kept_bytes
+        return self._peak if self.conductor.scoped else statistics.peak_resident_bytes
+
     def report(self) -> PipelineReport:
         """Return what this rank did since its statistics were reset."""
         learned, plan = self.conductor.learned, self.conductor.plan
@@ -272,7 +279,7 @@ class Runner:
             offloaded=0 if plan is None else len(plan.transfers),
             saved_bytes=sum(saved[stage] for stage in forwards),
             offloaded_bytes=0 if plan is None else plan.offloaded_bytes,
-            peak_bytes=self._peak if self.conductor.scoped else statistics.peak_resident_bytes,
+            peak_bytes=self._peak_bytes(statistics),
             expected_bytes=self._expected,
             boundary_bytes=sum(learned.boundary.values()),
             on_demand=statistics.reloaded_on_demand,

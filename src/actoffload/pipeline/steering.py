@@ -93,7 +93,8 @@ class StageSteering:
         ] = ()  # which they are; `saved` is of a forward that was followed whole
         self._group_of: dict[str, int] = {}  # by name, of all groups that ever ran
         self.outside = 0  # bytes that are saved outside of the groups or kept, at most
-        self.bare = False  # offload nothing, to measure
+        self.bare = False  # offload nothing, to measure the groups
+        self.unfollowed = False  # run as without offloading, to time whole steps
         self.operators: OperatorTimes | None = None  # times the operators of recomputed groups
         self.adopts = False  # groups are offloaded with what was saved before them
         self.apart = False  # pipelines that may decide otherwise run copies of this stage
@@ -130,6 +131,8 @@ class StageSteering:
             return Conduct(Mode.IDLE)
         if microbatch is None:  # the metadata inference of the schedule
             return Conduct(Mode.WHOLE, order, lambda order: Roles.leanest(len(order)), self._policies)
+        if self.unfollowed:
+            return Conduct(Mode.SCOPED, order, recompute=self._always) if self._always else Conduct(Mode.IDLE)
         roles_of = _lean
         if self.bare:
             roles_of = partial(self._offloading, frozenset())
