@@ -197,7 +197,10 @@ def test_without_room_for_a_step_that_offloads_nothing():
 
 @pytest.mark.parametrize("least", [0.0, 0.5])
 def test_a_plan_that_costs_time_after_all(least, monkeypatch):
-    """Compute takes a tenth longer in steps that offload more than a part of what the first plan offloads."""
+    """Compute takes a tenth longer in steps that offload more than a part of what the first plan offloads.
+
+    In those that measure it may take longer too, as where time of the host counts: all groups are followed there.
+    """
     first: list[int] = []
 
     def offloaded(handle: PipelineHandle) -> int:
@@ -213,24 +216,29 @@ def test_a_plan_that_costs_time_after_all(least, monkeypatch):
         handle = offload(schedule, min_bytes=64)
 
     def slow() -> float:
+        if len(seconds) < MEASURED and not least:
+            return 1.2
         now = offloaded(handle)
         first.extend([now] if now and not first else [])
         return 1.1 if first and now > least * first[0] else 1.0
 
+    seconds: list[float] = []
+    plans: list[int] = []
     device.slow = slow
-    seconds, plans = [], []
     for _ in range(MEASURED + 5 * TRIAL):
         begun = device.main.now
         schedule.step(torch.ones(4 * MICROBATCHES), target=torch.ones(4 * MICROBATCHES))
         seconds.append(device.main.now - begun)
         plans.append(offloaded(handle))
-    without = seconds[MEASURED - 1]
+    without = seconds[MEASURED + TRIAL - 1]
     assert plans[MEASURED] == first[0] > 0
     assert seconds[MEASURED] > 1.05 * without
     assert seconds[-1] <= 1.01 * without
     assert 0 < plans[-1] <= first[0] / 2 if least else plans[-1] == 0
     assert handle.plan is not None
     assert "a step took" in handle.plan.because
+    if not least:
+        assert handle.plan.seconds == handle.plan.baseline_seconds == without
     assert handle.report().host_bytes <= handle.plan.host_bytes + 2**21
     handle.remove()
 

@@ -54,6 +54,13 @@ class Plans:
         """Time of a step, as simulated."""
         return max(plan.seconds or 0.0 for plan in self.of_ranks)
 
+    def taking(self, seconds: float | None) -> Plans:
+        """Return the same plans, of steps that take as long as was measured without offloading, if it was."""
+        if seconds is None:
+            return self
+        measured = (replace(plan, seconds=seconds, baseline_seconds=seconds) for plan in self.of_ranks)
+        return replace(self, of_ranks=tuple(measured))
+
     def saying(self, because: str) -> Plans:
         """Return the same plans with a further reason."""
         plans = (replace(plan, because=f"{plan.because} {because}".strip()) for plan in self.of_ranks)
@@ -137,7 +144,8 @@ class Trials:
         )
         nothing = Plans(*plans_of(self._measured, replace(limits, fraction=0.0)))
         if not given and not nothing.does_something:
-            return nothing.saying(f"Nothing is offloaded, because {first}, although copies should have taken no time.")
+            because = f"Nothing is offloaded, because {first}, although copies should have taken no time."
+            return nothing.taking(first.without).saying(because)
         best = min(self._done, key=lambda trial: trial.seconds)
         tried = "With this plan" if len(self._done) == 1 else f"With this plan, the fastest of {len(self._done)},"
         return best.plans.saying(f"{tried} {best}.")
