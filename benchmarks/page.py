@@ -58,6 +58,8 @@ def origin(data: Data) -> str:
         for part, found in data.get("parts", {}).items()
         if found.get("device", data["device"]) != data["device"]
     ]
+    measured = {f"part `{part}`": found for part, found in data.get("parts", {}).items()} or {"it": data}
+    apart += [text("beside", of=of, beside=found["beside"]) for of, found in measured.items() if "beside" in found]
     found = (text("rehearsal") if data["device"]["reference"] else "") + text("origin", **data, **values)
     return " ".join([found, *apart])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -12,6 +13,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 FORMAT = 1
+BESIDE = "ACTOFFLOAD_BENCHMARKS_BESIDE"
+"""The variable of the environment with what runs on another GPU of the host at the same time."""
 
 
 def digest() -> str:
@@ -22,6 +25,12 @@ def digest() -> str:
     finally:
         sys.path.pop(0)
     return str(source_digest(ROOT / "src" / "actoffload"))
+
+
+def beside() -> dict[str, str]:
+    """Return what runs on another GPU of the host, as an entry of a result or of a part of one; empty if nothing."""
+    found = os.environ.get(BESIDE)
+    return {"beside": found} if found else {}
 
 
 def write(folder: Path, name: str, data: dict[str, Any], command: str) -> Path:
@@ -35,6 +44,7 @@ def write(folder: Path, name: str, data: dict[str, Any], command: str) -> Path:
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "device": asdict(describe_device()),
         "source_digest": digest(),
+        **({} if "parts" in data else beside()),
     }
     taken = sorted(origin.keys() & data.keys())
     if taken:

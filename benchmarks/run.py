@@ -31,7 +31,7 @@ import step_memory
 import torch
 from harness import measure
 from host_time import measure_layers, measure_tensors
-from results_file import RESULTS, digest, read, write
+from results_file import RESULTS, beside, digest, read, write
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from workloads import FULL, REHEARSAL
 
@@ -91,7 +91,8 @@ def run(options: argparse.Namespace, device: torch.device) -> None:
             return
         for part in parts:
             print(f"{part}:", flush=True)
-            found = {**data["parts"], part: measure_one(name, part, device, rehearse=options.rehearse)}
+            measured = measure_one(name, part, device, rehearse=options.rehearse) | beside()
+            found = {**data["parts"], part: measured}
             # The page has the parts in this order, whichever of them was measured first.
             data["parts"] = {part: found[part] for part in PARTS[name] if part in found}
             write(options.out, name, data, command)

@@ -7,7 +7,7 @@ Needs Python 3.12, torch, pytest, pytest-timeout and matplotlib, transformers fo
 library.  Each step is a process with its own time limit, and one that fails does not stop the others.  The output
 folder holds at most ten files:
 
-run.log                      all output of all steps
+run.log                      all output of all steps, and beside.log that of those beside them
 tests.xml                    the results of the tests, as JUnit XML
 gallery-recording.tar.gz     for ``python docs/tools/record_gallery.py unpack``
 gpu-tests.json and a file for each benchmark, such as trainer.json      for benchmarks/results
@@ -20,6 +20,10 @@ layers alone, under a minute), whose file takes the place of that of ``llama``. 
 runs of the same sources stay, if the file lies in the folder of ``--out``.  With four GPUs ``pipelines`` also measures
 four ranks; each pipeline takes at most five minutes, so give ``--budget 2100``.  ``--rehearse`` takes small sizes, for
 a machine without a GPU.
+
+``--beside`` names steps that run on a second GPU of the host at the same time, and each result then says which ran on
+the other GPU.  It is for steps whose times are not shown, such as ``tests``: two GPUs of one host share its memory, and
+copies of both at once are slower.
 """
 
 # ruff: noqa: T201 - a script that prints
@@ -32,12 +36,18 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parents[1]
-LOG = "run.log"
+sys.path[:0] = [str(ROOT / folder) for folder in ("benchmarks", "src")]
+
+from results_file import BESIDE, write  # noqa: E402 - lies in benchmarks
+
+LOGS = "run.log", "beside.log"
 PINNING = "pinned_use_cuda_host_register:True,pinned_num_register_threads:8"
 """Settings of the allocator of PyTorch: several threads pin host memory, as on the page about hardware."""
 MESSAGE = 400  # characters of a failure in the summary
@@ -118,7 +128,31 @@ def chosen(names: str, known: dict[str, Step]) -> list[Step]:
     return [step for name, step in known.items() if name in wanted]
 
 
-def environment(step: Step) -> dict[str, str]:
+@dataclass(frozen=True)
+class Lane:
+    """Steps that run one after the other on one GPU, and the names of those on another one at the same time."""
+
+    steps: tuple[Step, ...]
+    log: Path
+    gpu: int | None = None  # None for all
+    beside: str = ""
+
+
+def lanes(chosen: list[Step], beside: list[Step], out: Path) -> list[Lane]:
+    """Return what runs at the same time; raise `SystemExit` if a step is named twice."""
+    twice = [step.name for step in beside if step in chosen]
+    if twice:
+        raise SystemExit(f"--beside: {', '.join(twice)} of --only cannot run beside itself; name it once.")
+    if not beside:
+        return [Lane(tuple(chosen), out / LOGS[0])]
+    names = [", ".join(step.name for step in some) for some in (chosen, beside)]
+    return [
+        Lane(tuple(some), out / log, gpu, other)
+        for gpu, (some, log, other) in enumerate(zip((chosen, beside), LOGS, reversed(names), strict=True))
+    ]
+
+
+def environment(step: Step, lane: Lane | None = None) -> dict[str, str]:
     """Return the environment of a step: the library from src, unbuffered output, no display."""
     paths = [str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
     return {
@@ -128,11 +162,12 @@ def environment(step: Step) -> dict[str, str]:
         "PYTHONDONTWRITEBYTECODE": "1",
         "MPLBACKEND": "agg",
         **({"PYTORCH_ALLOC_CONF": PINNING} if step.pins else {}),
+        **({} if lane is None or lane.gpu is None else {"CUDA_VISIBLE_DEVICES": str(lane.gpu), BESIDE: lane.beside}),
     }
 
 
-def run(step: Step, log: Path, limit: float) -> Outcome:
-    """Run one step, with its output on the screen and in the log."""
+def run(step: Step, log: Path, limit: float, lane: Lane | None = None) -> Outcome:
+    """Run one step, with its output in the log, and on the screen how it ended."""
     print(f"=== {step.name}: at most {limit:.0f} s", flush=True)
     begun = time.monotonic()
     with log.open("a", encoding="utf-8") as file:
@@ -143,7 +178,7 @@ def run(step: Step, log: Path, limit: float) -> Outcome:
         process = subprocess.Popen(
             [sys.executable, *step.command],
             cwd=ROOT,
-            env=environment(step),
+            env=environment(step, lane),
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=subprocess.STDOUT,
@@ -161,8 +196,28 @@ def run(step: Step, log: Path, limit: float) -> Outcome:
         text = file.read().decode("utf-8", "replace")
     lines = [line for line in text.splitlines() if line.strip()]
     seconds = time.monotonic() - begun
-    print(f"    {status}, {seconds:.0f} s", flush=True)
+    print(f"    {step.name}: {status}, {seconds:.0f} s", flush=True)
     return Outcome(step, status, seconds, tuple(lines[-12:]))
+
+
+def run_lane(lane: Lane, end: float) -> list[Outcome]:
+    """Run the steps of a lane, until a time of the monotonic clock."""
+    lane.log.unlink(missing_ok=True)
+    outcomes = []
+    for step in lane.steps:
+        left = end - time.monotonic()
+        if left < 5:
+            outcomes.append(Outcome(step, "not run: no time left", 0.0, ()))
+            continue
+        outcomes.append(run(step, lane.log, min(step.limit, left), lane))
+    return outcomes
+
+
+def run_lanes(lanes: list[Lane], budget: float) -> list[Outcome]:
+    """Run lanes at the same time, for so many seconds at most."""
+    with ThreadPoolExecutor(len(lanes)) as threads:
+        found = threads.map(partial(run_lane, end=time.monotonic() + budget), lanes)
+        return [outcome for outcomes in found for outcome in outcomes]
 
 
 def failures(path: Path) -> list[str]:
@@ -191,16 +246,12 @@ def test_outcomes(path: Path) -> dict[str, object]:
 
 def write_test_outcomes(out: Path, select: str) -> None:
     """Write the tests' outcomes as a result file like those of the benchmarks."""
-    sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "src")]
-    from results_file import write
-
     command = "python tools/gpu_run.py --only tests" + (f" --select {shlex.quote(select)}" if select else "")
     write(out, "gpu-tests", test_outcomes(out / "tests.xml"), command)
 
 
 def benchmark_lines(out: Path) -> list[str]:
     """Return the page of the benchmarks: targets with what was measured, and all tables."""
-    sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "src")]
     import report
 
     return report.report(report.load(out)).splitlines()
@@ -229,21 +280,16 @@ def main() -> int:
     default = os.environ.get("OUT") or str(ROOT / "build" / "gpu")
     parser.add_argument("--out", type=Path, default=Path(default), help="folder for logs and results")
     parser.add_argument("--only", default="tests,gallery,benchmarks", help="steps, with commas between them")
+    parser.add_argument("--beside", default="", metavar="STEPS", help="steps on a second GPU at the same time")
     parser.add_argument("--select", default="", metavar="EXPRESSION", help="pytest -k for the tests")
     parser.add_argument("--rehearse", action="store_true", help="small sizes")
     parser.add_argument("--budget", type=float, default=540, metavar="SECONDS", help="for all steps together")
     options = parser.parse_args()
     out = options.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
-    (out / LOG).unlink(missing_ok=True)
-    begun = time.monotonic()
-    outcomes = []
-    for step in chosen(options.only, steps(out, rehearse=options.rehearse, select=options.select)):
-        left = options.budget - (time.monotonic() - begun)
-        if left < 5:
-            outcomes.append(Outcome(step, "not run: no time left", 0.0, ()))
-            continue
-        outcomes.append(run(step, out / LOG, min(step.limit, left)))
+    known = steps(out, rehearse=options.rehearse, select=options.select)
+    side_by_side = lanes(chosen(options.only, known), chosen(options.beside, known), out)
+    outcomes = run_lanes(side_by_side, options.budget)
     if (out / "tests.xml").is_file() and any(outcome.step.name == "tests" for outcome in outcomes):
         write_test_outcomes(out, options.select)
     summary(outcomes, out)

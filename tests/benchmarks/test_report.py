@@ -15,7 +15,9 @@ sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "tools")]
 
 import gpu_run  # noqa: E402 - lies in tools
 import headline  # noqa: E402 - lies in benchmarks, as the next ones
+import page  # noqa: E402
 import report  # noqa: E402
+import results_file  # noqa: E402
 from results_file import RESULTS  # noqa: E402
 
 Results = dict[str, dict[str, Any]]
@@ -173,6 +175,41 @@ def test_gpu_run_chooses_steps_in_their_order(tmp_path: Path) -> None:
     assert known["llama"].command == ("benchmarks/run.py", "llama", "--out", str(tmp_path), "--rehearse")
     with pytest.raises(SystemExit, match="no step nonsense"):
         gpu_run.chosen("tests,nonsense", known)
+
+
+def test_gpu_run_has_steps_beside_others_on_a_second_gpu(tmp_path: Path) -> None:
+    known = gpu_run.steps(tmp_path, rehearse=True, select="")
+    every = gpu_run.chosen("gpt,linear", known), gpu_run.chosen("tests", known)
+    first, second = gpu_run.lanes(*every, tmp_path)
+    assert [step.name for step in (*first.steps, *second.steps)] == ["linear", "gpt", "tests"]
+    for lane, gpu, beside in ((first, "0", "tests"), (second, "1", "linear, gpt")):
+        environment = gpu_run.environment(lane.steps[0], lane)
+        assert (environment["CUDA_VISIBLE_DEVICES"], environment[results_file.BESIDE]) == (gpu, beside)
+    (alone,) = gpu_run.lanes(every[0], [], tmp_path)
+    assert results_file.BESIDE not in gpu_run.environment(alone.steps[0], alone)
+    with pytest.raises(SystemExit, match="linear of --only"):
+        gpu_run.lanes(every[0], every[0][:1], tmp_path)
+
+
+def test_gpu_run_runs_both_lanes_at_the_same_time(tmp_path: Path) -> None:
+    """Each waits for a file of the other one."""
+    code = "import pathlib, sys, time; pathlib.Path(sys.argv[1]).touch()\n"
+    code += "while not pathlib.Path(sys.argv[2]).exists(): time.sleep(0.05)"
+    steps = [gpu_run.Step(a, ("-c", code, str(tmp_path / a), str(tmp_path / b)), 60) for a, b in ("xy", "yx")]
+    outcomes = gpu_run.run_lanes(gpu_run.lanes(steps[:1], steps[1:], tmp_path), 60)
+    assert [(outcome.step.name, outcome.status) for outcome in outcomes] == [("x", "ok"), ("y", "ok")]
+    assert all((tmp_path / log).read_text().startswith("=== ") for log in gpu_run.LOGS)
+
+
+def test_results_say_what_ran_beside_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(results_file.BESIDE, "tests")
+    for data in ({}, {"parts": {"8k": results_file.beside()}}):
+        results_file.write(tmp_path, "frontier", data, "command")
+        found = results_file.read(tmp_path, "frontier")
+        assert found is not None
+        assert "another GPU of the host ran tests" in page.origin(found)
+    assert "part `8k`" in page.origin(found)
+    assert "beside" not in found
 
 
 def test_gpu_run_stops_a_step_at_its_limit(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
