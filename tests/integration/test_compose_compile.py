@@ -205,6 +205,27 @@ def test_a_function_that_ran_compiled_before():
     assert handle.statistics().tensors_offloaded > 0
 
 
+@pytest.mark.parametrize("steps_before", [0, 1])
+def test_calls_of_what_was_compiled_before_are_those_of_the_model(steps_before):
+    """A Trainer compiles the model before its callbacks offload it."""
+    torch.manual_seed(0)
+    model = Net(Mlp)
+    wanted = train(model, 2)
+    run, other = torch.compile(model, backend="aot_eager"), torch.compile(model, backend="eager")
+    train(run, steps_before, of=model)
+    with actoffload.device.use(actoffload.device.ReferenceDevice()):
+        handle = actoffload.offload(model, min_bytes=64)
+    del other  # is no module that was lost
+    got = [train(of, 2, of=model) for of in (run, model)]
+    assert handle.statistics().passes == 4
+    assert all(name.startswith("blocks.") and "part" not in name for name in handle.groups)
+    assert handle.statistics().reloaded_on_demand == 0
+    for of in got:
+        assert all(map(torch.equal, of, wanted))
+    handle.remove()
+    assert type(run) is torch._dynamo.OptimizedModule
+
+
 @pytest.mark.parametrize("first", ["compiled", "offloaded"])
 @pytest.mark.parametrize("way", [whole, whole_in_place, by_a_function])
 def test_one_graph_of_the_whole_model_is_refused_with_what_to_do(way, first):

@@ -163,6 +163,15 @@ def test_a_short_training_is_reported_at_its_end(train, make, tmp_path, capsys):
 
 
 @both
+def test_progress_bars_are_below_the_report(train, make, tmp_path, monkeypatch):
+    written = []
+    monkeypatch.setattr("tqdm.tqdm.write", lambda text, **_: written.append(text))
+    callback = make(min_bytes=0)
+    train(Net(), tmp_path, [callback])
+    assert str(callback.report) in written
+
+
+@both
 def test_a_smaller_last_batch_is_not_the_one_that_is_reported(train, make, tmp_path, monkeypatch):
     monkeypatch.setattr(Net, "forward", lambda net, x, forward=Net.forward: forward(net, x[:1] if net.calls else x))
     callback = make(log=str, min_bytes=1 << 17)  # more than a tensor of the later batches has

@@ -38,7 +38,7 @@ def test_what_is_kept_and_offloaded():
 
 def test_the_text_says_that_no_bytes_are_known():
     unknown = replace(example(), nbytes=(0,) * 6)
-    assert str(unknown).endswith("Why not. Bytes are not known before the first pass.")
+    assert str(unknown).endswith("Why not. No bytes are known: no pass so far saved a tensor that can be offloaded.")
     assert str(example()).endswith("Why not.")
 
 

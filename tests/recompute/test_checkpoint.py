@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from actoffload import offload
 from actoffload.recompute.checkpoint import Checkpoint
 
 WIDTH = 8
@@ -282,6 +283,20 @@ def test_fewer_tensors_than_before_are_an_error():
     number = 2
     with pytest.raises(RuntimeError, match="ran other operators than in its forward"):
         y.sum().backward()
+
+
+def test_an_error_names_the_group():
+    """Also one of the program, and each error once, although a backward may have several recomputations."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Dropout(), nn.GELU()) for _ in range(3)))
+    handle = offload(model, layers="?", recompute=True)
+    for _ in range(3):
+        model(torch.ones(4, 8)).sum().backward()
+    y = model(torch.ones(4, 8))
+    model[1].eval()
+    with pytest.raises(RuntimeError, match="such as its mode after eval") as caught:
+        y.sum().backward()
+    assert caught.value.__notes__ == ["This was raised in backward, while the group '1' (Sequential) was recomputed."]
+    handle.remove()
 
 
 def test_an_input_that_was_written_to_is_an_error():

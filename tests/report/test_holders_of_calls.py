@@ -190,6 +190,7 @@ def test_keys_and_values_that_the_model_returns_are_one_sentence_with_what_to_do
     ("path", "kind", "words"),
     [
         ("['inner'].past_key_values.layers[0].keys", "output", "use_cache=False"),
+        ("cache.layers[0].keys", "output", "use_cache=False"),
         ("decoder_hidden_states[1]", "output", "output_hidden_states=False"),
         ("attentions[0]", "output", "output_attentions=False"),
         ("[1]['seen'][2]", "output", "return only what the loss needs"),

@@ -1,11 +1,14 @@
-"""`torch.compile`: what it inlines, and compiled backwards."""
+"""`torch.compile`: what it inlines, the modules that it returns, and compiled backwards."""
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable
 from types import FrameType
 from typing import Any, TypeVar
+
+from torch.nn import Module
 
 from .lookup import find
 
@@ -39,6 +42,19 @@ def opaque(function: F, reason: str = "", *, compile_callees: bool = False) -> F
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     function._torchdynamo_disable_msg = reason  # type: ignore[attr-defined]
     return function
+
+
+def compiled_modules(module: Module) -> list[Module]:
+    """Return what `torch.compile` made of a module before: modules that call the method that it had then.
+
+    The module has no reference to them, so they are looked for among all objects, which takes a tenth of a second in a
+    large program; without Dynamo there are none.
+    """
+    kind = getattr(sys.modules.get("torch._dynamo.eval_frame"), "OptimizedModule", None)
+    if kind is None:
+        return []
+    found = [of for of in gc.get_objects() if kind in type(of).__mro__]
+    return [of for of in found if of._modules.get("_orig_mod") is module]
 
 
 def _nothing() -> None:

@@ -31,8 +31,8 @@ class FitCallback:
     report_at : int or None
         Number of the step, counted from the start of the fit, after which the report is logged: with one rank as soon
         as the plan is final, if that is later; at the end of shorter fits.  None logs nothing.
-    log : callable
-        Called with the text of the report, on rank 0.
+    log : callable, optional
+        Called with the text of the report, on rank 0.  By default it is printed, above progress bars.
     arguments
         Those of `offload`.
     """
@@ -59,7 +59,9 @@ class FitCallback:
         made: Self = object.__new__(_derived(cls))
         return made
 
-    def __init__(self, *, report_at: int | None = 20, log: Callable[[str], object] = print, **arguments: Any) -> None:
+    def __init__(
+        self, *, report_at: int | None = 20, log: Callable[[str], object] | None = None, **arguments: Any
+    ) -> None:
         check_whole(report_at=report_at, optional=True)
         if report_at is not None and report_at < 1:
             raise ValueError(f"report_at is {report_at}; expected the number of a step, at least 1, or None.")
@@ -70,7 +72,8 @@ class FitCallback:
         bound.apply_defaults()
         check_whole(num_layers=bound.arguments["num_layers"], optional=True)
         checked_limits(**{name: bound.arguments[name] for name in LIMITS})
-        self.report_at, self._log, self._arguments = report_at, log, arguments
+        self.report_at, self._arguments = report_at, arguments
+        self._log = _print if log is None else log
         self._steps, self._reported = 0, False
         self.handle = self.report = None
 
@@ -126,6 +129,12 @@ class FitCallback:
     def _remove(self) -> None:
         if self.handle is not None:
             self.handle.remove()
+
+
+def _print(text: str) -> None:
+    """Print a text above progress bars."""
+    bars = getattr(sys.modules.get("tqdm"), "tqdm", None)  # those of Transformers, and of Lightning without rich
+    (print if bars is None else bars.write)(text)
 
 
 def _several_ranks() -> bool:

@@ -23,8 +23,8 @@ class OffloadCallback(FitCallback):
     report_at : int or None
         Optimizer step, counted from the start of ``train()``, after which the report is logged: with one rank as soon
         as the plan is final, if that is later; at the end of shorter trainings.  None logs nothing.
-    log : callable
-        Called with the text of the report, on rank 0; ``print`` by default.
+    log : callable, optional
+        Called with the text of the report, on rank 0.  By default it is printed, above progress bars.
     arguments
         Those of `actoffload.offload`, such as ``memory_budget="24GiB"``.
 

@@ -28,8 +28,8 @@ class LightningOffloadCallback(FitCallback):
     report_at : int or None
         Batch, counted from the start of ``fit()``, after which the report is logged: with one rank as soon as the plan
         is final, if that is later; at the end of shorter fits.  None logs nothing.
-    log : callable
-        Called with the text of the report, on rank 0; ``print`` by default.
+    log : callable, optional
+        Called with the text of the report, on rank 0.  By default it is printed, above progress bars.
     arguments
         Those of `actoffload.offload`, such as ``memory_budget="24GiB"``.
 
@@ -61,7 +61,7 @@ class LightningOffloadCallback(FitCallback):
         module: str | None = None,
         *,
         report_at: int | None = 20,
-        log: Callable[[str], object] = print,
+        log: Callable[[str], object] | None = None,
         **arguments: Any,
     ) -> None:
         if module is not None and not isinstance(module, str):

@@ -49,7 +49,8 @@ _ORIGINAL = "_actoffload_original"
 
 REASON = (
     "actoffload follows the chosen modules of a model, and those that keep names, from outside of compiled code; "
-    "compile them one by one: for layer in layers: layer.compile(fullgraph=True)"
+    "compile them one by one: for layer in layers: layer.compile(fullgraph=True), and without fullgraph where keep "
+    "names a module inside of a layer"
 )
 
 

@@ -172,7 +172,7 @@ class Finder:
         root = self._root()
         title = "model" if root is None else type(root).__name__
         warning = coverage_warning(title, modules, chosen, measured.outside)
-        if warning is not None:
+        if warning is not None and not self._skipped:  # about which there may be a warning of their own
             warn(warning)
         return chosen
 

@@ -33,6 +33,8 @@ from .tracker import Tracker
 
 __all__ = ["OffloadHandle"]
 
+UNRUN = "Run a training step first; under torch.no_grad nothing is saved."
+
 Steer: TypeAlias = Callable[[Sequence[FollowedModule], GroupPlans, PassLog], Steering]
 
 
@@ -299,14 +301,15 @@ class OffloadHandle:
         Raises
         ------
         RuntimeError
-            If no forward with a graph ended since the call of `offload`.
+            If no forward with a graph ended since the call of `offload`, or none in which something could be offloaded.
         """
         latest, recording = self._log.full if full else None, self._log.recording
         latest = latest or self._log.latest
         if latest is None:
+            told = self._tracker.warned
             raise RuntimeError(
-                "There is nothing to report yet: no forward of the model with a graph has ended. Run a training step "
-                "first; under torch.no_grad nothing is saved."
+                "There is nothing to report yet: no forward of the model with a graph has ended in which activations "
+                f"could be offloaded. {told[0] if told else UNRUN}"
             )
         kept, times = tuple(of.name for of in self._modules if of.role is KEPT), self._engine.backend.times
         plan = self.plan

@@ -186,6 +186,7 @@ class Regions:
             stream=stream,
             draws=not capturing,
             reuse=self._reuses.setdefault((of.group, key), Reuse()) if in_pipeline_stage() else None,
+            name=f"the group '{group_name(of.name)}' ({type(module).__name__})",
         )
         return partial(_recomputed, region)
 

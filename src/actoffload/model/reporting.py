@@ -49,6 +49,8 @@ def describe(modules: Sequence[FollowedModule], plans: GroupPlans, plan: GroupPl
         lines.append(f"  {kind}: {len(offloaded)} of {len(of_kind)} offloaded")
         lines += [f"    offloaded  {fold_names(offloaded, most=6)}"] if offloaded else []
         lines += [f"    kept       {fold_names(kept, most=6)}"] if kept else []
+    if plan.recomputed:
+        lines.append(f"  {len(plan.recomputed)} of {len(names)} groups are recomputed")
     if any(of.role is KEPT for of in modules):
         lines.append(f"  keep: {fold_names([of.name for of in modules if of.role is KEPT], most=6)}")
     if plan.because:

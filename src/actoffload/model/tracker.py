@@ -59,7 +59,7 @@ class Tracker:
         self.steering = steering
         self._meet = meet
         self._thread = ThreadState()
-        self._warned: set[str] = set()
+        self.warned: list[str] = []
         self._running: set[int] = set()  # threads in a forward
         self._when_idle: list[Callable[[], None]] = []
         self.regions = Regions(modules)
@@ -146,8 +146,8 @@ class Tracker:
 
     def warn_once(self, message: str) -> None:
         """Warn, if that was not said before."""
-        if message not in self._warned:
-            self._warned.add(message)
+        if message not in self.warned:
+            self.warned.append(message)
             warn(f"{message} This is reported once.")
 
     def _begin_forward(self, conduct: Conduct, *, alone: bool) -> None:

@@ -20,6 +20,7 @@ from .remap import remap
 __all__ = ["Choice", "GroupPlan"]
 
 FILE = PlanFile("plan", 1, "handle.plan.save(path)")
+NO_BYTES = "No bytes are known: no pass so far saved a tensor that can be offloaded."
 
 
 class Choice(enum.Enum):
@@ -148,11 +149,11 @@ class GroupPlan:
                 self._row(fold_names(names), len(names), {choices[0]: sum(sizes)}, sum(of_again), recomputed[0])
             )
         total = {Choice.KEEP: self.kept_bytes, Choice.OFFLOAD: self.offloaded_bytes}
-        rows += [[SEPARATING_LINE], self._row("", len(self.names), total, sum(less), False)]
+        rows += [[SEPARATING_LINE], self._row("", len(self.names), total, sum(less), bool(again))]
         header = ["group", "number", "kept", "offloaded", *(["recomputed"] if again else [])]
         table = tabulate(rows, header, colalign=("left", *["right"] * (len(header) - 1)), disable_numparse=True)
         expected = f"Expected: {self.expected}." if self.expected else ""
-        unknown = "" if any(self.nbytes) or any(less) else "Bytes are not known before the first pass."
+        unknown = "" if any(self.nbytes) or any(less) else NO_BYTES
         return "\n\n".join(filter(None, (table, " ".join(filter(None, (expected, self.because, unknown))))))
 
     def _row(self, name: str, number: int, nbytes: dict[Choice, int], less: int, recomputed: bool) -> list[str]:

@@ -33,7 +33,8 @@ Described: TypeAlias = tuple[torch.Size, torch.dtype, torch.device]
 
 OTHERS = (
     "A module that is recomputed ran other operators than in its forward: what it does depends on something that has "
-    "changed since. Pass recompute=False."
+    "changed since, such as its mode after eval() or train(). Change nothing between forward and backward, or pass "
+    "recompute=False, or keep=[...] with the module's name."
 )
 WRITTEN = (
     "one of the variables needed for gradient computation has been modified by an inplace operation: an input of a "
@@ -67,6 +68,8 @@ class Checkpoint:
         Whether the function may draw random numbers, so that it has to draw the same ones again.
     again : callable
         Returns a context in which the function is recomputed.
+    name : str
+        What errors of a recomputation say of the function; nothing if it is empty.
 
     Raises
     ------
@@ -81,8 +84,9 @@ class Checkpoint:
         *,
         draws: bool = True,
         again: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        name: str = "",
     ) -> None:
-        self._function, self._context = function, again
+        self._function, self._context, self._name = function, again, name
         hooks: tuple[Any, Any] = saved_tensor_hooks() or (_keep, _kept)
         pack, self._unpack = hooks
         self._inputs = [(pack(of), of.requires_grad) for of in inputs]
@@ -108,7 +112,12 @@ class Checkpoint:
         now = backward_id()
         # [guard: another backward through a retained graph]
         if slot.tensor is None or self._filled_for != now or now == NO_BACKWARD:
-            self._recompute()
+            try:
+                self._recompute()
+            except Exception as error:
+                if self._name:
+                    error.add_note(f"This was raised in backward, while {self._name} was recomputed.")
+                raise
             self._filled_for = now
         tensor, slot.tensor = slot.tensor, None
         assert tensor is not None

@@ -303,9 +303,8 @@ def recomputed(function: Callable[..., T], region: Region, *args: Any, **kwargs:
         with sdpa_kernel(backends):
             return run()
 
-    kept = Checkpoint(
-        call, tensors, draws=region.draws, again=nullcontext if without_modes else lambda: _Returning(region)
-    )
+    again = nullcontext if without_modes else lambda: _Returning(region)
+    kept = Checkpoint(call, tensors, draws=region.draws, again=again, name=region.name)
     if without_modes:
         with kept.hooks():
             return call(*tensors)

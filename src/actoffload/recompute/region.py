@@ -80,6 +80,8 @@ class Region:
     reuse : Reuse, optional
         What earlier calls kept between both halves of a split backward; see `[Note: split backward]` of `reuse.py`.
         Without it each backward recomputes the region.
+    name : str
+        What errors of a recomputation say of it; nothing if it is empty.
     """
 
     def __init__(
@@ -95,7 +97,9 @@ class Region:
         stream: Callable[[], Any] = lambda: None,
         draws: bool = True,
         reuse: Reuse | None = None,
+        name: str = "",
     ) -> None:
+        self.name = name
         self.policy, self.pack, self.unpack, self.state, self.timed = policy, pack, unpack, state, timed
         self.alone, self.draws, self.reuse = alone, draws, reuse
         self.stream, self.at = stream, stream()

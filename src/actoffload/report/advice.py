@@ -30,7 +30,7 @@ DOING = {
 # By the name of an output, in Hugging Face's models, how to return less.
 CACHE = "pass use_cache=False to the model, or set model.config.use_cache = False, for training"
 RETURN_LESS = (
-    (r"\bpast_key_values\b", CACHE),
+    (r"\b(past_key_values|cache)\b", CACHE),  # the field's name before Transformers 5.24, and since
     (r"hidden_states\b", "pass output_hidden_states=False to the model if the loss does not need them"),
     (r"attentions\b", "pass output_attentions=False to the model if the loss does not need them"),
     (r"", "return only what the loss needs from forward while training"),
@@ -205,8 +205,8 @@ def _outside(report: Report) -> Iterator[Advice]:
         yield Advice(f"{what}{do}.", nbytes, layers=layers)
     elif modules:
         name, saved = max(modules.items(), key=lambda item: (item[1], item[0]))
-        alone = f"no pattern of several modules means a large part of them; `{name}` saves most, {size(saved)}"
-        yield Advice(f"{what}{alone}, and the last group of a kind is always kept.", nbytes)
+        alone = f"no pattern for layers matches several modules that save much of them; `{name}` saves most"
+        yield Advice(f"{what}{alone}, {size(saved)}, and the last group of a kind is always kept.", nbytes)
     elif report.step_passes:
         yield Advice(f"{what}the code of the model itself saves them, in no module; move it into modules.", nbytes)
     else:
