@@ -146,7 +146,8 @@ class Regions:
             if any(map(is_lazy, structure.weights())):  # [guard: parameters of lazy modules]
                 self._latest[of.group] = LAZY, None
                 return None
-            watch = self._watches[key] = Watch(module, compiled=compiled)
+            before = self._latest.get(of.group, ("", None))[1]
+            watch = self._watches[key] = Watch(module, compiled=compiled, after=before)
         self._latest[of.group] = "", watch
         if watch.reason is None:
             return watch

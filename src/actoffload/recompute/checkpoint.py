@@ -13,6 +13,7 @@ Only autograd has a reference to a slot.  So the tensor in it is freed after its
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -27,19 +28,27 @@ from .._torch.autograd import NO_BACKWARD, backward_id, saved_tensor_hooks
 from .._torch.compiling import opaque
 from .._torch.tensors import no_torch_dispatch, version_of
 
-__all__ = ["OTHERS", "Checkpoint", "described"]
+__all__ = ["OTHERS", "Checkpoint", "described", "recomputing"]
 
 Described: TypeAlias = tuple[torch.Size, torch.dtype, torch.device]
 
 OTHERS = (
     "A module that is recomputed ran other operators than in its forward: what it does depends on something that has "
-    "changed since, such as its mode after eval() or train(). Change nothing between forward and backward, or pass "
-    "recompute=False, or keep=[...] with the module's name."
+    "changed since. Change nothing between forward and backward, or pass recompute=False, or keep=[...] with the "
+    "module's name."
 )
 WRITTEN = (
     "one of the variables needed for gradient computation has been modified by an inplace operation: an input of a "
     "module that is recomputed in backward was written to after its forward. Pass recompute=False."
 )
+
+
+_thread = threading.local()
+
+
+def recomputing() -> int:
+    """Return how many recomputations run in this thread, inside of each other; a program may begin one in a forward."""
+    return getattr(_thread, "recomputing", 0)
 
 
 class _Slot:
@@ -112,12 +121,15 @@ class Checkpoint:
         now = backward_id()
         # [guard: another backward through a retained graph]
         if slot.tensor is None or self._filled_for != now or now == NO_BACKWARD:
+            outer, _thread.recomputing = recomputing(), recomputing() + 1
             try:
                 self._recompute()
             except Exception as error:
                 if self._name:
                     error.add_note(f"This was raised in backward, while {self._name} was recomputed.")
                 raise
+            finally:
+                _thread.recomputing = outer
             self._filled_for = now
         tensor, slot.tensor = slot.tensor, None
         assert tensor is not None

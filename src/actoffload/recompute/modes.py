@@ -36,7 +36,7 @@ from .._torch.tensors import (
     versions_shared,
 )
 from .arguments import Arguments
-from .checkpoint import OTHERS, Checkpoint
+from .checkpoint import OTHERS, Checkpoint, recomputing
 from .policy import APART, Call, addresses_written, concern_of, never, saveable, writes
 from .region import Key, Region
 from .trace import counted, note_apart, shapes, without_memory
@@ -77,7 +77,7 @@ class _Mode(Mode):
         super().__init__()
         self.region, self._sequence = region, region.trace.sequence
         self.traced = traced  # all operators so far are those of the trace
-        self._place = -1  # among those that are counted
+        self._place = -1  # among the operators that are counted
         self._calls = dict[Any, int]()  # of operators that need their number, once there is no trace to tell it
 
     def key(self, operator: Any) -> Key:
@@ -103,6 +103,7 @@ class _Saving(_Mode):
         self._apart, self._alive = list[tuple[Any, int]](), list[Any]()  # weak references to what is left out
         self._keys = dict[int, Key]()  # of what is saved, by the addresses of storages
         self._passes = not timed and region.learner is None  # over what the policy does not concern
+        self._recomputing = recomputing()
 
     def __exit__(self, *error: object) -> Any:
         left = super().__exit__(*error)
@@ -131,6 +132,8 @@ class _Saving(_Mode):
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if recomputing() != self._recomputing:  # [guard: gradient that is computed inside of a group]
+            return operator(*args, **kwargs)
         if self.traced and not counted(operator):
             note_apart(operator, args, self._place, self._apart)
         elif self.traced:  # nearly always, and the host has little time
@@ -145,6 +148,8 @@ class _Saving(_Mode):
                     self._alive += [storage_weakref(of.untyped_storage()) for of in made if isinstance(of, Tensor)]
                 return outputs
             self.leave_trace()
+        elif counted(operator):
+            self._place += 1
         if self._keys and operator in APART:  # [guard: views with a version counter of their own]
             return self._noted(operator, args, kwargs)
         if self._keys and writes(operator):  # [guard: edits that no version counter shows]
@@ -184,6 +189,7 @@ class _Saving(_Mode):
                 return outputs
             with versions_shared():  # an alias, as the tensor itself refers to the graph, and the graph to the region
                 region.saved[key] = _mapped(Tensor, lambda of: Held(region.pack(of.detach())), outputs)
+            region.ran[key] = self._place, _addresses(args)
             for of in outputs if isinstance(outputs, tuple | list) else (outputs,):
                 self._keys[storage_address(of)] = key
         return outputs
@@ -216,7 +222,9 @@ class _Returning(_Mode):
         kwargs = kwargs or {}
         if kwargs and kwargs.get("generator") is not None:  # [guard: generator that the first call does not show]
             raise RuntimeError(DRAWN)
-        if self.traced and counted(operator):  # as in the forward
+        if not self.traced:
+            self._place += counted(operator)
+        elif counted(operator):  # as in the forward
             place = self._place = self._place + 1
             if self._sequence[place] is operator:
                 if place not in self._places:
@@ -231,11 +239,25 @@ class _Returning(_Mode):
             return operator(*args, **kwargs)
         return self._saved(self.key(operator), args, kwargs)
 
+    def _is_same(self, key: Key, args: Any) -> bool:
+        """Return whether a call stands where that of the forward did, and reads the same weights.
+
+        A program may keep what it has computed in the forward, and then other calls have the same numbers.
+        """
+        place, before = self.region.ran[key]
+        weights = set() if self.region.state is None else self.region.state.addresses()
+        now = _addresses(args)
+        # [guard: other operators before it than in the forward]
+        if place != self._place or len(now) != len(before):
+            return False
+        # [guard: other weights than in the forward]
+        return all(was == of for was, of in zip(before, now, strict=True) if was in weights or of in weights)
+
     def _saved(self, key: Key, args: Any, kwargs: Any) -> Any:
         """Return the saved outputs of an operator, or run it again."""
         region, operator = self.region, key[0]
         outputs = region.saved.get(key)
-        if outputs is not None:
+        if outputs is not None and (self.traced or self._is_same(key, args)):
             complete = not region.edited_apart(key)
 
             def unpacked(of: Held) -> Tensor | None:
@@ -254,6 +276,11 @@ class _Returning(_Mode):
             if self._left_out and key not in region.trace.results:  # what it reads may be left out
                 raise RuntimeError(EDITED)
         return operator(*args, **kwargs)
+
+
+def _addresses(args: Any) -> list[int]:
+    """Return the addresses of the tensors among the arguments of an operator."""
+    return [storage_address(of) for of in args if isinstance(of, Tensor)]
 
 
 def _mapped(kind: type, function: Callable[[Any], Any], outputs: Any) -> Any:

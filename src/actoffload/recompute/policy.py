@@ -261,11 +261,20 @@ def addresses_written(operator: Any, args: Sequence[Any], kwargs: Mapping[str, A
     return found
 
 
+_drawing = set[Any]()
+"""Operators of other libraries that were seen to draw random numbers, although no tag of theirs says so."""
+
+
+def note_drawing(operator: Any) -> None:
+    """Note that an operator draws random numbers."""
+    _drawing.add(operator)
+
+
 def draws(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     """Return whether a call of an operator draws random numbers; attention does with dropout only."""
     kind = _kind(operator)
     if not kind.draws or kind.dropout is None:
-        return kind.draws
+        return kind.draws or operator in _drawing  # [guard: operators without a tag]
     place = kind.dropout
     return bool(
         args[place] if place < len(args) else kwargs.get("dropout_p", kind.default)

@@ -110,6 +110,7 @@ class Region:
         self.traced = False  # the forward ran the operators of the trace
         self.chosen: set[Key] = set()  # by the policy
         self.saved: dict[Key, Any] = {}  # the outputs of an operator, with `Held` in place of tensors
+        self.ran: dict[Key, tuple[int, list[int]]] = {}  # of saved outputs: their place, and addresses of arguments
         self.used: set[Key] = set()
         self._apart: dict[Key, list[tuple[Tensor, int]]] = {}  # by saved output: counters of views that have their own
         self.left_out: Mapping[int, Any] = {}  # by place: the shapes of outputs that recomputation need not make

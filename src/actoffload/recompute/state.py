@@ -11,10 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from .._torch.tensors import version_of
+from .._torch.tensors import storage_address, version_of
 from .structure import Structure
 
 __all__ = ["State", "version"]
@@ -57,6 +58,9 @@ class State:
         self._buffers = self._present(tables)
         weights = [of for parameters, _, _ in tables for of in parameters.values() if of is not None]
         self._attributes = structure.attributes()
+        attributes = [of for of in self._attributes if isinstance(of, Tensor)]
+        if any(of.grad_fn is not None for of in attributes):  # [guard: graphs of the calls before]
+            self._attributes = list(map(_without_graph, self._attributes))
         # Two lists of the same length: a pass keeps few objects, for the sake of the garbage collector.
         self._weights, self._tensors = len(weights), [*weights, *self._buffers]
         self._tensors += [of for of in self._attributes if isinstance(of, Tensor)]
@@ -66,6 +70,10 @@ class State:
         """Return the buffers that the modules have now, but for those that they may change."""
         found = [buffers for k, (_, buffers, _) in enumerate(tables) if buffers and k not in self._writers]
         return [of for buffers in found for of in buffers.values() if of is not None]
+
+    def addresses(self) -> set[int]:
+        """Return the addresses of the parameters."""
+        return set(map(storage_address, self._tensors[: self._weights]))
 
     def flags(self) -> tuple[Any, ...]:
         """Return which tensors get gradients, and how many hooks the modules have."""
@@ -103,6 +111,8 @@ class State:
     def again(self, call: Callable[[], T]) -> T:
         """Return what a function returns while the modules have these copies, and their attributes of that time."""
         now = [dict(buffers) for buffers in self._written]
+        weights = self._tensors[: self._weights]
+        frozen = [of.requires_grad for of in weights]
         try:
             for buffers, copies in zip(self._written, self._copies, strict=True):
                 buffers |= copies  # [guard: buffers from before the call]
@@ -111,6 +121,9 @@ class State:
         finally:
             for buffers, present in zip(self._written, now, strict=True):
                 buffers |= present  # [guard: buffers after a recomputation]
+            if frozen != [of.requires_grad for of in weights]:  # [guard: weights that a recomputation left frozen]
+                for of, needed in zip(weights, frozen, strict=True):
+                    of.requires_grad_(needed)
 
 
 def _copies(written: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -123,6 +136,14 @@ def _copies(written: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
                 copies[id(of)] = of.detach().clone().requires_grad_(of.requires_grad)
         found.append({name: None if of is None else copies[id(of)] for name, of in buffers.items()})
     return found
+
+
+def _without_graph(value: Any) -> Any:
+    """Return an alias of a tensor that has a graph, which the call before may have made: that would never be freed."""
+    if not isinstance(value, Tensor) or value.grad_fn is None:
+        return value
+    alias = value.detach().requires_grad_()
+    return alias.view_as(alias) if alias.layout is torch.strided else alias  # no leaf, so it may be written to
 
 
 def _differ(one: Any, other: Any) -> bool:

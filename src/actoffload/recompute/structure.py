@@ -7,9 +7,11 @@ forward.  So what was read is kept, and compared in a few passes over plain list
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
+from types import SimpleNamespace
 from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
 
@@ -23,8 +25,11 @@ __all__ = ["Structure", "Structures", "inside", "is_data"]
 Table: TypeAlias = Mapping[str, Any]
 
 TABLES = ("_parameters", "_buffers", "_modules")
-OWN = frozenset(vars(Module()))
-"""Attributes that every module has."""
+OWN = frozenset(vars(Module())) - {"training"}
+"""Attributes that every module has, which say nothing of the program."""
+_MISSING = object()
+MUTABLE = Tensor, list, dict, set, deque, SimpleNamespace
+"""Types of attributes that a call may change in place."""
 OURS = "_actoffload"
 """Beginning of the names of attributes of this library."""
 
@@ -97,27 +102,33 @@ class Structure:
 
     @contextmanager
     def with_attributes(self, values: Sequence[Any]) -> Iterator[None]:
-        """Let these attributes have the values from before in this block, and then those of now again."""
-        places = [
-            (of, name, was) for (of, name), was in zip(self._data, values, strict=True) if of.get(name) is not was
-        ]
-        added = [
-            (of, name)
-            for of, names in zip(self._attributes, self._names, strict=True)
-            if len(of) > len(names)
-            for name, value in of.items()
-            if name not in names and is_data(name, value)
-        ]
-        now = [(of, name, of.get(name)) for of, name in (*(place[:2] for place in places), *added)]
+        """Let these attributes have the values from before in this block, and then those of now again.
+
+        What runs in the block may be left anywhere, so all of them are put back, also those that it alone changes.
+        """
+        now = [of.get(name, _MISSING) for of, name in self._data]
+        added = [(of, name, of[name]) for of, name in self._added()]
         try:
-            for of, name, was in places:
-                of[name] = was  # [guard: attributes from before the call]
-            for of, name in added:
+            _assign(self._data, now, values)  # [guard: attributes from before the call]
+            for of, name, _ in added:
                 del of[name]  # [guard: attributes that a call adds]
             yield
         finally:
-            for of, name, present in now:
-                of[name] = present  # [guard: attributes after a recomputation]
+            for of, name in self._added():
+                del of[name]  # [guard: attributes that a recomputation adds]
+            for of, name, value in added:
+                of[name] = value
+            _assign(self._data, [of.get(name, _MISSING) for of, name in self._data], now)
+
+    def _added(self) -> list[tuple[dict[str, Any], str]]:
+        """Return the attributes that the modules have got since."""
+        return [
+            (of, name)
+            for of, names in zip(self._attributes, self._names, strict=True)
+            if not names.issuperset(of)
+            for name, value in of.items()
+            if name not in names and is_data(name, value)
+        ]
 
     def weights(self) -> Iterator[Tensor]:
         """Yield the parameters of all modules."""
@@ -141,16 +152,27 @@ class Structure:
         ]
 
 
+def _assign(places: Sequence[tuple[dict[str, Any], str]], now: Sequence[Any], values: Sequence[Any]) -> None:
+    """Let attributes have other values than now, or be missing, where they differ."""
+    for (of, name), present, value in zip(places, now, values, strict=True):
+        if present is not value:
+            if value is _MISSING:
+                of.pop(name, None)
+            else:
+                of[name] = value
+
+
 def is_data(name: str, value: Any) -> bool:
     """Return whether an attribute is one of the program, and neither a module nor a function."""
     return not (name in OWN or name.startswith(OURS) or isinstance(value, Module) or callable(value))
 
 
 def _flag(value: Any) -> Any:
-    """Return what the value of an attribute says about calls: a flag, or that it is a tensor by now; None otherwise."""
+    """Return what the value of an attribute says about calls: a flag, or what it is if that may change in place."""
     if value is True or value is False:
         return value
-    return Tensor if isinstance(value, Tensor) else None  # [guard: attributes that become tensors -> None]
+    # [guard: attributes that become tensors -> None]
+    return "array" if type(value).__module__ == "numpy" else next((of for of in MUTABLE if isinstance(value, of)), None)
 
 
 class Structures:

@@ -21,7 +21,7 @@ from .._torch.compiling import opaque
 from .._torch.modules import is_compiled, registered
 from .._torch.tensors import DispatchMode, current_dispatch_mode, is_capturing, storage_address, tree_leaves
 from .arguments import HOLDERS, PLAIN, Snapshot, objects_among, values_held, values_inside
-from .policy import addresses_written, draws, writes
+from .policy import addresses_written, draws, note_drawing, writes
 from .state import version
 from .structure import inside, is_data
 from .trace import nodes_between
@@ -29,6 +29,9 @@ from .trace import nodes_between
 __all__ = ["GENERATORS", "OBJECTS", "Mode", "Watch", "remove_modes"]
 
 T = TypeVar("T")
+
+AGAIN = 3
+"""Calls in a row that are watched, where each adds something that the next one finds, such as a buffer."""
 
 COLLECTIVES = frozenset(("c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd"))
 """Namespaces of the operators of `torch.distributed`."""
@@ -43,6 +46,9 @@ DROPOUT = "because cuDNN and MIOpen keep the random numbers of the dropout betwe
 HOOKS = "because the program checkpoints a part of them, or has saved-tensor hooks of its own there"
 NOISE = "because autograd saves the noise of torch.nn.RReLU before it is drawn, and recomputation stops there"
 GENERATORS = "because they may draw random numbers from a generator of the program"
+
+PYTORCH = frozenset(("", "aten", "prim", "prims", "profiler", "inductor", "quantized", "mkldnn", "higher_order"))
+"""Namespaces of operators whose tags say whether they draw random numbers."""
 
 REENTRANT = "CheckpointFunction"
 """Beginning of the names of the autograd nodes of reentrant checkpointing, also of that of other libraries."""
@@ -140,13 +146,18 @@ class _Seen(Mode):
             self.reason = DROPOUT
         if writes(operator):
             self.written |= addresses_written(operator, args, kwargs or {})
-        self.draws = self.draws or draws(operator, args, kwargs or {})
-        self.communicates = self.communicates or getattr(operator, "namespace", "") in COLLECTIVES
+        namespace = getattr(operator, "namespace", "")
+        self.communicates = self.communicates or namespace in COLLECTIVES
         if operator in _NORMS and args[5]:  # [guard: running statistics without a counter]
             self.statistics += [of for of in args[3:5] if of is not None]
         fresh = operator is torch.ops.aten.lift_fresh.default  # the tensor was made past the mode
         given = set() if fresh else set(map(storage_address, filter(_is_tensor, tree_leaves((args, kwargs)))))
+        foreign = not (namespace in PYTORCH or namespace in COLLECTIVES or is_capturing())
+        states = _random_states(args) if foreign else []
         outputs = operator(*args, **(kwargs or {}))
+        if foreign and not all(map(torch.equal, states, _random_states(args))):
+            note_drawing(operator)
+        self.draws = self.draws or draws(operator, args, kwargs or {})
         self.made |= set(map(storage_address, filter(_is_tensor, tree_leaves(outputs)))) - given
         return outputs
 
@@ -170,8 +181,10 @@ class Watch:
         Whether modules inside are compiled, or all of it with the model around it.
     """
 
-    def __init__(self, module: Module, *, compiled: bool = False) -> None:
+    def __init__(self, module: Module, *, compiled: bool = False, after: Watch | None = None) -> None:
         self._module: Module | None = module
+        again = after is not None and after.reason is None
+        self._number: int = 1 + (after._number if after is not None and again else 0)  # of calls in a row
         self.reason: str | None = None
         self.writers: tuple[int, ...] = ()
         self.draws, self.communicates = True, False
@@ -180,7 +193,8 @@ class Watch:
     def __call__(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Call a function that calls the module."""
         assert self._module is not None
-        modules, self._module = inside(self._module), None
+        module, self._module = self._module, None
+        modules, names = inside(module), _names(module)
         # Sharding replaces parameters around the call; only what is written to one counts.
         weights = [(of, version(of)) for each in modules for of in registered(each)[0].values() if of is not None]
         buffers = list(map(_versions, modules))
@@ -219,7 +233,7 @@ class Watch:
             k for k, had in enumerate(buffers) if had != now[k] or any(identity in updated for identity, _ in had)
         ]
         self.writers = tuple(changed)  # [guard: buffers that a group changes]
-        plain = not (self.compiled or self.communicates) and all(type(of) is Parameter for of, _ in weights)
+        plain = not (self.compiled or self.communicates) and all(Parameter in type(of).__mro__ for of, _ in weights)
         known = {storage_address(of) for of in (*(of for of, _ in weights), *(of for of, _ in inputs))}
         known.update(storage_address(of) for each in alive for of in each.values() if of is not None)
         del alive
@@ -244,10 +258,23 @@ class Watch:
             seen = OUTSIDE
         elif _is_reentrant(result, [of for of, _ in inputs]):  # [guard: reentrant checkpointing inside of a group]
             seen = HOOKS
-        self.reason = seen
+        grows = names != _names(module) or any(of.grew for of in attributes)
+        # [guard: calls that add what the next one finds]
+        self.reason = None if grows and not seen and self._number <= AGAIN else seen
         return result
 
     opaque(__call__)
+
+
+def _random_states(args: Any) -> list[Tensor]:
+    """Return the states of the generators that an operator draws from without being given one."""
+    devices = {of.device for of in args if isinstance(of, Tensor) and of.device.type not in ("cpu", "meta")}
+    return [torch.get_rng_state(), *(torch.get_device_module(of).get_rng_state(of) for of in devices)]
+
+
+def _names(module: Module) -> list[Any]:
+    """Return the names of parameters, buffers and children of a module and of all inside of it."""
+    return [tuple(map(tuple, registered(of))) for of in inside(module)]
 
 
 def _is_tensor(of: Any) -> bool:
@@ -277,6 +304,11 @@ class _Attribute:
     def shows(name: str, value: Any) -> bool:
         """Return whether it shows when the value of an attribute is changed."""
         return is_data(name, value) and (isinstance(value, (Tensor, *HOLDERS)) or type(value).__module__ == "numpy")
+
+    @property
+    def grew(self) -> bool:
+        """Whether it is a dictionary that has entries which it did not have."""
+        return type(self.value) is dict and not self.value.keys() <= self._parts.keys()
 
     def changed(self, read: Collection[int]) -> bool:
         """Return whether it was changed in place, or replaced by what was computed from it; `read` by operators."""
