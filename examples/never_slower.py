@@ -16,7 +16,7 @@ where nothing is.
 # On a GPU the model has eight layers, as wide as those of Llama 3 8B, with random weights. Weights and AdamW are in
 # float32, and autocast computes in bfloat16. That takes about 62 GiB; with less memory, lower ``num_hidden_layers``.
 # Without a GPU the example runs on the CPU with a smaller model. Nothing is measured there, and all groups but the last
-# two are offloaded.
+# two and the last of each kind are offloaded, with long and with short sequences.
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -33,7 +33,7 @@ config = LlamaConfig(
     vocab_size=256 if reference else 32000,
     use_cache=False,  # a cache of keys and values would keep memory that should be freed
 )
-shapes = {"long": (4, 512), "short": (4, 64)} if reference else {"long": (1, 16384), "short": (2, 512)}
+shapes = {"long": (4, 512), "short": (4, 256)} if reference else {"long": (1, 16384), "short": (2, 512)}
 
 torch.manual_seed(0)
 with device:
