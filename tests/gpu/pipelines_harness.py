@@ -38,7 +38,7 @@ GPU = torch.cuda.is_available()
 MICROBATCHES, BLOCKS = 8, 3 if GPU else 2
 SAME = 3
 """Steps at the end that have to have the same peaks: what is measured and tried is over by then."""
-STEPS = SAME + (21 if GPU else 2)
+STEPS = SAME + (27 if GPU else 2)
 
 
 def make(name: str, device: torch.device, width: int) -> tuple[Any, list[nn.Module]]:

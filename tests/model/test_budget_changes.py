@@ -259,3 +259,56 @@ def test_a_single_block():
     assert "the smallest peak that a plan reaches is 4.0 MiB" in str(found[-1].message)
     assert not handle.settling
     handle.remove()
+
+
+KIB = 2**10
+
+
+@pytest.mark.parametrize("options", [{}, {"memory_budget": 20 * KIB}, {"memory_budget": 20 * KIB, "recompute": False}])
+def test_a_batch_that_is_short_in_the_pass_that_is_timed(options):
+    """The pass before it, whose peak counts, had a longer one; all of them fit."""
+    device = Timed(100.0, 100.0, memory=2**40 if options else 20 * KIB)
+    model = TimedModel(device, 4, nbytes=4 * KIB)
+    handle = offload(model, device, **options)
+    for n in range(33):
+        step(model, 4 if n < 3 else 2)
+    assert [seconds(model, device, 4) for _ in range(3)] == [12.0] * 3
+    handle.remove()
+
+
+def test_optimizer_states_that_come_where_gradients_went():
+    """The measured pass without offloading had no gradients in memory, the one before it did."""
+    device, model, handle = make(80 * MIB, 2e5)
+    kept = None
+    for n in range(1, 40):
+        if n == 20:
+            kept = device.count(torch.zeros(40 * MIB // 4))
+        gradients = device.count(torch.zeros(32 * MIB // 4)) if n < 20 and n % 2 == 0 else None
+        assert peak(model, device) <= 80 * MIB
+        del gradients
+    handle.remove()
+    del kept
+
+
+@pytest.mark.parametrize("skipped", [1, 2, 3])
+@pytest.mark.parametrize(("budget", "expected"), [(60 * MIB, 36.0), (44 * MIB, 36.0)])
+def test_a_backward_that_is_skipped_once(skipped, budget, expected):
+    """As for a loss that is not finite; it lives until the next forward has ended."""
+    device, model, handle = make(budget)
+    for n in range(1, 40):
+        loss = model(torch.zeros(4, requires_grad=True)).sum()
+        if n != skipped:
+            loss.backward()
+    del loss
+    assert not handle.settling
+    assert seconds(model, device) == expected
+    handle.remove()
+
+
+def test_two_forwards_before_each_backward_count_twice():
+    device, model, handle = make(60 * MIB)
+    for _ in range(40):
+        device.created.peak, device.highest = device.created.now, 0
+        sum(model(torch.zeros(4, requires_grad=True)).sum() for _ in range(2)).backward()
+    assert max(device.created.peak, device.highest) <= 60 * MIB
+    handle.remove()

@@ -108,6 +108,58 @@ def program(monkeypatch: pytest.MonkeyPatch) -> Program:
     return Program(monkeypatch)
 
 
+@pytest.mark.parametrize("phase", [0, 1])
+@pytest.mark.parametrize("recompute", [False, "auto"])
+@pytest.mark.parametrize("budget", [12.5, 11.5])
+def test_gradients_before_every_other_pass(program, budget, recompute, phase):
+    """Beside weights, which are always there: the highest memory before a pass counts in all ranks."""
+    kept: dict[Any, Any] = {}
+
+    def before(number: int) -> Callable[[Rank], None]:
+        def prepare(rank: Rank) -> None:
+            kept.pop((rank.number, "gradients"), None)
+            if not number:
+                kept[rank.number, "weights"] = rank.device.count(torch.zeros(6 * KIB))
+            if number % 2 == phase:
+                kept[rank.number, "gradients"] = rank.device.count(torch.zeros(2 * KIB))
+
+        return prepare
+
+    for _ in range(2):
+        rank = program.add(3e2, 2**40, memory_budget=int(4 * KIB * budget), recompute=recompute)
+        rank.before = {number: before(number) for number in range(60)}
+    program.run(60)
+    for rank in program.ranks:
+        assert not any(rank.settling[16:])
+        rank.handle.remove()
+
+
+@pytest.mark.parametrize("short", [(), (1,), (2,), (3,), (1, 2)])
+def test_a_batch_that_is_short_in_one_rank_while_its_memory_is_measured(program, short):
+    """That rank has more in memory, so its budget decides; passes from 0 are short."""
+    budget, over, kept = int(8.1 * 4 * KIB), list[tuple[int, int]](), dict[int, Any]()
+
+    def before(number: int) -> Callable[[Rank], None]:
+        def prepare(rank: Rank) -> None:
+            if number and max(rank.device.created.peak, rank.device.highest) > budget:
+                over.append((rank.number, number))
+            if not number and rank.number:
+                kept[0] = rank.device.count(torch.zeros(3 * KIB))
+            rank.elements = 2 if rank.number and number in short else 4
+            rank.device.created.peak, rank.device.highest = rank.device.created.now, 0
+
+        return prepare
+
+    for _ in range(2):
+        rank = program.add(1e3, 2**40, memory_budget=budget, recompute=False)
+        rank.before = {number: before(number) for number in range(40)}
+    program.run(40)
+    assert not over
+    for rank in program.ranks:
+        assert not rank.handle.settling
+        rank.handle.remove()
+
+
 def slower(rank: Rank, times: float) -> None:
     rank.device.slow = lambda: times
 

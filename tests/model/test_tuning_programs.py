@@ -58,7 +58,7 @@ def in_a_loop(model: nn.Module) -> None:
 @pytest.mark.parametrize("run", [several(2), several(3), no_backward, no_grad, two_backwards, in_a_loop])
 def test_a_plan_is_found(run, layers):
     device, model, handle = small(layers=layers)
-    for _ in range(11):
+    for _ in range(13):
         run(model)
     assert handle._tracker.steering._stage is None
     done(handle, model, device, 1)

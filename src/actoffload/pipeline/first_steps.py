@@ -11,9 +11,9 @@ offload everything.  In the first one the first microbatch of each group is watc
 are timed.  In the others the outputs are saved that are worth it, and the last one is measured.  All ranks run them,
 because they know the plans of all.
 
-A plan is tried in three more steps: the first one follows all groups, the second one shows how long a step takes with
-the plan, and the third one how long one takes that offloads and recomputes nothing.  The third of all steps does not
-show that, because most of the memory is allocated in it.  Where a rank has no room for such a step, it is left out.
+A plan is tried in five more steps: the first one follows all groups, the next two show how long a step takes with the
+plan, and the last two how long one takes that offloads and recomputes nothing.  The third of all steps does not show
+that, because most of the memory is allocated in it.  Where a rank has no room for such steps, they are left out.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ __all__ = ["FirstSteps"]
 
 TIMED_STEPS = 3
 AGAIN_STEPS = 3
-TRIAL_STEPS = 3
+TRIAL_STEPS = 5
+TIMED_TRIALS = 2  # steps of a trial that are timed alike, of which the faster one counts: one may be slow by chance
 
 
 class FirstSteps:
@@ -67,8 +68,7 @@ class FirstSteps:
         self._growth: dict[int, float] = {}  # by stage: bytes that its groups save now, over those measured
         self.trying = False  # a plan
         self._first_trial, self._bare_trial = 0, False
-        self._tried: StepMeter | None = None  # of a step with it
-        self._without: StepMeter | None = None  # of a step that offloads nothing
+        self._tried, self._without = list[StepMeter](), list[StepMeter]()  # of steps with it, and that offload nothing
         self.kept_bytes: int | None = None  # peak of saved tensors in the latest step, if none of them was seen
 
     def begin(self, number: int) -> None:
@@ -93,9 +93,9 @@ class FirstSteps:
         if number == self._first_trial:
             return
         # A whole step is timed, and none of its groups: that would take time of the host, which may be what counts.
-        if self._tried is None:
+        if len(self._tried) < TIMED_TRIALS:
             self._meter = StepMeter(self._backend, self._conductor.engine.counters)
-        elif self._bare_trial and self._without is None:
+        elif self._bare_trial and len(self._without) < TIMED_TRIALS:
             self._conductor.pause()
             for stage in self._stages:
                 stage.steering.unfollowed = True
@@ -129,10 +129,7 @@ class FirstSteps:
         if failed:
             return
         if self.trying:
-            if paused:
-                self._without = meter
-            else:
-                self._tried = meter
+            (self._without if paused else self._tried).append(meter)
             return
         _, peak = self._backend.allocated() or (0, 0)
         self.other_bytes = max(self.other_bytes, peak - engine.statistics().peak_resident_bytes)
@@ -141,18 +138,19 @@ class FirstSteps:
         self._times = meter
 
     def try_plan(self, number: int, *, bare: bool) -> None:
-        """Measure steps with a plan, of which `number` is the first, and if `bare` is True one without offloading."""
+        """Measure steps with a plan, of which `number` is the first, and if `bare` is True also without offloading."""
         self.trying, self._first_trial, self._bare_trial = True, number, bare
-        self.steps = number + TRIAL_STEPS - 1 - (not bare)
-        self._tried = self._without = None
+        self.steps = number + TRIAL_STEPS - 1 - TIMED_TRIALS * (not bare)
+        self._tried, self._without = [], []
 
     def tried(self) -> Tried | None:
         """Return what the trial of a plan showed; None if it has not ended."""
-        if self._tried is None or (self._bare_trial and self._without is None):
+        if min(len(self._tried), len(self._without) if self._bare_trial else TIMED_TRIALS) < TIMED_TRIALS:
             return None
-        for meter in filter(None, (self._tried, self._without)):
+        for meter in (*self._tried, *self._without):
             meter.wait()
-        return Tried(self._tried.seconds(), None if self._without is None else self._without.seconds())
+        least = min((meter.seconds() for meter in self._without), default=None)
+        return Tried(min(meter.seconds() for meter in self._tried), least)
 
     def limit(self) -> int | None:
         """Return the bytes of device memory that a plan may use; None if that is not known."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -30,35 +30,37 @@ class StepTimes(NamedTuple):
 
 
 class Room(NamedTuple):
-    """Bytes of device memory that a pass may take, None for no limit, and those that it takes without offloading."""
+    """Bytes of device memory that a pass may take, None for no limit, and the peak of one without offloading."""
 
-    limit: int | None
-    peak: int
+    limit: int | None = None
+    peak: Peak = Peak()
 
-    def for_all(self, least: int) -> Room:
-        """Return the room of a rank whose plan has to fit where `least` bytes are free without offloading."""
-        return self.less(max(self.free - least, 0))
+    def for_all(self, others: Iterable[Room]) -> Room:
+        """Return the room of a rank whose plan has to fit in others too, with inputs as large as the largest of all."""
+        known = [self, *(room for room in others if room.limit is not None)]
+        elements = max(room.peak.elements for room in known)  # [guard: ranks whose inputs were short]
+        reserve = self.free(elements) - min(room.free(elements) for room in known)
+        return self.less(reserve)._replace(peak=self.peak.of(elements))
 
     def less(self, reserve: int) -> Room:
         """Return the room without some bytes of it."""
         return self if self.limit is None else self._replace(limit=self.limit - reserve)
 
-    @property
-    def free(self) -> int:
-        """Bytes that would be free without offloading; negative where it does not fit."""
-        return (self.limit or 0) - self.peak
+    def free(self, elements: int = 0) -> int:
+        """Return the bytes that are free without offloading, with as many elements; negative where it does not fit."""
+        return (self.limit or 0) - self.peak.at(elements)
 
 
 def room_in(lean: TimedPass, backend: Backend, budget: int | None) -> Room:
     """Return the room that there is by a measured pass that offloaded everything."""
     limit, meter = backend.memory_limit(), lean.meter
     if limit is None or meter is None or not meter.borders:
-        return Room(None, 0)
+        return Room()
     limit = usable(limit, max((nbytes for sizes in lean.sizes for nbytes in sizes), default=0))
     # Earlier passes, whose backward is still to come, may keep everything.
     in_flight = lean.waiting * sum(map(sum, lean.sizes))
     limit = limit if budget is None else min(limit, budget)
-    return Room(max(limit - in_flight, 0), lean.peak_without().nbytes)
+    return Room(max(limit - in_flight, 0), lean.peak_without())
 
 
 @dataclass
@@ -85,9 +87,13 @@ class Findings:
         Number of passes whose memory is needed at once.
     allocated_before : int
         Bytes of device memory that were allocated before a pass, for which the plan is.
+    more : int
+        Bytes that were allocated in this rank beyond those of the rank that planned.
     bare : Peak
         Of a pass without offloading: measured if such a pass fits, otherwise the sum of what was measured with
         everything offloaded.
+    fits_bare : bool
+        Whether such a pass is within the limit.
     again : Peak
         Of a pass in which everything is recomputed and nothing offloaded.
     host_bytes : int, optional
@@ -117,7 +123,9 @@ class Findings:
     least_size: int = 0
     in_flight: int = 1
     allocated_before: int = 0
+    more: int = 0
     bare: Peak = field(default_factory=Peak)
+    fits_bare: bool = False
     again: Peak = field(default_factory=Peak)
     host_bytes: int | None = None
     planning: float = 0.0
@@ -229,9 +237,23 @@ class Findings:
     def _peak_in(self, stage: Stage) -> Peak:
         if stage is Stage.BARE_AGAIN:
             return self.again
-        if stage is Stage.PLAN and self.plan is not None and self.plan.peak_bytes is not None:
-            return Peak(self.plan.peak_bytes, self.size, self.allocated_before)
-        return self.bare
+        plan = self.plan
+        if stage is not Stage.PLAN or plan is None or plan.peak_bytes is None:
+            return self.bare
+        if self.fits_bare and not plan.offloaded:  # [guard: plan whose peak was measured in another pass]
+            return self.bare
+        return Peak(plan.peak_bytes + self.more, self.size, self.allocated_before)
+
+    def in_rank(self, room: Room, allocated: int) -> Findings:
+        """Return what another rank found, for one that has its own room, and so much allocated before a pass."""
+        more = allocated - self.allocated_before
+
+        def shifted(peak: Peak) -> Peak:
+            return peak._replace(nbytes=peak.nbytes + more, allocated=peak.allocated + more) if peak.nbytes else peak
+
+        own: dict[str, Any] = {"bare": shifted(self.bare), "again": shifted(self.again), "more": more}
+        limit = self.limit if room.limit is None else room.limit
+        return replace(self, limit=limit, allocated_before=allocated, **own)
 
     def decision(self, title: str, passes: str) -> str:
         """Return what was measured in some passes of a model and decided, in a line."""

@@ -97,7 +97,8 @@ class FirstSteps:
         lean = yield from self._full(Stage.LEAN)
         found.in_flight = 1 + lean.waiting
         memory = bare = None
-        if self._fits_bare(lean):
+        found.fits_bare = self._fits_bare(lean)
+        if found.fits_bare:
             memory = yield from self._full(Stage.MEMORY)
             found.bare = memory.peak_without()
             bare = yield from self._full(Stage.BARE)
@@ -126,14 +127,15 @@ class FirstSteps:
 
         The plan is for inputs of this size.  The last batch of an epoch is often smaller.
         """
-        timed = yield from next_pass(stage)
+        largest = timed = yield from next_pass(stage)
         for _ in range(SMALLER):
             self._most = max(self._most, timed.elements)
             if timed.elements >= FULL * self._most:  # [guard: inputs that are smaller than before -> True]
                 return timed
             timed = yield from next_pass(stage)
-        self._most = timed.elements  # it is the larger one that is rare
-        return timed
+            largest = max(timed, largest, key=lambda of: of.elements)
+        self._most = largest.elements  # those that are larger still are rare
+        return largest
 
     def _fits_bare(self, lean: TimedPass) -> bool:
         """Return whether a pass without offloading fits into the memory of the device, in all ranks."""
@@ -147,7 +149,7 @@ class FirstSteps:
         # Where a plan offloads few of the groups that share a storage, it is copied, and the others keep it.
         self.found.excess = lean.shared  # [guard: room for what groups share]
         self.found.allocated_before = lean.meter.allocated_before
-        return room.free >= 0
+        return room.free() >= 0
 
     def _choose(self, lean: TimedPass, memory: TimedPass | None, bare: TimedPass | None) -> GroupPlan:
         """Plan from what was measured in a pass that offloaded everything and one that offloaded nothing."""

@@ -79,11 +79,7 @@ class Lockstep:
 
     def room_of_all(self, own: Room) -> Room:
         """Return the room with which a plan fits in all ranks."""
-        least = own.free
-        for room in self._rooms():
-            if room.limit is not None:
-                least = min(least, room.free)
-        return own.for_all(least)
+        return own.for_all(self._rooms())
 
     def _rooms(self) -> list[Room]:
         until, found, missing = time.monotonic() + LIMIT / 2, list[Room](), list[int]()
@@ -131,7 +127,7 @@ class Lockstep:
         self._measuring, self._asked, self._shown = True, False, False
         self._epoch += 1
         if late and not self.leads:
-            self.post_room(Room(None, 0))  # it may have missed the pass that shows its memory
+            self.post_room(Room())  # it may have missed the pass that shows its memory
         return True
 
     def leave(self) -> None:

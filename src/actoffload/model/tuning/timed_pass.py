@@ -53,6 +53,10 @@ class Peak(NamedTuple):
             inside = -(-inside * elements // self.elements)
         return max(self.allocated, allocated) + inside
 
+    def of(self, elements: int) -> Peak:
+        """Return the peak of a pass with as many elements, or with those of this one if they are more."""
+        return Peak(self.at(elements), max(elements, self.elements), self.allocated)
+
 
 @dataclass(eq=False)
 class TimedPass:

@@ -44,6 +44,7 @@ logger = logging.getLogger("actoffload")
 
 UNFINISHED = 4  # forwards in a row that run before the backward of the one before
 SOON = 64  # passes with a plan before which memory is looked at: with gradient accumulation the optimizer starts late
+BESIDE = 2  # passes that are measured again because the one before had no backward by then; in some programs all do
 PASSED_OVER = 4  # passes in a row that may not fit without offloading, so that the first steps do not go on
 
 MEASURING = "This is the plan of the first steps, which are measured."
@@ -97,6 +98,7 @@ class Tuner:
         self._timer = PassTimer(engine)
         self._unfinished = self._passed_over = 0  # passes in a row
         self._settled = 0  # pass since which there is a plan
+        self._own: tuple[Room, int] | None = None  # of a rank that follows: its room, and bytes allocated before a pass
         self._in_use = 0  # bytes of device memory before a pass, when they were looked at last
         self._alone = False  # the groups are called, and not the model
         self._chosen: Findings | None = None  # whose plan is kept
@@ -200,13 +202,17 @@ class Tuner:
         if timed.ended is None:
             self._unfinished += 1
             return
-        self._unfinished = 0
+        beside, self._unfinished = self._unfinished > 0 and timed.stage is not Stage.FIRST, 0
+        if self._script is not None and beside and self._beside < BESIDE:
+            self._beside += 1  # [guard: backward that was skipped once] its graph lived in this pass
+            return
         if self._script is None:
             if self._stage is None:
                 self._drift.add(timed)
             elif timed.stage is Stage.LEAN and timed.meter is not None:
-                self._measuring.allocated_before = timed.meter.allocated_before
-                room = room_in(timed, self._engine.backend, self._budget)
+                room, before = room_in(timed, self._engine.backend, self._budget), timed.meter.allocated_before
+                # With gradient accumulation, gradients are there before some passes only.
+                self._own = room, max(before, self._own[1] if self._own else 0)
                 self._ranks.together(lambda of: of.post_room(room))
             return
         try:
@@ -224,7 +230,7 @@ class Tuner:
 
         `again`: they had begun, so other ranks may have said how much room they have, which they say once.
         """
-        self._begun, ranks = number, self._ranks
+        self._begun, self._beside, ranks = number, 0, self._ranks
         of_all = ranks.room_of_all
         if again and self._measuring.limit is not None:
             of_all = partial(Room.less, reserve=self._measuring.reserve)
@@ -306,9 +312,8 @@ class Tuner:
                 self._begin(self._number, warm=True)
             return
         found = decision.found
-        if own := before.allocated_before:  # by this rank
-            found.allocated_before = own
-            found.bare, found.again = found.bare._replace(allocated=own), found.again._replace(allocated=own)
+        if self._own is not None:
+            found = found.in_rank(*self._own)
         if found.plan == before.plan:
             found.plan = before.plan  # whose roles are known
         self._measuring, self._stage, self._script = found, decision.stage, None
