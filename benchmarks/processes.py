@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import sys
 import tempfile
 import time
 import traceback
@@ -121,6 +122,9 @@ def _rank(
     try:
         result = _in_group(function, arguments, rank, world, device, limit, Path(folder))
         _write(Path(folder) / f"{rank}.json", json.dumps(result))
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)  # threads of PyTorch that still run may abort a process that ends (seen once, torch 2.13 with gloo)
     except BaseException:
         _write(Path(folder) / f"{rank}.error", f"{time.time()}\n{traceback.format_exc()}")
         os._exit(1)  # without the end of the process group, which may wait for other ranks
