@@ -11,7 +11,8 @@ import torch
 from timed_device import Timed, TimedModel, offload, seconds, stages, step
 from torch import Tensor, nn
 
-from actoffload.model.tuning.timed_pass import Stage
+from actoffload.model.tuning.findings import Room
+from actoffload.model.tuning.timed_pass import Peak, Stage
 
 MIB = 2**20
 
@@ -312,3 +313,11 @@ def test_two_forwards_before_each_backward_count_twice():
         sum(model(torch.zeros(4, requires_grad=True)).sum() for _ in range(2)).backward()
     assert max(device.created.peak, device.highest) <= 60 * MIB
     handle.remove()
+
+
+def test_the_room_of_ranks_counts_for_inputs_of_one_size():
+    """The other rank took 40 bytes for half as many elements, of which 10 were there before."""
+    own, other = Room(100, Peak(50, 4)), Room(90, Peak(40, 2, 10))
+    found = own.for_all([other, Room()])
+    assert (found.limit, found.free()) == (70, 20)
+    assert other.for_all([own, Room()]).free() == 20

@@ -40,7 +40,7 @@ CAPTURED = "test_copies_of_a_captured_forward_have_ended_with_it"
 STREAMS = ["tests/engine/edges", "tests/engine/test_adversary.py"]
 RECOMPUTED = [
     f"tests/recompute/test_{name}.py"
-    for name in ("region", "left_out", "edits", "programs", "aborts", "apart", "inputs", "attributes")
+    for name in ("region", "left_out", "edits", "programs", "aborts", "apart", "inputs", "attributes", "second_calls")
 ]
 
 TESTS: dict[str, list[str]] = {
@@ -101,12 +101,17 @@ TESTS: dict[str, list[str]] = {
     "model/operator_times.py": ["tests/model/test_operator_times.py"],
     "model/tuning/first_steps.py": ["tests/model/test_memory_budget.py", "tests/model/test_budget_changes.py"],
     "model/tuning/fitting.py": ["tests/model/test_memory_budget.py", "tests/model/test_budget_changes.py"],
+    "model/tuning/findings.py": ["tests/model/test_budget_changes.py", "tests/model/test_lockstep.py"],
     "model/tuning/stages.py": ["tests/model/test_lockstep.py"],
     "model/tuning/timed_pass.py": ["tests/model/test_budget_changes.py"],
     "model/tuning/metering.py": ["tests/model/test_tuning_values.py::test_values_in_each_stage"],
     "model/tuning/group_costs.py": ["tests/model/test_budget_changes.py"],
     "model/tuning/ways.py": ["tests/model/test_budget_changes.py"],
-    "model/tuning/tuner.py": ["tests/model/test_tuning_lifetime.py", "tests/model/test_budget_changes.py"],
+    "model/tuning/tuner.py": [
+        "tests/model/test_tuning_lifetime.py",
+        "tests/model/test_tuning_programs.py",
+        "tests/model/test_budget_changes.py",
+    ],
     "model/regions.py": [
         *(f"tests/recompute/test_{name}.py" for name in ("beside", "state", "casts", "inputs", "attributes")),
         "tests/model/test_recompute_auto.py::" + COMMUNICATE,
@@ -115,7 +120,8 @@ TESTS: dict[str, list[str]] = {
     "model/discovery.py": ["tests/model/test_discovery.py"],
     "model/select.py": ["tests/model/test_select.py", "tests/model/test_select_wrappers.py"],
     "recompute/policy.py": [
-        f"tests/recompute/test_{name}.py" for name in ("apart", "offload_and_recompute", "region", "state", "programs")
+        f"tests/recompute/test_{name}.py"
+        for name in ("apart", "offload_and_recompute", "region", "state", "programs", "second_calls")
     ],
     "recompute/checkpoint.py": ["tests/recompute/test_checkpoint.py", "tests/recompute/test_inputs.py"],
     "recompute/arguments.py": [
@@ -125,12 +131,14 @@ TESTS: dict[str, list[str]] = {
     "recompute/region.py": RECOMPUTED,
     "recompute/modes.py": RECOMPUTED,
     "recompute/reuse.py": ["tests/recompute/test_split_backward.py"],
-    "recompute/structure.py": [f"tests/recompute/test_{name}.py" for name in ("structure", "state", "attributes")],
-    "recompute/state.py": ["tests/recompute/test_state.py", "tests/recompute/test_edits.py"],
+    "recompute/structure.py": [
+        f"tests/recompute/test_{name}.py" for name in ("structure", "state", "attributes", "second_calls")
+    ],
+    "recompute/state.py": [f"tests/recompute/test_{name}.py" for name in ("state", "edits", "second_calls")],
     "recompute/watch.py": [
         *(
             f"tests/recompute/test_{name}.py"
-            for name in ("state", "edits", "beside", "programs", "inputs", "attributes")
+            for name in ("state", "edits", "beside", "programs", "inputs", "attributes", "second_calls")
         ),
         "tests/model/test_discovery_of_models.py::test_layers_that_write_to_a_cache_are_not_recomputed",
     ],

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import gc
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from composing import BLOCKS, STEPS, WIDTH, Mlp, Net, batch
+from composing import BLOCKS, STEPS, WIDTH, Mlp, Net, batch, train
 from recomputing import ANY, FIRST, check, counted, policies, simple
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from whole_model import offload
 
 from actoffload.recompute.watch import ATTRIBUTES, OUTSIDE
@@ -144,12 +146,39 @@ def test_a_gradient_that_is_computed_inside_of_a_group(policy):
     check(simple(lambda: Net(Force)), policy, recomputed=0)
 
 
-class Tables(nn.Module):
-    """Caches a table for each number of rows, which it makes as it makes its products."""
+class Products(TorchDispatchMode):
+    """Counts the products of linear layers."""
 
-    def __init__(self) -> None:
+    count = 0
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += operator is torch.ops.aten.addmm.default
+        return operator(*args, **(kwargs or {}))
+
+
+def test_products_behind_a_gradient_inside_of_a_group_are_saved():
+    """The first one, which is edited, runs again in backward, and no other."""
+    model = Net(Force)
+    handle = offload(model, recompute=True, fraction=1.0)
+    train(model, 3)
+    loss = model(batch(0)).sum()
+    with Products() as products:
+        loss.backward()
+    assert products.count == BLOCKS
+    handle.remove()
+
+
+class Tables(nn.Module):
+    """Caches a table for each number of rows, which it makes as it makes its products, of weights or of a buffer."""
+
+    def __init__(self, *, fixed: bool) -> None:
         super().__init__()
         self.first, self.second = nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False)
+        if fixed:
+            del self.first
+            matrix = torch.randn(WIDTH, WIDTH)
+            self.register_buffer("matrix", matrix)
+            self.first = self.of_matrix
         self.cache = dict[int, Tensor]()
         self.register_buffer("frequencies", torch.randn(1, WIDTH))
 
@@ -158,13 +187,17 @@ class Tables(nn.Module):
             self.cache[rows] = 0.1 * torch.arange(float(rows))[:, None] @ self.frequencies
         return self.cache[rows]
 
+    def of_matrix(self, x: Tensor) -> Tensor:
+        return x @ self.matrix
+
     def forward(self, x: Tensor) -> Tensor:
         table = self.table(len(x))
         return torch.sin(self.second(torch.sin(self.first(x) + table)))
 
 
 @policies
-def test_a_saved_product_is_not_taken_for_another_one(policy):
+@pytest.mark.parametrize("fixed", [False, True])
+def test_a_saved_product_is_not_taken_for_another_one(fixed, policy):
     def use(model: nn.Module) -> list[Tensor]:
         for block in model.blocks:
             block.table(8)
@@ -176,7 +209,7 @@ def test_a_saved_product_is_not_taken_for_another_one(policy):
             model.zero_grad()
         return found
 
-    check(simple(lambda: Net(Tables), use), policy, recomputed=0)
+    check(simple(lambda: Net(partial(Tables, fixed=fixed)), use), policy, recomputed=0)
 
 
 # What the first call does not show
