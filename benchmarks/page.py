@@ -58,8 +58,13 @@ def origin(data: Data) -> str:
         for part, found in data.get("parts", {}).items()
         if found.get("device", data["device"]) != data["device"]
     ]
-    measured = {f"part `{part}`": found for part, found in data.get("parts", {}).items()} or {"it": data}
-    apart += [text("beside", of=of, beside=found["beside"]) for of, found in measured.items() if "beside" in found]
+    beside: dict[str, list[str]] = {}
+    for part, found in (data.get("parts") or {"": data}).items():
+        if "beside" in found:
+            beside.setdefault(found["beside"], []).extend([f"`{part}`"] if part else [])
+    for other, names in beside.items():
+        when = f"while {', '.join(names)} were measured" if names else "at the same time"
+        apart.append(text("beside", beside=other, when=when))
     found = (text("rehearsal") if data["device"]["reference"] else "") + text("origin", **data, **values)
     return " ".join([found, *apart])
 
