@@ -286,7 +286,7 @@ def test_fewer_tensors_than_before_are_an_error():
 
 
 def test_an_error_names_the_group():
-    """Also one of the program, and each error once, although a backward may have several recomputations."""
+    """One note, although the recomputations of other groups have succeeded before it."""
     times = [1, 1, 1]
 
     class Repeating(nn.Module):
