@@ -12,14 +12,14 @@ tests.xml                    the results of the tests, as JUnit XML
 gallery-recording.tar.gz     for ``python docs/tools/record_gallery.py unpack``
 gpu-tests.json and a file for each benchmark, such as trainer.json      for benchmarks/results
 
-``--only tests,gallery,benchmarks`` chooses steps; ``benchmarks`` stands for overhead, linear and gpt.  Run only when
-they are named: ``trainer``, ``llama``, ``peers`` and the ``frontier-...`` steps (some minutes each), ``overlap``
-(under two minutes), ``memory`` (device memory over a step, for the picture of the landing page; a minute),
-``machine`` (seconds), ``parallelism`` and ``pipelines``, which need two GPUs, and ``host`` (the host time of Llama
-layers alone, under a minute), whose file takes the place of that of ``llama``.  Parts of ``frontier.json`` from other
-runs of the same sources stay, if the file lies in the folder of ``--out``.  With four GPUs ``pipelines`` also measures
-four ranks; each pipeline takes at most five minutes, so give ``--budget 2100``.  ``--rehearse`` takes small sizes, for
-a machine without a GPU.
+``--only tests,gallery,benchmarks`` chooses steps, which run in that order; ``benchmarks`` stands for overhead, linear
+and gpt. Run only when they are named: ``trainer``, ``llama``, ``peers`` and the ``frontier-...`` steps (some minutes
+each), ``overlap`` (under two minutes), ``memory`` (device memory over a step, for the picture of the landing page; a
+minute), ``machine`` (seconds), ``parallelism`` and ``pipelines``, which need two GPUs, and ``host`` (the host time of
+Llama layers alone, under a minute), whose file takes the place of that of ``llama``. Parts of ``frontier.json`` from
+other runs of the same sources stay, if the file lies in the folder of ``--out``. With four GPUs ``pipelines`` also
+measures four ranks; each pipeline takes at most five minutes, so give ``--budget 2100``. ``--rehearse`` takes small
+sizes, for a machine without a GPU.
 
 ``--beside`` names steps that run on a second GPU of the host at the same time, and each result then says which ran on
 the other GPU.  It is for steps whose times are not shown, such as ``tests``: two GPUs of one host share its memory, and
@@ -86,7 +86,7 @@ class Outcome:
 
 
 def steps(out: Path, *, rehearse: bool, select: str) -> dict[str, Step]:
-    """Return all steps by name, in the order in which they run."""
+    """Return all steps by name."""
     pytest = ["-m", "pytest", "tests/gpu", "-q", "-ra", "--durations=10", "-p", "no:cacheprovider"]
     pytest += [f"--junitxml={out / 'tests.xml'}", *(["-k", select] if select else [])]
     small = ("--rehearse",) if rehearse else ()
@@ -118,14 +118,14 @@ def steps(out: Path, *, rehearse: bool, select: str) -> dict[str, Step]:
 
 
 def chosen(names: str, known: dict[str, Step]) -> list[Step]:
-    """Return the named steps; raise `SystemExit` with the names that are unknown."""
+    """Return the named steps in that order; raise `SystemExit` with the names that are unknown."""
     wanted: list[str] = []
     for name in filter(None, names.split(",")):
         wanted += ["overhead", "linear", "gpt"] if name == "benchmarks" else [name]
     unknown = sorted(set(wanted) - set(known))
     if unknown:
         raise SystemExit(f"--only: no step {', '.join(unknown)}; expected {', '.join(known)} or benchmarks.")
-    return [step for name, step in known.items() if name in wanted]
+    return [known[name] for name in dict.fromkeys(wanted)]
 
 
 @dataclass(frozen=True)

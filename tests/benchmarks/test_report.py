@@ -167,9 +167,10 @@ def test_committed_report_is_what_the_committed_results_give() -> None:
     assert report.main(["--check"]) == 0
 
 
-def test_gpu_run_chooses_steps_in_their_order(tmp_path: Path) -> None:
+def test_gpu_run_chooses_steps_in_the_named_order(tmp_path: Path) -> None:
     known = gpu_run.steps(tmp_path, rehearse=True, select="")
-    assert [s.name for s in gpu_run.chosen("benchmarks,tests", known)] == ["tests", "overhead", "linear", "gpt"]
+    named = [s.name for s in gpu_run.chosen("gpt,benchmarks,tests", known)]
+    assert named == ["gpt", "overhead", "linear", "tests"]
     assert "pinned_num_register_threads" in gpu_run.environment(known["frontier-8k"])["PYTORCH_ALLOC_CONF"]
     assert "pinned" not in gpu_run.environment(known["tests"]).get("PYTORCH_ALLOC_CONF", "")
     assert known["llama"].command == ("benchmarks/run.py", "llama", "--out", str(tmp_path), "--rehearse")
@@ -181,13 +182,13 @@ def test_gpu_run_has_steps_beside_others_on_a_second_gpu(tmp_path: Path) -> None
     known = gpu_run.steps(tmp_path, rehearse=True, select="")
     every = gpu_run.chosen("gpt,linear", known), gpu_run.chosen("tests", known)
     first, second = gpu_run.lanes(*every, tmp_path)
-    assert [step.name for step in (*first.steps, *second.steps)] == ["linear", "gpt", "tests"]
-    for lane, gpu, beside in ((first, "0", "tests"), (second, "1", "linear, gpt")):
+    assert [step.name for step in (*first.steps, *second.steps)] == ["gpt", "linear", "tests"]
+    for lane, gpu, beside in ((first, "0", "tests"), (second, "1", "gpt, linear")):
         environment = gpu_run.environment(lane.steps[0], lane)
         assert (environment["CUDA_VISIBLE_DEVICES"], environment[results_file.BESIDE]) == (gpu, beside)
     (alone,) = gpu_run.lanes(every[0], [], tmp_path)
     assert results_file.BESIDE not in gpu_run.environment(alone.steps[0], alone)
-    with pytest.raises(SystemExit, match="linear of --only"):
+    with pytest.raises(SystemExit, match="gpt of --only"):
         gpu_run.lanes(every[0], every[0][:1], tmp_path)
 
 
