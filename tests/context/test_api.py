@@ -114,8 +114,9 @@ def test_defaults_enabled_offload_the_only_layer_which_is_refused():
         get_cpu_offload_context(enabled=True)
 
 
-def test_manual_does_not_look_at_num_layers():
-    context, _, _ = get_cpu_offload_context(True, 9, 2, manual_synchronization=True)
+@pytest.mark.parametrize("num_layers", [9, None])
+def test_manual_does_not_look_at_num_layers(num_layers):
+    context, _, _ = get_cpu_offload_context(True, num_layers, 2, manual_synchronization=True)
     assert context.plan.offloaded == ()
     with pytest.raises(ValueError, match="model_layers is 0"):
         get_cpu_offload_context(True, 1, 0, manual_synchronization=True)

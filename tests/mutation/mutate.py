@@ -100,7 +100,11 @@ TESTS: dict[str, list[str]] = {
     ],
     "model/operator_times.py": ["tests/model/test_operator_times.py"],
     "model/tuning/first_steps.py": ["tests/model/test_memory_budget.py", "tests/model/test_budget_changes.py"],
-    "model/tuning/fitting.py": ["tests/model/test_memory_budget.py", "tests/model/test_budget_changes.py"],
+    "model/tuning/fitting.py": [
+        "tests/model/test_fitting.py",
+        "tests/model/test_memory_budget.py",
+        "tests/model/test_budget_changes.py",
+    ],
     "model/tuning/findings.py": ["tests/model/test_budget_changes.py", "tests/model/test_lockstep.py"],
     "model/tuning/stages.py": ["tests/model/test_lockstep.py"],
     "model/tuning/timed_pass.py": ["tests/model/test_budget_changes.py"],

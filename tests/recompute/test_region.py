@@ -282,3 +282,31 @@ def test_outputs_that_are_read_now_and_then_are_saved():
         reads.learn(["one", "two"], used)
         assert "one" in reads
         assert "two" not in reads
+
+
+class Experts(nn.Module):
+    """Two experts, whose tokens lie one behind the other; the products take bfloat16."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(2, 16, 16, dtype=torch.bfloat16))
+
+    def forward(self, x):
+        ends = torch.tensor([8, 16], dtype=torch.int32, device=x.device)
+        return x + F.gelu(F.grouped_mm(x, self.weight, offs=ends))
+
+
+def test_products_of_experts_are_worth_saving():
+    torch.manual_seed(0)
+    experts, x = Experts(), torch.randn(16, 16, dtype=torch.bfloat16, requires_grad=True)
+    expected = torch.autograd.grad(experts(x).sum(), [x, experts.weight])
+    trace = Trace()
+    for _ in range(2):  # the first call shows what is read
+        region = Region(worth_saving, trace=trace)
+        loss = recomputed(experts, region, x).sum()
+    assert [operator.overloadpacket.__name__ for operator, _ in region.ran] == ["_grouped_mm"]
+    seen = Seen()
+    with seen:
+        found = torch.autograd.grad(loss, [x, experts.weight])
+    assert all(map(torch.equal, found, expected))
+    assert seen.names.count("_grouped_mm") == 2, "of the backward alone"

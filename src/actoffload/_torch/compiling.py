@@ -47,8 +47,8 @@ def opaque(function: F, reason: str = "", *, compile_callees: bool = False) -> F
 def compiled_modules(module: Module) -> list[Module]:
     """Return what `torch.compile` made of a module before: modules that call the method that it had then.
 
-    The module has no reference to them, so they are looked for among all objects, which takes a tenth of a second in a
-    large program; without Dynamo there are none.
+    The module has no reference to them, so they are looked for among all objects, which takes some tenths of a second
+    in a large program; without Dynamo there are none.
     """
     kind = getattr(sys.modules.get("torch._dynamo.eval_frame"), "OptimizedModule", None)
     if kind is None:

@@ -71,7 +71,7 @@ def get_cpu_offload_context(
 @overload
 def get_cpu_offload_context(
     enabled: bool = False,
-    num_layers: int = 1,
+    num_layers: int | None = 1,
     model_layers: int = 1,
     offload_activations: bool = True,
     offload_weights: bool = False,
@@ -87,7 +87,7 @@ def get_cpu_offload_context(
 @overload
 def get_cpu_offload_context(
     enabled: bool = False,
-    num_layers: int = 1,
+    num_layers: int | None = 1,
     model_layers: int = 1,
     offload_activations: bool = True,
     offload_weights: bool = False,
@@ -102,7 +102,7 @@ def get_cpu_offload_context(
 
 def get_cpu_offload_context(
     enabled: bool = False,
-    num_layers: int = 1,
+    num_layers: int | None = 1,
     model_layers: int = 1,
     offload_activations: bool = True,
     offload_weights: bool = False,
@@ -126,8 +126,8 @@ def get_cpu_offload_context(
     ----------
     enabled : bool
         False returns objects that do nothing.
-    num_layers : int
-        Number of layers to offload, from the first.  Not used with manual synchronization.
+    num_layers : int, optional
+        Number of layers to offload, from the first.  Not used with manual synchronization, where it may be None.
     model_layers : int
         How many times the context is entered in one forward of the model.
     offload_activations, offload_weights, double_buffering : bool
@@ -205,7 +205,7 @@ def get_cpu_offload_context(
         if manual_synchronization:
             return nothing, nothing.synchronize, NoController(nothing)
         return nothing, nothing.synchronize
-    check_whole(num_layers=num_layers, model_layers=model_layers)
+    check_whole(model_layers=model_layers)
     backend = devices.backend()
     if offload_stream is not None:
         backend.adopt(offload_stream)
@@ -214,6 +214,8 @@ def get_cpu_offload_context(
             raise ValueError(f"model_layers is {model_layers}; expected the number of layers, at least 1.")
         plan = Plan(model_layers)
     else:
+        check_whole(num_layers=num_layers)
+        assert num_layers is not None
         schedule = DefaultSchedule(num_layers, model_layers)
         if not schedule.overlaps:
             warnings.warn(

@@ -91,7 +91,7 @@ def offload(
     time in five more passes; six more follow where passes differ too much to tell.  `OffloadHandle.settling` says until
     when.  The ranks of a sharded or data-parallel model measure in the same passes and follow one plan.  The logger
     ``actoffload`` says once, at level INFO, what was measured and decided.  Without an accelerator nothing is measured,
-    and all groups but the last two are offloaded.
+    and all groups but the last two and the last of each kind are offloaded.
 
     A schedule of ``torch.distributed.pipelining`` is offloaded by one plan for all microbatches and stages of a rank.
     Every rank passes its schedule with the same arguments.  The first steps are measured with everything offloaded;

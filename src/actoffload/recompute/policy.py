@@ -56,16 +56,19 @@ _aten = torch.ops.aten
 _Operator = type(_aten.mm.default)  # not a higher-order operator
 _OPERATORS = _Operator, type(_aten.mm)  # which can be called, too
 
+_PRODUCTS = (
+    "mm addmm bmm baddbmm convolution "
+    "_grouped_mm _scaled_mm _scaled_mm_v2 _scaled_grouped_mm _scaled_grouped_mm_v2"  # of experts, and of float8
+)
+_ATTENTION = (
+    "_scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_for_cpu "
+    "_scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention "
+    "_flash_attention_forward _efficient_attention_forward _cudnn_attention_forward"  # of packed sequences
+)
 COSTLY = {
-    _aten.mm.default,
-    _aten.addmm.default,
-    _aten.bmm.default,
-    _aten.baddbmm.default,
-    _aten.convolution.default,
-    _aten._scaled_dot_product_flash_attention.default,
-    _aten._scaled_dot_product_flash_attention_for_cpu.default,
-    _aten._scaled_dot_product_efficient_attention.default,
-    _aten._scaled_dot_product_cudnn_attention.default,
+    getattr(_aten, name).default
+    for name in (*_PRODUCTS.split(), *_ATTENTION.split())
+    if hasattr(_aten, name)  # in this version of PyTorch
 }
 """Matrix products, convolutions and attention: their time is large beside the bytes of their outputs."""
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from ...device.base import Backend, usable
 from ...planner import GroupPlan
+from ...planner.variants import with_host
 from ...schedule.timeline import milliseconds, size
 from .group_costs import CLOCKS
 from .timed_pass import Peak, Stage, TimedPass
@@ -146,6 +147,16 @@ class Findings:
             return plan
         more = f"Another rank takes {size(self.reserve)} more than the one that decides."
         return replace(plan, because=f"{plan.because} {more}")
+
+    def for_host(self, factor: float) -> Findings:
+        """Return the same with costs of groups for a host that takes `factor` times as long as it was measured."""
+        choose, frontier = self.choose, self.search_frontier
+        assert choose is not None
+        assert frontier is not None
+        names, ways, link = choose.args
+        costs = names, with_host(ways, factor), link
+        choose = partial(choose.func, *costs, **choose.keywords)
+        return replace(self, choose=choose, search_frontier=partial(frontier.func, *costs, **frontier.keywords))
 
     def corrected(self, plan: GroupPlan) -> GroupPlan:
         """Return a plan by costs of groups with the peak and the times that are expected of a pass."""

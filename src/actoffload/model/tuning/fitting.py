@@ -10,13 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
-from functools import partial
 from math import inf
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from ...device.base import Backend
 from ...planner import GroupPlan, choose_recomputed
-from ...planner.variants import with_host
 from .findings import Findings
 from .pace import TRIES, alike, typical
 from .timed_pass import Stage, TimedPass
@@ -26,6 +24,14 @@ __all__ = ["Fitting", "Script", "next_pass", "trimming"]
 HOSTS = (2.0, 0.5)  # times what the host took, for which other plans are tried
 
 Script: TypeAlias = Generator[Stage, TimedPass, GroupPlan]
+
+
+class _Tried(NamedTuple):
+    """A plan with the peak of its passes, their seconds, and the factor of the host's times that it is best for."""
+
+    plan: GroupPlan
+    seconds: float
+    factor: float
 
 
 class Fitting:
@@ -51,8 +57,9 @@ class Fitting:
         slower or faster than it was measured.  A plan that exceeds the limit is kept only if none was found that does
         not.
         """
-        found, limit, tried = self.found, self.found.limit or inf, list[tuple[GroupPlan, float]]()
+        found, limit, tried = self.found, self.found.limit or inf, list[_Tried]()
         hosts, baseline = list(HOSTS), plan.baseline_seconds  # without offloading, the same for all
+        factor = 1.0
         while True:
             found.plan = plan
             passes = [(yield from trimming(found, Stage.PLAN, plan))]
@@ -68,41 +75,40 @@ class Fitting:
                 return found.as_timed(plan, seconds, baseline, with_others=self._with_others())
             # See [Note: peaks of plans].
             found.excess += max(peak - plan.peak_bytes, 0)  # [guard: room for what passes take]
-            tried.append((replace(plan, peak_bytes=peak), seconds))
-            other = self._other([of for of, _ in tried], hosts)
+            tried.append(_Tried(replace(plan, peak_bytes=peak), seconds, factor))
+            other = self._other([of.plan for of in tried], hosts)
             if other is None or len(tried) > TRIES:
                 break
-            plan = other
-        within = [each for each in tried if (each[0].peak_bytes or 0) <= limit]
-        best, seconds = min(within or tried, key=lambda each: each[1] if within else each[0].peak_bytes or 0)
-        return found.as_timed(best, seconds, baseline, with_others=self._with_others())
+            plan, factor = other
+        within = [each for each in tried if (each.plan.peak_bytes or 0) <= limit]
+        best = min(within or tried, key=lambda each: each.seconds if within else each.plan.peak_bytes or 0)
+        if best.factor != 1.0:  # [guard: costs by which the plan was found]
+            costs = found.for_host(best.factor)
+            found.choose, found.search_frontier = costs.choose, costs.search_frontier
+        return found.as_timed(best.plan, best.seconds, baseline, with_others=self._with_others())
 
-    def _other(self, tried: Sequence[GroupPlan], hosts: list[float]) -> GroupPlan | None:
+    def _other(self, tried: Sequence[GroupPlan], hosts: list[float]) -> tuple[GroupPlan, float] | None:
         """Return a plan that was not tried yet and may be better than the last one that was; None if there is none.
 
-        `hosts` are the factors of the times of the host for which no plan was searched yet.
+        With it comes the factor of the host's times that it is best for.  `hosts` are the factors for which no plan was
+        searched yet.
         """
         found, known = self.found, [(of.plan, of.saves) for of in tried]
         assert found.choose is not None
         if (tried[-1].peak_bytes or 0) > (found.limit or inf):
             plan = found.chosen()
             if (plan.plan, plan.saves) not in known:
-                return plan
+                return plan, 1.0
         while hosts and found.choose.func is choose_recomputed:
-            for_host = self._for_host(hosts.pop(0))
-            if for_host is not None and (for_host.plan, for_host.saves) not in known:
-                return for_host
+            factor = hosts.pop(0)
+            costs = found.for_host(factor)
+            assert costs.choose is not None
+            if costs.choose.args == found.choose.args:  # the host took no time
+                continue
+            plan = costs.chosen()
+            if (plan.plan, plan.saves) not in known:
+                return plan, factor
         return None
-
-    def _for_host(self, factor: float) -> GroupPlan | None:
-        """Return the best plan for a host that takes `factor` times as long as measured; None if it took no time."""
-        assert self.found.choose is not None
-        names, ways, link = self.found.choose.args
-        scaled = with_host(ways, factor)
-        if scaled == ways:
-            return None
-        found = replace(self.found, choose=partial(choose_recomputed, names, scaled, link))
-        return found.chosen(**self.found.choose.keywords)
 
 
 def trimming(found: Findings, stage: Stage, plan: GroupPlan) -> Generator[Stage, TimedPass, TimedPass]:

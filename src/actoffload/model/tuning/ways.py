@@ -96,7 +96,7 @@ class Ways:
 
 
 def timed_operators(timed: TimedPass, elements: int) -> dict[int, list[OperatorCost]]:
-    """Return the operators of groups that a pass timed, with outputs as for inputs with so many elements."""
+    """Return the operators of groups that a pass timed, with outputs as for inputs with as many elements."""
     assert timed.operators is not None
     larger = timed.larger(elements)
 
