@@ -67,7 +67,7 @@ myst_enable_extensions = ["colon_fence", "deflist", "fieldlist", "substitution",
 myst_heading_anchors = 3
 # Measured figures are read from the result files, never typed into a page.
 myst_substitutions = {
-    "headline": headline.headline(),
+    "headline": "\n\n".join(filter(None, (headline.headline(), report.notes("trainer", "peers", "memory")))),
     "benchmark_notes": report.notes(*report.READERS),
     "developer_notes": report.notes(*report.DEVELOPERS),
     "report_of_a_budget": headline.report_of_a_budget(),

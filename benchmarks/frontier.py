@@ -34,7 +34,7 @@ from actoffload.planner import choose
 from actoffload.schedule import simulate
 
 SELECTIVE, DEFAULT, LAYERS = "selective", "default", "layers"
-BUDGETS = 10
+BUDGETS = 6
 REPEATS = 3
 TARGETS = {"8k": 15.4, "32k": 12.3, "8k-compiled": 15.0, "32k-compiled": 10.0}
 """Budgets in GiB, a little above the peaks with checkpointing."""

@@ -27,7 +27,11 @@ def headline(folder: Path = RESULTS) -> str:
         {"name": name, **{model: arms[method] for model, arms in models.items() if method in arms}}
         for method, name in names.items()
     ]
-    first = text("headline", device=next(iter(found.values()))["device"]["name"])
+    devices = {PAGE["names"]["headline"][name]: found[name]["device"]["name"] for name in models}
+    first = text("headline", device=next(iter(devices.values())))
+    if len(set(devices.values())) > 1:
+        each = [text("headline_device", what=what, device=device) for what, device in devices.items()]
+        first = text("headline_apart", devices=" and ".join(each))
     words = [text(f"headline_{name}", **_settings(name, found[name])) for name in models]
     captions = [text("trainer_caption")] if "trainer" in found else []
     if "memory" in found:
@@ -39,15 +43,17 @@ def headline(folder: Path = RESULTS) -> str:
 
 def _headline_why(models: dict[str, dict[str, Data]]) -> str:
     """Return why `offload(model)` saves what it does, which budgets the table has, and where one takes long."""
-    drops = [a[NOTHING]["peak_bytes"] - a[OURS]["peak_bytes"] for a in models.values() if OURS in a]
-    lower = text("headline_drops", drops=" and ".join(text("gib", nbytes=drop) for drop in drops))
-    words = [text("headline_why", drops=lower if max(drops) >= WORTH else text("headline_nothing"))]
+    drops = {name: a[NOTHING]["peak_bytes"] - a[OURS]["peak_bytes"] for name, a in models.items() if OURS in a}
+    lower = " and ".join(text(f"headline_drop_{name}", nbytes=drop) for name, drop in drops.items())
+    lower = text("headline_drops", drops=lower) if max(drops.values()) >= WORTH else text("headline_nothing")
+    words = [text("headline_why", drops=lower)]
     limited = [a for a in models.values() if "budget" in a]
     shares = {text("percent", share=a["budget"]["budget"] / a[CHECKPOINT]["peak_bytes"] - 1) for a in limited}
     words += [text("headline_budget", above=" and ".join(sorted(shares)))] if shares else []
     trainer = models.get("trainer", {})
     if "budget" in trainer and trainer["budget"]["ratio"] > trainer[CHECKPOINT]["ratio"]:
         words.append(text("headline_host", **queue_seconds(trainer)))
+        words += forward_seconds("headline_forward", trainer)
     return " ".join(words)
 
 
@@ -103,6 +109,13 @@ def queue_seconds(arms: dict[str, Data]) -> Data:
     """Return how long the host takes to queue a forward of the Trainer, in seconds."""
     names = {"queue": "budget", "queue_none": NOTHING, "queue_checkpoint": CHECKPOINT}
     return {name: arms[method]["queue_seconds"] for name, method in names.items()}
+
+
+def forward_seconds(name: str, arms: dict[str, Data]) -> list[str]:
+    """Return a sentence about the time of a forward on the GPU, if it was measured and the host takes longer."""
+    seconds = arms[NOTHING].get("forward_seconds")
+    slower = seconds is not None and seconds < arms["budget"]["queue_seconds"]
+    return [text(name, forward=seconds)] if slower else []
 
 
 def by_method(row: Data) -> dict[str, Data]:

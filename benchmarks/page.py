@@ -63,7 +63,8 @@ def origin(data: Data) -> str:
         if "beside" in found:
             beside.setdefault(found["beside"], []).extend([f"`{part}`"] if part else [])
     for other, names in beside.items():
-        when = f"while {', '.join(names)} were measured" if names else "at the same time"
+        verb = "was" if len(names) == 1 else "were"
+        when = f"while {', '.join(names)} {verb} measured" if names else "at the same time"
         apart.append(text("beside", beside=other, when=when))
     found = (text("rehearsal") if data["device"]["reference"] else "") + text("origin", **data, **values)
     return " ".join([found, *apart])

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import parallelism_page
-from headline import NOTHING, OURS, above, by_method, headline, queue_seconds, readme
+from headline import NOTHING, OURS, above, by_method, forward_seconds, headline, queue_seconds, readme
 from page import PAGE, Data, origin, table, target, text
 from pipelines_page import pipelines_sections, pipelines_targets
 from results_file import RESULTS, ROOT, digest, read
@@ -98,9 +98,12 @@ def _trainer_targets(data: Data) -> list[Data]:
         limited = by_method(row).get("budget", {})
         if "budget" in limited:
             found.append(target("budget", limited["ratio"], length=length, gib=limited["budget"]))
-        for key, what in (("seconds", "forward and backward"), ("peak_bytes", "peak")):
-            if key in moved["distance"]:
-                found.append(target("predicted", abs(moved["distance"][key]), length=length, what=what))
+        for planned in filter(None, (moved, limited)):
+            method = PAGE["names"]["trainer"][planned["method"]]
+            for key, what in (("seconds", "forward and backward"), ("peak_bytes", "peak")):
+                if key in planned["distance"]:
+                    values = {"length": length, "method": method, "what": what}
+                    found.append(target("predicted", abs(planned["distance"][key]), **values))
     return found
 
 
@@ -124,7 +127,7 @@ def _plan(a: Data) -> str:
     """Name the plan of an arm in words."""
     if a["budget"] is not None:
         return text("plan_of_budget", **a)
-    return "default" if a["num_layers"] is None else text("plan_of_layers", **a)
+    return PAGE["names"]["frontier"]["default"] if a["num_layers"] is None else text("plan_of_layers", **a)
 
 
 VISIBLE = 1.001  # times a budget: a peak above it differs in the table
@@ -196,7 +199,7 @@ def trainer_sections(data: Data) -> list[str]:
     for row in data["rows"]:
         low_high = ({"low": min(a["ratios"]), "high": max(a["ratios"])} for a in row["arms"])
         arms = [{**a, **r, "tokens": row["tokens"]} for a, r in zip(row["arms"], low_high, strict=True)]
-        rows += [{**a, "name": names.get(a["method"], a["method"])} for a in arms]
+        rows += [{**a, "name": names.get(a["method"], a["method"]), "moved": _moved(row, a["method"])} for a in arms]
         plans += [text("plan", **row), f"```text\n{by_method(row)[OURS]['plan']}\n```", *_budget_plan(row)]
     noise = "; ".join(text("trainer_noise", **row) for row in data["rows"])
     return [
@@ -208,6 +211,13 @@ def trainer_sections(data: Data) -> list[str]:
     ]
 
 
+def _moved(row: Data, method: str) -> str:
+    """Return the GiB that a method offloaded: one number, or that of each round."""
+    runs = [run[method].get("bytes_offloaded") for run in row["runs"] if method in run]
+    shown = [text("gib", nbytes=nbytes) for nbytes in runs if nbytes is not None]
+    return shown[0] if len(set(shown)) == 1 else ", ".join(shown)
+
+
 def _budget_plan(row: Data) -> list[str]:
     """Return the plan for a budget, and how long the host takes to queue a forward with it."""
     arms = by_method(row)
@@ -215,7 +225,7 @@ def _budget_plan(row: Data) -> list[str]:
     if "budget" not in limited:
         return []
     plan = f"```text\n{limited['plan']}\n```"
-    host = text("trainer_host", **queue_seconds(arms))
+    host = text("trainer_host", **queue_seconds(arms), forward="".join(forward_seconds("trainer_forward", arms)))
     return [text("budget_plan", budget=limited["budget"]), plan, host]
 
 
@@ -259,7 +269,7 @@ def _saved(part: Data) -> list[str]:
     tokens, rows = part["settings"]["tokens"], []
     for s in sorted(part["saved"], key=lambda s: len(s["layers"]) > 1):
         small = s["tensor_nbytes"] < part["settings"]["min_bytes"]
-        verdict = "no: shared by all layers" if len(s["layers"]) > 1 else "no: small" if small else "yes"
+        verdict = "no: small" if small else "once for all layers" if len(s["layers"]) > 1 else "yes"
         rows.append({**s, "sizes": " × ".join(str(size) for size in s["shape"]) or "scalar", "verdict": verdict})
     own = sum(s["nbytes"] for s in part["saved"] if len(s["layers"]) == 1)
     return [text("saved", own=own, tokens=tokens, each=own / tokens / 1024), table("saved", rows)]

@@ -107,6 +107,7 @@ class Part:
     measure: Callable[[], object] = lambda: None  # before the measured ones
     end: Callable[[], object] = lambda: None  # behind all of them
     seconds: list[float] = field(default_factory=list)
+    forward_seconds: list[float] = field(default_factory=list)
     pass_seconds: list[float] = field(default_factory=list)
     queue_seconds: list[float] = field(default_factory=list)
     peak_bytes: int = 0
@@ -136,6 +137,7 @@ class Parts(TrainerCallback):  # type: ignore[misc]
             loss = inner_loss(*arguments, **more)
             if self._meter is not None:
                 self._waiting[0].queue_seconds.append(time.perf_counter() - begun)
+            self._sample()
             return loss
 
         trainer.training_step, trainer.compute_loss = training_step, compute_loss
@@ -172,9 +174,10 @@ class Parts(TrainerCallback):  # type: ignore[misc]
             return
         self._meter.__exit__()
         part.peak_bytes = self._meter.peak_bytes
-        times = [seconds for seconds, _ in self._meter.samples]  # an end of a step, then three for each step
-        part.seconds = [end - start for start, end in pairwise(times[::3])]
-        part.pass_seconds = [end - start for start, end in zip(times[1::3], times[2::3], strict=True)]
+        times = [seconds for seconds, _ in self._meter.samples]  # an end of a step, then four for each step
+        part.seconds = [end - start for start, end in pairwise(times[::4])]
+        part.forward_seconds = [end - start for start, end in zip(times[1::4], times[2::4], strict=True)]
+        part.pass_seconds = [end - start for start, end in zip(times[1::4], times[3::4], strict=True)]
         self._meter = None
         self._waiting.pop(0)
         part.end()
@@ -255,7 +258,7 @@ def train(
         run.time_passes(trainer)
         trainer.train()
     trainer.accelerator.free_memory()
-    names = "seconds", "pass_seconds", "queue_seconds", "peak_bytes"
+    names = "seconds", "forward_seconds", "pass_seconds", "queue_seconds", "peak_bytes"
     measured: dict[str, Any] = {method: {name: getattr(of, name) for name in names} for method, of in parts.items()}
     for method, more in found.items():
         measured[method] |= {**more, "log": logged}
@@ -297,8 +300,10 @@ def rows(runs: dict[int, list[dict[str, dict[str, Any]]]]) -> list[dict[str, Any
                     **{key: value for key, value in last.items() if key not in ("seconds", "report", "log")},
                     "method": method,
                     "seconds": median(each[method] for each in times),
-                    "pass_seconds": median(median(each[method]["pass_seconds"]) for each in rounds),
-                    "queue_seconds": median(median(each[method]["queue_seconds"]) for each in rounds),
+                    **{
+                        name: median(median(each[method][name]) for each in rounds)
+                        for name in ("forward_seconds", "pass_seconds", "queue_seconds")
+                    },
                     "ratio": median(ratios),
                     "ratios": ratios,
                     "peak_bytes": max(each[method]["peak_bytes"] for each in rounds),

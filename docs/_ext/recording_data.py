@@ -33,7 +33,8 @@ class Provenance:
     """Origin of the figures of a gallery page.
 
     The example is the name of its file. A run without an accelerator has ``reference`` set and no driver. The link is
-    in bytes per second, with the keys ``d2h`` and ``h2d``. The files are sha256 digests by path.
+    in bytes per second, with the keys ``d2h`` and ``h2d``. What ran on another GPU of the host is ``beside``. The files
+    are sha256 digests by path.
     """
 
     example: str
@@ -48,6 +49,7 @@ class Provenance:
     toolchain: dict[str, str] = field(default_factory=dict)
     command: str = ""
     date: str = ""
+    beside: str = ""
     files: dict[str, str] = field(default_factory=dict)
 
     @classmethod

@@ -81,6 +81,8 @@ def _facts(run: data.Provenance) -> str:
     facts += [f"torch {run.torch}", f"Python {run.python}"]
     if run.link:
         facts.append(f"D2H {run.link['d2h'] / 1e9:.1f} GB/s, H2D {run.link['h2d'] / 1e9:.1f} GB/s")
+    if run.beside:
+        facts.append(f"another GPU of the host ran {run.beside}")
     facts.append(f"{run.date[:10]} {run.date[11:16]} UTC")
     return f"{' · '.join(facts)} · library sources ``{run.source_digest[:DIGITS]}``"
 

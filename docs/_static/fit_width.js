@@ -34,10 +34,10 @@ document.addEventListener("DOMContentLoaded", () => {
     pre.append(text);
   }
 
-  // sphinx-gallery's images have no box of their own to scroll in.
-  for (const image of document.querySelectorAll("img.sphx-glr-single-img")) {
+  // Images that are wide have no box of their own to scroll in.
+  for (const image of document.querySelectorAll("img.sphx-glr-single-img, img.wide")) {
     const box = document.createElement("div");
-    box.className = "figure-box";
+    box.className = ["figure-box", "only-light", "only-dark"].filter((of, k) => !k || image.classList.contains(of)).join(" ");
     image.replaceWith(box);
     box.append(image);
   }

@@ -86,7 +86,7 @@ def test_page_and_picture(part: dict[str, Any], tmp_path: Path) -> None:
     assert "for `num_layers`, `simulate` predicts it" in page
     assert "| num_layers |  | 4 |" in page
     assert f"| {stack}: step time, largest distance from the prediction (4 layers) | ≤ 3.00 % | 5.00 % | missed" in page
-    assert f"| {stack}: peak, largest distance from the prediction (default) | ≤ 3.00 % | 2.00 % | met |" in page
+    assert f"| {stack}: peak, largest distance from the prediction (offload(model)) | ≤ 3.00 % | 2.00 % | met |" in page
     report.main(["--results", str(tmp_path)])
     assert all((tmp_path / f"frontier-{scheme}.png").stat().st_size > 10_000 for scheme in ("light", "dark"))
 

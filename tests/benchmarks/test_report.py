@@ -85,7 +85,7 @@ def test_page_has_every_arm_and_its_origin(results: Results) -> None:
     assert "| torch.utils.checkpoint | 4 | 220.00 | 1.100 | 10.50 | 3.50 |" in page
     assert "D2H 55.0 GB/s, H2D 56.0 GB/s, 2026-11-20, library sources `0123456789ab`" in page
     assert "| mlp.down_proj | bfloat16, 8192 × 14336 | 224.00 | yes |" in page
-    assert "| self_attn | bfloat16, 1 × 1 × 8192 × 128 | 2.00 | no: shared by all layers |" in page
+    assert "| self_attn | bfloat16, 1 × 1 × 8192 × 128 | 2.00 | once for all layers |" in page
     assert "| mlp | uint64, scalar | 0.00 | no: small |" in page
     assert "Rehearsal" not in page
     gpt["device"]["reference"] = True
@@ -208,7 +208,7 @@ def test_results_say_what_ran_beside_them(tmp_path: Path, monkeypatch: pytest.Mo
         results_file.write(tmp_path, "frontier", data, "command")
         found = results_file.read(tmp_path, "frontier")
         assert found is not None
-        when = "while `8k` were measured" if data else "at the same time"
+        when = "while `8k` was measured" if data else "at the same time"
         assert f"Another GPU of the host ran tests {when}." in page.origin(found)
     assert "beside" not in found
 

@@ -42,6 +42,7 @@ TINY = replace(
 
 def run(seconds: float, gib: float, **more: Any) -> dict[str, Any]:
     times = {"seconds": [seconds, seconds, 9.0], "pass_seconds": [seconds / 2, seconds / 2, 9.0]}
+    times["forward_seconds"] = [seconds / 5] * 3
     return {**times, "queue_seconds": [seconds / 10] * 3, "peak_bytes": gib * GIB, **more}
 
 
@@ -81,8 +82,11 @@ def test_page_has_targets_arms_and_plan(data: dict[str, Any]) -> None:
     page = report.report({"trainer": data})
     assert "| Trainer, 4096 tokens × 2: step / no offload | ≤ 1.020 | 1.050 | missed by 0.030 |" in page
     prediction = "largest distance from the plan's prediction | ≤ 3.00 % |"
-    assert f"| Trainer, 4096 tokens × 2: forward and backward, {prediction} 6.00 % | missed by 3.00 % |" in page
-    assert f"| Trainer, 4096 tokens × 2: peak, {prediction} 2.00 % | met |" in page
+    assert (
+        f"| Trainer, 4096 tokens × 2, offload(model): forward and backward, {prediction} 6.00 % | missed by 3.00 % |"
+        in page
+    )
+    assert f"| Trainer, 4096 tokens × 2, offload(model): peak, {prediction} 2.00 % | met |" in page
     assert "| 4096 | offload(model) | 160.0 | 1.050 | 1.000 to 1.100 | 80.0 | +6.0 % | 20.00 | -2.0 % | 1.00 |" in page
     assert "| 4096 | no offload | 145.0 | 0.950 | 0.900 to 1.000 | 72.5 |  | 30.00 |  |  |" in page
     assert "```text\nall of it\n```" in page
@@ -122,7 +126,7 @@ def test_headline_begins_with_the_trainer(data: dict[str, Any], tmp_path: Path) 
     found = headline.headline(tmp_path)
     assert "| no offload | 1.000 | 30.0 |  |  |\n| offload(model) | 1.050 | 20.0 |  |  |" in found
     assert "with 4096 tokens × 2." in found
-    assert "Here that lowers the peak by 10.0 GiB." in found
+    assert "Here that lowers the peak by 10.0 GiB under the Trainer." in found
     assert "`memory_budget`" not in found
     same = {a["method"]: a for a in copy.deepcopy(data)["rows"][0]["arms"]}
     same["budget"] = {**same["checkpoint"], "method": "budget", "ratio": 1.15, "budget": 18.9 * GIB}
@@ -134,10 +138,31 @@ def test_headline_begins_with_the_trainer(data: dict[str, Any], tmp_path: Path) 
     assert "whose host is slow" not in limited
     same["budget"] |= {"ratio": same["checkpoint"]["ratio"] + 0.01, "queue_seconds": 0.074}
     path.write_text(json.dumps({**data, "rows": rows, "format": 1}), encoding="utf-8")
-    assert "whose host is slow: it needs 74 ms to queue a forward with the budget" in headline.headline(tmp_path)
+    slow = headline.headline(tmp_path)
+    assert "whose host is slow: it needs 74 ms to queue a forward with the budget" in slow
+    assert "The GPU computes for 29 ms in a forward without either, so it waits for the host." in slow
     data["device"]["reference"] = True
     path.write_text(json.dumps({**data, "format": 1}), encoding="utf-8")
     assert headline.headline(tmp_path) == "No GPU results are recorded yet."
+
+
+def test_headline_names_the_device_of_each_column(data: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "trainer.json").write_text(json.dumps({**data, "format": 1}), encoding="utf-8")
+    arm = {"num_layers": None, "seconds": 0.1, "ratio": 1.0, "peak_bytes": GIB, "budget": None}
+    arms = [{**arm, "method": method} for method in (NOTHING, OURS, CHECKPOINT)]
+    settings = {"layers": 2, "hidden": 8, "tokens": 16}
+    other = {**data, "device": {**data["device"], "name": "another H"}, "arms": arms, "settings": settings, "format": 1}
+    (tmp_path / "peers.json").write_text(json.dumps(other), encoding="utf-8")
+    found = headline.headline(tmp_path)
+    assert found.startswith("Measured on one GPU each, the Trainer on H and the plain loop on another H:\n")
+    assert "by 10.0 GiB under the Trainer and 0.0 GiB in the plain loop." in found
+
+
+def test_bytes_that_differ_between_rounds_are_those_of_each_round() -> None:
+    runs = [{OURS: {"bytes_offloaded": nbytes}, NOTHING: {}} for nbytes in (GIB, 2 * GIB, GIB)]
+    assert report._moved({"runs": runs}, OURS) == "1.00, 2.00, 1.00"
+    assert report._moved({"runs": runs[::2]}, OURS) == "1.00"
+    assert report._moved({"runs": runs}, NOTHING) == ""
 
 
 def test_plans_without_predictions_have_no_targets_of_them() -> None:
@@ -174,7 +199,11 @@ def test_each_run_trains_a_new_model_and_frees_it(monkeypatch: pytest.MonkeyPatc
     assert list(arms) == list(trainer.METHODS)
     for found in data["rows"][0]["runs"][0].values():
         assert len(found["seconds"]) == len(found["pass_seconds"]) == 3
-        assert len(found["queue_seconds"]) == 3
+        assert len(found["queue_seconds"]) == len(found["forward_seconds"]) == 3
+        assert all(
+            0 < forward < of_pass
+            for forward, of_pass in zip(found["forward_seconds"], found["pass_seconds"], strict=True)
+        )
         assert all(
             0 < queue < of_pass for queue, of_pass in zip(found["queue_seconds"], found["pass_seconds"], strict=True)
         )
@@ -200,7 +229,7 @@ def test_steps_are_measured_when_the_plan_is_final(settles: int) -> None:
     run = trainer.Parts(part)
     run.on_train_begin(None, None, control)
     while not control.should_training_stop:
-        for _ in range(2):
+        for _ in range(3):  # around a forward and behind its backward
             run._sample()
         ended.append(1)
         run.on_step_end(None, None, control)

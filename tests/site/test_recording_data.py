@@ -74,9 +74,12 @@ def test_pack_reports_an_example_that_did_not_run_and_machine_paths(recorded):
     assert problems[1].startswith("second: a path of this machine stands in second.rst")
 
 
-def test_some_examples_are_recorded_and_the_recordings_of_others_stay(recorded):
+def test_some_examples_are_recorded_and_the_recordings_of_others_stay(recorded, monkeypatch):
     import record_gallery
+    import recording_data
+    from recordings import _facts
 
+    monkeypatch.setenv("ACTOFFLOAD_BENCHMARKS_BESIDE", "tests")
     recorded.gpu = True
     add_second(recorded)
     recorded.build()
@@ -85,7 +88,8 @@ def test_some_examples_are_recorded_and_the_recordings_of_others_stay(recorded):
     archive = recorded.root / "archive" / "other.tar.gz"
     assert record_gallery.pack(recorded.root, archive, ["second"])[0] == ["second"]
     assert record_gallery.unpack(archive, recordings) == ["second"]
-    assert (recordings / "second" / "recording.json").is_file()
+    run = recording_data.Provenance.read(recordings / "second" / "recording.json")
+    assert "another GPU of the host ran tests" in _facts(run)
     assert {p: p.read_bytes() for p in first} == first
 
 
