@@ -269,6 +269,7 @@ def test_arguments_are_checked_where_they_are_given(train, make):
         ({"memory_budget": "24G"}, ValueError, "memory_budget is '24G'; expected bytes"),
         ({"fraction": 2.0}, ValueError, "fraction is 2.0"),
         ({"max_host_bytes": "lots"}, ValueError, "max_host_bytes is 'lots'"),
+        ({"recompute": "yes"}, TypeError, "recompute is 'yes'; expected 'auto', True, False"),
     ):
         with pytest.raises(error, match=message):
             make(**arguments)

@@ -192,6 +192,17 @@ def test_fraction(fraction, number):
     assert statistics.bytes_offloaded == number * 2 * UNIT
 
 
+def test_tensors_just_below_the_limit_count_beside_much_smaller_ones():
+    """The one may be compared by its number of elements, the other only by its bytes."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GroupNorm(4, 64), nn.SiLU()) for _ in range(4)))
+    x = torch.randn(32, 64)
+    handle = actoffload.offload(model, min_bytes=2 * x.nbytes)
+    model(x).sum().backward()
+    small = handle.statistics().bytes_kept[Reason.SMALL]
+    assert 4 * 3 * x.nbytes <= small < 4 * 4 * x.nbytes
+    handle.remove()
+
+
 def test_min_bytes_is_the_smallest_offloaded_size():
     _, statistics = agrees(Waves(6), steps=1, min_bytes=UNIT)
     assert statistics.tensors_offloaded == 8

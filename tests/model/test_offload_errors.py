@@ -46,6 +46,7 @@ def step(model, seed: int = 0) -> None:
         ({"layers": "*.nothing"}, r"layers: '\*.nothing' matches no module of this Transformer"),
         ({"layers": []}, "layers is empty"),
         ({"keep": "*.nothing"}, r"keep: '\*.nothing' matches no module"),
+        ({"layers": "Block"}, r"It is the name of a class: pass the class, Block\."),
         ({"keep": nn.Conv2d}, "keep: no module of this Transformer is a Conv2d"),
         ({"layers": "blocks", "keep": "blocks.2"}, "'blocks.2' is chosen by layers and by keep"),
     ],

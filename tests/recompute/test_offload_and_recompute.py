@@ -68,6 +68,7 @@ def test_equal_bits(kind, num_layers, policy):
         (3, "recompute is 3; expected"),
         (torch.ops.aten.mm, r"recompute is <OpOverloadPacket.*; expected 'auto', True"),
         (torch.ops.aten.mm.default, r"recompute is <OpOverload.*; expected 'auto', True"),
+        (lambda op: True, r"function <lambda>\(op\), which cannot be called as the policy \(ctx, op, \*args, \*\*kw"),
         ([torch.ops.aten.mm], "recompute has aten.mm of type OpOverloadPacket; expected 'auto', True"),
     ],
 )

@@ -92,8 +92,8 @@ class Layer:
         self.recomputed: Hashable = None
         self.layouts: dict[int, Layout] = {}  # of what was saved in an earlier pass, by its place in the order
         self.next_place = count().__next__
-        self.kept: dict[Reason, list[int]] = {}  # count and bytes
-        self.small = [0, 0]  # the same for `Reason.SMALL`, put there at the end
+        self.small = [0, 0]
+        self.kept: dict[Reason, list[int]] = {Reason.SMALL: self.small}  # count and bytes
         self._copied_out: dict[Transfers, StreamPosition] = {}
         self.storages: list[weakref.ref[SavedStorage]] = []
         self.residents: list[weakref.ref[Resident]] = []
@@ -139,8 +139,9 @@ class Layer:
         self.token = None  # from here on the graph alone keeps this layer alive
         if self.phase is Phase.FORWARD:
             self.phase = Phase.SAVED
+        self.kept.pop(Reason.SMALL, None)
         if self.small[0]:
-            self.kept[Reason.SMALL] = self.small
+            self.kept[Reason.SMALL] = self.small  # behind the others
         return self.offload() if self.eager else []
 
     def offload(self) -> list[SavedStorage]:

@@ -14,6 +14,7 @@ from torch.nn import Module
 
 from .._arguments import check_whole, checked_limits
 from ..model import OffloadHandle, offload
+from ..recompute import policy_for
 from ..report import Report, gather_reports
 
 __all__ = ["FitCallback"]
@@ -72,6 +73,7 @@ class FitCallback:
         bound.apply_defaults()
         check_whole(num_layers=bound.arguments["num_layers"], optional=True)
         checked_limits(**{name: bound.arguments[name] for name in LIMITS})
+        policy_for(bound.arguments["recompute"])
         self.report_at, self._arguments = report_at, arguments
         self._log = _print if log is None else log
         self._steps, self._reported = 0, False

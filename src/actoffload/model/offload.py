@@ -190,7 +190,7 @@ def _check_number(plans: GroupPlans) -> None:
         groups = f"{largest} group{'s' * (largest > 1)} of the kind {kind}"
         warn(
             f"num_layers is {number}, but the first forward showed {groups}, and the last has to stay: backward begins "
-            "with it. To offload more, choose modules with layers of which there are several of a kind."
+            "with it. To offload more, choose with layers=... modules of which there are several of a kind."
         )
 
 
@@ -200,6 +200,6 @@ def _check_calls(plans: GroupPlans) -> None:
     if wanted and not plans.roles(plans.order).plan.offloaded:
         warn(
             f"None of the groups that were found ({len(plans.order)}) is offloaded: the last of each kind and the last "
-            "two of all are kept, because backward begins there. Choose modules with layers of which there are several "
-            "of a kind, or more groups with num_layers or fraction."
+            "two of all are kept, because backward begins there. With layers=..., choose modules of which there are "
+            "several of a kind, or more groups with num_layers or fraction."
         )

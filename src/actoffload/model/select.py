@@ -199,7 +199,9 @@ def _meaning(names: Names, entry: Any, alone: bool, argument: str) -> Iterator[t
         if named is None and any(sign in entry for sign in "*?["):
             found, kind, opened = names.matching(entry), entry, False
         if not found:
-            raise ValueError(f"{argument}: '{entry}' matches no module of this {names.title}. {_similar(names, entry)}")
+            of_class = any(block_type(named.module).__name__ == entry for named in names.all)
+            hint = f"It is the name of a class: pass the class, {entry}." if of_class else _similar(names, entry)
+            raise ValueError(f"{argument}: '{entry}' matches no module of this {names.title}. {hint}")
     elif isinstance(entry, Module):
         if entry not in names.first:  # [guard: module of another model]
             raise ValueError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from typing import Any, NamedTuple, TypeAlias
 
@@ -127,6 +128,16 @@ def policy_of(given: Given) -> Policy:
     """
     if isinstance(given, _OPERATORS) or not callable(given):
         return _policy_of_operators(given)
+    with suppress(ValueError):  # of a function that is not in Python
+        parameters = inspect.signature(given)
+        try:
+            parameters.bind(None, None, None, memory_format=None)
+        except TypeError as error:
+            name = getattr(given, "__name__", type(given).__name__)
+            raise TypeError(
+                f"recompute is the function {name}{parameters}, which cannot be called as the policy (ctx, op, *args, "
+                f"**kwargs): {error}."
+            ) from None
 
     def policy(call: Call) -> bool:
         more = {"op_output": call.outputs} if _has_output else {}

@@ -293,7 +293,9 @@ def _facts(report: Report) -> Iterator[tuple[str, str]]:
         yield "time", pass_time(report)
     if report.peak_resident_bytes is not None:
         highest = f"; the highest of {report.passes} passes" if totals.bytes_saved < report.largest_bytes else ""
-        yield "at the peak", f"{size(report.peak_resident_bytes)} on the device, of what can be offloaded{highest}"
+        held = f", and {size(totals.bytes_not_freed)} more that were not freed" if totals.bytes_not_freed else ""
+        peak = f"{size(report.peak_resident_bytes)} on the device, of what can be offloaded{held}{highest}"
+        yield "at the peak", peak
     if report.waiting_passes:
         passes = "1 earlier pass" if report.waiting_passes == 1 else f"{report.waiting_passes} earlier passes"
         yield "in flight", f"{passes} had {size(report.waiting_bytes)} on the device when this forward ended"
