@@ -53,15 +53,16 @@ optimizer.zero_grad()
 # One line
 # --------
 # With ``actoffload.offload(model)`` the same loop trains. The first step offloads everything, because it must fit. The
-# next steps measure. Then the fastest plan is chosen whose peak fits into the device. The plan lists what is kept,
-# offloaded and recomputed.
+# next steps measure. Then the fastest plan is chosen whose peak fits into the device. A part of the device is left free
+# for gaps between tensors, so the plan has a lower limit. The plan lists what is kept, offloaded and recomputed.
 handle = actoffload.offload(model)
 for _ in range(steps):
     train_step()
 print(handle.plan)
 
 # %%
-# The report is about the latest step: what was offloaded, and what kept memory on the device.
+# The report is about the latest step: what was offloaded, and what kept memory on the device. It counts the offloaded
+# bytes. In a plan those of recomputed groups are estimates.
 print(handle.report())
 fits = handle.plan
 handle.remove()
@@ -84,9 +85,9 @@ handle.remove()
 # Side by side
 # ------------
 # What follows only measures, without the limit of the GPU. Each plan is used again: ``plan=`` repeats one without
-# measuring. On a GPU the table also has the times of whole steps, with the optimizer; the time in a plan is that of a
-# pass, forward and backward. Less memory costs time: the copies take longer than the compute that they overlap, or
-# parts of blocks are computed twice.
+# measuring. On a GPU the table also has the measured times of whole steps. The time in a plan is that of forward and
+# backward, from few passes. Without offloading no pass fits, so that time is an estimate. Less memory costs time: the
+# copies take longer than the compute that they overlap, or parts of blocks are computed twice.
 from actoffload.measure import measure_steps
 
 if not reference:

@@ -85,7 +85,7 @@ without.clear()
 # ------------
 # What follows only measures. ``reschedule`` changes the number of offloaded layers between steps. Every offloaded layer
 # lowers the peak by the same amount. On a GPU the table also has times: copies cost hardly any time as long as they
-# take no longer than compute. Compute waits for the rest.
+# take no longer than compute. Compute waits for the rest. The host takes time to queue the copies too.
 from functools import partial
 
 from actoffload.measure import measure_steps

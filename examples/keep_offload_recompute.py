@@ -93,7 +93,8 @@ measured.plot().figure.savefig("keep_offload_recompute.png", dpi=150)
 # What other budgets would cost
 # -----------------------------
 # ``handle.frontier()`` searches plans from the smallest peak on, each faster than all with a smaller peak. It uses what
-# the first steps measured, so no further step is run. Its times are estimates of forward and backward.
+# the first steps measured, so no further step is run. Its times are estimates of forward and backward; that of the
+# present plan was measured.
 if reference:
     print("Costs are not known on the reference device.")
 else:

@@ -99,8 +99,8 @@ step_without = partial(train_step, *nothing)
 print(compare_steps(step_without, train_step, context))
 
 # %%
-# Memory in use after the forward of every layer and before its backward. With offloading it falls after the forward of
-# the third, seventh and eleventh layer, and rises where a reload starts in backward.
+# Memory in use after the forward of every layer and before its backward. With offloading it stays level for one layer
+# after the third, seventh and eleventh layer of forward, and where a reload starts in backward.
 traces = {"no offload": trace_memory(step_without, layers), "manual schedule": trace_memory(train_step, layers)}
 plot_trace(traces).figure.savefig("manual_synchronization_memory.png", dpi=150)
 

@@ -120,7 +120,7 @@ print(compare_steps(step_without, train_step, handle))
 # How many tokens each expert gets changes from step to step. No size of a tensor depends on it, so neither do the
 # bytes that are offloaded.
 figure, ax = pyplot.subplots(figsize=(5.4, 3.2), layout="constrained")
-for number, mixture in enumerate(model[1:]):
+for number, mixture in enumerate(model[1:], start=1):
     ax.plot(range(experts), mixture.counts.tolist(), "o-", label=f"layer {number}")
 ax.axhline(shape[0] * shape[1] * topk / experts, color="#808080", linestyle=":", label="evenly")
 ax.set_xlabel("expert")

@@ -11,8 +11,9 @@ ways.
 # A checkpointed model, offloaded
 # -------------------------------
 # Eight transformer blocks of PyTorch, each of them checkpointed. ``actoffload.offload`` is called as without
-# checkpointing. The report shows that the inputs of the blocks are all that is saved. That of the first block is not
-# freed, because the call of the model refers to it.
+# checkpointing. The report shows that the inputs of the blocks are all that is saved. Those of the last two blocks are
+# kept, and count as saved outside: a checkpoint saves an input before it calls the block. That of the first block is
+# not freed, because the call of the model refers to it.
 #
 # On a GPU the blocks are as wide as those of the largest models, and few, because weights and gradients need memory
 # too. Without a GPU the example runs on the CPU with a smaller model.

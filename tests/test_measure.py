@@ -178,7 +178,7 @@ def test_tables_and_figures_have_one_unit() -> None:
     assert str(measured).splitlines()[3].split()[:5] == ["b", "0.50", "GiB", "0.50", "GiB"]
     ax = measured.plot()
     assert [text.get_text() for text in ax.texts] == ["1.00 GiB, 1.000 x", "0.50 GiB, 1.000 x"]
-    assert ax.get_xlabel() == "peak of device memory (GiB), step time x a"
+    assert ax.get_xlabel() == "peak of device memory (GiB)\nbeside each bar: step time, x a"
 
 
 @on_cpu

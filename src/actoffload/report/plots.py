@@ -146,7 +146,7 @@ def plot_memory(curves: Mapping[str, Sequence[tuple[float, int]]], ax: Axes | No
 
 
 def plot_trace(traces: Mapping[str, Sequence[int]], ax: Axes | None = None) -> Axes:
-    """Draw memory at the borders of layers, with the peak of each trace.
+    """Draw memory at the borders of layers; peaks in between are not drawn.
 
     Parameters
     ----------
@@ -160,14 +160,14 @@ def plot_trace(traces: Mapping[str, Sequence[int]], ax: Axes | None = None) -> A
     highest, length = max(map(max, traces.values())), max(map(len, traces.values()))
     unit = ByteUnit.of(highest)
     for (name, trace), (colour, dashes) in zip(traces.items(), cycle(LINES), strict=False):
-        y, label = [nbytes / unit.nbytes for nbytes in trace], f"{name}, {unit.text(max(trace))}"
-        ax.plot(range(len(y)), y, color=colour, linestyle=dashes, linewidth=2.2, label=label)
-        ax.plot(y.index(max(y)), max(y), "o", color=colour, markersize=6, zorder=4)
+        y = [nbytes / unit.nbytes for nbytes in trace]
+        ax.plot(range(len(y)), y, color=colour, linestyle=dashes, linewidth=2.2, label=name)
     ax.axvline((length - 1) / 2, color="#808080", linewidth=0.8, linestyle=":")
     ax.set_xlim(0, length - 1)
     ax.set_ylim(0, 1.08 * highest / unit.nbytes or 1.0)
     ax.set_xticks([(length - 1) / 4, 3 * (length - 1) / 4], ["forward, layer by layer", "backward, layer by layer"])
     ax.tick_params(axis="x", length=0)
+    ax.set_xlabel("read where layers begin and end; peaks in between are not drawn")
     ax.set_ylabel(f"memory ({unit.name})")
     ax.spines[["top", "right"]].set_visible(False)
     _legend(ax, None, columns=min(len(traces), 2))
@@ -177,19 +177,23 @@ def plot_trace(traces: Mapping[str, Sequence[int]], ax: Axes | None = None) -> A
 def plot_measurements(peaks: Mapping[str, int], times: Mapping[str, float], ax: Axes | None = None) -> Axes:
     """Draw peaks of device memory as bars, and beside each its time as a ratio to the first one, where it is known."""
     if ax is None:
-        ax = _pyplot().subplots(figsize=(5.8, 1.0 + 0.5 * len(peaks)), layout="constrained")[1]
-    unit = ByteUnit.of(max(peaks.values()))
+        ax = _pyplot().subplots(figsize=(5.8, 1.2 + 0.5 * len(peaks)), layout="constrained")[1]
+    largest = max(peaks.values())
+    unit = ByteUnit.of(largest)
     first, colours = next(iter(peaks)), ["#7f7f7f", *[LINES[0][0]] * (len(peaks) - 1)]
-    bars = ax.barh(list(peaks), [nbytes / unit.nbytes for nbytes in peaks.values()], color=colours, height=0.62)
+    ax.barh(list(peaks), [nbytes / unit.nbytes for nbytes in peaks.values()], color=colours, height=0.62)
     texts = [unit.text(nbytes) for nbytes in peaks.values()]
     if times:
         ratios = [f"{times[name] / times[first]:.3f} x" for name in peaks]
         texts = [f"{text}, {ratio}" for text, ratio in zip(texts, ratios, strict=True)]
     behind = {"facecolor": ax.get_facecolor(), "linewidth": 0, "pad": 1.0}  # hides a line that is drawn across
-    ax.bar_label(bars, texts, padding=4, bbox=behind)
-    ax.set_xlim(right=(1.65 if times else 1.35) * max(peaks.values()) / unit.nbytes)
+    for row, text in enumerate(texts):  # in one column, so that a line at a smaller limit is clear of all
+        place: dict[str, Any] = {"xytext": (4, 0), "textcoords": "offset points", "va": "center"}
+        ax.annotate(text, (largest / unit.nbytes, row), bbox=behind, **place)
+    ax.set_xlim(right=(1.65 if times else 1.35) * largest / unit.nbytes)
     ax.invert_yaxis()
-    ax.set_xlabel(f"peak of device memory ({unit.name}){', step time x ' + first if times else ''}")
+    beside = f"\nbeside each bar: step time, x {first}" if times else ""
+    ax.set_xlabel(f"peak of device memory ({unit.name}){beside}")
     ax.tick_params(axis="y", length=0)
     ax.spines[["top", "right"]].set_visible(False)
     return ax
