@@ -116,7 +116,7 @@ def test_groups_each_of_their_own_kind_are_not_offloaded():
     model = Transformer(3)
     offload(model, layers=["inp", "head"])
     with pytest.warns(
-        UserWarning, match=r"None of the groups that were found \(2\).*Choose modules with layers of which"
+        UserWarning, match=r"None of the groups that were found \(2\).*With layers=\.\.\., choose modules of which"
     ):
         model(data())
 
