@@ -8,7 +8,7 @@
   not all that is in them.  The root has no name that a pattern could match.
 - A module means itself, and must be part of the model.  A ``Sequential`` that is given alone means its children.
 - A type means all modules of that class, also nested ones.
-- ``...`` among other entries means the default as well: ``[..., "lm_head"]``.
+- ``...`` among other entries means the default as well: ``[..., "vision.blocks"]``.
 - A module without a forward, such as a ``ModuleList``, is never called, so it always means its children.
 
 Names are compared without the parts that wrappers add (``module.``, ``_orig_mod.``, ``_checkpoint_wrapped_module.``),
