@@ -59,8 +59,9 @@ document.documentElement.dataset.theme = scheme;
     cut: [...document.querySelectorAll('.sphx-glr-script-out pre, .highlight-text pre')].filter(
       box => box.scrollWidth > box.clientWidth + 1 && !/^-[- ]*$|\\S {2,}\\S| {3}/m.test(box.textContent)
     ).map(box => box.textContent.slice(0, 40)),
-    small: images.filter(i => i.closest('figure, .figure-box') && shown(i) && i.width < 0.7 * i.naturalWidth)
-      .map(i => i.src),
+    // Those of the class "wide" have twice the pixels.
+    small: images.filter(i => i.closest('figure, .figure-box') && shown(i)
+      && i.width < (i.classList.contains('wide') ? 0.5 : 0.7) * i.naturalWidth).map(i => i.src),
   };
 })().then(done, error => done({error: String(error)}));
 """
