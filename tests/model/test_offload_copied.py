@@ -104,3 +104,18 @@ def test_a_spawned_process_warns():
     ran = subprocess.run([sys.executable, "-c", SPAWN], capture_output=True, text=True, timeout=120)
     assert ran.returncode == 0, ran.stderr
     assert ran.stderr.count("Offloading of this Sequential ended") == 1
+
+
+def test_a_model_of_hugging_face_is_saved_while_it_is_offloaded(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "vocab_size": 8}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, num_hidden_layers=4))
+    handle = offload(model)
+    tokens = torch.tensor([[1, 2, 3]])
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    model.save_pretrained(tmp_path)
+    handle.remove()
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert type(again) is type(model) is transformers.LlamaForCausalLM
+    equal(list(model.state_dict().values()), list(again.state_dict().values()))
+    assert list(again.state_dict()) == list(model.state_dict())

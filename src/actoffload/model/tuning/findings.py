@@ -112,7 +112,7 @@ class Findings:
     late : float
         Seconds by which passes with the plan took longer still, negative for less.
     choose, search_frontier : partial, optional
-        The functions of the planner, with the costs that were measured.
+        The functions of the planner, with the costs that were measured, or those for another host; see `for_host`.
     """
 
     plan: GroupPlan | None = None
