@@ -42,7 +42,8 @@ def test_two_ranks_measure_every_way_to_run_a_step() -> None:
     methods = ["no offload", "no offload, again", "num_layers", "default", "paused", "checkpoint"]
     assert [row["method"] for row in rows] == [*methods, "budget", "budget"]
     none, again, one, default, paused, checkpointed, budget, larger = rows
-    # A rank that is ahead has gathered one layer more.
+    # Once, on a machine under load, one of the ranks took 1.2 times as much; the cause was not found.
+    assert min(none["peak_bytes"]) == min(again["peak_bytes"])
     assert none["peak_bytes"] == pytest.approx(again["peak_bytes"], rel=0.25)
     assert "bytes_offloaded" not in paused
     peak = max(checkpointed["peak_bytes"])

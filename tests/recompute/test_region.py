@@ -296,17 +296,44 @@ class Experts(nn.Module):
         return x + F.gelu(F.grouped_mm(x, self.weight, offs=ends))
 
 
-def test_products_of_experts_are_worth_saving():
+class Scaled(torch.autograd.Function):
+    """A product in float8, as libraries write it."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        one, kind = torch.ones((), device=x.device), torch.float8_e4m3fn
+        return torch._scaled_mm(x.to(kind), weight.to(kind).t(), one, one, out_dtype=x.dtype)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        return grad @ weight, grad.t() @ x
+
+
+class Float8(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(16, 16, dtype=torch.bfloat16))
+
+    def forward(self, x):
+        return x + F.gelu(Scaled.apply(x, self.weight))
+
+
+@pytest.mark.parametrize(
+    ("make", "name", "in_backward"), [(Experts, "_grouped_mm", 2), (Float8, "_scaled_mm", 0)], ids=["experts", "float8"]
+)
+def test_products_of_experts_and_in_float8_are_worth_saving(make, name, in_backward):
     torch.manual_seed(0)
-    experts, x = Experts(), torch.randn(16, 16, dtype=torch.bfloat16, requires_grad=True)
-    expected = torch.autograd.grad(experts(x).sum(), [x, experts.weight])
+    module, x = make(), torch.randn(16, 16, dtype=torch.bfloat16, requires_grad=True)
+    expected = torch.autograd.grad(module(x).sum(), [x, module.weight])
     trace = Trace()
     for _ in range(2):  # the first call shows what is read
         region = Region(worth_saving, trace=trace)
-        loss = recomputed(experts, region, x).sum()
-    assert [operator.overloadpacket.__name__ for operator, _ in region.ran] == ["_grouped_mm"]
+        loss = recomputed(module, region, x).sum()
+    assert [operator.overloadpacket.__name__ for operator, _ in region.ran] == [name]
     seen = Seen()
     with seen:
-        found = torch.autograd.grad(loss, [x, experts.weight])
+        found = torch.autograd.grad(loss, [x, module.weight])
     assert all(map(torch.equal, found, expected))
-    assert seen.names.count("_grouped_mm") == 2, "of the backward alone"
+    assert seen.names.count(name) == in_backward, "of the backward alone: none runs again"

@@ -63,8 +63,7 @@ _PRODUCTS = (
 )
 _ATTENTION = (
     "_scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_for_cpu "
-    "_scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention "
-    "_flash_attention_forward _efficient_attention_forward _cudnn_attention_forward"  # of packed sequences
+    "_scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention"
 )
 COSTLY = {
     getattr(_aten, name).default
