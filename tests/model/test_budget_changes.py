@@ -132,7 +132,7 @@ def planned_apart(budget: int, elements: int, beside: int) -> tuple[Timed, Timed
         more = None if stage == "PLAN" else device.count(torch.zeros(beside // 4))
         assert peak(model, device, elements if stage == "PLAN" else 4) <= budget
         del more
-    assert handle._tracker.steering._stage is Stage.PLAN
+    assert handle._tracker.steering._first.stage is Stage.PLAN
     return device, model, handle
 
 

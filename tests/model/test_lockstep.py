@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from forked import run_forked
-from timed_device import Timed, TimedModel, offload, step
+from timed_device import Timed, TimedModel, offload, stage_of, step
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -56,8 +56,7 @@ class Rank:
             for k in range(passes if self.passes is None else self.passes):
                 self.before.get(k, lambda rank: None)(self)
                 step(self.model, self.elements)
-                stage = getattr(self.handle._tracker.steering, "_stage", None)
-                self.stages.append("" if stage is None else stage.name)
+                self.stages.append(stage_of(self.handle))
                 self.settling.append(self.handle.settling)
                 wait()
         except BaseException as error:
@@ -478,8 +477,7 @@ def of_steps(rank: int, passes: int, **more: Any) -> dict[str, Any]:
     found, settling = [], []
     for _ in range(passes):
         step(model)
-        stage = getattr(handle._tracker.steering, "_stage", None)
-        found.append("" if stage is None else stage.name)
+        found.append(stage_of(handle))
         settling.append(handle.settling)
     return {"stages": found, "settling": settling, "offloaded": handle.plan.offloaded, "names": handle.plan.names}
 

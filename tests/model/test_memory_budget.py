@@ -68,7 +68,7 @@ def test_what_makes_whole_passes_longer_counts_for_the_time_without_offloading_t
     device = Timed(1e3, 1e3, memory=2**40)
     model = TimedModel(device, 12, nbytes=4 * KIB)
     handle = offload(model, device, memory_budget=limit)
-    device.slow = lambda: 1.0 if handle._tracker.steering._stage in LEAN else 1.1
+    device.slow = lambda: 1.0 if handle._tracker.steering._first.stage in LEAN else 1.1
     times = [seconds(model, device) for _ in range(14)]
     assert handle.plan.seconds == pytest.approx(times[-1], rel=0.01)
     assert handle.plan.baseline_seconds > 36 * 1.02
@@ -82,7 +82,7 @@ class Mistaken(Timed):
 
     def allocated(self) -> tuple[int, int] | None:
         now, peak = super().allocated() or (0, 0)
-        planned = self.handle._tracker.steering._stage is Stage.PLAN
+        planned = self.handle._tracker.steering._first.stage is Stage.PLAN
         return now, peak + (self.more if planned else 0)
 
 
@@ -112,10 +112,10 @@ class Overrated(Timed):
         now, peak = super().allocated() or (0, 0)
         measuring = self.handle._tracker.steering
         self.plans = getattr(self, "plans", [])
-        plan = measuring._measuring.plan
-        if measuring._stage is Stage.PLAN and plan not in self.plans:
+        plan = measuring._first.found.plan
+        if measuring._first.stage is Stage.PLAN and plan not in self.plans:
             self.plans.append(plan)
-        return now, peak - (8 * MIB if measuring._stage is Stage.PLAN and len(self.plans) == 1 else 0)
+        return now, peak - (8 * MIB if measuring._first.stage is Stage.PLAN and len(self.plans) == 1 else 0)
 
 
 def test_a_plan_that_takes_less_memory_than_was_predicted_lets_no_other_take_more():

@@ -44,7 +44,7 @@ def measured(cost: Callable[[int], float], noise: Callable[[int], float] = lambd
         device.copied = 0
         device.slow = lambda number=number: noise(number)
         times.append(seconds(model, device))
-        stage = handle._tracker.steering._stage
+        stage = handle._tracker.steering._first.stage
         seen.append("" if stage is None else stage.name)
     return handle, [name for name in seen if name], times
 

@@ -179,7 +179,7 @@ def test_plans_for_a_slower_and_a_faster_host_are_tried_and_the_fastest_is_kept(
     for n in range(20):
         passes = n
         seen += stages(handle, lambda: step(model), 1)
-        plans.append(handle._tracker.steering._measuring.plan)
+        plans.append(handle._tracker.steering._first.found.plan)
     assert 6 <= seen.count("PLAN") <= 16
     assert seen[-1] == ""
     assert (handle.plan.plan, handle.plan.saves) != (plans[11].plan, plans[11].saves)

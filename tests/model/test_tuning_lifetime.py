@@ -76,7 +76,7 @@ def test_a_forward_in_another_thread_during_each_measured_forward():
     hook.remove()
     step(model)
     assert all(seen)
-    assert handle._tracker.steering._stage is None
+    assert handle._tracker.steering._first.stage is None
 
 
 def test_replicas_in_threads():

@@ -131,7 +131,7 @@ def test_larger_inputs_that_may_not_fit_are_not_waited_for():
         step(model, 8)
         steps += 1
         assert steps < 20
-    assert handle._tracker.steering._stage is None
+    assert handle._tracker.steering._first.stage is None
     assert 40 * MIB < handle.plan.peak_bytes <= 60 * MIB
 
 

@@ -14,7 +14,7 @@ from timed_device import KIB, LAYERS, PASSES, Timed, TimedModel, done, offload, 
 from torch import nn
 from whole_model import nothing_installed
 
-NAMES = "tuner.py", "first_steps.py", "metering.py", "timed_pass.py", "group_costs.py"
+NAMES = "tuner.py", "progress.py", "first_steps.py", "metering.py", "timed_pass.py", "group_costs.py"
 TUNING = tuple(str(SOURCES / "model" / "tuning" / name) for name in NAMES)
 
 
@@ -60,7 +60,7 @@ def test_a_plan_is_found(run, layers):
     device, model, handle = small(layers=layers)
     for _ in range(13):
         run(model)
-    assert handle._tracker.steering._stage is None
+    assert handle._tracker.steering._first.stage is None
     done(handle, model, device, 1)
 
 
@@ -203,7 +203,7 @@ def test_an_interrupt_anywhere_in_a_stage(at):
         for _ in range(12):
             step(model)
         assert handle.plan.offloaded == (0,)
-        assert handle._tracker.steering._stage is None
+        assert handle._tracker.steering._first.stage is None
         assert handle._engine.recorder is None
         n += 397
     assert n > 397 + at

@@ -194,7 +194,7 @@ def test_values_in_each_stage(name, layers, order, memory, monkeypatch):
     with no_gc():
         equal(train(model, steps=12), want)
         check(device, handle)
-    assert handle._tracker.steering._stage is None
+    assert handle._tracker.steering._first.stage is None
     nothing_installed()
 
 

@@ -174,13 +174,18 @@ def seconds(model: nn.Module, device: Timed, elements: int = 4) -> float:
     return device.main.now - begun
 
 
+def stage_of(handle: actoffload.OffloadHandle) -> str:
+    """Return the name of the stage of the latest pass, "" if it followed a plan."""
+    stage = getattr(getattr(handle._tracker.steering, "_first", None), "stage", None)
+    return "" if stage is None else stage.name
+
+
 def stages(handle: actoffload.OffloadHandle, run: Callable[[], None], passes: int) -> list[str]:
     """Run passes; return the name of the stage of each, "" for those that follow a plan."""
     found = []
     for _ in range(passes):
         run()
-        stage = getattr(handle._tracker.steering, "_stage", None)
-        found.append("" if stage is None else stage.name)
+        found.append(stage_of(handle))
     return found
 
 

@@ -116,6 +116,7 @@ TESTS: dict[str, list[str]] = {
         "tests/model/test_tuning_programs.py",
         "tests/model/test_budget_changes.py",
     ],
+    "model/tuning/progress.py": ["tests/model/test_tuning_programs.py", "tests/model/test_budget_changes.py"],
     "model/regions.py": [
         *(f"tests/recompute/test_{name}.py" for name in ("beside", "state", "casts", "inputs", "attributes")),
         "tests/model/test_recompute_auto.py::" + COMMUNICATE,

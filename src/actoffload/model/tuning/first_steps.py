@@ -53,7 +53,7 @@ HOST_CAUTION = 2.5  # factor of the host time of hooks: on shared machines it va
 class FirstSteps:
     """Finds out what the first steps show, and the plan that follows from it.
 
-    It does not reference the `Tuner`, which holds the generator that `run` returns: no cycle keeps either alive.
+    It does not reference the `Progress`, which holds the generator that `run` returns: no cycle keeps either alive.
 
     Parameters
     ----------
