@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from test_memory_budget import peaks
 from timed_device import Timed, offload, seconds, stages, step
 from torch import nn
 
+import actoffload
+from actoffload.device import use
 from actoffload.model.tuning import first_steps
 
 MIB = 2**20
@@ -148,9 +152,43 @@ def test_blocks_of_one_type_and_several_sizes_have_their_own_times_and_operators
     assert seen[-1] == ""
     assert handle.plan.baseline_seconds == pytest.approx((2 + 6) * 2.52, rel=0.01)
     assert seconds(model, device) == pytest.approx(handle.plan.seconds, rel=0.01)
-    _, ways, _ = handle._tracker.steering._measuring.choose.args
+    _, ways, _ = handle._tracker.steering._first.found.choose.args
     assert len(max(ways[0], key=lambda way: len(way.saves or ())).saves) >= 4, "the costly operators of both parts"
     handle.remove()
+
+
+class Returning(Block):
+    """A block that saves its input, and returns an output that is worth saving: the input of the next one."""
+
+    def forward(self, x):
+        attended = work(x * self.scale, 0.4, 0.8, MIB)
+        wide = work(attended, 0.02, 0.04, 4 * MIB)
+        return work(work(wide, 0.8, 1.6, 2 * MIB), 0.2, 0.4, MIB)
+
+
+def test_what_is_expected_of_each_way_is_what_it_saves():
+    """An output that is returned is an input of the next group, which saves it whether this one does or not."""
+    device = Timed(1e5, 1e5, memory=2**40)
+    DEVICES.append(device)
+    model = Blocks(6)
+    model.blocks = nn.ModuleList([Returning() for _ in model.blocks])
+    handle = offload(model, device, memory_budget=18 * MIB, min_bytes=2**16)
+    stages(handle, lambda: step(model), 24)
+    _, (_, _, ways, *_), _ = handle._tracker.steering._first.found.choose.args
+    handle.remove()
+    ways = [way for way in ways if way.saves is not None]
+    returned = "actoffload_tests.work.default#3"
+    assert {returned in way.saves for way in ways} == {True, False}
+    for way in ways:
+        handle = offload(model, device, num_layers=5, min_bytes=2**16)
+        step(model)
+        plan = replace(handle.plan, saves=(way.saves,) * 6, recomputed_nbytes=(MIB,) * 6)
+        handle.remove()
+        with use(device):
+            handle = actoffload.offload(model, plan=plan, min_bytes=2**16)
+        stages(handle, lambda: step(model), 3)
+        assert handle.report().groups[2].bytes_saved == way.cost.nbytes, way.saves
+        handle.remove()
 
 
 @pytest.mark.parametrize("lag", [100, 2000])

@@ -85,11 +85,17 @@ class OperatorTimes:
             times = [[elapsed(run.begun, run.ended) for run in self._runs[group]] for group in groups]
             usual = [median(of) for of in zip(*times, strict=True)]
             none = min(max(min(usual, default=0.0), 0.0), EVENTS)
+            _, trace = self._known[groups[-1]]
             costs = [
-                OperatorCost(named(operator, number), max(seconds - none, 0.0), sizes, costly=operator in COSTLY)
+                OperatorCost(
+                    named(operator, number),
+                    max(seconds - none, 0.0),
+                    sizes,
+                    costly=operator in COSTLY,
+                    returned=trace.results.get((operator, number), 0),
+                )
                 for (operator, number, sizes), seconds in zip(operators, usual, strict=True)
             ]
-            _, trace = self._known[groups[-1]]
             if len(trace.reads) == len(costs):  # [guard: group that is not traced]
                 costs = [
                     replace(of, reads=reads, needed=needed)

@@ -35,6 +35,9 @@ class OperatorCost:
         Positions of the operators whose outputs it reads.
     needed : bool
         Whether autograd needs its outputs; otherwise it runs again only if one reads them that does.
+    returned : int
+        Bytes of the output that the group returns; 0 if none is.  It counts as an input of the next group, which saves
+        it in any case.
     """
 
     name: str
@@ -43,11 +46,20 @@ class OperatorCost:
     costly: bool = False
     reads: tuple[int, ...] = ()
     needed: bool = True
+    returned: int = 0
 
     @property
     def nbytes(self) -> int:
         """Bytes of all outputs."""
         return sum(self.sizes)
+
+    @property
+    def own(self) -> tuple[int, ...]:
+        """Bytes of each output that counts in this group, if it is saved."""
+        own = list(self.sizes)
+        if self.returned in own:
+            own.remove(self.returned)
+        return tuple(own)
 
     @property
     def density(self) -> float:
@@ -277,14 +289,14 @@ def _with(
     saved = [replace(each, needed_at=min(each.needed_at * scale, 1.0)) for each in cost.saved]
     for of in more:
         place = (operators.index(of) + 1) / len(operators)
-        saved += [Saved(nbytes, place, 1 - place) for nbytes in of.sizes]
+        saved += [Saved(nbytes, place, 1 - place) for nbytes in of.own]
     saved.sort(key=lambda each: each.saved_at)
     return replace(cost, backward=backward, saved=tuple(saved))
 
 
 def _without(cost: LayerCost, again: Sequence[OperatorCost], seconds: float) -> LayerCost:
     """Return the cost of a group in which some outputs are run again instead of saved, which takes some seconds."""
-    less, saved, gone = Counter(nbytes for of in again for nbytes in of.sizes), list[Saved](), 0
+    less, saved, gone = Counter(nbytes for of in again for nbytes in of.own), list[Saved](), 0
     backward = cost.backward + seconds
     scale = cost.backward / backward if backward else 1.0
     for each in cost.saved:
@@ -298,5 +310,5 @@ def _without(cost: LayerCost, again: Sequence[OperatorCost], seconds: float) -> 
         backward=backward,
         saved=tuple(saved),
         forward_temporary=cost.forward_temporary + gone,
-        backward_temporary=cost.backward_temporary + gone,
+        backward_temporary=cost.backward_temporary + gone + sum(of.returned for of in again),
     )

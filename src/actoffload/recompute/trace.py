@@ -166,8 +166,9 @@ class Trace:
         Places of the operators that the recomputation of the next call may leave out.
     useless : frozenset
         Those of them whose outputs the policy saves; they need not be saved.
-    results : frozenset
+    results : dict of tuple to int
         Operators whose outputs the region returns, so that the program may write to them; they may always run again.
+        With the bytes of these storages.
     unsaveable : frozenset
         Operators whose outputs have views with version counters of their own, so that edits of these do not show, and
         which the program may write to when the region has returned.
@@ -183,7 +184,7 @@ class Trace:
     needed: list[bool] = field(default_factory=list)
     expected: frozenset[int] = frozenset()
     useless: frozenset[Key] = frozenset()
-    results: frozenset[Key] = frozenset()
+    results: dict[Key, int] = field(default_factory=dict)
     unsaveable: frozenset[Key] = frozenset()
     casts_once: bool = False  # see [Note: casts of weights]
     calls: Sequence[_Call] = ()  # until autograd saves no more: there recomputation ends
@@ -234,6 +235,7 @@ class Learner:
     def __init__(self, trace: Trace, flags: Hashable) -> None:
         self._trace, self._flags = trace, flags
         self._calls: list[_Call] = []
+        self._makers: dict[int, Key] = {}  # by storage, the operator that made it
         self._refs: dict[int, Any] = {}  # weak references to storages, whose addresses they keep
         self._saved: set[int] = set()
         self._apart: set[int] = set()  # storages that have several version counters
@@ -257,7 +259,13 @@ class Learner:
         read, made = tree_leaves((args, kwargs)), tree_leaves(outputs)
         tensors = [of for of in (*read, *made) if isinstance(of, Tensor)]
         plain = all(type(of) in (Tensor, Parameter) and of.layout is torch.strided for of in tensors)
-        if not (self._certain and plain and isinstance(operator, _Operator) and torch.is_grad_enabled()):
+        if storage_at is None or not plain:
+            self._certain = False
+            return
+        reads, makes = map(frozenset, (self._storages(read), self._storages(made)))
+        made_here = makes - reads  # others are views
+        self._makers.update(dict.fromkeys(made_here, key))
+        if not (self._certain and isinstance(operator, _Operator) and torch.is_grad_enabled()):
             self._certain = False
             return
         filled = _FILLED.match(operator._schema.name)
@@ -265,16 +273,14 @@ class Learner:
         if filled or writes(operator) or not any(isinstance(of, Tensor) for of in made):
             self._certain = False
             return
-        reads, makes = map(frozenset, (self._storages(read), self._storages(made)))
         # [guard: what NumPy may read]
         self._saved.update(self._storages(of for of in made if isinstance(of, Tensor) and _for_numpy(operator, of)))
         if operator in APART:
             self._apart |= reads
-        makes -= reads  # views
         if operator is CAST and type(args[0]) is Parameter:
-            self._casts[next(iter(reads))] += makes
+            self._casts[next(iter(reads))] += made_here
         stays = operator is CAST or draws(operator, args, kwargs) or shapes(outputs) is None
-        self._calls.append(_Call(operator, number, reads, makes, stays))
+        self._calls.append(_Call(operator, number, reads, made_here, stays))
 
     def _storages(self, leaves: Iterable[Any]) -> Iterator[int]:
         for of in leaves:
@@ -305,9 +311,13 @@ class Learner:
 
     def finish(self, result: Any, inputs: Iterable[Tensor]) -> None:
         """Take what the region returns: what is alive by now may be read later."""
+        plain = [of for of in tree_leaves(result) if type(of) is Tensor and of.layout is torch.strided]
+        results = {address(memory): memory.nbytes() for memory in map(Tensor.untyped_storage, plain)}
+        for made in results.keys() & self._makers.keys():
+            key = self._makers[made]
+            self._trace.results[key] = self._trace.results.get(key, 0) + results[made]
         if not self._certain or not all(_OWN.match(node.name()) for node in nodes_between(result, inputs)):
             return
-        results = set(self._storages(tree_leaves(result)))
         alive = {key for key, ref in self._refs.items() if not storage_expired(ref)}
         needed = self._saved | alive
         trace, makers = self._trace, dict[int, int]()
@@ -324,7 +334,6 @@ class Learner:
             makers.update(dict.fromkeys(call.makes, k))
         readers = Counter(key for call in self._calls if not call.view for key in call.reads)
         trace.casts_once = all(sum(readers[key] for key in made) <= 1 for made in self._casts.values())
-        trace.results = frozenset(call.key for call in self._calls if not call.makes.isdisjoint(results))
         apart = alive & self._apart
         trace.unsaveable = frozenset(call.key for call in self._calls if not call.makes.isdisjoint(apart))
 

@@ -101,7 +101,8 @@ def timed_operators(timed: TimedPass, elements: int) -> dict[int, list[OperatorC
     larger = timed.larger(elements)
 
     def scaled(of: OperatorCost) -> OperatorCost:
-        return replace(of, sizes=tuple(math.ceil(larger * nbytes) for nbytes in of.sizes))
+        sizes = tuple(math.ceil(larger * nbytes) for nbytes in of.sizes)
+        return replace(of, sizes=sizes, returned=math.ceil(larger * of.returned))
 
     costs = timed.operators.costs()
     if larger != 1.0:  # [guard: operators of inputs of another size]
