@@ -34,13 +34,27 @@ COSTS = (
 )
 
 
-def fitted(seconds: Callable[[GroupPlan], float]) -> tuple[Findings, GroupPlan]:
+# The same where the host takes nearly as long as the device, also without recomputation.
+SLOW = (
+    NAMES,
+    [
+        tuple(
+            replace(way, cost=replace(way.cost, host_forward=forward, host_backward=backward))
+            for way, forward, backward in zip(COSTS[1][0], (0.009, 0.012, 0.009), (0.004, 0.012, 0.013), strict=True)
+        )
+    ]
+    * len(NAMES),
+    COSTS[2],
+)
+
+
+def fitted(seconds: Callable[[GroupPlan], float], given: Any = COSTS) -> tuple[Findings, GroupPlan]:
     """Return what is found, and the plan that is kept, where passes with a plan take so many seconds."""
     found = Findings(
         limit=LIMIT,
         size=1,
-        choose=partial(choose_recomputed, *COSTS, limit=LIMIT),
-        search_frontier=partial(frontier, *COSTS),
+        choose=partial(choose_recomputed, *given, limit=LIMIT),
+        search_frontier=partial(frontier, *given),
     )
     script = Fitting(None, found, lambda: False).run(found.chosen())  # type: ignore[arg-type]
     timed: Any = None
@@ -60,8 +74,8 @@ def fitted(seconds: Callable[[GroupPlan], float]) -> tuple[Findings, GroupPlan]:
         )
 
 
-def plans(factor: float) -> GroupPlan:
-    names, ways, link = COSTS
+def plans(factor: float, given: Any = COSTS) -> GroupPlan:
+    names, ways, link = given
     return choose_recomputed(names, with_host(ways, factor), link, limit=LIMIT)
 
 
@@ -76,6 +90,22 @@ def test_the_costs_are_those_by_which_the_kept_plan_was_found(factor):
     assert plan.seconds == pytest.approx(best.seconds)
     smaller = [of for of in found.frontier() if (of.peak_bytes or 0) <= (plan.peak_bytes or 0)]
     assert min(of.seconds or 0.0 for of in smaller) >= 0.99 * (plan.seconds or 0.0)
+
+
+@pytest.mark.parametrize("longer", [1.0, 0.78, 1.3])
+def test_passes_without_offloading_are_told_by_the_costs_of_the_kept_plan_too(longer):
+    """A slower host makes them longer as well; so the kept plan and the others have one baseline."""
+    best = plans(2.0, SLOW)
+    assert best.baseline_seconds > 1.2 * plans(1.0, SLOW).baseline_seconds
+    kept = longer * best.seconds
+    found, plan = fitted(lambda of: kept if (of.saves, of.plan) == (best.saves, best.plan) else 1.02 * kept, SLOW)
+    assert (plan.saves, plan.plan) == (best.saves, best.plan)
+    assert plan.seconds == pytest.approx(kept)
+    assert plan.baseline_seconds == pytest.approx(longer * best.baseline_seconds)
+    others = found.frontier()
+    assert {of.baseline_seconds for of in others} == {plan.baseline_seconds}
+    assert [of.seconds for of in others] == sorted((of.seconds for of in others), reverse=True)
+    assert min(of.seconds for of in others if of.peak_bytes <= plan.peak_bytes) >= 0.99 * plan.seconds
 
 
 def test_plans_for_other_hosts_differ():

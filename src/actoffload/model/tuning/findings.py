@@ -173,18 +173,19 @@ class Findings:
             return ()
         return tuple(map(self._as_measured, map(self.corrected, self.search_frontier())))
 
-    def as_timed(self, plan: GroupPlan, seconds: float, baseline: float | None, *, with_others: bool) -> GroupPlan:
+    def as_timed(self, plan: GroupPlan, seconds: float, baseline: float | None, *, in_proportion: bool) -> GroupPlan:
         """Return a plan with the measured seconds of a pass, where none without offloading fits.
 
         By the costs of groups such a pass takes `baseline`.  But groups are measured in passes that wait for copies
         most of the time.  Such a device is cooler, and computes faster than in a pass with the plan.  Where ranks run
-        together (`with_others`), their collectives run in these waits, and beside compute otherwise.  Both make a pass
-        without offloading as much longer as one with the plan.  What neither explains is the plan's own.
+        together, their collectives run in these waits, and beside compute otherwise.  Both make a pass without
+        offloading as much longer as one with the plan.  What neither explains is the plan's own.  So a pass without
+        offloading changes by the same part if that is small, or if it does so `in_proportion` for such a reason.
         """
         if not plan.seconds or not baseline:
             return plan
         longer = seconds / plan.seconds
-        self.pace = longer if with_others or abs(longer - 1) <= CLOCKS else 1.0
+        self.pace = longer if in_proportion or abs(longer - 1) <= CLOCKS else 1.0
         self.late = seconds - self.pace * plan.seconds
         return replace(plan, seconds=seconds, baseline_seconds=self.pace * baseline)
 

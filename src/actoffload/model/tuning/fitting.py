@@ -58,7 +58,7 @@ class Fitting:
         not.
         """
         found, limit, tried = self.found, self.found.limit or inf, list[_Tried]()
-        hosts, baseline = list(HOSTS), plan.baseline_seconds  # without offloading, the same for all
+        hosts, baseline = list(HOSTS), plan.baseline_seconds  # without offloading, by the costs that were measured
         factor = 1.0
         while True:
             found.plan = plan
@@ -72,7 +72,7 @@ class Fitting:
             # [guard: peaks of passes with smaller inputs or less memory before]
             peak = max(of.peak_at(found.size, found.allocated_before) for of in passes)
             if not peak or plan.peak_bytes is None or found.choose is None or found.in_flight > 1:
-                return found.as_timed(plan, seconds, baseline, with_others=self._with_others())
+                return found.as_timed(plan, seconds, baseline, in_proportion=self._with_others())
             # See [Note: peaks of plans].
             found.excess += max(peak - plan.peak_bytes, 0)  # [guard: room for what passes take]
             tried.append(_Tried(replace(plan, peak_bytes=peak), seconds, factor))
@@ -85,7 +85,10 @@ class Fitting:
         if best.factor != 1.0:  # [guard: costs by which the plan was found]
             costs = found.for_host(best.factor)
             found.choose, found.search_frontier = costs.choose, costs.search_frontier
-        return found.as_timed(best.plan, best.seconds, baseline, with_others=self._with_others())
+            baseline = best.plan.baseline_seconds
+        # What a host of another speed does not explain makes a pass without offloading as much longer or shorter.
+        in_proportion = self._with_others() or best.factor != 1.0
+        return found.as_timed(best.plan, best.seconds, baseline, in_proportion=in_proportion)
 
     def _other(self, tried: Sequence[GroupPlan], hosts: list[float]) -> tuple[GroupPlan, float] | None:
         """Return a plan that was not tried yet and may be better than the last one that was; None if there is none.
