@@ -114,7 +114,8 @@ def queue_seconds(arms: dict[str, Data]) -> Data:
 def forward_seconds(name: str, arms: dict[str, Data]) -> list[str]:
     """Return a sentence about the time of a forward on the GPU, if it was measured and the host takes longer."""
     seconds = arms[NOTHING].get("forward_seconds")
-    slower = seconds is not None and seconds < arms["budget"]["queue_seconds"]
+    # Where the host is slower than the GPU without offloading too, the time between the events is that of the host.
+    slower = seconds is not None and arms[NOTHING]["queue_seconds"] < seconds < arms["budget"]["queue_seconds"]
     return [text(name, forward=seconds)] if slower else []
 
 

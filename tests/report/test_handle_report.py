@@ -124,7 +124,7 @@ def test_columns_appear_with_their_numbers_only():
     late = block(2, reloaded_on_demand=3, bytes_not_freed=128 * MIB, calls=2)
     groups = (block(0), GroupReport("head", "Linear", bytes_saved=MIB), late)
     shown = str(report(groups=groups))
-    assert "1024.0 MiB on the device, of what can be offloaded, and 128.0 MiB more that were not freed" in shown
+    assert "1024.0 MiB on the device, of what can be offloaded, and up to 128.0 MiB more that were not freed" in shown
     rows = table(shown, "group")
     assert {"on demand", "not freed", "kind", "calls", "forward", "stalled"}.isdisjoint(plain)
     assert rows[0] == ["group", "kind", "offload", "calls", "saved", "offloaded", "excluded", "on demand", "not freed"]

@@ -292,8 +292,10 @@ def _facts(report: Report) -> Iterator[tuple[str, str]]:
     if report.slowdown is not None and report.times:
         yield "time", pass_time(report)
     if report.peak_resident_bytes is not None:
-        highest = f"; the highest of {report.passes} passes" if totals.bytes_saved < report.largest_bytes else ""
-        held = f", and {size(totals.bytes_not_freed)} more that were not freed" if totals.bytes_not_freed else ""
+        most = max(report.largest_bytes, report.peak_resident_bytes)
+        highest = f"; the highest of {report.passes} passes" if totals.bytes_saved < most else ""
+        # Some of them may count already: those that were to be freed only behind the peak.
+        held = f", and up to {size(totals.bytes_not_freed)} more that were not freed" if totals.bytes_not_freed else ""
         peak = f"{size(report.peak_resident_bytes)} on the device, of what can be offloaded{held}{highest}"
         yield "at the peak", peak
     if report.waiting_passes:
