@@ -54,6 +54,11 @@ def _headline_why(models: dict[str, dict[str, Data]]) -> str:
     if "budget" in trainer and trainer["budget"]["ratio"] > trainer[CHECKPOINT]["ratio"]:
         words.append(text("headline_host", **queue_seconds(trainer)))
         words += forward_seconds("headline_forward", trainer)
+        ratios = {"": trainer["budget"]["ratios"], "_checkpoint": trainer[CHECKPOINT]["ratios"]}
+        ends = {
+            f"{end}{of}": pick(found) for of, found in ratios.items() for end, pick in (("low", min), ("high", max))
+        }
+        words.append(text("headline_rounds", **ends))
     return " ".join(words)
 
 

@@ -13,9 +13,10 @@ import sys
 import textwrap
 from collections.abc import Iterable
 from pathlib import Path
+from statistics import median
 
 import parallelism_page
-from headline import NOTHING, OURS, above, by_method, forward_seconds, headline, queue_seconds, readme
+from headline import CHECKPOINT, NOTHING, OURS, above, by_method, forward_seconds, headline, queue_seconds, readme
 from page import PAGE, Data, origin, table, target, text
 from pipelines_page import pipelines_sections, pipelines_targets
 from results_file import RESULTS, ROOT, digest, read
@@ -26,6 +27,7 @@ SECTIONS, LENGTHS, TARGETS = PAGE["names"]["sections"], PAGE["names"]["lengths"]
 READERS = ("frontier", "memory", "peers", "trainer", "parallelism", "pipelines", "machine")
 DEVELOPERS = ("gpt", "linear", "llama", "overhead")
 """The results on each of the two pages, in their order."""
+LONG = 1.5  # times the median of the steps of a round: such a step is named
 
 
 def arm(data: Data, method: str, count: int) -> Data | None:
@@ -151,7 +153,8 @@ def frontier_sections(data: Data) -> list[str]:
         tried = [(r["highest"] / r["budget"], r["peak_bytes"] / r["budget"]) for r in rows if r.get("budget")]
         over = [highest - 1 for highest, kept in tried if kept <= VISIBLE < highest]
         found += [text("frontier_over", number=len(over), most=max(over))] if over else []
-        found += [text("frontier_noise", **part), f"```text\n{at_target['plan']}\n```"]
+        spread = max(max(of) / min(of) - 1 for of in (a["samples"] for a in part["arms"]))
+        found += [text("frontier_noise", **part, spread=spread), f"```text\n{at_target['plan']}\n```"]
         found.append(text("frontier_profile", **part["profile"]))
     return [*found, origin(data)]
 
@@ -226,7 +229,19 @@ def _budget_plan(row: Data) -> list[str]:
         return []
     plan = f"```text\n{limited['plan']}\n```"
     host = text("trainer_host", **queue_seconds(arms), forward="".join(forward_seconds("trainer_forward", arms)))
-    return [text("budget_plan", budget=limited["budget"]), plan, host]
+    return [text("budget_plan", budget=limited["budget"]), plan, host, *_long_steps(row)]
+
+
+def _long_steps(row: Data) -> list[str]:
+    """Return a sentence about steps with a budget that took much longer than the others of their round, if any did."""
+    steps = {
+        method: [run[method]["seconds"] for run in row["runs"] if method in run] for method in ("budget", CHECKPOINT)
+    }
+    long = {method: [s for of in runs for s in of if s > LONG * median(of)] for method, runs in steps.items()}
+    if not long["budget"]:
+        return []
+    counts = {"long": len(long["budget"]), "long_checkpoint": len(long[CHECKPOINT]) or "none"}
+    return [text("trainer_long", steps=sum(map(len, steps["budget"])), most=max(long["budget"]), **counts)]
 
 
 def model_line(data: Data) -> str:

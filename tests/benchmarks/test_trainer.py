@@ -107,6 +107,19 @@ def test_page_has_the_plan_of_a_budget_and_what_the_host_takes(data: dict[str, A
     )
 
 
+def test_page_names_steps_that_are_much_longer_than_the_others(data: dict[str, Any]) -> None:
+    row = data["rows"][0]
+    steady, long = {"seconds": [0.2, 0.22, 0.29]}, {"seconds": [0.2, 0.2, 0.31]}
+    row["runs"] = [{"budget": steady, CHECKPOINT: long}] * 2
+    assert report._long_steps(row) == []
+    row["runs"] = [{"budget": long, CHECKPOINT: steady}, {"budget": steady, CHECKPOINT: steady}]
+    (sentence,) = report._long_steps(row)
+    assert "with the budget 1 of 6 steps took more than one and a half times their median, up to 310 ms" in sentence
+    assert "with activation checkpointing none." in sentence
+    row["runs"] = [{"budget": long, CHECKPOINT: long}]
+    assert "with activation checkpointing 1." in report._long_steps(row)[0]
+
+
 def test_the_report_of_a_budget_is_shown_as_it_was_printed(data: dict[str, Any], tmp_path: Path) -> None:
     assert headline.report_of_a_budget(tmp_path) == "No report is recorded yet."
     runs = data["rows"][0]["runs"]
@@ -141,6 +154,10 @@ def test_headline_begins_with_the_trainer(data: dict[str, Any], tmp_path: Path) 
     slow = headline.headline(tmp_path)
     assert "whose host is slow: it needs 74 ms to queue a forward with the budget" in slow
     assert "The GPU computes for 29 ms in a forward without either." in slow
+    low, high = (f"{bound(same['budget']['ratios']):.2f}" for bound in (min, max))
+    assert (
+        f"The ratio differs between the rounds, from {low} to {high}; with checkpointing from {low} to {high}." in slow
+    )
     data["device"]["reference"] = True
     path.write_text(json.dumps({**data, "format": 1}), encoding="utf-8")
     assert headline.headline(tmp_path) == "No GPU results are recorded yet."
