@@ -27,6 +27,8 @@ LABELS = {
 INKED = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")
 """Settings of matplotlib that have the colour of the ink."""
 MARKERS = {"no offload": "D", "checkpoint": "s", "actoffload": "o", "budget": "^"}
+LOWEST = 0.95  # step time at the lower end of the axis
+BELOW_LEGEND = 0.65  # part of the height that the points may have
 
 
 def draw(results: dict[str, dict[str, Any]], folder: Path) -> list[Path]:
@@ -86,7 +88,8 @@ def _point(ax: Any, method: str, arm: dict[str, Any], scheme: str) -> None:
 
 def _axes(ax: Any) -> None:
     ax.set_xlim(left=0)
-    ax.set_ylim(0.95, 1.45)  # the legend has the upper part
+    highest = max(max(line.get_ydata()) for line in ax.lines)
+    ax.set_ylim(LOWEST, max(1.45, LOWEST + (highest - LOWEST) / BELOW_LEGEND))
     ax.set_xlabel("peak memory (GiB)")
     ax.set_ylabel("step time, × no offload")
     ax.legend(frameon=False, fontsize=8.5, loc="upper left")
