@@ -33,6 +33,7 @@ def headline(folder: Path = RESULTS) -> str:
         each = [text("headline_device", what=what, device=device) for what, device in devices.items()]
         first = text("headline_apart", devices=" and ".join(each))
     words = [text(f"headline_{name}", **_settings(name, found[name])) for name in models]
+    words += [text("headline_beside")] if any("beside" in found[name] for name in models) else []
     captions = [text("trainer_caption")] if "trainer" in found else []
     if "memory" in found:
         data = found["memory"]
@@ -54,11 +55,8 @@ def _headline_why(models: dict[str, dict[str, Data]]) -> str:
     if "budget" in trainer and trainer["budget"]["ratio"] > trainer[CHECKPOINT]["ratio"]:
         words.append(text("headline_host", **queue_seconds(trainer)))
         words += forward_seconds("headline_forward", trainer)
-        ratios = {"": trainer["budget"]["ratios"], "_checkpoint": trainer[CHECKPOINT]["ratios"]}
-        ends = {
-            f"{end}{of}": pick(found) for of, found in ratios.items() for end, pick in (("low", min), ("high", max))
-        }
-        words.append(text("headline_rounds", **ends))
+        ratios = {"budget": trainer["budget"]["ratios"], "checkpoint": trainer[CHECKPOINT]["ratios"]}
+        words.append(text("headline_rounds", **{method: [min(of), max(of)] for method, of in ratios.items()}))
     return " ".join(words)
 
 

@@ -149,15 +149,19 @@ def test_headline_begins_with_the_trainer(data: dict[str, Any], tmp_path: Path) 
     assert "| offload(model, memory_budget) | 1.150 | 18.0 |  |  |\n| activation checkpointing |" in limited
     assert "The budgets are 5 % above the peaks of activation checkpointing." in limited
     assert "whose host is slow" not in limited
-    same["budget"] |= {"ratio": same["checkpoint"]["ratio"] + 0.01, "queue_seconds": 0.074}
+    same["checkpoint"]["ratios"] = [1.2, 1.22]
+    same["budget"] |= {"ratio": same["checkpoint"]["ratio"] + 0.01, "queue_seconds": 0.074, "ratios": [1.34, 1.18]}
     path.write_text(json.dumps({**data, "rows": rows, "format": 1}), encoding="utf-8")
     slow = headline.headline(tmp_path)
     assert "whose host is slow: it needs 74 ms to queue a forward with the budget" in slow
     assert "The GPU computes for 29 ms in a forward without either." in slow
-    low, high = (f"{bound(same['budget']['ratios']):.2f}" for bound in (min, max))
-    assert (
-        f"The ratio differs between the rounds, from {low} to {high}; with checkpointing from {low} to {high}." in slow
-    )
+    assert "the ratio of the budget was from 1.18 to 1.34, that of checkpointing from 1.20 to 1.22." in slow
+    assert "at the same time" not in slow
+    same[NOTHING]["queue_seconds"] = 0.03  # longer than the forward on the GPU
+    path.write_text(json.dumps({**data, "rows": rows, "beside": "peers", "format": 1}), encoding="utf-8")
+    beside = headline.headline(tmp_path)
+    assert "The GPU computes for" not in beside
+    assert "Another GPU of the host ran other benchmarks at the same time." in beside
     data["device"]["reference"] = True
     path.write_text(json.dumps({**data, "format": 1}), encoding="utf-8")
     assert headline.headline(tmp_path) == "No GPU results are recorded yet."
