@@ -10,6 +10,7 @@ from itertools import count
 from typing import Any, TypeAlias
 
 import torch
+from torch.nn import Parameter
 
 from .._torch.compiling import opaque
 from ..device.base import Stream, StreamPosition
@@ -106,9 +107,12 @@ class Layer:
         """Tie this layer to its outputs: `reached` is called with its index when backward comes to one of them."""
         self.synchronized = True
         outputs = list(outputs)
+        returned = bool(outputs)
+        # A parameter has no graph, and a weak reference to it would forbid `torch.utils.swap_tensors`.
+        outputs = [output for output in outputs if not isinstance(output, Parameter)]
         if self._alive() is None:
             self._graphless = not any(output.requires_grad for output in outputs)
-            self._returned = bool(outputs)
+            self._returned = returned
         hook = _Reached(reached, self.index, self.revive())  # also if nothing was saved: the outputs may have a graph
         self._outputs = [weakref.ref(output) for output in outputs]
         for node in {output.grad_fn for output in outputs if output.grad_fn is not None}:

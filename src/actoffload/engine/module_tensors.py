@@ -166,26 +166,41 @@ def _addresses(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 class _Read(NamedTuple):
-    """What the tables of a model held: references are weak, because a graph refers to the tensors of its model."""
+    """What the tables of a model held.
+
+    There is no reference to a tensor, also no weak one: `torch.utils.swap_tensors` refuses tensors that have any.
+    """
 
     modules: list[weakref.ref[Module]]
-    identities: list[int]  # of all that is in the tables
-    held: list[weakref.ref[Any]]  # the same: an identity means nothing once its object is gone
-    memory: list[tuple[int, ...]]  # of the tensors among them
+    children: list[int]  # identities of the modules in the tables
+    memory: list[_Memory]
 
 
-def _held_by(modules: Iterable[Module]) -> tuple[list[Any], list[Any]]:
-    """Return the parameters and buffers in the tables of some modules, and all modules there, with None for gaps."""
-    tables = list(map(registered, modules))
-    tensors = [of for parameters, buffers, _ in tables for table in (parameters, buffers) for of in table.values()]
-    return tensors, [of for _, _, children in tables for of in children.values()]
+_Memory: TypeAlias = tuple[list[tuple[int, ...]], list[tuple[int, ...]]]
+"""Where the parameters and the buffers of a module are."""
+
+
+def _memory_of(tables: Iterable[tuple[Mapping[str, Any], ...]]) -> list[_Memory]:
+    """Return where the parameters and buffers in the tables of some modules are."""
+    return [
+        (
+            [_addresses(tensor) for tensor in parameters.values() if tensor is not None],
+            [_addresses(tensor) for tensor in buffers.values() if tensor is not None],
+        )
+        for parameters, buffers, _ in tables
+    ]
+
+
+def _children_in(tables: Iterable[tuple[Mapping[str, Any], ...]]) -> list[int]:
+    """Return the identities of the modules in the tables of some modules."""
+    return [id(child) for _, _, children in tables for child in children.values()]
 
 
 class ModelTensors:
     """The parameters and buffers of a model, by the address of their storage, as of the first question of a pass.
 
     To read all tables of a model takes about as long as to pack all that a layer saves.  So what an earlier pass has
-    read is used again if every table still holds the same tensors in the same memory.
+    read is used again if every table still holds the same modules, and tensors in the same memory.
     """
 
     def __init__(self, model: Module, earlier: ModelTensors | None = None) -> None:
@@ -216,12 +231,8 @@ class ModelTensors:
         self.sharded = any(hasattr(kind, RESHARD) for kind in {type(module) for module in modules})
         if self.sharded:  # parameters are replaced in each pass
             return
-        tensors, children = _held_by(modules)
-        held = [of for of in (*tensors, *children) if of is not None]
-        memory = [_addresses(of) for of in tensors if of is not None]
-        self._read_from = _Read(
-            list(map(weakref.ref, modules)), list(map(id, (*tensors, *children))), list(map(weakref.ref, held)), memory
-        )
+        tables = list(map(registered, modules))
+        self._read_from = _Read(list(map(weakref.ref, modules)), _children_in(tables), _memory_of(tables))
 
     def _is_current(self) -> bool:
         """Return whether the model still holds what was read."""
@@ -231,12 +242,10 @@ class ModelTensors:
         modules = [ref() for ref in read.modules]
         if None in modules:
             return False
-        tensors, children = _held_by(modules)  # type: ignore[arg-type]
-        # [guard: parameter added or replaced since]
-        if list(map(id, (*tensors, *children))) != read.identities or any(ref() is None for ref in read.held):
+        tables = list(map(registered, modules))  # type: ignore[arg-type]
+        if _children_in(tables) != read.children:  # [guard: module added or replaced since]
             return False
-        # [guard: memory of a parameter replaced since -> True]
-        return [_addresses(of) for of in tensors if of is not None] == read.memory
+        return _memory_of(tables) == read.memory  # [guard: memory of a parameter replaced since -> True]
 
 
 class GroupTensors(ModuleTensors):
