@@ -31,9 +31,10 @@ import torch.distributed as dist
 
 from .._torch.modules import default_store
 from ..model.tuning.board import Board, LostRankError
-from ..planner import Variant
-from ..schedule.costs import Link
-from ..schedule.pipeline import StageCost, Step
+from ..model.tuning.messages import register
+from ..planner import OperatorCost, Variant
+from ..schedule.costs import LayerCost, Link, Saved
+from ..schedule.pipeline import Computation, SplitCost, StageCost, Step
 
 __all__ = ["Exchange", "Measured", "Settings", "Tried", "agreed", "disagreement", "gather"]
 
@@ -81,6 +82,10 @@ class Tried:
 
     seconds: float  # of a step with the plan
     without: float | None  # of a step without offloading, where all ranks have room for it
+
+
+register(Settings, Measured, Tried, Step, Computation, StageCost, SplitCost, LayerCost, Saved, Link)
+register(Variant, OperatorCost)
 
 
 def gather(value: T, group: Any = None) -> list[T]:

@@ -4,11 +4,11 @@
 not make the others hang.  A collective would: it waits until all ranks take part.  A message lies in the store until
 it is read, and waiting for one has a limit.  The store is polled, because a wait inside of it blocks its other users in
 this process.  It is looked up for each message: a reference would keep the port of a destroyed process group in use.
+Messages are plain data, see [Note: messages].
 """
 
 from __future__ import annotations
 
-import pickle
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ..._torch.modules import default_store
+from .messages import UnreadableError, read, written
 
 __all__ = ["Board", "LostRankError"]
 
@@ -46,7 +47,7 @@ class Board:
 
     def post(self, key: str, message: Any) -> None:
         """Post a message, in place of an earlier one with this key."""
-        self._call("set", self._path(key), pickle.dumps(message))
+        self._call("set", self._path(key), written(message))
 
     def has(self, key: str) -> bool:
         """Return whether there is a message."""
@@ -66,7 +67,10 @@ class Board:
 
     def read(self, key: str) -> Any:
         """Return a message that is there, and leave it there."""
-        return pickle.loads(self._call("get", self._path(key)))
+        try:
+            return read(self._call("get", self._path(key)))
+        except UnreadableError as error:
+            raise LostRankError(f"A message in the store of the process group cannot be read ({error}).") from error
 
     def remove(self, key: str) -> None:
         """Delete a message, if it is there."""

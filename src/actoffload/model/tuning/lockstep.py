@@ -17,9 +17,13 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from ..._warnings import warn
+from ...planner import GroupPlan, OperatorCost, Variant, choose, choose_recomputed, frontier
+from ...schedule.costs import LayerCost, Link, Saved
+from ...schedule.plan import Action, Do, Event, Plan, When
 from .board import Board, LostRankError
-from .findings import Findings, Room
-from .timed_pass import Stage
+from .findings import Findings, Room, StepTimes
+from .messages import register
+from .timed_pass import Peak, Stage
 
 __all__ = ["LIMIT", "WINDOW", "Decision", "Lockstep"]
 
@@ -33,6 +37,10 @@ class Decision:
 
     stage: Stage | None = None
     found: Findings | None = None
+
+
+register(Decision, Findings, Peak, Room, Stage, StepTimes, GroupPlan, Plan, Event, When, Action, Do)
+register(Variant, OperatorCost, LayerCost, Saved, Link, functions=(choose, choose_recomputed, frontier))
 
 
 class Lockstep:

@@ -1,0 +1,128 @@
+"""Messages between ranks are plain data: what they say is exact, and reading one runs nothing."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import pickle
+import struct
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+from actoffload.model.tuning.board import Board, LostRankError
+from actoffload.model.tuning.findings import Findings, Room, StepTimes
+from actoffload.model.tuning.lockstep import Decision, Lockstep
+from actoffload.model.tuning.messages import UnreadableError, read, written
+from actoffload.model.tuning.timed_pass import Peak, Stage
+from actoffload.pipeline.exchange import Measured, Settings, Tried
+from actoffload.planner import GroupPlan, OperatorCost, Variant, choose
+from actoffload.schedule import DefaultSchedule, LayerCost, Link, Saved
+from actoffload.schedule.pipeline import Computation, SplitCost, StageCost, Step
+
+COST = LayerCost(0.1, 1 / 3, (Saved(2**70, 0.25), Saved(1)), host_forward=5e-324, other_bytes=(1, 2, 3, 4))
+LINK = Link(25.6 * 2**30, 1e9, both=1.1)
+VARIANT = Variant(COST, ("aten.mm.default#0",), read_again=3)
+PLAN = GroupPlan(
+    ("a", "b", "c"), DefaultSchedule(1, 3).plan(), (1, 2, 3), 0.3, None, 7, "µ", saves=(None, ("x",), None)
+)
+
+EXAMPLES = [
+    None,
+    True,
+    2**200,
+    -0.0,
+    math.inf,
+    "a\x00µ",
+    (1, [2, (3,)], {"a": (None,), 1: {(2, 3): []}}),
+    {frozenset({1, 2}): {3}},
+    (Step(0, Computation.BACKWARD_WEIGHT, 2),),
+    Decision(Stage.WHOLE, Findings(plan=PLAN, saves={1: ("x",)}, bare=Peak(1, 2, 3), times=StepTimes(0.1, 0.2, 1, 2))),
+    Room(None, Peak(5)),
+    Settings(1, {"fraction": None, "memory_budget": "1GiB"}, "", {"x": "y"}),
+    Measured(
+        1,
+        (Step(0, Computation.FORWARD, 0),),
+        {0: ("a", "b")},
+        {0: StageCost((COST, COST), (SplitCost(0.1, 0.2, 3), SplitCost(0.3, 0.4, 5, 6)), 1, 2, 3, 4)},
+        LINK,
+        again={0: [(VARIANT,), (VARIANT, VARIANT)]},
+    ),
+    Tried(0.1 + 0.2, None),
+    {"group": (OperatorCost("aten.mm.default#0", 0.1, (4, 5), reads=(1,)),)},
+]
+
+
+@pytest.mark.parametrize("message", EXAMPLES, ids=lambda message: type(message).__name__)
+def test_a_message_is_read_as_it_was_written(message: Any):
+    found = read(written(message))
+    assert found == message
+    assert repr(found) == repr(message)  # also the types of all that is inside
+
+
+@given(st.floats())
+def test_floats_keep_all_bits(number: float):
+    found = read(written(number))
+    assert math.isnan(number) if math.isnan(found) else struct.pack("d", found) == struct.pack("d", number)
+
+
+def test_the_function_that_plans():
+    found = read(written(Findings(choose=partial(choose, ["a", "b"], [COST, COST], LINK, limit=3, among=()))))
+    assert isinstance(found.choose, partial)
+    assert found.choose.func is choose
+    assert found.choose.args == (["a", "b"], [COST, COST], LINK)
+    assert found.choose.keywords == {"limit": 3, "among": ()}
+
+
+@pytest.mark.parametrize("message", [object(), partial(os.system, "true"), Path("x"), {"a": (b"x",)}], ids=repr)
+def test_what_is_no_data_is_not_written(message: object):
+    with pytest.raises(TypeError, match="is not registered for messages"):
+        written(message)
+
+
+class Hostile:
+    """Creates a file where it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.path),)
+
+
+def hostile(path: Path) -> list[bytes]:
+    text = str(path)
+    return [
+        pickle.dumps(Hostile(path)),
+        b"",
+        b"\xff\xfe",
+        b"[" * 100_000,
+        b'{"os.mkdir": {"path": "x"}}',
+        b'{"tuple": [1], "list": []}',
+        b'{"Room": {"limit": 1, "more": 2}}',
+        b'{"Stage": "__class__"}',
+        b'{"Plan": {"model_layers": -1}}',
+        json.dumps({"partial": ["mkdir", {"tuple": [text]}, {"dict": []}]}).encode(),
+        json.dumps({"partial": ["os.mkdir", {"tuple": [text]}, {"dict": []}]}).encode(),
+        json.dumps({"partial": [["choose"], [], []]}).encode(),
+        json.dumps({"dict": [[{"dict": []}, 1]]}).encode(),
+    ]
+
+
+@pytest.mark.parametrize("number", range(13))
+def test_a_hostile_message_runs_nothing(tmp_path: Path, number: int):
+    path = tmp_path / "made"
+    data = hostile(path)[number]
+    with pytest.raises(UnreadableError):
+        read(data)
+    store = dist.HashStore()
+    store.set("model/0/1", data)
+    with pytest.raises(LostRankError, match="A message in the store of the process group cannot be read"):
+        Lockstep(Board("model", 1, (0, 1), lambda: store)).decision(1)
+    assert not path.exists()
