@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from numbers import Integral, Real
 from typing import Any
 
 __all__ = [
     "budget_bytes",
+    "check_bool",
+    "check_bytes",
+    "check_fits",
     "check_fraction",
+    "check_kind",
+    "check_kinds",
+    "check_limit",
     "check_max_inflight",
     "check_num_layers",
+    "check_seconds",
     "check_whole",
     "checked_limits",
     "number_of_bytes",
@@ -26,13 +34,74 @@ UNITS: dict[str, int] = {"b": 1} | {
 SMALLEST = 1024  # bytes of a budget without a unit: a smaller number is one of GiB, such as 24
 
 
-def check_whole(*, optional: bool = False, **arguments: object) -> None:
-    """Raise a `TypeError` for the first argument that is not a whole number; `optional` ones may be None."""
-    expected = "a whole number, or None" if optional else "a whole number"
+LARGEST = 2**63 - 1  # what PyTorch and the containers of Python count with
+
+
+def check_whole(*, optional: bool = False, least: int | None = None, **arguments: object) -> None:
+    """Raise a `TypeError` or `ValueError` for the first argument that is not a whole number, or less than `least`.
+
+    If `optional`, they may be None.
+    """
+    expected = ("a whole number" if least is None else f"a whole number, at least {least}") + ", or None" * optional
     for name, value in arguments.items():
-        whole = isinstance(value, Integral) and not isinstance(value, bool)
-        if not whole and not (optional and value is None):
+        if optional and value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, Integral):
             raise TypeError(f"{name} is {value!r}; expected {expected}.")
+        if abs(int(value)) > LARGEST or (least is not None and value < least):
+            raise ValueError(f"{name} is {value}; expected {expected}{' below 2**63' * (int(value) > LARGEST)}.")
+
+
+def check_fits(expected: str, fits: Callable[[Any], bool], **arguments: Any) -> None:
+    """Raise a `TypeError` or `ValueError` for the first argument that `fits` cannot take, or for which it is False."""
+    for name, value in arguments.items():
+        try:
+            fine = fits(value)
+        except TypeError:
+            raise TypeError(f"{name} is {value!r}; expected {expected}.") from None
+        if not fine:
+            raise ValueError(f"{name} is {value}; expected {expected}.")
+
+
+def check_seconds(**arguments: Any) -> None:
+    """Raise a `TypeError` or `ValueError` for the first argument that is not a time."""
+    check_fits("seconds, finite and 0 or more", lambda value: math.isfinite(value) and value >= 0, **arguments)
+
+
+def check_bytes(**arguments: Any) -> None:
+    """Raise a `TypeError` or `ValueError` for the first argument that is not a number of bytes."""
+    check_fits("bytes, 0 or more", lambda value: value >= 0, **arguments)
+
+
+def check_limit(**arguments: Any) -> None:
+    """Raise a `TypeError` or `ValueError` for the first argument that is neither a number nor None; NaN is neither."""
+    given = {name: value for name, value in arguments.items() if value is not None}
+    check_fits("a number of bytes, or None for no limit", lambda value: value >= -math.inf, **given)
+
+
+def check_bool(**arguments: object) -> None:
+    """Raise a `TypeError` for the first argument that is not True or False."""
+    for name, value in arguments.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{name} is {value!r}; expected True or False.")
+
+
+def check_kind(kind: type, **arguments: object) -> None:
+    """Raise a `TypeError` for the first argument that is of another class."""
+    for name, value in arguments.items():
+        if not isinstance(value, kind):
+            raise TypeError(f"{name} is {value!r}; expected a {kind.__name__}.")
+
+
+def check_kinds(kind: type, *, optional: bool = False, **arguments: Any) -> None:
+    """Raise a `TypeError` for the first argument that is no sequence of objects of a class; or None, if `optional`."""
+    expected = f"a sequence of {kind.__name__}" + " or None" * optional
+    for name, value in arguments.items():
+        if not isinstance(value, Sequence):
+            raise TypeError(f"{name} is {value!r}; expected {expected}.")
+        for place, each in enumerate(value):
+            if not isinstance(each, kind) and not (optional and each is None):
+                raise TypeError(f"{name}[{place}] is {each!r}; expected a {kind.__name__}{' or None' * optional}.")
 
 
 def number_of_bytes(name: str, value: Any, *, optional: bool = False) -> Any:
@@ -46,15 +115,16 @@ def number_of_bytes(name: str, value: Any, *, optional: bool = False) -> Any:
     expected = "expected a number of bytes, or text such as '24GiB'" + ", or None for no limit" * optional
     if not isinstance(value, str) and (isinstance(value, bool) or not isinstance(value, Integral)):
         raise TypeError(f"{name} is {value!r}; {expected}.")
-    if nbytes is None or nbytes < 0:
-        raise ValueError(f"{name} is {value!r}; {expected}.")
+    if nbytes is None or not 0 <= nbytes <= LARGEST:
+        raise ValueError(f"{name} is {value!r}; {expected}{', below 2**63' * (nbytes is not None and nbytes > 0)}.")
     return int(nbytes)
 
 
 def _bytes_of(text: str) -> int | None:
     """Return the bytes that a text such as "24GiB" stands for, or None."""
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?b|b)\s*", text, re.IGNORECASE)
-    return None if found is None else round(float(found[1]) * UNITS[found[2].lower()])
+    nbytes = 0.0 if found is None else float(found[1]) * UNITS[found[2].lower()]
+    return None if found is None else LARGEST + 1 if nbytes > LARGEST else round(nbytes)
 
 
 def check_fraction(fraction: object) -> None:
@@ -113,7 +183,7 @@ def budget_bytes(budget: object, device_bytes: int | None) -> int | None:
         if not 0.0 < float(budget) <= 1.0:
             raise ValueError(f"memory_budget is {budget!r}; {expected}.")
         return None if device_bytes is None else int(float(budget) * device_bytes)
-    if nbytes <= 0 or (isinstance(budget, Integral) and nbytes < SMALLEST):
+    if not 0 < nbytes <= LARGEST or (isinstance(budget, Integral) and nbytes < SMALLEST):
         raise ValueError(f"memory_budget is {budget!r}; {expected}.")
     return nbytes
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ._arguments import check_whole
 from .device.accelerator import Accelerator
 from .device.reference import CreatedStorages
 from .schedule.costs import Link
@@ -22,6 +23,7 @@ from .schedule.costs import Link
 __all__ = [
     "DeviceInfo",
     "MemoryMeter",
+    "check_steps",
     "describe_device",
     "measure_link",
     "measure_peak",
@@ -144,6 +146,7 @@ def measure_peak(function: Callable[[], object], warmup: int = 2) -> int:
 
     It is called `warmup` times before, because the first calls allocate gradients and workspaces.
     """
+    check_whole(warmup=warmup, least=0)
     _repeat(function, warmup)
     with MemoryMeter() as meter:
         function()
@@ -210,6 +213,9 @@ def measure_step_times(
     repeats, steps, warmup : int
         Measurements of each function, calls in one of them without a pause between, and calls before the first one.
     """
+    check_whole(repeats=repeats, steps=steps, least=1)
+    check_whole(warmup=warmup, least=0)
+    check_steps(arms=arms)
     seconds: dict[str, list[float]] = {name: [] for name in arms}
     for function in arms.values():
         _repeat(function, warmup)
@@ -220,6 +226,15 @@ def measure_step_times(
             arms[name]()
             seconds[name].append(_time(arms[name], steps))
     return seconds
+
+
+def check_steps(**arguments: object) -> None:
+    """Raise a `TypeError` or `ValueError` for the first argument that is no mapping of names to functions."""
+    for name, value in arguments.items():
+        if not isinstance(value, Mapping) or not all(map(callable, value.values())):
+            raise TypeError(f"{name} is {value!r}; expected a mapping of names to functions without arguments.")
+        if not value:
+            raise ValueError(f"{name} is empty; expected at least one function by name.")
 
 
 def _repeat(function: Callable[[], object], times: int) -> None:
@@ -247,6 +262,7 @@ def measure_link(nbytes: int = 2**28, repeats: int = 8) -> Link:
 
     On the reference device it is that of a copy within host memory.
     """
+    check_whole(nbytes=nbytes, repeats=repeats, least=1)
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     on_device = torch.empty(nbytes, dtype=torch.uint8, device=device)
     on_host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=device.type != "cpu")

@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ._arguments import check_whole
 from ._meters import (
     DeviceInfo,
     MemoryMeter,
+    check_steps,
     describe_device,
     measure_link,
     measure_peak,
@@ -124,6 +126,7 @@ def compare_steps(
     >>> compare_steps(without, step, handle, repeats=1).drop / 2**20
     8.0
     """
+    check_whole(repeats=repeats, steps=steps, least=1)
     # Every step runs before any is measured: libraries allocate a workspace for each stream and keep it.
     without()
     offloaded()
@@ -161,6 +164,7 @@ def compare_captures(
     repeats, replays : int
         Measurements of each graph, and replays in one of them.
     """
+    check_whole(repeats=repeats, replays=replays, least=1)
     steps = (without, offloaded)
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
@@ -267,6 +271,9 @@ def measure_steps(
     large        4.0 MiB  -3.0 MiB
     measured on reference device (CPU), ...
     """
+    check_whole(repeats=repeats, calls=calls, least=1)
+    check_whole(warmup=warmup, least=0)
+    check_steps(steps=steps)
     device = describe_device()
     for step in steps.values():
         step()  # before any peak is measured, because libraries keep workspaces

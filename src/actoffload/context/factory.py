@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeVar, overload
 import torch
 
 from .. import device as devices
-from .._arguments import check_whole, number_of_bytes
+from .._arguments import check_bool, check_whole, number_of_bytes
 from .._torch.lookup import unsupported
 from ..device import ReferenceDevice
 from ..engine.engine import Engine
@@ -157,7 +157,7 @@ def get_cpu_offload_context(
         If `num_layers` is not smaller than `model_layers`, or `offload_stream` is given without manual
         synchronization.
     TypeError
-        If a number is not a whole number, or `offload_stream` is not a stream.
+        If a number is not a whole number, another argument not True or False, or `offload_stream` is not a stream.
 
     Warns
     -----
@@ -184,6 +184,14 @@ def get_cpu_offload_context(
     >>> context.statistics().bytes_offloaded
     2097152
     """
+    check_bool(
+        enabled=enabled,
+        offload_activations=offload_activations,
+        offload_weights=offload_weights,
+        double_buffering=double_buffering,
+        manual_synchronization=manual_synchronization,
+        retain_pinned_cpu_buffers=retain_pinned_cpu_buffers,
+    )
     for asked, text in (
         (offload_weights, "offload_weights=True has no effect: weights stay on the device"),
         (double_buffering, "double_buffering=True has no effect: buffers are reused by themselves"),

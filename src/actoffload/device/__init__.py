@@ -60,6 +60,8 @@ def use(device: D) -> Iterator[D]:
     >>> with use(ReferenceDevice(d2h=50e9, h2d=50e9)) as device:
     ...     context, sync = actoffload.get_cpu_offload_context(enabled=True, num_layers=1, model_layers=3)
     """
+    if not all(hasattr(device, name) for name in ("type", "current_stream", "empty_host")):  # a part of `Backend`
+        raise TypeError(f"use got {device!r}; expected a device, such as ReferenceDevice().")
     _chosen.append(device)
     try:
         yield device

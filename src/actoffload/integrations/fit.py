@@ -12,14 +12,15 @@ from typing import Any, ClassVar, Self
 import torch.distributed as dist
 from torch.nn import Module
 
-from .._arguments import check_whole, checked_limits
-from ..model import OffloadHandle, offload
+from .._arguments import check_whole
+from ..model import OffloadHandle, check_arguments, offload
 from ..recompute import policy_for
 from ..report import Report, gather_reports
 
 __all__ = ["FitCallback"]
 
-LIMITS = ("min_bytes", "fraction", "max_host_bytes", "max_inflight", "memory_budget")  # whose values are checked
+LIMITS = "min_bytes", "fraction", "max_host_bytes", "max_inflight", "memory_budget"
+CHECKED = "layers", "num_layers", "keep", "plan", *LIMITS  # arguments whose values are checked before there is a model
 
 
 class FitCallback:
@@ -71,8 +72,7 @@ class FitCallback:
         except TypeError as error:
             raise TypeError(f"{type(self).__name__} {error}; expected arguments of actoffload.offload.") from None
         bound.apply_defaults()
-        check_whole(num_layers=bound.arguments["num_layers"], optional=True)
-        checked_limits(**{name: bound.arguments[name] for name in LIMITS})
+        check_arguments(**{name: bound.arguments[name] for name in CHECKED})
         policy_for(bound.arguments["recompute"])
         self.report_at, self._arguments = report_at, arguments
         self._log = _print if log is None else log

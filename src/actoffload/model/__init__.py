@@ -1,6 +1,6 @@
 """Whole-model API: `offload`, its handle, and how the modules of a model are selected and followed."""
 
 from .handle import OffloadHandle
-from .offload import offload
+from .offload import check_arguments, offload
 
-__all__ = ["OffloadHandle", "offload"]
+__all__ = ["OffloadHandle", "check_arguments", "offload"]

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 from torch.nn import Module
 
 from .. import device as devices
-from .._arguments import check_num_layers, check_whole
+from .._arguments import check_bool, check_num_layers, check_whole
 from .._warnings import warn
 from ..engine.engine import Engine
 from ..engine.recorder import TimelineRecorder
@@ -236,6 +236,7 @@ class OffloadHandle:
             If no forward ended in the block; the previous recording is kept then.  If the groups were found in the
             block; the report has no times then.
         """
+        check_bool(nvtx=nvtx)
         self._check_installed("record a step")
         before = self._log.recording
         if before is not None and before.open:

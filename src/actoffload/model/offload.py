@@ -31,7 +31,7 @@ from .group_search import Finder
 from .handle import OffloadHandle
 from .outside import written
 from .reporting import PassLog
-from .select import choose, choose_planned, find_kept, split_default
+from .select import check_entries, choose, choose_planned, find_kept, split_default
 from .steering import ByPlan, BySchedule
 from .tuning.ranks import Ranks
 from .tuning.tuner import Tuner
@@ -66,8 +66,11 @@ def offload(
     if not isinstance(module, Module):
         raise TypeError(f"offload got a {type(module).__name__}; expected a torch.nn.Module, such as the whole model.")
     refuse_scripted(module, type(module).__name__)
-    check_whole(num_layers=num_layers, optional=True)
-    limits = checked_limits(
+    limits = check_arguments(
+        layers=layers,
+        num_layers=num_layers,
+        keep=keep,
+        plan=plan,
         min_bytes=min_bytes,
         fraction=fraction,
         max_host_bytes=max_host_bytes,
@@ -76,21 +79,12 @@ def offload(
     )
     by_hand = not (num_layers is None and fraction is None and max_inflight is None)
     part = 1.0 if fraction is None else fraction
-    if memory_budget is not None and (by_hand or plan is not None):
-        raise ValueError(
-            "memory_budget is kept by measuring: leave out num_layers, fraction, max_inflight and plan, which say by "
-            "hand what is offloaded."
-        )
     if followers_of(module) is not None:
         raise ValueError(
             "This model is offloaded already: call remove() of its handle first; OffloadHandle.of(model) returns it."
         )
     if plan is not None:
-        if by_hand or layers is not None:
-            raise ValueError("plan says what is offloaded: leave out layers, num_layers, fraction and max_inflight.")
-        if not isinstance(plan, (GroupPlan, str, PathLike)):
-            raise TypeError(f"plan is {plan!r}; expected a GroupPlan, such as handle.plan, or the path of a saved one.")
-        plan = plan if isinstance(plan, GroupPlan) else GroupPlan.load(Path(plan))
+        plan = plan if isinstance(plan, GroupPlan) else _loaded(plan)
         planned, names = choose_planned(module, plan.names)
         plan, layers = replace(plan, names=names), [of.name for of in planned]
     # An iterator is read once.
@@ -180,6 +174,40 @@ def offload(
     if problem is not None:
         warn(problem)
     return handle
+
+
+def check_arguments(*, layers: Any, num_layers: int | None, keep: Any, plan: Any, **limits: Any) -> dict[str, Any]:
+    """Check the arguments of `offload` as far as that is possible without a model; return the limits in bytes.
+
+    `limits` are the arguments of `checked_limits`.
+    """
+    check_whole(num_layers=num_layers, optional=True)
+    checked = checked_limits(**limits)
+    GroupSchedule(num_layers)
+    if layers is not None:
+        check_entries("layers", layers)
+    check_entries("keep", keep)
+    by_hand = not (num_layers is None and limits["fraction"] is None and limits["max_inflight"] is None)
+    if limits["memory_budget"] is not None and (by_hand or plan is not None):
+        raise ValueError(
+            "memory_budget is kept by measuring: leave out num_layers, fraction, max_inflight and plan, which say by "
+            "hand what is offloaded."
+        )
+    if plan is not None:
+        if by_hand or layers is not None:
+            raise ValueError("plan says what is offloaded: leave out layers, num_layers, fraction and max_inflight.")
+        if not isinstance(plan, (GroupPlan, str, PathLike)):
+            raise TypeError(f"plan is {plan!r}; expected a GroupPlan, such as handle.plan, or the path of a saved one.")
+    return checked
+
+
+def _loaded(path: str | PathLike[str]) -> GroupPlan:
+    """Return the plan in a file; an `OSError` says which argument names it."""
+    try:
+        return GroupPlan.load(Path(path))
+    except OSError as error:
+        why = error.strerror or type(error).__name__
+        raise type(error)(f"plan is {str(path)!r}; expected the path of a saved plan: {why}.") from None
 
 
 def _check_number(plans: GroupPlans) -> None:

@@ -180,7 +180,23 @@ def _entries(names: Names, given: Any, argument: str) -> Iterator[tuple[Any, boo
     elif _is_several(given):
         yield from ((entry, False) for entry in given)
     else:
+        check_entries(argument, given)
+
+
+def check_entries(argument: str, given: Any) -> None:
+    """Raise a `TypeError` or `ValueError` for entries of `layers` or `keep` that no model has."""
+    if not (_is_several(given) or isinstance(given, (str, Module, type)) or given is ...):
         raise TypeError(f"{argument} got {_called(given)}; expected {_EXPECTED}.")
+    entries = [given] if not _is_several(given) else [] if isinstance(given, Iterator) else given
+    for entry in entries:
+        if not (isinstance(entry, (str, Module)) or entry is ... or _is_module_class(entry)):
+            raise TypeError(f"{argument} has {_called(entry)} among its entries; expected {_EXPECTED}.")
+        if entry == "":
+            raise ValueError(f"{argument} has an empty name; expected {_EXPECTED}.")
+
+
+def _is_module_class(entry: object) -> bool:
+    return isinstance(entry, type) and issubclass(entry, Module)
 
 
 def _is_several(given: Any) -> bool:
@@ -209,7 +225,7 @@ def _meaning(names: Names, entry: Any, alone: bool, argument: str) -> Iterator[t
                 "model itself, not of a copy of it or of a model around it."
             )
         found, opened = [names.first[entry]], alone
-    elif isinstance(entry, type) and issubclass(entry, Module):
+    elif _is_module_class(entry):
         # A wrapper stands for what it wraps: both have one clean name, and the wrapper comes first.
         by_name: dict[str, Named] = {}
         for named in names.all:

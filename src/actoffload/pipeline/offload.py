@@ -17,6 +17,7 @@ from .._warnings import warn
 from ..engine.engine import Engine
 from ..model import OffloadHandle
 from ..model import offload as offload_module
+from ..model.select import check_entries
 from ..planner import GroupPlan
 from ..recompute import Given, Policy, policy_for
 from ..schedule.plan import Plan
@@ -230,6 +231,9 @@ def _offload_schedule(
             "returns it."
         )
     given = checked_limits(**given)
+    if layers is not None:
+        check_entries("layers", layers)
+    check_entries("keep", keep)
     backend, budget = devices.backend(), given["memory_budget"]
     limits = Limits(
         given["fraction"],

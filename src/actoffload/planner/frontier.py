@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
+from .._arguments import check_whole
 from ..schedule.costs import Link
 from ..schedule.plan import Plan
 from ..schedule.simulate import simulate
 from .group_plan import GroupPlan
-from .recomputation import choose_recomputed
+from .recomputation import check_variants, choose_recomputed
+from .search import check_search
 from .variants import Variant
 
 __all__ = ["frontier"]
@@ -50,6 +52,9 @@ def frontier(
     2.00 GiB 134 ms
     3.00 GiB 120 ms
     """
+    check_search(names, link, host_seconds=host_seconds, host_caution=host_caution, among=among)
+    check_variants(names, groups)
+    check_whole(points=points, least=1)
     keep, layers = Plan(len(names)), [group[0].cost for group in groups]
     without = simulate(keep, layers, link)
     kept = GroupPlan(

@@ -11,6 +11,7 @@ from typing import Any
 
 from tabulate import SEPARATING_LINE, tabulate
 
+from .._arguments import check_kind, check_kinds
 from .._folding import fold, fold_names, numberless
 from ..schedule.plan import Action, Do, Event, Plan, When
 from ..schedule.plan_file import PlanFile, number, optional_number
@@ -82,6 +83,8 @@ class GroupPlan:
     saves: tuple[tuple[str, ...] | None, ...] = ()
 
     def __post_init__(self) -> None:
+        check_kinds(str, names=self.names)
+        check_kind(Plan, plan=self.plan)
         object.__setattr__(self, "names", tuple(self.names))
         object.__setattr__(self, "nbytes", tuple(self.nbytes))
         object.__setattr__(self, "recomputed_nbytes", tuple(self.recomputed_nbytes))

@@ -8,13 +8,13 @@ from functools import partial
 from math import inf
 from typing import Any
 
-from .._arguments import check_fraction, check_max_inflight, number_of_bytes
+from .._arguments import check_fraction, check_kind, check_max_inflight, number_of_bytes
 from ..schedule.costs import Link
 from ..schedule.pipeline import StageCost, Step
 from ..schedule.pipeline_plan import PipelinePlan
 from ..schedule.pipeline_rank import Steps
 from ..schedule.pipeline_results import RankSimulation
-from ..schedule.pipeline_simulation import Pipeline
+from ..schedule.pipeline_simulation import Pipeline, check_pipeline
 from ..schedule.timeline import size
 from .pipeline_choices import Knobs, RankChoices
 from .pipeline_placement import RankPlacement
@@ -99,6 +99,11 @@ def plan_pipeline(
     >>> [plan.peak_bytes >> 20 for plan in plans]  # MiB; without offloading 4096, 3072, 2048 and 1024
     [2048, 2048, 2048, 1024]
     """
+    check_pipeline(orders, stages, link, send_latency, send_bandwidth)
+    if names is not None:
+        check_kind(Mapping, names=names)
+    if variants is not None:
+        check_kind(Mapping, variants=variants)
     check_max_inflight(max_inflight)
     delta = number_of_bytes("delta_bytes_per_rank", delta_bytes_per_rank, optional=True)
     if fraction is not None:

@@ -8,12 +8,13 @@ from dataclasses import replace
 from math import inf
 from typing import Any, TypeAlias
 
+from .._arguments import check_kinds
 from ..schedule.costs import Link
 from .annealing import Choice, anneal
 from .group_plan import GroupPlan
 from .placement import Placement
 from .profile import Alone, Profile
-from .search import Search
+from .search import Search, check_search
 from .variants import Variant
 
 __all__ = ["choose_recomputed"]
@@ -74,6 +75,8 @@ def choose_recomputed(
     >>> plan.peak_bytes <= 3 * 2**30, len(plan.recomputed) > 0, plan.seconds < 0.30
     (True, True, True)
     """
+    check_search(names, link, limit, host_seconds, host_caution, tolerance, among, without_bytes, excess)
+    check_variants(names, groups)
     limit = None if limit is None else limit - excess
     known = {id(variant.cost): Alone.of(variant.cost, link) for group in groups for variant in group}
 
@@ -122,6 +125,17 @@ def choose_recomputed(
         return plan
     because = without.above("offloading and recomputing")
     return replace(_described(plan, groups, chosen, baseline), because=because)
+
+
+def check_variants(names: Sequence[str], groups: Sequence[Sequence[Variant]]) -> None:
+    """Raise a `TypeError` or `ValueError` if `groups` has not ways to run each of the named groups."""
+    check_kinds(Sequence, groups=groups)
+    for place, group in enumerate(groups):
+        check_kinds(Variant, optional=False, **{f"groups[{place}]": group})
+    if not names or len(names) != len(groups) or not all(groups):
+        raise ValueError(
+            f"There are {len(names)} names and {len(groups)} groups; give one name and at least one Variant for each."
+        )
 
 
 def _described(

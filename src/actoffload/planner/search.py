@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from math import inf
+from math import inf, isfinite
 
+from .._arguments import check_bytes, check_fits, check_kind, check_kinds, check_limit, check_seconds
 from ..schedule.costs import LayerCost, Link
 from ..schedule.plan import Plan
 from ..schedule.simulate import simulate
@@ -89,6 +90,8 @@ def choose(
     >>> plan.offloaded
     (0, 1, 2, 3, 4, 5)
     """
+    check_search(names, link, limit, host_seconds, host_caution, tolerance, among, without_bytes, excess)
+    check_kinds(LayerCost, layers=layers)
     if not names or len(names) != len(layers):
         raise ValueError(f"There are {len(names)} groups but {len(layers)} costs; give one cost for each group.")
     search = Search(
@@ -102,6 +105,31 @@ def choose(
         excess,
     )
     return search.result(tuple(names))
+
+
+def check_search(
+    names: Sequence[str],
+    link: Link,
+    limit: int | None = None,
+    host_seconds: float = 0.0,
+    host_caution: float = 1.0,
+    tolerance: float = 0.0,
+    among: Collection[int] | None = None,
+    without_bytes: int | None = None,
+    excess: int = 0,
+) -> None:
+    """Raise a `TypeError` or `ValueError` for the first argument of `choose` that is of another type."""
+    check_kinds(str, names=names)
+    check_kind(Link, link=link)
+    check_limit(limit=limit)
+    check_seconds(host_seconds=host_seconds)
+    check_fits("a number, 0 or more", lambda value: value >= 0, host_caution=host_caution, tolerance=tolerance)
+    if among is not None:
+        expected = "positions of groups, or None for all"
+        check_fits(expected, lambda value: all(place >= 0 for place in value), among=among)
+    if without_bytes is not None:
+        check_bytes(without_bytes=without_bytes)
+    check_fits("a number of bytes", isfinite, excess=excess)
 
 
 @dataclass

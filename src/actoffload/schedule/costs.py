@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from itertools import pairwise
 from statistics import median
 
+from .._arguments import check_bytes, check_fits, check_seconds, check_whole
 from .timeline import Kind, Span, Timeline
 
 __all__ = ["LayerCost", "Link", "Saved", "copies_back", "copies_out", "measured_costs"]
 
 
-def _seconds(name: str, value: float) -> None:
-    if not (math.isfinite(value) and value >= 0):
-        raise ValueError(f"{name} is {value}; expected seconds, finite and 0 or more.")
-
-
-def _fraction(name: str, value: float, of: str) -> None:
-    if not 0.0 <= value <= 1.0:
-        raise ValueError(f"{name} is {value}; expected a fraction of the layer's {of} time, from 0.0 to 1.0.")
+def _fraction(name: str, value: float, section: str) -> None:
+    expected = f"a fraction of the layer's {section} time, from 0.0 to 1.0"
+    check_fits(expected, lambda value: 0.0 <= value <= 1.0, **{name: value})
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +41,7 @@ class Saved:
     needed_at: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.nbytes < 1:
-            raise ValueError(f"nbytes is {self.nbytes}; expected the size of a tensor, at least 1 byte.")
+        check_fits("the size of a tensor, at least 1 byte", lambda value: value >= 1, nbytes=self.nbytes)
         _fraction("saved_at", self.saved_at, "forward")
         _fraction("needed_at", self.needed_at, "backward")
 
@@ -106,13 +101,14 @@ class LayerCost:
 
     def __post_init__(self) -> None:
         for name in ("forward", "backward", "host_forward", "host_backward", "gap_forward", "gap_backward"):
-            _seconds(name, getattr(self, name))
+            check_seconds(**{name: getattr(self, name)})
         temporaries = "forward_temporary", "backward_temporary", "gap_forward_temporary", "gap_backward_temporary"
         for name in (*temporaries, "kept_bytes"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} is {getattr(self, name)}; expected bytes, 0 or more.")
-        if len(self.other_bytes) != 4 or min(self.other_bytes) < 0:
-            raise ValueError(f"other_bytes is {self.other_bytes}; expected four numbers of bytes, each 0 or more.")
+            check_bytes(**{name: getattr(self, name)})
+        expected, four = "four numbers of bytes, each 0 or more", self.other_bytes
+        check_fits(expected, lambda value: len(value) == 4 and all(level >= 0 for level in value), other_bytes=four)
+        if not isinstance(self.saved, Iterable) or not all(isinstance(each, Saved) for each in self.saved):
+            raise TypeError(f"saved is {self.saved!r}; expected a tuple of Saved.")
         object.__setattr__(self, "other_bytes", tuple(self.other_bytes))
         object.__setattr__(self, "saved", tuple(self.saved))
         for earlier, later in pairwise(self.saved):
@@ -139,6 +135,7 @@ class LayerCost:
 
     def with_bytes(self, factor: float) -> LayerCost:
         """Return the same layer with `factor` times the bytes of each saved tensor, rounded up."""
+        check_fits("a number of times, finite and 0 or more", lambda value: 0 <= value < math.inf, factor=factor)
         return replace(self, saved=tuple(replace(of, nbytes=math.ceil(of.nbytes * factor)) for of in self.saved))
 
     @classmethod
@@ -147,6 +144,7 @@ class LayerCost:
 
         There are fewer pieces if there are fewer bytes than that.  The last one takes the remainder.
         """
+        check_whole(nbytes=nbytes, pieces=pieces)
         if nbytes < 0:
             raise ValueError(f"nbytes is {nbytes}; expected the bytes that a layer saves, 0 or more.")
         if pieces < 1:
@@ -181,9 +179,9 @@ class Link:
 
     def __post_init__(self) -> None:
         for name, value in (("d2h", self.d2h), ("h2d", self.h2d), ("both", self.both)):
-            if value is not None and not value > 0:
-                raise ValueError(f"{name} is {value}; expected bytes per second, more than 0.")
-        _seconds("latency", self.latency)
+            if value is not None or name != "both":
+                check_fits("bytes per second, more than 0", lambda value: value > 0, **{name: value})
+        check_seconds(latency=self.latency)
 
 
 def copies_out(cost: LayerCost, link: Link) -> tuple[float, float]:

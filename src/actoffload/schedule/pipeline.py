@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from .._arguments import check_bytes, check_kinds, check_seconds
 from .costs import LayerCost
 from .plan import Do
 
@@ -90,6 +91,10 @@ class SplitCost:
     kept: int
     recomputed: int = 0
 
+    def __post_init__(self) -> None:
+        check_seconds(input_seconds=self.input_seconds, weight_seconds=self.weight_seconds)
+        check_bytes(kept=self.kept, recomputed=self.recomputed)
+
 
 @dataclass(frozen=True, slots=True)
 class StageCost:
@@ -125,17 +130,17 @@ class StageCost:
     other_bytes: int = 0
 
     def __post_init__(self) -> None:
+        check_kinds(LayerCost, groups=self.groups)
+        check_kinds(SplitCost, splits=self.splits)
         object.__setattr__(self, "groups", tuple(self.groups))
         object.__setattr__(self, "splits", tuple(self.splits))
         if self.splits and len(self.splits) != len(self.groups):
             raise ValueError(f"There are {len(self.splits)} splits for {len(self.groups)} groups; give one for each.")
         for cost, split in zip(self.groups, self.splits, strict=False):
-            times = split.input_seconds >= 0 and split.weight_seconds >= 0
-            if not (times and 0 <= split.kept <= cost.nbytes and split.recomputed >= 0):
+            if split.kept > cost.nbytes:
                 raise ValueError(f"{split} is not a split of a group that saves {cost.nbytes} bytes.")
         for name in ("boundary_bytes", "sent_forward", "sent_backward", "other_bytes"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} is {getattr(self, name)}; expected bytes, 0 or more.")
+            check_bytes(**{name: getattr(self, name)})
 
     @property
     def nbytes(self) -> int:

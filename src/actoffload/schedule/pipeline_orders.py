@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable
 
-from .._arguments import check_whole
+from .._arguments import check_kind, check_whole
 from .pipeline import Computation, Step
 
 __all__ = ["Order", "gpipe", "interleaved_1f1b", "looped_bfs", "one_f_one_b", "read_order"]
@@ -37,6 +37,7 @@ def read_order(actions: Iterable[object]) -> Order:
     >>> [str(step) for step in read_order(["0F0", None, "0SEND_F0", "(0F1;1B0)OVERLAP_F_B"])]
     ['0F0', '0F1', '1B0']
     """
+    check_kind(Iterable, actions=actions)
     steps: list[Step] = []
     for action in actions:
         text = "" if action is None else str(action).strip()

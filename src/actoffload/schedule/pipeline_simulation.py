@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 from math import inf
 
+from .._arguments import check_fits, check_kind, check_kinds, check_seconds
 from .costs import Link
 from .pipeline import Computation, StageCost, Step
 from .pipeline_plan import PipelinePlan
@@ -72,6 +73,9 @@ def simulate_pipeline(
          0      2048.0 MiB  2048.0 MiB      0.0 MiB    0.00 ms   30.00 ms
          1      1024.0 MiB  1024.0 MiB      0.0 MiB    0.00 ms   10.00 ms
     """
+    check_pipeline(orders, stages, link, send_latency, send_bandwidth)
+    if plans is not None:
+        check_kinds(PipelinePlan, optional=True, plans=plans)
     steps = [tuple(order) for order in orders]
     nothing: list[PipelinePlan | None] = [None] * len(steps)
     planned = nothing if plans is None else list(plans)
@@ -81,6 +85,23 @@ def simulate_pipeline(
     if any(plan is not None and plan.transfers for plan in planned):
         ranks = pipeline.run([{} if plan is None else plan.actions for plan in planned])
     return PipelineSimulation(ranks, baseline)
+
+
+def check_pipeline(
+    orders: Sequence[Sequence[Step]],
+    stages: Sequence[StageCost],
+    link: Link,
+    send_latency: float,
+    send_bandwidth: float,
+) -> None:
+    """Raise a `TypeError` or `ValueError` for the first argument of `simulate_pipeline` that is of another type."""
+    check_kinds(Sequence, orders=orders)
+    for rank, order in enumerate(orders):
+        check_kinds(Step, optional=False, **{f"orders[{rank}]": order})
+    check_kinds(StageCost, stages=stages)
+    check_kind(Link, link=link)
+    check_seconds(send_latency=send_latency)
+    check_fits("bytes per second, more than 0", lambda value: value > 0, send_bandwidth=send_bandwidth)
 
 
 def _check(orders: list[tuple[Step, ...]], stages: Sequence[StageCost], plans: list[PipelinePlan | None]) -> None:

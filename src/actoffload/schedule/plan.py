@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from types import MappingProxyType
 
+from .._arguments import check_kind, check_whole
+
 __all__ = ["OUTSIDE", "Action", "Do", "Event", "Plan", "Roles", "When", "leanest_calls", "reserve"]
 
 
@@ -121,8 +123,10 @@ class Plan:
     steps: Mapping[Event, tuple[Action, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        check_whole(model_layers=self.model_layers)
         if self.model_layers < 1:
             raise ValueError(f"model_layers is {self.model_layers}; a plan needs at least one layer.")
+        check_kind(Mapping, steps=self.steps)
         object.__setattr__(self, "steps", MappingProxyType({e: tuple(a) for e, a in self.steps.items()}))
         self._check()
 

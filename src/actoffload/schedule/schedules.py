@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .._arguments import check_fraction, check_max_inflight
+from .._arguments import check_fraction, check_max_inflight, check_whole
 from .plan import Action, Do, Event, Plan, When
 
 __all__ = ["DefaultSchedule", "GroupSchedule", "ManualSchedule"]
@@ -42,6 +42,7 @@ class DefaultSchedule:
     model_layers: int
 
     def __post_init__(self) -> None:
+        check_whole(model_layers=self.model_layers, num_layers=self.num_layers)
         if self.model_layers < 1:
             raise ValueError(f"model_layers is {self.model_layers}; expected the number of layers, at least 1.")
         if self.num_layers < 0:
@@ -176,6 +177,7 @@ class GroupSchedule:
     max_inflight: int | None = None
 
     def __post_init__(self) -> None:
+        check_whole(num_layers=self.num_layers, optional=True)
         if self.num_layers is not None and self.num_layers < 0:
             raise ValueError(f"num_layers is {self.num_layers}; expected a number of groups, 0 or more, or None.")
         check_fraction(self.fraction)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from .._arguments import check_kind, check_kinds, check_seconds
 from .clocks import Clocks
 from .costs import LayerCost, Link, Saved
 from .plan import Do, Plan, When, reserve
@@ -63,6 +64,10 @@ def simulate(plan: Plan, layers: Sequence[LayerCost], link: Link, *, host_second
     offloaded  512.0 MiB  device to host
     reloaded   512.0 MiB  host to device, 0 tensors on demand
     """
+    check_kind(Plan, plan=plan)
+    check_kinds(LayerCost, layers=layers)
+    check_kind(Link, link=link)
+    check_seconds(host_seconds=host_seconds)
     if len(layers) != plan.model_layers:
         raise ValueError(
             f"The plan has {plan.model_layers} layers but {len(layers)} costs were given; "

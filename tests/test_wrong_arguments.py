@@ -1,0 +1,187 @@
+"""Wrong arguments of public functions: one clear sentence each, with the name of the argument and what is expected."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import actoffload
+from actoffload import planner, schedule
+from actoffload.device import use
+from actoffload.measure import compare_steps, measure_link, measure_peak, measure_step_times, measure_steps
+from actoffload.schedule import LayerCost, Link, SplitCost, StageCost, simulate
+
+NAN = math.nan
+LARGE = 10**20
+COSTS = [LayerCost.even(2**20, forward=0.01, backward=0.02)] * 4
+LINK = Link(d2h=1e9, h2d=1e9)
+PLAN = schedule.DefaultSchedule(1, 4).plan()
+GROUPS = [(planner.Variant(cost),) for cost in COSTS]
+ORDERS = schedule.one_f_one_b(ranks=2, microbatches=4)
+STAGES = [StageCost((COSTS[0],))] * 2
+
+
+def model() -> nn.Module:
+    return nn.Sequential(*[nn.Linear(8, 8) for _ in range(6)])
+
+
+def offload(**options: Any) -> None:
+    actoffload.offload(model(), **options)
+
+
+def step() -> None:
+    pass
+
+
+def refused(call: Callable[[], object]) -> str:
+    with pytest.raises((TypeError, ValueError, OSError)) as caught:
+        call()
+    message = str(caught.value)
+    assert message.endswith(".")
+    assert "\n" not in message
+    return message
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"layers": ""}, "layers has an empty name; expected a dotted path"),
+        ({"layers": [""]}, "layers has an empty name; expected a dotted path"),
+        ({"layers": ["0", 5]}, "layers has an int among its entries; expected a dotted path"),
+        ({"keep": ""}, "keep has an empty name; expected a dotted path"),
+        ({"num_layers": LARGE}, f"num_layers is {LARGE}; expected a whole number, or None below 2**63."),
+        ({"max_inflight": LARGE}, f"max_inflight is {LARGE}; expected"),
+        ({"min_bytes": LARGE}, f"min_bytes is {LARGE}; expected a number of bytes"),
+        ({"max_host_bytes": "9" * 400 + "GiB"}, "expected a number of bytes"),
+        ({"memory_budget": LARGE}, f"memory_budget is {LARGE}; expected bytes"),
+        ({"memory_budget": "9" * 400 + "GiB"}, "expected bytes"),
+        ({"plan": "no such file"}, "plan is 'no such file'; expected the path of a saved plan: No such file"),
+        ({"plan": str(Path(__file__).parent)}, "expected the path of a saved plan: Is a directory."),
+    ],
+)
+def test_offload(options: dict[str, Any], expected: str):
+    assert expected in refused(lambda: offload(**options))
+
+
+def test_recording():
+    with actoffload.offload(model()) as handle:
+        assert refused(lambda: handle.recording(nvtx="x").__enter__()) == "nvtx is 'x'; expected True or False."
+
+
+@pytest.mark.parametrize("value", ["yes", torch.tensor(True), None, 2], ids=repr)
+@pytest.mark.parametrize("name", ["enabled", "offload_activations", "manual_synchronization", "double_buffering"])
+def test_switches_of_a_context(name: str, value: object):
+    options: dict[str, Any] = {"enabled": True, "num_layers": 1, "model_layers": 4, name: value}
+    message = refused(lambda: actoffload.get_cpu_offload_context(**options))
+    assert message == f"{name} is {value!r}; expected True or False."
+
+
+@pytest.mark.parametrize("name", ["num_layers", "model_layers"])
+def test_numbers_of_a_context(name: str):
+    options: dict[str, Any] = {"enabled": True, "num_layers": 1, "model_layers": 4, name: LARGE}
+    assert f"{name} is {LARGE}; expected" in refused(lambda: actoffload.get_cpu_offload_context(**options))
+
+
+def test_use():
+    assert refused(lambda: use(None).__enter__()) == "use got None; expected a device, such as ReferenceDevice()."
+
+
+@pytest.mark.parametrize(
+    ("call", "expected"),
+    [
+        (lambda: measure_step_times({"a": step}, steps=0), "steps is 0; expected a whole number, at least 1."),
+        (lambda: measure_step_times({"a": step}, repeats="x"), "repeats is 'x'; expected a whole number, at least 1."),
+        (lambda: measure_step_times({"a": step}, warmup=-1), "warmup is -1; expected a whole number, at least 0."),
+        (lambda: measure_step_times({}), "arms is empty; expected at least one function by name."),
+        (lambda: measure_step_times(step), "expected a mapping of names to functions without arguments."),
+        (lambda: measure_steps({"a": step}, repeats=0), "repeats is 0; expected a whole number, at least 1."),
+        (lambda: measure_steps({"a": step}, calls=0), "calls is 0; expected a whole number, at least 1."),
+        (lambda: measure_steps({"a": step}, warmup=-1), "warmup is -1; expected a whole number, at least 0."),
+        (lambda: measure_steps({}), "steps is empty; expected at least one function by name."),
+        (lambda: measure_peak(step, warmup=-1), "warmup is -1; expected a whole number, at least 0."),
+        (lambda: measure_link(nbytes=0), "nbytes is 0; expected a whole number, at least 1."),
+        (lambda: compare_steps(step, step, None, steps=0), "steps is 0; expected a whole number, at least 1."),
+    ],
+)
+def test_measuring(call: Callable[[], object], expected: str):
+    assert refused(call).endswith(expected)
+
+
+@pytest.mark.parametrize(
+    ("call", "expected"),
+    [
+        (lambda: simulate(PLAN, COSTS, LINK, host_seconds=-1), "host_seconds is -1; expected seconds"),
+        (lambda: simulate(PLAN, COSTS, LINK, host_seconds=NAN), "host_seconds is nan; expected seconds"),
+        (lambda: simulate(5, COSTS, LINK), "plan is 5; expected a Plan."),
+        (lambda: simulate(PLAN, [5] * 4, LINK), "layers[0] is 5; expected a LayerCost."),
+        (lambda: simulate(PLAN, 5, LINK), "layers is 5; expected a sequence of LayerCost."),
+        (lambda: simulate(PLAN, COSTS, 5), "link is 5; expected a Link."),
+        (lambda: LayerCost("x", 1), "forward is 'x'; expected seconds, finite and 0 or more."),
+        (lambda: LayerCost(1, 1, kept_bytes=NAN), "kept_bytes is nan; expected bytes, 0 or more."),
+        (lambda: LayerCost(1, 1, other_bytes=5), "other_bytes is 5; expected four numbers of bytes"),
+        (lambda: LayerCost(1, 1, (5,)), "saved is (5,); expected a tuple of Saved."),
+        (lambda: COSTS[0].with_bytes(NAN), "factor is nan; expected a number of times"),
+        (lambda: schedule.Saved("x"), "nbytes is 'x'; expected the size of a tensor"),
+        (lambda: schedule.Saved(1, NAN), "saved_at is nan; expected a fraction"),
+        (lambda: Link(None, 1), "d2h is None; expected bytes per second, more than 0."),
+        (lambda: SplitCost(NAN, 1, 1), "input_seconds is nan; expected seconds"),
+        (lambda: SplitCost(1, 1, -1), "kept is -1; expected bytes, 0 or more."),
+        (lambda: StageCost((5,)), "groups[0] is 5; expected a LayerCost."),
+        (lambda: StageCost((COSTS[0],), sent_forward=NAN), "sent_forward is nan; expected bytes, 0 or more."),
+        (lambda: schedule.Plan(LARGE), f"model_layers is {LARGE}; expected a whole number below 2**63."),
+        (lambda: schedule.Plan(2, 5), "steps is 5; expected a Mapping."),
+        (lambda: schedule.gpipe("x", 4), "ranks is 'x'; expected a whole number."),
+        (lambda: schedule.read_order(5), "actions is 5; expected a Iterable."),
+        (lambda: schedule.simulate_pipeline([[5]], STAGES, LINK), "orders[0][0] is 5; expected a Step."),
+        (lambda: schedule.simulate_pipeline(ORDERS, STAGES, LINK, [5, 5]), "plans[0] is 5; expected a PipelinePlan or"),
+        (lambda: schedule.simulate_pipeline(ORDERS, STAGES, LINK, send_latency=-1), "send_latency is -1; expected sec"),
+        (lambda: schedule.simulate_pipeline(ORDERS, STAGES, LINK, send_bandwidth=NAN), "send_bandwidth is nan; expect"),
+        (lambda: planner.plan_pipeline(ORDERS, [5, 5], LINK), "stages[0] is 5; expected a StageCost."),
+        (
+            lambda: planner.plan_pipeline(ORDERS, STAGES, LINK, send_latency=NAN),
+            "send_latency is nan; expected sec",
+        ),
+        (lambda: planner.plan_pipeline(ORDERS, STAGES, LINK, names=5), "names is 5; expected a Mapping."),
+        (lambda: planner.GroupPlan("abcd", 5, (1,) * 4), "plan is 5; expected a Plan."),
+    ],
+)
+def test_schedules(call: Callable[[], object], expected: str):
+    assert expected in refused(call)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"limit": NAN}, "limit is nan; expected a number of bytes, or None for no limit."),
+        ({"limit": "1GiB"}, "limit is '1GiB'; expected a number of bytes, or None for no limit."),
+        ({"host_seconds": -1}, "host_seconds is -1; expected seconds, finite and 0 or more."),
+        ({"host_caution": NAN}, "host_caution is nan; expected a number, 0 or more."),
+        ({"tolerance": -1}, "tolerance is -1; expected a number, 0 or more."),
+        ({"among": 5}, "among is 5; expected positions of groups, or None for all."),
+        ({"among": [-1]}, "among is [-1]; expected positions of groups, or None for all."),
+        ({"without_bytes": -1}, "without_bytes is -1; expected bytes, 0 or more."),
+        ({"excess": NAN}, "excess is nan; expected a number of bytes."),
+        ({"link": 5}, "link is 5; expected a Link."),
+        ({"names": 5}, "names is 5; expected a sequence of str."),
+    ],
+)
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_searches(options: dict[str, Any], expected: str, recomputed: bool):
+    arguments: dict[str, Any] = {"names": "abcd", "link": LINK, **options}
+    if recomputed:
+        assert refused(lambda: planner.choose_recomputed(groups=GROUPS, **arguments)) == expected
+    else:
+        assert refused(lambda: planner.choose(layers=COSTS, **arguments)) == expected
+
+
+def test_groups_of_a_search():
+    assert refused(lambda: planner.choose("abcd", [5] * 4, LINK)) == "layers[0] is 5; expected a LayerCost."
+    assert refused(lambda: planner.choose_recomputed("abcd", COSTS, LINK)).startswith("groups[0] is LayerCost(")
+    assert "There are 3 names and 4 groups" in refused(lambda: planner.choose_recomputed("abc", GROUPS, LINK))
+    assert refused(lambda: planner.frontier("abcd", GROUPS, LINK, points=0)).startswith("points is 0; expected")
