@@ -14,6 +14,8 @@ from interrupts import SOURCES, interrupted
 from torch import nn
 from whole_model import Waves, call, data, equal, nothing_installed, offload, train
 
+import actoffload
+
 FOLLOWING = (str(SOURCES / "model"), str(SOURCES / "_torch"))
 ANY = (str(SOURCES),)
 
@@ -104,6 +106,71 @@ def test_an_interrupt_at_every_bytecode_of_a_removal():
         nothing_installed()
         n += 1
     assert n > 50
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("saved", [False, True], ids=["idle", "before backward"])
+def test_an_interrupted_removal_is_finished_by_a_second_call(saved):
+    """All host memory is given back, wherever the interrupt comes."""
+    n, done, step = 0, False, 5
+    while not done:
+        model = Waves(3)
+        handle = offload(model, num_layers=2)
+        train(model, steps=1)
+        loss = model(data()).sum() if saved else None
+        done = not interrupted(handle.remove, n, ANY)
+        handle.remove()
+        assert not handle.installed
+        if loss is not None:
+            loss.backward()
+        del loss
+        statistics = handle.statistics()
+        assert statistics.host_bytes_used == 0
+        assert statistics.host_bytes == 0
+        nothing_installed()
+        assert actoffload.OffloadHandle.of(model) is None
+        n += step
+    assert n > 1000
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_the_host_pool_after_an_interrupted_trim():
+    model = Waves(3)
+    want = train(model, steps=1)
+    handle = offload(model, num_layers=2)
+    n, done, step = 0, False, 5
+    while not done:
+        train(model, steps=1)
+        before = handle.statistics().host_bytes
+        assert before > 0
+        done = not interrupted(handle.trim, n, ANY)
+        if n % (3 * step) == 0:
+            equal(train(model, steps=1), want)
+        handle.trim()
+        assert handle.statistics().host_bytes == 0
+        n += step
+    assert n > 300
+    equal(train(model, steps=1), want)
+
+
+def test_an_interrupted_pause_ends_with_its_block():
+    model = Waves(3)
+    handle = offload(model, num_layers=2)
+
+    def pause() -> None:
+        with handle.paused():
+            assert not handle.active
+
+    n = 0
+    while interrupted(pause, n, (*ANY, contextlib.__file__)):
+        assert handle.active
+        n += 1
+    assert n > 20
+    assert handle.active
+    with handle.paused(), handle.paused() as inner:
+        assert inner is handle
+        assert not handle.active
+    assert handle.active
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")

@@ -10,6 +10,9 @@ a bin is empty are the bins dissolved into free segments and joined.
 Free memory carries a fence: the positions after which its last readers are done, at most one for each stream.  The
 stream that writes next waits for them.  Buffers that were used while a graph was captured are addresses in that graph,
 so they are not reused before their pool is closed.
+
+An interrupt may come between two changes that belong together.  `Slabs.broken` is set meanwhile; whoever finds it set
+makes the free segments and the accounts anew from the slabs and the buffers in use, which each change leaves right.
 """
 
 from __future__ import annotations
@@ -63,7 +66,9 @@ class Account:
 class Slabs:
     """The slabs of one device, and what of them is free.  `lock` guards all methods."""
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: Backend, device: torch.device | None = None) -> None:
+        self._device = backend.current_device() if device is None else device
+        self.broken = False  # an interrupt came in between, or a change is in progress
         self.lock = threading.RLock()
         self.returned: deque[tuple[Sequence[int], tuple[StreamPosition, ...]]] = deque()
         self.gone: deque[weakref.ref[Any]] = deque()  # pools that were dropped without a close
@@ -88,6 +93,7 @@ class Slabs:
     def settle(self) -> None:
         """Sort in the buffers that were returned, and close the pools that were dropped."""
         settle()
+        self.mend()
         while self.returned:
             first = self.returned[0]
             numbers, fence = first
@@ -108,11 +114,13 @@ class Slabs:
         account, bin_ = self.accounts[buffer.account], self._bins.setdefault(buffer.nbytes, {})
         # [guard: buffer of a closed pool]
         if buffer.closed:
+            self.broken = True
             del self._used[buffer.number]
             account.used -= buffer.size
             account.taken -= buffer.size
             self._insert_all(buffer, fence)
-            self.trim(account)
+            self._trim(account)
+            self.broken = False
         elif buffer.captured:
             account.taken -= buffer.size
             buffer.taken = False
@@ -136,6 +144,10 @@ class Slabs:
         before: HostBuffer | None,
     ) -> HostBuffer | str:
         """Return a buffer for an account, or why there is none."""
+        if self.broken:
+            self.mend()
+            if self.broken:
+                return CAPTURED
         need = -(-nbytes // ALIGN) * ALIGN
         more = need - account.held + account.used  # bytes that other accounts hold, if positive
         allowed = limit is None or more <= 0 or account.held + more <= limit
@@ -145,17 +157,21 @@ class Slabs:
         # [guard: whole buffer from a bin]
         if bin_ and before is not None and allowed and not (whole and len(before.parts) > 1):
             if more > 0:
+                self.broken = True
                 self._charge(account, more)
+                self.broken = False
             # No call from here on: see [Note: finalizers].
             buffer = before
             del bin_[buffer]
         else:
+            self.broken = True
             segments = self._find(need, whole) if allowed else None
             if segments is None:
                 sizes = self._missing(need, whole)
                 refusal = _over_limit(account, limit, max(sum(sizes), need - account.free))
                 refusal = refusal or (CAPTURED if captured else self._grow(account, sizes))
                 if refusal:
+                    self.broken = False
                     return refusal
                 segments = self._find(need, whole)
                 assert segments is not None
@@ -170,6 +186,7 @@ class Slabs:
         buffer.taken = True
         if owner is not None:
             owner.buffers = (*owner.buffers, buffer.number)
+        self.broken = False
         return buffer
 
     def _charge(self, account: Account, nbytes: int) -> None:
@@ -187,6 +204,13 @@ class Slabs:
         At least `keep` bytes stay with the account.  Large slabs stay, because a buffer of several segments takes as
         many copies.
         """
+        self.mend()
+        self.broken = True
+        freed = self._trim(account, keep)
+        self.broken = False
+        return freed
+
+    def _trim(self, account: Account, keep: int = 0) -> int:
         self._dissolve()
         unused = [s for s in self._free.segments if s.nbytes == self._slabs[s.slab].numel()]
         before = account.held
@@ -197,6 +221,12 @@ class Slabs:
 
     def close(self, account: Account) -> None:
         """Free the slabs in which no other account uses a byte, as far as the bytes of an account allow."""
+        self.mend()
+        self.broken = True
+        self._close(account)
+        self.broken = False
+
+    def _close(self, account: Account) -> None:
         self._dissolve()
         used = [buffer for buffer in self._used.values() if buffer.account == account.number]
         others = (buffer for buffer in self._used.values() if buffer.account != account.number)
@@ -224,7 +254,41 @@ class Slabs:
                 self._insert_all(buffer, ())
         account.held = account.used = account.taken = 0
         self._exhausted = ""
-        self.trim(self._nobody)
+        self._trim(self._nobody)
+
+    def mend(self) -> None:
+        """Make the free segments and the accounts anew if an interrupt came between two changes."""
+        if not self.broken or self._backend.capturing():
+            return
+        self._backend.synchronize(self._device)  # so what is free needs no fence
+        self._bins.clear()
+        free, occupied = FreeSegments(), dict[int, list[Segment]]()
+        for buffer in self._used.values():
+            buffer.segments = tuple(segment for segment in buffer.segments if segment.slab in self._slabs)
+            buffer.size = sum(segment.nbytes for segment in buffer.segments)
+            for segment in buffer.segments:
+                occupied.setdefault(segment.slab, []).append(segment)
+        for slab, memory in self._slabs.items():
+            start = 0
+            for segment in sorted(occupied.get(slab, ()), key=lambda segment: segment.start):
+                if segment.start > start:
+                    free.insert(Segment(slab, start, segment.start))
+                start = segment.stop
+            if start < memory.numel():
+                free.insert(Segment(slab, start, memory.numel()))
+        self._free = free
+        left = sum(memory.numel() for memory in self._slabs.values())
+        for account in self.accounts.values():
+            own = [buffer for buffer in self._used.values() if buffer.account == account.number]
+            account.used = sum(buffer.size for buffer in own)
+            account.taken = sum(buffer.size for buffer in own if buffer.taken)
+            left -= account.used
+        for account in self.accounts.values():  # free bytes: as many as it had, if there are so many
+            free_bytes = min(max(account.held - account.used, 0), left)
+            account.held = account.used + free_bytes
+            left -= free_bytes
+        self._nobody.held += left
+        self.broken = False
 
     def _remove(self, slab: int, account: Account) -> None:
         nbytes = self._slabs.pop(slab).numel()

@@ -62,7 +62,7 @@ class Link:
         self.backend = backend  # `_links` has its id
         self.out: Stream = backend.new_stream(device) if stream is None else backend.adopt(stream)
         self.back: Stream = backend.new_stream(device) if stream is None else self.out
-        self.slabs = Slabs(backend)
+        self.slabs = Slabs(backend, device)
         self.orders = count(1)  # finalizers take numbers too, in any thread
         self.waited = 0  # order of the last position of `back` that `out` has waited for
 

@@ -170,8 +170,8 @@ class Followers:
     def remove(self) -> None:
         """Follow the modules no longer; a forward in progress in any thread ends as it began."""
         if self.installed:
-            self.installed = False
             self.tracker.retire(partial(detach, self.modules))
+            self.installed = False  # last: after an interrupt it is called again
 
 
 def detach(modules: Iterable[FollowedModule]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any, TypeAlias
 
@@ -99,8 +99,7 @@ class OffloadHandle:
 
         Passes in progress finish as they began, and their memory is freed when they do.  A second call does nothing.
         """
-        if self.installed:
-            assert self._followers is not None
+        if self._followers is not None:  # also if an interrupt came in an earlier call
             self._tracker.steering.retire()
             self._followers.remove()
             self._engine.close()
@@ -116,14 +115,9 @@ class OffloadHandle:
         """Whether this handle was not removed."""
         return self._followers is not None and self._followers.installed
 
-    @contextmanager
-    def paused(self) -> Iterator[OffloadHandle]:
+    def paused(self) -> AbstractContextManager[OffloadHandle]:
         """Offload nothing in a ``with`` block; a forward that began before it finishes as it began."""
-        self._tracker.paused += 1
-        try:
-            yield self
-        finally:
-            self._tracker.paused -= 1
+        return _Pause(self)
 
     def reschedule(
         self, *, num_layers: int | None = None, fraction: float = 1.0, max_inflight: int | None = None
@@ -320,6 +314,24 @@ class OffloadHandle:
         facts = StepFacts(arguments=self._arguments, kept_modules=kept, times=times, **more)
         statistics, largest = self.statistics(), self._log.history.largest(latest.statistics)
         return build_report(self._plans, self._groups, latest, recording, statistics, plan, facts, largest)
+
+
+class _Pause(AbstractContextManager[OffloadHandle]):
+    """Pauses a tracker in a ``with`` block.
+
+    The tracker refers to it weakly, and else only the block does.  So the pause ends with the block, wherever an
+    interrupt comes.
+    """
+
+    def __init__(self, handle: OffloadHandle) -> None:
+        self._handle = handle
+
+    def __enter__(self) -> OffloadHandle:
+        self._handle._tracker.pauses.add(self)
+        return self._handle
+
+    def __exit__(self, *exception: object) -> None:
+        self._handle._tracker.pauses.discard(self)
 
 
 def _removed(

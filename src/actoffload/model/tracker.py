@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
+from weakref import WeakSet
 
 import torch
 
@@ -63,12 +64,18 @@ class Tracker:
         self._running: set[int] = set()  # threads in a forward
         self._when_idle: list[Callable[[], None]] = []
         self.regions = Regions(modules)
-        self.paused = int(unsupported() is not None)
+        self._stopped = unsupported() is not None
+        self.pauses = WeakSet[object]()  # what pauses offloading, while it is alive
 
     @property
     def depth(self) -> int:
         """Number of followed calls in progress in this thread."""
         return len(self._thread.calls)
+
+    @property
+    def paused(self) -> bool:
+        """Whether no forward is followed that begins now."""
+        return self._stopped or len(self.pauses) > 0
 
     # Begin
 
@@ -311,7 +318,7 @@ class Tracker:
 
     def retire(self, then: Callable[[], None]) -> None:
         """Begin no further forward, and call `then` as soon as no forward is in progress in any thread."""
-        self.paused += 1
+        self._stopped = True
 
         def retired() -> None:
             then()
