@@ -304,7 +304,7 @@ def main(rank: int, world: int, folder: Path, names: list[str]) -> None:
         init_method=f"file://{folder / 'store'}",
         rank=rank,
         world_size=world,
-        timeout=timedelta(seconds=60),
+        timeout=timedelta(seconds=600),
     )
     for k, name in enumerate(names):
         found = seen(name)
@@ -329,12 +329,13 @@ def run_ranks(folder: Path, names: list[str], world: int) -> dict[str, list[dict
     world : int
         Number of ranks.
     """
-    run_forked(main, world, folder, world, folder, names, limit=240)
+    run_forked(main, world, folder, world, folder, names)
 
     def read(k: int, rank: int) -> dict[str, Any]:
         path = folder / f"{k}-{rank}.json"
         if not path.exists():
-            return {"error": f"rank {rank} did not come to it:\n{(folder / f'{rank}.log').read_text()[-2000:]}"}
+            log = (folder / f"{rank}.log").read_text()[-2000:]
+            return {"error": f"rank {rank} {'timed out' if 'timed out: ' in log else 'did not come to it'}:\n{log}"}
         found: dict[str, Any] = json.loads(path.read_text())
         return found
 

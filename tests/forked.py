@@ -11,6 +11,9 @@ from typing import Any
 
 __all__ = ["run_forked"]
 
+LIMIT = 2400.0
+"""Seconds after which processes are killed: an order of magnitude more than they take on a machine of their own."""
+
 # Not this library: the fork server does not have the paths of the tests, and could import another installation.
 IMPORTED = [
     "torch._dynamo",
@@ -20,10 +23,11 @@ IMPORTED = [
 ]
 
 
-def run_forked(main: Callable[..., None], world: int, folder: Path, *arguments: Any, limit: float) -> None:
+def run_forked(main: Callable[..., None], world: int, folder: Path, *arguments: Any, limit: float = LIMIT) -> None:
     """Call ``main(rank, *arguments)`` in a process for each rank.
 
-    Each process writes its output to ``RANK.log``. A process that has not ended after the limit is killed.
+    Each process writes its output to ``RANK.log``.  A process that has not ended after the limit is killed, and its log
+    ends with a line that says so.
 
     Parameters
     ----------
@@ -36,7 +40,7 @@ def run_forked(main: Callable[..., None], world: int, folder: Path, *arguments: 
     *arguments
         What `main` gets after the rank.
     limit : float
-        Seconds, for all processes together.
+        Seconds of wall clock, for all processes together.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(IMPORTED)
@@ -50,7 +54,10 @@ def run_forked(main: Callable[..., None], world: int, folder: Path, *arguments: 
         for process in processes:
             process.join(max(0.0, end - time.monotonic()))
     finally:
-        for process in processes:
+        for rank, process in enumerate(processes):
+            if process.is_alive():
+                with (folder / f"{rank}.log").open("a") as log:
+                    log.write(f"\nRank {rank} timed out: it has not ended after {limit:.0f} s.\n")
             process.kill()
             process.join()
 

@@ -308,7 +308,7 @@ def main(rank: int, world: int, folder: Path, names: list[str]) -> None:
         init_method=f"file://{folder}/rendezvous",
         rank=rank,
         world_size=world,
-        timeout=timedelta(seconds=60),
+        timeout=timedelta(seconds=600),
     )
     for k, name in enumerate(names):
         try:
@@ -323,7 +323,7 @@ def main(rank: int, world: int, folder: Path, names: list[str]) -> None:
 
 def run_ranks(folder: Path, world: int, names: list[str]) -> dict[str, list[dict[str, Any]]]:
     """Run cases in processes of their own; return what each rank saw of each case, or why not."""
-    run_forked(main, world, folder, world, folder, names, limit=200)
+    run_forked(main, world, folder, world, folder, names)
 
     def read(k: int, rank: int) -> dict[str, Any]:
         path = folder / f"{k}-{rank}.json"

@@ -273,7 +273,7 @@ def rank_main(rank: int, folder: Path) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     mine = of_step(range(6)) if rank == 0 else of_step(range(6, 10), fraction=0.5)
     store = f"file://{folder / 'store'}"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=WORLD, timeout=timedelta(seconds=60))
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=WORLD, timeout=timedelta(seconds=600))
     last = dist.new_group([1])
     both = gather_reports(mine)
     found = {
@@ -291,7 +291,7 @@ def rank_main(rank: int, folder: Path) -> None:
 def pair(tmp_path_factory) -> list[dict[str, Any]]:
     """What each of two ranks saw."""
     folder = tmp_path_factory.mktemp("pair")
-    run_forked(rank_main, WORLD, folder, folder, limit=120)
+    run_forked(rank_main, WORLD, folder, folder)
     logs = [(folder / f"{rank}.log").read_text() for rank in range(WORLD)]
     assert all((folder / f"{rank}.json").exists() for rank in range(WORLD)), logs
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(WORLD)]
