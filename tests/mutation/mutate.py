@@ -97,6 +97,7 @@ TESTS: dict[str, list[str]] = {
         "tests/model/test_offload_exceptions.py::test_an_exception_in_forward",
         "tests/model/test_tuning_lifetime.py",
         "tests/recompute/test_aborts.py::test_a_mode_whose_removal_an_interrupt_prevented",
+        "tests/integration/test_compose_tracing.py",
     ],
     "model/operator_times.py": ["tests/model/test_operator_times.py"],
     "model/tuning/first_steps.py": ["tests/model/test_memory_budget.py", "tests/model/test_budget_changes.py"],

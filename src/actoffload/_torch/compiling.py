@@ -22,6 +22,10 @@ _set_strategy: Any = getattr(_frames, "set_code_exec_strategy", None)
 _MARKS_CODE = None not in (_SKIP, _DEFAULT, _Strategy, _set_strategy)
 
 
+def _nothing() -> None:
+    return None
+
+
 def inlined(function: F, callees: Any = _SKIP) -> F:
     """Let Dynamo inline a function into compiled code, and run it and all that it calls as plain Python elsewhere.
 
@@ -44,6 +48,20 @@ def opaque(function: F, reason: str = "", *, compile_callees: bool = False) -> F
     return function
 
 
+_tracing_state: Callable[[], Any] = find("_C._get_tracing_state", _nothing)
+
+
+def tracing() -> bool:
+    """Return whether calls are recorded as a graph: `torch.jit.trace`, `make_fx`, `symbolic_trace`, `torch.export`."""
+    if _tracing_state() is not None:
+        return True
+    symbolic = sys.modules.get("torch.fx._symbolic_trace")
+    proxies = sys.modules.get("torch.fx.experimental.proxy_tensor")
+    if getattr(symbolic, "is_fx_symbolic_tracing", bool)():
+        return True
+    return getattr(proxies, "get_proxy_mode", _nothing)() is not None
+
+
 def compiled_modules(module: Module) -> list[Module]:
     """Return what `torch.compile` made of a module before: modules that call the method that it had then.
 
@@ -55,10 +73,6 @@ def compiled_modules(module: Module) -> list[Module]:
         return []
     found = [of for of in gc.get_objects() if kind in type(of).__mro__]
     return [of for of in found if of._modules.get("_orig_mod") is module]
-
-
-def _nothing() -> None:
-    return None
 
 
 _get_compiler: Any = find("_C._dynamo.eval_frame.get_eval_frame_callback")

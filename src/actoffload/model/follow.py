@@ -50,7 +50,7 @@ _ORIGINAL = "_actoffload_original"
 REASON = (
     "actoffload follows the chosen modules of a model, and those that keep names, from outside of compiled code; "
     "compile them one by one: for layer in layers: layer.compile(fullgraph=True), and without fullgraph where keep "
-    "names a module inside of a layer"
+    "names a module inside of a layer; torch.export.export works with strict=False, or after remove() of the handle"
 )
 
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from torch.nn import Module
 
 from .._torch.autograd import after_backward
+from .._torch.compiling import opaque
 from .._warnings import warn
 from ..engine.layer import tensors_in
 from ..engine.model_pass import ModelPass
@@ -121,6 +122,7 @@ class Finder:
         def reached(_: Any) -> None:
             after_backward(ended)
 
+        opaque(reached)
         for node in {tensor.grad_fn for tensor in tensors_in(output) if tensor.grad_fn is not None}:
             node.register_prehook(reached)
 

@@ -11,6 +11,7 @@ from weakref import WeakSet
 import torch
 
 from .._torch.autograd import NO_BACKWARD, SavedTensorHooks, backward_id, saved_tensor_hooks
+from .._torch.compiling import tracing
 from .._torch.lookup import unsupported
 from .._warnings import warn
 from ..device.base import current_stream
@@ -113,7 +114,7 @@ class Tracker:
             return
         if thread.hooks is None:
             self._finish()
-            if self.paused or not torch.is_grad_enabled():
+            if self.paused or not torch.is_grad_enabled() or tracing():  # [guard: forward that is traced]
                 return
             if self._modules[0].ref() is None:  # [guard: model that is deleted]
                 self.warn_once(DELETED)

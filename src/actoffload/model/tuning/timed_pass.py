@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..._torch.autograd import after_backward
+from ..._torch.compiling import opaque
 from ...device.base import Backend, StreamEvent, current_stream
 from ...engine.model_pass import ModelPass
 from ...schedule.execution_order import GroupKey
@@ -97,6 +98,7 @@ class TimedPass:
         def reached(_: Any) -> None:
             after_backward(ended)
 
+        opaque(reached)
         for node in {output.grad_fn for output in outputs if output.grad_fn is not None}:
             node.register_prehook(reached)
 
