@@ -351,3 +351,26 @@ def test_a_step_inside_of_the_forward(reentrant):
         return results
 
     both(program)
+
+
+def test_a_forward_inside_of_a_backward_is_named():
+    """As of a gradient cache: whole forwards and backwards of small batches run in a hook."""
+    model, x = Net(), batch()
+    handle = actoffload.offload(model, num_layers=2, min_bytes=0)
+
+    def cached(gradient: Tensor) -> Tensor:
+        with torch.enable_grad():
+            model(x).square().mean().backward()
+        return gradient
+
+    loss = torch.ones(1, requires_grad=True) * 1
+    loss.register_hook(cached)
+    with pytest.warns(UserWarning, match="in this forward, which runs inside of a backward") as found:
+        loss.sum().backward()
+    assert not [each for each in found if "checkpoint" in str(each.message)]
+    inside = [parameter.grad.clone() for parameter in model.parameters()]
+    assert handle.statistics().bytes_offloaded == 0
+    model.zero_grad()
+    model(x).square().mean().backward()
+    assert handle.statistics().bytes_offloaded > 0
+    assert all(map(torch.equal, inside, (parameter.grad for parameter in model.parameters())))

@@ -10,7 +10,7 @@ from weakref import WeakSet
 
 import torch
 
-from .._torch.autograd import NO_BACKWARD, SavedTensorHooks, backward_id, saved_tensor_hooks
+from .._torch.autograd import NO_BACKWARD, SavedTensorHooks, backward_id, in_checkpoint, saved_tensor_hooks
 from .._torch.compiling import tracing
 from .._torch.lookup import unsupported
 from .._warnings import warn
@@ -41,6 +41,15 @@ from .regions import Regions
 from .thread_state import Call, ThreadState
 
 __all__ = ["Tracker"]
+
+RECOMPUTED = (
+    "Nothing is offloaded in a forward that is recomputed in backward, as by torch.utils.checkpoint around the whole "
+    "model. Checkpoint parts of the model only."
+)
+IN_BACKWARD = (
+    "Nothing is offloaded in this forward, which runs inside of a backward, as those of gradient caches and adjoint "
+    "methods do. Forwards outside of a backward are offloaded."
+)
 
 
 class Tracker:
@@ -107,10 +116,7 @@ class Tracker:
         if backward_id() != NO_BACKWARD:  # [guard: recomputation in backward]
             # Checkpointing with saved-tensor hooks was warned about in the forward.
             if of.role is ROOT and not self.paused and torch.is_grad_enabled() and saved_tensor_hooks() is None:
-                self.warn_once(
-                    "Nothing is offloaded in a forward that is recomputed in backward, as by torch.utils.checkpoint "
-                    "around the whole model. Checkpoint parts of the model only."
-                )
+                self.warn_once(RECOMPUTED if in_checkpoint() else IN_BACKWARD)
             return
         if thread.hooks is None:
             self._finish()
