@@ -104,7 +104,7 @@ class Run:
         self.world.begin()
         self.model.ready(step)
         try:
-            x = self.model.forward(x) if step.loop else self.model(x)
+            x = type(self.model).forward(self.model, x) if step.loop else self.model(x)
             return x + self.world.state["forked"] if "forked" in self.world.state else x
         finally:
             self.world.crossing()

@@ -128,7 +128,8 @@ def test_replicas_in_threads_as_data_parallel_makes_them():
         return other
 
     outputs = {}
-    replicas = [replica(model) for _ in range(2)]
+    with pytest.warns(UserWarning, match="replicas of torch.nn.DataParallel"):
+        replicas = [replica(model) for _ in range(2)]
 
     def work(k):
         outputs[k] = replicas[k](data(k))
@@ -140,8 +141,7 @@ def test_replicas_in_threads_as_data_parallel_makes_them():
         for thread in threads:
             thread.join()
 
-    with pytest.warns(UserWarning, match="replicas of torch.nn.DataParallel"):
-        run()
+    run()
     sum(outputs.values()).sum().backward()
     got = [p.grad for p in model.parameters()]
     model.zero_grad()

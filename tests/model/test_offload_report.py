@@ -249,7 +249,9 @@ def test_a_frozen_model_has_no_groups_that_run():
     handle = offload(model)
     model(data())
     (advice,) = handle.report().advice
-    assert advice.endswith(", not as block.forward(x), and of which a parameter or an input requires a gradient.")
+    assert advice.endswith(
+        ": groups are modules whose forward is called, and of which a parameter or an input requires a gradient."
+    )
 
 
 def test_the_report_is_of_the_latest_pass_also_after_a_failed_one():

@@ -1,14 +1,11 @@
-"""`torch.compile`: what it inlines, the modules that it returns, and compiled backwards."""
+"""`torch.compile`: what it inlines, what compiles calls, and compiled backwards."""
 
 from __future__ import annotations
 
-import gc
 import sys
 from collections.abc import Callable
 from types import FrameType
 from typing import Any, TypeVar
-
-from torch.nn import Module
 
 from .lookup import find
 
@@ -60,19 +57,6 @@ def tracing() -> bool:
     if getattr(symbolic, "is_fx_symbolic_tracing", bool)():
         return True
     return getattr(proxies, "get_proxy_mode", _nothing)() is not None
-
-
-def compiled_modules(module: Module) -> list[Module]:
-    """Return what `torch.compile` made of a module before: modules that call the method that it had then.
-
-    The module has no reference to them, so they are looked for among all objects, which takes some tenths of a second
-    in a large program; without Dynamo there are none.
-    """
-    kind = getattr(sys.modules.get("torch._dynamo.eval_frame"), "OptimizedModule", None)
-    if kind is None:
-        return []
-    found = [of for of in gc.get_objects() if kind in type(of).__mro__]
-    return [of for of in found if of._modules.get("_orig_mod") is module]
 
 
 _get_compiler: Any = find("_C._dynamo.eval_frame.get_eval_frame_callback")

@@ -33,11 +33,19 @@ PARAMETRIZATIONS = "parametrizations"
 
 def is_compiled(module: Module) -> bool:
     """Return whether a module was compiled: by ``module.compile()``, or `torch.compile` of it or of its forward."""
-    return (
-        getattr(module, "_compiled_call_impl", None) is not None
-        or "_orig_mod" in registered(module)[2]
-        or hasattr(module.forward, "_torchdynamo_orig_callable")
-    )
+    if getattr(module, "_compiled_call_impl", None) is not None or "_orig_mod" in registered(module)[2]:
+        return True
+    forward: Any = module.forward
+    while forward is not None and not hasattr(forward, "_torchdynamo_orig_callable"):
+        forward = getattr(forward, "__wrapped__", None)
+    return forward is not None
+
+
+def class_attribute(instance: Any, name: str) -> Any:
+    """Return an attribute of a class as an instance has it that has none of this name in its ``__dict__``."""
+    kind = type(instance)
+    found = next(vars(base)[name] for base in kind.__mro__ if name in vars(base))
+    return found.__get__(instance, kind) if hasattr(found, "__get__") else found
 
 
 SHARDED = ("FSDPModule", "ReplicateModule")

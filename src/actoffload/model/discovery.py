@@ -291,6 +291,6 @@ def bypass_warning(names: Sequence[str]) -> str:
     """Return the warning for blocks that ran although they were never called."""
     more = f" and {len(names) - 1} more" if len(names) > 1 else ""
     return (
-        f"Nothing of '{names[0]}'{more} is offloaded, because the model ran its forward without calling the module: "
-        "call `block(x)` instead of `block.forward(x)`."
+        f"Nothing of '{names[0]}'{more} is offloaded, because the model uses it without calling its forward, as by "
+        "another method: call `block(x)`."
     )

@@ -1,33 +1,40 @@
 """Follow the calls of a model's modules.
 
-`[Note: following modules]`  A followed module gets another class: a subclass of its own, of the same name, whose
-``__call__`` surrounds the original one with ``try`` and ``finally``, as FSDP2 gives it a class for its methods.  The
-alternatives leave something half done or break something.  Forward hooks come in pairs, and an interrupt passes over
-the second; `torch.nn.Module.compile` compiles them with the module.  An attribute of the instance in place of
-``_call_impl`` is shared by the replicas of `torch.nn.DataParallel`, which would all call the original.  The class
-stands outside of hooks and of compiled code, whenever either is added.  It costs this: ``type(module) is X`` is false
-for a followed module, ``isinstance`` is true.
+`[Note: following modules]`  A followed module has a ``forward`` of its own in its ``__dict__``, as with the hooks of
+accelerate.  It surrounds the ``forward`` of the class, or the one that was in the ``__dict__`` before, with ``try`` and
+``finally``.  The class is looked up in each call, so whatever changes it comes out right: FSDP2, parametrizations, lazy
+modules and graphs that are compiled anew.  The alternatives leave something half done or break something.  Forward
+hooks come in pairs, and an interrupt passes over the second.  A class of ours for each module is found by programs that
+look up ``type(module)``, is lost where PyTorch sets the class, and is changed by `torch.fx.GraphModule.recompile`.
 
-What follows a module is an entry in its ``__dict__``, so replicas have it and copies do not: they are plain modules of
-the original class.  Replicas of `torch.nn.DataParallel` run their forwards in threads, all at a time, so that no pass
-can be timed; they are called as if nothing followed them, with one warning.  A copy for a process that is started with
-it (``multiprocessing`` with ``spawn``) warns there.  A class that another library derived from ours (FSDP2,
-parametrizations) stays after removal.
+Hooks of the module run outside of the wrapper.  What they save is saved between the groups.  ``module.compile()`` and
+``torch.compile(module)`` run them outside of compiled code, too: Dynamo begins no graph in the methods of
+`torch.nn.Module` nor in the wrapper, but in the ``forward`` below.  In a larger graph the wrapper is a break, which
+offloading needs anyway.  Groups that are recomputed are compiled in backward too, by what compiled their forward.  A
+program that asked for a single graph gets `REASON` as the error.
+
+The wrapper refers weakly to its module, which would otherwise be freed by the garbage collector only.  Copies and
+pickles are plain modules: the methods that make them are in the ``__dict__`` too, and leave out what is ours.  A class
+that copies its ``__dict__`` by other means gets a wrapper of the copy that follows nothing.  Replicas of
+`torch.nn.DataParallel` run in threads, all at a time, so that no pass can be timed; they are plain too, with a warning.
+So is a model that is pickled for a process that starts (``multiprocessing`` with ``spawn``).
+
+Another library may set ``forward`` later.  If its function calls ours, the module is followed on; after removal ours
+stays there and only calls the original.  If nothing refers to ours any more, a warning says so.
 
 An interrupt in the cleanup itself is the reason why there are two ``finally``.  One interrupt, at any bytecode, leaves
 nothing installed.  A second one that arrives while the first is being cleaned up may; Python has no way to defer it.
-
-Dynamo does not trace ``__call__``: the graph breaks there, and the groups are compiled one by one, which offloading
-needs anyway.  Those that are recomputed are compiled in backward too, by what compiled their forward.  A program that
-asked for a single graph gets `REASON` as the error.
 """
 
 from __future__ import annotations
 
-import copyreg
+import copy
+import inspect
 import types
+import weakref
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from contextlib import suppress
+from functools import partial, update_wrapper
 from multiprocessing.context import get_spawning_popen
 from typing import Any, TypeAlias
 
@@ -35,17 +42,16 @@ from torch.jit import ScriptModule
 from torch.nn import Module
 
 from .._torch.compiling import Compiled, compiler, opaque
-from .._torch.modules import CALLS
+from .._torch.modules import CALLS, class_attribute
 from .._warnings import warn
-from .conduct import ROOT, FollowedModule
+from .conduct import DROPPED, ROOT, FollowedModule
 from .tracker import Tracker
 
-__all__ = ["Followers", "detach", "followers_of", "original_class", "refuse_scripted"]
+__all__ = ["Followers", "detach", "followers_of", "refuse_scripted"]
 
 _Pair: TypeAlias = tuple["Followers", FollowedModule]
 
-_ENTRY = "_actoffload_followed"
-_ORIGINAL = "_actoffload_original"
+_ENTRY = "_actoffload_follower"
 
 REASON = (
     "actoffload follows the chosen modules of a model, and those that keep names, from outside of compiled code; "
@@ -60,6 +66,8 @@ REPLICAS = (
     "call offload in each."
 )
 
+GONE = "This is the forward of an offloaded module that was deleted: keep a reference to the module."
+
 
 def refuse_scripted(module: Module, name: str) -> None:
     """Raise a `TypeError` for a module whose calls cannot be followed."""
@@ -70,81 +78,162 @@ def refuse_scripted(module: Module, name: str) -> None:
         )
 
 
-class _Entry(tuple[_Pair, ...]):
-    """What follows one module; a copy of it follows nothing."""
+class _Follower:
+    """What follows one module; a copy of it follows nothing.
 
-    __slots__ = ()
+    Attributes
+    ----------
+    ref : weakref.ref
+        The module.
+    pairs : tuple
+        For each handle that follows the module, its `Followers` and what the module is there.
+    """
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _Entry, ()
+    def __init__(self, module: Module) -> None:
+        self.ref = weakref.ref(module)
+        self.pairs: tuple[_Pair, ...] = ()
+        self._before: dict[str, Any] = {}  # attributes of the module in the place of ours
+        self._forward: weakref.ref[Any] | None = None  # ours
 
+    @property
+    def module(self) -> Module:
+        """The module, which must still exist."""
+        module = self.ref()
+        assert module is not None
+        return module
 
-_classes: dict[type[Module], type[Module]] = {}
+    @property
+    def is_lost(self) -> bool:
+        """Whether nothing refers to our ``forward`` any more."""
+        return self._forward is None or self._forward() is None
 
+    def install(self) -> None:
+        """Put our attributes into the ``__dict__`` of the module."""
+        attributes = vars(self.module)
+        self._strip(attributes)
+        self._before = {name: attributes[name] for name in _NAMES if name in attributes}
+        forward = types.MethodType(_make_forward(self.module, self._before.get("forward")), self)
+        self._forward = weakref.ref(forward, partial(_note_lost, weakref.ref(self)))
+        attributes.update(zip(_NAMES, (forward, self._get_state, self._reduce, self._replicate, self), strict=True))
 
-def original_class(kind: Any) -> Any:
-    """Return the class that a followed module had before; anything else as it is."""
-    return vars(kind).get(_ORIGINAL, kind) if isinstance(kind, type) else kind
+    def uninstall(self) -> None:
+        """Take our attributes out again, unless they were replaced; may be repeated."""
+        self._forward = None  # is not lost, but removed
+        self._strip(vars(self.module))
 
+    def _is_ours(self, name: str, value: Any) -> bool:
+        return name in _NAMES and (value is self or getattr(value, "__self__", None) is self)
 
-def _followed_class(original: type[Module]) -> type[Module]:
-    """Return the class for followed modules of a class; always the same one, as compiled code depends on it."""
-    if hasattr(original, _ORIGINAL):  # a class that another library derived from ours
-        return original
-    if original in _classes:
-        return _classes[original]
-
-    def __call__(self: Module, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
-        began: list[tuple[Tracker, int]] = []
-        around: Callable[..., Any] | None = None
-        compiles = compiler()
-        try:
-            try:
-                for followers, of in _following(self):
-                    tracker = followers.tracker
-                    began.append((tracker, tracker.depth))
-                    around = tracker.begin(of, args, kwargs, compiled=compiles is not None) or around
-                if around is None:
-                    result = original.__call__(self, *args, **kwargs)
+    def _strip(self, attributes: dict[str, Any]) -> None:
+        for name in _NAMES:  # ends with the entry, by which a repetition finds what is left
+            if self._is_ours(name, attributes.get(name)):
+                if name in self._before:
+                    attributes[name] = self._before[name]  # [guard: forward from before]
                 else:
-                    function: Callable[..., Any] = partial(original.__call__, self)
-                    if compiles is not None:
-                        function = Compiled(function, compiles)  # [guard: recomputation as it was compiled]
-                    result = around(function, *args, **kwargs)
-                for tracker, depth in reversed(began):
-                    tracker.end(depth, result)  # [guard: end of a call]
-                return result
-            finally:
-                for tracker, depth in reversed(began):
-                    tracker.unwind(depth)  # [guard: end of a failed call]
-        finally:
-            for tracker, depth in reversed(began):
-                tracker.unwind(depth)  # [guard: end of a failed call, repeated after an interrupt]
+                    del attributes[name]
 
-    def __reduce_ex__(self: Module, protocol: Any) -> Any:  # noqa: N807
-        reduced = original.__reduce_ex__(self, protocol)
-        if not isinstance(reduced, tuple):
+    def _plain(self, part: Any) -> Any:
+        """Return a part of what a module is copied from, without our attributes."""
+        if type(part) is tuple:
+            return tuple(map(self._plain, part))
+        if type(part) is dict and any(self._is_ours(name, part.get(name)) for name in _NAMES):
+            self._strip(part := dict(part))
+        return part
+
+    # Copies
+
+    def _get_state(self) -> Any:
+        return self._plain(class_attribute(self.module, "__getstate__")())  # [guard: state of a copy]
+
+    def _reduce(self, protocol: Any) -> Any:
+        reduced = self._plain(class_attribute(self.module, "__reduce_ex__")(protocol))
+        if (
+            get_spawning_popen() is None
+            or type(reduced) is not tuple
+            or all(of.role is not ROOT for _, of in self.pairs)
+        ):
             return reduced
         function, arguments, *rest = reduced
-        if rest and isinstance(rest[0], dict):
-            rest[0] = {name: value for name, value in rest[0].items() if name != _ENTRY}  # [guard: entry of a copy]
-        arguments = tuple(map(original_class, arguments))
-        if function is copyreg.__newobj__:  # type: ignore[attr-defined]  # pickle requires the present class there
-            function = arguments[0].__new__
-        function = original_class(function)
-        if get_spawning_popen() is not None and any(of.role is ROOT for _, of in _pairs(self)):
-            return _in_worker, (function, *arguments), *rest  # [guard: model that a new process gets]
-        return function, arguments, *rest
+        return _in_worker, (function, *arguments), *rest  # [guard: model that a new process gets]
 
-    opaque(__call__, REASON, compile_callees=True)
-    CALLS.add(__call__.__code__)  # reports name the tensors that a call refers to
-    names = {name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")}
-    names |= {"__slots__": (), _ORIGINAL: original, "__call__": __call__, "__reduce_ex__": __reduce_ex__}
-    _classes[original] = types.new_class(original.__name__, (original,), exec_body=lambda body: body.update(names))
-    return _classes[original]
+    def _replicate(self) -> Module:
+        for followers, _ in self.pairs:
+            followers.tracker.warn_once(REPLICAS)
+        replica: Module = class_attribute(self.module, "_replicate_for_data_parallel")()
+        self._strip(vars(replica))  # [guard: replica]
+        return replica
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Follower:
+        copied = _Follower(copy.deepcopy(self.module, memo))
+        copied._before = copy.deepcopy(self._before, memo)
+        return copied
 
 
-for _function in (Tracker.begin, Tracker.end, Tracker.unwind):
+_NAMES = ("forward", "__getstate__", "__reduce_ex__", "_replicate_for_data_parallel", _ENTRY)
+"""Attributes that a followed module has in its ``__dict__``."""
+
+
+def _note_lost(follower: weakref.ref[_Follower], _: object) -> None:
+    """Note that nothing refers to the ``forward`` of a follower any more."""
+    found = follower()
+    if found is not None and found.ref() is not None:
+        for followers, of in found.pairs:
+            followers.lost.append(of)
+
+
+def _make_forward(module: Module, before: Any) -> Callable[..., Any]:
+    """Return the ``forward`` of a follower, with the name and the signature of the one that it surrounds."""
+
+    def forward(follower: _Follower, /, *args: Any, **kwargs: Any) -> Any:
+        module = follower.ref()
+        if module is None:
+            raise RuntimeError(GONE)
+        return _call(module, follower, args, kwargs)
+
+    update_wrapper(forward, type(module).forward if before is None else before, updated=())
+    with suppress(TypeError, ValueError):  # no signature
+        signature = inspect.signature(class_attribute(module, "forward") if before is None else before)
+        itself = inspect.Parameter("__follower", inspect.Parameter.POSITIONAL_ONLY)
+        parameters = [itself, *signature.parameters.values()]
+        forward.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    return opaque(forward, REASON, compile_callees=True)
+
+
+def _call(self: Module, follower: _Follower, args: Any, kwargs: Any) -> Any:
+    """Call the ``forward`` of a module as if nothing followed it, and note for each handle that it runs."""
+    before = follower._before.get("forward")
+    forward = class_attribute(self, "forward") if before is None else before
+    began: list[tuple[Tracker, int]] = []
+    around: Callable[..., Any] | None = None
+    compiles = compiler()
+    try:
+        try:
+            for followers, of in follower.pairs:
+                tracker = followers.tracker
+                followers.warn_of_lost()
+                began.append((tracker, tracker.depth))
+                around = tracker.begin(of, args, kwargs, compiled=compiles is not None) or around
+            if around is None:
+                result = forward(*args, **kwargs)
+            else:
+                function: Callable[..., Any] = forward
+                if compiles is not None:
+                    function = Compiled(function, compiles)  # [guard: recomputation as it was compiled]
+                result = around(function, *args, **kwargs)
+            for tracker, depth in reversed(began):
+                tracker.end(depth, result)  # [guard: end of a call]
+            return result
+        finally:
+            for tracker, depth in reversed(began):
+                tracker.unwind(depth)  # [guard: end of a failed call]
+    finally:
+        for tracker, depth in reversed(began):
+            tracker.unwind(depth)  # [guard: end of a failed call, repeated after an interrupt]
+
+
+CALLS.add(_call.__code__)  # reports name the tensors that a call refers to
+opaque(_call, REASON, compile_callees=True)
+for _function in (class_attribute, Tracker.begin, Tracker.end, Tracker.unwind):
     opaque(_function, REASON)
 
 
@@ -155,17 +244,33 @@ class Followers:
         self.tracker = tracker
         self.modules = tuple(modules)
         self.parts = parts
+        self.lost: list[FollowedModule] = []  # modules whose `forward` was replaced
         self.installed = True
         for of in modules:
             refuse_scripted(of.module, of.name)
         try:
             for of in modules:
-                module = of.module
-                vars(module)[_ENTRY] = _Entry((*_pairs(module), (self, of)))
-                _set_class(module, _followed_class(type(module)))
-        except BaseException:  # an interrupt, or a class that cannot be derived from
+                follower = _follower_of(of.module)
+                if follower is None:
+                    follower = _Follower(of.module)
+                if follower.is_lost:
+                    follower.install()
+                follower.pairs = (*follower.pairs, (self, of))
+        except BaseException:  # an interrupt
             detach(self.modules)  # [guard: half followed model]
             raise
+
+    def warn_of_lost(self) -> None:
+        """Warn about modules whose ``forward`` was replaced."""
+        while self.lost:
+            of = self.lost.pop()
+            if of.role is not DROPPED:
+                self.tracker.warn_once(
+                    f"The forward of the module '{of.name}' was replaced since offload was called, and what took its "
+                    "place does not call it, so the module is not offloaded. Replace it before offload."
+                )
+
+    opaque(warn_of_lost, REASON)
 
     def remove(self) -> None:
         """Follow the modules no longer; a forward in progress in any thread ends as it began."""
@@ -178,12 +283,12 @@ def detach(modules: Iterable[FollowedModule]) -> None:
     """Follow these modules no longer; no forward of them may be in progress."""
     for of in modules:
         module = of.ref()
-        if module is not None:
-            vars(module)[_ENTRY] = _Entry(pair for pair in _pairs(module) if pair[1] is not of)
+        follower = None if module is None else _follower_of(module)
+        if follower is not None:
+            follower.pairs = tuple(pair for pair in follower.pairs if pair[1] is not of)
             # [guard: module of another handle -> True]
-            if not _pairs(module):  # [guard: class of a module after removal]
-                vars(module).pop(_ENTRY, None)
-                _set_class(module, original_class(type(module)))
+            if not follower.pairs:  # [guard: attributes of a module after removal]
+                follower.uninstall()
 
 
 def _in_worker(function: Any, *arguments: Any) -> Any:
@@ -198,25 +303,12 @@ def _in_worker(function: Any, *arguments: Any) -> Any:
 
 def followers_of(model: Module) -> Followers | None:
     """Return what follows a model as its root, or None if nothing does."""
-    roots = (followers for followers, of in _pairs(model) if of.role is ROOT and of.ref() is model)
-    return next((followers for followers in roots if followers.installed), None)
+    follower = _follower_of(model)
+    pairs = () if follower is None else follower.pairs
+    return next((followers for followers, of in pairs if of.role is ROOT and followers.installed), None)
 
 
-def _following(module: Module) -> _Entry:
-    """Return what follows the calls of a module."""
-    pairs = _pairs(module)
-    if pairs and "_is_replica" in vars(module):  # [guard: replica]
-        for followers, _ in pairs:
-            followers.tracker.warn_once(REPLICAS)
-        return _Entry()
-    return pairs
-
-
-def _pairs(module: Module) -> _Entry:
-    return vars(module).get(_ENTRY) or _Entry()
-
-
-def _set_class(module: Module, kind: type[Module]) -> None:
-    # What torch.compile returns passes assignments on to the module that it wraps.
-    if type(module) is not kind:
-        object.__setattr__(module, "__class__", kind)
+def _follower_of(module: Module) -> _Follower | None:
+    """Return what follows a module, if anything does."""
+    found: _Follower | None = vars(module).get(_ENTRY)
+    return None if found is None or found.ref() is not module else found

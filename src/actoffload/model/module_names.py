@@ -11,7 +11,6 @@ from torch.nn import DataParallel, Module, ModuleDict, ModuleList, Sequential
 from torch.nn.parallel import DistributedDataParallel
 
 from .._torch.modules import SHARDED, WRAPPED_AS, registered
-from .follow import original_class
 
 __all__ = ["CONTAINERS", "Named", "Names", "block_type", "children", "inner_name", "runs", "starred", "unwrap"]
 
@@ -39,12 +38,12 @@ def unwrap(module: Module) -> Module:
 
 
 def block_type(module: Module) -> type:
-    """Return the class that a module was created with: without wrappers, sharding, parametrizations and offload."""
+    """Return the class that a module was created with: without wrappers, sharding and parametrizations."""
     kind: type = type(unwrap(module))
     while True:
         *others, base = kind.__bases__
         sharded = len(others) == 1 and others[0].__name__ in SHARDED
-        if not (sharded or original_class(kind) is base or kind.__name__ == f"Parametrized{base.__name__}"):
+        if not (sharded or kind.__name__ == f"Parametrized{base.__name__}"):
             return kind
         kind = base
 

@@ -14,7 +14,6 @@ from torch.nn import Module, RReLU
 
 from .. import device as devices
 from .._arguments import budget_bytes, check_num_layers, check_whole, checked_limits
-from .._torch.compiling import compiled_modules
 from .._torch.lookup import unsupported
 from .._warnings import warn
 from ..engine.engine import Engine
@@ -123,8 +122,6 @@ def offload(
         check_num_layers(num_layers, kinds)
     modules = [
         FollowedModule(ROOT, type(module).__name__, weakref.ref(module)),
-        # [guard: model that was compiled before]
-        *(FollowedModule(ROOT, type(module).__name__, weakref.ref(of)) for of in compiled_modules(module)),
         *(FollowedModule(GROUP, of.name, weakref.ref(of.module), k, of.kind) for k, of in enumerate(chosen)),
         *(FollowedModule(KEPT, name, weakref.ref(of)) for name, of in kept),
     ]

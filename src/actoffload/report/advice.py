@@ -49,7 +49,7 @@ def advise(report: Report) -> tuple[Advice, ...]:
     if not report.groups or not any(group.calls for group in report.groups):
         passes = "the forward pass" if report.passes == 1 else f"{report.passes} forward passes"
         run = f"No group has run in {passes} with a graph since the statistics began"
-        called = "groups are modules that are called as block(x), not as block.forward(x)"
+        called = "groups are modules whose forward is called"
         return (Advice(f"{run}: {called}, and of which a parameter or an input requires a gradient."),)
     if report.small:
         found = [_small(report)]

@@ -1,0 +1,398 @@
+"""Modules are followed by their instance, so that what programs do with classes and forwards comes out as without."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import io
+import pickle
+import types
+import typing
+import weakref
+
+import pytest
+import torch
+from helpers import no_gc
+from torch import fx, nn
+from torch.nn.utils import parametrize
+from whole_model import UNIT, Wave, Waves, data, equal, offload, train
+
+import actoffload
+
+
+def moved(handle, run):
+    """Return the bytes that a handle offloads in a forward and backward of `run`."""
+    handle.reset_statistics()
+    run(data().requires_grad_() * 1.0).sum().backward()
+    return handle.statistics().bytes_offloaded
+
+
+# Graphs of torch.fx
+
+
+class Sine(Wave):
+    """Without annotations, which pickled graphs cannot have as strings."""
+
+    def forward(self, x):
+        return torch.sin(x * self.scale)
+
+
+class Sines(Waves):
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Tracer(fx.Tracer):
+    def is_leaf_module(self, module, name):
+        return isinstance(module, Wave)
+
+
+def graphs():
+    """Return a `GraphModule` with blocks, and a model with blocks of this kind."""
+    whole = fx.GraphModule(model := Sines(6, Sine), Tracer().trace(model))
+    parts = Waves(6, Sine)
+    for k, block in enumerate(parts.blocks):
+        parts.blocks[k] = fx.symbolic_trace(block)
+    return {"the model": whole, "blocks": parts}
+
+
+def compile_graphs(model):
+    for module in model.modules():
+        if isinstance(module, fx.GraphModule):
+            module.recompile()
+
+
+@pytest.mark.parametrize("which", ["the model", "blocks"])
+@pytest.mark.parametrize("how", [compile_graphs, copy.deepcopy, lambda model: torch.save(model, io.BytesIO())])
+def test_a_graph_that_is_compiled_again(which, how):
+    model = graphs()[which]
+    want = train(copy.deepcopy(model))
+    handle = offload(model, layers="blocks.?")
+    before = moved(handle, model)
+    assert before > 0
+    how(model)
+    assert moved(handle, model) == before
+    model.zero_grad()
+    equal(train(model), want)
+
+
+@pytest.mark.parametrize("which", ["the model", "blocks"])
+def test_a_graph_that_is_edited_runs_edited_also_after_removal(which):
+    model = graphs()[which]
+    edited = model if which == "the model" else model.blocks[2]
+    handle = offload(model, layers="blocks.?")
+    before = model(data())
+
+    (output,) = (node for node in edited.graph.nodes if node.op == "output")
+    with edited.graph.inserting_before(output):
+        output.args = (edited.graph.call_function(torch.neg, output.args),)
+    edited.recompile()
+    after = model(data())
+    assert not torch.equal(before, after)
+    handle.remove()
+    assert torch.equal(model(data()), after)
+
+
+@pytest.mark.parametrize("removed", [False, True])
+def test_copies_of_a_graph_are_plain(removed):
+    model = graphs()["the model"]
+    plain = set(vars(copy.deepcopy(model)))
+    want = train(copy.deepcopy(model))
+    handle = offload(model, layers="blocks.?")
+    if removed:
+        handle.remove()
+    pickled = pickle.dumps(model)
+    assert b"actoffload" not in pickled
+    handle.reset_statistics()
+    for copied in (copy.deepcopy(model), copy.copy(model), pickle.loads(pickled)):
+        assert "forward" not in vars(copied)
+        assert set(vars(copied)) <= plain
+    equal(train(copy.deepcopy(model)), want)
+    equal(train(pickle.loads(pickled)), want)
+    assert handle.statistics().bytes_offloaded == 0
+
+
+# Classes
+
+
+def test_classes_of_followed_modules_are_freed():
+    class Local(Wave):
+        data = Waves(1)  # stands for what a class refers to
+
+    refs = [weakref.ref(Local), weakref.ref(Local.data)]
+    model = Waves(6, Local)
+    handle = offload(model)
+    assert moved(handle, model) > 0
+    del model, handle, Local
+    import gc
+
+    gc.collect()
+    assert [ref() for ref in refs] == [None, None]
+
+
+def test_a_model_is_freed_without_the_garbage_collector():
+    with no_gc():
+        model = Waves(6)
+        refs = [weakref.ref(module) for module in model.modules()]
+        offload(model)
+        del model
+        assert [ref() for ref in refs] == [None] * len(refs)
+
+
+@pytest.mark.parametrize("layers", [None, "convs"])
+def test_lazy_modules_stay_groups(layers):
+    class Lazy(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.convs = nn.ModuleList([nn.LazyConv1d(8, 3, padding=1) for _ in range(5)])
+
+        def forward(self, x):
+            for conv in self.convs:
+                x = torch.sin(conv(x))
+            return x
+
+    def program(follow):
+        torch.manual_seed(0)
+        model = Lazy()
+        handle = offload(model, layers=layers, min_bytes=1) if follow else None
+        found = []
+        for k in range(4):
+            x = torch.randn(4, 8, 16, generator=torch.Generator().manual_seed(k))
+            y = model(x)
+            y.square().sum().backward()
+            found += [y.detach(), *(weight.grad.clone() for weight in model.parameters())]
+            model.zero_grad()
+            if handle is not None:
+                offloaded.append(handle.statistics().bytes_offloaded)
+        return found
+
+    offloaded = []
+    equal(program(True), program(False))
+    steps = [after - before for before, after in zip([0, *offloaded], offloaded, strict=False)]
+    assert steps[-1] == steps[-2] > 0
+
+
+def test_the_class_of_a_module_is_its_own():
+    """Opacus looks up the function for a layer by its class."""
+    functions = {nn.Conv1d: "per-sample gradients of a convolution"}
+    model = nn.Sequential(*[nn.Conv1d(8, 8, 3, padding=1) for _ in range(5)])
+    offload(model, layers=list(model), min_bytes=1)
+    seen = []
+    for module in model:
+        module.register_full_backward_hook(lambda module, *_: seen.append(functions[type(module)]))
+    model(torch.randn(2, 8, 4, requires_grad=True)).sum().backward()
+    assert len(seen) == 5
+    assert type(model) is nn.Sequential
+
+
+def test_a_saved_model_is_loaded_with_the_classes_of_the_model_alone():
+    model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(5)])
+    offload(model, layers=list(model), min_bytes=1)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    with torch.serialization.safe_globals([nn.Sequential, nn.Linear]):
+        loaded = torch.load(file, weights_only=True)
+    equal(list(loaded.state_dict().values()), list(model.state_dict().values()))
+
+
+def test_no_class_is_derived_from_the_class_of_a_followed_module():
+    registered = []
+
+    class Registered(Wave):
+        def __init_subclass__(cls, *, name, **kwargs):
+            registered.append(name)
+
+    model = Waves(6, Registered)
+    assert moved(offload(model), model) > 0
+    assert registered == []
+
+
+# Calls of forward
+
+
+def test_blocks_whose_forward_is_called_are_offloaded():
+    class Direct(Waves):
+        def forward(self, x):
+            for block in self.blocks:
+                x = block.forward(x)
+            return x
+
+    model = Direct(6)
+    want = train(copy.deepcopy(model))
+    handle = offload(model, layers="blocks")
+    assert moved(handle, model) == moved(handle, model.forward) == 8 * UNIT
+    model.zero_grad()
+    equal(train(model), want)
+
+
+def test_a_forward_has_the_signature_of_the_class():
+    class Named(Waves):
+        def forward(self, x: torch.Tensor, *, labels: int | None = None) -> torch.Tensor:
+            """Return the output."""
+            return super().forward(x)
+
+    model = Named(6)
+    want = inspect.signature(model.forward), typing.get_type_hints(model.forward), inspect.getfullargspec(model.forward)
+    offload(model)
+    got = inspect.signature(model.forward), typing.get_type_hints(model.forward), inspect.getfullargspec(model.forward)
+    assert got[:2] == want[:2]
+    assert got[2].kwonlyargs == want[2].kwonlyargs
+    assert got[2].args[1:] == want[2].args[1:]
+    assert model.forward.__doc__ == "Return the output."
+
+
+def test_the_forward_of_a_deleted_module():
+    model = Waves(6)
+    offload(model)
+    forward = model.forward
+    del model
+    with pytest.raises(RuntimeError, match="keep a reference to the module"):
+        forward(data())
+
+
+# Forwards that programs set
+
+
+def twice(module, before):
+    return lambda x: before(x) * 2.0
+
+
+def without(module, before):
+    return types.MethodType(lambda self, x: type(self).forward(self, x) * 2.0, module)
+
+
+@pytest.mark.parametrize("patch", [twice, without])
+def test_a_forward_that_was_set_before(patch):
+    model = Waves(6)
+    for block in model.blocks:
+        block.forward = patch(block, block.forward)
+    patched = [block.forward for block in model.blocks]
+    y = model(data())
+    handle = offload(model, layers="blocks")
+    assert moved(handle, model) > 0
+    assert torch.equal(model(data()), y)
+    handle.remove()
+    assert [vars(block)["forward"] for block in model.blocks] == patched
+
+
+def test_a_forward_that_is_set_later_and_calls_ours():
+    model = Waves(6)
+    handle = offload(model, layers="blocks")
+    before = moved(handle, model)
+    y = model(data())
+    model.blocks[1].forward = twice(None, model.blocks[1].forward)
+    assert not torch.equal(model(data()), y)
+    assert moved(handle, model) == before > 0
+    y = model(data())
+    handle.remove()
+    assert torch.equal(model(data()), y)
+    again = offload(model, layers="blocks")
+    assert moved(again, model) == before
+
+
+@pytest.mark.filterwarnings("default::UserWarning")
+def test_a_forward_that_is_set_later_and_does_not_call_ours_is_lost_with_a_warning():
+    model = Waves(6)
+    handle = offload(model, layers="blocks")
+    before = moved(handle, model)
+    model.blocks[1].forward = without(model.blocks[1], None)
+    with pytest.warns(UserWarning, match=r"forward of the module 'blocks\.1' was replaced .* not offloaded"):
+        model(data())
+    assert moved(handle, model) < before
+    handle.remove()
+    again = offload(model, layers="blocks")
+    assert moved(again, model) == before
+
+
+def test_a_forward_that_is_set_for_one_call():
+    model = Waves(6)
+    handle = offload(model, layers="blocks")
+    before, block = moved(handle, model), model.blocks[1]
+    forward = block.forward
+    block.forward = without(block, None)
+    model(data())
+    block.forward = forward
+    assert moved(handle, model) == before
+
+
+def test_hooks_of_accelerate():
+    hooks = pytest.importorskip("accelerate.hooks")
+    model = Waves(6)
+    want = train(copy.deepcopy(model))
+    handle = offload(model, layers="blocks")
+    before = moved(handle, model)
+    for block in model.blocks:
+        hooks.add_hook_to_module(block, hooks.ModelHook())
+    assert moved(handle, model) == before
+    copied = copy.deepcopy(model)
+    copied.zero_grad()
+    handle.reset_statistics()
+    equal(train(copied), want)
+    assert handle.statistics().bytes_offloaded == 0
+    for block in model.blocks:
+        hooks.remove_hook_from_module(block)
+    assert moved(handle, model) == before
+
+
+# Copies
+
+
+class Doubled(nn.Module):
+    def forward(self, weight):
+        return weight * 2.0
+
+
+@pytest.mark.parametrize("first", ["parametrized", "offloaded"])
+def test_copies_of_parametrized_modules_follow_nothing(first):
+    model = Waves(6)
+
+    def register():
+        for block in model.blocks:
+            parametrize.register_parametrization(block, "scale", Doubled())
+
+    if first == "parametrized":
+        register()
+    handle = offload(model, layers="blocks")
+    if first == "offloaded":
+        register()
+    before = moved(handle, model)
+    assert before > 0
+    copied = copy.deepcopy(copy.deepcopy(model))
+    handle.reset_statistics()
+    want = model(data())
+    with torch.no_grad():
+        for block in copied.blocks:
+            block.parametrizations.scale.original.zero_()
+    assert not torch.equal(copied(data()), want)  # runs with its own parameters
+    assert torch.equal(model(data()), want)
+    mine = offload(copied, layers="blocks")
+    assert moved(mine, copied) == before
+    handle.reset_statistics()
+    copied(data()).sum().backward()
+    assert handle.statistics().bytes_offloaded == 0
+
+
+def test_a_shallow_copy_is_plain():
+    model = Waves(6)
+    handle = offload(model, layers="blocks")
+    block = copy.copy(model.blocks[0])
+    assert vars(block).keys() == vars(Wave()).keys()
+    assert actoffload.OffloadHandle.of(copy.copy(model)) is None
+    handle.remove()
+
+
+def test_hooks_run_outside_and_see_what_they_change():
+    """The input that a hook makes is that of the group; what a hook saves is kept, and not saved by the group."""
+    model = Waves(6)
+    for block in model.blocks:
+        block.register_forward_pre_hook(lambda module, args: (args[0] * 1.0,))
+        block.register_forward_hook(lambda module, args, output: torch.sin(output))
+    want = train(copy.deepcopy(model))
+    handle = offload(model, layers="blocks")
+    equal(train(model), want)
+    statistics = handle.statistics()
+    assert statistics.bytes_offloaded > 0
+    assert statistics.reloaded_on_demand == 0
