@@ -2,24 +2,24 @@
 
 `[Note: following stages]`  Neither a module nor autograd knows the microbatch.  A schedule passes it to the methods
 `forward_one_chunk`, `backward_one_chunk` and `backward_weight_one_chunk` of its stages.  So a followed schedule or
-stage gets another class, as a followed module does: a subclass of its own, of the same name, whose methods call an
-`Observer` around the original ones.  The metadata inference of the first step calls the module, and none of these
-methods.
+stage gets methods in its ``__dict__``, as a followed module does, which call an `Observer` around those of its class.
+They refer to it weakly; schedules and stages are not copied, as they refer to process groups.  The metadata inference
+of the first step calls the module, and none of these methods.
 """
 
 from __future__ import annotations
 
-import types
+import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, NamedTuple, Protocol
 
+from .._torch.modules import class_attribute
 from ..schedule.pipeline import Computation, Step
 
 __all__ = ["Observer", "follow", "observer_of", "unfollow"]
 
 _ENTRY = "_actoffload_pipeline"
-_ORIGINAL = "_actoffload_original"
 
 
 class Observer(Protocol):
@@ -32,53 +32,60 @@ class Observer(Protocol):
         """Return a context for one computation of a stage, whose forward is called with `inputs`."""
 
 
-_classes: dict[tuple[type, bool], type] = {}
+class _Entry(NamedTuple):
+    """What follows a schedule or a stage, our methods, and what was in their place before."""
+
+    observer: Observer
+    methods: dict[str, Callable[..., Any]]
+    before: dict[str, Any]
 
 
-def _schedule_methods(original: type) -> dict[str, Callable[..., Any]]:
-    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with vars(self)[_ENTRY].step(self):
-            return original.step(self, *args, **kwargs)  # type: ignore[attr-defined]
+class _Originals:
+    """The methods of a schedule or stage that are there without us; refers weakly to the object."""
+
+    def __init__(self, each: Any, before: dict[str, Any]) -> None:
+        self._ref, self._before = weakref.ref(each), before
+
+    def get(self, name: str) -> tuple[Any, Observer | None, Callable[..., Any]]:
+        """Return the object, what observes it, and its original method; another library may call ours after removal."""
+        each = self._ref()
+        assert each is not None
+        return each, observer_of(each), self._before[name] if name in self._before else class_attribute(each, name)
+
+
+def _schedule_methods(originals: _Originals) -> dict[str, Callable[..., Any]]:
+    def step(*args: Any, **kwargs: Any) -> Any:
+        schedule, observer, original = originals.get("step")
+        with nullcontext() if observer is None else observer.step(schedule):
+            return original(*args, **kwargs)
 
     return {"step": step}
 
 
-def _stage_methods(original: Any) -> dict[str, Callable[..., Any]]:
+def _stage_methods(originals: _Originals) -> dict[str, Callable[..., Any]]:
     @contextmanager
-    def computing(self: Any, computation: Computation, microbatch: int, inputs: Any = ()) -> Iterator[None]:
-        with vars(self)[_ENTRY].computing(self, Step(self.stage_index, computation, microbatch), inputs):
-            yield
+    def computing(name: str, computation: Computation, microbatch: int, inputs: Any = ()) -> Iterator[Any]:
+        stage, observer, original = originals.get(name)
+        step = Step(stage.stage_index, computation, microbatch)
+        with nullcontext() if observer is None else observer.computing(stage, step, inputs):
+            yield original
 
-    def forward_one_chunk(self: Any, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        with computing(self, Computation.FORWARD, fwd_chunk_id, (args, kwargs)):
-            return original.forward_one_chunk(self, fwd_chunk_id, *args, **kwargs)
+    def forward_one_chunk(fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        with computing("forward_one_chunk", Computation.FORWARD, fwd_chunk_id, (args, kwargs)) as original:
+            return original(fwd_chunk_id, *args, **kwargs)
 
     def backward_one_chunk(
-        self: Any, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, *args: Any, **kwargs: Any
+        bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, *args: Any, **kwargs: Any
     ) -> Any:
         computation = Computation.BACKWARD if full_backward else Computation.BACKWARD_INPUT
-        with computing(self, computation, bwd_chunk_id):
-            return original.backward_one_chunk(self, bwd_chunk_id, loss, full_backward, *args, **kwargs)
+        with computing("backward_one_chunk", computation, bwd_chunk_id) as original:
+            return original(bwd_chunk_id, loss, full_backward, *args, **kwargs)
 
-    def backward_weight_one_chunk(self: Any, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        with computing(self, Computation.BACKWARD_WEIGHT, bwd_chunk_id):
-            return original.backward_weight_one_chunk(self, bwd_chunk_id, *args, **kwargs)
+    def backward_weight_one_chunk(bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        with computing("backward_weight_one_chunk", Computation.BACKWARD_WEIGHT, bwd_chunk_id) as original:
+            return original(bwd_chunk_id, *args, **kwargs)
 
-    methods = forward_one_chunk, backward_one_chunk, backward_weight_one_chunk
-    return {each.__name__: each for each in methods if hasattr(original, each.__name__)}
-
-
-def _followed(original: type, *, is_stage: bool) -> type:
-    """Return the class for followed objects of a class; always the same one."""
-    if hasattr(original, _ORIGINAL):
-        return original
-    key = original, is_stage
-    if key not in _classes:
-        names: dict[str, Any] = {name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")}
-        names |= {_ORIGINAL: original}
-        names |= _stage_methods(original) if is_stage else _schedule_methods(original)
-        _classes[key] = types.new_class(original.__name__, (original,), exec_body=lambda body: body.update(names))
-    return _classes[key]
+    return {each.__name__: each for each in (forward_one_chunk, backward_one_chunk, backward_weight_one_chunk)}
 
 
 def follow(schedule: Any, stages: Sequence[Any], observer: Observer) -> None:
@@ -86,9 +93,12 @@ def follow(schedule: Any, stages: Sequence[Any], observer: Observer) -> None:
     done: list[Any] = []
     try:
         for each in (*stages, schedule):
+            before: dict[str, Any] = {}
+            make = _schedule_methods if each is schedule else _stage_methods
+            methods = {name: method for name, method in make(_Originals(each, before)).items() if hasattr(each, name)}
+            before |= {name: vars(each)[name] for name in methods if name in vars(each)}
             done.append(each)
-            vars(each)[_ENTRY] = observer
-            each.__class__ = _followed(type(each), is_stage=each is not schedule)
+            vars(each).update(methods, **{_ENTRY: _Entry(observer, methods, before)})
     except BaseException:
         unfollow(done)
         raise
@@ -97,13 +107,17 @@ def follow(schedule: Any, stages: Sequence[Any], observer: Observer) -> None:
 def unfollow(followed: Sequence[Any]) -> None:
     """Follow these schedules and stages no longer; may be repeated."""
     for each in followed:
-        original = vars(type(each)).get(_ORIGINAL)
-        if original is not None:
-            each.__class__ = original
-        vars(each).pop(_ENTRY, None)
+        entry: _Entry | None = vars(each).get(_ENTRY)
+        if entry is not None:
+            for name, method in entry.methods.items():
+                if vars(each).get(name) is method and name in entry.before:
+                    vars(each)[name] = entry.before[name]
+                elif vars(each).get(name) is method:
+                    del vars(each)[name]
+            del vars(each)[_ENTRY]
 
 
 def observer_of(schedule: Any) -> Observer | None:
     """Return what sees the steps of a schedule, or None."""
-    found: Observer | None = vars(schedule).get(_ENTRY)
-    return found
+    entry: _Entry | None = vars(schedule).get(_ENTRY)
+    return None if entry is None else entry.observer
