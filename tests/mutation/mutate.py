@@ -77,6 +77,7 @@ TESTS: dict[str, list[str]] = {
     "model/": ["tests/model/test_follow.py", "tests/model/test_tuning_lifetime.py"],
     "model/follow.py": [
         "tests/model/test_follow.py",
+        "tests/model/test_following.py",
         "tests/model/test_offload_copies.py::test_replicas_in_threads_as_data_parallel_makes_them",
         "tests/model/test_offload_interrupts.py::" + INTERRUPTED_END,
         "tests/model/test_offload_exceptions.py::test_an_exception_in_forward",
