@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import inspect
 import io
 import pickle
@@ -126,8 +127,6 @@ def test_classes_of_followed_modules_are_freed():
     handle = offload(model)
     assert moved(handle, model) > 0
     del model, handle, Local
-    import gc
-
     gc.collect()
     assert [ref() for ref in refs] == [None, None]
 
