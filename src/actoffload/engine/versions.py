@@ -23,7 +23,7 @@ def changed(tensor: torch.Tensor, size: tuple[int, ...], version: int) -> Runtim
     return RuntimeError(
         "one of the variables needed for gradient computation has been modified by an inplace operation: "
         f"[{tensor.type()} [{shape}]] is at version {version_of(tensor)}; expected version {version} instead. "
-        "It was saved inside an offloading context; change a copy of it, or change it before it is used. "
+        "Change a copy of it, or change it before it is used or after backward. "
         "torch.autograd.set_detect_anomaly(True) shows where it was used."
     )
 
