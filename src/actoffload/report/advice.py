@@ -23,7 +23,8 @@ DOING = {
     Reason.MARKED: "remove the calls of mark_not_offload to offload them",
     Reason.LEAF: "the program refers to them too, so a copy would free nothing; pass them without requires_grad if "
     "their gradients are not needed",
-    Reason.SUBCLASS: "define __tensor_flatten__ and __tensor_unflatten__, or prepare_for_saving, in their class",
+    Reason.SUBCLASS: "pass plain tensors to the model, as x.as_subclass(torch.Tensor), or define "
+    "__tensor_flatten__ and __tensor_unflatten__, or prepare_for_saving, in their class",
     Reason.LAYOUT: "only strided tensors can be offloaded; use a dense layout",
 }
 
