@@ -112,6 +112,11 @@ def _pickled(thing):
     return pickle.loads(pickle.dumps(thing))
 
 
+def test_a_pickled_context_keeps_its_limit():
+    context, _ = make(1, 3, max_host_bytes=12345)
+    assert _pickled(context)._engine.max_host_bytes == 12345
+
+
 def test_a_context_with_a_stream_of_the_program_cannot_be_pickled():
     context, _, _ = make_manual(3, offload_stream=ReferenceStream("mine"))
     with pytest.raises(TypeError, match="a stream belongs to its process"):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -405,3 +407,19 @@ def test_no_frontier_without_measurements():
     with pytest.raises(RuntimeError, match="nothing is measured: on an accelerator, call offload"):
         handle.frontier()
     handle.remove()
+
+
+def test_a_fraction_is_of_the_memory_of_the_device_and_not_of_what_the_process_may_use(monkeypatch):
+    budgets = []
+
+    class Observed(Tuner):
+        def __init__(self, *arguments: Any, budget: int | None, **more: Any) -> None:
+            budgets.append(budget)
+            super().__init__(*arguments, budget=budget, **more)
+
+    monkeypatch.setattr(sys.modules["actoffload.model.offload"], "Tuner", Observed)
+    device = Timed(1e4, 1e4, memory=2**20)
+    monkeypatch.setattr(device, "memory_limit", lambda: 2**18)
+    offload(TimedModel(device), device, memory_budget=0.5).remove()
+    assert budgets == [2**19]
+    assert device.total_memory() == 2**20

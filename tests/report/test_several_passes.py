@@ -126,3 +126,18 @@ def test_a_backward_in_a_hook_of_another_pass_ends_nothing(device):
     inside = 8.0 + 5 * 2.0 + 16.0
     assert sorted(span.seconds for span in spans if span.layer == 2) == [2.0, 2.0 + inside]
     assert sum(span.seconds for span in spans if span.layer == 1) == 4.0
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_pass_whose_backward_has_begun_does_not_wait(device, begun):
+    """Its graph is retained, so that it still has memory."""
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(5)])
+    handle = offload(model, device=device, min_bytes=0)
+    x = torch.ones(32, 16, requires_grad=True)
+    model(x).sum().backward()  # finds the groups
+    first = model(x).sum()
+    if begun:
+        first.backward(retain_graph=True)
+    second = model(x).sum()
+    assert handle.report().waiting_passes == (not begun)
+    (first + second).backward()
