@@ -80,7 +80,11 @@ def test_the_function_that_plans():
     assert found.choose.keywords == {"limit": 3, "among": ()}
 
 
-@pytest.mark.parametrize("message", [object(), partial(os.system, "true"), Path("x"), {"a": (b"x",)}], ids=["object", "function", "path", "bytes"])
+@pytest.mark.parametrize(
+    "message",
+    [object(), partial(os.system, "true"), Path("x"), {"a": (b"x",)}],
+    ids=["object", "function", "path", "bytes"],
+)
 def test_what_is_no_data_is_not_written(message: object):
     with pytest.raises(TypeError, match="is not registered for messages"):
         written(message)
