@@ -14,7 +14,7 @@ from torch.nn import Module
 
 from .._arguments import check_whole
 from ..model import OffloadHandle, check_arguments, offload
-from ..recompute import policy_for
+from ..replay import policy_for
 from ..report import Report, gather_reports
 
 __all__ = ["FitCallback"]

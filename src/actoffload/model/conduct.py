@@ -23,10 +23,10 @@ from .._torch.autograd import in_transform, saved_tensor_hooks, saved_tensor_hoo
 from ..engine.model_pass import ModelPass
 from ..engine.unpack import unpack
 from ..planner import GroupPlan
-from ..recompute.policy import Policy
+from ..replay.policy import Policy
 from ..schedule.execution_order import GroupKey
 from ..schedule.plan import Roles
-from .operator_times import OperatorTimes
+from .operator_costs import OperatorTimes
 
 __all__ = [
     "DELETED",
@@ -65,9 +65,8 @@ class Conduct:
     order: Sequence[GroupKey] = ()
     roles_of: Callable[[tuple[GroupKey, ...]], Roles] = lambda order: Roles.keep_all(len(order))
     recompute: Mapping[int, Policy] = field(default_factory=dict)  # by group: what is saved where it is recomputed
-    operators: OperatorTimes | None = None  # times the operators of these groups
+    operators: OperatorTimes | None = None  # takes the times of the operators of these groups
     begun: Callable[[ModelPass[GroupKey]], None] | None = None  # called with the pass before its first group
-    apart: bool = False  # other ranks may recompute other groups, so none is recomputed that communicates with them
 
 
 class Steering(Protocol):

@@ -163,13 +163,13 @@ class OffloadHandle:
     @property
     def plan(self) -> GroupPlan:
         """Which groups are kept and offloaded, with bytes and what is expected of it; ``save`` writes it to a file."""
-        plan, regions = self._tracker.steering.plan(), self._tracker.regions
-        refused = regions.refused()
+        plan, replays = self._tracker.steering.plan(), self._tracker.replays
+        refused = replays.refused()
         if not refused:
             return plan
         modules = (group_name(split_group_name(name)[0]) for name in plan.names)  # a group in parts is refused as one
         saves = [None if name in refused else of for name, of in zip(modules, plan.saves, strict=False)]
-        return replace(plan, saves=tuple(saves), because=f"{plan.because} {regions.refusals()}".strip())
+        return replace(plan, saves=tuple(saves), because=f"{plan.because} {replays.refusals()}".strip())
 
     @property
     def settling(self) -> bool:
@@ -310,7 +310,7 @@ class OffloadHandle:
         plan = self.plan
         because = latest.because or plan.because
         more: dict[str, Any] = {"because": because, "expected": plan.expected}
-        more |= {"refused": self._tracker.regions.refused(), **self._tracker.steering.facts()}
+        more |= {"refused": self._tracker.replays.refused(), **self._tracker.steering.facts()}
         facts = StepFacts(arguments=self._arguments, kept_modules=kept, times=times, **more)
         statistics, largest = self.statistics(), self._log.history.largest(latest.statistics)
         return build_report(self._plans, self._groups, latest, recording, statistics, plan, facts, largest)

@@ -18,7 +18,7 @@ from .._torch.lookup import unsupported
 from .._warnings import warn
 from ..engine.engine import Engine
 from ..planner import GroupPlan
-from ..recompute import Given, policy_for
+from ..replay import Given, policy_for
 from ..schedule.execution_order import GroupKey, GroupPlans
 from ..schedule.plan import Plan
 from ..schedule.schedules import GroupSchedule

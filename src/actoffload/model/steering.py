@@ -8,7 +8,7 @@ from typing import Any
 
 from ..engine.model_pass import ModelPass
 from ..planner import GroupPlan
-from ..recompute import Policy, names_of, saving
+from ..replay import Policy, names_of, saving
 from ..schedule.execution_order import GroupKey, GroupPlans
 from ..schedule.plan import REST, Roles
 from .conduct import Conduct, FollowedModule, Mode

@@ -12,6 +12,7 @@ from ..engine.module_tensors import ModelTensors
 from ..engine.pack import Pack, Packer
 from ..schedule.execution_order import GroupKey
 from .conduct import Conduct, FollowedModule, Mode
+from .replays import Begun
 
 __all__ = ["Call", "ThreadState"]
 
@@ -23,6 +24,7 @@ class Call:
     of: FollowedModule
     part: int = 0
     layer: Layer | None = None
+    replay: Begun | None = None
 
 
 class ThreadState(threading.local):

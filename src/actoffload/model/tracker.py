@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from typing import Any
 from weakref import WeakSet
 
@@ -14,7 +13,6 @@ from .._torch.autograd import NO_BACKWARD, SavedTensorHooks, backward_id, in_che
 from .._torch.compiling import tracing
 from .._torch.lookup import unsupported
 from .._warnings import warn
-from ..device.base import current_stream
 from ..engine.engine import Engine
 from ..engine.layer import tensors_in
 from ..engine.model_pass import ModelPass
@@ -22,7 +20,7 @@ from ..engine.module_tensors import GroupTensors, ModelTensors
 from ..engine.pack import Packer
 from ..engine.tensor_marks import running
 from ..engine.unpack import unpack
-from ..recompute import remove_modes
+from ..replay import remove_tracers
 from ..schedule.execution_order import ExecutionOrder, GroupKey
 from .conduct import (
     DELETED,
@@ -37,7 +35,7 @@ from .conduct import (
     lost_modules,
     obstacle_to_hooks,
 )
-from .regions import Regions
+from .replays import Begun, Replays
 from .thread_state import Call, ThreadState
 
 __all__ = ["Tracker"]
@@ -73,7 +71,7 @@ class Tracker:
         self.warned: list[str] = []
         self._running: set[int] = set()  # threads in a forward
         self._when_idle: list[Callable[[], None]] = []
-        self.regions = Regions(modules)
+        self.replays = Replays(modules, engine.backend, lambda: engine.limit().nbytes)
         self._stopped = unsupported() is not None
         self.pauses = WeakSet[object]()  # what pauses offloading, while it is alive
 
@@ -94,20 +92,25 @@ class Tracker:
         of.compiled = compiled
         self._begin(of, args, kwargs)
         calls = self._thread.calls
-        return self._around(calls[-1], args, kwargs, compiled) if calls and calls[-1].of is of else None
+        return self._replay(calls[-1], args, kwargs, compiled) if calls and calls[-1].of is of else None
 
-    def _around(self, call: Call, args: Any, kwargs: Any, compiled: bool) -> Callable[..., Any] | None:
-        """Return what calls a group that is recomputed; where the group is offloaded, the engine saves in it."""
-        thread = self._thread
-        if call.layer is None or call.part or not thread.conduct.recompute:
+    def _replay(self, call: Call, args: Any, kwargs: Any, compiled: bool) -> Callable[..., Any] | None:
+        """Begin to replay the call of a group; return what calls it if it is run again as a whole."""
+        thread, layer = self._thread, call.layer
+        if layer is None or call.part or call.of.group not in thread.conduct.recompute or not torch.is_grad_enabled():
             return None
         assert thread.current is not None
-        stays = thread.scoped and call.layer.index in thread.current.roles.stay
-        pack, backend = None if stays else thread.packer.pack, self._engine.backend
-        stream, capturing = partial(current_stream, backend), backend.capturing()
-        how: dict[str, Any] = {"stream": stream, "capturing": capturing, "warn": self.warn_once, "compiled": compiled}
-        how["note"] = partial(setattr, call.layer, "recomputed")
-        return self.regions.around(call.of, thread.conduct, pack, args, kwargs, **how)
+        packer = Packer()
+        packer.take_for(thread.current, layer)
+        begun = self.replays.begin(call.of, thread.conduct, packer.pack, args, kwargs, compiled=compiled)
+        if begun is None:
+            return None
+        layer.recomputed = thread.conduct.recompute[call.of.group]
+        if not isinstance(begun, Begun):
+            return begun
+        call.replay = begun
+        thread.packer.take_aside(begun.call.pack)
+        return None
 
     def _begin(self, of: FollowedModule, args: Any, kwargs: Any) -> None:
         thread = self._thread
@@ -148,7 +151,7 @@ class Tracker:
                 self.warn_once(lost)
             self._begin_forward(conduct, alone=alone)
             if not alone:
-                self.regions.forward_begins(autocast=torch.is_autocast_enabled(self._engine.backend.type))
+                self.replays.forward_begins()
             if of.role is ROOT and thread.current is not None:
                 thread.current.take_inputs(tensors_in((args, kwargs)))
         call = Call(of)
@@ -217,7 +220,10 @@ class Tracker:
             thread.packer.take_aside(current.packer_outside(withheld=True))
         else:
             assert call.layer is not None
-            thread.packer.take_for(current, call.layer)
+            if call.replay is None:
+                thread.packer.take_for(current, call.layer)
+            else:
+                thread.packer.take_aside(call.replay.call.pack)
 
     def _install_here(self, current: ModelPass[GroupKey], call: Call) -> bool:
         """Install the hooks for a group that is offloaded or recomputed, or remove them; see [Note: modes]."""
@@ -246,6 +252,9 @@ class Tracker:
             self.steering.forward_ends(output)
         if thread.idle:
             return
+        if call.replay is not None:
+            self.replays.finish(call.replay, output, call.of.group, thread.conduct.operators)
+            call.replay = None
         if call.layer is not None:
             self._end_group(call, output)
         thread.calls.pop()
@@ -268,6 +277,10 @@ class Tracker:
             thread.current.aborted = True  # [guard: aborted pass]
         try:
             while len(thread.calls) > depth:
+                replay = thread.calls[-1].replay
+                if replay is not None:
+                    replay.call.give_up()  # [guard: tracer of a failed call]
+                    thread.calls[-1].replay = None
                 if thread.calls[-1].layer is not None:
                     self._end_group(thread.calls[-1], ())
                 thread.calls.pop()
@@ -301,7 +314,7 @@ class Tracker:
         current, hooks = thread.current, thread.hooks
         assert hooks is not None
         assert current is not None
-        remove_modes()  # [guard: modes that an interrupt left]
+        remove_tracers()  # [guard: modes that an interrupt left]
         hooks.remove()  # [guard: removal of the saved-tensor hooks]
         del running.backends[thread.backends :]  # [guard: is_cpu_offload_enabled after a forward]
         thread.packer.end()  # [guard: pass that the packer refers to]

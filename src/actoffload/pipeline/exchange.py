@@ -236,11 +236,6 @@ class Exchange:
         self._pipeline, self._copies = self._line("pipeline", ranks), self._line("stage", ())
         self.replicas: tuple[int, ...] = ()  # global ranks that run the same stages
 
-    @property
-    def apart(self) -> bool:
-        """Whether there are ranks outside of this pipeline, none of which is known to run the same stages."""
-        return not self.replicas and dist.is_initialized() and dist.get_world_size() > len(self._ranks)
-
     def _line(self, name: str, ranks: Sequence[int]) -> _Line:
         return _Line(name, ranks, self._call, self._refused)
 

@@ -24,12 +24,12 @@ from dataclasses import replace
 from typing import Any
 
 from ..device.base import Backend, usable
-from ..model.operator_times import OperatorTimes
+from ..model.operator_costs import OperatorTimes
 from ..model.tuning.group_costs import measured_link
 from ..model.tuning.ways import Ways
 from ..planner import OperatorCost, Variant, variants
 from ..planner.variants import worth_saving as outputs_worth_saving
-from ..recompute import saving, worth_saving
+from ..replay import policy_for, saving
 from ..schedule.costs import Link
 from ..schedule.pipeline import Computation, StageCost, Step
 from ..schedule.pipeline_plan import PipelinePlan
@@ -244,7 +244,7 @@ class FirstSteps:
         learned = self._conductor.learned
         self._used, learned.used = learned.used, {}
         for of in self._stages:
-            of.steering.recompute(dict.fromkeys(of.steering.names, worth_saving))
+            of.steering.recompute({name: policy_for("auto") for name in of.steering.names})
             of.steering.operators = OperatorTimes(self._backend)
 
     def _save_what_is_worth_it(self) -> None:

@@ -19,7 +19,7 @@ from ..model import OffloadHandle
 from ..model import offload as offload_module
 from ..model.select import check_entries
 from ..planner import GroupPlan
-from ..recompute import Given, Policy, policy_for
+from ..replay import Given, Policy, policy_for
 from ..schedule.plan import Plan
 from .conductor import Conductor
 from .exchange import Exchange, Settings

@@ -149,8 +149,6 @@ class Runner:
         if wrong:
             self.remove()
             raise ValueError(wrong)
-        for stage in self.stages:
-            stage.steering.apart = self._exchange.apart
 
     def _lose(self, lost: LostRankError) -> None:
         """Go on without the other ranks: without offloading where they were never met."""

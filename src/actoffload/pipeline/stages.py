@@ -18,7 +18,7 @@ from ..model.outside import written
 from ..model.reporting import PassLog
 from ..model.select import Chosen, choose, find_kept, split_default
 from ..model.tuning.ranks import ranks_of
-from ..recompute import Policy
+from ..replay import Policy
 from ..schedule.execution_order import GroupKey, GroupPlans
 from ..schedule.schedules import GroupSchedule
 from .conductor import Conductor

@@ -9,11 +9,11 @@ from typing import Any
 from ..engine.model_pass import ModelPass
 from ..engine.statistics import Reason
 from ..model.conduct import Conduct, FollowedModule, Mode
-from ..model.operator_times import OperatorTimes
+from ..model.operator_costs import OperatorTimes
 from ..model.reporting import PassLog, group_names
 from ..model.tuning.metering import counts_in
 from ..planner import GroupPlan
-from ..recompute import Policy
+from ..replay import Policy
 from ..schedule.execution_order import GroupKey, GroupPlans
 from ..schedule.plan import Action, Do, Plan, Roles, When
 from .conductor import Conductor
@@ -97,7 +97,6 @@ class StageSteering:
         self.unfollowed = False  # run as without offloading, to time whole steps
         self.operators: OperatorTimes | None = None  # times the operators of recomputed groups
         self.adopts = False  # groups are offloaded with what was saved before them
-        self.apart = False  # pipelines that may decide otherwise run copies of this stage
         self.changed = False  # groups saved more bytes in a forward in which not all were followed
 
     def recompute(self, policies: Mapping[str, Policy]) -> None:
@@ -149,8 +148,7 @@ class StageSteering:
             mode = Mode.IDLE if idle and every else Mode.SCOPED
         policies = self._always if self.bare else self._policies
         begun = partial(conductor.pass_begins, microbatch)
-        apart = self.apart and policies is not self._always
-        return Conduct(mode, order, roles_of, policies, self.operators, begun, apart)
+        return Conduct(mode, order, roles_of, policies, self.operators, begun)
 
     @staticmethod
     def _offloading(offloaded: frozenset[int], order: tuple[GroupKey, ...]) -> Roles:

@@ -10,7 +10,6 @@ from typing import Any
 from .._folding import fold_names
 from ..engine.slabs import GRANULE
 from ..engine.statistics import Reason
-from ..recompute import OBJECTS
 from ..schedule.timeline import percent, size
 from .advice_on_time import TOLERANCE, advise_on_time, stall_share
 from .facts import pass_time
@@ -55,7 +54,7 @@ def advise(report: Report) -> tuple[Advice, ...]:
     if report.small:
         found = [_small(report)]
     else:
-        found = [*_offloaded(report), *_kept(report), *_outside(report), *_not_freed(report), *_refused(report)]
+        found = [*_offloaded(report), *_kept(report), *_outside(report), *_not_freed(report)]
     found += advise_on_time(report)
     return tuple(sorted(found, key=lambda advice: (-advice.nbytes, advice))) or (_all(report),)
 
@@ -259,17 +258,6 @@ def _because(holders: Sequence[Holder], groups: int) -> str:
     outputs = [holder.paths[0] for holder in holders if holder.kind == "output"]
     less = (advice for name, advice in RETURN_LESS if outputs and re.search(name, outputs[0]))
     return f"{words}: {next(less, KEEP_ARGUMENTS)}"
-
-
-# What is not recomputed
-
-
-def _refused(report: Report) -> Iterator[Advice]:
-    """Advise on groups that should be recomputed and are not, where the program can change that."""
-    names = [name for name, reason in report.refused.items() if reason == OBJECTS]
-    if names:
-        nbytes = sum(group.activation_bytes for group in report.groups if group.name in names)
-        yield Advice(f"{fold_names(names)} should be recomputed, but are not, {OBJECTS}: {CACHE}.", nbytes)
 
 
 # Nothing to change

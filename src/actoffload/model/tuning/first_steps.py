@@ -29,7 +29,7 @@ from typing import Any
 from ..._torch.modules import is_compiled
 from ...device.base import Backend
 from ...planner import GroupPlan, Variant, choose, choose_recomputed, frontier, worth_saving
-from ...recompute import Policy
+from ...replay import Policy
 from ...schedule.costs import Link
 from ...schedule.execution_order import GroupPlans
 from ...schedule.plan import Plan

@@ -8,7 +8,7 @@ from functools import partial
 
 from ...device.base import Backend
 from ...planner import GroupPlan
-from ...recompute import Policy
+from ...replay import Policy
 from ...schedule.execution_order import GroupPlans
 from ..conduct import FollowedModule
 from ..reporting import PassLog

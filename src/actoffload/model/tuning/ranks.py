@@ -96,11 +96,6 @@ class Ranks:
             raise ValueError(problem)
         self.lockstep = Lockstep(board, gone)
 
-    @property
-    def apart(self) -> bool:
-        """Whether there are other ranks, and this one decides without them."""
-        return self.lockstep is None and _world_size() > 1
-
     def together(self, act: Callable[[Lockstep], T]) -> T | None:
         """Return what a function of the lockstep returns; None without other ranks, or from when on one is lost."""
         if self.lockstep is None:

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 from ...engine.engine import Engine
 from ...planner import GroupPlan
-from ...recompute import Policy, saving
+from ...replay import Policy, saving
 from ...schedule.execution_order import GroupPlans
 from ...schedule.plan import Roles
 from ..conduct import Conduct, FollowedModule, Mode
-from ..operator_times import OperatorTimes
+from ..operator_costs import OperatorTimes
 from ..reporting import PassLog, group_names
 from ..steering import RolesOfPlan, recomputing
 from .findings import Findings

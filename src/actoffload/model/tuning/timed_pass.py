@@ -14,7 +14,7 @@ from ..._torch.compiling import opaque
 from ...device.base import Backend, StreamEvent, current_stream
 from ...engine.model_pass import ModelPass
 from ...schedule.execution_order import GroupKey
-from ..operator_times import OperatorTimes
+from ..operator_costs import OperatorTimes
 from .metering import SHARERS, Meter, counts_in
 
 __all__ = ["Peak", "Stage", "TimedPass"]

@@ -7,7 +7,7 @@ from typing import Any
 
 from ...engine.engine import Engine
 from ...engine.layer import tensors_in
-from ..operator_times import OperatorTimes
+from ..operator_costs import OperatorTimes
 from .metering import Meter
 from .stages import BY_GROUP
 from .timed_pass import Stage, TimedPass

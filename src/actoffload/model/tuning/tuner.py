@@ -14,7 +14,6 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from ..._warnings import warn
@@ -22,7 +21,7 @@ from ...engine.engine import Engine
 from ...engine.layer import tensors_in
 from ...engine.model_pass import ModelPass
 from ...planner import GroupPlan
-from ...recompute import Policy
+from ...replay import Policy
 from ...schedule.execution_order import GroupKey, GroupPlans
 from ...schedule.timeline import size
 from ..conduct import Conduct, FollowedModule
@@ -134,9 +133,7 @@ class Tuner:
     def forward_begins(self, inputs: tuple[Any, Any], *, alone: bool, busy: bool) -> Conduct:
         """Return how this pass is followed; plan first if enough was measured."""
         with self._lock:
-            conduct = self._conduct_of(inputs, alone=alone, busy=busy)
-        # Ranks that decide together recompute the same groups, with what these communicate.
-        return replace(conduct, apart=True) if self._policies and self._ranks.apart else conduct
+            return self._conduct_of(inputs, alone=alone, busy=busy)
 
     def _conduct_of(self, inputs: tuple[Any, Any], *, alone: bool, busy: bool) -> Conduct:
         if alone or busy:

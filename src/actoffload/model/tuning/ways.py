@@ -10,7 +10,7 @@ from math import log2
 
 from ...planner import OperatorCost, Variant, variants
 from ...planner.variants import within
-from ...recompute import Policy
+from ...replay import Policy
 from ...schedule.costs import LayerCost
 from ..conduct import FollowedModule
 from .group_costs import at_the_pace_of, beside, for_inputs, layer_costs, steady, without_hooks

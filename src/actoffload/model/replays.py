@@ -1,0 +1,309 @@
+"""Which calls of groups are replayed in backward: the programs of each group, and why a call has none."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+from torch.jit import ScriptModule
+from torch.nn import Module
+from torch.utils.checkpoint import checkpoint
+
+from .._folding import fold_names
+from .._torch.autograd import in_transform, saved_tensor_hooks
+from .._torch.compiling import opaque
+from .._torch.modules import is_compiled, registered
+from .._torch.tensors import address, tree_flatten, tree_unflatten
+from ..device.base import Backend, current_stream
+from ..engine.unpack import unpack
+from ..replay import Alarm, Call, Policy, Program, Trace, Tracer
+from .conduct import DROPPED, Conduct, FollowedModule, group_name
+from .operator_costs import OperatorTimes
+
+__all__ = ["Begun", "Replays"]
+
+AROUND = "because they are called under saved-tensor hooks of the program, such as those of torch.utils.checkpoint"
+INSIDE = "because other groups or kept modules are inside of them"
+FUNCTIONAL = "because they are called with other parameters, by torch.func.functional_call"
+CAPTURED = "because their first calls are captured into a CUDA graph, in which nothing can be compared"
+TRANSFORM = "because they are called inside of a transform of torch.func"
+
+PROVEN = 2  # calls of a kind in which all bits are compared
+KINDS = 8  # of calls of a group that are remembered
+DIFFERENT = 2  # calls that differ from their program, after which calls of this kind are always traced
+
+_PLAIN = frozenset((int, float, bool, str, complex, type(None), torch.dtype, torch.device, torch.Size, slice))
+_INTERNAL = frozenset(vars(Module())) - {"training"}
+
+_FUNCTIONAL = {
+    inspect.unwrap(function).__code__
+    for function in (torch.func.functional_call, torch.nn.utils.stateless.functional_call)
+}
+
+
+class _Attributes:
+    """What the call of a module depends on beside its arguments: modules, weights, numbers, flags and functions."""
+
+    def __init__(self, module: Module) -> None:
+        self.modules = list(module.modules())
+        self.is_compiled = any(is_compiled(inner) or isinstance(inner, ScriptModule) for inner in self.modules)
+        self._dicts = [vars(inner) for inner in self.modules]
+        self._plain = [(each, name) for each in self._dicts for name in each if _is_plain(name, each[name])]
+        self._objects: list[tuple[Mapping[str, Any], str]] = [
+            (each, name) for each in self._dicts for name in each if _is_function(name, each[name])
+        ]
+        self._objects += [(table, name) for inner in self.modules for table in registered(inner) for name in table]
+        self.now = self._look()
+
+    def _look(self) -> tuple[list[Any], list[int], list[int]]:
+        return (
+            [each.get(name) for each, name in self._plain],
+            [id(each.get(name)) for each, name in self._objects],
+            list(map(len, self._dicts)),
+        )
+
+    @property
+    def holds(self) -> bool:
+        """Whether nothing has changed."""
+        return self._look() == self.now
+
+
+def _is_plain(name: str, value: Any) -> bool:
+    return type(value) in _PLAIN and name not in _INTERNAL
+
+
+def _is_function(name: str, value: Any) -> bool:
+    return name not in _INTERNAL and callable(value) and not isinstance(value, torch.Tensor)
+
+
+@dataclass(slots=True, eq=False)
+class _Kind:
+    """Calls of a group that do the same, as far as their arguments and the attributes of its modules say."""
+
+    attributes: _Attributes
+    trace: Trace | None = None
+    programs: dict[Policy, Program] = field(default_factory=dict)
+    banned: frozenset[int] = frozenset()
+    different: int = 0
+    calls: int = 0
+
+
+class _Group(NamedTuple):
+    """What is known of the calls of one group."""
+
+    kinds: OrderedDict[Hashable, _Kind]
+    states: list[_Attributes]
+
+
+class Begun(NamedTuple):
+    """A call that runs, and what is learned at its end."""
+
+    call: Call
+    kind: _Kind
+    policy: Policy
+    traced: bool
+
+
+class Replays:
+    """What is known of the groups among the followed modules of a model.
+
+    Parameters
+    ----------
+    modules : sequence of FollowedModule
+        All of them, the model first.
+    backend : Backend
+        Of the model.
+    min_bytes : callable
+        Returns the size below which values stay.
+    """
+
+    def __init__(self, modules: Sequence[FollowedModule], backend: Backend, min_bytes: Callable[[], int]) -> None:
+        self._modules, self._backend, self._min_bytes = modules, backend, min_bytes
+        self._groups: dict[int, _Group] = {}
+        self._alone: dict[int, bool] = {}
+        self._refused: dict[int, str] = {}
+        self._passes = 0
+        self._numbers = [followed.group for followed in modules if followed.group >= 0]
+        self.alarm = Alarm(backend)
+        self.proven_bytes = 0  # that were compared in all bits
+
+    def forward_begins(self) -> None:
+        """Note that a forward of the model begins.
+
+        Raises
+        ------
+        RuntimeError
+            If values of an earlier backward were not the same when they were made again.
+        """
+        self._passes += 1
+        self.alarm.look()
+
+    def begin(
+        self,
+        followed: FollowedModule,
+        conduct: Conduct,
+        pack: Callable[[torch.Tensor], Any],
+        args: Any,
+        kwargs: Any,
+        *,
+        compiled: bool,
+    ) -> Begun | Callable[..., Any] | None:
+        """Begin a call of a group; None if it is not replayed.
+
+        Of a group with compiled code, which is one operator, a wrapper is returned that runs it again as a whole.
+        """
+        group, module = followed.group, followed.module
+        policy = conduct.recompute[group]
+        self._refused.pop(group, None)
+        obstacle = self._obstacle(followed)
+        if obstacle:
+            self._refused[group] = obstacle
+            return None
+        known = self._groups.setdefault(group, _Group(OrderedDict(), []))
+        attributes = next((state for state in known.states if state.holds), None)
+        if attributes is None:
+            attributes = _Attributes(module)
+            known.states[KINDS - 1 :] = []
+            known.states.insert(0, attributes)
+        if compiled or attributes.is_compiled:
+            return _run_again
+        tensors: list[torch.Tensor] = []
+        kind_of_device = self._backend.type
+        autocast = torch.is_autocast_enabled(kind_of_device), torch.get_autocast_dtype(kind_of_device)
+        key = id(attributes), _described((args, kwargs), tensors), _sharing(tensors), autocast
+        kind = known.kinds.get(key)
+        if kind is None:
+            kind = known.kinds[key] = _Kind(attributes)
+            if len(known.kinds) > KINDS:
+                known.kinds.popitem(last=False)
+        else:
+            known.kinds.move_to_end(key)
+        name = f"'{group_name(followed.name)}' ({type(module).__name__})"
+        program = kind.programs.get(policy)
+        if program is None and kind.trace is not None:
+            program = kind.programs[policy] = Program(kind.trace, policy, self._min_bytes(), kind.banned)
+        capturing = self._backend.capturing()
+        if capturing and program is None:  # [guard: proof while a graph is captured]
+            self._refused[group] = CAPTURED
+            return None
+        timed = None if conduct.operators is None or capturing else self._backend
+        if program is None and _in_functional_call():  # [guard: functional call]
+            self._refused[group] = FUNCTIONAL
+            return None
+        found = program or Tracer(module, tensors, policy, lambda: current_stream(self._backend))
+        proves = not capturing and (kind.calls < PROVEN or timed is not None)
+        compares_all = bool(self._numbers) and group == self._numbers[self._passes % len(self._numbers)]
+        call = Call(
+            found,
+            attributes.modules,
+            tensors,
+            pack,
+            self.alarm,
+            name,
+            proves=proves,
+            compares_all=compares_all,
+            timed=timed,
+        )
+        kind.calls += 1
+        if isinstance(found, Tracer):
+            found.begin()
+        return Begun(call, kind, policy, program is None)
+
+    def finish(self, begun: Begun, output: Any, group: int, operators: OperatorTimes | None) -> None:
+        """End a call of a group that has returned."""
+        call, kind, policy = begun.call, begun.kind, begun.policy
+        call.finish(output, policy, self._min_bytes())
+        if not call.agrees:
+            kind.different += 1
+            kind.calls = 0
+            if kind.different >= DIFFERENT:  # [guard: calls that differ though their arguments do not]
+                kind.trace = None
+                kind.programs.clear()
+            return
+        program = call.program
+        self.proven_bytes += call.proven_bytes
+        if program.trace.steady and kind.different < DIFFERENT:
+            kind.trace, kind.programs[policy], kind.banned = program.trace, program, frozenset(program.banned)
+        if operators is not None and call.times is not None:
+            operators.add(group, *call.times)
+
+    def _obstacle(self, followed: FollowedModule) -> str:
+        """Return why a call of a group that begins now cannot be replayed; empty if it can."""
+        hooks = saved_tensor_hooks()
+        if hooks is None or hooks[1] is not unpack:  # [guard: group that the program checkpoints]
+            return AROUND
+        if in_transform(vmap=True):  # [guard: group inside of vmap]
+            return TRANSFORM
+        if followed.group not in self._alone:
+            inside = {*followed.module.modules()} - {followed.module}
+            others = {each.ref() for each in self._modules[1:] if each.role is not DROPPED}
+            self._alone[followed.group] = inside.isdisjoint(others)
+        return "" if self._alone[followed.group] else INSIDE  # [guard: group with others inside]
+
+    def refused(self) -> dict[str, str]:
+        """Return why groups are not replayed though they should be, by name."""
+        names = {followed.group: group_name(followed.name) for followed in self._modules}
+        return {names[group]: reason for group, reason in self._refused.items()}
+
+    def refusals(self) -> str:
+        """Return which groups are not replayed though they should be, and why, in sentences; empty if all are."""
+        names: dict[str, list[str]] = {}
+        for name, reason in self.refused().items():
+            names.setdefault(reason, []).append(name)
+        return " ".join(f"Not recomputed, {reason}: {fold_names(each)}." for reason, each in names.items())
+
+
+def _run_again(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call compiled code, and run it again in backward as a whole."""
+    leaves, tree = tree_flatten((args, kwargs))
+
+    def run(*leaves: Any) -> Any:
+        args, kwargs = tree_unflatten(list(leaves), tree)
+        return function(*args, **kwargs)
+
+    return checkpoint(run, *leaves, use_reentrant=False)
+
+
+opaque(_run_again, compile_callees=True)
+
+
+def _in_functional_call() -> bool:
+    frame: FrameType | None = sys._getframe(1)  # its own frame would refer to itself, and be kept by an interrupt
+    while frame is not None and frame.f_code not in _FUNCTIONAL:
+        frame = frame.f_back
+    return frame is not None
+
+
+def _described(given: Any, tensors: list[torch.Tensor]) -> Any:
+    """Return what programs depend on of arguments, and collect their tensors."""
+    kind = type(given)
+    if isinstance(given, torch.Tensor):
+        tensors.append(given)
+        if given.layout is torch.strided and not given.is_nested:
+            return kind, given.size(), given.stride(), given.dtype, given.requires_grad
+        return kind, given.layout, given.dtype, given.requires_grad
+    if kind in _PLAIN:
+        return kind, (given.start, given.stop, given.step) if kind is slice else given
+    if isinstance(given, (list, tuple)):
+        return kind, *[_described(each, tensors) for each in given]
+    if isinstance(given, Mapping):
+        return kind, *[(name, _described(each, tensors)) for name, each in given.items()]
+    if is_dataclass(given) and not isinstance(given, type):
+        return kind, *[_described(getattr(given, each.name), tensors) for each in fields(given)]
+    return kind
+
+
+def _sharing(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
+    """Return for each tensor which one is the first on its storage."""
+    first: dict[int, int] = {}
+    found = []
+    for number, tensor in enumerate(tensors):
+        plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.is_nested
+        found.append(first.setdefault(address(tensor.untyped_storage()), number) if plain else -1)
+    return tuple(found)

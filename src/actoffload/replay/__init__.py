@@ -1,0 +1,23 @@
+"""Values that autograd saved and that were dropped are made again in backward, by the operators that made them."""
+
+from .call import Call
+from .policy import COSTLY, Given, Policy, everything, names_of, policy_for, saving
+from .program import Program
+from .proof import Alarm
+from .trace import Trace, Tracer, remove_tracers
+
+__all__ = [
+    "COSTLY",
+    "Alarm",
+    "Call",
+    "Given",
+    "Policy",
+    "Program",
+    "Trace",
+    "Tracer",
+    "everything",
+    "names_of",
+    "policy_for",
+    "remove_tracers",
+    "saving",
+]

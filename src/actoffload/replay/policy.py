@@ -1,0 +1,231 @@
+"""Which operators are replayed: the policies of programs and plans, and what no policy can allow."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
+from functools import cache
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
+
+__all__ = [
+    "COSTLY",
+    "Given",
+    "Policy",
+    "Rules",
+    "draws_random_numbers",
+    "everything",
+    "names_of",
+    "policy_for",
+    "rules_of",
+    "saving",
+    "written_arguments",
+]
+
+_aten = torch.ops.aten
+_Operator = type(_aten.mm.default)  # not a higher-order operator
+_OPERATORS = _Operator, type(_aten.mm)
+
+_PRODUCTS = (
+    "mm addmm bmm baddbmm convolution cudnn_convolution "
+    "_grouped_mm _scaled_mm _scaled_mm_v2 _scaled_grouped_mm _scaled_grouped_mm_v2"  # of experts, and of float8
+)
+_ATTENTION = (
+    "_scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_for_cpu "
+    "_scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention"
+)
+COSTLY = {
+    getattr(_aten, name).default
+    for name in (*_PRODUCTS.split(), *_ATTENTION.split())
+    if hasattr(_aten, name)  # in this version of PyTorch
+}
+"""Matrix products, convolutions and attention: their time is large beside the bytes of their outputs."""
+
+Given: TypeAlias = Callable[..., Any] | Collection[Any]
+"""A policy as ``torch.utils.checkpoint.create_selective_checkpoint_contexts`` takes one."""
+
+
+class Policy:
+    """Which operators are not run again, so that what they save stays.
+
+    Parameters
+    ----------
+    names : collection of str
+        Calls of operators, such as ``aten.mm.default#2`` for the third call of a matrix product.
+    operators : collection
+        Operators of which no call is run again.
+    given : callable, optional
+        A policy of the program, called with the tensors of each operator while a call is traced.
+    """
+
+    def __init__(
+        self, names: Collection[str] = (), operators: Collection[Any] = (), given: Callable[..., Any] | None = None
+    ) -> None:
+        self.names, self.operators, self.given = frozenset(names), frozenset(operators), given
+        self.kept: dict[str, None] = {}  # names of the operators that are not run again, as far as calls have shown
+
+    def keeps(self, operator: Any, name: str) -> bool:
+        """Return whether a call of an operator is not run again."""
+        found = operator in self.operators or name in self.names or name in self.kept
+        if found:
+            self.kept[name] = None
+        return found
+
+    def see(self, operator: Any, name: str, args: Any, kwargs: Any, outputs: Any) -> None:
+        """Ask the policy of the program about an operator that has run in a traced call."""
+        if self.given is not None and self.given(operator, args, kwargs, outputs):
+            self.kept[name] = None
+
+
+everything = Policy()
+"""Run everything again that can be."""
+
+SAVED = {policy for policy in CheckpointPolicy if not policy.name.endswith("RECOMPUTE")}
+_has_output = "op_output" in inspect.signature(SelectiveCheckpointContext).parameters
+
+
+def policy_for(recompute: Any) -> Policy:
+    """Return the policy for the argument `recompute` of `offload`.
+
+    Parameters
+    ----------
+    recompute : "auto", True, collection of operators or callable
+        ``"auto"`` runs cheap operators again, True everything that can be.  Otherwise a policy as
+        ``torch.utils.checkpoint.create_selective_checkpoint_contexts`` takes it: operators whose outputs are saved, or
+        a function ``(ctx, op, *args, **kwargs)`` that returns a `torch.utils.checkpoint.CheckpointPolicy` or a bool.
+        It is called when a call of a module is traced.
+
+    Raises
+    ------
+    TypeError
+        If it is something else, or if the function returns something else.
+    """
+    if recompute is True:
+        return everything
+    if isinstance(recompute, str) and recompute == "auto":
+        return Policy(operators=COSTLY)
+    expected = (
+        "expected 'auto', True, False, operators such as [torch.ops.aten.mm.default], or a function (ctx, op, *args, "
+        "**kwargs)"
+    )
+    if isinstance(recompute, _OPERATORS) or not callable(recompute):
+        if not isinstance(recompute, Collection) or isinstance(recompute, str):
+            raise TypeError(f"recompute is {recompute!r}; {expected}.")
+        if not recompute:
+            raise TypeError(f"recompute is {recompute!r}; {expected}. True runs everything again that can be.")
+        for operator in recompute:
+            if not isinstance(operator, _Operator):
+                raise TypeError(f"recompute has {operator} of type {type(operator).__name__}; {expected}.")
+        return Policy(operators=recompute)
+    with suppress(ValueError):  # of a function that is not in Python
+        parameters = inspect.signature(recompute)
+        try:
+            parameters.bind(None, None, None, memory_format=None)
+        except TypeError:
+            name = getattr(recompute, "__name__", type(recompute).__name__)
+            raise TypeError(
+                f"recompute is the function {name}{parameters}, which cannot be called as the policy (ctx, op, *args, "
+                "**kwargs)."
+            ) from None
+
+    def given(operator: Any, args: Any, kwargs: Any, outputs: Any) -> bool:
+        more = {"op_output": outputs} if _has_output else {}
+        found = recompute(SelectiveCheckpointContext(is_recompute=False, **more), operator, *args, **kwargs)
+        if not isinstance(found, bool | CheckpointPolicy):
+            raise TypeError(f"The policy for recompute returned {found!r} for {operator}; expected a CheckpointPolicy.")
+        return found if isinstance(found, bool) else found in SAVED
+
+    return Policy(given=given)
+
+
+def names_of(policy: Policy) -> tuple[str, ...]:
+    """Return the names of the operators that a policy keeps, as far as traced calls have shown them."""
+    return tuple(sorted({*policy.names, *policy.kept}))
+
+
+@cache  # blocks are alike, and programs are found by their policy
+def _saving(names: tuple[str, ...]) -> Policy:
+    return Policy(names) if names else everything
+
+
+def saving(names: Iterable[str]) -> Policy:
+    """Return the policy that keeps the operators with some names; the same one for the same names."""
+    return _saving(tuple(names))
+
+
+# What no policy allows
+
+_FACTORIES = ("empty", "new_", "zeros", "ones", "full", "rand", "arange", "scalar_tensor", "linspace", "eye", "lift")
+_UNINITIALIZED = ("empty", "new_empty", "resize")
+_NONDETERMINISTIC = (
+    "scatter", "index_add", "index_put", "index_copy", "index_reduce", "put", "histc", "bincount", "median", "cumsum",
+    "cumprod", "logcumsumexp", "embedding_bag", "_embedding_bag", "ctc_loss", "_ctc_loss", "kthvalue", "unique",
+    "_unique", "nonzero", "masked_scatter",
+)  # fmt: skip
+"""Operators with atomic additions on a GPU or sizes that depend on values (PyTorch's notes on reproducibility)."""
+
+_COLLECTIVES = (
+    "c10d",
+    "_c10d_functional",
+    "_c10d_functional_autograd",
+    "c10d_functional",
+    "fsdp",
+    "symm_mem",
+    "_dtensor",
+)
+_PYTORCH = ("aten", "prim", "prims", "torch_attn")
+"""Namespaces of operators whose tags say whether they draw random numbers."""
+
+
+class Rules(NamedTuple):
+    """What the schema of an operator says about running it again."""
+
+    replayable: bool  # in principle
+    mutable: bool  # writes to arguments
+    draws: bool  # random numbers, in any case or with dropout
+    dropout: tuple[int, Any] | None  # place and default of the argument that says so
+    scratch: tuple[int, ...]  # places of running statistics that it writes, which its schema does not say
+    foreign: bool  # of another library, so that its tags may be missing
+
+
+@cache  # reading a schema takes microseconds
+def rules_of(operator: Any) -> Rules:
+    """Return what is known of an operator."""
+    if not isinstance(operator, _Operator):  # a higher-order operator
+        return Rules(False, False, False, None, (), True)
+    schema = operator._schema
+    name = schema.name.rpartition("::")[2]
+    draws = torch.Tag.nondeterministic_seeded in operator.tags
+    places = {argument.name: (place, argument.default_value) for place, argument in enumerate(schema.arguments)}
+    scratch = tuple(places[each][0] for each in ("running_mean", "running_var") if each in places)
+    tensors = any("Tensor" in str(argument.type) for argument in schema.arguments)
+    replayable = (
+        tensors
+        and not schema.is_mutable
+        and operator.namespace not in _COLLECTIVES  # [guard: collectives are not repeated]
+        and not name.startswith(_FACTORIES)  # [guard: factories, which an unseen kernel may fill]
+        and not name.startswith(_NONDETERMINISTIC)  # [guard: operators with atomic additions]
+    )
+    foreign = operator.namespace not in _PYTORCH
+    return Rules(replayable, schema.is_mutable, draws, places.get("dropout_p"), scratch, foreign)
+
+
+def draws_random_numbers(rules: Rules, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Return whether a call of an operator draws random numbers; attention does with dropout only."""
+    if not rules.draws or rules.dropout is None:
+        return rules.draws
+    place, default = rules.dropout
+    return bool(args[place] if place < len(args) else kwargs.get("dropout_p", default))  # [guard: dropout -> False]
+
+
+@cache
+def written_arguments(operator: Any) -> tuple[tuple[int, str], ...]:
+    """Return the places and names of the arguments to which an operator writes."""
+    return tuple(
+        (place, argument.name)
+        for place, argument in enumerate(operator._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )

@@ -1,0 +1,341 @@
+"""Proof that values which are made again are the same, in all bits.
+
+`[Note: proof]`  In the first calls a program runs once right behind the call, and each value is compared with the real
+one.  Value by value: the real one is dropped when it was compared, and the other when nothing reads it any more, so it
+takes little more memory than the call.  A value that differs stays from then on.
+
+`[Note: samples]`  In later calls, values leave a sample of their bits: `ELEMENTS` at equal distances, of the values
+from which nothing else is made, and which therefore depend on all others.  In one group a pass it is a sum over all
+bits of every value.  The device compares the samples when the values are made again, without a synchronization, and an
+`Alarm` reads the result later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from .._torch.tensors import is_capturing, no_torch_dispatch
+from ..device.base import Backend, StreamEvent, current_stream
+from .policy import rules_of
+from .program import Program, Step, on_value
+from .trace import FunctionCall, Value, default_generators
+
+__all__ = ["Alarm", "Sample", "Times", "below_everything", "measure", "prove", "same_bits"]
+
+ELEMENTS = 64  # of a sample
+ROWS = 1024  # comparisons whose results are read together
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_below_autograd: Any = torch._C._AutoDispatchBelowAutograd
+_no_autocast: Any = torch._C._DisableAutocast
+
+
+class below_everything:  # noqa: N801 - a context, as PyTorch writes them
+    """Call operators below autograd, autocast, dispatch modes and tensor subclasses."""
+
+    def __enter__(self) -> None:
+        self._guards = _below_autograd(), _no_autocast(), no_torch_dispatch(), torch.no_grad()
+        for guard in self._guards:
+            guard.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        for guard in reversed(self._guards):
+            guard.__exit__(*error)
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    if tensor.is_conj() or tensor.is_neg():
+        tensor = tensor.resolve_conj().resolve_neg()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    return tensor.view(_INTEGERS[tensor.itemsize])
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors have the same size and the same bits; waits for the device."""
+    return one.shape == other.shape and torch.equal(_bits(one), _bits(other))
+
+
+# Proof behind a call
+
+Times = dict[int, tuple[StreamEvent, StreamEvent]]
+"""Events around the operators of a program, by their place in the trace."""
+
+
+class Real(Protocol):
+    """What a call saved."""
+
+    tensor: Tensor | None
+
+
+def prove(
+    program: Program,
+    source: Callable[[int], Tensor],
+    saved: Mapping[int, Real],
+    droppable: Collection[int],
+    *,
+    pure: bool,
+) -> set[int]:
+    """Make all dropped values again and compare them with the real ones, which are dropped if they are equal.
+
+    Parameters
+    ----------
+    program : Program
+        Of the call.
+    source : callable
+        Returns the tensor of a source.
+    saved : mapping of int to Real
+        The saved tensors, by entry.
+    droppable : collection of int
+        The entries that are dropped if they are equal.
+    pure : bool
+        Whether functions are known to write to nothing and to draw no random numbers.
+
+    Returns
+    -------
+    set of int
+        Values that were not the same.
+    """
+    entries = program.trace.entries
+    real: dict[int, list[int]] = {}
+    for number in saved:
+        real.setdefault(entries[number].value, []).append(number)
+    banned: set[int] = set()
+
+    def compare(value: int, tensor: Tensor | None) -> Tensor | None:
+        numbers = real.get(value)
+        if numbers is None:
+            return tensor
+        first = saved[numbers[0]].tensor
+        assert first is not None
+        same = tensor is not None and all(
+            (other := saved[number].tensor) is not None and same_bits(other, on_value(tensor, program.reads[number]))
+            for number in numbers
+        )
+        if not same:  # [guard: values that differ when they are made again]
+            banned.add(value)
+            return _whole(first, program.trace.values[value])
+        for number in numbers:
+            if number in droppable:
+                saved[number].tensor = None
+        return tensor
+
+    with below_everything():
+        _run_all(program, source, compare, pure=pure)
+    return banned
+
+
+def measure(program: Program, source: Callable[[int], Tensor], backend: Backend) -> Times:
+    """Run a program whose operators were proven, and return the events around each."""
+    times: Times = {}
+    with below_everything():
+        _run_all(program, source, lambda value, tensor: tensor, pure=True, times=times, backend=backend)
+    return times
+
+
+def _whole(saved: Tensor, value: Value) -> Tensor:
+    """Return the tensor that stands for a value, given a tensor that was saved of it."""
+    view = value.view
+    assert view is not None
+    found = torch.empty(0, dtype=view.dtype, device=saved.device)
+    return found.set_(saved.untyped_storage(), view.offset // view.dtype.itemsize, view.size, view.stride)
+
+
+def _run_all(
+    program: Program,
+    source: Callable[[int], Tensor],
+    compare: Callable[[int, Tensor | None], Tensor | None],
+    *,
+    pure: bool,
+    times: Times | None = None,
+    backend: Backend | None = None,
+) -> None:
+    """Run a whole program; free each value after its last use."""
+    uses: dict[int, int] = {}
+    for step in program.steps.values():
+        for value in step.reads:
+            uses[value] = uses.get(value, 0) + 1
+    values: dict[int, Tensor] = {}
+    missing: set[int] = set()
+    for number in sorted(program.steps):
+        step = program.steps[number]
+        if missing.intersection(step.reads):
+            ran = False
+        elif pure or not _may_have_effects(step):
+            begun = None if backend is None else backend.record_timed(current_stream(backend))
+            program.run(step, values, source)
+            if times is not None and backend is not None:
+                times[number] = begun, backend.record_timed(current_stream(backend))
+            ran = True
+        else:
+            ran = _run_on_copies(program, step, values, source)
+        for value in step.reads:
+            uses[value] -= 1
+            if not uses[value]:
+                values.pop(value, None)
+        for _, value in step.made:
+            found = compare(value, values.pop(value, None) if ran else None)
+            if found is None:
+                missing.add(value)
+            elif uses.get(value):
+                values[value] = found
+
+
+def _may_have_effects(step: Step) -> bool:
+    return isinstance(step.call, FunctionCall) or rules_of(step.call).foreign
+
+
+def _run_on_copies(program: Program, step: Step, values: dict[int, Tensor], source: Callable[[int], Tensor]) -> bool:
+    """Run a step that may write to what it is given or draw random numbers; return whether it did neither."""
+    given = {value: values[value] if value in values else source(value) for value in step.reads}
+    copies = {value: _copy(tensor) for value, tensor in given.items()}
+    generators = default_generators()
+    states = [generator.get_state() for generator in generators]
+    try:
+        program.run(step, copies, source)
+    except Exception:  # its forward needs more than an empty context has
+        return False
+    finally:
+        drew = [not torch.equal(each.get_state(), state) for each, state in zip(generators, states, strict=True)]
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
+    # [guard: functions that write to what they are given]
+    if any(drew) or not all(same_bits(copies[value], tensor) for value, tensor in given.items()):
+        return False
+    for _, value in step.made:
+        values[value] = copies[value]
+    return True
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    found = tensor.clone()
+    if found.stride() == tensor.stride():
+        return found
+    memory = torch.empty(tensor.untyped_storage().nbytes(), dtype=torch.uint8, device=tensor.device).untyped_storage()
+    memory.copy_(tensor.untyped_storage())
+    return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(
+        memory, tensor.storage_offset(), tensor.size(), tensor.stride()
+    )
+
+
+# Samples in later calls
+
+
+@dataclass(frozen=True, slots=True)
+class _Where:
+    count: int
+    step: int
+    offset: int
+    bits: torch.dtype
+
+
+def _where(value: Value, *, whole: bool) -> _Where | None:
+    """Return which elements of a value are compared; None for one with gaps, whose bits mean nothing there."""
+    view = value.view
+    if view is None or view.conj or view.neg or view.dtype.itemsize not in _INTEGERS or view.overlaps:
+        return None
+    start, end = view.extent
+    if view.covered != end - start:
+        return None
+    elements = (end - start) // view.dtype.itemsize
+    step = 1 if whole else max(elements // ELEMENTS, 1)
+    count = elements if whole else min(elements, ELEMENTS)
+    return _Where(count, step, start // view.dtype.itemsize, _INTEGERS[view.dtype.itemsize])
+
+
+@dataclass(slots=True, eq=False)
+class Sample:
+    """Bits of a value as it was before it was dropped."""
+
+    value: int
+    where: _Where
+    whole: bool
+    bits: Tensor
+    compared: bool = False
+
+    @staticmethod
+    def take(number: int, value: Value, saved: Tensor, *, whole: bool) -> Sample | None:
+        """Return a sample of a value, given a saved tensor that lies on it; see [Note: samples]."""
+        where = _where(value, whole=whole)
+        if where is None or value.view is None or saved.dtype is not value.view.dtype:
+            return None
+        with below_everything():
+            return Sample(number, where, whole, _sampled(saved, where, whole=whole).clone())
+
+
+def _sampled(tensor: Tensor, where: _Where, *, whole: bool) -> Tensor:
+    found = tensor.as_strided((where.count,), (where.step,), where.offset).view(where.bits)
+    return found.sum(dtype=torch.int64).reshape(1) if whole else found
+
+
+class Alarm:
+    """Compares samples on the device, and raises an error when one was different.
+
+    Parameters
+    ----------
+    backend : Backend
+        Of the model.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._flags: Tensor | None = None
+        self._names: list[str] = [""] * ROWS
+        self._next = self._since = 0
+        self._reading: tuple[Tensor, StreamEvent, Tensor, list[str]] | None = None
+        self.samples = 0  # that were compared
+
+    def compare(self, sample: Sample, tensor: Tensor, name: str) -> None:
+        """Compare a value that was made again with its sample."""
+        sample.compared = True
+        self.samples += 1
+        if self._flags is None or self._flags.device != tensor.device:
+            self._flags = torch.zeros(ROWS, ELEMENTS, dtype=torch.bool, device=tensor.device)
+        row, self._next = self._next, (self._next + 1) % ROWS
+        self._since = min(self._since + 1, ROWS)
+        self._names[row] = name
+        with below_everything():
+            found = _sampled(tensor, sample.where, whole=sample.whole)
+            torch.ne(found, sample.bits, out=self._flags[row, : sample.bits.numel()])
+
+    def look(self) -> None:
+        """Raise an error if a comparison has failed whose result is there; begin to read those since the last look.
+
+        Raises
+        ------
+        RuntimeError
+            If values that were computed again in a backward differed from those of the forward.
+        """
+        reading = self._reading
+        if reading is not None and self._backend.passed(reading[1]):
+            self._reading = None
+            host, _, flags, names = reading
+            if bool(host.item()):  # [guard: samples that differ]
+                rows = flags.any(dim=1).nonzero().flatten().tolist()
+                where = names[rows[0]]
+                raise RuntimeError(
+                    f"Values that were computed again in the last backward differ from those of the forward, first in "
+                    f"{where}: it depends on something that has changed since the first call, such as a global or a "
+                    "kernel that writes to memory unseen. The last gradients are wrong. Pass recompute=False, or "
+                    "keep=[...] with the name of the module."
+                )
+        if self._since and self._reading is None and not is_capturing() and self._flags is not None:
+            with below_everything():
+                flags = self._flags.clone()
+                self._flags.zero_()
+                result = flags.any()
+                if result.device.type == "cpu":
+                    host = result
+                else:
+                    host = torch.empty((), dtype=torch.bool, pin_memory=True)
+                    host.copy_(result, non_blocking=True)
+            event = self._backend.record(current_stream(self._backend))
+            self._reading = host, event, flags, list(self._names)
+            self._since = 0
+            if host is result:
+                self.look()
