@@ -25,7 +25,7 @@ from ..engine.subclasses import plain_parts
 from ..engine.unpack import unpack
 from ..engine.versions import changed
 from .policy import Policy, everything
-from .program import Program, on_value
+from .program import Program, copy_of, on_value
 from .proof import Alarm, Sample, Times, below_everything, measure, prove
 from .trace import UNKNOWN, Tracer, Weight, leaves
 
@@ -319,7 +319,7 @@ class Call:
                 self.program.trace.entries[slot.number].by_function and value in self._held and counts.get(value, 0) > 0
             )
         # [guard: functions that write to what programs read]
-        return tensor.clone() if needed else tensor
+        return copy_of(tensor) if needed else tensor
 
     def fetch(self, slot: Slot) -> Tensor:
         """Make a dropped tensor again, as far as it is not there, and free what backward needs no longer."""
@@ -345,7 +345,7 @@ class Call:
                 with below_everything():
                     tensor = on_value(tensor, read)
             if entry.by_function and value in values:
-                tensor = tensor.clone()  # [guard: functions that write to values]
+                tensor = copy_of(tensor)  # [guard: functions that write to values]
             if self._backward == NO_BACKWARD:
                 values.clear()
             return tensor

@@ -26,7 +26,7 @@ from ..engine.layout import View
 from .policy import COSTLY, Policy, rules_of
 from .trace import UNKNOWN, FunctionCall, Node, Place, Trace, Weight
 
-__all__ = ["Program", "Step", "on_value"]
+__all__ = ["Program", "Step", "copy_of", "on_value"]
 
 CHEAP = 4
 """Operators that may be run again to make a value instead of holding it."""
@@ -69,6 +69,20 @@ def on_value(tensor: Tensor, read: _Read) -> Tensor:
     found.set_(tensor.untyped_storage(), start // itemsize, view.size, view.stride)
     found = found.conj() if view.conj else found
     return torch._neg_view(found) if view.neg else found
+
+
+def copy_of(tensor: Tensor) -> Tensor:
+    """Return a copy of a tensor with the same strides, which functions may have noted in their forward."""
+    if tensor.is_conj():
+        return copy_of(tensor.conj()).conj()
+    if tensor.is_neg():
+        return torch._neg_view(copy_of(torch._neg_view(tensor)))
+    copy = tensor.clone()
+    if copy.stride() == tensor.stride():
+        return copy
+    extent = sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True)) + 1
+    extent = extent if tensor.numel() else 0
+    return tensor.as_strided((extent,), (1,)).clone().as_strided(tensor.size(), tensor.stride(), 0)
 
 
 def _read(place: Place, stands: View) -> _Read | None:

@@ -22,7 +22,7 @@ from torch import Tensor
 from .._torch.tensors import is_capturing, no_torch_dispatch
 from ..device.base import Backend, StreamEvent, current_stream
 from .policy import rules_of
-from .program import Program, Step, on_value
+from .program import Program, Step, copy_of, on_value
 from .trace import FunctionCall, Value, default_generators
 
 __all__ = ["Alarm", "Sample", "Times", "below_everything", "measure", "prove", "same_bits"]
@@ -193,7 +193,7 @@ def _may_have_effects(step: Step) -> bool:
 def _run_on_copies(program: Program, step: Step, values: dict[int, Tensor], source: Callable[[int], Tensor]) -> bool:
     """Run a step that may write to what it is given or draw random numbers; return whether it did neither."""
     given = {value: values[value] if value in values else source(value) for value in step.reads}
-    copies = {value: _copy(tensor) for value, tensor in given.items()}
+    copies = {value: copy_of(tensor) for value, tensor in given.items()}
     generators = default_generators()
     states = [generator.get_state() for generator in generators]
     try:
@@ -210,17 +210,6 @@ def _run_on_copies(program: Program, step: Step, values: dict[int, Tensor], sour
     for _, value in step.made:
         values[value] = copies[value]
     return True
-
-
-def _copy(tensor: Tensor) -> Tensor:
-    found = tensor.clone()
-    if found.stride() == tensor.stride():
-        return found
-    memory = torch.empty(tensor.untyped_storage().nbytes(), dtype=torch.uint8, device=tensor.device).untyped_storage()
-    memory.copy_(tensor.untyped_storage())
-    return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(
-        memory, tensor.storage_offset(), tensor.size(), tensor.stride()
-    )
 
 
 # Samples in later calls
