@@ -2,7 +2,7 @@
 
 Experts may be spread over a pair of ranks that have different data.  Then each rank of the pair gathers the tokens of
 both, runs its own experts, and each gets back the sums of its tokens.  Their weights are distributed tensors, so that
-`offload` finds the pair: a block that is recomputed on one rank alone would wait for the other one forever.
+`offload` finds the pair, and both ranks follow one plan.
 """
 
 from __future__ import annotations
