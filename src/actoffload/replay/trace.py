@@ -18,6 +18,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -59,6 +60,9 @@ __all__ = [
 UNKNOWN = -1
 STRIDED = torch.strided
 _PLAIN = frozenset((Tensor, Parameter))
+_CONSTANTS = frozenset(
+    (int, float, bool, str, complex, type(None), torch.dtype, torch.device, torch.layout, torch.Size)
+)
 
 
 class Place(NamedTuple):
@@ -394,8 +398,9 @@ class Tracer(_Base):  # type: ignore[misc]
             outputs = apply(function, *args, **kwargs)
         finally:
             self._function = None
+        replayable = all(self._lasts(each) for each in args)
         # [guard: functions that draw random numbers]
-        replayable = running.pure and before == _generators() and UNKNOWN not in reads and not kwargs
+        replayable &= running.pure and before == _generators() and UNKNOWN not in reads and not kwargs
         replayable &= self._stream() == self._at
         made: list[tuple[int, int]] = []
         flat = outputs if isinstance(outputs, tuple) else (outputs,)
@@ -419,6 +424,18 @@ class Tracer(_Base):  # type: ignore[misc]
                 Node(call, f"{call}#{number}", places, {}, made, tuple(reads), self._module(), self.segment)
             )
         return outputs
+
+    def _lasts(self, given: Any) -> bool:
+        """Return whether an argument of a function may be held, and means the same in later calls."""
+        if isinstance(given, (list, tuple)):
+            return all(map(self._lasts, given))
+        if isinstance(given, Tensor) or type(given) in _CONSTANTS:
+            return True
+        if type(given) is FunctionType:
+            return given.__closure__ is None
+        # [guard: objects with tensors among the arguments of functions] those of weights and modules remain
+        owners = (each for module in self._modules for each in (module, *module.parameters(recurse=False)))
+        return any(given is owner or any(given is each for each in vars(owner).values()) for owner in owners)
 
     # What autograd saves
 
