@@ -1,0 +1,404 @@
+"""Each `torch.autograd.Function` is one operator: its forward is called again, if it is proven to be pure."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from recomputing import WIDTH, Net, batch, check, fractions, policies, train
+from torch import Tensor, nn
+from whole_model import equal, offload
+
+
+def kernel(x: Tensor) -> Tensor:
+    """Return the sine, by a kernel that dispatch does not see."""
+    y = torch.empty_like(x)
+    np.sin(x.detach().numpy(), out=y.detach().numpy())
+    return y
+
+
+class OldStyle(torch.autograd.Function):
+    """Saves its input, an intermediate value and its output."""
+
+    calls = 0
+
+    @staticmethod
+    def forward(ctx, x, scale, name=None):
+        OldStyle.calls += 1
+        middle = kernel(x)
+        y = middle * scale
+        ctx.save_for_backward(x, None, middle, y)
+        ctx.scale = scale
+        return y
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, nothing, middle, y = ctx.saved_tensors
+        assert nothing is None
+        return gradient * ctx.scale * x.cos() + (middle + y).sin() * 1e-2, None, None
+
+
+class SetupContext(torch.autograd.Function):
+    @staticmethod
+    def forward(x, weight):
+        middle = kernel(x)
+        return middle * weight, middle.exp()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        x, weight = inputs
+        y, other = output
+        ctx.mark_non_differentiable(other)
+        ctx.save_for_backward(x, weight, y, other)
+
+    @staticmethod
+    def backward(ctx, gradient, _):
+        x, weight, y, other = ctx.saved_tensors
+        slope = gradient * x.cos() * weight + other * 1e-2
+        return slope, (gradient * (y / weight)).sum(0)
+
+
+class Overwriting(torch.autograd.Function):
+    """Writes its gradient over what it has saved, as kernels of Liger do."""
+
+    @staticmethod
+    def forward(ctx, x):
+        y = kernel(x)
+        ctx.save_for_backward(x, y)
+        return y.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, y = ctx.saved_tensors
+        slope = x.detach().numpy()
+        np.cos(slope, out=slope)
+        x.mul_(gradient).add_(y * 1e-2)
+        y.zero_()
+        return x
+
+
+class Striding(torch.autograd.Function):
+    """Its kernel uses the strides of the forward in backward."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        ctx.stride = x.stride()
+        return kernel(x.contiguous())
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        return gradient * x.as_strided(x.size(), ctx.stride).cos()
+
+
+class Halves(torch.autograd.Function):
+    """Returns a tuple, takes a list of numbers and looks which inputs need gradients."""
+
+    @staticmethod
+    def forward(ctx, x, bias, factors):
+        assert ctx.needs_input_grad == (True, False, False)
+        y = kernel(x) * factors[0] + bias
+        ctx.save_for_backward(y[:, ::2], x)
+        return y[:, : WIDTH // 2].contiguous(), y[:, WIDTH // 2 :] * factors[1]
+
+    @staticmethod
+    def backward(ctx, one, two):
+        y, x = ctx.saved_tensors
+        return torch.cat([one, two], -1) * x.cos() + y.repeat(1, 2) * 1e-2, None, None
+
+
+class Outer(torch.autograd.Function):
+    """Calls another function, and computes with gradients in its forward."""
+
+    @staticmethod
+    def forward(ctx, x):
+        with torch.enable_grad():
+            leaf = x.detach().requires_grad_()
+            y = OldStyle.apply(leaf, 0.5)
+            (slope,) = torch.autograd.grad(y.square().sum(), leaf)
+        ctx.save_for_backward(slope)
+        return y.detach()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (slope,) = ctx.saved_tensors
+        return gradient * slope
+
+
+class Own(nn.Linear):
+    def __init__(self):
+        super().__init__(WIDTH, WIDTH)
+        self.register_buffer("scale", torch.rand(WIDTH) + 0.5)
+
+    def function(self, y: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def forward(self, x):
+        return torch.sin(self.function(torch.sin(super().forward(x)))).sin()
+
+
+class OldStyles(Own):
+    def function(self, y):
+        return OldStyle.apply(OldStyle.apply(y, 1.5), self.scale[0].detach(), "a name")
+
+
+class SetupContexts(Own):
+    def function(self, y):
+        one, two = SetupContext.apply(y, self.weight[0] + 3.0)
+        return one * two
+
+
+class Overwritings(Own):
+    def function(self, y):
+        return Overwriting.apply(y) + Overwriting.apply(y.exp() * 2.0)
+
+
+class Stridings(Own):
+    def function(self, y):
+        left, right = torch.cat([y, y.exp()], -1).chunk(2, -1)
+        return (
+            Striding.apply(left) * Striding.apply(right)
+            + Striding.apply(y.mT).mT
+            + Striding.apply(y[:1].expand(4, -1)).sum()
+        )
+
+
+class Halved(Own):
+    def function(self, y):
+        return torch.cat(Halves.apply(y, self.scale, [0.5, 1.5]), -1)
+
+
+class Outers(Own):
+    def function(self, y):
+        return Outer.apply(y) * y
+
+
+@policies
+@fractions
+@pytest.mark.parametrize("kind", [OldStyles, SetupContexts, Overwritings, Stridings, Halved, Outers])
+def test_functions(kind, policy, fraction):
+    check(lambda: Net(kind), policy=policy, fraction=fraction)
+
+
+def test_the_forward_is_called_again_once_in_a_settled_backward():
+    model = Net(OldStyles)
+    offload(model, layers="blocks.?", recompute=True, fraction=0.0)
+    train(model, 4)
+    OldStyle.calls = 0
+    loss = model(batch()).sum()
+    assert OldStyle.calls == 2 * len(model.blocks)
+    loss.backward()
+    assert OldStyle.calls == 4 * len(model.blocks)
+
+
+@pytest.mark.parametrize("kind", [OldStyles, SetupContexts, Overwritings, Halved])
+def test_what_functions_save_is_freed(kind):
+    check(lambda: Net(kind), freed=0.5)
+
+
+# Functions that are not pure
+
+
+class Counter(torch.autograd.Function):
+    """Its result depends on how often it was called."""
+
+    calls = 0
+
+    @staticmethod
+    def forward(ctx, x):
+        Counter.calls += 1
+        y = kernel(x) * (1.0 + Counter.calls % 7)
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * ctx.saved_tensors[0]
+
+
+class Writing(torch.autograd.Function):
+    """Writes to its input, by a kernel that dispatch does not see."""
+
+    @staticmethod
+    def forward(ctx, x, shift):
+        y = kernel(x) + shift
+        numbers = shift.detach().numpy()
+        numbers += 1.0
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * ctx.saved_tensors[0], None
+
+
+class Dirty(torch.autograd.Function):
+    """Changes its input in place."""
+
+    @staticmethod
+    def forward(ctx, x):
+        numbers = x.detach().numpy()
+        np.sin(numbers, out=numbers)
+        ctx.mark_dirty(x)
+        ctx.save_for_backward(x)
+        return x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * ctx.saved_tensors[0]
+
+
+class Drawing(torch.autograd.Function):
+    """Draws random numbers."""
+
+    @staticmethod
+    def forward(ctx, x):
+        mask = torch.rand_like(x) if Drawing.torch else torch.from_numpy(np.random.rand(*x.shape)).float()
+        y = x * mask
+        ctx.save_for_backward(mask, y)
+        return y
+
+    torch = True
+
+    @staticmethod
+    def backward(ctx, gradient):
+        mask, y = ctx.saved_tensors
+        return gradient * mask + y * 1e-2
+
+
+class Asking(torch.autograd.Function):
+    """Asks its context for what an empty one does not have."""
+
+    @staticmethod
+    def forward(ctx, x):
+        assert isinstance(ctx, torch.autograd.function.BackwardCFunction)
+        y = kernel(x)
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * ctx.saved_tensors[0]
+
+
+class Held:
+    """An object with a tensor."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+
+class OfObjects(torch.autograd.Function):
+    """Gets tensors in objects."""
+
+    @staticmethod
+    def forward(ctx, x, held, more):
+        y = kernel(x) * held.x + more["shift"] + more["list"][0][0]
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * ctx.saved_tensors[0], None, None
+
+
+class Writings(Own):
+    def function(self, y):
+        shift = y.detach() * 2.0
+        return Writing.apply(y, shift) * shift
+
+
+class Dirties(Own):
+    def function(self, y):
+        return Dirty.apply(y * 2.0) + y
+
+
+class Drawings(Own):
+    def function(self, y):
+        return Drawing.apply(y)
+
+
+class Askings(Own):
+    def function(self, y):
+        return Asking.apply(y)
+
+
+class Objects(Own):
+    def function(self, y):
+        x = y.detach()
+        return OfObjects.apply(y, Held(x * 2.0), {"shift": x.exp(), "list": [(x.cos(),)]})
+
+
+@policies
+@fractions
+@pytest.mark.parametrize("kind", [Writings, Dirties, Drawings, Askings, Objects])
+def test_functions_that_are_not_pure(kind, policy, fraction):
+    check(lambda: Net(kind), policy=policy, fraction=fraction, freed=-1.0)
+
+
+@policies
+@fractions
+def test_a_function_whose_result_depends_on_the_number_of_calls(policy, fraction):
+    """The proof calls it again, so its results are not those without offload, but each gradient is that of its step."""
+
+    wanted: list[Tensor] = []
+
+    class Counters(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.rand(WIDTH) + 0.5)
+
+        def forward(self, x):
+            y = Counter.apply(x * self.scale)
+            kept, before = y.detach().clone(), x.detach().clone()
+            y.register_hook(lambda gradient: wanted.append((gradient * kept * before).sum(0)))
+            return (y * 0.1).sin()
+
+    model = Net(Counters)
+    offload(model, layers="blocks.?", recompute=policy, fraction=fraction)
+    for k in range(6):
+        model(batch(k)).sum().backward()
+        equal([block.scale.grad for block in reversed(model.blocks)], wanted)
+        wanted.clear()
+        model.zero_grad()
+
+
+def test_the_random_state_of_the_program_stays():
+    def use(model):
+        torch.manual_seed(0)
+        np.random.seed(0)
+        found: list[Any] = []
+        for k in range(5):
+            Drawing.torch = k % 2 == 0
+            loss = model(batch(k)).sum()
+            found += [torch.rand(3), torch.from_numpy(np.random.rand(3))]
+            loss.backward()
+            found += [torch.rand(3), torch.from_numpy(np.random.rand(3)), model.inp.weight.grad.clone()]
+        Drawing.torch = True
+        return found
+
+    check(lambda: Net(Drawings), use)
+
+
+def test_tensors_in_objects_are_freed_with_the_graph():
+    refs: list[weakref.ref[Tensor]] = []
+
+    class Noted(Objects):
+        def function(self, y):
+            x = (y * 2.0).detach()
+            refs.append(weakref.ref(x))
+            return OfObjects.apply(y, Held(x), {"shift": x, "list": [(x,)]})
+
+    model = Net(Noted)
+    offload(model, layers="blocks.?", recompute=True, fraction=0.0)
+    gc.disable()
+    try:
+        train(model, 4)
+        assert not any(ref() is not None for ref in refs)
+    finally:
+        gc.enable()

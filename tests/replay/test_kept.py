@@ -1,0 +1,335 @@
+"""What is never replayed stays: replay of it would be wrong."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from recomputing import ROWS, WIDTH, Mlp, Net, batch, check, clean, fractions, gradients, policies, train
+from torch import Tensor, nn
+from whole_model import equal, offload
+
+
+class Linear(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+
+
+class Dropout(Linear):
+    def forward(self, x):
+        y = F.dropout(torch.sin(super().forward(x)), 0.5)
+        return x + F.dropout(y.sin(), 0.2) * F.alpha_dropout(y, 0.1, training=True).exp()
+
+
+class Noise(Linear):
+    """Random operators with outputs that only others read, in place and with a generator."""
+
+    def forward(self, x):
+        y = torch.sin(super().forward(x))
+        y = y + torch.rand_like(y) + torch.randn(y.shape).mul(0.1) + torch.empty_like(y).uniform_()
+        y = y.sin() * torch.bernoulli(torch.sigmoid(y.detach())) + torch.randperm(len(y))[:, None]
+        return (y + torch.normal(torch.zeros_like(y), 1.0)).sin() * torch.randint(0, 3, y.shape)
+
+
+class OwnGenerator(Linear):
+    def __init__(self):
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(3)
+
+    def forward(self, x):
+        return (torch.sin(super().forward(x)) + torch.rand(x.shape, generator=self.generator)).sin().sin()
+
+
+class Attention(Linear):
+    """Attention with dropout, whose mask nothing saves."""
+
+    def forward(self, x):
+        y = torch.sin(super().forward(x)).view(1, 4, -1, 8)
+        return x + F.scaled_dot_product_attention(y, y, y.sin(), dropout_p=0.3).reshape(x.shape).sin()
+
+
+@torch.library.custom_op("actoffload_replay_tests::noise", mutates_args=())
+def noise(x: Tensor) -> Tensor:
+    """Return random numbers, which the operator's tags do not say."""
+    return torch.rand_like(x)
+
+
+class ForeignNoise(Linear):
+    def forward(self, x):
+        return (torch.sin(super().forward(x)) + noise(x.detach())).sin().sin()
+
+
+class Factory(Linear):
+    """Memory that a kernel fills that no operator shows."""
+
+    def forward(self, x):
+        y = torch.sin(super().forward(x))
+        for rows in (torch.empty(len(x), WIDTH), torch.zeros(len(x), WIDTH), torch.empty_like(y)):
+            rows.detach().numpy()[:] = np.cos(x.detach().numpy())
+            y = (y + rows).sin() * rows
+        return y
+
+
+class Unseen(Linear):
+    """Writes to the result of an operator."""
+
+    def forward(self, x):
+        y = torch.sin(super().forward(x))
+        y.detach().numpy()[:] *= 1.5
+        z = y + 1.0
+        z.detach().numpy()[::2] += 1.0
+        return (z * 2.0).sin() + y.detach().sin() * z.cos()
+
+
+class InPlace(Linear):
+    def forward(self, x):
+        y = super().forward(x).mul_(1.5)
+        z = torch.sin(y)
+        rows = z + 1.0
+        rows[::2].add_(x[::2].detach())
+        rows.mul_(0.5).relu_()
+        mask = torch.zeros_like(rows)
+        mask[:, 1::2] = 1.0
+        return (z * 2.0).add_(rows).mul_(mask.detach() + 1.0).sin() * z.exp()
+
+
+class Out(Linear):
+    """Outputs that an operator is given."""
+
+    def forward(self, x):
+        y = torch.sin(super().forward(x))
+        with torch.no_grad():
+            scale = torch.empty(len(x), WIDTH)
+            torch.exp(y, out=scale)
+        return (y * scale).sin() * scale
+
+
+class Foreach(Linear):
+    def forward(self, x):
+        y = torch.sin(super().forward(x))
+        scales = [torch.ones(WIDTH), torch.ones(len(x), 1)]
+        torch._foreach_mul_(scales, 1.5)
+        return (y * scales[0] + scales[1]).sin() * torch._foreach_exp([y, x])[0]
+
+
+class Indexed(Linear):
+    """Operators that add in any order on a GPU."""
+
+    def forward(self, x):
+        y, at = torch.sin(super().forward(x)), torch.arange(len(x)).flip(0) // 2
+        one = torch.zeros_like(y).index_add(0, at, y.sin())
+        two = torch.zeros_like(y).scatter_add(0, at[:, None].expand(-1, WIDTH), y.exp())
+        three = torch.zeros_like(y).index_put((at,), y.cos(), accumulate=True)
+        return (one + two).sin() * three.exp() + y.cumsum(0).sin()
+
+
+class NoGrad(Linear):
+    """What runs without gradients may be edited before backward."""
+
+    def forward(self, x):
+        y = torch.sin(super().forward(x))
+        with torch.no_grad():
+            scale = F.linear(y, self.weight).exp()
+            kept = scale * 2.0
+            scale.mul_(0.5)
+        return (y * scale).sin() * kept
+
+
+class WithoutDispatch(Linear):
+    def forward(self, x):
+        y = torch.sin(super().forward(x))
+        scale = torch.from_numpy(np.exp(y.detach().numpy()))
+        return (y * scale).sin() * torch.tensor(y.detach().numpy().tolist()).exp()
+
+
+class Hidden(Linear):
+    """A tensor in an attribute that is no buffer, replaced and edited in each call."""
+
+    def __init__(self):
+        super().__init__()
+        self.mean, self.seen = torch.zeros(WIDTH), {"last": torch.ones(WIDTH)}
+
+    def forward(self, x):
+        y = torch.sin(super().forward(x))
+        self.mean = 0.9 * self.mean + 0.1 * y.detach().mean(0)
+        z = (y - self.mean).sin() * (self.seen["last"] + y)
+        self.seen["last"].mul_(0.9).add_(self.mean)
+        return z.sin() + y * self.seen["last"].clone()
+
+
+KINDS = [Dropout, Noise, OwnGenerator, Attention, ForeignNoise, Factory, Unseen, InPlace, Out, Foreach]
+KINDS += [Indexed, NoGrad, WithoutDispatch, Hidden]
+
+
+@policies
+@fractions
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_would_be_wrong_stays(kind, policy, fraction):
+    check(lambda: Net(kind), policy=policy, fraction=fraction, freed=-1.0)
+
+
+def test_noise_that_autograd_saves_before_it_is_drawn():
+    class Randomized(Linear):
+        def forward(self, x):
+            return F.rrelu(torch.sin(super().forward(x)), training=True).sin()
+
+    check(lambda: Net(Randomized))
+
+
+@pytest.mark.parametrize("kind", [Dropout, Noise, Factory, InPlace, Indexed, NoGrad])
+def test_the_rest_of_the_group_is_replayed(kind):
+    check(lambda: Net(kind))
+
+
+# What the program replaces or edits outside of the group
+
+
+class Scaled(Linear):
+    """Reads tensors of the program, one of which autograd saves."""
+
+    outside: dict[str, Tensor] = {}
+
+    def forward(self, x):
+        y = torch.sin(super().forward(x))
+        return (y * Scaled.outside["scale"]).sin() + (y + Scaled.outside["shift"]).sin().exp()
+
+
+@policies
+@fractions
+@pytest.mark.parametrize("between", [False, True], ids=["each step", "before backward"])
+def test_tensors_of_the_program_that_are_replaced(policy, fraction, between):
+    def use(model):
+        found = []
+        for k in range(5):
+            Scaled.outside = {"scale": batch(k), "shift": batch(k + 1)}
+            loss = model(batch(k)).square().sum()
+            if between:
+                Scaled.outside = {"scale": batch(7), "shift": batch(8)}
+            loss.backward()
+            found += gradients(model)
+        return found
+
+    check(lambda: Net(Scaled), use, policy=policy, fraction=fraction)
+
+
+@policies
+def test_a_tensor_that_the_parent_sets(policy):
+    class Parent(Net):
+        def call(self, block, x):
+            block.shift = x.detach().exp()
+            return block(x)
+
+    class Shifted(Mlp):
+        def forward(self, x):
+            return super().forward((torch.sin(x) + self.shift).sin())
+
+    check(lambda: Parent(Shifted), policy=policy)
+
+
+# Subclasses, scripted and compiled code
+
+
+class Logged(Tensor):
+    """A tensor subclass that does its own thing with each function."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+
+class OfSubclass(Linear):
+    def forward(self, x):
+        y = torch.sin(super().forward(x)).as_subclass(Logged)
+        return torch.cos(y.exp().sin()).as_subclass(Tensor).sin()
+
+
+class Scripted(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.part, self.linear = torch.jit.script(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Sigmoid())), Linear()
+
+    def forward(self, x):
+        return torch.sin(self.linear(torch.sin(self.part(x))))
+
+
+class Nested(Linear):
+    """Nested tensors, whose sizes follow the data."""
+
+    def forward(self, x):
+        y = torch.sin(super().forward(x))
+        ragged = torch.nested.nested_tensor_from_jagged(y, torch.tensor([0, 3, len(x)]))
+        return (ragged.sin() * ragged).values().sin()
+
+
+class Sparse(Linear):
+    def forward(self, x):
+        y = torch.sin(super().forward(x))
+        return torch.sparse.mm((y.detach() * (y.detach() > 0.5)).T.to_sparse(), y).sin() @ y.T[:, :1] + y.mean() * x
+
+
+@policies
+@fractions
+@pytest.mark.parametrize("kind", [OfSubclass, Nested])
+def test_subclasses(kind, policy, fraction):
+    check(lambda: Net(kind), policy=policy, fraction=fraction, freed=-1.0)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")
+@policies
+@fractions
+def test_groups_with_scripted_code_run_again_as_a_whole(policy, fraction):
+    with torch.jit.optimized_execution(False):  # which has other bits after some calls
+        check(lambda: Net(Scripted), policy=policy, fraction=fraction, freed=0.5)
+
+
+@pytest.mark.filterwarnings("ignore")  # Dynamo reads attributes that warn
+@fractions
+@pytest.mark.parametrize("part", [False, True], ids=["whole", "a part"])
+def test_compiled_groups_run_again_as_a_whole(part, fraction):
+    torch._dynamo.reset()
+    runs = []
+
+    class Counted(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = Mlp()
+            if part:
+                self.inner.compile(backend="eager")
+
+        def forward(self, x):
+            runs.append(torch.is_grad_enabled())
+            return torch.sin(self.inner(x))
+
+    torch.manual_seed(0)
+    model = Net(Counted)
+    want = train(model)
+    if not part:
+        for block in model.blocks:
+            block.compile(backend="eager")
+    handle = offload(model, layers="blocks.?", recompute=True, fraction=fraction)
+    equal(train(model), want)
+    clean()
+    handle.remove()
+
+
+def test_what_is_kept_is_freed_with_the_graph():
+    """A call that is proven and one that is settled."""
+    model = Net(Dropout)
+    offload(model, layers="blocks.?", recompute=True, fraction=0.0)
+    gc.collect()
+    gc.disable()
+    try:
+        for k in range(5):
+            y = model(batch(k))
+            before = sum(isinstance(each, Tensor) for each in gc.get_objects())
+            del y
+            after = sum(isinstance(each, Tensor) for each in gc.get_objects())
+            assert after <= before
+    finally:
+        gc.enable()
+    found: Any = train(model)
+    assert found[0].shape == (ROWS, WIDTH)

@@ -1,0 +1,291 @@
+"""Programs of all kinds have the bits of the program without offload, with replay and offloaded besides."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from recomputing import WIDTH, Mlp, Net, batch, check, fractions, gradients, policies
+from torch import Tensor, nn
+
+
+class Block(nn.Module):
+    """A pre-norm transformer block on one sequence."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.norm, self.qkv, self.out = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.rms, self.up, self.down = nn.RMSNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, 4, -1)).permute(1, 2, 0, 3).unsqueeze(1)
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v)[0].transpose(0, 1).flatten(1))
+        gate, up = self.up(self.rms(x)).chunk(2, -1)
+        return x + self.down(self.dropout(F.silu(gate) * up))
+
+
+def dropping() -> Block:
+    return Block(0.1)
+
+
+@policies
+@fractions
+@pytest.mark.parametrize("block", [Mlp, Block, dropping])
+def test_steps(block, policy, fraction):
+    check(lambda: Net(block), policy=policy, fraction=fraction, freed=0.45 if policy is True else 0.2)
+
+
+@policies
+@fractions
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1)], ids=["in order", "out of order"])
+def test_several_passes_in_flight(policy, fraction, order):
+    def use(model):
+        found = []
+        for _ in range(3):
+            losses = [model(batch(k)).square().sum() for k in range(3)]
+            for k in order:
+                losses[k].backward()
+                losses[k] = None
+            found += gradients(model)
+        return found
+
+    check(lambda: Net(dropping), use, policy=policy, fraction=fraction)
+
+
+@policies
+@fractions
+def test_accumulated_gradients(policy, fraction):
+    def use(model):
+        for k in range(6):
+            model(batch(k)).square().sum().backward()
+        return gradients(model)
+
+    check(lambda: Net(dropping), use, policy=policy, fraction=fraction)
+
+
+@policies
+@fractions
+def test_a_retained_graph(policy, fraction):
+    def use(model):
+        found = []
+        for k in range(4):
+            loss = model(batch(k)).square().sum()
+            for retain in (True, True, False):
+                loss.backward(retain_graph=retain)
+                found += gradients(model)
+        return found
+
+    check(lambda: Net(dropping), use, policy=policy, fraction=fraction)
+
+
+@policies
+@fractions
+def test_gradients_of_gradients(policy, fraction):
+    def use(model):
+        found = []
+        for k in range(4):
+            x = batch(k).requires_grad_()
+            (first,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+            first.square().sum().backward()
+            found += [*gradients(model), x.grad]
+        return found
+
+    check(Net, use, policy=policy, fraction=fraction)
+
+
+@policies
+@fractions
+def test_gradients_of_a_part_of_the_inputs(policy, fraction):
+    def use(model):
+        found = []
+        for k in range(4):
+            x = batch(k).requires_grad_()
+            loss = model(x).square().sum()
+            block = model.blocks[1]
+            for part in ([x], [block.up.weight], [block.down.weight, model.inp.weight], list(model.parameters())):
+                found += torch.autograd.grad(loss, part, retain_graph=True)
+            del loss
+        return found
+
+    check(lambda: Net(dropping), use, policy=policy, fraction=fraction)
+
+
+@policies
+@fractions
+def test_input_gradients_first_and_weight_gradients_later(policy, fraction):
+    backward = pytest.importorskip("torch.distributed.pipelining._backward")
+
+    def use(model):
+        found = []
+        for k in range(4):
+            x = batch(k).requires_grad_()
+            loss = [model(x).square().sum()]
+            weights = list(model.parameters())
+            inputs, groups = backward.stage_backward_input(loss, None, [x], iter(weights))
+            backward.stage_backward_weight(iter(weights), groups)
+            found += [*(each for each in inputs if each is not None), *gradients(model)]
+            del loss, groups
+        return found
+
+    check(Net, use, policy=policy, fraction=fraction)
+
+
+@policies
+@fractions
+def test_a_gradient_inside_of_a_group(policy, fraction):
+    class Energy(Mlp):
+        def forward(self, x):
+            energy = torch.tanh(self.up(x)).square().sum()
+            (force,) = torch.autograd.grad(energy, self.up.weight, create_graph=True)
+            return x + torch.tanh(x @ force.mT @ self.up.weight)
+
+    check(lambda: Net(Energy), policy=policy, fraction=fraction)
+
+
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
+@policies
+@fractions
+@pytest.mark.parametrize("cache", [False, True], ids=["no cache", "cache"])
+@pytest.mark.parametrize("inside", [False, True], ids=["backward outside", "backward inside"])
+def test_autocast(policy, fraction, cache, inside):
+    class Twice(Net):
+        """Calls each block twice, so that the second call finds the cast weights of the first one."""
+
+        def call(self, block, x):
+            return block(block(x))
+
+    def use(model):
+        found = []
+        for k in range(4):
+            with torch.autocast("cpu", torch.bfloat16, cache_enabled=cache):
+                loss = model(batch(k)).float().square().sum()
+                if inside:
+                    loss.backward()
+            if not inside:
+                loss.backward()
+            found += gradients(model)
+        return found
+
+    check(lambda: Twice(dropping), use, policy=policy, fraction=fraction)
+
+
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
+@policies
+def test_autocast_that_is_switched_between_steps(policy):
+    def use(model):
+        found = []
+        for k in range(9):
+            with torch.autocast("cpu", torch.bfloat16, enabled=k % 3 > 0):
+                loss = model(batch(k)).float().square().sum()
+            loss.backward()
+            found += gradients(model)
+        return found
+
+    check(lambda: Net(dropping), use, policy=policy)
+
+
+@policies
+def test_autocast_inside_of_a_group(policy):
+    class Cast(Mlp):
+        def forward(self, x):
+            with torch.autocast("cpu", torch.bfloat16):
+                y = super().forward(x)
+            with torch.autocast("cpu", enabled=False):
+                return y.float() + super().forward(x)
+
+    check(lambda: Net(Cast), policy=policy)
+
+
+@policies
+@fractions
+def test_a_layer_that_is_called_several_times(policy, fraction):
+    class Shared(Net):
+        def __init__(self):
+            super().__init__(dropping)
+            self.blocks = nn.ModuleList([self.blocks[0], self.blocks[1]] * 2)
+
+    check(Shared, policy=policy, fraction=fraction)
+
+
+class Containers(nn.Module):
+    """Takes and returns nested containers, and changes the lists that it is given."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = Mlp(), Mlp()
+
+    def forward(self, x, skips, *, more, scale=1.0):
+        y = self.one(x) + skips.pop() * scale
+        z = self.two(torch.tanh(y * more["inner"][0]))
+        more["seen"].append(z)
+        return {"x": z, "none": None, "text": "a", "sizes": [y.shape[0], (y.sum(),)]}
+
+
+@policies
+@fractions
+def test_containers_keywords_and_outputs_that_are_no_tensors(policy, fraction):
+    class Model(Net):
+        def forward(self, x):
+            x, total = self.inp(x), 0.0
+            more = {"inner": (x.sin(),), "seen": []}
+            skips = [x.cos() * k for k in range(len(self.blocks))]
+            for block in self.blocks:
+                out = block(x, skips, more=more, scale=0.5)
+                assert (out["none"], out["text"]) == (None, "a")
+                x, total = out["x"], total + out["sizes"][1][0] * out["sizes"][0]
+            assert not skips
+            assert len(more["seen"]) == len(self.blocks)
+            return self.head(x) + total * 1e-3 + more["seen"][2]
+
+    check(lambda: Model(Containers), policy=policy, fraction=fraction)
+
+
+@policies
+def test_evaluation_and_no_grad(policy):
+    def use(model):
+        found = []
+        for k in range(4):
+            with torch.no_grad():
+                found.append(model(batch(k)))
+            with torch.inference_mode():
+                found.append(model(batch(k)).clone())
+            model.train(k % 2 == 0)
+            model(batch(k)).square().sum().backward()
+            found += gradients(model)
+        return [each.clone() for each in found]
+
+    check(lambda: Net(dropping), use, policy=policy)
+
+
+@policies
+@fractions
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing_of_the_program_inside_of_a_group(policy, fraction, reentrant):
+    class Checkpointing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.two = dropping(), Mlp()
+
+        def forward(self, x):
+            x = torch.utils.checkpoint.checkpoint(self.one, x, use_reentrant=reentrant)
+            return torch.tanh(self.two(torch.tanh(x)))
+
+    check(lambda: Net(Checkpointing), policy=policy, fraction=fraction)
+
+
+def test_optimizers_that_step_in_backward():
+    def use(model):
+        for parameter in model.parameters():
+            optimizer = torch.optim.AdamW([parameter], lr=1e-2)
+
+            def step(parameter, optimizer=optimizer):
+                optimizer.step()
+                optimizer.zero_grad()
+
+            parameter.register_post_accumulate_grad_hook(step)
+        for k in range(5):
+            model(batch(k)).square().sum().backward()
+        return [parameter.detach().clone() for parameter in model.parameters()]
+
+    check(lambda: Net(dropping), use)

@@ -1,0 +1,198 @@
+"""Saved tensors come back as the views that they were, of values that are made once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from recomputing import ROWS, WIDTH, Mlp, Net, check, fractions, policies
+from torch import Tensor, nn
+
+
+class Saved(torch.autograd.Function):
+    """Saves its input, and shows in backward how it came back."""
+
+    seen: list[tuple[object, ...]] = []
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        Saved.seen.append((x.size(), x.stride(), x.dtype, x.is_conj(), x.is_neg()))
+        return gradient * (x.real if x.is_complex() else x).to(gradient.dtype)
+
+
+class Chunks(nn.Linear):
+    """Several saved views of one storage."""
+
+    def __init__(self):
+        super().__init__(WIDTH, 3 * WIDTH)
+
+    def forward(self, x):
+        q, k, v = torch.tanh(super().forward(x)).chunk(3, -1)
+        return x + q.sin() * k.cos() + Saved.apply(v) * v.exp()
+
+
+class Strides(nn.Linear):
+    def __init__(self):
+        super().__init__(WIDTH, WIDTH)
+
+    def forward(self, x):
+        y = torch.tanh(super().forward(x))
+        tall, part = y.mT, y[2:10:2, 1::3]
+        return y + (Saved.apply(tall).mT.sin() + Saved.apply(part).sin().sum()) * Saved.apply(y.unfold(1, 8, 4)).sum()
+
+
+class Expanded(nn.Linear):
+    def __init__(self):
+        super().__init__(WIDTH, WIDTH)
+
+    def forward(self, x):
+        row = torch.tanh(super().forward(x).mean(0, keepdim=True)).expand(len(x), -1)
+        return x + Saved.apply(row).sin() * row.cos() * row[3:4].expand(len(x), -1)
+
+
+class ChannelsLast(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Conv2d(4, 8, 3, padding=1), nn.Conv2d(8, 4, 3, padding=1)
+
+    def forward(self, x):
+        image = x.view(4, 4, ROWS // 4, -1).to(memory_format=torch.channels_last)
+        y = F.silu(self.two(torch.tanh(Saved.apply(self.one(image)))))
+        return x + y.contiguous().view_as(x)
+
+
+class OtherTypes(nn.Linear):
+    """A value whose bits are read as numbers of another type."""
+
+    def __init__(self):
+        super().__init__(WIDTH, WIDTH)
+
+    def forward(self, x):
+        y = torch.tanh(super().forward(x))
+        bits = (y.detach() * 1.0).view(torch.int32)
+        kept = Saved.apply((bits & -65536).view(torch.float32) * 1.0 * y)
+        return kept + (bits & 255).view(torch.uint8)[:, ::4] * y
+
+
+class Complex(nn.Linear):
+    """Conjugate and negative bits, and parts of complex numbers."""
+
+    def __init__(self):
+        super().__init__(WIDTH, WIDTH)
+
+    def forward(self, x):
+        y = torch.complex(torch.tanh(super().forward(x)), x.sin())
+        conjugate = y.conj()
+        negative = conjugate.imag
+        assert conjugate.is_conj()
+        assert negative.is_neg()
+        return (conjugate * y * y.conj()).real + Saved.apply(negative).cos() + Saved.apply(conjugate).abs() * negative
+
+
+class Inputs(nn.Linear):
+    """A view of the input, a reshaped one and the same storage twice."""
+
+    def __init__(self):
+        super().__init__(WIDTH, WIDTH)
+
+    def forward(self, x):
+        one, two = x.chunk(2, -1)
+        return super().forward(torch.cat([one.sin() * two, torch.tanh(two) * one], -1)) + Saved.apply(x[1:2]).exp()
+
+
+class Empty(nn.Linear):
+    def __init__(self):
+        super().__init__(WIDTH, WIDTH)
+
+    def forward(self, x):
+        y = torch.sin(super().forward(x)) * 2.0
+        nothing = y[:0].sin() * y[:0]
+        return torch.cat([y.sin(), nothing]) + Saved.apply(y[:, :0].exp()).sum()
+
+
+class Several(nn.Linear):
+    """Operators with several outputs, of which some are saved."""
+
+    def __init__(self):
+        super().__init__(WIDTH, WIDTH)
+
+    def forward(self, x):
+        y = torch.tanh(super().forward(x))
+        top, at = y.topk(4, -1)
+        high, low = torch.aminmax(y, dim=-1, keepdim=True)
+        q, r = torch.linalg.qr(y @ y.mT + 20 * torch.eye(len(y)))
+        return y * top.sum() + y.gather(-1, at).exp().sum() + high * low + (q @ r.exp()).sum() * 1e-9
+
+
+class Scalars(nn.Linear):
+    def __init__(self):
+        super().__init__(WIDTH, WIDTH)
+
+    def forward(self, x):
+        y = torch.tanh(super().forward(x))
+        scale = y.square().mean().sqrt() + 1.0
+        return y / scale * torch.exp(y - y.amax()) + scale * y.std(-1, keepdim=True)
+
+
+KINDS = [Chunks, Strides, Expanded, ChannelsLast, OtherTypes, Complex, Inputs, Empty, Several, Scalars]
+
+
+@policies
+@fractions
+@pytest.mark.parametrize("kind", KINDS)
+def test_values_and_views(kind, policy, fraction):
+    check(lambda: Net(kind), policy=policy, fraction=fraction)
+
+
+@pytest.mark.parametrize("kind", [Chunks, Strides, Expanded, ChannelsLast, Complex, Inputs, Empty])
+def test_saved_tensors_have_the_layout_of_the_forward(kind):
+    def use(model: nn.Module) -> list[Tensor]:
+        Saved.seen.clear()
+        for k in range(4):
+            model(torch.ones(ROWS, WIDTH) * k).sum().backward()
+        layouts.append(list(Saved.seen))
+        return [parameter.grad for parameter in model.parameters()]
+
+    layouts: list[list[tuple[object, ...]]] = []
+    check(lambda: Net(kind), use)
+    assert layouts[0] == layouts[1] != []
+
+
+@policies
+@fractions
+def test_small_values_stay(policy, fraction):
+    """Statistics of norms are smaller than `min_bytes`."""
+
+    class Normed(Mlp):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.LayerNorm(WIDTH)
+
+        def forward(self, x):
+            return super().forward(self.norm(x))
+
+    check(lambda: Net(Normed), policy=policy, fraction=fraction, min_bytes=ROWS * 4 + 1)
+
+
+def test_nothing_is_dropped_that_is_smaller_than_min_bytes():
+    check(Net, min_bytes=1 << 20, freed=0.0)
+
+
+@policies
+@fractions
+def test_inputs_that_do_not_require_gradients(policy, fraction):
+    class Masked(Mlp):
+        def forward(self, x, mask, bias):
+            return super().forward(x * mask) * torch.exp(bias) + (mask * 0.5).exp() * x
+
+    class Model(Net):
+        def call(self, block, x):
+            return block(x, (x.detach() > 0).float(), x.detach().mean(0))
+
+    check(lambda: Model(Masked), policy=policy, fraction=fraction)
