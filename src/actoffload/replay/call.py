@@ -184,6 +184,7 @@ class Call:
                     saved = slot
         slots.append(slot)
         if number in program.drops_at and not self._proves:
+            self._note_versions()  # [guard: calls that differ, or read again, when a part of them is dropped]
             self._drop(program.drops_at[number])
         return saved
 
