@@ -164,6 +164,10 @@ class Call:
         slot: Slot | None = None
         saved: Any
         if value in program.dropped:
+            # [guard: saved tensors that lie elsewhere on their storage]
+            if tensor.storage_offset() * tensor.itemsize != view.offset:
+                self.agrees = False
+                return self._pack(tensor)
             if program.pending[value] > 1:
                 place = address(tensor.untyped_storage())
                 if self._first.setdefault(value, place) != place:  # [guard: saved tensors that share a storage no more]
