@@ -57,6 +57,9 @@ __all__ = [
     "remove_tracers",
 ]
 
+_HOST_READS = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default}
+_COPY = torch.ops.aten._to_copy.default
+
 UNKNOWN = -1
 STRIDED = torch.strided
 _PLAIN = frozenset((Tensor, Parameter))
@@ -122,7 +125,7 @@ class Trace:
     values: list[Value]
     entries: list[Entry]
     returned: frozenset[int]  # values that the module returns
-    steady: bool  # the call drew no random numbers of Python or NumPy, so another one may do the same
+    steady: bool  # the host read no values and drew no random numbers, so another call may do the same
 
 
 class FunctionCall:
@@ -210,6 +213,7 @@ class Tracer(_Base):  # type: ignore[misc]
                 if address(memory) not in self._ids:
                     self._add(memory, Value(memory.nbytes(), source=place, view=View.of(tensor)))
         self._random = _states_of_python()
+        self._host_reads = False
 
     # Begin and end
 
@@ -235,7 +239,8 @@ class Tracer(_Base):  # type: ignore[misc]
         returned = frozenset(
             self._ids.get(address(each.untyped_storage()), UNKNOWN) for each in outputs if _has_memory(each)
         )
-        return Trace(self.nodes, self.values, self.entries, returned, _states_of_python() == self._random)
+        steady = not self._host_reads and _states_of_python() == self._random
+        return Trace(self.nodes, self.values, self.entries, returned, steady)
 
     def __del__(self) -> None:
         for weak in self._weak:
@@ -319,6 +324,8 @@ class Tracer(_Base):  # type: ignore[misc]
         outputs = operator(*args, **kwargs)
         if rules.mutable:
             self._write(operator, args, kwargs)
+        if operator in _HOST_READS or (operator is _COPY and outputs.is_cpu and not args[0].is_cpu):
+            self._host_reads = True  # [guard: calls that follow what the host reads]
         self._policy.see(operator, name, args, kwargs, outputs)
         replayable = (
             rules.replayable
