@@ -358,6 +358,9 @@ class Tracer(_Base):  # type: ignore[misc]
                     function = self._function
                     if function is not None and self._ids.get(address(memory), function.first) < function.first:
                         function.pure = False
+                    overwritten = self._ids.get(address(memory))
+                    if overwritten is not None:
+                        self.values[overwritten].source = None  # [guard: inputs and weights that are overwritten]
                     # [guard: values that are written in place]
                     self._add(memory, Value(memory.nbytes()))
 
