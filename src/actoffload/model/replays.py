@@ -58,14 +58,20 @@ class _Attributes:
         self._objects: list[tuple[Mapping[str, Any], str]] = [
             (each, name) for each in self._dicts for name in each if _is_function(name, each[name])
         ]
-        self._objects += [(table, name) for inner in self.modules for table in registered(inner) for name in table]
+        tables = [table for inner in self.modules for table in registered(inner)]
+        self._objects += [(table, name) for table in tables for name in table]
+        self._tables = [*self._dicts, *tables]
+        self._hooks = [hooks for inner in self.modules for hooks in (inner._forward_pre_hooks, inner._forward_hooks)]
+        self._weights = list(module.parameters())
         self.now = self._look()
 
-    def _look(self) -> tuple[list[Any], list[int], list[int]]:
+    def _look(self) -> tuple[list[Any], ...]:
         return (
             [each.get(name) for each, name in self._plain],
             [id(each.get(name)) for each, name in self._objects],
-            list(map(len, self._dicts)),
+            list(map(len, self._tables)),
+            list(map(tuple, self._hooks)),
+            [weight.requires_grad for weight in self._weights],
         )
 
     @property
@@ -286,7 +292,8 @@ def _described(given: Any, tensors: list[torch.Tensor]) -> Any:
     if isinstance(given, torch.Tensor):
         tensors.append(given)
         if given.layout is torch.strided and not given.is_nested:
-            return kind, given.size(), given.stride(), given.dtype, given.requires_grad
+            bits = given.is_conj(), given.is_neg()
+            return kind, given.size(), given.stride(), given.dtype, given.requires_grad, bits
         return kind, given.layout, given.dtype, given.requires_grad
     if kind in _PLAIN:
         return kind, (given.start, given.stop, given.step) if kind is slice else given
@@ -299,11 +306,16 @@ def _described(given: Any, tensors: list[torch.Tensor]) -> Any:
     return kind
 
 
-def _sharing(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
-    """Return for each tensor which one is the first on its storage."""
-    first: dict[int, int] = {}
+def _sharing(tensors: Sequence[torch.Tensor]) -> tuple[tuple[int, int], ...]:
+    """Return for each tensor which one is the first on its storage, and how far behind that it lies in bytes."""
+    first: dict[int, tuple[int, int]] = {}
     found = []
     for number, tensor in enumerate(tensors):
         plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.is_nested
-        found.append(first.setdefault(address(tensor.untyped_storage()), number) if plain else -1)
+        if not plain:
+            found.append((-1, 0))
+            continue
+        offset = tensor.storage_offset() * tensor.itemsize
+        before, start = first.setdefault(address(tensor.untyped_storage()), (number, offset))
+        found.append((before, offset - start))
     return tuple(found)
