@@ -164,6 +164,7 @@ class Replays:
 
         Of a group with compiled code, which is one operator, a wrapper is returned that runs it again as a whole.
         """
+        self.alarm.look()
         group, module = followed.group, followed.module
         policy = conduct.recompute[group]
         self._refused.pop(group, None)

@@ -149,9 +149,8 @@ class Tracker:
                 return
             if not alone and (lost := lost_modules(self._modules)):
                 self.warn_once(lost)
+            self.replays.forward_begins()
             self._begin_forward(conduct, alone=alone)
-            if not alone:
-                self.replays.forward_begins()
             if of.role is ROOT and thread.current is not None:
                 thread.current.take_inputs(tensors_in((args, kwargs)))
         call = Call(of)

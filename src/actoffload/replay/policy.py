@@ -16,6 +16,7 @@ __all__ = [
     "Given",
     "Policy",
     "Rules",
+    "communicates",
     "draws_random_numbers",
     "everything",
     "names_of",
@@ -49,12 +50,13 @@ Given: TypeAlias = Callable[..., Any] | Collection[Any]
 
 
 class Policy:
-    """Which operators are not run again, so that what they save stays.
+    """Which saved values stay, and which operators are not run again.
 
     Parameters
     ----------
     names : collection of str
-        Calls of operators, such as ``aten.mm.default#2`` for the third call of a matrix product.
+        Calls of operators, such as ``aten.mm.default#2`` for the third call of a matrix product.  What autograd saves
+        of their results stays; where other values need a result that is not saved, they run again.
     operators : collection
         Operators of which no call is run again.
     given : callable, optional
@@ -69,7 +71,7 @@ class Policy:
 
     def keeps(self, operator: Any, name: str) -> bool:
         """Return whether a call of an operator is not run again."""
-        found = operator in self.operators or name in self.names or name in self.kept
+        found = operator in self.operators or name in self.kept
         if found:
             self.kept[name] = None
         return found
@@ -152,7 +154,7 @@ def _saving(names: tuple[str, ...]) -> Policy:
 
 
 def saving(names: Iterable[str]) -> Policy:
-    """Return the policy that keeps the operators with some names; the same one for the same names."""
+    """Return the policy by which results of the operators with some names stay; the same one for the same names."""
     return _saving(tuple(names))
 
 
@@ -180,6 +182,11 @@ _PYTORCH = ("aten", "prim", "prims", "torch_attn")
 """Namespaces of operators whose tags say whether they draw random numbers."""
 
 
+def communicates(operator: Any) -> bool:
+    """Return whether an operator is a collective, or part of one."""
+    return getattr(operator, "namespace", "") in _COLLECTIVES
+
+
 class Rules(NamedTuple):
     """What the schema of an operator says about running it again."""
 
@@ -205,7 +212,7 @@ def rules_of(operator: Any) -> Rules:
     replayable = (
         tensors
         and not schema.is_mutable
-        and operator.namespace not in _COLLECTIVES  # [guard: collectives are not repeated]
+        and not communicates(operator)  # [guard: collectives are not repeated]
         and not name.startswith(_FACTORIES)  # [guard: factories, which an unseen kernel may fill]
         and not name.startswith(_NONDETERMINISTIC)  # [guard: operators with atomic additions]
     )

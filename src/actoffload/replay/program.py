@@ -137,7 +137,6 @@ class Program:
     near_of: dict[int, tuple[tuple[int, int], ...]] = field(default_factory=dict)  # by dropped value: keys of `near`
     drops_at: dict[int, tuple[int, ...]] = field(default_factory=dict)  # by entry: those dropped behind it
     ends: tuple[int, ...] = ()  # dropped values of which samples are compared
-    casts: frozenset[tuple[int, str]] = frozenset()  # weights of which nothing but casts is read, each cast once
 
     def __post_init__(self) -> None:
         trace = self.trace
@@ -179,7 +178,8 @@ class Program:
             if number in sources:
                 continue
             made = value.maker != UNKNOWN and number not in self.banned
-            if made and (value.maker in runs or self._may_run(trace.nodes[value.maker], stands)):
+            stays = made and number in saved and trace.nodes[value.maker].name in self.policy.names
+            if made and not stays and (value.maker in runs or self._may_run(trace.nodes[value.maker], stands)):
                 runs.add(value.maker)
                 assert value.view is not None
                 large = value.nbytes >= self.min_bytes or number not in saved

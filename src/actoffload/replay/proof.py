@@ -19,9 +19,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from .._torch.autograd import NO_BACKWARD, after_backward, backward_id
 from .._torch.tensors import is_capturing, no_torch_dispatch
 from ..device.base import Backend, StreamEvent, current_stream
-from .policy import rules_of
 from .program import Program, Step, copy_of, on_value
 from .trace import FunctionCall, Value, default_generators
 
@@ -39,7 +39,7 @@ class below_everything:  # noqa: N801 - a context, as PyTorch writes them
     """Call operators below autograd, autocast, dispatch modes and tensor subclasses."""
 
     def __enter__(self) -> None:
-        self._guards = _below_autograd(), _no_autocast(), no_torch_dispatch(), torch.no_grad()
+        self._guards = _below_autograd(), _no_autocast(), no_torch_dispatch()
         for guard in self._guards:
             guard.__enter__()
 
@@ -166,7 +166,7 @@ def _run_all(
         step = program.steps[number]
         if missing.intersection(step.reads):
             ran = False
-        elif pure or not _may_have_effects(step):
+        elif pure or not isinstance(step.call, FunctionCall):
             begun = None if backend is None else backend.record_timed(current_stream(backend))
             program.run(step, values, source)
             if times is not None and backend is not None:
@@ -184,10 +184,6 @@ def _run_all(
                 missing.add(value)
             elif uses.get(value):
                 values[value] = found
-
-
-def _may_have_effects(step: Step) -> bool:
-    return isinstance(step.call, FunctionCall) or rules_of(step.call).foreign
 
 
 def _run_on_copies(program: Program, step: Step, values: dict[int, Tensor], source: Callable[[int], Tensor]) -> bool:
@@ -245,7 +241,6 @@ class Sample:
     where: _Where
     whole: bool
     bits: Tensor
-    compared: bool = False
 
     @staticmethod
     def take(number: int, value: Value, saved: Tensor, *, whole: bool) -> Sample | None:
@@ -276,13 +271,16 @@ class Alarm:
         self._flags: Tensor | None = None
         self._names: list[str] = [""] * ROWS
         self._next = self._since = 0
+        self._backward = NO_BACKWARD  # the latest one in which something was compared
         self._reading: tuple[Tensor, StreamEvent, Tensor, list[str]] | None = None
         self.samples = 0  # that were compared
 
     def compare(self, sample: Sample, tensor: Tensor, name: str) -> None:
         """Compare a value that was made again with its sample."""
-        sample.compared = True
         self.samples += 1
+        if backward_id() not in (NO_BACKWARD, self._backward):
+            self._backward = backward_id()
+            after_backward(self._read)
         if self._flags is None or self._flags.device != tensor.device:
             self._flags = torch.zeros(ROWS, ELEMENTS, dtype=torch.bool, device=tensor.device)
         row, self._next = self._next, (self._next + 1) % ROWS
@@ -293,7 +291,7 @@ class Alarm:
             torch.ne(found, sample.bits, out=self._flags[row, : sample.bits.numel()])
 
     def look(self) -> None:
-        """Raise an error if a comparison has failed whose result is there; begin to read those since the last look.
+        """Raise an error if a comparison has failed whose result is there.
 
         Raises
         ------
@@ -313,6 +311,11 @@ class Alarm:
                     "kernel that writes to memory unseen. The last gradients are wrong. Pass recompute=False, or "
                     "keep=[...] with the name of the module."
                 )
+        if self._since and reading is None:
+            self._read()
+
+    def _read(self) -> None:
+        """Begin to read the results since the last time, unless some are still to come."""
         if self._since and self._reading is None and not is_capturing() and self._flags is not None:
             with below_everything():
                 flags = self._flags.clone()
@@ -326,5 +329,3 @@ class Alarm:
             event = self._backend.record(current_stream(self._backend))
             self._reading = host, event, flags, list(self._names)
             self._since = 0
-            if host is result:
-                self.look()

@@ -41,7 +41,7 @@ from .._torch.tensors import (
 )
 from ..engine.layout import View
 from ..engine.subclasses import plain_parts
-from .policy import Policy, draws_random_numbers, rules_of, written_arguments
+from .policy import Policy, communicates, draws_random_numbers, rules_of, written_arguments
 
 __all__ = [
     "Entry",
@@ -61,6 +61,8 @@ _HOST_READS = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.
 _COPY = torch.ops.aten._to_copy.default
 
 UNKNOWN = -1
+GENERATED = "GeneratedBackwardFor_"
+"""Beginning of the names of the functions that `torch.library.register_autograd` makes; they call their operator."""
 STRIDED = torch.strided
 _PLAIN = frozenset((Tensor, Parameter))
 _CONSTANTS = frozenset(
@@ -200,6 +202,7 @@ class Tracer(_Base):  # type: ignore[misc]
         self._weights: dict[int, tuple[Weight, View]] | None = None
         self._counts: dict[Any, int] = {}
         self._function: _Running | None = None  # that runs now
+        self._generated = False  # a function that PyTorch made for an operator runs
         self._calls: list[Module] = []  # of modules inside, in progress
         self._thread = threading.get_ident()
         self.segment = 0
@@ -310,7 +313,8 @@ class Tracer(_Base):  # type: ignore[misc]
         function = self._function
         if function is not None:
             outputs = operator(*args, **kwargs)
-            function.pure &= not draws_random_numbers(rules, args, kwargs)
+            # [guard: functions that communicate]
+            function.pure &= not (draws_random_numbers(rules, args, kwargs) or communicates(operator))
             if rules.mutable:
                 self._write(operator, args, kwargs)
             return outputs
@@ -330,7 +334,8 @@ class Tracer(_Base):  # type: ignore[misc]
         replayable = (
             rules.replayable
             and UNKNOWN not in reads
-            and torch.is_grad_enabled()  # [guard: what runs under no_grad may be edited before backward]
+            # [guard: what runs under no_grad may be edited before backward]
+            and (self._generated or torch.is_grad_enabled())
             and self._stream() == self._at
             and not draws_random_numbers(rules, args, kwargs)  # [guard: random numbers are not drawn again]
             and before == (_generators() if before is not None else None)
@@ -397,6 +402,12 @@ class Tracer(_Base):  # type: ignore[misc]
         """Call a `torch.autograd.Function`, which is one operator; see [Note: functions]."""
         if self._function is not None or not torch.is_grad_enabled():
             return apply(function, *args, **kwargs)
+        if function.__name__.startswith(GENERATED):
+            self._generated = True
+            try:
+                return apply(function, *args, **kwargs)
+            finally:
+                self._generated = False
         call = FunctionCall(function, tuple(isinstance(each, Tensor) and each.requires_grad for each in args))
         number = self._counts.get(function, 0)
         self._counts[function] = number + 1
@@ -426,7 +437,9 @@ class Tracer(_Base):  # type: ignore[misc]
             else:
                 replayable &= not isinstance(output, Tensor)
         made += [(len(flat) + place, value) for place, value in enumerate(running.saved) if value >= running.first]
-        made = [(place, value) for place, value in made if self.values[value].source is None]
+        # What it returns and saves as well is made once.
+        once = {value: place for place, value in reversed(made) if self.values[value].source is None}
+        made = [(place, value) for value, place in once.items()]
         if replayable and made:
             for _, value in made:
                 self.values[value].maker = len(self.nodes)
