@@ -302,7 +302,9 @@ class Alarm:
         if reading is not None and self._backend.passed(reading[1]):
             self._reading = None
             host, _, flags, names = reading
-            if bool(host.item()):  # [guard: samples that differ]
+            with below_everything():
+                differ = bool(host)
+            if differ:  # [guard: samples that differ]
                 rows = flags.any(dim=1).nonzero().flatten().tolist()
                 where = names[rows[0]]
                 raise RuntimeError(
