@@ -109,7 +109,7 @@ def check(
     torch.manual_seed(0)
     model = make()
     torch.manual_seed(1)
-    want = use(model)
+    want = [tensor.detach().clone() for tensor in use(model)]
     without = bytes_after_forward(model)
     torch.manual_seed(0)
     model = make()
@@ -119,16 +119,16 @@ def check(
     try:
         torch.manual_seed(1)
         got = use(model)
-        equal(list(got), list(want))
+        equal(list(got), want)
         nothing_held(handle)
         clean()
         if fraction == 0.0:
             for _ in range(4):  # a program that changed the model in the meantime is traced and proven again
                 left = bytes_after_forward(model)
             if freed == 0.0:
-                assert left == without, "something is replayed"
+                assert left >= without, f"something is replayed: {left} of {without} bytes"
             else:
-                assert left < without * (1.0 - (freed or 0.0)), "nothing is replayed"
+                assert left < without * (1.0 - (freed or 0.0)), f"nothing is replayed: {left} of {without} bytes"
     finally:
         gc.enable()
     return handle

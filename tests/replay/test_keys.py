@@ -1,0 +1,459 @@
+"""Calls that do something else have another program, or are traced each time: right bits, and no error."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from recomputing import WIDTH, Mlp, Net, batch, check, fractions, gradients, policies, train
+from torch import Tensor, nn
+
+MANY = 12
+
+
+def each_step(change: Any, steps: int = MANY) -> Any:
+    """Return a use of a model in which something is changed before each step."""
+
+    def use(model: nn.Module) -> list[Tensor]:
+        found = []
+        for k in range(steps):
+            change(model, k)
+            torch.manual_seed(k)
+            random.seed(k)
+            np.random.seed(k)
+            y = model(batch(k))
+            y.square().sum().backward()
+            found += [y.detach().clone(), *gradients(model)]
+            del y
+        return found
+
+    return use
+
+
+class Linear(nn.Linear):
+    """Has attributes that its forward reads."""
+
+    scale: Any = 1.0
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.scale, self.calls, self.mode, self.other = 1.0, 0, "sin", nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        y = torch.sin(super().forward(x)) * self.scale
+        return (y.sin() if self.mode == "sin" else y.cos()).exp() + self.other(y.sin()).exp().sin()
+
+
+# Sizes and arguments
+
+
+@policies
+@fractions
+def test_sizes(policy, fraction):
+    def use(model):
+        found = []
+        for k, rows in enumerate([16, 8, 16, 8, 3, 16, 8, 4, 5, 6, 7, 9, 10, 11, 16, 8]):
+            model(batch(k, rows)).square().sum().backward()
+            found += gradients(model)
+        return found
+
+    check(lambda: Net(Linear), use, policy=policy, fraction=fraction)
+
+
+@policies
+def test_strides_types_and_gradients_of_inputs(policy):
+    class Model(Net):
+        def forward(self, x):
+            for block in self.blocks:
+                x = block(x)
+            return self.head(x)
+
+    def use(model):
+        found = []
+        for k in range(MANY):
+            x = batch(k)
+            x = x.mT.contiguous().mT if k % 2 else x
+            x = x.requires_grad_(k % 3 == 0)
+            model(x).square().sum().backward()
+            found += gradients(model)
+            found += [x.grad] if x.grad is not None else []
+        return found
+
+    check(lambda: Model(Linear), use, policy=policy)
+
+
+@dataclass
+class Options:
+    scale: float
+    mask: Tensor
+
+
+@policies
+@fractions
+def test_flags_numbers_and_tensors_in_arguments(policy, fraction):
+    class Arguments(Mlp):
+        def forward(self, x, options, *, flip, names, more):
+            y = torch.sin(super().forward(x)) * options.scale
+            y = y.flip(0) if flip else y
+            y = (y * options.mask).sin() if "mask" in names else y.sin()
+            return y + (y * more["factor"]).exp().sin() * more["where"][0]
+
+    class Model(Net):
+        step = 0
+
+        def call(self, block, x):
+            k = self.step
+            more = {"factor": 1.0 + k % 3, "where": (x.detach(),)}
+            names = ["mask"] if k % 4 else []
+            return block(x, Options(0.5 + k % 2, x.detach().exp()), flip=k % 5 == 0, names=names, more=more)
+
+    def change(model, k):
+        model.step = k
+
+    check(lambda: Model(Arguments), each_step(change), policy=policy, fraction=fraction)
+
+
+@policies
+def test_views_of_one_input_at_other_places(policy):
+    class Two(Mlp):
+        def forward(self, x, part):
+            return super().forward(x) + (part.sin() * 2.0).sin().exp().sum()
+
+    class Model(Net):
+        step = 0
+
+        def call(self, block, x):
+            return block(x, x[self.step % 5 : self.step % 5 + 4])
+
+    def change(model, k):
+        model.step = k
+
+    check(lambda: Model(Two), each_step(change), policy=policy)
+
+
+@policies
+def test_conjugate_inputs(policy):
+    class OfComplex(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.rand(WIDTH))
+
+        def forward(self, x):
+            y = torch.view_as_real((x * self.scale).sin().exp()).sum(-1)
+            return torch.complex(y.sin(), x.mT.mT.imag.sin().exp())
+
+    class Model(Net):
+        step = 0
+
+        def forward(self, x):
+            x = torch.complex(self.inp(x), x)
+            for block in self.blocks:
+                x = block(x.conj() if self.step % 3 else x)
+            return self.head(x.abs())
+
+    def change(model, k):
+        model.step = k
+
+    check(lambda: Model(OfComplex), each_step(change), policy=policy)
+
+
+# Attributes
+
+
+def anneal(model, k):
+    for block in model.blocks:
+        block.scale = 1.0 - k / 20
+
+
+def alternate(model, k):
+    for block in model.blocks:
+        block.mode = "cos" if k % 3 == 2 else "sin"
+
+
+def train_and_evaluate(model, k):
+    model.train(k % 2 == 0)
+
+
+def freeze(model, k):
+    for block in model.blocks:
+        block.weight.requires_grad_(k % 3 > 0)
+        block.other.weight.requires_grad_(k % 3 < 2)
+
+
+def hook(model, k):
+    for block in model.blocks:
+        if k % 4 == 2:
+            block.handle = block.other.register_forward_hook(lambda module, args, y: 2.0 * y)
+        elif k % 4 == 0 and k:
+            block.handle.remove()
+
+
+def replace(model, k):
+    if k % 3 == 2:
+        torch.manual_seed(k)
+        for block in model.blocks:
+            block.other = nn.Linear(WIDTH, WIDTH)
+            block.weight = nn.Parameter(block.weight.detach() * 1.1)
+
+
+def patch(model, k):
+    for block in model.blocks:
+        if k == 4:
+            block.other.forward = lambda x, block=block: 0.5 * F.linear(x, block.other.weight, block.other.bias)
+        elif k == 8:
+            del block.other.forward
+
+
+@policies
+@fractions
+@pytest.mark.parametrize("change", [anneal, alternate, train_and_evaluate, freeze, hook, replace, patch])
+def test_attributes(change, policy, fraction):
+    check(lambda: Net(Linear), each_step(change), policy=policy, fraction=fraction, freed=-1.0)
+
+
+class Square(nn.Module):
+    """Two products of which each saves the same sizes."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2))
+
+    def forward(self, x):
+        y = x.detach()
+        return x + self.one(y.sin().exp()) + self.two(y.cos().exp())
+
+
+def take_turns(model, k):
+    for block in model.blocks:
+        block.one.weight.requires_grad_(k % 8 < 4)
+        block.two.weight.requires_grad_(k % 8 >= 4)
+
+
+def test_weights_that_are_frozen_in_turns():
+    check(lambda: Net(Square), each_step(take_turns, 16), freed=-1.0)
+
+
+class Growing(nn.Module):
+    """Reads modules and buffers that may be added."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.after = nn.Linear(WIDTH, WIDTH), nn.Sequential()
+
+    def forward(self, x):
+        y = torch.sin(self.linear(x))
+        y = y + self.shift if "shift" in self._buffers else y
+        return self.after(y.sin()).sin().exp()
+
+
+class Double(nn.Module):
+    def forward(self, x):
+        return 2.0 * x
+
+
+def grow(model, k):
+    for block in model.blocks:
+        if k == 5:
+            block.register_buffer("shift", torch.full((WIDTH,), 0.5))
+        elif k == 8:
+            block.after.append(Double())
+
+
+@policies
+def test_parts_that_are_added(policy):
+    check(lambda: Net(Growing), each_step(grow), policy=policy)
+
+
+class Counting(Linear):
+    """Changes an attribute in each call, or every few calls."""
+
+    every = 1
+
+    def forward(self, x):
+        self.calls += 1
+        if self.calls % self.every == 0:
+            self.scale = 1.0 + self.calls % 5
+        y = super().forward(x)
+        return y if self.calls % 3 else (2.0 * y).sin()
+
+
+class CountingNowAndThen(Counting):
+    every = 4
+
+
+class Toggling(Linear):
+    def forward(self, x):
+        self.mode = "cos" if self.mode == "sin" else "sin"
+        return super().forward(x)
+
+
+class Lazily(Linear):
+    """Makes a table for each size when it is needed."""
+
+    def __init__(self):
+        super().__init__()
+        self.tables = {}
+
+    def forward(self, x):
+        if len(x) not in self.tables:
+            self.tables[len(x)] = torch.linspace(0, 1, len(x))[:, None].cos()
+        return super().forward((x.sin() * self.tables[len(x)]).sin())
+
+
+@policies
+@fractions
+@pytest.mark.parametrize("kind", [Counting, CountingNowAndThen, Toggling, Lazily])
+def test_attributes_that_a_call_changes(kind, policy, fraction):
+    check(lambda: Net(kind), each_step(lambda model, k: None), policy=policy, fraction=fraction, freed=-1.0)
+
+
+# What the call decides by itself
+
+
+class LayerDrop(Linear):
+    def forward(self, x):
+        return x if random.random() < 0.3 else super().forward(x)
+
+
+class Doubled(Linear):
+    """Saves the same sizes whatever it draws."""
+
+    draw = staticmethod(random.random)
+
+    def forward(self, x):
+        y = super().forward(torch.sin(x) * (2.0 if self.draw() < 0.3 else 1.0))
+        return (y * (1.0 if self.draw() < 0.5 else -1.0)).exp().sin()
+
+
+class DoubledByNumpy(Doubled):
+    draw = staticmethod(np.random.rand)
+
+
+class DoubledByTorch(Doubled):
+    @staticmethod
+    def draw():
+        return torch.rand(()).item()
+
+
+class Clipping(Linear):
+    """Looks at values, which only later are large."""
+
+    def forward(self, x):
+        y = torch.sin(super().forward(x))
+        if y.detach().abs().sum() > x.detach().abs().sum() * 0.6:
+            y = y * 0.25
+        return y.exp().sin() / (1.0 + float(y.detach().amax().round()))
+
+
+class Experts(nn.Module):
+    """Sizes follow the routing."""
+
+    def __init__(self):
+        super().__init__()
+        self.router = nn.Linear(WIDTH, 3)
+        self.experts = nn.ModuleList([Mlp() for _ in range(3)])
+
+    def forward(self, x):
+        weights, chosen = self.router(x).softmax(-1).topk(1, -1)
+        y = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            rows = (chosen[:, 0] == number).nonzero()[:, 0]
+            y = y.index_add(0, rows, torch.sin(expert(x[rows])) * weights[rows])
+        return x + y
+
+
+class EqualExperts(Experts):
+    """Each expert gets as many rows, and which expert comes first follows the data."""
+
+    def forward(self, x):
+        scores = self.router(x)
+        first = int(scores.sum(0).argmax())
+        parts = x.sin()[scores[:, first].argsort()].chunk(2)
+        return torch.cat([self.experts[(first + k) % 3](part.exp()) for k, part in enumerate(parts)]).sin()
+
+
+@policies
+@fractions
+@pytest.mark.parametrize("kind", [LayerDrop, Doubled, DoubledByNumpy, DoubledByTorch, Clipping, Experts, EqualExperts])
+def test_branches(kind, policy, fraction):
+    check(lambda: Net(kind), each_step(lambda model, k: None, 16), policy=policy, fraction=fraction, freed=-1.0)
+
+
+# Calls that differ though nothing shows it before
+
+
+class Hidden(Mlp):
+    """Does something else, by attributes of the class, in its middle."""
+
+    sizes, first, start, double = 4, True, 0, False
+
+    def forward(self, x):
+        y = torch.sin(super().forward(x))
+        one, two = y.sin().exp(), y.cos().exp()
+        z = one * two if Hidden.first else two.sin()
+        part = z[Hidden.start : Hidden.start + 4]
+        return z.sin() + (part * part).sum() + z[: Hidden.sizes].exp().sum()
+
+
+@pytest.fixture(autouse=True)
+def _as_before():
+    yield
+    Hidden.sizes, Hidden.first, Hidden.start = 4, True, 0
+
+
+def other_sizes(model, k):
+    Hidden.sizes = 6 if k == 7 or k > 9 else 4
+
+
+def other_operators(model, k):
+    Hidden.first = k not in (6, 9)
+
+
+def other_places(model, k):
+    Hidden.start = k % 4 if k > 5 else 0
+
+
+@policies
+@fractions
+@pytest.mark.parametrize("change", [other_sizes, other_operators, other_places])
+def test_a_call_that_saves_something_else_is_kept(change, policy, fraction):
+    check(lambda: Net(Hidden), each_step(change, 16), policy=policy, fraction=fraction, freed=-1.0)
+
+
+class Halves(nn.Module):
+    """Its first half is dropped before it differs in the second one; a gradient may be computed between both."""
+
+    asks, differs = False, False
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = Mlp(), Mlp()
+
+    def forward(self, x):
+        y = self.one(torch.sin(x))
+        if Halves.asks:
+            (slope,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+            y = y + slope
+        z = self.two(torch.sin(y))
+        return z[:5].exp().sum() + z if Halves.differs else z
+
+
+@policies
+@fractions
+def test_a_call_that_differs_when_its_first_half_is_dropped(policy, fraction):
+    def change(model, k):
+        Halves.differs = k in (6, 9)
+
+    check(lambda: Net(Halves), each_step(change), policy=policy, fraction=fraction)
+
+
+@policies
+@fractions
+def test_gradients_between_two_halves(policy, fraction, monkeypatch):
+    monkeypatch.setattr(Halves, "asks", True)
+    check(lambda: Net(Halves), train, policy=policy, fraction=fraction)

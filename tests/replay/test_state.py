@@ -1,0 +1,327 @@
+"""A module runs once: counters, running statistics and hooks see one forward; other libraries' hooks see all."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from recomputing import ROWS, WIDTH, Mlp, Net, batch, check, clean, fractions, gradients, policies, train
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+from whole_model import equal, offload
+
+
+class Normed(nn.Module):
+    """Updates running statistics in each forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.norm, self.out = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return x + self.out(torch.sin(self.norm(torch.sin(self.linear(x)))))
+
+
+class Convolved(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Conv2d(4, 8, 3, padding=1), nn.Conv2d(8, 4, 1)
+        self.norm, self.other = nn.BatchNorm2d(8, momentum=None), nn.InstanceNorm2d(4, track_running_stats=True)
+
+    def forward(self, x):
+        image = x.view(4, 4, ROWS // 4, -1)
+        return x + self.other(self.two(F.relu(self.norm(self.one(image)).sin(), inplace=True))).sin().view_as(x)
+
+
+class Spectral(nn.Module):
+    """Its power iteration writes to buffers before they are read."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH))
+        self.other = nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, x):
+        return x + self.other(torch.sin(self.linear(torch.sin(x))))
+
+
+class Averaging(Mlp):
+    """Reads a buffer before it is written to, and after that."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(WIDTH))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x):
+        y = torch.sin(super().forward(x)) - self.mean
+        if self.training:
+            self.mean.lerp_(y.detach().mean(0), 0.1)
+            self.calls += 1
+        return (y.sin() + self.mean.clone()).sin() * (1.0 + 1.0 / (1 + self.calls))
+
+
+class Replacing(Averaging):
+    def forward(self, x):
+        y = torch.sin(super().forward(x))
+        self.mean = 0.9 * self.mean + 0.1 * y.detach().mean(0)
+        return (y - self.mean).sin().exp()
+
+
+STATES = [Normed, Convolved, Spectral, Averaging, Replacing]
+
+
+@policies
+@fractions
+@pytest.mark.parametrize("kind", STATES)
+def test_buffers_are_written_to_once(kind, policy, fraction):
+    """`train` returns the buffers at the end, the numbers of batches included."""
+    check(lambda: Net(kind), policy=policy, fraction=fraction, freed=-1.0)
+
+
+@policies
+@pytest.mark.parametrize("kind", STATES)
+def test_buffers_of_several_passes_in_flight(kind, policy):
+    def use(model):
+        found = []
+        for _ in range(4):
+            losses = [model(batch(k)).square().sum() for k in range(3)]
+            for loss in losses:
+                loss.backward()
+            found += gradients(model)
+        return [*found, *model.buffers()]
+
+    check(lambda: Net(kind), use, policy=policy, freed=-1.0)
+
+
+@policies
+@pytest.mark.parametrize("kind", STATES)
+def test_moving_between_train_and_eval(kind, policy):
+    def use(model):
+        found = []
+        for k in range(9):
+            model.train(k % 3 > 0)
+            found += train(model, 1, k)
+        return found
+
+    check(lambda: Net(kind), use, policy=policy, freed=-1.0)
+
+
+@policies
+def test_a_module_runs_once(policy):
+    calls: list[str] = []
+
+    class Counted(Mlp):
+        def forward(self, x):
+            calls.append("forward")
+            self.losses.append(x.detach().mean())
+            return super().forward(x)
+
+    def use(model):
+        calls.clear()
+        model.losses = []
+        for block in model.blocks:
+            block.losses = model.losses
+            block.up.register_forward_hook(lambda *given: calls.append("hook"))
+            block.up.register_full_backward_hook(lambda *given: calls.append("backward"))
+        found = train(model)
+        assert {name: calls.count(name) for name in calls} == dict.fromkeys(calls, 5 * len(model.blocks))
+        return [*found, torch.stack(model.losses)]
+
+    check(lambda: Net(Counted), use, policy=policy)
+    assert len(set(calls)) == 3
+
+
+@policies
+@fractions
+def test_activations_that_hooks_take(policy, fraction):
+    """They stay as they are, and may be used behind the backward."""
+
+    def use(model):
+        seen: list[Tensor] = []
+        for block in model.blocks:
+            block.up.register_forward_hook(lambda module, args, y: seen.append(y))
+        found = []
+        for k in range(5):
+            loss = model(batch(k)).square().sum()
+            penalty = sum(y.exp().mean() for y in seen)
+            (loss + penalty).backward()
+            found += [*gradients(model), *(y.detach() for y in seen)]
+            seen.clear()
+        return found
+
+    check(Net, use, policy=policy, fraction=fraction)
+
+
+@policies
+@pytest.mark.parametrize("inside", [False, True])
+def test_attention_backends_of_the_forward(policy, inside):
+    class Attending(Mlp):
+        def forward(self, x):
+            y = torch.sin(super().forward(x)).view(1, 4, -1, 8)
+            return F.scaled_dot_product_attention(y, y.sin(), y.cos()).reshape(x.shape).sin().exp()
+
+    def use(model):
+        found = []
+        for k in range(9):
+            backend = sdpa_kernel(SDPBackend.MATH if k % 3 else SDPBackend.FLASH_ATTENTION)
+            with backend:
+                loss = model(batch(k)).square().sum()
+                if inside:
+                    loss.backward()
+            if not inside:
+                loss.backward()
+            found += gradients(model)
+        return found
+
+    check(lambda: Net(Attending), use, policy=policy)
+
+
+# Beside other users of the same parts of PyTorch
+
+
+class Counting(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        self.names += [] if operator is torch.ops.aten.detach.default else [str(operator)]
+        return operator(*args, **(kwargs or {}))
+
+
+@policies
+def test_dispatch_modes_of_the_program(policy):
+    def use(model):
+        found = []
+        for k in range(5):
+            with Counting() as mode:
+                loss = model(batch(k)).square().sum()
+            names.append(mode.names)
+            loss.backward()
+            found += gradients(model)
+        return found
+
+    names: list[Any] = []
+    check(Net, use, policy=policy)
+    assert names[:5] == names[5:]
+
+
+@policies
+@pytest.mark.parametrize("around", [False, True])
+def test_saved_tensor_hooks_of_the_program(policy, around):
+    class Hooked(Mlp):
+        def forward(self, x):
+            y = torch.sin(x).exp()
+            with torch.autograd.graph.save_on_cpu():
+                y = super().forward(y)
+            return (y.sin() * 2.0).sin().exp()
+
+    class Around(Net):
+        def call(self, block, x):
+            with torch.autograd.graph.saved_tensors_hooks(lambda x: x.clone(), lambda x: x):
+                return block(x)
+
+    check((lambda: Around(Mlp)) if around else (lambda: Net(Hooked)), policy=policy, freed=0.0 if around else None)
+
+
+@policies
+def test_transforms_inside_of_a_group(policy):
+    class Mapped(Mlp):
+        def forward(self, x):
+            y = torch.sin(super().forward(x))
+            return torch.vmap(lambda row: (row.sin() * row.exp()).cumsum(0))(y).sin()
+
+    check(lambda: Net(Mapped), policy=policy)
+
+
+@policies
+def test_functional_call(policy):
+    def use(model):
+        found = []
+        for k in range(5):
+            train(model, 1, k)
+            others = {name: (p * 1.5).detach().requires_grad_() for name, p in model.named_parameters()}
+            torch.func.functional_call(model, others, (batch(k),)).square().sum().backward()
+            found += [other.grad for other in others.values()]
+        return found
+
+    check(Net, use, policy=policy)
+
+
+@policies
+def test_weights_that_are_replaced_between_steps(policy):
+    def use(model):
+        found = []
+        for k in range(6):
+            found += train(model, 1, k)
+            state = {name: 0.9 * value for name, value in model.state_dict().items()}
+            model.load_state_dict(state, assign=k % 2 == 0)
+        return found
+
+    check(Net, use, policy=policy)
+
+
+@policies
+def test_frozen_weights_and_adapters(policy):
+    class Adapted(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.base = Mlp().requires_grad_(False)
+            self.a, self.b = nn.Linear(WIDTH, 4, bias=False), nn.Linear(4, WIDTH, bias=False)
+
+        def forward(self, x):
+            return self.base(torch.sin(x)) + self.b(self.a(torch.sin(x))) * 0.5
+
+    check(lambda: Net(Adapted), policy=policy)
+
+
+@policies
+def test_a_copy_of_the_model(policy):
+    model = Net()
+    offload(model, layers="blocks.?", recompute=policy, fraction=0.0)
+    want = train(model)
+    equal(train(copy.deepcopy(model)), want)
+
+
+@policies
+def test_threads(policy):
+    """Two threads train two models, and one model in turns."""
+    torch.manual_seed(0)
+    models, wanted, got = [Net() for _ in range(3)], [], {}
+    for model in models:
+        wanted.append(train(model, 8))
+        offload(model, layers="blocks.?", recompute=policy, fraction=0.0)
+
+    def work(k):
+        got[k] = train(models[k], 8)
+        clean()
+
+    threads = [threading.Thread(target=work, args=(k,)) for k in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for k, want in enumerate(wanted):
+        equal(got[k], want)
+
+
+@policies
+def test_a_backward_in_another_thread(policy):
+    def use(model):
+        found = []
+        for k in range(5):
+            loss = model(batch(k)).square().sum()
+            thread = threading.Thread(target=loss.backward)
+            thread.start()
+            thread.join()
+            found += gradients(model)
+            del loss, thread
+        return found
+
+    check(Net, use, policy=policy)
