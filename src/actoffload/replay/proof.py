@@ -39,7 +39,8 @@ class below_everything:  # noqa: N801 - a context, as PyTorch writes them
     """Call operators below autograd, autocast, dispatch modes and tensor subclasses."""
 
     def __enter__(self) -> None:
-        self._guards = _below_autograd(), _no_autocast(), no_torch_dispatch()
+        # The first puts back all keys when it goes, and an interrupt may leave them to be freed in this order.
+        self._guards = no_torch_dispatch(), _below_autograd(), _no_autocast()
         for guard in self._guards:
             guard.__enter__()
 
