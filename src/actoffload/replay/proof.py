@@ -39,10 +39,12 @@ class below_everything:  # noqa: N801 - a context, as PyTorch writes them
     """Call operators below autograd, autocast, dispatch modes and tensor subclasses."""
 
     def __enter__(self) -> None:
-        # The first puts back all keys when it goes, and an interrupt may leave them to be freed in this order.
-        self._guards = no_torch_dispatch(), _below_autograd(), _no_autocast()
-        for guard in self._guards:
+        self._guards: list[Any] = []
+        # An interrupt may leave them to be freed, and the first one puts back all keys that it found.
+        for kind in (no_torch_dispatch, _below_autograd, _no_autocast):
+            guard = kind()  # is in force from here on
             guard.__enter__()
+            self._guards.append(guard)
 
     def __exit__(self, *error: Any) -> None:
         for guard in reversed(self._guards):
