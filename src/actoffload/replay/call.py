@@ -26,7 +26,7 @@ from ..engine.unpack import unpack
 from ..engine.versions import changed
 from .policy import Policy, everything
 from .program import Program, copy_of, on_value
-from .proof import Alarm, Sample, Times, below_everything, measure, prove
+from .proof import Alarm, Sample, Times, below_everything, measure, prove, rise
 from .trace import UNKNOWN, Tracer, Weight, leaves
 
 __all__ = ["Call", "Slot"]
@@ -303,6 +303,7 @@ class Call:
 
     def give_up(self) -> None:
         """Give what is not dropped to the engine: the call differs from the one that was traced, or has failed."""
+        rise()
         if self.tracer is not None:
             self.tracer.end()
             self.tracer = None
@@ -328,6 +329,15 @@ class Call:
 
     def fetch(self, slot: Slot) -> Tensor:
         """Make a dropped tensor again, as far as it is not there, and free what backward needs no longer."""
+        try:
+            return self._fetch(slot)
+        except BaseException:
+            rise()  # [guard: replay that fails]
+            raise
+
+    opaque(fetch)
+
+    def _fetch(self, slot: Slot) -> Tensor:
         program = self.program
         entry = program.trace.entries[slot.number]
         value = entry.value
@@ -354,8 +364,6 @@ class Call:
             if self._backward == NO_BACKWARD:
                 values.clear()
             return tensor
-
-    opaque(fetch)
 
     def _begin(self) -> bool:
         """Note which backward reads; return whether it frees what it has read, so that uses can be counted."""

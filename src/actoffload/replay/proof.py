@@ -12,6 +12,7 @@ bits of every value.  The device compares the samples when the values are made a
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -25,7 +26,7 @@ from ..device.base import Backend, StreamEvent, current_stream
 from .program import Program, Step, copy_of, on_value
 from .trace import FunctionCall, Value, default_generators
 
-__all__ = ["Alarm", "Sample", "Times", "below_everything", "measure", "prove", "same_bits"]
+__all__ = ["Alarm", "Sample", "Times", "below_everything", "measure", "prove", "rise", "same_bits"]
 
 ELEMENTS = 64  # of a sample
 ROWS = 1024  # comparisons whose results are read together
@@ -35,20 +36,45 @@ _below_autograd: Any = torch._C._AutoDispatchBelowAutograd
 _no_autocast: Any = torch._C._DisableAutocast
 
 
+class _Guards(threading.local):
+    """The guards of a thread.
+
+    They have to end in reverse order, or autograd stays off: freed with the frames of an interrupt, they would not.
+    """
+
+    def __init__(self) -> None:
+        self.depth = 0
+        self.guards: list[Any] = []
+        for kind in (no_torch_dispatch, _below_autograd, _no_autocast):
+            guard = kind()  # some are in force from here on
+            guard.__exit__(None, None, None)
+            self.guards.append(guard)
+
+
+_thread = _Guards()
+
+
 class below_everything:  # noqa: N801 - a context, as PyTorch writes them
     """Call operators below autograd, autocast, dispatch modes and tensor subclasses."""
 
     def __enter__(self) -> None:
-        self._guards: list[Any] = []
-        # An interrupt may leave them to be freed, and the first one puts back all keys that it found.
-        for kind in (no_torch_dispatch, _below_autograd, _no_autocast):
-            guard = kind()  # is in force from here on
-            guard.__enter__()
-            self._guards.append(guard)
+        _thread.depth += 1
+        if _thread.depth == 1:
+            for guard in _thread.guards:
+                guard.__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        for guard in reversed(self._guards):
-            guard.__exit__(*error)
+        if _thread.depth == 1:
+            rise()
+        else:
+            _thread.depth -= 1
+
+
+def rise() -> None:
+    """End all `below_everything` of this thread; may be repeated after an interrupt."""
+    for guard in reversed(_thread.guards):
+        guard.__exit__(None, None, None)
+    _thread.depth = 0
 
 
 def _bits(tensor: Tensor) -> Tensor:
@@ -301,6 +327,7 @@ class Alarm:
         RuntimeError
             If values that were computed again in a backward differed from those of the forward.
         """
+        rise()  # [guard: replay that an interrupt stopped]
         reading = self._reading
         if reading is not None and self._backend.passed(reading[1]):
             self._reading = None
