@@ -156,7 +156,9 @@ class Call:
         view, value = entry.view, entry.value
         if view is None:
             slots.append(None)
-            return self._pack(tensor)
+            saved = self._pack(tensor)
+            self._end_part(number)
+            return saved
         # [guard: saved tensors of another size]
         if tensor.dtype is not view.dtype or tensor.size() != view.size or tensor.stride() != view.stride:
             self.agrees = False
@@ -187,12 +189,17 @@ class Call:
                 if source and entry.by_function:
                     saved = slot
         slots.append(slot)
-        if number in program.drops_at and not self._proves:
-            self._note_versions()  # [guard: calls that differ, or read again, when a part of them is dropped]
-            self._drop(program.drops_at[number])
+        self._end_part(number)
         return saved
 
     opaque(pack)
+
+    def _end_part(self, number: int) -> None:
+        """Drop what a module inside has saved, if an entry is its last one."""
+        drops_at = self.program.drops_at
+        if number in drops_at and not self._proves:
+            self._note_versions()  # [guard: calls that differ, or read again, when a part of them is dropped]
+            self._drop(drops_at[number])
 
     def _pack_traced(self, tensor: Tensor, tracer: Tracer) -> Any:
         entry = tracer.save(tensor)
