@@ -31,6 +31,15 @@ def peaks(model: TimedModel, device: Timed, passes: int) -> list[int]:
     return found
 
 
+PROOFS = (3, 4)
+"""Numbers of the passes in which a model with a budget proves what it replays, after the three that offload."""
+
+
+def within(found: list[int], budget: int, block: int) -> bool:
+    """Return whether passes keep a budget; those that prove may take as much more as a block saves."""
+    return all(peak <= budget + block * (number in PROOFS) for number, peak in enumerate(found))
+
+
 def budgets(link: float) -> tuple[int, list[int]]:
     """Return the peak without offloading, and ten budgets from the smallest peak on."""
     device = Timed(link, link, memory=2**40)

@@ -51,6 +51,11 @@ class OperatorTimes:
                     if value in saved and program.trace.values[value].nbytes >= program.min_bytes
                 )
                 makers = {program.trace.values[value].maker for value in step.reads if value not in program.sources}
+                unsaved = {
+                    program.trace.values[value].maker
+                    for value in step.reads
+                    if value not in program.sources and value not in saved
+                }
                 returned = [value for _, value in step.made if value in program.trace.returned]
                 costs.append(
                     OperatorCost(
@@ -61,6 +66,7 @@ class OperatorTimes:
                         reads=tuple(sorted(place[maker] for maker in makers if maker in place)),
                         needed=any(value in program.dropped for _, value in step.made),
                         returned=sum(program.trace.values[value].nbytes for value in returned),
+                        unsaved=tuple(sorted(place[maker] for maker in unsaved if maker in place)),
                     )
                 )
             found.update(dict.fromkeys(groups, costs))

@@ -316,7 +316,7 @@ def _sharing(tensors: Sequence[torch.Tensor]) -> tuple[tuple[int, int], ...]:
         if not plain:
             found.append((-1, 0))
             continue
-        offset = tensor.storage_offset() * tensor.itemsize
+        offset = int(tensor.storage_offset()) * tensor.itemsize
         before, start = first.setdefault(address(tensor.untyped_storage()), (number, offset))
         found.append((before, offset - start))
     return tuple(found)

@@ -38,6 +38,9 @@ class OperatorCost:
     returned : int
         Bytes of the output that the group returns; 0 if none is.  It counts as an input of the next group, which saves
         it in any case.
+    unsaved : tuple of int
+        Positions of the operators of which it reads results that autograd does not save: these run again with it, also
+        where other results of theirs stay.
     """
 
     name: str
@@ -47,6 +50,7 @@ class OperatorCost:
     reads: tuple[int, ...] = ()
     needed: bool = True
     returned: int = 0
+    unsaved: tuple[int, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -116,11 +120,14 @@ def with_host(groups: Sequence[Sequence[Variant]], factor: float) -> list[tuple[
 def seconds_again(operators: Sequence[OperatorCost], saved: Collection[str]) -> float:
     """Return how long those of the operators take that run again if the outputs of some, given by name, are saved."""
     needed, total = [of.needed for of in operators], 0.0
+    again = [False] * len(operators)
     for k in reversed(range(len(operators))):
-        if needed[k] and operators[k].name not in saved:
+        if again[k] or (needed[k] and operators[k].name not in saved):
             total += operators[k].seconds
             for other in operators[k].reads:
                 needed[other] = True
+            for other in operators[k].unsaved:
+                again[other] = True
     return total
 
 
