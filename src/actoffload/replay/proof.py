@@ -34,6 +34,7 @@ ROWS = 1024  # comparisons whose results are read together
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _below_autograd: Any = torch._C._AutoDispatchBelowAutograd
 _no_autocast: Any = torch._C._DisableAutocast
+_KINDS = (_below_autograd, _no_autocast, no_torch_dispatch)
 
 
 class _Guards(threading.local):
@@ -43,12 +44,7 @@ class _Guards(threading.local):
     """
 
     def __init__(self) -> None:
-        self.depth = 0
-        self.guards: list[Any] = []
-        for kind in (no_torch_dispatch, _below_autograd, _no_autocast):
-            guard = kind()  # some are in force from here on
-            guard.__exit__(None, None, None)
-            self.guards.append(guard)
+        self.entered: list[Any] = []
 
 
 _thread = _Guards()
@@ -58,23 +54,21 @@ class below_everything:  # noqa: N801 - a context, as PyTorch writes them
     """Call operators below autograd, autocast, dispatch modes and tensor subclasses."""
 
     def __enter__(self) -> None:
-        _thread.depth += 1
-        if _thread.depth == 1:
-            for guard in _thread.guards:
-                guard.__enter__()
+        entered = _thread.entered
+        for kind in _KINDS:
+            entered.append(kind())  # is in force from here on, and in no variable that a traceback keeps
+            entered[-1].__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        if _thread.depth == 1:
-            rise()
-        else:
-            _thread.depth -= 1
+        rise(len(_thread.entered) - len(_KINDS))
 
 
-def rise() -> None:
-    """End all `below_everything` of this thread; may be repeated after an interrupt."""
-    for guard in reversed(_thread.guards):
-        guard.__exit__(None, None, None)
-    _thread.depth = 0
+def rise(depth: int = 0) -> None:
+    """End the guards of this thread beyond the first so many; may be repeated after an interrupt."""
+    entered = _thread.entered
+    while len(entered) > depth:
+        entered[-1].__exit__(None, None, None)
+        entered.pop()
 
 
 def _bits(tensor: Tensor) -> Tensor:
