@@ -187,7 +187,7 @@ def test_a_global_number_that_is_replaced_is_an_error_in_the_next_forward(policy
     loss = model(batch()).sum()
     Hidden.factor = 2.0 if again else 1.0
     loss.backward()
-    with pytest.raises(RuntimeError, match="first in 'blocks.3") as caught:
+    with pytest.raises(RuntimeError, match=r"first in 'blocks\.3") as caught:
         model(batch())
     message = str(caught.value)
     assert "(Hidden): aten." in message or "(Hidden).part: aten." in message or "(Hidden).part" in message

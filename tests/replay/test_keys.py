@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from recomputing import WIDTH, Mlp, Net, batch, check, fractions, gradients, policies, train
 from torch import Tensor, nn
+from whole_model import offload
 
 MANY = 12
 
@@ -457,3 +458,19 @@ def test_a_call_that_differs_when_its_first_half_is_dropped(policy, fraction):
 def test_gradients_between_two_halves(policy, fraction, monkeypatch):
     monkeypatch.setattr(Halves, "asks", True)
     check(lambda: Net(Halves), train, policy=policy, fraction=fraction)
+
+
+def test_calls_of_a_kind_are_traced_once():
+    """A policy of the program is called with the operators of traced calls."""
+    seen: list[object] = []
+
+    def policy(ctx, operator, *args, **kwargs):
+        seen.append(operator)
+        return False
+
+    model = Net(Linear)
+    offload(model, layers="blocks.?", recompute=policy, fraction=0.0)
+    for k, rows in enumerate([16, 16, 8, 16, 8, 8, 16]):
+        seen.clear()
+        model(batch(k, rows)).sum().backward()
+        assert bool(seen) == (k in (0, 2))

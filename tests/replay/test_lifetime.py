@@ -1,0 +1,339 @@
+"""What is dropped is freed, calls end with their graphs, and a forward that fails leaves nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from helpers import no_gc, nothing_held
+from interrupts import SOURCES, interrupted
+from recomputing import POLICIES, WIDTH, Mlp, Net, batch, check, clean, fractions, gradients, policies, train
+from torch import Tensor, nn
+from whole_model import equal, offload
+
+from actoffload._torch.tensors import storage_expired, storage_weakref
+from actoffload.replay import Call, Program
+
+
+class Noting(Mlp):
+    """Notes the storages that it makes."""
+
+    made: dict[str, Any] = {}
+
+    def note(self, name: str, x: Tensor) -> Tensor:
+        Noting.made[name] = storage_weakref(x.untyped_storage())
+        return x
+
+    def forward(self, x):
+        up = self.note("up", self.up(x))
+        sin = self.note("sin", torch.sin(up))
+        exp = self.note("exp", sin.exp())
+        return x + self.note("down", self.down(exp))
+
+
+def freed() -> set[str]:
+    return {name for name, ref in Noting.made.items() if storage_expired(ref)}
+
+
+@pytest.mark.parametrize(("policy", "gone"), [(True, {"up", "sin", "exp", "down"}), ("cheap", {"sin", "exp", "down"})])
+@pytest.mark.parametrize("call", range(4))
+def test_dropped_values_are_freed_at_the_end_of_the_forward(policy, gone, call):
+    """From the first call on, in which all is compared."""
+    model = Net(Noting)
+    offload(model, layers="blocks.?", recompute=POLICIES.get(policy, policy), fraction=0.0)
+    with no_gc():
+        train(model, call)
+        loss = model(batch()).sum()
+        assert freed() == gone
+        loss.backward()
+        del loss
+        assert freed() == {"up", "sin", "exp", "down"}
+
+
+def test_a_larger_part_is_freed_when_it_has_ended():
+    """In a settled call, and not at the end of the whole group only."""
+    seen: list[set[str]] = []
+
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.two = Noting(), Mlp()
+
+        def forward(self, x):
+            x = self.two(torch.sin(self.one(x)))
+            seen.append(freed())
+            return x
+
+    model = Net(Two)
+    offload(model, layers="blocks.?", recompute=True, fraction=0.0)
+    with no_gc():
+        train(model)
+        seen.clear()
+        model(batch()).sum().backward()
+    assert seen == [{"up", "sin", "exp", "down"}] * len(seen)
+
+
+@policies
+@fractions
+def test_a_graph_that_is_dropped_frees_all(policy, fraction):
+    """Without the garbage collector: nothing refers to itself."""
+    model = Net(Noting)
+    handle = offload(model, layers="blocks.?", recompute=policy, fraction=fraction)
+    with no_gc():
+        for k in range(6):
+            x = batch(k)
+            ref = weakref.ref(x)
+            loss = model(x).sum()
+            if k % 2:
+                loss.backward()
+            del loss, x
+            nothing_held(handle)
+            assert ref() is None
+            assert freed() == {"up", "sin", "exp", "down"}
+            calls = sum(type(each) is Call for each in gc.get_objects())
+            assert calls == 0
+
+
+def test_values_made_again_are_freed_in_backward():
+    """Each is there from its first use to its last one."""
+    alive: list[int] = []
+
+    class Seen(torch.autograd.Function):
+        """Makes a value that it saves, and counts those that exist."""
+
+        refs: list[Any] = []
+
+        @staticmethod
+        def forward(ctx, x):
+            made = x * 2.0
+            Seen.refs.append(storage_weakref(made.untyped_storage()))
+            ctx.save_for_backward(made)
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            (made,) = ctx.saved_tensors
+            alive.append(sum(not storage_expired(ref) for ref in Seen.refs))
+            return gradient * made
+
+    class Chain(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(WIDTH))
+
+        def forward(self, x):
+            x = x * self.scale
+            for _ in range(8):
+                x = Seen.apply(x)
+            return x
+
+    model = Net(Chain)
+    offload(model, layers="blocks.?", recompute=True, fraction=0.0)
+    with no_gc():
+        train(model)
+        Seen.refs.clear()
+        loss = model(batch()).sum()
+        assert all(storage_expired(ref) for ref in Seen.refs)
+        alive.clear()
+        loss.backward()
+        assert all(storage_expired(ref) for ref in Seen.refs)
+    assert max(alive) <= 8
+    assert alive[7] < 8
+
+
+@policies
+def test_forwards_without_backward(policy):
+    class Remembering(Mlp):
+        kept: Any = None
+
+        def forward(self, x):
+            self.kept = torch.sin(super().forward(x)).exp()
+            return self.kept * x
+
+    model, counts = Net(Remembering), []
+    offload(model, layers="blocks.?", recompute=policy, fraction=0.0)
+    for k in range(12):
+        model(batch(k))
+        gc.collect()
+        counts.append(sum(isinstance(each, Tensor) for each in gc.get_objects()))
+    assert len(set(counts[-4:])) == 1
+
+
+def test_the_first_calls_leave_no_tensors():
+    """Traces and programs refer to none."""
+    model = Net(Noting)
+    offload(model, layers="blocks.?", recompute=True, fraction=0.0)
+    for k in range(4):
+        train(model, 1, k)
+        gc.collect()
+        inside = {id(each) for program in gc.get_objects() if type(program) is Program for each in reach(program)}
+        assert inside == set()
+
+
+def reach(program: Program) -> list[Tensor]:
+    """Return the tensors among the arguments of a program."""
+    found, waiting = [], [[step.args, step.kwargs] for step in program.steps.values()]
+    while waiting:
+        each = waiting.pop()
+        waiting += [each[name] for name in each] if isinstance(each, dict) else []
+        waiting += list(each) if isinstance(each, (list, tuple)) else []
+        found += [each] if isinstance(each, Tensor) else []
+    return found
+
+
+# Exceptions
+
+
+class Explode(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, block):
+        ctx.block = block
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.block.explode("backward")
+        return gradient, None
+
+
+class Failing(nn.Module):
+    """Raises an error in a part of its forward or backward, once."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two, self.error, self.where = Mlp(), Mlp(), [], "forward"
+
+    def explode(self, where):
+        if self.error and self.where == where:
+            raise self.error.pop()
+
+    def forward(self, x):
+        y = torch.sin(self.one(torch.sin(x))).exp()
+        self.explode("forward")
+        return Explode.apply(torch.sin(self.two(y)), self)
+
+
+def step(model: nn.Module, k: int = 0) -> list[Tensor]:
+    torch.manual_seed(k)
+    loss = model(batch(k)).square().sum()
+    loss.backward()
+    return [loss.detach(), *gradients(model)]
+
+
+@policies
+@fractions
+@pytest.mark.parametrize("error", [KeyError, KeyboardInterrupt])
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("before", [0, 1, 3], ids=["traced", "proven", "settled"])
+def test_an_error(where, error, fraction, policy, before):
+    torch.manual_seed(0)
+    model = Net(Failing)
+    want = step(model)
+    handle = offload(model, layers="blocks.?", recompute=policy, fraction=fraction)
+    for _ in range(before):
+        equal(step(model), want)
+    with no_gc():
+        for block in (model.blocks[2], model.blocks[0], model.blocks[3]):
+            block.error, block.where = [error()], where
+            with contextlib.suppress(error):
+                step(model)
+            assert not block.error
+            model.zero_grad()
+            clean()
+            torch.ones(1, requires_grad=True).sum().backward()  # pops what autograd left in its queue
+            nothing_held(handle)
+        equal(step(model), want)
+        clean()
+        nothing_held(handle)
+
+
+@policies
+def test_an_error_that_the_model_handles(policy):
+    class Handling(Net):
+        def call(self, block, x):
+            try:
+                return block(x)
+            except KeyError:
+                return torch.sin(x).exp()
+
+    def use(model):
+        found = []
+        for k in range(8):
+            model.blocks[k % 3].error = [KeyError()] if k % 2 else []
+            found += step(model, k)
+        return found
+
+    check(lambda: Handling(Failing), use, policy=policy)
+
+
+def test_a_retained_graph_can_be_used_after_an_error():
+    torch.manual_seed(0)
+    model = Net(Failing)
+    want = step(model)
+    handle = offload(model, layers="blocks.?", recompute=True, fraction=1.0)
+    train(model)
+    y = model(batch())
+    model.blocks[2].error, model.blocks[2].where = [KeyError()], "backward"
+    with contextlib.suppress(KeyError):
+        y.square().sum().backward(retain_graph=True)
+    assert not model.blocks[2].error
+    model.zero_grad()
+    y.square().sum().backward()
+    equal(gradients(model), want[1:])
+    del y
+    nothing_held(handle)
+
+
+STRIDE = 701
+"""Bytecodes between two interrupts that are tried, but in first calls, which run more."""
+
+FILES = tuple(str(SOURCES / name) for name in ("model", "replay", "_torch"))
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("first", [False, True], ids=["settled", "traced"])
+def test_an_interrupt_at_many_bytecodes_of_a_forward(first):
+    torch.manual_seed(0)
+    model = Net(Failing, 3)
+    want = step(model)
+    n, came, stride = 0, True, STRIDE * (2 if first else 1)
+    handle = offload(model, layers="blocks.?", recompute=True, fraction=1.0)
+    train(model, 3)
+    with no_gc():
+        while came:
+            if first:
+                handle.remove()
+                handle = offload(model, layers="blocks.?", recompute=True, fraction=1.0)
+            came = interrupted(lambda: model(batch()), n, FILES)
+            clean()
+            if n % (5 * stride) == 0:
+                equal(step(model), want)
+                nothing_held(handle)
+            n += stride
+    assert n > 1000
+    equal(step(model), want)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_an_interrupt_at_many_bytecodes_of_a_backward():
+    torch.manual_seed(0)
+    model = Net(Failing, 3)
+    want = step(model)
+    handle = offload(model, layers="blocks.?", recompute=True, fraction=1.0)
+    train(model, 3)
+    n, came = 0, True
+    with no_gc():
+        while came:
+            loss = model(batch()).square().sum()
+            came = interrupted(loss.backward, n, FILES)
+            del loss
+            model.zero_grad()
+            equal(step(model), want)
+            clean()
+            n += STRIDE // 3
+        nothing_held(handle)
+    assert n > 500
