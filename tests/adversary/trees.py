@@ -180,7 +180,7 @@ def tree_programs(draw: st.DrawFn, *, streams: bool = False, recompute: bool = F
         "max_inflight": draw(st.sampled_from([None, None, 1, 2])),
         "fraction": draw(st.sampled_from([1.0, 1.0, 0.5])),
         "max_host_bytes": draw(st.sampled_from([None, None, None, 4096])),
-        "recompute": recompute and draw(st.sampled_from([True, (), everything])),
+        "recompute": recompute and draw(st.sampled_from([True, [torch.ops.aten.mm.default], everything])),
     }
     return TreeProgram(root, options, draw(_steps(root)))
 

@@ -126,7 +126,7 @@ def test_larger_inputs_long_after_more_memory_came():
 def planned_apart(budget: int, elements: int, beside: int) -> tuple[Timed, TimedModel, Any]:
     """Measure a model; passes with the plan have other inputs than those before, or less memory beside them."""
     _, model, handle = make(budget)
-    in_order = stages(handle, lambda: step(model), 20)
+    in_order = stages(handle, lambda: step(model), 24)
     device, model, handle = make(budget)
     for stage in in_order[: in_order.index("")]:
         more = None if stage == "PLAN" else device.count(torch.zeros(beside // 4))

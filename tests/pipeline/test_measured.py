@@ -17,9 +17,8 @@ from pipeline_programs import MIN_BYTES, NAMES, SPLIT, Block, alone, block_bytes
 from torch import Tensor, nn
 
 from actoffload import PipelineHandle, offload
-from actoffload._torch.autograd import saved_tensor_hooks
+from actoffload._torch.autograd import NO_BACKWARD, backward_id, saved_tensor_hooks
 from actoffload.device import use
-from actoffload.pipeline.exchange import Exchange
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "model"))
 
@@ -401,19 +400,21 @@ class Talking(TimedBlock):
         return found
 
 
-@pytest.mark.parametrize("apart", [True, False])
-def test_groups_that_communicate_are_not_recomputed_by_one_pipeline_alone(apart, monkeypatch):
+def test_groups_that_communicate_do_so_once(monkeypatch):
     """Another pipeline may keep them, and would not take part in the collective."""
-    monkeypatch.setattr(Exchange, "apart", apart)
     found, _, _ = run("ScheduleGPipe", SAVED / 16, MEASURED + 1)
     assert found.plan is not None
     assert found.plan.peak_bytes is not None
     budget = round(found.plan.peak_bytes * 0.3)
     found.remove()
+    in_backward = []
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor: in_backward.append(backward_id() != NO_BACKWARD))
     monkeypatch.setattr(sys.modules[__name__], "TimedBlock", Talking)
     handle, steps, _ = run("ScheduleGPipe", SAVED / 16, 9, memory_budget=budget)
     assert handle.plan is not None
-    assert bool(handle.plan.saves) != apart
+    assert handle.plan.saves
+    assert in_backward
+    assert not any(in_backward)
     assert all(peak <= budget for _, peak in steps)
     handle.remove()
 

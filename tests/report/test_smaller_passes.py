@@ -69,11 +69,10 @@ def test_a_reset_begins_to_compare_anew():
 def test_passes_that_are_recomputed_differently_are_not_compared():
     model = Waves(6)
     handle = actoffload.offload(model, num_layers=0, recompute=True, min_bytes=0)
-    run(model, ROWS, ROWS)  # first calls are not recomputed, and save more
+    run(model, ROWS, ROWS)
     report = handle.report()
     assert report.totals.recomputed
     assert not report.small
-    assert "the highest of 2 passes" in str(report), "the peak is that of the first"
 
 
 @pytest.mark.usefixtures("offload_small_tensors")
