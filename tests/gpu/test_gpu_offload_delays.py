@@ -137,7 +137,7 @@ def test_random_models_under_delays(delayed: Delayed) -> None:
     "how",
     [
         *({}, {"num_layers": 3}, {"num_layers": 7}, {"max_inflight": 1}),
-        *({"recompute": True}, {"recompute": [], "num_layers": 7}, {"recompute": True, "num_layers": 3}),
+        *({"recompute": True}, {"recompute": True, "num_layers": 7}, {"recompute": True, "num_layers": 3}),
     ],
 )
 def test_blocks_under_delays(how: dict[str, Any], delayed: Delayed) -> None:

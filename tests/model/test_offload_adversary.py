@@ -216,7 +216,11 @@ def mixed() -> TreeProgram:
 
 
 PROGRAMS = [chain(), chain(5, "part"), chain(4, "first"), nested(), mixed()]
-RECOMPUTED = [chain(6, kind, recompute=policy) for kind in ("linear", "qkv") for policy in (True, [torch.ops.aten.mm.default], everything)]
+RECOMPUTED = [
+    chain(6, kind, recompute=policy)
+    for kind in ("linear", "qkv")
+    for policy in (True, [torch.ops.aten.mm.default], everything)
+]
 
 
 @pytest.mark.parametrize("program", [*PROGRAMS, *RECOMPUTED])

@@ -34,13 +34,12 @@ LIMIT = 120.0
 
 INTERRUPTED_END = "test_an_interrupt_at_every_bytecode_of_the_end_of_a_failed_forward"
 EDITED = "test_an_edit_in_place_of_a_kept_tensor_is_caught_also_between_two_backwards"
-COMMUNICATE = "test_groups_that_communicate_are_not_recomputed_where_each_rank_decides_for_itself"
 COMPILED = "test_compiled_groups_are_recomputed_as_they_were_compiled[whole-compiled-True]"
 CAPTURED = "test_copies_of_a_captured_forward_have_ended_with_it"
 STREAMS = ["tests/engine/edges", "tests/engine/test_adversary.py"]
-RECOMPUTED = [
-    f"tests/recompute/test_{name}.py"
-    for name in ("region", "left_out", "edits", "programs", "aborts", "apart", "inputs", "attributes", "second_calls")
+REPLAY = [
+    f"tests/replay/test_{name}.py"
+    for name in ("programs", "program", "kept", "edits", "functions", "lifetime", "values", "state", "keys")
 ]
 
 TESTS: dict[str, list[str]] = {
@@ -97,10 +96,9 @@ TESTS: dict[str, list[str]] = {
         "tests/model/test_offload_nesting.py::test_parts_of_a_group_have_names_and_kinds_of_their_own",
         "tests/model/test_offload_exceptions.py::test_an_exception_in_forward",
         "tests/model/test_tuning_lifetime.py",
-        "tests/recompute/test_aborts.py::test_a_mode_whose_removal_an_interrupt_prevented",
+        "tests/replay/test_lifetime.py",
         "tests/integration/test_compose_tracing.py",
     ],
-    "model/operator_times.py": ["tests/model/test_operator_times.py"],
     "model/tuning/first_steps.py": ["tests/model/test_memory_budget.py", "tests/model/test_budget_changes.py"],
     "model/tuning/fitting.py": [
         "tests/model/test_fitting.py",
@@ -119,36 +117,18 @@ TESTS: dict[str, list[str]] = {
         "tests/model/test_budget_changes.py",
     ],
     "model/tuning/progress.py": ["tests/model/test_tuning_programs.py", "tests/model/test_budget_changes.py"],
-    "model/regions.py": [
-        *(f"tests/recompute/test_{name}.py" for name in ("beside", "state", "casts", "inputs", "attributes")),
-        "tests/model/test_recompute_auto.py::" + COMMUNICATE,
+    "model/replays.py": [
+        *(f"tests/replay/test_{name}.py" for name in ("keys", "state", "kept", "programs", "lifetime")),
+        "tests/model/test_offload_nesting.py",
+        "tests/integration/test_compose_checkpoint.py",
     ],
     "model/blocks.py": ["tests/model/test_stacks.py", "tests/model/test_select.py"],
     "model/discovery.py": ["tests/model/test_discovery.py"],
     "model/select.py": ["tests/model/test_select.py", "tests/model/test_select_wrappers.py"],
-    "recompute/policy.py": [
-        f"tests/recompute/test_{name}.py"
-        for name in ("apart", "offload_and_recompute", "region", "state", "programs", "second_calls")
-    ],
-    "recompute/checkpoint.py": ["tests/recompute/test_checkpoint.py", "tests/recompute/test_inputs.py"],
-    "recompute/arguments.py": [
-        f"tests/recompute/test_{name}.py" for name in ("inputs", "region", "attributes", "beside")
-    ],
-    "recompute/trace.py": ["tests/recompute/test_left_out.py", "tests/recompute/test_inputs.py"],
-    "recompute/region.py": RECOMPUTED,
-    "recompute/modes.py": RECOMPUTED,
-    "recompute/reuse.py": ["tests/recompute/test_split_backward.py"],
-    "recompute/structure.py": [
-        f"tests/recompute/test_{name}.py" for name in ("structure", "state", "attributes", "second_calls")
-    ],
-    "recompute/state.py": [f"tests/recompute/test_{name}.py" for name in ("state", "edits", "second_calls")],
-    "recompute/watch.py": [
-        *(
-            f"tests/recompute/test_{name}.py"
-            for name in ("state", "edits", "beside", "programs", "inputs", "attributes", "second_calls")
-        ),
-        "tests/model/test_discovery_of_models.py::test_layers_that_write_to_a_cache_are_not_recomputed",
-    ],
+    "replay/": REPLAY,
+    "replay/policy.py": [f"tests/replay/test_{name}.py" for name in ("kept", "state", "functions", "programs")],
+    "replay/proof.py": [f"tests/replay/test_{name}.py" for name in ("edits", "functions", "kept", "lifetime")],
+    "replay/trace.py": [f"tests/replay/test_{name}.py" for name in ("kept", "functions", "lifetime", "state", "keys")],
     "report/": ["tests/model/test_offload_memory.py", "tests/model/test_offload_report.py"],
     "planner/": ["tests/planner"],
     "schedule/": ["tests/schedule"],

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from recomputing import WIDTH, Mlp, Net, batch, check, fractions, gradients, policies
 from torch import Tensor, nn
+from whole_model import offload
 
 
 class Block(nn.Module):
@@ -289,3 +290,17 @@ def test_optimizers_that_step_in_backward():
         return [parameter.detach().clone() for parameter in model.parameters()]
 
     check(lambda: Net(dropping), use)
+
+
+def test_the_report_says_what_was_proven():
+    model = Net(Mlp)
+    with offload(model, recompute=True, fraction=0.0) as handle:
+        for k in range(4):
+            model(batch(k)).square().mean().backward()
+        report = handle.report()
+        assert report.proven_bytes > 0
+        assert report.samples > 0
+        assert "computed again have the same bits, and samples of" in str(report)
+    with offload(model, recompute=False, fraction=0.0) as handle:
+        model(batch(0)).square().mean().backward()
+        assert "computed again" not in str(handle.report())

@@ -310,7 +310,9 @@ class OffloadHandle:
         plan = self.plan
         because = latest.because or plan.because
         more: dict[str, Any] = {"because": because, "expected": plan.expected}
-        more |= {"refused": self._tracker.replays.refused(), **self._tracker.steering.facts()}
+        replays = self._tracker.replays
+        more |= {"proven_bytes": replays.proven_bytes, "samples": replays.alarm.samples}
+        more |= {"refused": replays.refused(), **self._tracker.steering.facts()}
         facts = StepFacts(arguments=self._arguments, kept_modules=kept, times=times, **more)
         statistics, largest = self.statistics(), self._log.history.largest(latest.statistics)
         return build_report(self._plans, self._groups, latest, recording, statistics, plan, facts, largest)

@@ -30,6 +30,7 @@ __all__ = ["Begun", "Replays"]
 
 AROUND = "because they are called under saved-tensor hooks of the program, such as those of torch.utils.checkpoint"
 INSIDE = "because other groups or kept modules are inside of them"
+STATISTICS = "because compiled code would update running statistics twice"
 FUNCTIONAL = "because they are called with other parameters, by torch.func.functional_call"
 CAPTURED = "because their first calls are captured into a CUDA graph, in which nothing can be compared"
 TRANSFORM = "because they are called inside of a transform of torch.func"
@@ -53,6 +54,7 @@ class _Attributes:
     def __init__(self, module: Module) -> None:
         self.modules = list(module.modules())
         self.is_compiled = any(is_compiled(inner) or isinstance(inner, ScriptModule) for inner in self.modules)
+        self.has_statistics = any(getattr(inner, "running_mean", None) is not None for inner in self.modules)
         self._dicts = [vars(inner) for inner in self.modules]
         self._plain = [(each, name) for each in self._dicts for name in each if _is_plain(name, each[name])]
         self._objects: list[tuple[Mapping[str, Any], str]] = [
@@ -179,6 +181,9 @@ class Replays:
             known.states[KINDS - 1 :] = []
             known.states.insert(0, attributes)
         if compiled or attributes.is_compiled:
+            if attributes.has_statistics:  # [guard: running statistics of compiled code]
+                self._refused[group] = STATISTICS
+                return None
             return _run_again
         tensors: list[torch.Tensor] = []
         kind_of_device = self._backend.type

@@ -137,12 +137,11 @@ def offload(
         Of a schedule: bytes, or text such as ``"1GiB"``, by which each rank offloads less than the rank before it,
         because later ranks have fewer microbatches in flight.  None lets the planner level the peaks of all ranks.
     recompute : "auto", bool, callable or list
-        Recompute groups in backward, but for outputs of operators that are saved, and kept or offloaded.  ``"auto"``
-        recomputes as many groups as are needed where memory is too small for keeping and offloading at no cost; which
-        outputs are saved follows from measured times.  True recomputes all groups, but for matrix products,
-        convolutions and attention.  A policy recomputes all groups but for what it saves: a list of operators, or a
-        function, as ``torch.utils.checkpoint.create_selective_checkpoint_contexts`` takes them.  False recomputes
-        nothing.  A group that cannot be recomputed with the same bits is kept or offloaded; the plan says why.
+        What of the groups is computed again in backward, by running the operators whose results were dropped.
+        ``"auto"`` recomputes where memory is too small otherwise; which results stay follows from measured times.  True
+        recomputes everything that can be, in all groups.  With a policy, the operators that it saves do not run again:
+        a list of operators, or a function, as ``torch.utils.checkpoint.create_selective_checkpoint_contexts`` takes
+        them.  False recomputes nothing.  Values that would not have the same bits are kept or offloaded.
     plan : GroupPlan, str or PathLike, optional
         A plan of another run, or the file to which ``handle.plan.save`` wrote it; nothing is measured then.  Not for
         schedules.

@@ -154,6 +154,7 @@ class Call:
             return self._pack(tensor)
         entry = entries[number]
         view, value = entry.view, entry.value
+        saved: Any
         if view is None:
             slots.append(None)
             saved = self._pack(tensor)
@@ -164,7 +165,6 @@ class Call:
             self.agrees = False
             return self._pack(tensor)
         slot: Slot | None = None
-        saved: Any
         if value in program.dropped:
             # [guard: saved tensors that lie elsewhere on their storage]
             if tensor.storage_offset() * tensor.itemsize != view.offset:

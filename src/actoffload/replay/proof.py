@@ -250,10 +250,13 @@ def _where(value: Value, *, whole: bool) -> _Where | None:
     start, end = view.extent
     if view.covered != end - start:
         return None
-    elements = (end - start) // view.dtype.itemsize
-    step = 1 if whole else max(elements // ELEMENTS, 1)
-    count = elements if whole else min(elements, ELEMENTS)
-    return _Where(count, step, start // view.dtype.itemsize, _INTEGERS[view.dtype.itemsize])
+    itemsize = view.dtype.itemsize
+    elements = (end - start) // itemsize
+    if whole:
+        # As 64-bit integers, which are added without a copy of another type; up to seven bytes at the end are left out.
+        count = elements * itemsize // 8 * 8 // itemsize
+        return None if start % 8 or not count else _Where(count, 1, start // itemsize, torch.int64)
+    return _Where(min(elements, ELEMENTS), max(elements // ELEMENTS, 1), start // itemsize, _INTEGERS[itemsize])
 
 
 @dataclass(slots=True, eq=False)
@@ -322,6 +325,8 @@ class Alarm:
             If values that were computed again in a backward differed from those of the forward.
         """
         rise()  # [guard: replay that an interrupt stopped]
+        if is_capturing():
+            return
         reading = self._reading
         if reading is not None and self._backend.passed(reading[1]):
             self._reading = None

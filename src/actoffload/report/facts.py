@@ -27,6 +27,9 @@ class StepFacts:
         Peak and time of a pass that are expected with the plan; empty if they are not known.
     refused : mapping of str to str
         By the name of a group that should be recomputed in backward and is not: why.
+    proven_bytes, samples : int
+        Bytes that were computed again and compared in all bits, in first calls; values of which samples were compared
+        in later ones, without a difference.
     coverage : float or None
         Share of `Report.computed_bytes` that lies in groups, whether it is kept, offloaded or recomputed; None if
         unknown.  What modules in `keep` save does not count.
@@ -47,6 +50,8 @@ class StepFacts:
     next_choice: str = ""
     expected: str = ""
     refused: Mapping[str, str] = field(default_factory=dict)
+    proven_bytes: int = 0
+    samples: int = 0
     coverage: float | None = None
     arguments: Mapping[str, Any] | None = None
     kept_modules: tuple[str, ...] = ()

@@ -310,6 +310,9 @@ def _facts(report: Report) -> Iterator[tuple[str, str]]:
         ahead, demand = totals.reloaded_ahead, totals.reloaded_on_demand
         storages = "1 storage" if ahead == 1 else f"{ahead} storages"
         yield "reloaded", f"{size(totals.bytes_reloaded)}: {storages} ahead, {demand} on demand"
+    if report.proven_bytes:
+        since = f", and samples of {report.samples} values since then" if report.samples else ""
+        yield "proven", f"{size(report.proven_bytes)} computed again have the same bits{since}"
     yield "host memory", f"{size(report.host_bytes)} allocated, at most {size(report.host_bytes_high_water)} in use"
     if report.step_seconds and report.times:
         stalled = totals.stall_seconds or 0.0

@@ -83,10 +83,7 @@ class Stages:
         return Conduct(Mode.WHOLE, order, roles, {**self._recompute, **roles.recompute})
 
     def leanest(self, found: Findings | None = None) -> Conduct:
-        """Offload and recompute everything; given a plan that other ranks follow, recompute what it does.
-
-        Groups that are recomputed communicate again, so the ranks must recompute the same.
-        """
+        """Offload and recompute everything; given a plan that other ranks follow, recompute what it does."""
         again = self._policies if found is None else self._roles_of(found).recompute
         return self._lean({**again, **self._recompute})
 

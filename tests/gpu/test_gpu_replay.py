@@ -1,0 +1,93 @@
+"""Replay on a GPU of what only a GPU has: kernels of Liger, and the peak of a block in its backward."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from gpu_harness import DEVICE, flash, lenient, needs_cuda
+from torch import Tensor, nn
+
+import actoffload
+from actoffload.measure import MemoryMeter
+
+pytestmark = [pytest.mark.gpu, *lenient]
+
+
+class LigerBlock(nn.Module):
+    """A gated MLP with Liger's norm and activation, which are functions with kernels that dispatch does not see."""
+
+    def __init__(self, width: int = 512) -> None:
+        super().__init__()
+        transformers = pytest.importorskip("liger_kernel.transformers")
+        self.norm = transformers.LigerRMSNorm(width)
+        config = SimpleNamespace(hidden_size=width, intermediate_size=3 * width, hidden_act="silu")
+        self.mlp = transformers.LigerSwiGLUMLP(config)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.mlp(self.norm(x))
+
+
+@needs_cuda
+@pytest.mark.parametrize("fraction", [0.0, 1.0])
+def test_functions_of_liger_are_replayed(fraction: float) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*[LigerBlock() for _ in range(6)]).to(DEVICE, torch.bfloat16)
+    x = torch.randn(4, 1024, 512, device=DEVICE, dtype=torch.bfloat16)
+
+    def run() -> tuple[list[Tensor], int]:
+        model.zero_grad()
+        y = model(x * 1.0)
+        saved = torch.cuda.memory_allocated()
+        y.float().square().mean().backward()
+        return [weight.grad.clone() for weight in model.parameters() if weight.grad is not None], saved
+
+    want, without = run()
+    with actoffload.offload(model, recompute=True, min_bytes=2**16, fraction=fraction) as handle:
+        for _ in range(5):
+            got, saved = run()
+            assert all(map(torch.equal, got, want))
+        assert handle.report().refused == {}
+        assert without - saved > 6 * 3 * 4 * 1024 * 1536 * 2, "gate, up and their product are dropped"
+
+
+@needs_cuda
+def test_the_halves_of_a_block_are_made_again_one_after_the_other() -> None:
+    """The MLP is used and freed before attention is made again, so the peak is less than that of checkpointing."""
+
+    class Block(nn.Module):
+        def __init__(self, width: int = 1024) -> None:
+            super().__init__()
+            self.norms = nn.ModuleList([nn.RMSNorm(width) for _ in range(2)])
+            self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+            self.gate, self.up = nn.Linear(width, 4 * width), nn.Linear(width, 4 * width)
+            self.down = nn.Linear(4 * width, width)
+
+        def forward(self, x: Tensor) -> Tensor:
+            heads = self.qkv(self.norms[0](x)).unflatten(-1, (3, 16, -1)).permute(2, 0, 3, 1, 4)
+            attended = nn.functional.scaled_dot_product_attention(*heads, is_causal=True)
+            x = x + self.out(attended.transpose(1, 2).flatten(2))
+            normed = self.norms[1](x)
+            return x + self.down(nn.functional.silu(self.gate(normed)) * self.up(normed))
+
+    model = nn.Sequential(*[Block() for _ in range(2)]).to(DEVICE, torch.bfloat16)
+    x = torch.randn(1, 16384, 1024, device=DEVICE, dtype=torch.bfloat16)
+
+    def peak(run: nn.Module) -> int:
+        model.zero_grad()
+        with MemoryMeter() as meter, flash():
+            run(x * 1.0).float().square().mean().backward()
+        return meter.peak_bytes
+
+    class Checkpointed(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            for block in model:
+                x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
+            return x
+
+    base = torch.cuda.memory_allocated()
+    checkpointed = [peak(Checkpointed()) for _ in range(3)][-1]
+    with actoffload.offload(model, recompute=True, fraction=0.0):
+        replayed = [peak(model) for _ in range(5)][-1]
+    assert replayed - base < 0.9 * (checkpointed - base)
