@@ -39,7 +39,7 @@ CAPTURED = "test_copies_of_a_captured_forward_have_ended_with_it"
 STREAMS = ["tests/engine/edges", "tests/engine/test_adversary.py"]
 REPLAY = [
     f"tests/replay/test_{name}.py"
-    for name in ("programs", "program", "kept", "edits", "functions", "lifetime", "values", "state", "keys")
+    for name in ("programs", "program", "kept", "edits", "functions", "replay_lifetime", "values", "state", "keys")
 ]
 
 TESTS: dict[str, list[str]] = {
@@ -96,7 +96,7 @@ TESTS: dict[str, list[str]] = {
         "tests/model/test_offload_nesting.py::test_parts_of_a_group_have_names_and_kinds_of_their_own",
         "tests/model/test_offload_exceptions.py::test_an_exception_in_forward",
         "tests/model/test_tuning_lifetime.py",
-        "tests/replay/test_lifetime.py",
+        "tests/replay/test_replay_lifetime.py",
         "tests/integration/test_compose_tracing.py",
     ],
     "model/tuning/first_steps.py": ["tests/model/test_memory_budget.py", "tests/model/test_budget_changes.py"],
@@ -118,7 +118,7 @@ TESTS: dict[str, list[str]] = {
     ],
     "model/tuning/progress.py": ["tests/model/test_tuning_programs.py", "tests/model/test_budget_changes.py"],
     "model/replays.py": [
-        *(f"tests/replay/test_{name}.py" for name in ("keys", "state", "kept", "programs", "lifetime")),
+        *(f"tests/replay/test_{name}.py" for name in ("keys", "state", "kept", "programs", "replay_lifetime")),
         "tests/model/test_offload_nesting.py",
         "tests/integration/test_compose_checkpoint.py",
     ],
@@ -127,8 +127,8 @@ TESTS: dict[str, list[str]] = {
     "model/select.py": ["tests/model/test_select.py", "tests/model/test_select_wrappers.py"],
     "replay/": REPLAY,
     "replay/policy.py": [f"tests/replay/test_{name}.py" for name in ("kept", "state", "functions", "programs")],
-    "replay/proof.py": [f"tests/replay/test_{name}.py" for name in ("edits", "functions", "kept", "lifetime")],
-    "replay/trace.py": [f"tests/replay/test_{name}.py" for name in ("kept", "functions", "lifetime", "state", "keys")],
+    "replay/proof.py": [f"tests/replay/test_{name}.py" for name in ("edits", "functions", "kept", "replay_lifetime")],
+    "replay/trace.py": [f"tests/replay/test_{name}.py" for name in ("kept", "functions", "replay_lifetime", "state", "keys")],
     "report/": ["tests/model/test_offload_memory.py", "tests/model/test_offload_report.py"],
     "planner/": ["tests/planner"],
     "schedule/": ["tests/schedule"],
