@@ -91,6 +91,7 @@ class Layer:
         self.owned = ModuleTensors()
         # What decides which outputs of operators are saved where it is recomputed in backward; None if it is not.
         self.recomputed: Hashable = None
+        self.remade_bytes = 0  # of the values that are computed again in backward
         self.layouts: dict[int, Layout] = {}  # of what was saved in an earlier pass, by its place in the order
         self.next_place = count().__next__
         self.small = [0, 0]

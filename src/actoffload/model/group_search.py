@@ -71,7 +71,7 @@ class Finder:
         # Where blocks are all that there is, their schedule is known.
         self._roles = Roles.offload_all() if any(of.kind == MODULE for of in groups) else None
         self._guessed = guessed  # no blocks are known, so all modules may be groups
-        self._lean = lean  # a limit of memory holds: each block leaves when its forward has ended
+        self._lean = lean  # `then` measures this pass, too
 
     @property
     def settling(self) -> bool:
@@ -105,13 +105,16 @@ class Finder:
         self._alone = alone or busy
         if self._alone:
             return self._then.forward_begins(inputs, alone=alone, busy=busy)
-        if roles is None:
-            roles_of = (lambda order: Roles.leanest(len(order))) if self._lean else self._plans.roles
-            return Conduct(Mode.WHOLE, self._plans.order, roles_of)
-        return Conduct(Mode.WHOLE, (), lambda order: roles)
+        if self._lean:
+            conduct = self._then.forward_begins(inputs, alone=alone, busy=busy)
+        else:
+            conduct = Conduct(Mode.WHOLE, self._plans.order, self._plans.roles)
+        return conduct if roles is None else replace(conduct, order=(), roles_of=lambda order: roles)
 
     def forward_ends(self, output: Any) -> None:
         """Look at the end of the backward whether blocks were passed over that took part."""
+        if self._lean:
+            self._then.forward_ends(output)
 
         def ended() -> None:
             names = [name for name, block in self._skipped if any(p.grad is not None for p in block.parameters())]
@@ -156,9 +159,9 @@ class Finder:
         measured = Measurement()
         names = [self._groups[key.group].name for key in sequence]
         of_call = {stretch.call: name for stretch, name in zip(stretches, names, strict=True)}
-        for (_, around), name, (_, row) in zip(stretches, names, latest.statistics.groups, strict=True):
+        for (_, around), name, (layer, row) in zip(stretches, names, latest.statistics.groups, strict=True):
             measured.called(name, [of_call[each] for each in around])
-            measured.add(name, row.activation_bytes)
+            measured.add(name, row.activation_bytes + layer.remade_bytes)
         others: dict[Reason, tuple[int, int]] = {
             reason: amount for reason, amount in latest.outside.items() if reason is not Reason.KEPT
         }

@@ -159,7 +159,7 @@ def offload(
                 "recompute": always,
                 "policies": {} if always else policies,
             }
-            steering = Tuner(engine, groups, plans, log, type(module).__name__, passes=int(searching), **more)
+            steering = Tuner(engine, groups, plans, log, type(module).__name__, **more)
         if not searching:
             return steering
         lean = isinstance(steering, Tuner)

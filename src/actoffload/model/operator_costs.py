@@ -20,6 +20,11 @@ class OperatorTimes:
         self._backend = backend
         self._known: dict[int, tuple[Program, Mapping[int, tuple[Any, Any]]]] = {}
 
+    @property
+    def groups(self) -> frozenset[int]:
+        """The groups whose operators were timed."""
+        return frozenset(self._known)
+
     def add(self, group: int, program: Program, times: Mapping[int, tuple[Any, Any]]) -> None:
         """Take the events around the operators of a program."""
         self._known.setdefault(group, (program, times))
@@ -67,6 +72,7 @@ class OperatorTimes:
                         needed=any(value in program.dropped for _, value in step.made),
                         returned=sum(program.trace.values[value].nbytes for value in returned),
                         unsaved=tuple(sorted(place[maker] for maker in unsaved if maker in place)),
+                        segment=step.node.segment,
                     )
                 )
             found.update(dict.fromkeys(groups, costs))

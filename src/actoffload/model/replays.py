@@ -35,7 +35,7 @@ FUNCTIONAL = "because they are called with other parameters, by torch.func.funct
 CAPTURED = "because their first calls are captured into a CUDA graph, in which nothing can be compared"
 TRANSFORM = "because they are called inside of a transform of torch.func"
 
-PROVEN = 2  # calls of a kind in which all bits are compared
+PROVEN = 1  # calls of a kind in which all bits are compared
 KINDS = 8  # of calls of a group that are remembered
 DIFFERENT = 2  # calls that differ from their program, after which calls of this kind are always traced
 

@@ -253,6 +253,8 @@ class Tracker:
             return
         if call.replay is not None:
             self.replays.finish(call.replay, output, call.of.group, thread.conduct.operators)
+            if call.layer is not None and call.replay.call.agrees:
+                call.layer.remade_bytes = call.replay.call.program.dropped_bytes
             call.replay = None
         if call.layer is not None:
             self._end_group(call, output)

@@ -26,8 +26,8 @@ from typing import Any
 from ..device.base import Backend, usable
 from ..model.operator_costs import OperatorTimes
 from ..model.tuning.group_costs import measured_link
-from ..model.tuning.ways import Ways
 from ..planner import OperatorCost, Variant, variants
+from ..planner.variants import within
 from ..planner.variants import worth_saving as outputs_worth_saving
 from ..replay import policy_for, saving
 from ..schedule.costs import Link
@@ -256,7 +256,8 @@ class FirstSteps:
             names, groups = self._plain.names[of.index], self._plain.costs[of.index].groups
             ran = {name: key.group for name, key in zip(of.steering.names, of.steering.order, strict=True)}
             costs = {ran[name]: cost for name, cost in zip(names, groups, strict=True) if name in ran}
-            found = Ways(of.steering.groups, {}).operators({} if times is None else times.costs(), costs)
+            timed = {} if times is None else times.costs()
+            found = {group: within(each, costs[group].forward) for group, each in timed.items() if group in costs}
             self._operators[of.index] = [found.get(ran.get(name, -1), ()) for name in names]
         self._operators = self.of_first(self._operators)
         for of in self._stages:

@@ -6,10 +6,13 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from heapq import heappop, heappush
+from itertools import accumulate
+from math import inf
 
 from ..schedule.costs import LayerCost, Saved
 
-__all__ = ["OperatorCost", "Variant", "variants", "with_host", "within", "worth_saving"]
+__all__ = ["OperatorCost", "Variant", "replay_ways", "variants", "with_host", "within", "worth_saving"]
 
 COSTLY = 4.0  # times the time for each byte of operators that only read and write memory
 CHEAP = 0.25  # of the bytes of operators that are not known to be costly are outputs of such ones, at least
@@ -41,6 +44,8 @@ class OperatorCost:
     unsaved : tuple of int
         Positions of the operators of which it reads results that autograd does not save: these run again with it, also
         where other results of theirs stay.
+    segment : int
+        The part of the group that calls it: what one part saves is made again, used and freed before the next.
     """
 
     name: str
@@ -51,6 +56,7 @@ class OperatorCost:
     needed: bool = True
     returned: int = 0
     unsaved: tuple[int, ...] = ()
+    segment: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -119,16 +125,8 @@ def with_host(groups: Sequence[Sequence[Variant]], factor: float) -> list[tuple[
 
 def seconds_again(operators: Sequence[OperatorCost], saved: Collection[str]) -> float:
     """Return how long those of the operators take that run again if the outputs of some, given by name, are saved."""
-    needed, total = [of.needed for of in operators], 0.0
-    again = [False] * len(operators)
-    for k in reversed(range(len(operators))):
-        if again[k] or (needed[k] and operators[k].name not in saved):
-            total += operators[k].seconds
-            for other in operators[k].reads:
-                needed[other] = True
-            for other in operators[k].unsaved:
-                again[other] = True
-    return total
+    pairs = zip(operators, _again(operators, saved), strict=True)
+    return sum(each.seconds for each, again in pairs if again)
 
 
 @lru_cache(maxsize=256)  # groups are alike
@@ -251,6 +249,104 @@ def variants(
             host = plain.host_forward, plain.host_forward + plain.host_backward
             cost = replace(cost, host_forward=host[0], host_backward=host[1]) if whole is None else whole
         found.append(Variant(cost, saves))
+    return tuple(found)
+
+
+def replay_ways(whole: LayerCost, operators: tuple[OperatorCost, ...]) -> tuple[Variant, ...]:
+    """Return the ways to run a group, from the most bytes saved to none; the first is without recomputation.
+
+    Parameters
+    ----------
+    whole : LayerCost
+        The group when all of it was recomputed.
+    operators : tuple of OperatorCost
+        All of its operators, with times as `within` its forward.
+
+    Notes
+    -----
+    The saved outputs of the operators are ordered by the seconds that each byte spares, so that the ways lie on a
+    convex curve of bytes against seconds.  What is made again lies on the device one segment at a time; what `whole`
+    needs beyond the largest segment, such as gradients, every way needs.
+    """
+    order = _worth_in_order(operators)
+    every, total = seconds_again(operators, ()), sum(each.seconds for each in operators)
+    largest = _transient(operators, ())
+    times = list(accumulate((each.seconds for each in operators), initial=0.0))
+    found = []
+    for number in (len(order), *_steps([each.nbytes for each in order], STEPS)):
+        names = {each.name for each in order[:number]}
+        again = seconds_again(operators, names)
+        transient = _transient(operators, names)
+        backward = max(whole.backward - (every - again), whole.forward)
+        saved = list(whole.saved)
+        for k, each in enumerate(operators):
+            if each.name in names:
+                place = times[k + 1] / total if total else (k + 1) / len(operators)
+                saved += [Saved(nbytes, min(place, 1.0), max(1.0 - place, 0.0)) for nbytes in each.own]
+        saved.sort(key=lambda each: each.saved_at)
+        spared = whole.host_forward * (1 - count_again(operators, names) / max(count_again(operators, ()), 1))
+        cost = replace(
+            whole,
+            backward=backward,
+            saved=tuple(saved),
+            host_backward=max(whole.host_backward - spared, 0.0),
+            forward_temporary=max(whole.forward_temporary - largest, 0) + transient,
+            backward_temporary=max(whole.backward_temporary - largest, 0) + transient,
+        )
+        found.append(Variant(cost, tuple(each.name for each in order[:number])))
+    if not order:
+        return (Variant(whole),)
+    return (replace(found[0], saves=None), *found[1:])
+
+
+def _again(operators: Sequence[OperatorCost], saved: Collection[str]) -> list[bool]:
+    needed = [each.needed for each in operators]
+    again = [False] * len(operators)
+    for k in reversed(range(len(operators))):
+        if again[k] or (needed[k] and operators[k].name not in saved):
+            again[k] = True
+            for other in operators[k].reads:
+                needed[other] = True
+            for other in operators[k].unsaved:
+                again[other] = True
+    return again
+
+
+def count_again(operators: Sequence[OperatorCost], saved: Collection[str]) -> int:
+    """Return how many of the operators run again if the outputs of some, given by name, are saved."""
+    return sum(_again(operators, saved))
+
+
+def _transient(operators: Sequence[OperatorCost], saved: Collection[str]) -> int:
+    """Return the bytes that are made again in the segment that makes most, if some outputs are saved."""
+    segments = Counter[int]()
+    for each in operators:
+        if each.name not in saved:
+            segments[each.segment] += each.nbytes
+    return max(segments.values(), default=0)
+
+
+@lru_cache(maxsize=256)  # groups are alike
+def _worth_in_order(operators: tuple[OperatorCost, ...]) -> tuple[OperatorCost, ...]:
+    """Return the operators with saved outputs, the one first that spares most seconds for each byte.
+
+    What an output spares falls as others are saved, so an order by what it spared before is corrected lazily.
+    """
+    names: set[str] = set()
+    now = seconds_again(operators, names)
+    heap = [(-inf, k) for k, each in enumerate(operators) if each.nbytes]
+    found = []
+    while heap:
+        _, k = heappop(heap)
+        each = operators[k]
+        spares = now - seconds_again(operators, {*names, each.name})
+        density = spares / each.nbytes
+        if heap and density < -heap[0][0]:
+            heappush(heap, (-density, k))
+            continue
+        found.append(each)
+        names.add(each.name)
+        now -= spares
     return tuple(found)
 
 

@@ -284,7 +284,7 @@ class Call:
         saved = {k: slot for k, slot in enumerate(slots) if slot is not None and k in program.reads}
         droppable = {k for k in saved if entries[k].value in self.program.dropped}
         banned = prove(program, source, saved, droppable, pure=not whole)
-        self.proven_bytes = sum(program.trace.values[value].nbytes for value in program.dropped)
+        self.proven_bytes = program.dropped_bytes
         if banned:
             policy, banned = self.program.policy, {*program.banned, *banned}
             self._adopt(Program(program.trace, policy, program.min_bytes, banned))

@@ -137,6 +137,7 @@ class Program:
     near_of: dict[int, tuple[tuple[int, int], ...]] = field(default_factory=dict)  # by dropped value: keys of `near`
     drops_at: dict[int, tuple[int, ...]] = field(default_factory=dict)  # by entry: those dropped behind it
     ends: tuple[int, ...] = ()  # dropped values of which samples are compared
+    dropped_bytes: int = 0
 
     def __post_init__(self) -> None:
         trace = self.trace
@@ -155,6 +156,7 @@ class Program:
         self.kept_at = {value: entry for value, entry in self.kept_at.items() if value in self.sources}
         self._count()
         self._plan_drops()
+        self.dropped_bytes = sum(trace.values[value].nbytes for value in self.dropped)
         makers = [(step.node, value) for step in self.steps.values() for _, value in step.made]
         ends = [value for _, value in makers if value in self.dropped and value not in used]
         self.ends = tuple(sorted(ends, key=lambda value: -trace.values[value].nbytes)[:SAMPLED])

@@ -17,11 +17,11 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from ..._warnings import warn
-from ...planner import GroupPlan, OperatorCost, Variant, choose, choose_recomputed, frontier
+from ...planner import GroupPlan, OperatorCost, Variant, choose_recomputed, frontier
 from ...schedule.costs import LayerCost, Link, Saved
 from ...schedule.plan import Action, Do, Event, Plan, When
 from .board import Board, LostRankError
-from .findings import Findings, Room, StepTimes
+from .findings import Findings, Room
 from .messages import register
 from .timed_pass import Peak, Stage
 
@@ -39,8 +39,8 @@ class Decision:
     found: Findings | None = None
 
 
-register(Decision, Findings, Peak, Room, Stage, StepTimes, GroupPlan, Plan, Event, When, Action, Do)
-register(Variant, OperatorCost, LayerCost, Saved, Link, functions=(choose, choose_recomputed, frontier))
+register(Decision, Findings, Peak, Room, Stage, GroupPlan, Plan, Event, When, Action, Do)
+register(Variant, OperatorCost, LayerCost, Saved, Link, functions=(choose_recomputed, frontier))
 
 
 class Lockstep:

@@ -1,8 +1,9 @@
-"""One pass of a model that is timed, and what it is for."""
+"""Passes of a model that are timed, one at a time, and what each is for."""
 
 from __future__ import annotations
 
 import enum
+import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -12,28 +13,28 @@ import torch
 from ..._torch.autograd import after_backward
 from ..._torch.compiling import opaque
 from ...device.base import Backend, StreamEvent, current_stream
+from ...engine.engine import Engine
 from ...engine.model_pass import ModelPass
 from ...schedule.execution_order import GroupKey
 from ..operator_costs import OperatorTimes
 from .metering import SHARERS, Meter, counts_in
 
-__all__ = ["Peak", "Stage", "TimedPass"]
+__all__ = ["LEAN", "PassTimer", "Peak", "Stage", "TimedPass"]
 
 
 class Stage(enum.Enum):
     """What a pass is for."""
 
-    FIRST = "everything is offloaded, to warm up"
-    LEAN = "everything is offloaded, measured by group"
-    MEMORY = "nothing is offloaded, memory measured by group"
-    FIRST_AGAIN = "everything is recomputed and offloaded, operators timed"
-    AGAIN = "everything is recomputed and offloaded, measured by group"
-    WHOLE = "everything is recomputed without saving any output of an operator, measured by group"
-    BARE_AGAIN = "everything is recomputed and nothing offloaded, timed by group"
-    WARM = "nothing is offloaded, to warm up"
-    BARE = "nothing is offloaded, timed by group"
-    NONE = "nothing is offloaded, timed"
+    FIRST = "everything is replayed and offloaded: groups are traced and proven, and their operators timed"
+    PLAIN = "the same, for groups that were not traced; one compiled group of each kind is not run again"
+    LEAN = "everything is replayed and offloaded, measured by group"
+    BARE = "everything is kept, to know the peak"
     PLAN = "the plan, timed"
+
+
+LEAN = (Stage.FIRST, Stage.PLAIN, Stage.LEAN)  # everything is replayed and offloaded
+MEASURED = (Stage.PLAIN, Stage.LEAN)  # by group
+TRACED = (Stage.FIRST, Stage.PLAIN)
 
 
 class Peak(NamedTuple):
@@ -54,7 +55,7 @@ class Peak(NamedTuple):
             inside = -(-inside * elements // self.elements)
         return max(self.allocated, allocated) + inside
 
-    def of(self, elements: int) -> Peak:
+    def scaled_to(self, elements: int) -> Peak:
         """Return the peak of a pass with as many elements, or with those of this one if they are more."""
         return Peak(self.at(elements), max(elements, self.elements), self.allocated)
 
@@ -136,10 +137,6 @@ class TimedPass:
         borders = self.meter.borders
         return backend.elapsed(self.begun, borders[0].event) + backend.elapsed(borders[-1].event, self.ended)
 
-    def pace(self, backend: Backend) -> float:
-        """Return the seconds for each element of the inputs, whose number may differ from pass to pass."""
-        return self.seconds(backend) / max(self.elements, 1)
-
     def larger(self, elements: int) -> float:
         """Return by how much activations are larger with as many elements of inputs, as far as that is known."""
         return elements / self.elements if elements and self.elements else 1.0
@@ -148,11 +145,53 @@ class TimedPass:
         """Return its peak as it is with as many elements, and so much allocated before; 0 if it is not known."""
         return Peak(self.peak, self.elements, self.allocated).at(elements, allocated) if self.peak else 0
 
-    def peak_without(self) -> Peak:
-        """Return the peak of device memory in it if nothing were offloaded, from its first border on."""
+    def highest(self) -> Peak:
+        """Return the peak of device memory in a pass that was measured by group, from its first border on."""
         assert self.meter is not None
         peak = before = 0
         for border in self.meter.borders:
-            level = border.other_bytes + border.activations(self.sizes)
-            peak, before = max(peak, max(before, level) + border.temporary), level
+            peak, before = max(peak, max(before, border.allocated) + border.temporary), border.allocated
         return Peak(peak, self.elements, self.meter.allocated_before)
+
+
+class PassTimer:
+    """Times the passes of a model, and has the one in progress, or the latest.
+
+    Parameters
+    ----------
+    engine : Engine
+        Of the model.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._current: TimedPass | None = None
+        self._thread = 0  # that runs its forward
+
+    def begin(self, stage: Stage, number: int, elements: int, *, memory: bool = False) -> TimedPass:
+        """Begin a pass, which is measured by group in the first stages; `memory`: its peak is read."""
+        backend = self._engine.backend
+        self._thread = threading.get_ident()
+        timed = self._current = TimedPass.begin(stage, number, elements, backend, memory=memory)
+        if stage in MEASURED:
+            timed.meter = Meter(backend, self._engine.counters, memory=True)
+            self._engine.record(timed.meter)
+        if stage in TRACED:
+            timed.operators = OperatorTimes(backend)
+        return timed
+
+    def of_thread(self) -> TimedPass | None:
+        """Return the pass whose forward the calling thread runs; None if it is not timed."""
+        return self._current if self._thread == threading.get_ident() else None
+
+    def take(self) -> TimedPass | None:
+        """Return the pass, which is over, and forget it; None if a step was recorded in the middle of it."""
+        timed, recorder = self._current, self._engine.recorder
+        self.drop()
+        return None if timed is not None and timed.meter is not None and timed.meter is not recorder else timed
+
+    def drop(self) -> None:
+        """Forget the pass, and read none of its events."""
+        if isinstance(self._engine.recorder, Meter):
+            self._engine.record(None)
+        self._current = None

@@ -1,12 +1,11 @@
-"""The default of `offload`: measure during the first steps, then offload what costs no time.
+"""The default of `offload`: measure the first passes, then follow the plan that came out.
 
-What is measured, and how the plan is chosen, is in `FirstSteps`; where these are, in `Progress`.  Here each pass of the
-model gets its purpose: a stage of the first steps, or the plan; and the first steps are repeated when costs have
-changed.  Where several ranks run one model, the first of them decides: see [Note: ranks decide together].
+What is measured, and how the plan is chosen, is in `Script`.  Here each pass of the model gets its purpose: a stage of
+the script, or the plan; and the script runs again when more memory is allocated before a pass than was planned with.
+Where several ranks run one model, the first of them decides: see [Note: ranks decide together].
 
-A pass is timed on the device, from the start of the forward to the end of its backward.  The events are read passes
-later; the host waits for the device once before a plan is chosen and once for each comparison with it, and only where
-the device is more than a whole pass behind.
+A pass is timed on the device, from the start of the forward to the end of its backward.  The events are read later; the
+host waits for the device once before a plan is chosen, and once for each pass with a plan that is timed.
 """
 
 from __future__ import annotations
@@ -14,8 +13,11 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
+from ..._torch.modules import is_compiled
 from ..._warnings import warn
 from ...engine.engine import Engine
 from ...engine.layer import tensors_in
@@ -23,24 +25,27 @@ from ...engine.model_pass import ModelPass
 from ...planner import GroupPlan
 from ...replay import Policy
 from ...schedule.execution_order import GroupKey, GroupPlans
+from ...schedule.plan import Roles
 from ...schedule.timeline import size
-from ..conduct import Conduct, FollowedModule
-from ..reporting import PassLog
-from .drift import Drift
-from .findings import Findings
+from ..conduct import Conduct, FollowedModule, Mode
+from ..operator_costs import OperatorTimes
+from ..reporting import PassLog, group_names
+from ..steering import RolesOfPlan, recomputing
+from .findings import Findings, Room
 from .lockstep import WINDOW, Decision
 from .metering import Meter
-from .progress import Progress
 from .ranks import Ranks
-from .stages import Stages
-from .timed_pass import Stage
-from .timer import PassTimer
+from .script import Script, Steps, representative_kind, room_in
+from .timed_pass import LEAN, PassTimer, Stage, TimedPass
 
 __all__ = ["Tuner"]
 
 logger = logging.getLogger("actoffload")
 
 SOON = 64  # passes with a plan before which memory is looked at: with gradient accumulation the optimizer starts late
+UNFINISHED = 4  # forwards in a row that run before the backward of the one before
+BESIDE = 2  # passes that are measured again because the one before had no backward by then; in some programs all do
+PASSED_OVER = 4  # passes in a row that may not fit with the plan that is tried, so that the script does not go on
 
 MEASURING = "This is the plan of the first steps, which are measured."
 ALONE = (
@@ -51,7 +56,7 @@ UNTIMED = "Several forwards run before a backward, so no pass can be timed."
 
 
 class Tuner:
-    """Measures, plans, and keeps the plan as long as costs stay what they were.
+    """Gives each pass its purpose, and keeps the plan as long as it fits.
 
     Parameters
     ----------
@@ -59,16 +64,21 @@ class Tuner:
         Of the model.
     title : str
         What the log calls the model.
-    passes : int
-        Number of passes that offloaded everything before, and were not measured.
-    recompute : mapping of int to Policy, optional
-        By group: what is saved of a group that is recomputed in backward.
-    policies : mapping of int to Policy, optional
-        By group: what is saved of it if it is recomputed because the memory is not enough otherwise.
     budget : int, optional
         Bytes of device memory that forward and backward may take; None for all that there are.
+    recompute : mapping of int to Policy, optional
+        By group: how it is replayed in any case.
+    policies : mapping of int to Policy, optional
+        By group: how it is replayed if the memory is not enough otherwise.
     ranks : Ranks, optional
         That run the model together.
+
+    Attributes
+    ----------
+    stage : Stage or None
+        Of the next pass; None once there is a plan.
+    found : Findings
+        What the script that runs, or ran last, has found.
     """
 
     def __init__(
@@ -78,36 +88,63 @@ class Tuner:
         plans: GroupPlans,
         log: PassLog,
         title: str = "the model",
-        passes: int = 0,
         budget: int | None = None,
         recompute: Mapping[int, Policy] | None = None,
         policies: Mapping[int, Policy] | None = None,
         ranks: Ranks | None = None,
     ) -> None:
         self._engine, self._groups, self._plans, self._log, self._title = engine, groups, plans, log, title
-        self._budget, self._policies = budget, policies or {}
-        self._stages = Stages(engine, groups, plans, log, recompute or {}, self._policies)
+        self._budget, self._always, self._policies = budget, recompute or {}, policies or {}
         self._ranks = Ranks() if ranks is None else ranks
         self._lock = threading.Lock()
-        self._number = passes
+        self._number = 0
         self._timer = PassTimer(engine)
         self._settled = 0  # pass since which there is a plan
         self._in_use = 0  # bytes of device memory before a pass, when they were looked at last
         self._alone = False  # the groups are called, and not the model
         self._chosen: Findings | None = None  # whose plan is kept
-        self._first = Progress(engine.backend, groups, plans, log, self._ranks, budget, self._policies)
-        self._first.begin(passes + 1, warm=passes > 0)
-        self._drift = Drift()
+        self._roles: RolesOfPlan | None = None  # of the latest plan
+        self._unfinished = self._passed_over = 0  # passes in a row
+        self._own: tuple[Room, int] | None = None  # of a rank that follows: its room, and bytes allocated before a pass
+        self.found = Findings()
+        self.stage: Stage | None = None
+        self._steps: Steps | None = None  # none where another rank decides
+        self._begin(1)
+
+    def _begin(self, number: int, *, again: bool = False) -> None:
+        """Run the script from this pass on; `again`: other ranks said how much room they have, which they say once."""
+        ranks, self.begun, self._beside = self._ranks, number, 0
+        room_of_all = ranks.room_of_all
+        if again and self.found.limit is not None:
+            room_of_all = partial(Room.less, reserve=self.found.reserve)
+        script = Script(
+            self._engine.backend, self._groups, self._plans, self._log, self._budget, self._policies, room_of_all
+        )
+        steps = script.run()
+        self.found, self.stage, self._steps = script.found, next(steps), steps
+
+    # What is known
+
+    @property
+    def untimed(self) -> bool:
+        """Whether no pass can be timed, because several forwards run before a backward."""
+        return self._unfinished >= UNFINISHED
 
     @property
     def settling(self) -> bool:
         """Whether passes are measured for a plan that is not final: in all ranks from the same pass on, no longer."""
-        return self._first.settling and not self._alone
+        return self.stage is not None and not (self.untimed or self._alone) and self._passed_over < PASSED_OVER
 
     def plan(self) -> GroupPlan:
         """Return the plan, or what is done until there is one."""
-        because = ALONE if self._alone else UNTIMED if self._first.untimed else MEASURING
-        return self._stages.plan(self._chosen, because)
+        order = self._plans.order
+        names = group_names(self._groups, order)
+        if self._chosen is not None and self._chosen.plan is not None:
+            plan = self._chosen.plan.remapped(names)
+        else:
+            because = ALONE if self._alone else UNTIMED if self.untimed else MEASURING
+            plan = GroupPlan(names, self._plans.roles(order).plan, self._log.bytes_of(order), because=because)
+        return recomputing(plan, order, self._always)
 
     def frontier(self) -> Sequence[GroupPlan]:
         """Return the plans that are worth having, for what was measured."""
@@ -119,14 +156,7 @@ class Tuner:
 
     def facts(self) -> dict[str, Any]:
         """Return what was measured of whole passes, as fields of `StepFacts`."""
-        times = None if self._chosen is None else self._chosen.times
-        found: dict[str, Any] = {}
-        if self._chosen is not None:
-            found["next_choice"] = self._chosen.next_choice()
-        if times is not None:
-            found["pass_seconds_with"], found["pass_seconds_without"] = times.offloaded, times.without
-            found["measured_passes"] = times.first, times.last
-        return found
+        return {} if self._chosen is None else {"next_choice": self._chosen.next_choice()}
 
     # One pass
 
@@ -138,24 +168,32 @@ class Tuner:
     def _conduct_of(self, inputs: tuple[Any, Any], *, alone: bool, busy: bool) -> Conduct:
         if alone or busy:
             self._alone = not busy
-            return self._stages.whole(self._chosen)
+            return self._whole()
         self._alone = False
         aside = self._engine.backend.capturing() or not isinstance(self._engine.recorder, Meter | None)
         if aside:
             self._timer.drop()  # [guard: pass measured while a graph is captured or a step is recorded]
             if self._ranks.lockstep is None:
-                return self._stages.whole(self._chosen)
+                return self._whole()
         self._close()
         self._number += 1
         elements = sum(tensor.numel() for tensor in tensors_in(inputs))
         stage = self._stage_of_pass(elements, aside=aside)
         if aside:
-            return self._stages.whole(self._chosen)
-        return self._steady(elements) if stage is None else self._measure(stage, elements)
+            return self._whole()
+        if stage is None:
+            return self._settled_pass(elements)
+        if self.found.host_bytes is not None:
+            self._engine.trim(keep=self.found.host_bytes)
+        memory = stage in (Stage.PLAN, Stage.BARE) and self.found.limit is not None
+        timed = self._timer.begin(stage, self._number, elements, memory=memory)
+        return self._conduct_in(stage, timed.operators)
 
     def forward_ends(self, output: Any) -> None:
         """Time the pass until the end of its backward."""
-        self._timer.forward_ends(output)
+        timed = self._timer.of_thread()
+        if timed is not None:
+            timed.watch(self._engine.backend, tensors_in(output))
 
     def pass_ends(self, done: ModelPass[GroupKey], sequence: Sequence[GroupKey]) -> None:
         """Take what a forward saved."""
@@ -174,82 +212,190 @@ class Tuner:
             self._timer.drop()
             self._ranks.leave()
 
-    def _measure(self, stage: Stage, elements: int) -> Conduct:
-        """Begin a pass of the first steps."""
-        found = self._first.found
-        if found.host_bytes is not None:
-            self._engine.trim(keep=found.host_bytes)
-        memory = stage is Stage.PLAN and found.limit is not None
-        timed = self._timer.begin(stage, self._number, elements, memory=memory)
-        return self._stages.of(stage, found, timed.operators)
-
     def _close(self) -> None:
         """End the pass before this one, and go on by what it showed."""
         timed = self._timer.take()
-        if timed is None or not self._first.counts(timed):
+        if timed is None:
             return
-        if self._first.stage is None:
-            self._drift.add(timed)
-        elif (plan := self._first.add(timed)) is not None:
-            self._settle(plan)
+        if timed.ended is None:
+            self._unfinished += 1
+            return
+        beside, self._unfinished = self._unfinished > 0 and timed.stage is not Stage.FIRST, 0
+        if self.stage is None:
+            return
+        if self._steps is None:
+            self._show_room(timed)
+            return
+        if beside and self._beside < BESIDE:
+            self._beside += 1  # [guard: backward that was skipped once] its graph lived in this pass
+            return
+        try:
+            self.stage = self._steps.send(timed)
+        except StopIteration as stop:
+            plan: GroupPlan | None = stop.value
+            if plan is None:  # an interrupt had ended it
+                self._begin(timed.number + 1, again=True)
+            else:
+                self._settle(plan)
+
+    # Stages
 
     def _stage_of_pass(self, elements: int, *, aside: bool) -> Stage | None:
         """Return what a pass is for, the same in all ranks; None for the plan.  `aside`: it is not measured."""
-        first, lockstep = self._first, self._ranks.lockstep
-        if first.stage is None and self._number % WINDOW == 0 and self._renews():
-            first.begin(self._number, warm=True)
-        if first.stage is not None and lockstep is not None and not lockstep.leads:
-            plan = first.follow(self._number, planned=self._chosen is not None)
-            if plan is not None:
-                self._settle(plan)
-        return None if first.stage is None else first.stage_of(self._number, elements, aside=aside)
+        lockstep = self._ranks.lockstep
+        follows = lockstep is not None and not lockstep.leads
+        if self.stage is None and self._number % WINDOW == 0 and self._renews():
+            self._begin(self._number)
+        if self.stage is not None and follows:
+            self._follow()
+        if self.stage is None:
+            return None
+        in_use = 0 if self.stage in LEAN else self._engine.backend.in_use() or 0
+        often = self._passed_over + 1 >= PASSED_OVER
+        fits = self.stage in LEAN or self.found.fits(self.stage, elements, in_use)
+        if not (fits or follows or aside or self.untimed) and (often or not self.found.fits(self.stage, 0, in_use)):
+            # [guard: first steps that are outdated]
+            self._begin(self._number, again=True)
+            fits = True
+        stage = decided = self.stage
+        # A pass that may not fit replays and offloads everything, and does not count.
+        if aside or self.untimed or not fits:
+            stage = Stage.FIRST
+        if lockstep is not None and lockstep.leads:
+            known = replace(self.found, choose=None, search_frontier=None)  # which are large
+            self._ranks.together(lambda lockstep: lockstep.decide(self._number, Decision(stage, known)))
+        # Ranks that follow count what was decided, so that `settling` is the same in all.
+        self._passed_over = self._passed_over + 1 if (decided if follows else stage) is Stage.FIRST else 0
+        return stage
+
+    def _conduct_in(self, stage: Stage, operators: OperatorTimes | None) -> Conduct:
+        """Return how a pass of a stage is followed."""
+        if stage is Stage.PLAN:
+            return self._planned(self.found)
+        if stage is Stage.BARE:
+            return self._idle()
+        policies = {**self._policies, **self._always}
+        if stage is Stage.PLAIN:
+            for group in self._representatives():
+                policies.pop(group, None)
+        return self._leanest(policies, operators)
+
+    def _representatives(self) -> list[int]:
+        """Return one compiled group of each kind that may be run again as a whole."""
+        found: dict[Any, int] = {}
+        for group in self._policies:
+            module = self._groups[group].ref()
+            if module is not None and (self._groups[group].compiled or is_compiled(module)):
+                found.setdefault(representative_kind(self._groups[group]), group)
+        return list(found.values())
+
+    def _leanest(self, policies: Mapping[int, Policy], operators: OperatorTimes | None = None) -> Conduct:
+        return Conduct(Mode.WHOLE, self._plans.order, lambda order: Roles.leanest(len(order)), policies, operators)
+
+    def _planned(self, found: Findings) -> Conduct:
+        """Return how a forward with a plan is followed."""
+        roles = self._roles_of(found)
+        recompute = {**self._always, **roles.recompute}
+        if not roles.plan.offloaded and not recompute:
+            return self._idle()
+        mode = Mode.WHOLE if found.adopts or roles.incremental else Mode.SCOPED
+        return Conduct(mode, self._plans.order, roles, recompute)
+
+    def _whole(self) -> Conduct:
+        """Follow the whole forward, by the plan if there is one."""
+        order = self._plans.order
+        if self._chosen is None:
+            return self._leanest({**self._policies, **self._always})
+        roles = self._roles_of(self._chosen)
+        return Conduct(Mode.WHOLE, order, roles, {**self._always, **roles.recompute})
+
+    def _idle(self) -> Conduct:
+        """Offload nothing."""
+        if self._always:
+            return Conduct(Mode.SCOPED, self._plans.order, recompute=self._always)
+        self._engine.counters.passes += 1
+        return Conduct(Mode.IDLE)
+
+    def _roles_of(self, found: Findings) -> RolesOfPlan:
+        assert found.plan is not None
+        if self._roles is None or self._roles.plan is not found.plan:
+            # Blocks may be skipped at random: the measured pass may not have had some that come later.
+            full = found.limit is not None and found.bare.at(found.size) > found.limit
+            self._roles = RolesOfPlan(self._groups, found.plan, offload_others=full)
+        return self._roles
+
+    # Other ranks
+
+    def _show_room(self, timed: TimedPass) -> None:
+        """Post how much room this rank has, as the leanest pass has shown."""
+        if timed.stage is Stage.LEAN and timed.meter is not None:
+            room, before = room_in(timed, self._engine.backend, self._budget), timed.meter.allocated_before
+            # With gradient accumulation, gradients are there before some passes only.
+            self._own = room, max(before, self._own[1] if self._own else 0)
+            self._ranks.together(lambda lockstep: lockstep.post_room(room))
+
+    def _follow(self) -> None:
+        """Take what another rank decided for this pass.
+
+        If that rank does not answer, go on alone: with the plan there is, or with the script if there is none.
+        """
+        decision = self._ranks.together(lambda lockstep: lockstep.decision(self._number))
+        if decision is None or decision.found is None:
+            self.stage = self._steps = None
+            if self._chosen is None:
+                self._begin(self._number)
+            return
+        found, before = decision.found, self.found
+        if self._own is not None:
+            found = found.in_rank(*self._own)
+        if found.plan == before.plan:
+            found.plan = before.plan  # whose roles are known
+        self.found, self.stage, self._steps = found, decision.stage, None
+        if decision.stage is None and found.plan is not None:
+            self._settle(found.plan)
 
     # The plan
 
     def _settle(self, plan: GroupPlan) -> None:
         """Keep a plan from now on."""
-        self._chosen = self._first.found
-        self._first.end()
-        self._drift.restart(self._number)
+        self.found.plan = plan
+        chosen = self._chosen = self.found
+        self.stage = self._steps = None
         self._settled = self._number
         if not plan.offloaded and not plan.recomputed:
             self._log.nothing_offloaded()
-        peak = None if plan.peak_bytes is None else plan.peak_bytes + self._chosen.reserve
+        peak = None if plan.peak_bytes is None else plan.peak_bytes + chosen.reserve
         if self._budget is not None and peak is not None and peak > self._budget:
             warn(
                 f"memory_budget is {size(self._budget)}, but the smallest peak that a plan reaches is {size(peak)}: "
                 "that plan is used."
             )
-        passes = f"passes {self._first.begun} to {self._number}"
+        passes = f"passes {self.begun} to {self._number}"
         if (lockstep := self._ranks.lockstep) is not None:
             passes += f" by rank {lockstep.leader}"
             if lockstep.leads:
-                self._ranks.together(lambda of: of.decide(self._number, Decision(found=self._chosen)))
-        logger.info("%s", self._chosen.decision(self._title, passes))
+                decision = Decision(found=chosen)
+                self._ranks.together(lambda lockstep: lockstep.decide(self._number, decision))
+        logger.info("%s", chosen.decision(self._title, passes))
 
     def _renews(self) -> bool:
-        """Return whether the first steps are measured again from this pass on."""
+        """Return whether the script runs again from this pass on: more memory is in use than the plan was made for."""
         chosen, lockstep = self._chosen, self._ranks.lockstep
         assert chosen is not None
-        leads = lockstep is None or lockstep.leads
-        wanted = leads and self._drift.moved(self._number, chosen.size, self._engine.backend)
-        self._in_use = self._allocated()
-        wanted = wanted or chosen.exceeds(Stage.PLAN, self._in_use)
+        self._in_use = self._engine.backend.in_use() or 0
+        wanted = not chosen.fits(Stage.PLAN, 0, self._in_use)
         if lockstep is None:
             return wanted
-        return bool(self._ranks.together(lambda of: of.begins_again(self._number, wanted=wanted)))
+        return bool(self._ranks.together(lambda lockstep: lockstep.begins_again(self._number, wanted=wanted)))
 
-    def _allocated(self) -> int:
-        return self._engine.backend.in_use() or 0
-
-    def _steady(self, elements: int) -> Conduct:
+    def _settled_pass(self, elements: int) -> Conduct:
         """Return how a pass is followed once there is a plan."""
         chosen = self._chosen
         assert chosen is not None
-        if self._drift.times(self._number):
-            self._timer.begin(Stage.PLAN, self._number, elements)
         if self._number - self._settled <= SOON:
-            self._in_use = self._allocated()
-        if not chosen.fits(Stage.PLAN, elements, self._in_use):
-            return self._stages.leanest(None if self._ranks.lockstep is None else chosen)
-        return self._stages.idle() if elements < chosen.least_size else self._stages.planned(chosen)
+            self._in_use = self._engine.backend.in_use() or 0
+        if chosen.fits(Stage.PLAN, elements, self._in_use):
+            return self._planned(chosen)
+        # Larger inputs than the plan was made for; where other ranks follow it, they replay what it does.
+        policies = self._policies if self._ranks.lockstep is None else self._roles_of(chosen).recompute
+        return self._leanest({**policies, **self._always})

@@ -1,0 +1,381 @@
+"""The first passes of a model: measure two, and choose the fastest plan that fits.
+
+`[Note: the first passes]`  Nothing is known before the first pass, and it must fit where any plan does.  So it is the
+leanest there is: every group is replayed in backward, and what it needs for that is offloaded.  It traces and proves
+the groups and times their operators.  The next pass runs in the same way without proofs, and is measured by group:
+bytes, times, and the rates of copies.  From both follows what each group costs in every other way.  If all of it fits
+without, one more pass keeps everything, to know its peak; then nothing is installed.
+
+Otherwise the planner chooses the fastest plan that fits.  Its first pass takes host memory, and its second is timed.
+If one takes more than the limit, all plans are expected to take as much more, and another is chosen.  Last comes a pass
+in which every group is replayed as a whole, as activation checkpointing would run it, unless that should take longer
+by more than `SURELY`: the faster of the two is kept.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from math import inf, log2
+from typing import Any, TypeAlias
+
+from ..._torch.modules import is_compiled
+from ...device.base import Backend, current_stream, usable
+from ...planner import (
+    GroupPlan,
+    OperatorCost,
+    Variant,
+    choose_recomputed,
+    frontier,
+    replay_ways,
+    variants,
+)
+from ...planner.variants import within
+from ...replay import Policy
+from ...schedule.costs import LayerCost, Link
+from ...schedule.execution_order import GroupPlans
+from ...schedule.plan import Plan
+from ...schedule.simulate import simulate
+from ...schedule.timeline import size
+from ..conduct import FollowedModule
+from ..reporting import PassLog, group_names
+from .findings import Findings, Room
+from .group_costs import layer_costs, measured_link, steady, without_hooks
+from .timed_pass import Peak, Stage, TimedPass
+
+__all__ = ["Script", "Steps", "room_in", "timed_operators"]
+
+FULL, SMALLER = 0.9, 4  # part of the most elements of inputs so far; passes with fewer that do not count
+TRIES = 3  # plans that are tried because the one before took more than the limit
+SURELY = 0.1  # part of the time of a pass by which a prediction is off at most
+HOST_SECONDS = 60e-6  # of the host for one tensor that is offloaded
+PROBE = 2**24  # bytes of a copy that measures the link
+NO_LINK = Link(1.0, 1.0)  # nothing is copied, so its rates do not matter
+
+Steps: TypeAlias = Generator[Stage, TimedPass, GroupPlan]
+
+
+def room_in(lean: TimedPass, backend: Backend, budget: int | None) -> Room:
+    """Return the room that there is by a measured pass that offloaded everything."""
+    limit, meter = backend.memory_limit(), lean.meter
+    if limit is None or meter is None or not meter.borders:
+        return Room()
+    limit = usable(limit, max((nbytes for sizes in lean.sizes for nbytes in sizes), default=0))
+    # Earlier passes, whose backward is still to come, may keep everything.
+    in_flight = lean.waiting * sum(map(sum, lean.sizes))
+    limit = limit if budget is None else min(limit, budget)
+    return Room(max(limit - in_flight, 0), lean.highest())
+
+
+class Script:
+    """Finds out what the first passes show, and the plan that follows from it.
+
+    It does not reference the `Tuner`, which holds the generator that `run` returns: no cycle keeps either alive.
+
+    Parameters
+    ----------
+    backend, groups, plans, log
+        Of the model.
+    budget : int, optional
+        Bytes of device memory that a pass may take.
+    policies : mapping of int to Policy, optional
+        By group: how it may be replayed.
+    room_of_all : callable
+        From the room of this rank to the room with which a plan fits in all ranks.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        groups: Sequence[FollowedModule],
+        plans: GroupPlans,
+        log: PassLog,
+        budget: int | None = None,
+        policies: Mapping[int, Policy] | None = None,
+        room_of_all: Callable[[Room], Room] = lambda room: room,
+    ) -> None:
+        self._backend, self._groups, self._plans, self._log, self._budget = backend, groups, plans, log, budget
+        self._policies, self._room_of_all = policies or {}, room_of_all
+        self.found = Findings()
+        self._most = 0  # elements of inputs so far
+
+    def run(self) -> Steps:
+        """Yield what the next pass is for, get it when it is over, and return a plan; see [Note: the first passes]."""
+        found = self.found
+        traced = [(yield from next_pass(Stage.FIRST))]
+        if self._policies and not self._known(traced):
+            traced.append((yield from next_pass(Stage.PLAIN)))
+        lean = yield from self._full()
+        self._look_at_room(lean)
+        for timed in (*traced, lean):
+            timed.wait(self._backend)
+        plan = found.plan = self._choose(traced, lean)
+        if plan.offloaded or plan.recomputed:
+            return (yield from self._fitted(plan))
+        if found.limit is None:
+            return plan
+        timed = yield from trimming(found, Stage.BARE, plan)
+        if timed.peak and found.in_flight == 1:
+            found.bare = Peak(timed.peak, timed.elements, timed.allocated)
+            peak = found.bare.at(found.size)
+            plan = replace(plan, peak_bytes=peak, because=_fits(peak, found.limit))
+        return plan
+
+    def _known(self, traced: Sequence[TimedPass]) -> bool:
+        """Return whether the operators of all groups that may be replayed were timed."""
+        known = frozenset[int]().union(*(each.operators.groups for each in traced if each.operators is not None))
+        return known >= {key.group for key in self._plans.order} & self._policies.keys()
+
+    def _full(self) -> Generator[Stage, TimedPass, TimedPass]:
+        """Yield `Stage.LEAN` until a pass has inputs as large as any before, and return it; not for ever.
+
+        The plan is for inputs of this size.  The last batch of an epoch is often smaller.
+        """
+        largest = timed = yield from next_pass(Stage.LEAN)
+        for _ in range(SMALLER):
+            self._most = max(self._most, timed.elements)
+            if timed.elements >= FULL * self._most:  # [guard: inputs that are smaller than before -> True]
+                return timed
+            timed = yield from next_pass(Stage.LEAN)
+            largest = max(timed, largest, key=lambda each: each.elements)
+        self._most = largest.elements  # those that are larger still are rare
+        return largest
+
+    def _look_at_room(self, lean: TimedPass) -> None:
+        """Note the memory that a plan may take, so that it fits in all ranks."""
+        found = self.found
+        assert lean.meter is not None
+        found.in_flight, found.adopts, found.size = 1 + lean.waiting, lean.adopted > 0, lean.elements
+        own = room_in(lean, self._backend, self._budget)
+        room = self._room_of_all(own)
+        found.allocated_before = lean.meter.allocated_before
+        if own.limit is None or room.limit is None:
+            return
+        found.reserve, found.limit = own.limit - room.limit, room.limit
+        # Where a plan offloads few of the groups that share a storage, it is copied, and the others keep it.
+        found.excess = lean.shared  # [guard: room for what groups share]
+
+    def _choose(self, traced: Sequence[TimedPass], lean: TimedPass) -> GroupPlan:
+        """Plan from what was measured."""
+        found = self.found
+        assert lean.meter is not None
+        begun = time.perf_counter()
+        names = group_names(self._groups, lean.sequence)
+        if not names:
+            return self._keep("No group has run.")
+        found.outside = lean.outside(self._backend)
+        link = measured_link(lean.meter) or self._probed_link()
+        ways = self._ways(traced, lean)
+        # Nothing was copied where all tensors are too small, or the host has no memory: then replay is left.
+        known: dict[str, Any] = {"host_seconds": HOST_SECONDS, "among": None if link else ()}
+        costs = names, ways, link or NO_LINK
+        kept = simulate(Plan(len(names)), [group[0].cost for group in ways], link or NO_LINK)
+        found.bare = Peak(kept.device_peak_bytes + found.excess, found.size, found.allocated_before)
+        found.choose = partial(
+            choose_recomputed, *costs, limit=found.limit, tolerance=0.0, without_bytes=found.bare.nbytes, **known
+        )
+        found.search_frontier = partial(frontier, *costs, **known)
+        if found.limit is None or found.bare.nbytes <= found.limit:
+            plan = replace(self._keep(_fits(found.bare.nbytes, found.limit)), peak_bytes=kept.device_peak_bytes)
+            plan = found.expected(replace(plan, seconds=kept.step_time, baseline_seconds=kept.baseline))
+        else:
+            plan = found.chosen()
+        found.planning = time.perf_counter() - begun
+        return plan
+
+    def _ways(self, traced: Sequence[TimedPass], lean: TimedPass) -> list[tuple[Variant, ...]]:
+        """Return the ways to run each group, the first of them without replay."""
+        allocated = self.found.allocated_before
+        sequence = lean.sequence
+        compiled = {k for k, key in enumerate(sequence) if self._is_compiled(self._groups[key.group])}
+        kinds: list[Hashable] = [
+            (type(self._groups[key.group].module), round(2 * log2(sum(sizes) + 1)))
+            for key, sizes in zip(sequence, lean.sizes, strict=True)
+        ]
+        assert lean.meter is not None
+        costs = without_hooks(steady(layer_costs(lean, compiled, allocated), kinds), lean.meter, kinds, HOST_SECONDS)
+        plain = self._plain_compiled(traced, allocated)
+        operators: dict[int, tuple[OperatorCost, ...]] = {}
+        for each in traced:
+            for group, known in timed_operators(each, lean.elements).items():
+                operators.setdefault(group, tuple(known))
+        found = list[tuple[Variant, ...]]()
+        for k, (key, cost) in enumerate(zip(sequence, costs, strict=True)):
+            # One that runs several times would have one way for all of them.
+            once = sum(other.group == key.group for other in sequence) == 1
+            own = plain.get(self._kind(key.group))
+            if once and k not in compiled and operators.get(key.group):
+                found.append(replay_ways(cost, within(operators[key.group], cost.forward)))
+            elif once and k in compiled and own is not None and own.nbytes > cost.nbytes:
+                forward, backward = cost.gap_forward, cost.gap_backward
+                own = replace(own, other_bytes=cost.other_bytes, gap_forward=forward, gap_backward=backward)
+                found.append(variants(own, cost))
+            else:
+                found.append((Variant(cost),))
+        return found
+
+    def _probed_link(self) -> Link | None:
+        """Return the rates of one copy in each direction, where the leanest pass has copied nothing."""
+        backend = self._backend
+        device, stream = backend.current_device(), backend.new_stream(backend.current_device())
+        try:
+            host = backend.empty_host(PROBE)
+        except RuntimeError:  # the host has no page-locked memory
+            return None
+        copies = [(host, backend.empty_device((PROBE,), (1,), host.dtype, device))]
+        backend.wait_stream(stream, current_stream(backend))
+        rates = []
+        for copy in (backend.to_host, backend.to_device):
+            copy(copies, stream)  # to warm up
+            begun = backend.record_timed(stream)
+            copy(copies, stream)
+            ended = backend.record_timed(stream)
+            backend.synchronize(device)
+            rates.append(PROBE / max(backend.elapsed(begun, ended), 1e-9))
+        return Link(*rates)
+
+    def _plain_compiled(self, traced: Sequence[TimedPass], allocated: int) -> dict[Hashable, LayerCost]:
+        """Return the cost of a compiled group of each kind that was not run again."""
+        timed = traced[-1]
+        if timed.meter is None:
+            return {}
+        compiled = {k for k, key in enumerate(timed.sequence) if self._is_compiled(self._groups[key.group])}
+        costs = layer_costs(timed, compiled, allocated)
+        found: dict[Hashable, LayerCost] = {}
+        for k, key in enumerate(timed.sequence):
+            kind = self._kind(key.group)
+            if k in compiled and (kind not in found or costs[k].nbytes > found[kind].nbytes):
+                found[kind] = costs[k]
+        return found
+
+    def _kind(self, group: int) -> Hashable:
+        return representative_kind(self._groups[group])
+
+    @staticmethod
+    def _is_compiled(group: FollowedModule) -> bool:
+        return group.compiled or is_compiled(group.module)
+
+    def _fitted(self, plan: GroupPlan) -> Steps:
+        """Run passes with plans until one is within the limit, and the same with whole replay; return the faster."""
+        found, limit = self.found, self.found.limit or inf
+        tried = list[tuple[GroupPlan, float]]()
+        for number in range(TRIES):
+            found.plan = plan
+            passes = [(yield from trimming(found, Stage.PLAN, plan))]
+            if self._take_peak(plan, passes) <= limit or number + 1 == TRIES:
+                passes.append((yield from next_pass(Stage.PLAN)))
+            peak = self._take_peak(plan, passes)
+            passes[-1].wait(self._backend)
+            seconds = self._seconds(passes[-1])
+            if not peak:
+                return self._as_timed(plan, seconds)
+            tried.append((replace(plan, peak_bytes=peak), seconds))
+            other = plan if peak <= limit else found.chosen()
+            if other.plan == plan.plan and other.saves == plan.saves:
+                break
+            plan = other
+        fitting = [each for each in tried if (each[0].peak_bytes or 0) <= limit]
+        if fitting:
+            plan, seconds = min(fitting, key=lambda each: each[1])
+        else:
+            plan, seconds = min(tried, key=lambda each: each[0].peak_bytes or 0)
+        found.plan = plan = self._as_timed(plan, seconds)
+        return (yield from self._whole(plan, seconds))
+
+    def _whole(self, plan: GroupPlan, seconds: float) -> Steps:
+        """Time a pass in which every group is replayed as a whole, and return that plan if it is faster and fits."""
+        found, limit = self.found, self.found.limit or inf
+        assert found.choose is not None
+        names, ways, link = found.choose.args
+        last = [(replace(group[-1], saves=None),) if len(group) > 1 else group for group in ways]
+        if last == list(ways):
+            return plan
+        whole = found.expected(found.choose.func(names, last, link, **found.choose.keywords))
+        saves = tuple(group[-1].saves for group in ways)
+        less = tuple(max(group[0].cost.nbytes - group[-1].cost.nbytes, 0) for group in ways)
+        whole = replace(
+            whole, saves=saves, recomputed_nbytes=less, baseline_seconds=plan.baseline_seconds, because=plan.because
+        )
+        same = whole.plan == plan.plan and whole.saves == plan.saves
+        if same or (whole.peak_bytes or inf) > limit or (whole.seconds or inf) > (1 + SURELY) * seconds:
+            return plan
+        found.plan = whole
+        timed = yield from next_pass(Stage.PLAN)
+        timed.wait(self._backend)
+        peak, taken = self._take_peak(whole, [timed]), self._seconds(timed)
+        if taken < seconds and peak <= limit:
+            return replace(whole, seconds=taken, peak_bytes=peak)
+        found.plan = plan
+        return plan
+
+    def _take_peak(self, plan: GroupPlan, passes: Sequence[TimedPass]) -> int:
+        """Return the peak of passes with a plan, and expect all plans to take as much more; 0 if it is not known."""
+        found = self.found
+        # [guard: peaks of passes with smaller inputs or less memory before]
+        peak = max(each.peak_at(found.size, found.allocated_before) for each in passes)
+        if not peak or plan.peak_bytes is None or found.in_flight > 1:
+            return 0
+        found.excess += max(peak - plan.peak_bytes, 0)  # [guard: room for what passes take]
+        return peak
+
+    def _seconds(self, timed: TimedPass) -> float:
+        """Return the seconds of a pass as with inputs of the size that the plan is for."""
+        return max(timed.seconds(self._backend) / max(timed.elements, 1) * max(self.found.size, 1), 1e-9)
+
+    def _as_timed(self, plan: GroupPlan, seconds: float) -> GroupPlan:
+        """Return a plan with the measured seconds of a pass; all others are expected to take as much longer."""
+        if not plan.seconds or not plan.baseline_seconds:
+            return plan
+        self.found.pace *= seconds / plan.seconds
+        return replace(plan, seconds=seconds, baseline_seconds=plan.baseline_seconds * seconds / plan.seconds)
+
+    def _keep(self, because: str) -> GroupPlan:
+        order = self._plans.order
+        names = group_names(self._groups, order)
+        return GroupPlan(names, Plan(max(len(names), 1)), self._log.bytes_of(order), because=because)
+
+
+def _fits(peak: int, limit: int | None) -> str:
+    """Return why a plan keeps everything."""
+    room = "" if limit is None else f" {size(peak)} of {size(limit)}"
+    return f"Fits:{room}; nothing to do." if room else "Nothing is offloaded: the memory of the device is not known."
+
+
+def representative_kind(group: FollowedModule) -> Hashable:
+    """Return what compiled groups have in common that cost the same: their type and the sizes of their weights."""
+    module = group.module
+    return type(module), tuple(weight.shape for weight in module.parameters())
+
+
+def timed_operators(timed: TimedPass, elements: int) -> dict[int, list[OperatorCost]]:
+    """Return the operators of groups that a pass timed, with outputs as for inputs with as many elements."""
+    assert timed.operators is not None
+    larger = timed.larger(elements)
+    costs = timed.operators.costs()
+    if larger == 1.0:
+        return costs
+
+    def scaled(operator: OperatorCost) -> OperatorCost:  # [guard: operators of inputs of another size]
+        sizes = tuple(math.ceil(larger * nbytes) for nbytes in operator.sizes)
+        return replace(operator, sizes=sizes, returned=math.ceil(larger * operator.returned))
+
+    return {group: list(map(scaled, each)) for group, each in costs.items()}
+
+
+def trimming(found: Findings, stage: Stage, plan: GroupPlan) -> Generator[Stage, TimedPass, TimedPass]:
+    """Yield a stage, and let its pass begin with freeing host memory that the plan does not need."""
+    found.host_bytes = plan.offloaded_bytes * found.in_flight
+    timed = yield from next_pass(stage)
+    found.host_bytes = None
+    return timed
+
+
+def next_pass(stage: Stage) -> Generator[Stage, TimedPass, TimedPass]:
+    """Yield a stage until a pass of it is over, and return that pass."""
+    while True:
+        timed = yield stage
+        if timed.stage is stage:
+            return timed
