@@ -52,7 +52,7 @@ FULL, SMALLER = 0.9, 4  # part of the most elements of inputs so far; passes wit
 TRIES = 3  # plans that are tried because the one before took more than the limit
 SURELY = 0.1  # part of the time of a pass by which a prediction is off at most
 HOST_SECONDS = 60e-6  # of the host for one tensor that is offloaded
-PROBE = 2**24  # bytes of a copy that measures the link
+PROBE = 2**20  # bytes of a copy that measures the link
 NO_LINK = Link(1.0, 1.0)  # nothing is copied, so its rates do not matter
 
 Steps: TypeAlias = Generator[Stage, TimedPass, GroupPlan]
