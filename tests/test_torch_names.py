@@ -33,6 +33,8 @@ NAMES = [
     "_C.TensorBase",
     "_C.DisableTorchFunctionSubclass",
     "_C._DisableTorchDispatch",
+    "_C._AutoDispatchBelowAutograd",
+    "_C._DisableAutocast",
     "_C._functions.ExpBackward0",
     "_C._current_graph_task_id",
     "autograd.Variable._execution_engine",

@@ -176,7 +176,7 @@ def seconds(model: nn.Module, device: Timed, elements: int = 4) -> float:
 
 def stage_of(handle: actoffload.OffloadHandle) -> str:
     """Return the name of the stage of the latest pass, "" if it followed a plan."""
-    stage = getattr(getattr(handle._tracker.steering, "_first", None), "stage", None)
+    stage = getattr(handle._tracker.steering, "stage", None)
     return "" if stage is None else stage.name
 
 

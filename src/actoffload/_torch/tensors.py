@@ -49,6 +49,12 @@ no_torch_function: Any = find("_C.DisableTorchFunctionSubclass", nullcontext)
 no_torch_dispatch: Any = find("_C._DisableTorchDispatch", nullcontext)
 """Context that skips the ``__torch_dispatch__`` of tensor subclasses."""
 
+below_autograd: Any = find("_C._AutoDispatchBelowAutograd", torch.no_grad)
+"""Context in which operators run below autograd."""
+
+no_autocast: Any = find("_C._DisableAutocast", nullcontext)
+"""Context in which autocast is off, whatever the device."""
+
 
 @cache
 def _empty(dtype: torch.dtype, device: torch.device) -> torch.Tensor:

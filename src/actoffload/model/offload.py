@@ -18,7 +18,7 @@ from .._torch.lookup import unsupported
 from .._warnings import warn
 from ..engine.engine import Engine
 from ..planner import GroupPlan
-from ..replay import Given, policy_for
+from ..replay import Given, everything, policy_for
 from ..schedule.execution_order import GroupKey, GroupPlans
 from ..schedule.plan import Plan
 from ..schedule.schedules import GroupSchedule
@@ -127,7 +127,9 @@ def offload(
     ]
     engine = Engine(Plan(1), devices.backend(), limits["max_host_bytes"], min_bytes=limits["min_bytes"])
 
-    policies = {k: policy_for(recompute) for k in range(len(chosen)) if recompute is not False}
+    # Which operators run again is decided by what is measured, unless the program says it.
+    policy = everything if recompute == "auto" else policy_for(recompute) if recompute is not False else None
+    policies = {} if policy is None else dict.fromkeys(range(len(chosen)), policy)
     always = {} if recompute == "auto" else policies
 
     arguments = {

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..device.base import Backend
 from ..planner import OperatorCost
-from ..replay import COSTLY, Program
+from ..replay import COSTLY, Program, Weight
 
 __all__ = ["OperatorTimes"]
 
@@ -61,6 +61,9 @@ class OperatorTimes:
                     for value in step.reads
                     if value not in program.sources and value not in saved
                 }
+                kept = 0
+                if step.reads and all(isinstance(program.sources.get(value), Weight) for value in step.reads):
+                    kept, sizes = sum(sizes), ()
                 returned = [value for _, value in step.made if value in program.trace.returned]
                 costs.append(
                     OperatorCost(
@@ -73,6 +76,7 @@ class OperatorTimes:
                         returned=sum(program.trace.values[value].nbytes for value in returned),
                         unsaved=tuple(sorted(place[maker] for maker in unsaved if maker in place)),
                         segment=step.node.segment,
+                        kept=kept,
                     )
                 )
             found.update(dict.fromkeys(groups, costs))

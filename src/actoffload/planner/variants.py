@@ -46,6 +46,8 @@ class OperatorCost:
         where other results of theirs stay.
     segment : int
         The part of the group that calls it: what one part saves is made again, used and freed before the next.
+    kept : int
+        Bytes of its saved results that can be made again, but not be offloaded: casts of weights.
     """
 
     name: str
@@ -57,6 +59,7 @@ class OperatorCost:
     returned: int = 0
     unsaved: tuple[int, ...] = ()
     segment: int = 0
+    kept: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -296,7 +299,8 @@ def replay_ways(whole: LayerCost, operators: tuple[OperatorCost, ...]) -> tuple[
         found.append(Variant(cost, tuple(each.name for each in order[:number])))
     if not order:
         return (Variant(whole),)
-    return (replace(found[0], saves=None), *found[1:])
+    plain = replace(found[0].cost, kept_bytes=whole.kept_bytes + sum(each.kept for each in operators))
+    return (Variant(plain), *found[1:])
 
 
 def _again(operators: Sequence[OperatorCost], saved: Collection[str]) -> list[bool]:

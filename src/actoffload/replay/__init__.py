@@ -4,7 +4,7 @@ from .call import Call
 from .policy import COSTLY, Given, Policy, everything, names_of, policy_for, saving
 from .program import Program
 from .proof import Alarm
-from .trace import Trace, Tracer, remove_tracers
+from .trace import Trace, Tracer, Weight, remove_tracers
 
 __all__ = [
     "COSTLY",
@@ -15,6 +15,7 @@ __all__ = [
     "Program",
     "Trace",
     "Tracer",
+    "Weight",
     "everything",
     "names_of",
     "policy_for",

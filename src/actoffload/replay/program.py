@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .._torch.tensors import negative_view
 from ..engine.layout import View
 from .policy import COSTLY, Policy, rules_of
 from .trace import UNKNOWN, FunctionCall, Node, Place, Trace, Weight
@@ -68,7 +69,7 @@ def on_value(tensor: Tensor, read: _Read) -> Tensor:
     found = torch.empty(0, dtype=view.dtype, device=tensor.device)
     found.set_(tensor.untyped_storage(), start // itemsize, view.size, view.stride)
     found = found.conj() if view.conj else found
-    return torch._neg_view(found) if view.neg else found
+    return negative_view(found) if view.neg else found
 
 
 def copy_of(tensor: Tensor) -> Tensor:
@@ -76,7 +77,7 @@ def copy_of(tensor: Tensor) -> Tensor:
     if tensor.is_conj():
         return copy_of(tensor.conj()).conj()
     if tensor.is_neg():
-        return torch._neg_view(copy_of(torch._neg_view(tensor)))
+        return negative_view(copy_of(negative_view(tensor)))
     copy = tensor.clone()
     if copy.stride() == tensor.stride():
         return copy

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from .._torch.autograd import NO_BACKWARD, after_backward, backward_id
-from .._torch.tensors import is_capturing, no_torch_dispatch
+from .._torch.tensors import below_autograd, is_capturing, no_autocast, no_torch_dispatch
 from ..device.base import Backend, StreamEvent, current_stream
 from .program import Program, Step, copy_of, on_value
 from .trace import FunctionCall, Value, default_generators
@@ -32,9 +32,7 @@ ELEMENTS = 64  # of a sample
 ROWS = 1024  # comparisons whose results are read together
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_below_autograd: Any = torch._C._AutoDispatchBelowAutograd
-_no_autocast: Any = torch._C._DisableAutocast
-_KINDS = (_below_autograd, _no_autocast, no_torch_dispatch)
+_KINDS = (below_autograd, no_autocast, no_torch_dispatch)
 
 
 class _Guards(threading.local):

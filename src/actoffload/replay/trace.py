@@ -57,8 +57,9 @@ __all__ = [
     "remove_tracers",
 ]
 
-_HOST_READS = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default}
-_COPY = torch.ops.aten._to_copy.default
+_aten = torch.ops.aten
+_COPY, _READ_SCALAR = (getattr(_aten, name).default for name in ("_to_copy", "_local_scalar_dense"))
+_HOST_READS = {_READ_SCALAR, _aten.equal.default}
 
 UNKNOWN = -1
 GENERATED = "GeneratedBackwardFor_"
@@ -542,7 +543,7 @@ def leaves(tree: Any) -> Iterator[Tensor]:
 def default_generators() -> list[torch.Generator]:
     """Return PyTorch's default generators of the CPU and of the current GPU."""
     found: list[torch.Generator] = [torch.default_generator]
-    if torch.cuda._initialized and not is_capturing():
+    if torch.cuda.is_initialized() and not is_capturing():
         found.append(torch.cuda.default_generators[torch.cuda.current_device()])
     return found
 
