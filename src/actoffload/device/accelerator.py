@@ -118,6 +118,14 @@ class Accelerator(Backend):
         fraction = getattr(self._memory, "get_per_process_memory_fraction", None)
         return most if fraction is None else min(most, int(total * fraction()))
 
+    def release_device(self) -> None:
+        if self._memory is not None and not self.capturing():
+            self._memory.empty_cache()
+
+    def out_of_memory_errors(self) -> int:
+        stats = getattr(self._memory, "memory_stats", dict)()
+        return int(stats.get("num_ooms", 0))
+
     def synchronize(self, device: torch.device) -> None:
         torch.accelerator.synchronize(device)
 

@@ -96,6 +96,14 @@ class Backend(Protocol):
         """Return the bytes of device memory that tensors of this process may use; None if that is not known."""
         return None
 
+    def release_device(self) -> None:
+        """Give device memory that is cached and not in use back to the system; waits for the device."""
+        return
+
+    def out_of_memory_errors(self) -> int:
+        """Return how many allocations of this process have failed so far; 0 if that is not known."""
+        return 0
+
     def total_memory(self) -> int | None:
         """Return the bytes of memory that the device has; None if that is not known."""
         return None
@@ -157,7 +165,7 @@ def usable(limit: int, largest: int) -> int:
     limit : int
         Bytes of device memory that the process may use.
     largest : int
-        Bytes of the largest saved tensor.
+        Bytes of the largest tensor.
     """
     few, most = LEAST_GAPS * limit, MOST_GAPS * limit
     return limit - round(min(max(few, GAPS * largest), most))

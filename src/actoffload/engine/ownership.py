@@ -78,8 +78,10 @@ def stays(tensor: torch.Tensor, backend: Backend, owned: ModuleTensors, limit: L
 def _tied(tensor: torch.Tensor) -> Reason | None:
     """Return why a tensor stays that the graph ties to a leaf: it is one, a view of one, or a parameter's cast."""
     base = base_of(tensor)
+    # Without a graph, as in the forward of an autograd function, PyTorch makes views that seem to be leaves.
+    between = base is not None and base.grad_fn is not None  # [guard: views that functions save]
     for leaf in (tensor, base):
-        if leaf is not None and leaf.is_leaf:
+        if leaf is not None and leaf.is_leaf and not between:
             # Also a frozen one; asking whether something is a parameter takes long, and a plain tensor never is.
             if type(leaf) is not torch.Tensor and isinstance(leaf, Parameter):
                 return Reason.PARAMETER

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from .._torch.autograd import NO_BACKWARD, after_backward, backward_id
-from .._torch.tensors import below_autograd, is_capturing, no_autocast, no_torch_dispatch
+from .._torch.tensors import below_autograd, no_autocast, no_torch_dispatch
 from ..device.base import Backend, StreamEvent, current_stream
 from .program import Program, Step, copy_of, on_value
 from .trace import FunctionCall, Value, default_generators
@@ -323,7 +323,7 @@ class Alarm:
             If values that were computed again in a backward differed from those of the forward.
         """
         rise()  # [guard: replay that an interrupt stopped]
-        if is_capturing():
+        if self._backend.capturing():
             return
         reading = self._reading
         if reading is not None and self._backend.passed(reading[1]):
@@ -345,7 +345,7 @@ class Alarm:
 
     def _read(self) -> None:
         """Begin to read the results since the last time, unless some are still to come."""
-        if self._since and self._reading is None and not is_capturing() and self._flags is not None:
+        if self._since and self._reading is None and not self._backend.capturing() and self._flags is not None:
             with below_everything():
                 flags = self._flags.clone()
                 self._flags.zero_()

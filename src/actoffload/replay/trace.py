@@ -543,7 +543,7 @@ def leaves(tree: Any) -> Iterator[Tensor]:
 def default_generators() -> list[torch.Generator]:
     """Return PyTorch's default generators of the CPU and of the current GPU."""
     found: list[torch.Generator] = [torch.default_generator]
-    if torch.cuda.is_initialized() and not is_capturing():
+    if torch.cuda.is_initialized() and not is_capturing():  # type: ignore[no-untyped-call]
         found.append(torch.cuda.default_generators[torch.cuda.current_device()])
     return found
 

@@ -63,7 +63,8 @@ def room_in(lean: TimedPass, backend: Backend, budget: int | None) -> Room:
     limit, meter = backend.memory_limit(), lean.meter
     if limit is None or meter is None or not meter.borders:
         return Room()
-    limit = usable(limit, max((nbytes for sizes in lean.sizes for nbytes in sizes), default=0))
+    saved = max((nbytes for sizes in lean.sizes for nbytes in sizes), default=0)
+    limit = usable(limit, max(saved, *(border.temporary for border in meter.borders)))
     # Earlier passes, whose backward is still to come, may keep everything.
     in_flight = lean.waiting * sum(map(sum, lean.sizes))
     limit = limit if budget is None else min(limit, budget)
@@ -85,6 +86,8 @@ class Script:
         By group: how it may be replayed.
     room_of_all : callable
         From the room of this rank to the room with which a plan fits in all ranks.
+    short : int
+        Bytes of the room that earlier plans did not find.
     """
 
     def __init__(
@@ -96,9 +99,10 @@ class Script:
         budget: int | None = None,
         policies: Mapping[int, Policy] | None = None,
         room_of_all: Callable[[Room], Room] = lambda room: room,
+        short: int = 0,
     ) -> None:
         self._backend, self._groups, self._plans, self._log, self._budget = backend, groups, plans, log, budget
-        self._policies, self._room_of_all = policies or {}, room_of_all
+        self._policies, self._room_of_all, self._short = policies or {}, room_of_all, short
         self.found = Findings()
         self._most = 0  # elements of inputs so far
 
@@ -149,7 +153,7 @@ class Script:
         found = self.found
         assert lean.meter is not None
         found.in_flight, found.adopts, found.size = 1 + lean.waiting, lean.adopted > 0, lean.elements
-        own = room_in(lean, self._backend, self._budget)
+        own = room_in(lean, self._backend, self._budget).less(self._short)
         room = self._room_of_all(own)
         found.allocated_before = lean.meter.allocated_before
         if own.limit is None or room.limit is None:

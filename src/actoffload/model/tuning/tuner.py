@@ -44,6 +44,7 @@ logger = logging.getLogger("actoffload")
 
 SOON = 64  # passes with a plan before which memory is looked at: with gradient accumulation the optimizer starts late
 UNFINISHED = 4  # forwards in a row that run before the backward of the one before
+LESS = 0.05  # part of the memory that plans leave after the device ran out of it
 BESIDE = 2  # passes that are measured again because the one before had no backward by then; in some programs all do
 PASSED_OVER = 4  # passes in a row that may not fit with the plan that is tried, so that the script does not go on
 
@@ -105,6 +106,8 @@ class Tuner:
         self._chosen: Findings | None = None  # whose plan is kept
         self._roles: RolesOfPlan | None = None  # of the latest plan
         self._unfinished = self._passed_over = 0  # passes in a row
+        self._short = 0  # bytes of memory that plans counted on and did not find
+        self._failed = engine.backend.out_of_memory_errors()  # allocations so far
         self._own: tuple[Room, int] | None = None  # of a rank that follows: its room, and bytes allocated before a pass
         self.found = Findings()
         self.stage: Stage | None = None
@@ -118,7 +121,14 @@ class Tuner:
         if again and self.found.limit is not None:
             room_of_all = partial(Room.less, reserve=self.found.reserve)
         script = Script(
-            self._engine.backend, self._groups, self._plans, self._log, self._budget, self._policies, room_of_all
+            self._engine.backend,
+            self._groups,
+            self._plans,
+            self._log,
+            self._budget,
+            self._policies,
+            room_of_all,
+            self._short,
         )
         steps = script.run()
         self.found, self.stage, self._steps = script.found, next(steps), steps
@@ -177,6 +187,7 @@ class Tuner:
                 return self._whole()
         self._close()
         self._number += 1
+        self._look_for_failures()
         elements = sum(tensor.numel() for tensor in tensors_in(inputs))
         stage = self._stage_of_pass(elements, aside=aside)
         if aside:
@@ -185,6 +196,8 @@ class Tuner:
             return self._settled_pass(elements)
         if self.found.host_bytes is not None:
             self._engine.trim(keep=self.found.host_bytes)
+            # Blocks that were cut for the passes before would leave gaps for those with this plan.
+            self._engine.backend.release_device()
         memory = stage in (Stage.PLAN, Stage.BARE) and self.found.limit is not None
         timed = self._timer.begin(stage, self._number, elements, memory=memory)
         return self._conduct_in(stage, timed.operators)
@@ -237,6 +250,14 @@ class Tuner:
                 self._begin(timed.number + 1, again=True)
             else:
                 self._settle(plan)
+
+    def _look_for_failures(self) -> None:
+        """Run the script again, for less memory, if the device ran out of it with a plan."""
+        failed, limit = self._engine.backend.out_of_memory_errors(), self.found.limit
+        if failed > self._failed and limit is not None and self._ranks.lockstep is None:
+            self._short += round(LESS * limit)  # [guard: plans after an out-of-memory error]
+            self._begin(self._number)
+        self._failed = failed
 
     # Stages
 
