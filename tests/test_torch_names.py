@@ -50,6 +50,7 @@ NAMES = [
     "_C._cuda_isCurrentStreamCapturing",
     "_C._nvtx",
     "_C._host_emptyCache",
+    "_C._accelerator_setAllocatorSettings",
     "nn.Module._call_impl",
 ]
 

@@ -14,8 +14,8 @@ GIB, MIB = 2**30, 2**20
     [
         (80 * GIB, 128 * MIB, 0.03),  # small tensors in a large memory
         (80 * GIB, GIB, 4 / 80),
-        (80 * GIB, 4 * GIB, 0.10),  # as logits with a large vocabulary
-        (4.51 * GIB, 128 * MIB, 0.10),  # here gaps took 6 %
+        (80 * GIB, 4 * GIB, 0.18),  # as logits with a large vocabulary
+        (4.51 * GIB, 128 * MIB, 0.5 / 4.51),  # here gaps took 6 %
         (GIB, 0, 0.03),
     ],
 )

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import sys
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from operator import attrgetter
 from typing import Any, ClassVar
 
 import torch
 
-from .._torch.tensors import current_stream, empty_host_cache, is_capturing
+from .._torch.tensors import current_stream, empty_host_cache, is_capturing, set_allocator_settings
 from .base import Backend, Pairs, Stream, StreamEvent
 from .chunks import SEPARATED, Separator, chunk_bytes, copy_in_chunks
 from .host_memory import check_room
@@ -41,6 +42,7 @@ class Accelerator(Backend):
         self._memory = module if hasattr(module, "mem_get_info") else None
         self._nvidia = found.type == "cuda" and torch.version.hip is None
         self._whole = SEPARATED if self._nvidia else sys.maxsize  # copies of fewer bytes are queued whole
+        self._settled_pinning = False
         self._separators: dict[int, Separator] = {}  # by device index
 
     def current_device(self) -> torch.device:
@@ -131,6 +133,9 @@ class Accelerator(Backend):
 
     def empty_host(self, nbytes: int) -> torch.Tensor:
         check_room(nbytes)
+        if self._nvidia and not self._settled_pinning:
+            self._settled_pinning = True
+            _pin_in_threads()
         node = node_of_device(torch.accelerator.current_device_index()) if self._nvidia else None
         with on_node(node):
             return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
@@ -167,3 +172,15 @@ class Accelerator(Backend):
         if found is None and not self.capturing():
             found = self._separators[device.index] = Separator(device)
         return found
+
+
+def _pin_in_threads() -> None:
+    """Let PyTorch pin host memory in several threads, three times as fast, unless the program has settings for that.
+
+    PyTorch's notes on CUDA semantics describe the settings.  Measured on an H100: 0.13 instead of 0.41 seconds a GiB.
+    """
+    given = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
+    if "pinned" not in given:
+        own = "pinned_use_cuda_host_register:True,pinned_num_register_threads:8"
+        with suppress(RuntimeError, ValueError):  # a version of PyTorch that does not know them
+            set_allocator_settings(",".join(filter(None, (given, own))))
