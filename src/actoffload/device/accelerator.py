@@ -125,8 +125,8 @@ class Accelerator(Backend):
             self._memory.empty_cache()
 
     def out_of_memory_errors(self) -> int:
-        stats = getattr(self._memory, "memory_stats", dict)()
-        return int(stats.get("num_ooms", 0))
+        stats: dict[str, int] = getattr(self._memory, "memory_stats", dict)()
+        return stats.get("num_ooms", 0)
 
     def synchronize(self, device: torch.device) -> None:
         torch.accelerator.synchronize(device)
