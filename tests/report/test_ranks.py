@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import re
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path

@@ -37,7 +37,6 @@ RETURN_LESS = (
 )
 KEEP_ARGUMENTS = "inputs are freed after the call if the caller drops them; use mark_not_offload to avoid their copies"
 LARGE = 0.1  # of the activations, or of those in the groups that are offloaded: what is worth a sentence
-LITTLE = 0.02  # of the activations: what is not worth an entry of layers
 WORTH = 0.01  # of the activations: less is worth no sentence, however little the groups save
 HALF = 0.5  # of the activations: fewer in groups are worth a sentence
 
@@ -64,12 +63,6 @@ def _literal(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(map(_literal, value))}]"
     return "..." if value is ... else value.__name__ if isinstance(value, type) else repr(value).replace("'", '"')
-
-
-def _extended(report: Report, entries: Iterable[Any]) -> list[Any]:
-    """Return the argument `layers` with further entries."""
-    given = report.given("layers")
-    return [*((...,) if given is None else given), *entries]
 
 
 # What is offloaded
@@ -174,7 +167,8 @@ def _to_keep_less(report: Report) -> tuple[str, dict[str, Any]]:
         return "pass keep=[] to offload them", {"keep": []}
     if all(lie_in(report.groups)):
         return "", {}  # these groups are kept
-    layers = _extended(report, report.given("keep") or ())
+    given = report.given("layers")
+    layers = [*((...,) if given is None else given), *(report.given("keep") or ())]
     return f"pass keep=[] and layers={_literal(layers)} to offload them", {"keep": [], "layers": layers}
 
 
@@ -187,7 +181,7 @@ def _most_layers(groups: Sequence[GroupReport]) -> int:
 
 
 def _outside(report: Report) -> Iterator[Advice]:
-    """Advise on what no group saves: which modules to add to the groups."""
+    """Advise on what no group saves: which modules save most of it."""
     count, nbytes = report.outside.get(Reason.OUTSIDE, (0, 0))
     everything, modules = report.computed_bytes, report.outside_modules
     if not everything or nbytes < LARGE * everything:
@@ -195,18 +189,10 @@ def _outside(report: Report) -> Iterator[Advice]:
             yield Advice(*_uncovered(report))
         return
     what = f"{_amount(report, count, nbytes, Reason.OUTSIDE)}: "
-    # The schedules that go by kinds keep the last group of each, so one module alone would be kept.
-    several = {name: saved for name, saved in modules.items() if report.num_layers is None or re.search("[*[,]", name)}
-    worth = {name: saved for name, saved in several.items() if saved >= LITTLE * everything}
-    if worth and sum(worth.values()) >= LARGE * nbytes:
-        most_first = sorted(worth, key=lambda name: (-worth[name], name))
-        layers = _extended(report, [name for names in most_first for name in names.split(", ")])
-        do = f"pass layers={_literal(layers)}, and groups save {size(sum(worth.values()))} of them"
-        yield Advice(f"{what}{do}.", nbytes, layers=layers)
-    elif modules:
-        name, saved = max(modules.items(), key=lambda item: (item[1], item[0]))
-        alone = f"no pattern for layers matches several modules that save much of them; `{name}` saves most"
-        yield Advice(f"{what}{alone}, {size(saved)}, and the last group of a kind is always kept.", nbytes)
+    if modules:
+        most_first = sorted(modules, key=lambda name: (-modules[name], name))[:3]
+        most = ", ".join(f"`{name}` ({size(modules[name])})" for name in most_first)
+        yield Advice(f"{what}{most} save the most; choose these modules, or ones around them, with layers.", nbytes)
     elif report.step_passes:
         yield Advice(f"{what}the code of the model itself saves them, in no module; move it into modules.", nbytes)
     else:
