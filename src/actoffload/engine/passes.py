@@ -167,19 +167,12 @@ class Pass:
                 first = self.layers[min(storage.layers)]
                 first.on_demand += 1
                 first.bytes_reloaded += storage.bytes_copied
-            if index != OUTSIDE and self.layers[index].prefetching is not None:
-                self.layers[index].prefetch()
             if self.used is not None and index != OUTSIDE:
                 self.used.update((k, self.layers[k].place_of(storage)) for k in storage.layers if k != OUTSIDE)
             tensor = storage.fetch(view, probe, index, captured)
             if self.engine.recorder is not None:
                 self.engine.recorder.level()
             return tensor
-
-    def _prefetch(self, layer: Layer) -> None:
-        if layer.prefetching is not None:
-            with self.lock:
-                layer.prefetch()
 
     def backward_reached(self, index: int) -> None:
         """Note that backward has come to the start of a layer, or uses something that it saved."""
@@ -294,8 +287,6 @@ class Pass:
             self.layers[at].releasing = layer
         elif action is Do.RELEASE and layer.phase is Phase.OFFLOADING:
             layer.release()
-        elif action is Do.INCREMENTAL_PREFETCH and layer.phase is Phase.RELEASED:
-            self.layers[at].prefetch_into_freed(layer, partial(self._prefetch, self.layers[at]))
         elif action is Do.RELOAD and layer.phase is Phase.RELEASED:
             layer.reload()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import InitVar, dataclass, field
 from typing import Any, ClassVar, Protocol, TypeAlias
 
@@ -318,10 +318,9 @@ class Moved:
 class Resident:
     """A storage that is kept on the device; what autograd holds for the tensors on it in one pass refers to this."""
 
-    __slots__ = ("__weakref__", "_resources", "nbytes", "used")
+    __slots__ = ("__weakref__", "_resources", "nbytes")
 
     def __init__(self, nbytes: int, counters: Counters) -> None:
         self.nbytes = nbytes
-        self.used: Callable[[], None] | None = None  # called when backward uses it
         self._resources = Resources.of(self, freed=counters.freed)
         counters.saved(nbytes, self._resources)

@@ -40,10 +40,7 @@ def unpack(saved: Saved) -> torch.Tensor:
         return saved.unpack()
     if in_compiled_backward():
         CompiledBackward.running()
-    alias, version, _, residents = saved
-    for resident in residents:
-        if resident.used is not None:
-            resident.used()
+    alias, version = saved[:2]
     if version_of(alias) != version:  # [guard: in-place edit of a kept tensor]
         raise changed(alias, alias.size(), version)
     return alias
