@@ -82,10 +82,6 @@ class Finder:
         """Pass it on to what steers next."""
         self._then.retire()
 
-    def reschedule(self, then: Steering) -> None:
-        """Let something else steer once the groups are chosen, without measuring."""
-        self._then, self._lean = then, False
-
     def plan(self) -> GroupPlan:
         """Return the plan that follows."""
         plan = self._then.plan()
