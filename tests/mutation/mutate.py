@@ -33,7 +33,6 @@ LIMIT = 120.0
 """Seconds after which the tests of a mutant are ended; that counts as a failure."""
 
 INTERRUPTED_END = "test_an_interrupt_at_every_bytecode_of_the_end_of_a_failed_forward"
-EDITED = "test_an_edit_in_place_of_a_kept_tensor_is_caught_also_between_two_backwards"
 COMPILED = "test_compiled_groups_are_recomputed_as_they_were_compiled[whole-compiled-True]"
 CAPTURED = "test_copies_of_a_captured_forward_have_ended_with_it"
 STREAMS = ["tests/engine/edges", "tests/engine/test_adversary.py"]
@@ -65,10 +64,6 @@ TESTS: dict[str, list[str]] = {
         "tests/engine/test_tables_of_models.py",
         "tests/engine/test_limits.py",
         "tests/engine/test_weights_stay.py",
-    ],
-    "engine/unpack.py": [
-        "tests/integration/test_compose_compiled_autograd.py::" + EDITED,
-        *STREAMS,
     ],
     "engine/tensor_marks.py": ["tests/engine/test_limits.py", *STREAMS],
     "_meters.py": ["tests/test_measure.py"],

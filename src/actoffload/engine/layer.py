@@ -12,16 +12,16 @@ from typing import Any
 import torch
 from torch.nn import Parameter
 
-from .._torch.compiling import opaque
+from .._torch.compiling import NOT_COMPILED, opaque
 from ..device.base import Stream, StreamPosition
 from .layout import Layout
 from .module_tensors import ModuleTensors
 from .reload import Residency, reload
 from .statistics import Reason
-from .storage import CompiledState, Resident, SavedStorage
+from .storage import Resident, SavedStorage
 from .transfer import Transfers
 
-__all__ = ["GRAPH_BREAK", "Layer", "LivenessToken", "Phase", "tensors_in"]
+__all__ = ["Layer", "LivenessToken", "Phase", "tensors_in"]
 
 
 class Phase(enum.Enum):
@@ -38,8 +38,6 @@ class Phase(enum.Enum):
 class LivenessToken:
     """Alive as long as the graph of a layer is: held by all that autograd holds for it."""
 
-    checked: CompiledState | None = None  # see [Note: compiled autograd]
-
 
 @dataclass(slots=True, eq=False)
 class _Reached:
@@ -53,12 +51,7 @@ class _Reached:
         self.reached(self.index)
 
 
-GRAPH_BREAK = (
-    "actoffload reloads the activations of a layer when backward reaches it, between two graphs; let compiled autograd "
-    "compile with fullgraph=False"
-)
-
-opaque(_Reached.__call__, GRAPH_BREAK)
+opaque(_Reached.__call__, NOT_COMPILED)
 
 
 class Layer:
@@ -90,7 +83,6 @@ class Layer:
         self._copied_out: dict[Transfers, StreamPosition] = {}
         self.storages: list[weakref.ref[SavedStorage]] = []
         self.residents: list[weakref.ref[Resident]] = []
-        self.unpacked: list[weakref.ref[Any]] = []  # see [Note: compiled autograd]
         self.token: LivenessToken | None = LivenessToken()
         self._alive = weakref.ref(self.token)
         self._outputs: list[weakref.ref[torch.Tensor]] = []
@@ -220,11 +212,6 @@ class Layer:
 
     def backward_done(self) -> None:
         """End the backward: drop the device memory of what a retained graph still holds."""
-        for unpacked in self.unpacked:
-            saved = unpacked()
-            if saved is not None:
-                saved.unpacked = None
-        self.unpacked.clear()
         self.evict()  # [guard: release at the end of a backward]
 
     def evict(self, but: Container[int] = ()) -> None:

@@ -14,19 +14,18 @@ from typing import Any
 import torch
 
 from .._torch.autograd import NO_BACKWARD, after_backward, backward_id
-from .._torch.compiling import opaque
+from .._torch.compiling import NOT_COMPILED, opaque
 from ..device.base import Backend
 from ..schedule.plan import OUTSIDE, Do, Roles, When
 from ..schedule.timeline import Kind
 from .engine import Engine
-from .layer import GRAPH_BREAK, Layer, Phase
+from .layer import Layer, Phase
 from .layout import View
 from .pack import Pack, Packer
 from .registry import StorageRegistry
 from .reload import Residency, reload
 from .statistics import Counters
 from .storage import SavedStorage
-from .unpack import CompiledBackward
 
 __all__ = ["Pass", "latest_pass", "pass_in_backward"]
 
@@ -57,7 +56,7 @@ class _Left:
                 of._finish(Kind.BACKWARD, self.index)
 
 
-opaque(_Left.__call__, GRAPH_BREAK)
+opaque(_Left.__call__, NOT_COMPILED)
 
 
 class Pass:
@@ -191,9 +190,6 @@ class Pass:
             backward.started.add(index)
             self._reached.add(index)
             self._event(When.BACKWARD_START, index)
-        compiled = CompiledBackward.running()
-        if compiled is not None:
-            compiled.unpack(self, self.layers[index])
 
     def _begin_backward(self, task: int) -> _Backward:
         backward = _Backward(task, self.backend.capturing())

@@ -6,7 +6,7 @@ import sys
 import weakref
 from collections.abc import Sequence
 from dataclasses import InitVar, dataclass, field
-from typing import Any, ClassVar, Protocol, TypeAlias
+from typing import Any, ClassVar, Protocol
 
 import torch
 
@@ -20,12 +20,7 @@ from .segments import HostBuffer
 from .statistics import Counters
 from .versions import Wrappers, changed
 
-__all__ = ["CompiledState", "Moved", "Owner", "Resident", "SavedStorage", "Unpacked"]
-
-# A list that is empty until a backward of compiled autograd has ended, and the reference whose callback fills it.
-CompiledState: TypeAlias = tuple[list[Any], "weakref.ref[Any]"]
-# The same, and a tensor that was unpacked for this backward.
-Unpacked: TypeAlias = tuple[list[Any], "weakref.ref[Any]", torch.Tensor]
+__all__ = ["Moved", "Owner", "Resident", "SavedStorage"]
 
 
 class Owner(Protocol):
@@ -61,7 +56,6 @@ class SavedStorage(HostCopy):
     _probes: Sequence[torch.Tensor] = ()
     _first: torch.Tensor | None = None  # of the probes; it keeps the version counter of what was saved first
     _source: torch.UntypedStorage | None = None
-    unpacked: Unpacked | None = None  # see [Note: compiled autograd]
     # Of a plain storage: the pass, the layer and its token, an alias of the tensor, and the tensor or its base.
     owner: Owner | None = None
     index: int = field(init=False)
@@ -300,7 +294,6 @@ class Moved:
     view: View
     probe: torch.Tensor
     token: object
-    unpacked: Unpacked | None = None  # see [Note: compiled autograd]
     version: int = field(init=False)
 
     def __post_init__(self) -> None:

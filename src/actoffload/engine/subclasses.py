@@ -17,7 +17,6 @@ from torch.nn import Parameter
 
 from .._torch.tensors import base_of
 from . import tensor_marks
-from .storage import Unpacked
 from .versions import Seen, Wrappers
 
 __all__ = ["Compound", "as_part", "has_parts", "is_compound", "parts_to_save", "plain_parts", "take_apart"]
@@ -44,7 +43,6 @@ class Compound:
     size: torch.Size
     parts: Mapping[str | int, Any]  # by name, what the pack hook returned
     build: Callable[[dict[Any, torch.Tensor]], torch.Tensor]  # makes the whole from the parts as tensors
-    unpacked: Unpacked | None = None  # see [Note: compiled autograd]
 
     def unpack(self) -> torch.Tensor:
         """Return the whole, for autograd; a kept part is as it is now, and the counter of the whole decides."""

@@ -46,8 +46,6 @@ class Slot:
 
     __slots__ = ("__weakref__", "call", "number", "read", "saved", "tensor", "version")
 
-    unpacked = None  # compiled backwards call `unpack`
-
     def __init__(self, call: Call, number: int, tensor: Tensor) -> None:
         self.call, self.number = call, number
         self.tensor: Tensor | None = tensor if tensor.is_leaf else tensor.detach()
