@@ -75,7 +75,6 @@ TESTS: dict[str, list[str]] = {
         "tests/model/test_offload_copies.py::test_replicas_in_threads_as_data_parallel_makes_them",
         "tests/model/test_offload_interrupts.py::" + INTERRUPTED_END,
         "tests/model/test_offload_exceptions.py::test_an_exception_in_forward",
-        "tests/model/test_offload_copied.py::test_a_model_that_a_new_process_gets_warns_there",
         "tests/integration/test_compose_compile.py::" + COMPILED,
     ],
     "model/group_search.py": [
