@@ -11,9 +11,8 @@ import torch
 
 from .._torch.tensors import version_of
 from ..device.base import Stream, StreamPosition
-from .finalizers import Resources
+from .host_pool import HostBuffer, Resources
 from .layout import Layout, Piece, View, gaps, reload_spans
-from .segments import HostBuffer
 from .transfer import PassDevice, Transfers
 from .versions import changed
 

@@ -12,7 +12,7 @@ from typing import Any
 from tabulate import tabulate
 
 from ..schedule.timeline import mebibytes
-from .finalizers import Resources, dropped, settle
+from .host_pool import Resources, dropped, settle
 
 __all__ = ["Counters", "Reason", "Statistics"]
 

@@ -13,10 +13,9 @@ import torch
 from .._torch.compiling import opaque
 from .._torch.tensors import base_of, drop_data, same_counter, storage_weakref, version_of
 from ..device.base import Pairs, StreamPosition
-from .finalizers import Resources, raise_later
+from .host_pool import HostBuffer, Resources, raise_later
 from .layout import Layout, Piece, View, dense, gaps, loose_pieces
 from .reload import HostCopy, Residency
-from .segments import HostBuffer
 from .statistics import Counters
 from .versions import Wrappers, changed
 

@@ -13,7 +13,7 @@ import torch
 
 from .._torch.tensors import address, storage_expired, storage_weakref, version_of
 from ..device.base import Backend, StreamEvent
-from .finalizers import Resources
+from .host_pool import Resources
 from .versions import Wrappers, unchanged
 
 __all__ = ["Final", "StorageRef", "enabled", "final", "finals", "keep", "kept", "running", "take_final"]

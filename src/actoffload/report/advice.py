@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from .._folding import fold_names
-from ..engine.slabs import GRANULE
+from ..engine.host_pool import GRANULE
 from ..engine.statistics import Reason
 from ..schedule.timeline import percent, size
 from .advice_on_time import TOLERANCE, advise_on_time, stall_share
