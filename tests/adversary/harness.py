@@ -16,10 +16,8 @@ from torch import Tensor
 import actoffload
 from actoffload.context.context import OffloadContext
 from actoffload.device import use
-from actoffload.engine import host_pool
+from actoffload.engine import eligibility, host_pool
 from actoffload.engine import layout as regions
-from actoffload.engine import ownership as eligibility
-from actoffload.engine import tensor_marks as notes
 from actoffload.engine.engine import Engine
 from actoffload.engine.layer import Phase
 from actoffload.engine.passes import Pass
@@ -59,8 +57,8 @@ def scaled_down() -> Iterator[None]:
 
 def clear_marks() -> None:
     """Clear the marks of earlier runs: with any mark left, the engine takes a slower path."""
-    notes.kept.clear()
-    notes.finals.clear()
+    eligibility.kept.clear()
+    eligibility.finals.clear()
 
 
 class InjectedError(Exception):

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..engine.engine import Engine
 from ..engine.passes import Pass
-from ..engine.recorder import TimelineRecorder
+from ..engine.statistics import TimelineRecorder
 from ..report.build import build
 from ..report.facts import StepFacts
 from ..report.groups import Holder

@@ -14,11 +14,10 @@ from torch.nn import Parameter
 
 from .._torch.compiling import NOT_COMPILED, opaque
 from ..device.base import Stream, StreamPosition
+from .eligibility import ModuleTensors
 from .layout import Layout
-from .module_tensors import ModuleTensors
-from .reload import Residency, reload
 from .statistics import Reason
-from .storage import Resident, SavedStorage
+from .storage import Residency, Resident, SavedStorage, reload
 from .transfer import Transfers
 
 __all__ = ["Layer", "LivenessToken", "Phase", "tensors_in"]

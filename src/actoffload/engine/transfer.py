@@ -40,8 +40,7 @@ import torch
 from ..device.base import Backend, Pairs, Stream, StreamPosition
 from ..schedule.timeline import Kind
 from .host_pool import HostBuffer, HostPool
-from .recorder import TimelineRecorder
-from .statistics import Counters
+from .statistics import Counters, TimelineRecorder
 
 __all__ = ["PassDevice", "Transfers"]
 

@@ -14,7 +14,7 @@ from .._torch.autograd import after_backward
 from .._torch.compiling import opaque
 from .._warnings import warn
 from ..engine.layer import tensors_in
-from ..engine.model_pass import ModelPass
+from ..engine.passes import ModelPass
 from ..engine.statistics import Reason
 from ..planner import GroupPlan
 from ..report.groups import GroupReport

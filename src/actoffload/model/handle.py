@@ -14,8 +14,7 @@ from .. import device as devices
 from .._arguments import check_bool
 from .._warnings import warn
 from ..engine.engine import Engine
-from ..engine.recorder import TimelineRecorder
-from ..engine.statistics import Statistics
+from ..engine.statistics import Statistics, TimelineRecorder
 from ..planner import GroupPlan
 from ..report.facts import StepFacts
 from ..report.frontier import Frontier

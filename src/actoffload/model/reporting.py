@@ -11,9 +11,8 @@ from typing import Any
 from torch.nn import Module
 
 from .._folding import fold_names
-from ..engine.model_pass import ModelPass
-from ..engine.recorder import TimelineRecorder
-from ..engine.statistics import Reason, Statistics
+from ..engine.passes import ModelPass
+from ..engine.statistics import Reason, Statistics, TimelineRecorder
 from ..planner import GroupPlan
 from ..report.build import build
 from ..report.facts import StepFacts

@@ -6,7 +6,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ..engine.model_pass import ModelPass
+from ..engine.passes import ModelPass
 from ..planner import GroupPlan
 from ..replay import Policy, names_of, saving
 from ..schedule.execution_order import GroupKey, GroupPlans

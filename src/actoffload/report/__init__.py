@@ -1,7 +1,6 @@
 """What happened: statistics, timelines, reports with advice, plots, and the reports of many ranks."""
 
-from ..engine.recorder import TimelineRecorder
-from ..engine.statistics import Reason, Statistics
+from ..engine.statistics import Reason, Statistics, TimelineRecorder
 from .advice import Advice
 from .facts import StepFacts
 from .frontier import Frontier

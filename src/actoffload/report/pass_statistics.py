@@ -8,12 +8,11 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from .._torch.tensors import address
+from ..engine.eligibility import StorageRef
 from ..engine.layer import Layer, Phase
 from ..engine.passes import Pass
-from ..engine.reload import Residency
 from ..engine.statistics import Reason
-from ..engine.storage import Resident
-from ..engine.tensor_marks import StorageRef
+from ..engine.storage import Residency, Resident
 from ..schedule.plan import OUTSIDE
 from .groups import GroupReport
 

@@ -19,7 +19,7 @@ from typing import Any
 from ..._warnings import warn
 from ...engine.engine import Engine
 from ...engine.layer import tensors_in
-from ...engine.model_pass import ModelPass
+from ...engine.passes import ModelPass
 from ...planner import GroupPlan
 from ...replay import Policy
 from ...schedule.execution_order import GroupKey, GroupPlans
