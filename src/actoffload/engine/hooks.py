@@ -217,7 +217,6 @@ def _ended(tensor: torch.Tensor) -> Saved:
 
 # The storages of a pass
 
-STRIDED = torch.strided
 ON_DEVICE = Residency.DEVICE, Residency.OFFLOADING
 
 

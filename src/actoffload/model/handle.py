@@ -16,8 +16,8 @@ from .._warnings import warn
 from ..engine.engine import Engine
 from ..engine.statistics import Statistics, TimelineRecorder
 from ..planner import GroupPlan
-from ..report.facts import StepFacts
-from ..report.frontier import Frontier
+from ..report.groups import StepFacts
+from ..report.plots import Frontier
 from ..report.report import Report
 from ..report.step_timeline import StepTimeline
 from ..schedule.execution_order import GroupKey, GroupPlans

@@ -14,11 +14,9 @@ from .._folding import fold_names
 from ..engine.passes import ModelPass
 from ..engine.statistics import Reason, Statistics, TimelineRecorder
 from ..planner import GroupPlan
-from ..report.build import build
-from ..report.facts import StepFacts
-from ..report.groups import GroupReport, Holder
+from ..report.build import Held, PassHistory, PassStatistics, build
+from ..report.groups import GroupReport, Holder, StepFacts
 from ..report.holders import find_all_holders
-from ..report.pass_statistics import Held, PassHistory, PassStatistics
 from ..report.report import Report
 from ..report.step_timeline import StepTimeline
 from ..schedule.execution_order import GroupKey, GroupPlans

@@ -10,8 +10,18 @@ from typing import Any
 from .._folding import fold, fold_names, numberless
 from ..engine.statistics import Reason
 from ..schedule.timeline import milliseconds, percent, size
-from .facts import StepFacts, pass_time
-from .groups import WEIGHTS, Amounts, GroupReport, HeldStorage, add_amounts, amounts_to_dict, merge_held, sum_groups
+from .groups import (
+    WEIGHTS,
+    Amounts,
+    GroupReport,
+    HeldStorage,
+    StepFacts,
+    add_amounts,
+    amounts_to_dict,
+    merge_held,
+    pass_time,
+    sum_groups,
+)
 from .tables import Cell, Printable, Table, bytes_or_dash
 
 __all__ = ["Advice", "Report"]
