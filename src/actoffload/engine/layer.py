@@ -209,10 +209,6 @@ class Layer:
         self.bytes_reloaded += sum(storage.bytes_copied for storage in waiting)
         reload(waiting, self.index)
 
-    def backward_done(self) -> None:
-        """End the backward: drop the device memory of what a retained graph still holds."""
-        self.evict()  # [guard: release at the end of a backward]
-
     def evict(self, but: Container[int] = ()) -> None:
         """Drop the device memory of what a retained graph still holds; the host copies remain.
 

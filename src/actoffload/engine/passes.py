@@ -247,9 +247,7 @@ class Pass:
             if self._needed(layer.index, backward):  # [guard: layer of another backward]
                 continue
             # [guard: release after the backward of a retained graph -> removed]
-            if layer.index in reached:
-                layer.backward_done()
-            elif retained:  # [guard: reload ahead for the next part of a backward -> True]
+            if layer.index in reached or retained:
                 layer.evict()
         if not self._backwards:
             self._reached.clear()
@@ -265,7 +263,7 @@ class Pass:
             if k not in backward.ended and (k in backward.started or layer.freed):
                 backward.ended.add(k)
                 if not self._needed(k, backward):
-                    layer.backward_done()
+                    layer.evict()  # [guard: release at the end of a backward]
                 self._finish(Kind.BACKWARD, k)
                 self._event(When.BACKWARD_END, k)
 

@@ -131,13 +131,12 @@ class PassHistory:
     def before(self, done: Pass, statistics: PassStatistics) -> PassStatistics:
         """Return the statistics of a pass with the earlier passes whose backward is still to come."""
         passes = [each for ref in self._passes if (each := ref()) is not None]
-        waiting = [each for each in passes[: passes.index(done)] if _waits(each)] if done in passes else []
+        earlier = passes[: passes.index(done)] if done in passes else []
+        # Those with a graph to which backward has not come.
+        waiting = [
+            each for each in earlier if not each.backward_begun and any(not layer.freed for layer in each.layers)
+        ]
         return replace(statistics, waiting=len(waiting), waiting_bytes=sum(map(_on_device, waiting)))
-
-
-def _waits(done: Pass) -> bool:
-    """Whether backward has not come to a pass that has a graph."""
-    return not done.backward_begun and any(not layer.freed for layer in done.layers)
 
 
 def _on_device(done: Pass) -> int:
