@@ -115,18 +115,30 @@ class Contexts:
 
 
 class WholeModel:
-    """Arms of one model under `actoffload.offload`, which share pinned memory."""
+    """Arms of one model under `actoffload.offload`."""
 
     def __init__(self, stack: Stack) -> None:
-        self._stack, self._count = stack, stack.settings.layers - 1
-        self.handle = actoffload.offload(stack.model, num_layers=self._count, min_bytes=stack.settings.min_bytes)
-        self.arms = [Arm(OURS, n, partial(self.step, n), self.handle) for n in stack.settings.counts]
+        self._stack = stack
+        self._offload(stack.settings.layers - 1)
+        self.arms = [Arm(OURS, n, partial(self.step, n), self) for n in stack.settings.counts]
+
+    def _offload(self, count: int) -> None:
+        self._count, stack = count, self._stack
+        self.handle = actoffload.offload(stack.model, num_layers=count, min_bytes=stack.settings.min_bytes)
+
+    def statistics(self) -> Any:
+        """Return the statistics of the present handle."""
+        return self.handle.statistics()
+
+    def reset_statistics(self) -> None:
+        """Reset the statistics of the present handle."""
+        self.handle.reset_statistics()
 
     def step(self, count: int, between: Callable[[], object] | None = None) -> None:
-        """Run one step; the schedule is changed only if it has to be, so not in what is timed."""
+        """Run one step; the model is offloaded anew only if the number changes, so not in what is timed."""
         if count != self._count:
-            self._count = count
-            self.handle.reschedule(num_layers=count)
+            self.handle.remove()
+            self._offload(count)
         self._stack.step(self._stack.model, between)
 
     def details(self, rows: Rows, link: Link) -> dict[str, Any]:

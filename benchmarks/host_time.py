@@ -23,7 +23,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from workloads import Settings, Stack
 
 import actoffload
-from actoffload.engine.pack import Packer
+from actoffload.engine.hooks import Packer
 from actoffload.engine.passes import Pass
 from actoffload.model import tracker
 from actoffload.model.tracker import Tracker

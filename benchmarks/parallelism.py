@@ -172,13 +172,13 @@ class Trained:
         self.held = _in_use(device) - before
 
     def step(self, count: int | None = None) -> None:
-        """Run one step, with a number of layers offloaded; it is changed only if it has to be, so not in what is timed.
+        """Run one step, with a number of layers offloaded; the model is offloaded anew only for another number.
 
         Gradients are freed behind the step: they come during backward, while activations go.
         """
         if count != self.count:
-            self.count = count
-            self.handle.reschedule(num_layers=count)
+            self.handle.remove()
+            self.offload(num_layers=count)
         shape, how = self.settings.shape, {"device": self.device, "dtype": self.dtype}
         output = self.model(torch.randn(shape, requires_grad=True, **how))
         output.float().square().mean().backward()

@@ -23,7 +23,7 @@ from workloads import Model
 
 import actoffload
 from actoffload.device.reference import CreatedStorages
-from actoffload.engine.recorder import TimelineRecorder
+from actoffload.engine.statistics import TimelineRecorder
 from actoffload.measure import MemoryMeter
 from actoffload.pipeline.exchange import Measured
 from actoffload.pipeline.planning import slowest, variants_of

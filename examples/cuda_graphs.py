@@ -102,18 +102,15 @@ print("Weights are bit-identical:", all(map(torch.equal, expected, weights_after
 # %%
 # Side by side
 # ------------
-# What follows only measures. ``compare_captures`` captures the step without and with offloading. The peaks are those of
-# the captures: a graph keeps this memory as long as it lives. The times are those of replays, whose copies overlap
-# compute as in an eager step.
-from actoffload.measure import compare_captures, compare_steps, trace_memory
+# ``compare_steps`` measures eager steps without and with offloading. A graph has the same copies, and keeps the peak of
+# its capture as long as it lives.
+from actoffload.measure import compare_steps, trace_memory
 from actoffload.report.plots import plot_trace
 
-compare = compare_captures if cuda else compare_steps
-print(compare(lambda: train_step(*nothing), train_step, context))
+print(compare_steps(lambda: train_step(*nothing), train_step, context))
 
 # %%
-# A graph has the memory and the copies of the eager step. This is the memory of the eager step, because it cannot be
-# read inside a graph.
+# Memory cannot be read inside a graph, so this is the memory of the eager step.
 traces = {
     "no offload": trace_memory(lambda: train_step(*nothing), layers),
     "offload": trace_memory(train_step, layers),

@@ -83,22 +83,16 @@ without.clear()
 # %%
 # Side by side
 # ------------
-# What follows only measures. ``reschedule`` changes the number of offloaded layers between steps. Every offloaded layer
-# lowers the peak by the same amount. On a GPU the table also has times: copies cost hardly any time as long as they
-# take no longer than compute. Compute waits for the rest. The host takes time to queue the copies too.
-from functools import partial
-
+# ``handle.remove`` ends offloading; each further call of ``offload`` here ends with its ``with`` block. Every offloaded
+# layer lowers the peak by the same amount. On a GPU the table also has times: copies cost hardly any time as long as
+# they take no longer than compute. Compute waits for the rest. The host takes time to queue the copies too.
 from actoffload.measure import measure_steps
 
-
-def step_with(number):
-    """Train with a number of layers offloaded."""
-    handle.reschedule(num_layers=number)
-    train_step()
-
-
-numbers = range(0, config.num_hidden_layers - 1, 2)
-measured = measure_steps({f"{number} layers": partial(step_with, number) for number in numbers}, repeats=3)
+handle.remove()
+measured = measure_steps({"0 layers": train_step}, repeats=3)
+for number in range(2, config.num_hidden_layers - 1, 2):
+    with actoffload.offload(model, num_layers=number):
+        measured |= measure_steps({f"{number} layers": train_step}, repeats=3)
 print(measured)
 measured.plot().figure.savefig("hugging_face_llama_layers.png", dpi=150)
 
@@ -107,10 +101,8 @@ measured.plot().figure.savefig("hugging_face_llama_layers.png", dpi=150)
 # -------------------
 # A recorded step has a timeline. Each layer is offloaded from the moment at which its tensors are saved, and reloaded
 # while later layers run backward. Hatched intervals are stalls: compute waits for a copy.
-with handle.recording():
-    step_with(config.num_hidden_layers - 2)
+with actoffload.offload(model, num_layers=config.num_hidden_layers - 2) as handle:
+    train_step()
+    with handle.recording():
+        train_step()
 handle.timeline().plot().figure.savefig("hugging_face_llama_timeline.png", dpi=150)
-
-# %%
-# ``remove`` restores the model and frees the host memory.
-handle.remove()

@@ -15,7 +15,7 @@ from torch import Tensor
 import actoffload
 from actoffload.context.context import OffloadContext
 from actoffload.device import use
-from actoffload.engine import ownership
+from actoffload.engine import eligibility
 
 LIMIT = 256 * 1024
 """Smallest number of elements of an offloaded tensor."""
@@ -24,12 +24,12 @@ LIMIT = 256 * 1024
 @contextmanager
 def min_elements(elements: int = 64) -> Iterator[None]:
     """Offload tensors of this many elements or more, for tests in which the size does not matter."""
-    before = ownership.MIN_ELEMENTS
-    ownership.MIN_ELEMENTS = elements
+    before = eligibility.MIN_ELEMENTS
+    eligibility.MIN_ELEMENTS = elements
     try:
         yield
     finally:
-        ownership.MIN_ELEMENTS = before
+        eligibility.MIN_ELEMENTS = before
 
 
 def make(num_layers: int, model_layers: int, **more: Any) -> tuple[OffloadContext, Callable[[Any], Any]]:

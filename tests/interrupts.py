@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import actoffload
-from actoffload.engine.finalizers import settle
+from actoffload.engine.host_pool import settle
 
 SOURCES = Path(actoffload.__file__).parent
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .engine import tensor_marks
+from .engine import eligibility
 from .engine.subclasses import has_parts, parts_to_save
 
 __all__ = ["is_cpu_offload_enabled", "mark_not_offload", "start_offload"]
@@ -42,7 +42,7 @@ def mark_not_offload(*tensors: Any) -> None:
     for value in _checked(tensors, "mark_not_offload"):
         for tensor, _ in parts_to_save(value):
             if tensor.layout is torch.strided:  # others are kept anyway, and have no storage
-                tensor_marks.keep(tensor)
+                eligibility.mark_kept(tensor)
 
 
 def start_offload(*tensors: Any, offload_base_tensor: bool = False) -> None:
@@ -61,21 +61,21 @@ def start_offload(*tensors: Any, offload_base_tensor: bool = False) -> None:
         query, key and value of one projection.
     """
     found = _checked(tensors, "start_offload")
-    if not tensor_marks.enabled():
+    if not eligibility.enabled():
         return
-    backend = tensor_marks.running.backends[-1]
+    backend = eligibility.running.backends[-1]
     for tensor, wrappers in (part for value in found for part in parts_to_save(value)):
         if tensor.device.type == backend.type and tensor.layout is torch.strided:
             stream = backend.current_stream(backend.place(tensor))
             if backend.checks:
                 backend.saved(tensor, stream)
             event = backend.record(stream)
-            tensor_marks.final(tensor, event, backend.capturing(), whole=offload_base_tensor, wrappers=wrappers)
+            eligibility.mark_final(tensor, event, backend.capturing(), whole=offload_base_tensor, wrappers=wrappers)
 
 
 def is_cpu_offload_enabled() -> bool:
     """Return whether the calling thread is inside an enabled offloading context."""
-    return tensor_marks.enabled()
+    return eligibility.enabled()
 
 
 def _checked(values: Iterable[Any], name: str) -> list[Any]:

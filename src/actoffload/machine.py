@@ -13,7 +13,7 @@ from statistics import median
 
 import torch
 
-from .device.host_memory import HostMemory, host_memory
+from .device.host import HostMemory, host_memory
 from .measure import DeviceInfo, describe_device, measure_link, measure_step_times
 from .report.tables import Printable, Table
 from .schedule.costs import Link

@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING
 
-import torch
-
 from ._arguments import check_whole
 from ._meters import (
     DeviceInfo,
@@ -40,7 +38,6 @@ __all__ = [
     "Measurement",
     "Measurements",
     "MemoryMeter",
-    "compare_captures",
     "compare_steps",
     "describe_device",
     "measure_link",
@@ -143,50 +140,6 @@ def compare_steps(
     times = measure_step_times(arms, repeats=repeats, steps=steps, warmup=0 if device.reference else 1)
     seconds = [median(of_arm) for of_arm in times.values()]
     return Comparison(device, peaks[0], peaks[1], copied, seconds[0], seconds[1])
-
-
-def compare_captures(
-    without: Callable[[], object],
-    offloaded: Callable[[], object],
-    offloading: OffloadContext | OffloadHandle,
-    *,
-    repeats: int = 7,
-    replays: int = 5,
-) -> Comparison:
-    """Capture a step without and with offloading in a CUDA graph each; compare the captures and their replays.
-
-    The peaks are those of the captures, which are the memory that the graphs keep.  Times are those of replays.
-
-    Parameters
-    ----------
-    without, offloaded, offloading
-        As in `compare_steps`.  Both steps must be such that `torch.cuda.graph` can capture them.
-    repeats, replays : int
-        Measurements of each graph, and replays in one of them.
-    """
-    check_whole(repeats=repeats, replays=replays, least=1)
-    steps = (without, offloaded)
-    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for step in (*steps, *steps):
-            step()
-    torch.cuda.current_stream().wait_stream(stream)
-    # The first capture on a stream allocates workspaces of cuBLAS, which later ones share: this one is not measured.
-    with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream):
-        without()
-    graphs, peaks = [torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()], []
-    for step, graph in zip(steps, graphs, strict=True):
-        offloading.reset_statistics()
-        with MemoryMeter() as meter, torch.cuda.graph(graph, stream=stream):
-            step()
-        peaks.append(meter.peak_bytes)
-    copied = offloading.statistics().bytes_offloaded
-    times = measure_step_times(
-        {"without": graphs[0].replay, "offloaded": graphs[1].replay}, repeats=repeats, steps=replays
-    )
-    seconds = [median(of_graph) for of_graph in times.values()]
-    return Comparison(describe_device(), peaks[0], peaks[1], copied, seconds[0], seconds[1])
 
 
 @dataclass(frozen=True)

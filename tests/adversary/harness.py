@@ -16,10 +16,8 @@ from torch import Tensor
 import actoffload
 from actoffload.context.context import OffloadContext
 from actoffload.device import use
+from actoffload.engine import eligibility, host_pool
 from actoffload.engine import layout as regions
-from actoffload.engine import ownership as eligibility
-from actoffload.engine import segments, slabs
-from actoffload.engine import tensor_marks as notes
 from actoffload.engine.engine import Engine
 from actoffload.engine.layer import Phase
 from actoffload.engine.passes import Pass
@@ -50,17 +48,17 @@ def scaled_down() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(eligibility, "MIN_ELEMENTS", LEAST)
         patch.setattr(regions, "GRAIN", 16)
-        patch.setattr(slabs, "ALIGN", 64)
-        patch.setattr(segments, "SPLIT", 256)
-        patch.setattr(slabs, "GRANULE", 1024)
+        patch.setattr(host_pool, "ALIGN", 64)
+        patch.setattr(host_pool, "SPLIT", 256)
+        patch.setattr(host_pool, "GRANULE", 1024)
         patch.setattr(Pass, "fetch", watched)
         yield
 
 
 def clear_marks() -> None:
     """Clear the marks of earlier runs: with any mark left, the engine takes a slower path."""
-    notes.kept.clear()
-    notes.finals.clear()
+    eligibility.kept.clear()
+    eligibility.finals.clear()
 
 
 class InjectedError(Exception):

@@ -15,8 +15,7 @@ def plans(draw: st.DrawFn, model_layers: int) -> Plan:
     """Draw any legal plan.
 
     Each layer has the first none, one, two or three of offload, release and reload, at any events.  A release may be
-    preceded by an incremental release at the start of a later forward, and a reload by an incremental prefetch at the
-    start of a later backward.  Common choices are drawn more often.
+    preceded by an incremental release at the start of a later forward.  Common choices are drawn more often.
     """
     events = list(Plan(model_layers).events())
     at = {event: k for k, event in enumerate(events)}
@@ -44,12 +43,7 @@ def plans(draw: st.DrawFn, model_layers: int) -> Plan:
         put(Do.RELEASE, layer, release)
         if many == 2:
             continue
-        starts = [k for k in range(release, last) if events[k].when is When.BACKWARD_START]
-        earliest = release
-        if starts and draw(st.sampled_from([True, True, False])):
-            earliest = draw(st.sampled_from(starts))
-            put(Do.INCREMENTAL_PREFETCH, layer, earliest)
-        put(Do.RELOAD, layer, draw(st.one_of(st.just(min(earliest + 1, last)), st.integers(earliest, last))))
+        put(Do.RELOAD, layer, draw(st.one_of(st.just(min(release + 1, last)), st.integers(release, last))))
     return Plan(model_layers, steps)
 
 

@@ -150,7 +150,8 @@ def test_predictions_are_those_of_the_planner(memory: int | None) -> None:
         assert of_plan(plan.plan) == expected
         arm = frontier.Arm("default", lambda: None, handle=handle)
         assert frontier._row(arm, of_plan)["predicted"] == expected
-        handle.reschedule(num_layers=1)
+        handle.remove()
+        handle = actoffload.offload(model, num_layers=1)
         fewer = frontier._row(frontier.Arm("layers", lambda: None, num_layers=1, handle=handle), of_plan)
         assert fewer["predicted"] == of_plan(handle.plan.plan)
         assert fewer["predicted"]["peak_bytes"] > plan.peak_bytes

@@ -65,14 +65,14 @@ def test_the_twin_shares_weights_and_has_no_hook(tiny: Stack) -> None:
     source.close()
 
 
-def test_the_schedule_changes_only_when_it_has_to(tiny: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_model_is_offloaded_anew_only_for_another_number(tiny: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
     source, calls = WholeModel(tiny), []
-    reschedule = source.handle.reschedule
-    monkeypatch.setattr(source.handle, "reschedule", lambda **to: (calls.append(to), reschedule(**to)))
+    offload = source._offload
+    monkeypatch.setattr(source, "_offload", lambda count: (calls.append(count), offload(count)))
     for count in (3, 3, 1, 1, 2):
         row = harness.counted(source.arms[count - 1], CPU, Link(1e9, 1e9))
         assert row["bytes_reloaded"] == absent_bytes(saved_storages(tiny), count, TINY.min_bytes)
-    assert calls == [{"num_layers": 1}, {"num_layers": 2}]
+    assert calls == [1, 2]
     source.close()
 
 

@@ -9,9 +9,9 @@ from torch import nn
 from whole_model import WIDTH, data, equal, nothing_installed
 
 import actoffload
-from actoffload.engine import module_tensors
+from actoffload.engine import eligibility
 
-FILES = (str(SOURCES / "context"), str(SOURCES / "engine" / "module_tensors.py"), str(SOURCES / "_torch"))
+FILES = (str(SOURCES / "context"), str(SOURCES / "engine" / "eligibility.py"), str(SOURCES / "_torch"))
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -50,9 +50,9 @@ def test_an_interrupt_at_every_bytecode():
 
 @pytest.mark.parametrize("name", ["forward_pre", "parameter_registration", "buffer_registration"])
 def test_an_interrupt_between_the_registrations_of_global_hooks_loses_none(monkeypatch, name):
-    calls = module_tensors.ModuleCalls()
+    calls = eligibility.ModuleCalls()
     with monkeypatch.context() as patch:
-        patch.setattr(module_tensors.global_hooks, f"register_module_{name}_hook", interrupt)
+        patch.setattr(eligibility.global_hooks, f"register_module_{name}_hook", interrupt)
         with pytest.raises(KeyboardInterrupt):
             calls.add_user(1)
     calls.add_user(2)

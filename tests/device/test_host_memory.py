@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from actoffload.device import host_memory as module
-from actoffload.device.host_memory import HostMemory, check_room, host_memory
+from actoffload.device import host as module
+from actoffload.device.host import HostMemory, check_room, host_memory
 
 GIB = 2**30
 LIMITS = {

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from actoffload.device import numa
+from actoffload.device import host as numa
 
 
 def host(tmp_path: Path, online: str, node: str | None) -> Path:

@@ -27,7 +27,7 @@ from actoffload.schedule.schedules import DefaultSchedule, GroupSchedule
 ORDERS = 2
 """Different orders of the pending copies, at least, on average over the programs of a sort."""
 
-SEEDS = 5
+SEEDS = 6
 
 # Sorts of programs: number of examples, how they are drawn, and what runs them.
 SORTS: dict[str, tuple[int, SearchStrategy[Program], type[Run]]] = {

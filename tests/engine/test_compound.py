@@ -26,9 +26,9 @@ from wrappers import (
 )
 
 import actoffload
-from actoffload.engine import versions
+from actoffload.engine import subclasses
+from actoffload.engine.eligibility import StorageRef
 from actoffload.engine.subclasses import plain_parts
-from actoffload.engine.tensor_marks import StorageRef
 from actoffload.report import Reason
 
 pytestmark = pytest.mark.usefixtures("offload_small_tensors")
@@ -91,10 +91,10 @@ def test_a_model_on_wrappers_has_equal_bits_and_keeps_its_weights():
     wanted = torch.autograd.grad(plain(layers, x).square().mean(), [x, *weights])
     context, sync = make(2, 4)
     with no_gc():
-        before = len(versions._wrappers)  # notes of `start_offload` in other tests refer to some
+        before = len(subclasses._wrappers)  # notes of `start_offload` in other tests refer to some
         for _ in range(2):
             got = torch.autograd.grad(forward(layers, x, context, sync).square().mean(), [x, *weights])
-            assert len(versions._wrappers) == before
+            assert len(subclasses._wrappers) == before
             nothing_held(context)
     assert same_bits(got[0], wanted[0])
     for a, b in zip(got[1:], wanted[1:], strict=True):
@@ -273,13 +273,13 @@ def test_nothing_is_held_of_a_graph_that_is_thrown_away():
     context, sync = make(1, 3)
     layers = [Model() for _ in range(3)]
     with no_gc():
-        before = len(versions._wrappers)
+        before = len(subclasses._wrappers)
         y = forward(layers, torch.randn(N, N, requires_grad=True), context, sync)
         assert context.statistics().host_bytes_used > 0
-        assert len(versions._wrappers) > before
+        assert len(subclasses._wrappers) > before
         del y
         nothing_held(context)
-        assert len(versions._wrappers) == before
+        assert len(subclasses._wrappers) == before
 
 
 def test_parts_that_find_no_host_memory_stay():

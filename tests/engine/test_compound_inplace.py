@@ -15,8 +15,8 @@ from wrappers import ONE, Join, N, Scaled, Split, Two, Uses, read, two_more, val
 
 import actoffload
 from actoffload.device import ReferenceDevice
-from actoffload.engine import versions
-from actoffload.engine.versions import Wrapper
+from actoffload.engine import subclasses
+from actoffload.engine.subclasses import Wrapper
 from actoffload.schedule import Kind
 
 MODIFIED = "modified by an inplace operation"
@@ -226,17 +226,17 @@ def test_counters_are_kept_without_memory_or_graph():
         assert before.counter.untyped_storage().nbytes() == 0
         assert before.counter.grad_fn is None
         h.add_(1)
-        assert versions.version_of(before.counter) == 1
+        assert subclasses.version_of(before.counter) == 1
         del h
-    assert versions.version_of(before.counter) == 1
+    assert subclasses.version_of(before.counter) == 1
 
 
 def test_counters_are_found_by_identity_and_not_by_address():
     """A tensor may lie where one lay whose counter is still held."""
     first, second = Two(values(), values()), Two(values(), values())
     held = Wrapper.of(first)
-    versions._wrappers[id(second)] = held
+    subclasses._wrappers[id(second)] = held
     assert Wrapper.of(second) is not held
     assert Wrapper.of(first) is held
     second.add_(1)
-    assert [versions.version_of(wrapper.counter) for wrapper in (held, Wrapper.of(second))] == [0, 1]
+    assert [subclasses.version_of(wrapper.counter) for wrapper in (held, Wrapper.of(second))] == [0, 1]

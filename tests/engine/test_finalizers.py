@@ -12,8 +12,8 @@ import torch
 from helpers import forward, make, make_manual, no_gc, nothing_held
 from torch import nn
 
+from actoffload.engine.eligibility import StorageRef
 from actoffload.engine.storage import InFlight, Resident, SavedStorage
-from actoffload.engine.tensor_marks import StorageRef
 
 pytestmark = pytest.mark.usefixtures("offload_small_tensors")
 

@@ -9,7 +9,7 @@ from helpers import forward, nothing_held
 import actoffload
 from actoffload.context.context import OffloadContext
 from actoffload.device import ReferenceDevice
-from actoffload.engine import tensor_marks
+from actoffload.engine import eligibility
 from actoffload.engine.engine import Engine
 from actoffload.report import Reason
 from actoffload.schedule import DefaultSchedule
@@ -40,9 +40,9 @@ def test_the_limit_in_bytes_is_the_same_for_every_type(dtype: torch.dtype) -> No
 @pytest.mark.parametrize("notes", ["kept", "finals"])
 def test_notes_on_storages_that_are_gone_are_swept(notes: str) -> None:
     """As many notes as storages that exist, within a factor of two and a constant."""
-    found = getattr(tensor_marks, notes)
+    found = getattr(eligibility, notes)
     living = [torch.zeros(4) for _ in range(10)]
-    mark = tensor_marks.keep if notes == "kept" else _final
+    mark = eligibility.mark_kept if notes == "kept" else _final
     for tensor in living:
         mark(tensor)
     many = 3 * len(found) + 1000
@@ -54,11 +54,11 @@ def test_notes_on_storages_that_are_gone_are_swept(notes: str) -> None:
 
 
 def _final(tensor: torch.Tensor) -> None:
-    tensor_marks.final(tensor, object(), False, whole=False)
+    eligibility.mark_final(tensor, object(), False, whole=False)
 
 
-def _storage(note: object) -> tensor_marks.StorageRef:
-    return note.storage if isinstance(note, tensor_marks.Final) else note
+def _storage(note: object) -> eligibility.StorageRef:
+    return note.storage if isinstance(note, eligibility.Final) else note
 
 
 def test_a_mark_is_kept_as_long_as_its_tensor() -> None:
@@ -67,4 +67,4 @@ def test_a_mark_is_kept_as_long_as_its_tensor() -> None:
     actoffload.mark_not_offload(tensor, None)
     for _ in range(1000):
         actoffload.mark_not_offload(torch.zeros(4), None)
-    assert tensor.untyped_storage()._cdata in tensor_marks.kept
+    assert tensor.untyped_storage()._cdata in eligibility.kept

@@ -11,7 +11,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from actoffload.device import ReferenceDevice
-from actoffload.engine.hostpool import HostPool
+from actoffload.engine.host_pool import HostPool
 from actoffload.engine.layout import GRAIN, Piece, View, dense, gaps, loose_pieces, reload_spans
 
 CPU = torch.device("cpu")

@@ -9,8 +9,6 @@ import torch
 from helpers import forward, make, make_manual, min_elements, nothing_held
 from torch import nn
 
-import actoffload
-from actoffload.device import ReferenceDevice, use
 from actoffload.report import Reason, Statistics
 
 N = 512
@@ -218,23 +216,3 @@ def test_host_memory_of_a_large_batch_can_be_freed():
     forward(layers, torch.randn(512, 512), context, sync).sum().backward()
     assert context.statistics().host_bytes_used == 0
     assert 0 < context.statistics().host_bytes < before / 4
-
-
-def test_handles_of_one_device_share_host_memory():
-    """Two models that are trained in turns need the host memory of the larger one."""
-    with use(ReferenceDevice()):
-        models = [
-            torch.nn.Sequential(*[torch.nn.Sequential(torch.nn.Linear(512, 512), torch.nn.Tanh()) for _ in range(6)])
-            for _ in range(2)
-        ]
-        handles = [actoffload.offload(model) for model in models]
-        for _ in range(2):
-            for model in models:
-                model(torch.randn(1024, 512)).sum().backward()
-    one, two = (handle.statistics() for handle in handles)
-    assert one.bytes_offloaded == two.bytes_offloaded > 0
-    assert one.host_bytes + two.host_bytes <= 1.05 * max(one.host_bytes_high_water, two.host_bytes_high_water)
-    handles[0].remove()
-    model(torch.randn(1024, 512)).sum().backward()
-    assert handles[1].trim() > 0
-    assert handles[1].statistics().host_bytes == 0

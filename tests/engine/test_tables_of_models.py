@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from wrappers import Two
 
 from actoffload._torch.tensors import address
-from actoffload.engine.module_tensors import ModelTensors
+from actoffload.engine.eligibility import ModelTensors
 from actoffload.report import Reason
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from actoffload.device import ReferenceDevice
-from actoffload.engine.segments import HostBuffer
+from actoffload.engine.host_pool import HostBuffer
 from actoffload.engine.transfer import D2H, H2D, Transfers
 
 

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-
 import pytest
-import torch
 from adversary.plans import plans
 from helpers import min_elements
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
-from virtual_time import agree, costs, eighths, execute, layer_of, links
+from virtual_time import agree, costs, eighths, execute, links
 
-from actoffload.context.context import OffloadContext
-from actoffload.device import ReferenceDevice
-from actoffload.engine.engine import Engine
 from actoffload.schedule import DefaultSchedule, Do, GroupSchedule, LayerCost, Link, When, simulate
 
 
@@ -74,27 +68,3 @@ def test_incremental_release_causes_no_stall_where_release_at_once_does():
     link = Link(2048.0 / 0.75, 1e9)
     assert simulate(DefaultSchedule(2, 4).plan(), each, link).forward_stall > 0
     assert simulate(GroupSchedule(2).plan(["layer"] * 4), each, link).forward_stall == 0
-
-
-@pytest.mark.parametrize("recorded", [True, False])
-def test_groups_are_reloaded_into_the_memory_that_backward_has_freed(recorded):
-    """A copy takes 0.25 s, and backward has used three of its four tensors after 1.5 s of 2: so there is no stall."""
-    each = [LayerCost.even(4096, forward=1.0, backward=2.0, pieces=4)] * 4
-    link = Link(1e12, 4096.0)
-    plan = GroupSchedule(3).plan(["layer"] * 4)
-    want = simulate(plan, each, link)
-    at_once = simulate(DefaultSchedule(3, 4).plan(), each, link)
-    assert (want.backward_stall, at_once.backward_stall) == (0.0, 0.75)
-    assert want.peak_bytes == at_once.peak_bytes + 1024  # for a moment in forward, while room is made
-    device = ReferenceDevice(link.d2h, link.h2d)
-    context = OffloadContext(Engine(plan, device))
-    with context.record_timeline() if recorded else nullcontext():
-        x = torch.zeros(1, requires_grad=True) * 1.0
-        for cost in each:
-            with context:
-                x = layer_of(cost, device)(x)
-            x = context.synchronize(x)
-        x.backward()
-        del x
-    assert device.main.now == want.step_time
-    assert context.statistics().peak_resident_bytes == want.peak_bytes

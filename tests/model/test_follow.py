@@ -15,7 +15,7 @@ from whole_model import UNIT, Transformer, Wave, Waves, data, equal, measured, n
 
 import actoffload
 from actoffload._torch.autograd import saved_tensor_hooks
-from actoffload.engine.model_pass import ModelPass
+from actoffload.engine.passes import ModelPass
 from actoffload.model import follow
 from actoffload.planner import GroupPlan
 from actoffload.report import Reason

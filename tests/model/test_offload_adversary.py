@@ -23,7 +23,7 @@ from torch import Tensor
 import actoffload
 from actoffload.device import use
 from actoffload.engine.layer import Layer, Phase
-from actoffload.engine.reload import Residency
+from actoffload.engine.storage import Residency
 from actoffload.engine.transfer import Transfers
 
 SEEDS = 3

@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-import pickle
-import subprocess
-import sys
-from multiprocessing import context
 
 import pytest
 import torch
@@ -60,50 +56,6 @@ def test_a_copy_is_offloaded_by_a_handle_of_its_own(copied):
     mine = offload(other)
     equal(train(other), want)
     assert mine.statistics().bytes_offloaded > 0 == handle.statistics().bytes_offloaded
-
-
-def by_spawn(model):
-    """Copy a model as `multiprocessing` does for a process that it starts."""
-    context.set_spawning_popen(object())
-    try:
-        pickled = pickle.dumps(model)
-    finally:
-        context.set_spawning_popen(None)
-    return pickle.loads(pickled)
-
-
-def test_a_model_that_a_new_process_gets_warns_there():
-    model = Transformer(5)
-    want = train(copy.deepcopy(model))
-    plain = by_spawn(model)
-    equal(train(plain), want)
-    handle = offload(model)
-    with pytest.warns(UserWarning, match="Offloading of this Transformer ended .* call actoffload.offload") as caught:
-        got = by_spawn(torch.nn.Sequential(model))[0]
-    assert len(caught) == 1
-    assert type(got) is Transformer
-    assert vars(got).keys() == vars(plain).keys()
-    assert actoffload.OffloadHandle.of(got) is None
-    equal(train(got), want)
-    handle.remove()
-    by_spawn(model)  # not offloaded any more
-
-
-SPAWN = """
-import multiprocessing, torch, actoffload
-model = torch.nn.Sequential(*[torch.nn.Linear(4, 4) for _ in range(5)])
-actoffload.offload(model)
-process = multiprocessing.get_context("spawn").Process(target=model.zero_grad)
-process.start()
-process.join()
-raise SystemExit(process.exitcode)
-"""
-
-
-def test_a_spawned_process_warns():
-    ran = subprocess.run([sys.executable, "-c", SPAWN], capture_output=True, text=True, timeout=120)
-    assert ran.returncode == 0, ran.stderr
-    assert ran.stderr.count("Offloading of this Sequential ended") == 1
 
 
 def test_a_model_of_hugging_face_is_saved_while_it_is_offloaded(tmp_path):

@@ -13,7 +13,7 @@ from helpers import alive, no_gc, nothing_held
 from torch import nn
 from whole_model import UNIT, Transformer, Waves, data, equal, nothing_installed, offload, train
 
-from actoffload.engine.model_pass import ModelPass
+from actoffload.engine.passes import ModelPass
 
 
 def start() -> torch.Tensor:

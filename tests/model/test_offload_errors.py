@@ -176,8 +176,6 @@ def test_a_number_of_groups_that_are_only_guessed_before_the_first_forward():
             step(model)
         assert "may be groups" not in str(handle)
         step(model)
-    with pytest.raises(ValueError, match="num_layers is 9, but there are"):
-        handle.reschedule(num_layers=9)
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")

@@ -7,10 +7,8 @@ from contextlib import ExitStack
 
 import pytest
 from helpers import nothing_held
-from torch import Tensor, nn
 from whole_model import (
     UNIT,
-    WIDTH,
     Repeated,
     Transformer,
     Waves,
@@ -100,87 +98,6 @@ def test_repr():
 def test_the_plan_is_that_of_the_schedule():
     handle = offload(Waves(6), num_layers=3, max_inflight=2)
     assert handle.plan.plan == actoffload.schedule.GroupSchedule(3, max_inflight=2).plan(["layer"] * 6)
-
-
-# Change of mind
-
-
-def test_reschedule():
-    model = Waves(6)
-    reference = copy.deepcopy(model)
-    handle = offload(model)
-    step(model)
-    host = handle.statistics().host_bytes
-    model.zero_grad(set_to_none=True)
-    for options, number in [
-        ({"num_layers": 2}, 2),
-        ({"num_layers": 5, "max_inflight": 1}, 5),
-        ({"num_layers": 0}, 0),
-        ({"fraction": 0.5}, 2),
-        ({}, 4),
-    ]:
-        handle.reschedule(**options)
-        handle.reset_statistics()
-        equal(train(model, steps=2), train(reference, steps=2))
-        statistics = handle.statistics()
-        assert statistics.bytes_offloaded == 2 * number * 2 * UNIT
-        assert statistics.reloaded_on_demand == 0
-        assert statistics.host_bytes >= host > 0
-        assert str(handle).startswith(f"offload of Waves: {number} of 6")
-        nothing_held(handle)
-
-
-@pytest.mark.parametrize("options", [{"num_layers": 6}, {"num_layers": -1}, {"fraction": 2.0}, {"max_inflight": 0}])
-def test_a_bad_reschedule_changes_nothing(options):
-    handle = offload(Waves(6))
-    before = handle.plan
-    with pytest.raises(ValueError, match="is"):
-        handle.reschedule(**options)
-    assert handle.plan == before
-
-
-class Headed(Waves):
-    """Has a module beside its blocks that is divided: only the first forward shows that."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(super().forward(x))
-
-
-@pytest.mark.parametrize("when", ["before", "in", "after"])
-def test_the_groups_are_found_whenever_the_handle_is_rescheduled(when):
-    model = Headed()
-    handle = offload(model)
-    hook = model.head.register_forward_pre_hook(lambda *_: handle.reschedule(num_layers=2) if when == "in" else None)
-    if when == "before":
-        handle.reschedule(num_layers=2)
-        assert not handle.settling
-    step(model)
-    hook.remove()
-    if when == "after":
-        handle.reschedule(num_layers=2)
-    assert handle.groups == (*(f"blocks.{k}" for k in range(6)), "head.0", "head.1")
-    step(model)
-    assert handle.plan.offloaded == (0, 1, 6)  # two of a kind, but not the last one
-
-
-def test_reschedule_between_forward_and_backward():
-    """The pass goes on as it began."""
-    model = Waves(6)
-    handle = offload(model, num_layers=2)
-    y = model(data())
-    handle.reschedule(num_layers=5)
-    y.sum().backward()
-    statistics = handle.statistics()
-    assert statistics.bytes_offloaded == 2 * 2 * UNIT
-    assert (statistics.reloaded_ahead, statistics.reloaded_on_demand) == (4, 0)
-    del y
-    nothing_held(handle)
-    step(model)
-    assert handle.statistics().bytes_offloaded == (2 + 5) * 2 * UNIT
 
 
 # Pausing and removing

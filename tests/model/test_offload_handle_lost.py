@@ -27,8 +27,6 @@ def test_a_dropped_handle_is_found_again():
     assert found.report().num_layers == 3
     assert str(found).startswith("offload of Waves: 3 of 6 groups are offloaded")
     again = actoffload.OffloadHandle.of(model)
-    again.reschedule(num_layers=2)
-    assert found.plan.offloaded == (0, 1)
     again.remove()
     assert not found.installed
     assert actoffload.OffloadHandle.of(model) is None
@@ -95,12 +93,11 @@ def test_a_deleted_module_is_reported_once_and_the_others_are_offloaded(change):
     assert handle.statistics().bytes_offloaded > 0
 
 
-@pytest.mark.parametrize("does", ["reschedule", "recording"])
-def test_a_removed_handle_raises(does):
+def test_a_removed_handle_raises():
     handle = offload(Waves(6))
     handle.remove()
     with pytest.raises(RuntimeError, match=r"This handle was removed, so it cannot .*: call offload again"):
-        handle.reschedule(num_layers=2) if does == "reschedule" else handle.recording().__enter__()
+        handle.recording().__enter__()
 
 
 def test_a_recording_of_nothing_is_told_of_and_forgotten():

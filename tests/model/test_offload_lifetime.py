@@ -12,9 +12,9 @@ from helpers import alive, no_gc, nothing_held
 from whole_model import UNIT, Transformer, Waves, data, equal, hooks, offload, train
 
 from actoffload.engine.engine import Engine
-from actoffload.engine.hostpool import HostPool
+from actoffload.engine.host_pool import HostPool
 from actoffload.engine.layer import Layer, LivenessToken
-from actoffload.engine.model_pass import ModelPass
+from actoffload.engine.passes import ModelPass
 from actoffload.engine.storage import Moved, SavedStorage
 from actoffload.model.tracker import Tracker
 

@@ -225,8 +225,6 @@ def test_one_layer_for_all_as_in_albert():
     statistics = measured(handle, backward(model))
     assert statistics.bytes_offloaded == 5 * 3 * UNIT
     assert statistics.reloaded_on_demand == 0
-    handle.reschedule(num_layers=6)  # which could not be said before it had run
-    assert measured(handle, backward(model)).bytes_offloaded == 6 * 3 * UNIT
 
 
 class Often(nn.Module):

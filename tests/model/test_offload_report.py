@@ -147,8 +147,8 @@ def test_what_the_host_refused_was_not_copied_in_vain(monkeypatch):
         def forward(self, x):
             return torch.tanh(x * self.scale)
 
-    monkeypatch.setattr(actoffload.engine.slabs, "GRANULE", UNIT)
-    monkeypatch.setattr(actoffload.engine.segments, "SPLIT", UNIT)
+    monkeypatch.setattr(actoffload.engine.host_pool, "GRANULE", UNIT)
+    monkeypatch.setattr(actoffload.engine.host_pool, "SPLIT", UNIT)
     with pytest.warns(actoffload.HostMemoryWarning):
         _, report = reported(Inside(6, Tanh), max_host_bytes=2 * UNIT)
     assert report.kept[Reason.SHARED] == (1, UNIT)
@@ -201,8 +201,8 @@ def test_groups_that_did_not_run_are_named():
 
 
 def test_what_the_host_had_no_room_for_is_a_reason(monkeypatch):
-    monkeypatch.setattr(actoffload.engine.slabs, "GRANULE", UNIT)
-    monkeypatch.setattr(actoffload.engine.segments, "SPLIT", UNIT)
+    monkeypatch.setattr(actoffload.engine.host_pool, "GRANULE", UNIT)
+    monkeypatch.setattr(actoffload.engine.host_pool, "SPLIT", UNIT)
     with pytest.warns(actoffload.HostMemoryWarning):
         handle, report = reported(Inside(6), max_host_bytes=4 * UNIT)
     missing = handle.statistics().bytes_kept[Reason.HOST_FULL]

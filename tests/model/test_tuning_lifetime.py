@@ -16,7 +16,7 @@ from interrupts import SOURCES
 from timed_device import LAYERS, PASSES, done, small, step
 from whole_model import nothing_installed
 
-from actoffload.engine.recorder import TimelineRecorder
+from actoffload.engine.statistics import TimelineRecorder
 from actoffload.model.tuning.metering import Border, Meter
 from actoffload.model.tuning.timed_pass import TimedPass
 

@@ -73,7 +73,7 @@ INSTEAD: dict[str, str] = {
         "note = Final(__import__('types').SimpleNamespace(expired=False), version_of(tensor), event, captured, whole)"
     ),
     "keep: host memory": (
-        "return HostBuffer(nbytes, __import__('weakparts').WeakParts(parts), tuple(segments), fence, account.number)"
+        "return HostBuffer(nbytes, __import__('weakparts').WeakParts(parts), tuple(segments), fence)"
     ),
     "guard: fences waited for": "self.link.waited = position.order + 1000",
     "guard: fence of a returned buffer": "buffer.fence = ()",
@@ -90,7 +90,7 @@ INSTEAD: dict[str, str] = {
     "guard: wait for each device and stream": "position is not None and not waited",
     "guard: whole buffer from a bin": "bin_ and before is not None",
     "guard: size of a whole slab": "sizes.append(max(GRANULE, 2 << (need - 1).bit_length()))",
-    "guard: limit on the bytes held": ("limit is not None and account.used + sum(sizes) > limit"),
+    "guard: limit on the bytes held": "limit is not None and self._bytes_used + more > limit",
     "guard: largest element": "LARGEST_ELEMENT = 4",
     "guard: latency of a transfer": (
         "stream.now += self.latency * len(pairs) + sum(host.nbytes for host, _ in pairs) / bandwidth"

@@ -33,7 +33,6 @@ LIMIT = 120.0
 """Seconds after which the tests of a mutant are ended; that counts as a failure."""
 
 INTERRUPTED_END = "test_an_interrupt_at_every_bytecode_of_the_end_of_a_failed_forward"
-EDITED = "test_an_edit_in_place_of_a_kept_tensor_is_caught_also_between_two_backwards"
 COMPILED = "test_compiled_groups_are_recomputed_as_they_were_compiled[whole-compiled-True]"
 CAPTURED = "test_copies_of_a_captured_forward_have_ended_with_it"
 STREAMS = ["tests/engine/edges", "tests/engine/test_adversary.py"]
@@ -47,30 +46,24 @@ TESTS: dict[str, list[str]] = {
     "context/context.py": ["tests/context/test_context_report.py", *STREAMS],
     "device/": ["tests/device"],
     "engine/": [*STREAMS, "tests/engine/test_limits.py"],
-    "engine/hostpool.py": ["tests/engine/test_hostpool.py", *STREAMS],
-    "engine/slabs.py": ["tests/engine/test_hostpool.py", *STREAMS],
-    "engine/segments.py": ["tests/engine/test_hostpool.py", *STREAMS],
+    "engine/host_pool.py": ["tests/engine/test_host_pool.py", *STREAMS],
     "engine/layout.py": ["tests/engine/test_regions.py", *STREAMS],
-    "engine/pack.py": ["tests/engine/test_saved_again.py", *STREAMS],
-    "engine/passes.py": ["tests/engine/test_backwards.py", "tests/report/test_several_passes.py", *STREAMS],
-    "engine/recorder.py": ["tests/report/test_several_passes.py"],
-    "engine/storage.py": ["tests/engine/test_saved_again.py", *STREAMS, "tests/engine/test_limits.py"],
-    "engine/registry.py": ["tests/engine/test_saved_again.py", *STREAMS],
-    "engine/model_pass.py": [
+    "engine/passes.py": [
+        "tests/engine/test_backwards.py",
+        "tests/report/test_several_passes.py",
+        *STREAMS,
         "tests/integration/test_compose_checkpoint.py",
         "tests/model/test_offload_order.py::" + CAPTURED,
     ],
-    "engine/ownership.py": ["tests/engine/test_limits.py", "tests/engine/test_weights_stay.py"],
-    "engine/module_tensors.py": [
+    "engine/statistics.py": ["tests/report/test_several_passes.py", *STREAMS, "tests/engine/test_limits.py"],
+    "engine/storage.py": ["tests/engine/test_saved_again.py", *STREAMS, "tests/engine/test_limits.py"],
+    "engine/hooks.py": ["tests/engine/test_saved_again.py", *STREAMS],
+    "engine/eligibility.py": [
         "tests/engine/test_tables_of_models.py",
         "tests/engine/test_limits.py",
         "tests/engine/test_weights_stay.py",
-    ],
-    "engine/unpack.py": [
-        "tests/integration/test_compose_compiled_autograd.py::" + EDITED,
         *STREAMS,
     ],
-    "engine/tensor_marks.py": ["tests/engine/test_limits.py", *STREAMS],
     "_meters.py": ["tests/test_measure.py"],
     "_torch/": ["tests/engine/test_compound_kept.py", "tests/test_torch_names.py"],
     "model/": ["tests/model/test_follow.py", "tests/model/test_tuning_lifetime.py"],
@@ -80,7 +73,6 @@ TESTS: dict[str, list[str]] = {
         "tests/model/test_offload_copies.py::test_replicas_in_threads_as_data_parallel_makes_them",
         "tests/model/test_offload_interrupts.py::" + INTERRUPTED_END,
         "tests/model/test_offload_exceptions.py::test_an_exception_in_forward",
-        "tests/model/test_offload_copied.py::test_a_model_that_a_new_process_gets_warns_there",
         "tests/integration/test_compose_compile.py::" + COMPILED,
     ],
     "model/group_search.py": [

@@ -34,7 +34,9 @@ def test_the_advice_of_a_model_may_be_followed():
     handle = offload(model, fraction=0.0)
     model(data()).sum().backward()
     assert handle.report().advice[0] == "None of 6 groups is offloaded: pass fraction=0.25 or more."
-    handle.reschedule(**handle.report().advice[0].change)
+    change = handle.report().advice[0].change
+    handle.remove()
+    handle = offload(model, **change)
     model(data()).sum().backward()
     assert len(handle.report().offloaded_groups) == 1
 

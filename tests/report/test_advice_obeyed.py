@@ -47,35 +47,6 @@ class Spatial(nn.Module):
         return x + self.proj_out(h)
 
 
-class Stage(nn.Module):
-    def __init__(self, count: int, attention: bool = True) -> None:
-        super().__init__()
-        self.resnets = nn.ModuleList([Resnet() for _ in range(count)])
-        self.attentions = nn.ModuleList([Spatial() for _ in range(count * attention)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        for k, resnet in enumerate(self.resnets):
-            x = resnet(x)
-            x = self.attentions[k](x) if k < len(self.attentions) else x
-        return x
-
-
-class UNet(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv_in = nn.Linear(WIDTH, WIDTH)
-        self.down_blocks = nn.ModuleList([Stage(2), Stage(2), Stage(2, attention=False)])
-        self.mid_block = Stage(1)
-        self.up_blocks = nn.ModuleList([Stage(3, attention=False), Stage(3), Stage(3)])
-        self.conv_out = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.conv_in(x)
-        for stage in (*self.down_blocks, self.mid_block, *self.up_blocks):
-            x = stage(x)
-        return self.conv_out(x)
-
-
 class Pairs(nn.Module):
     """Blocks that are lists of an attention and a feed-forward, as in `vit_pytorch`."""
 
@@ -89,26 +60,6 @@ class Pairs(nn.Module):
             x = x + attention(x)
             x = x + mlp(x)
         return self.head(x)
-
-
-class Named(nn.Module):
-    """Six modules alike under names whose pattern would also match the groups."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stack = nn.ModuleDict({str(k): nn.ModuleDict({"first": Mlp(), "second": Resnet()}) for k in range(6)})
-        self.other = nn.ModuleList([Wide() for _ in range(4)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        for pair in self.stack.values():
-            x = pair["second"](pair["first"](x))
-        for wide in self.other:
-            x = wide(x)
-        return x
-
-
-class Wide(Mlp):
-    pass
 
 
 class Clock(ReferenceDevice):
@@ -193,14 +144,7 @@ def obey(make: Make, **options: Any) -> list[Report]:
 @pytest.mark.parametrize(
     ("make", "options"),
     [
-        (UNet, {}),
-        (UNet, {"layers": "*.transformer_blocks.*"}),
-        (UNet, {"layers": ["*.resnets.*"], "num_layers": 3}),
         (Pairs, {}),
-        (Pairs, {"layers": Attention}),
-        (Named, {}),
-        (lambda: Transformer(8), {"layers": "*.attention"}),
-        (lambda: Transformer(8), {"layers": ["*.attention"], "keep": "*.mlp"}),
         (lambda: Transformer(8), {"min_bytes": 16 * UNIT}),
         (lambda: Transformer(8), {"max_host_bytes": 1}),
         (lambda: Transformer(8), {"num_layers": 0}),

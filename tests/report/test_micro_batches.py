@@ -10,8 +10,7 @@ from whole_model import Wave, Waves, data, offload
 
 import actoffload
 from actoffload.device.reference import ReferenceEvent
-from actoffload.engine.recorder import TimelineRecorder
-from actoffload.engine.statistics import Counters
+from actoffload.engine.statistics import Counters, TimelineRecorder
 from actoffload.model import reporting
 
 

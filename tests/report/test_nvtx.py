@@ -6,14 +6,14 @@ import pytest
 import torch
 
 import actoffload
-from actoffload.engine import recorder
+from actoffload.engine import statistics
 
 
 @pytest.fixture
 def calls(monkeypatch):
     """Let NVTX exist, and return what is called of it."""
     made = []
-    monkeypatch.setattr(recorder, "has_nvtx", True)
+    monkeypatch.setattr(statistics, "has_nvtx", True)
     monkeypatch.setattr(torch.cuda.nvtx, "range_start", lambda name: made.append(name) or len(made))
     monkeypatch.setattr(torch.cuda.nvtx, "range_end", lambda shown: made.append(shown))
     return made
@@ -41,7 +41,7 @@ def test_no_range_unless_asked_for(calls):
 
 
 def test_without_nvtx_nothing_is_called(calls, monkeypatch):
-    monkeypatch.setattr(recorder, "has_nvtx", False)
+    monkeypatch.setattr(statistics, "has_nvtx", False)
     step()
     assert calls == []
 

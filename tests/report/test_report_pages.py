@@ -1,11 +1,10 @@
-"""The report in Markdown and HTML: the numbers of the text, and names that mean something there are only names."""
+"""The report in Markdown: the numbers of the text, and names that mean something there are only names."""
 
 from __future__ import annotations
 
 import re
-from html.parser import HTMLParser
 
-from report_samples import MIB, attribute, report, table
+from report_samples import MIB, attribute, report
 
 from actoffload.report import GroupReport, Report
 from actoffload.report.groups import HeldStorage
@@ -35,62 +34,6 @@ def test_markdown_keeps_its_columns_whatever_a_module_is_called():
     lengths = {len(row) for row in rows_of_markdown(markdown)[:4]}
     assert lengths == {4}
     assert "<b>" not in markdown.replace("\\<b\\>", "")
-
-
-class Reader(HTMLParser):
-    """Reads tables, lists and what is left open."""
-
-    def __init__(self, html: str) -> None:
-        super().__init__(convert_charrefs=True)
-        self.open: list[str] = []
-        self.rows: list[list[str]] = []
-        self.items: list[str] = []
-        self.tags: set[str] = set()
-        self.feed(html)
-        self.close()
-
-    def handle_starttag(self, tag, attrs):
-        self.open.append(tag)
-        self.tags.add(tag)
-        if tag == "tr":
-            self.rows.append([])
-        elif tag in ("td", "th"):
-            self.rows[-1].append("")
-        elif tag == "li":
-            self.items.append("")
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-    def handle_data(self, data):
-        if {"td", "th"} & set(self.open):
-            self.rows[-1][-1] += data
-        elif "li" in self.open:
-            self.items[-1] += data
-
-
-def test_html_has_the_rows_of_the_text_and_is_well_formed():
-    shown = report(step_seconds=0.5, advice=("Take `keep` out & go on.",))
-    reader = Reader(shown.to_html())
-    assert reader.open == []
-    text_rows = [row for part in ("group", "passes", "kept on the device") for row in table(str(shown), part)]
-    assert [list(map(str.strip, row)) for row in reader.rows if any(map(str.strip, row))] == [
-        row for row in text_rows if len(row) > 1
-    ]
-    assert reader.items == ["Take keep out & go on."]
-    assert shown._repr_html_() == shown.to_html()
-
-
-def test_html_escapes_names():
-    held = (HeldStorage(NASTY, MIB, (attribute("<i>", NASTY),)),)
-    group = GroupReport("<script>alert(1)</script>", "<img src=x>", bytes_saved=MIB)
-    shown = Report((group, GroupReport(NASTY, bytes_saved=1)), held=held, advice=(f"Look at <b>{NASTY}</b>.",))
-    reader = Reader(shown.to_html())
-    assert reader.open == []
-    assert reader.tags == {"div", "table", "thead", "tbody", "tr", "th", "td", "b", "ul", "li", "code"}
-    assert [cell.strip() for cell in reader.rows[1][:2]] == ["<script>alert(1)</script>", "<img src=x>"]
-    assert reader.rows[2][0].strip() == NASTY
-    assert reader.items == [f"Look at <b>{NASTY}</b>."]
 
 
 def test_a_table_has_one_unit():

@@ -120,14 +120,6 @@ def test_a_model_whose_order_always_changes_has_a_limited_number_of_plans():
     assert len(plans._known) <= 64
 
 
-def test_plans_of_an_earlier_schedule_are_not_used():
-    plans = GroupPlans(GroupSchedule(), "a" * 6)
-    before = plans.roles(plans.order)
-    plans.reschedule(GroupSchedule(num_layers=1))
-    after = plans.roles(plans.order)
-    assert after.plan == GroupSchedule(num_layers=1).plan("a" * 6) != before.plan
-
-
 def test_the_order_of_the_last_pass_is_expected():
     plans = GroupPlans(GroupSchedule(), "aaa")
     assert plans.order == (GroupKey(0), GroupKey(1), GroupKey(2))

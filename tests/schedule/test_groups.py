@@ -146,14 +146,12 @@ def check_plan(schedule: GroupSchedule, kinds: Sequence[str]) -> None:
     assert d == (behind if schedule.max_inflight is None else min(behind, schedule.max_inflight)) >= 1
     ahead = behind if schedule.max_inflight is None else min(behind, schedule.max_inflight + 1)
     back = min(ahead, 2) if len(set(kinds)) > 1 else ahead
-    alone = behind == 1  # then copies would have nothing to run beside
     for i in offloaded:
         assert plan.find(Do.OFFLOAD, i) == Event(When.FORWARD_START, i)
         assert plan.find(Do.INCREMENTAL_RELEASE, i) == Event(When.FORWARD_START, i + d)
         assert plan.find(Do.RELEASE, i) == Event(When.FORWARD_END, i + d)
-        assert plan.find(Do.INCREMENTAL_PREFETCH, i) == (Event(When.BACKWARD_START, i + back) if alone else None)
         assert plan.find(Do.RELOAD, i) == Event(When.BACKWARD_END, i + back)
-    assert sum(map(len, plan.steps.values())) == (5 if alone else 4) * len(offloaded)
+    assert sum(map(len, plan.steps.values())) == 4 * len(offloaded)
     # Each makes room for one other, which starts its own copies only then.
     for actions in plan.steps.values():
         does = [action.do for action in actions]
@@ -194,7 +192,6 @@ def test_a_plan_in_which_one_group_stays_written_out() -> None:
             Event(When.FORWARD_START, 0): (Action(Do.OFFLOAD, 0),),
             Event(When.FORWARD_START, 1): (Action(Do.INCREMENTAL_RELEASE, 0),),
             Event(When.FORWARD_END, 1): (Action(Do.RELEASE, 0),),
-            Event(When.BACKWARD_START, 1): (Action(Do.INCREMENTAL_PREFETCH, 0),),
             Event(When.BACKWARD_END, 1): (Action(Do.RELOAD, 0),),
         },
     )

@@ -194,45 +194,6 @@ def test_a_layer_may_be_offloaded_and_reloaded_at_one_event() -> None:
             )
             for when, at in ((FORWARD_START, 1), (FORWARD_END, 1), (FORWARD_START, 2))
         ),
-        (
-            2,
-            [(BACKWARD_START, 1, Do.INCREMENTAL_PREFETCH, 2)],
-            "The plan would prefetch layer 2 incrementally, but its layers are 0 to 1.",
-        ),
-        (
-            2,
-            [*GONE, (BACKWARD_START, 1, Do.INCREMENTAL_PREFETCH, 0), (BACKWARD_START, 0, Do.INCREMENTAL_PREFETCH, 0)],
-            "The plan would prefetch layer 0 incrementally twice in one pass; once is enough.",
-        ),
-        (
-            2,
-            [
-                (FORWARD_START, 0, Do.OFFLOAD, 0),
-                (BACKWARD_START, 1, Do.INCREMENTAL_PREFETCH, 0),
-                (BACKWARD_END, 1, Do.RELOAD, 0),
-            ],
-            "The plan would prefetch layer 0 incrementally without, or before, the action 'release layer 0'; "
-            "add it earlier.",
-        ),
-        *(
-            (
-                2,
-                [*GONE, (when, 1, Do.INCREMENTAL_PREFETCH, 0), (BACKWARD_START, 0, Do.RELOAD, 0)],
-                f"The plan would prefetch layer 0 incrementally at the {when.value} of layer 1; "
-                "that can only be at the backward start of a layer.",
-            )
-            for when in (FORWARD_END, BACKWARD_END)
-        ),
-        (
-            2,
-            [*GONE, (BACKWARD_START, 1, Do.INCREMENTAL_PREFETCH, 0)],
-            "The plan would prefetch layer 0 incrementally without the action 'reload layer 0' after it; add that.",
-        ),
-        (
-            2,
-            [*GONE, (BACKWARD_START, 1, Do.RELOAD, 0), (BACKWARD_START, 1, Do.INCREMENTAL_PREFETCH, 0)],
-            "The plan would prefetch layer 0 incrementally without the action 'reload layer 0' after it; add that.",
-        ),
     ],
 )
 def test_bad_plans_are_refused_in_one_sentence(
@@ -262,21 +223,6 @@ def test_the_rules_of_incremental_release_in_full(of: int) -> None:
             and events[give].when is FORWARD_START
         )
         check([(events[k].when, events[k].layer, do, layer) for k, do in places], of, allowed)
-
-
-@pytest.mark.parametrize("of", range(1, 4))
-def test_the_rules_of_coming_back_in_full(of: int) -> None:
-    events = list(Plan(of).events())
-    for layer, release, back, reload in product(range(of), *[range(len(events))] * 3):
-        places = zip((release, back, reload), (Do.RELEASE, Do.INCREMENTAL_PREFETCH, Do.RELOAD), strict=True)
-        end, last = (events.index(Event(w, layer)) for w in (FORWARD_END, BACKWARD_START))
-        allowed = (
-            end <= release <= back <= reload <= last
-            and back < last  # the start of a later layer's backward
-            and events[back].when is BACKWARD_START
-        )
-        steps = [(events[k].when, events[k].layer, do, layer) for k, do in places]
-        check([(FORWARD_START, layer, Do.OFFLOAD, layer), *steps], of, allowed)
 
 
 def check(steps: list[tuple[When, int, Do, int]], of: int, allowed: bool) -> None:
@@ -311,7 +257,6 @@ def test_equal_plans_have_equal_hashes_and_survive_copies(schedule: Callable[[],
 def test_a_plan_reads_in_the_order_of_the_pass() -> None:
     steps = {
         Event(BACKWARD_END, 1): (Action(Do.RELOAD, 0),),
-        Event(BACKWARD_START, 1): (Action(Do.INCREMENTAL_PREFETCH, 0),),
         Event(FORWARD_END, 1): (Action(Do.RELEASE, 0),),
         Event(FORWARD_START, 1): (Action(Do.INCREMENTAL_RELEASE, 0),),
         Event(FORWARD_START, 0): (Action(Do.OFFLOAD, 0),),
@@ -320,7 +265,6 @@ def test_a_plan_reads_in_the_order_of_the_pass() -> None:
         "forward start of layer 0: offload layer 0\n"
         "forward start of layer 1: release layer 0 incrementally\n"
         "forward end of layer 1: release layer 0\n"
-        "backward start of layer 1: prefetch layer 0 incrementally\n"
         "backward end of layer 1: reload layer 0"
     )
     assert str(Plan(3)) == "nothing is offloaded in 3 layers"

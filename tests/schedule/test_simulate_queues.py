@@ -72,8 +72,6 @@ def program(plan: Plan, layers: list[LayerCost], link: Link) -> tuple[Queue, Que
     short: dict[int, int] = {}
     releasing: int | None = None
     # The layer that is prefetched during a backward, and the bytes that it may use: not the first quarter freed.
-    prefetching: int | None = None
-    room = 0
 
     def ticks(seconds: float) -> int:
         assert seconds == int(seconds)
@@ -93,8 +91,6 @@ def program(plan: Plan, layers: list[LayerCost], link: Link) -> tuple[Queue, Que
         returns.add((i, k))
 
     def free(i: int, k: int) -> None:
-        nonlocal room
-        room += layers[i].saved[k].nbytes
         # A copy out that was queued and never waited for still reads the memory of its layer.
         for other in made[i] if i in offloading - released else ():
             compute.put("wait", ("out", i, other))
@@ -114,20 +110,8 @@ def program(plan: Plan, layers: list[LayerCost], link: Link) -> tuple[Queue, Que
             compute.put("bytes", -layers[releasing].saved[k].nbytes)
             short[releasing] -= layers[releasing].saved[k].nbytes
 
-    def prefetch() -> None:
-        nonlocal room
-        for k in reversed(made[prefetching]) if prefetching is not None else ():
-            nbytes = layers[prefetching].saved[k].nbytes
-            if (prefetching, k) not in on_host:
-                continue
-            if nbytes > room:
-                return
-            room -= nbytes
-            compute.put("bytes", nbytes)
-            reload(prefetching, k)
-
     def act(when: When, at: int) -> None:
-        nonlocal releasing, prefetching, room
+        nonlocal releasing
         for action in plan.at(when, at):
             i = action.layer
             if action.do is Do.OFFLOAD:
@@ -145,8 +129,6 @@ def program(plan: Plan, layers: list[LayerCost], link: Link) -> tuple[Queue, Que
                     compute.put("bytes", -sum(layers[i].saved[k].nbytes for k in rest))
                 if i in unreleased:
                     unreleased[i].clear()
-            elif action.do is Do.INCREMENTAL_PREFETCH:
-                prefetching, room = i, -(sum(saved.nbytes for saved in layers[at].saved) // 4)
             else:
                 rest = [k for k in made[i] if (i, k) in on_host]
                 if rest:
@@ -181,14 +163,12 @@ def program(plan: Plan, layers: list[LayerCost], link: Link) -> tuple[Queue, Que
             if (i, k) in on_host:
                 compute.put("bytes", cost.saved[k].nbytes)
                 reload(i, k)
-            prefetch()
             if (i, k) in returns:
                 compute.put("wait", ("in", i, k))
             last = k
         compute.put("work", ticks((1 - done) * cost.backward), "backward", i)
         if last is not None:
             free(i, last)
-        prefetching = None
         act(When.BACKWARD_END, i)
     return compute, d2h, h2d
 
@@ -261,12 +241,12 @@ def test_simulate_agrees_with_queues_moved_tick_by_tick() -> None:
     def check(data: st.DataObject, layers: list[LayerCost], link: Link) -> None:
         plan = data.draw(st.one_of(plans(len(layers)), group_plans(len(layers))))
         agree(plan, layers, link)
-        for do in (Do.INCREMENTAL_RELEASE, Do.INCREMENTAL_PREFETCH):
-            at = Counter(event for i in plan.offloaded if (event := plan.find(do, i)) is not None)
-            seen[f"none: {do.value}"] += not at
-            seen[f"two at one layer: {do.value}"] += max(at.values(), default=0) > 1
-            timelines = [simulate(each, layers, link).timeline for each in (plan, without(plan, do))]
-            seen[f"it matters: {do.value}"] += timelines[0] != timelines[1]
+        do = Do.INCREMENTAL_RELEASE
+        at = Counter(event for i in plan.offloaded if (event := plan.find(do, i)) is not None)
+        seen["none"] += not at
+        seen["two at one layer"] += max(at.values(), default=0) > 1
+        timelines = [simulate(each, layers, link).timeline for each in (plan, without(plan, do))]
+        seen["it matters"] += timelines[0] != timelines[1]
 
     check()
     assert min(seen.values()) > 0, seen

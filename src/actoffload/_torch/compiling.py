@@ -1,10 +1,9 @@
-"""`torch.compile`: what it inlines, what compiles calls, and compiled backwards."""
+"""`torch.compile`: what it leaves alone, what compiles calls, and compiled backwards."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from types import FrameType
 from typing import Any, TypeVar
 
 from .lookup import find
@@ -23,23 +22,14 @@ def _nothing() -> None:
     return None
 
 
-def inlined(function: F, callees: Any = _SKIP) -> F:
-    """Let Dynamo inline a function into compiled code, and run it and all that it calls as plain Python elsewhere.
-
-    The function asks `torch.compiler.is_dynamo_compiling` where it is.
-    """
-    if _MARKS_CODE:
-        _set_strategy(function.__code__, _Strategy(_SKIP, callees))
-    return function
-
-
 def opaque(function: F, reason: str = "", *, compile_callees: bool = False) -> F:
     """Let a function run as plain Python where compiled code calls it, and all that it calls unless `compile_callees`.
 
     Does what `torch.compiler.disable` does, for all closures of the same code and without a wrapper around each call.
     `reason` is the error for a program that asked for a single graph.
     """
-    inlined(function, _DEFAULT if compile_callees else _SKIP)
+    if _MARKS_CODE:
+        _set_strategy(function.__code__, _Strategy(_SKIP, _DEFAULT if compile_callees else _SKIP))
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     function._torchdynamo_disable_msg = reason  # type: ignore[attr-defined]
     return function
@@ -85,20 +75,12 @@ class Compiled:
             _set_compiler(before)
 
 
-COMPILED_AUTOGRAD = "torch._dynamo.compiled_autograd"
-"""The module that runs compiled backwards; a program that uses it has imported it, which takes a second."""
+NOT_COMPILED = (
+    "The backward of an offloaded model cannot run in compiled autograd: set "
+    "torch._dynamo.config.compiled_autograd = False, or end offloading before the forward."
+)
 
 
 def in_compiled_backward() -> bool:
-    """Return whether compiled autograd runs a backward, in any thread."""
-    return getattr(sys.modules.get(COMPILED_AUTOGRAD), "in_compiled_autograd_region", False)
-
-
-def compiled_backward() -> list[Any] | None:
-    """Return the arguments of all unpack hooks of the compiled backward that runs in this thread; None without one."""
-    frame: FrameType | None = sys._getframe() if in_compiled_backward() else None
-    while frame is not None:
-        if frame.f_code.co_name == "runtime_wrapper" and frame.f_globals["__name__"] == COMPILED_AUTOGRAD:
-            return frame.f_locals.get("packed_inputs")
-        frame = frame.f_back
-    return None
+    """Return whether compiled autograd runs a backward; a program that uses it has imported its module."""
+    return getattr(sys.modules.get("torch._dynamo.compiled_autograd"), "in_compiled_autograd_region", False)

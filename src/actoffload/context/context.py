@@ -11,14 +11,12 @@ from typing import Any, TypeVar
 from .. import device as devices
 from .._torch.autograd import SavedTensorHooks
 from .._warnings import warn
+from ..engine.eligibility import running, unwatch, watch
 from ..engine.engine import Engine
+from ..engine.hooks import unpack
 from ..engine.layer import Layer, Phase, tensors_in
-from ..engine.module_tensors import unwatch, watch
 from ..engine.passes import Pass, latest_pass, pass_in_backward
-from ..engine.recorder import TimelineRecorder
-from ..engine.statistics import Statistics
-from ..engine.tensor_marks import running
-from ..engine.unpack import unpack
+from ..engine.statistics import Statistics, TimelineRecorder
 from ..report.report import Report
 from ..schedule.plan import Do, Plan
 from .reporting import PassLog

@@ -8,12 +8,10 @@ from typing import Any
 
 from ..engine.engine import Engine
 from ..engine.passes import Pass
-from ..engine.recorder import TimelineRecorder
-from ..report.build import build
-from ..report.facts import StepFacts
-from ..report.groups import Holder
+from ..engine.statistics import TimelineRecorder
+from ..report.build import PassHistory, PassStatistics, build
+from ..report.groups import Holder, StepFacts
 from ..report.holders import find_all_holders
-from ..report.pass_statistics import PassHistory, PassStatistics
 from ..report.report import Report
 from ..report.step_timeline import StepTimeline
 

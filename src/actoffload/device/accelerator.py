@@ -13,8 +13,7 @@ import torch
 from .._torch.tensors import current_stream, empty_host_cache, is_capturing, set_allocator_settings
 from .base import Backend, Pairs, Stream, StreamEvent
 from .chunks import SEPARATED, Separator, chunk_bytes, copy_in_chunks
-from .host_memory import check_room
-from .numa import node_of_device, on_node
+from .host import check_room, node_of_device, on_node
 
 __all__ = ["Accelerator"]
 

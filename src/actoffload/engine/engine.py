@@ -13,11 +13,10 @@ import torch
 from .._warnings import warn
 from ..device.base import Backend
 from ..schedule.plan import Plan, Roles
-from . import ownership
+from . import eligibility
+from .eligibility import Limit
 from .layout import Layout
-from .ownership import Limit
-from .recorder import TimelineRecorder
-from .statistics import Counters, Statistics
+from .statistics import Counters, Statistics, TimelineRecorder
 from .transfer import Transfers
 
 __all__ = ["Engine", "HostMemoryWarning"]
@@ -51,7 +50,7 @@ class Engine:
 
     def limit(self) -> Limit:
         """Return below which size tensors stay."""
-        return Limit(ownership.MIN_ELEMENTS, 0) if self.min_bytes is None else Limit(0, self.min_bytes)
+        return Limit(eligibility.MIN_ELEMENTS, 0) if self.min_bytes is None else Limit(0, self.min_bytes)
 
     def transfers(self, device: torch.device) -> Transfers:
         """Return the streams and the host pool that serve a device."""

@@ -7,22 +7,20 @@ import weakref
 from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from itertools import count
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch.nn import Parameter
 
-from .._torch.compiling import opaque
+from .._torch.compiling import NOT_COMPILED, opaque
 from ..device.base import Stream, StreamPosition
-from ..schedule.plan import reserve
+from .eligibility import ModuleTensors
 from .layout import Layout
-from .module_tensors import ModuleTensors
-from .reload import Residency, reload
 from .statistics import Reason
-from .storage import CompiledState, Resident, SavedStorage
+from .storage import Residency, Resident, SavedStorage, reload
 from .transfer import Transfers
 
-__all__ = ["GRAPH_BREAK", "Layer", "LivenessToken", "Phase", "tensors_in"]
+__all__ = ["Layer", "LivenessToken", "Phase", "tensors_in"]
 
 
 class Phase(enum.Enum):
@@ -35,14 +33,9 @@ class Phase(enum.Enum):
     RELOADING = "is already being reloaded"
 
 
-_Sized: TypeAlias = tuple["weakref.ref[SavedStorage] | weakref.ref[Resident]", int]
-
-
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class LivenessToken:
     """Alive as long as the graph of a layer is: held by all that autograd holds for it."""
-
-    checked: CompiledState | None = None  # see [Note: compiled autograd]
 
 
 @dataclass(slots=True, eq=False)
@@ -57,12 +50,7 @@ class _Reached:
         self.reached(self.index)
 
 
-GRAPH_BREAK = (
-    "actoffload reloads the activations of a layer when backward reaches it, between two graphs; let compiled autograd "
-    "compile with fullgraph=False"
-)
-
-opaque(_Reached.__call__, GRAPH_BREAK)
+opaque(_Reached.__call__, NOT_COMPILED)
 
 
 class Layer:
@@ -78,10 +66,6 @@ class Layer:
         self.releasing: Layer | None = None  # the layer that is released while this one saves
         self._to_release = 0  # bytes still to be released; negative if it released too many
         self._next = 0  # the next of its storages to release
-        self.prefetching: Layer | None = None  # the layer that is reloaded while backward uses this one
-        self._unused: tuple[list[_Sized], list[_Sized]] = ([], [])  # what backward has not used yet
-        self._freed = 0  # bytes that backward has used, and no reload has taken
-        self._returning: list[weakref.ref[SavedStorage]] | None = None
         self.on_demand = 0  # reloads that the plan did not start in time
         self.ahead = 0
         self.retained = False  # what is reloaded stays on the device when a backward of it has ended
@@ -99,7 +83,6 @@ class Layer:
         self._copied_out: dict[Transfers, StreamPosition] = {}
         self.storages: list[weakref.ref[SavedStorage]] = []
         self.residents: list[weakref.ref[Resident]] = []
-        self.unpacked: list[weakref.ref[Any]] = []  # see [Note: compiled autograd]
         self.token: LivenessToken | None = LivenessToken()
         self._alive = weakref.ref(self.token)
         self._outputs: list[weakref.ref[torch.Tensor]] = []
@@ -227,63 +210,6 @@ class Layer:
         self.bytes_reloaded += sum(storage.bytes_copied for storage in waiting)
         reload(waiting, self.index)
 
-    def prefetch_into_freed(self, prefetching: Layer, used: Callable[[], None]) -> None:
-        """Reload another layer into what backward frees of this one; `used` is called when it uses a kept tensor."""
-        self.prefetching = prefetching
-        # Each once, however often it was saved.
-        residents = {id(resident): (ref, resident) for ref in self.residents if (resident := ref()) is not None}
-        storages = ((ref, ref()) for ref in self.storages)
-        for _, resident in residents.values():
-            resident.used = used
-        # What several layers saved is not free when this one has used it.
-        self._unused = (
-            [(ref, s.nbytes) for ref, s in storages if s is not None and len(s.layers) == 1],
-            [(ref, resident.nbytes) for ref, resident in residents.values()],
-        )
-        self._freed = -reserve(sum(nbytes for unused in self._unused for _, nbytes in unused))
-
-    def backward_done(self) -> None:
-        """End the backward: drop the device memory of what a retained graph still holds."""
-        for unpacked in self.unpacked:
-            saved = unpacked()
-            if saved is not None:
-                saved.unpacked = None
-        self.unpacked.clear()
-        if self.prefetching is not None:
-            self.prefetching = None
-            self._unused = ([], [])
-            for ref in self.residents:
-                resident = ref()
-                if resident is not None:
-                    resident.used = None
-        self.evict()  # [guard: release at the end of a backward]
-
-    def prefetch(self) -> None:
-        """Reload into the memory that backward has freed since the last call."""
-        assert self.prefetching is not None
-        for unused in self._unused:
-            while unused and unused[-1][0]() is None:
-                self._freed += unused.pop()[1]
-        if self._freed > 0:
-            self._freed = self.prefetching._prefetch_into(self._freed)
-
-    def _prefetch_into(self, room: int) -> int:
-        """Reload what fits into `room` bytes, last saved first; return the bytes that remain."""
-        if self._returning is None:
-            self._returning = list(self.storages)
-        returning = self._returning
-        while returning:
-            storage = returning[-1]()
-            if storage is not None and storage.residency is Residency.HOST:
-                if storage.nbytes > room:
-                    break
-                self.ahead += 1
-                self.bytes_reloaded += storage.bytes_copied
-                reload([storage], self.index)
-                room -= storage.nbytes
-            returning.pop()
-        return room
-
     def evict(self, but: Container[int] = ()) -> None:
         """Drop the device memory of what a retained graph still holds; the host copies remain.
 
@@ -297,7 +223,6 @@ class Layer:
                 continue
             if storage.residency is Residency.RELOADED and min(storage.layers) == self.index:
                 storage.evict()
-        self._returning = None
         if self.phase is Phase.RELOADING:
             self.phase = Phase.RELEASED
 

@@ -12,7 +12,7 @@ import torch
 
 from .._torch.tensors import negative_view
 from ..device.base import Pairs
-from .segments import HostBuffer
+from .host_pool import HostBuffer
 
 __all__ = ["Layout", "Piece", "View", "dense", "gaps", "loose_pieces", "reload_spans", "union"]
 

@@ -39,11 +39,8 @@ import torch
 
 from ..device.base import Backend, Pairs, Stream, StreamPosition
 from ..schedule.timeline import Kind
-from .hostpool import HostPool
-from .recorder import TimelineRecorder
-from .segments import HostBuffer
-from .slabs import Slabs
-from .statistics import Counters
+from .host_pool import HostBuffer, HostPool
+from .statistics import Counters, TimelineRecorder
 
 __all__ = ["PassDevice", "Transfers"]
 
@@ -53,16 +50,12 @@ _position = partial(tuple.__new__, StreamPosition)  # without the Python frame o
 
 
 class Link:
-    """The transfer streams and the slabs of one device; what uses the same streams shares them.
-
-    Shared memory needs shared streams: the position of a fence has to mean the same to the stream that writes next.
-    """
+    """The transfer streams of one device, which all contexts and handles of the device share."""
 
     def __init__(self, backend: Backend, device: torch.device, stream: Stream | None) -> None:
         self.backend = backend  # `_links` has its id
         self.out: Stream = backend.new_stream(device) if stream is None else backend.adopt(stream)
         self.back: Stream = backend.new_stream(device) if stream is None else self.out
-        self.slabs = Slabs(backend, device)
         self.orders = count(1)  # finalizers take numbers too, in any thread
         self.waited = 0  # order of the last position of `back` that `out` has waited for
 
@@ -89,7 +82,7 @@ class Transfers:
         self.backend = backend
         self.device = device
         self.link = link = Link.of(backend, device, stream)
-        self.pool = HostPool(backend, max_host_bytes, link.slabs)
+        self.pool = HostPool(backend, max_host_bytes, device)
         self.out: Stream = link.out
         self.back: Stream = link.back
         self.recorder: TimelineRecorder | None = None

@@ -20,8 +20,8 @@ from typing import Any, Protocol
 from torch.nn import Module
 
 from .._torch.autograd import in_transform, saved_tensor_hooks, saved_tensor_hooks_disabled
-from ..engine.model_pass import ModelPass
-from ..engine.unpack import unpack
+from ..engine.hooks import unpack
+from ..engine.passes import ModelPass
 from ..planner import GroupPlan
 from ..replay.policy import Policy
 from ..schedule.execution_order import GroupKey

@@ -17,7 +17,6 @@ The wrapper refers weakly to its module, which would otherwise be freed by the g
 pickles are plain modules: the methods that make them are in the ``__dict__`` too, and leave out what is ours.  A class
 that copies its ``__dict__`` by other means gets a wrapper of the copy that follows nothing.  Replicas of
 `torch.nn.DataParallel` run in threads, all at a time, so that no pass can be timed; they are plain too, with a warning.
-So is a model that is pickled for a process that starts (``multiprocessing`` with ``spawn``).
 
 Another library may set ``forward`` later.  If its function calls ours, the module is followed on; after removal ours
 stays there and only calls the original.  If nothing refers to ours any more, a warning says so.
@@ -35,7 +34,6 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial, update_wrapper
-from multiprocessing.context import get_spawning_popen
 from typing import Any, TypeAlias
 
 from torch.jit import ScriptModule
@@ -43,7 +41,6 @@ from torch.nn import Module
 
 from .._torch.compiling import Compiled, compiler, opaque
 from .._torch.modules import CALLS, class_attribute
-from .._warnings import warn
 from .conduct import DROPPED, ROOT, FollowedModule
 from .tracker import Tracker
 
@@ -146,15 +143,7 @@ class _Follower:
         return self._plain(class_attribute(self.module, "__getstate__")())  # [guard: state of a copy]
 
     def _reduce(self, protocol: Any) -> Any:
-        reduced = self._plain(class_attribute(self.module, "__reduce_ex__")(protocol))
-        if (
-            get_spawning_popen() is None
-            or type(reduced) is not tuple
-            or all(of.role is not ROOT for _, of in self.pairs)
-        ):
-            return reduced
-        function, arguments, *rest = reduced
-        return _in_worker, (function, *arguments), *rest  # [guard: model that a new process gets]
+        return self._plain(class_attribute(self.module, "__reduce_ex__")(protocol))
 
     def _replicate(self) -> Module:
         for followers, _ in self.pairs:
@@ -289,16 +278,6 @@ def detach(modules: Iterable[FollowedModule]) -> None:
             # [guard: module of another handle -> True]
             if not follower.pairs:  # [guard: attributes of a module after removal]
                 follower.uninstall()
-
-
-def _in_worker(function: Any, *arguments: Any) -> Any:
-    """Make a copy of an offloaded model in a process that was started with it, and warn."""
-    made = function(*arguments)
-    warn(
-        f"Offloading of this {type(made).__name__} ended where it was passed to a new process: call actoffload.offload "
-        "in that process."
-    )
-    return made
 
 
 def followers_of(model: Module) -> Followers | None:

@@ -14,7 +14,7 @@ from .._torch.autograd import after_backward
 from .._torch.compiling import opaque
 from .._warnings import warn
 from ..engine.layer import tensors_in
-from ..engine.model_pass import ModelPass
+from ..engine.passes import ModelPass
 from ..engine.statistics import Reason
 from ..planner import GroupPlan
 from ..report.groups import GroupReport
@@ -81,10 +81,6 @@ class Finder:
     def retire(self) -> None:
         """Pass it on to what steers next."""
         self._then.retire()
-
-    def reschedule(self, then: Steering) -> None:
-        """Let something else steer once the groups are chosen, without measuring."""
-        self._then, self._lean = then, False
 
     def plan(self) -> GroupPlan:
         """Return the plan that follows."""

@@ -11,22 +11,20 @@ from typing import Any, TypeAlias
 from torch.nn import Module
 
 from .. import device as devices
-from .._arguments import check_bool, check_num_layers, check_whole
+from .._arguments import check_bool
 from .._warnings import warn
 from ..engine.engine import Engine
-from ..engine.recorder import TimelineRecorder
-from ..engine.statistics import Statistics
+from ..engine.statistics import Statistics, TimelineRecorder
 from ..planner import GroupPlan
-from ..report.facts import StepFacts
-from ..report.frontier import Frontier
+from ..report.groups import StepFacts
+from ..report.plots import Frontier
 from ..report.report import Report
 from ..report.step_timeline import StepTimeline
 from ..schedule.execution_order import GroupKey, GroupPlans
 from ..schedule.plan import Plan
 from ..schedule.schedules import GroupSchedule
-from .conduct import DROPPED, KEPT, FollowedModule, Steering, group_name, split_group_name
+from .conduct import KEPT, FollowedModule, Steering, group_name, split_group_name
 from .follow import Followers, followers_of
-from .group_search import Finder
 from .reporting import PassLog, Recording, build_report, describe, group_names
 from .steering import BySchedule
 from .tracker import Tracker
@@ -118,28 +116,6 @@ class OffloadHandle:
     def paused(self) -> AbstractContextManager[OffloadHandle]:
         """Offload nothing in a ``with`` block; a forward that began before it finishes as it began."""
         return _Pause(self)
-
-    def reschedule(
-        self, *, num_layers: int | None = None, fraction: float = 1.0, max_inflight: int | None = None
-    ) -> None:
-        """Say how many groups are offloaded, from the next forward on, and measure no more; the host memory is kept.
-
-        The arguments are those of `offload`, with the same errors.  Raises a `RuntimeError` if the handle was removed.
-        """
-        self._check_installed("be rescheduled")
-        check_whole(num_layers=num_layers, optional=True)
-        schedule = GroupSchedule(num_layers, fraction, max_inflight)
-        groups = [of.kind for of in self._groups if of.role is not DROPPED]
-        check_num_layers(num_layers, groups, self._plans.kinds(self._plans.order))
-        self._plans.reschedule(schedule)
-        steering, then = self._tracker.steering, BySchedule(self._groups, self._plans, self._log)
-        steering.retire()
-        if isinstance(steering, Finder):  # which modules are groups is still to be found
-            steering.reschedule(then)
-        else:
-            self._tracker.steering = then
-        if self._arguments is not None:
-            self._arguments.update(num_layers=num_layers, fraction=fraction, max_inflight=max_inflight)
 
     def _check_installed(self, what: str) -> None:
         if not self.installed:

@@ -5,14 +5,25 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch.nn import DataParallel, Module, ModuleDict, ModuleList, Sequential
 from torch.nn.parallel import DistributedDataParallel
 
 from .._torch.modules import SHARDED, WRAPPED_AS, registered
 
-__all__ = ["CONTAINERS", "Named", "Names", "block_type", "children", "inner_name", "runs", "starred", "unwrap"]
+__all__ = [
+    "CONTAINERS",
+    "Named",
+    "Names",
+    "block_type",
+    "children",
+    "inner_name",
+    "runs",
+    "starred",
+    "unwrap",
+    "written",
+]
 
 CONTAINERS = (ModuleList, ModuleDict, Sequential)
 
@@ -135,3 +146,14 @@ def _walk(module: Module, full: str, clean: str, above: tuple[Module, ...]) -> I
 def starred(name: str) -> str:
     """Return a dotted name with ``*`` in place of indices."""
     return ".".join("*" if part.isdecimal() else part for part in name.split("."))
+
+
+def written(root: Module, given: Any) -> list[Any] | None:
+    """Return the entries of ``layers`` or ``keep`` as strings, classes and ``...``; None for None."""
+    if given is None:
+        return None
+    names = Names(root)
+    if isinstance(given, CONTAINERS) and given not in names.first:
+        given = children(given)
+    entries = [given] if isinstance(given, (str, Module, type)) or given is ... else list(given)
+    return [names.first[entry].clean if isinstance(entry, Module) else entry for entry in entries]

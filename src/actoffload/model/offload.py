@@ -28,7 +28,7 @@ from .discovery import BLOCK, MODULE, candidates
 from .follow import followers_of, refuse_scripted
 from .group_search import Finder
 from .handle import OffloadHandle
-from .outside import written
+from .module_names import written
 from .reporting import PassLog
 from .select import check_entries, choose, choose_planned, find_kept, split_default
 from .steering import ByPlan, BySchedule

@@ -21,7 +21,7 @@ from .._torch.compiling import opaque
 from .._torch.modules import is_compiled, registered
 from .._torch.tensors import address, tree_flatten, tree_unflatten
 from ..device.base import Backend, current_stream
-from ..engine.unpack import unpack
+from ..engine.hooks import unpack
 from ..replay import Alarm, Call, Policy, Program, Trace, Tracer
 from .conduct import DROPPED, Conduct, FollowedModule, group_name
 from .operator_costs import OperatorTimes

@@ -11,22 +11,19 @@ from typing import Any
 from torch.nn import Module
 
 from .._folding import fold_names
-from ..engine.model_pass import ModelPass
-from ..engine.recorder import TimelineRecorder
-from ..engine.statistics import Reason, Statistics
+from ..engine.passes import ModelPass
+from ..engine.statistics import Reason, Statistics, TimelineRecorder
 from ..planner import GroupPlan
-from ..report.build import build
-from ..report.facts import StepFacts
-from ..report.groups import GroupReport, Holder
+from ..report.build import Held, PassHistory, PassStatistics, build
+from ..report.groups import GroupReport, Holder, StepFacts
 from ..report.holders import find_all_holders
-from ..report.pass_statistics import Held, PassHistory, PassStatistics
 from ..report.report import Report
 from ..report.step_timeline import StepTimeline
 from ..schedule.execution_order import GroupKey, GroupPlans
 from ..schedule.plan import OUTSIDE
 from ..schedule.schedules import GroupSchedule
 from .conduct import DROPPED, KEPT, FollowedModule, group_name
-from .outside import patterns
+from .module_names import Names, starred
 
 __all__ = ["PassLog", "Recording", "build_report", "describe", "group_names"]
 
@@ -234,10 +231,12 @@ class Recording:
             module = saver()
             if module is not None and module is not root and module in modules:
                 saved[module] += nbytes
-        groups = {module for group in self.groups if (module := group.ref()) is not None}
-        everything = sum(group.activation_bytes for _, group in latest.statistics.groups)
-        everything += sum(nbytes for nbytes, _ in latest.saved_outside)
-        self.outside = patterns(root, saved, everything, groups) if root is not None and saved else {}
+        self.outside = {}
+        if root is not None and saved:
+            named, outside = Names(root).first, Counter[str]()
+            for module, nbytes in saved.items():
+                outside[starred(named[module].clean)] += nbytes
+            self.outside = dict(sorted(outside.items(), key=lambda item: (-item[1], item[0])))
         if self.held:
             with self.recorder.apart():
                 self.holders = find_all_holders([held.address for held in self.held], modules)

@@ -6,11 +6,11 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ..engine.model_pass import ModelPass
+from ..engine.passes import ModelPass
 from ..planner import GroupPlan
 from ..replay import Policy, names_of, saving
 from ..schedule.execution_order import GroupKey, GroupPlans
-from ..schedule.plan import REST, Roles
+from ..schedule.plan import Do, Roles
 from .conduct import Conduct, FollowedModule, Mode
 from .reporting import PassLog, group_names
 
@@ -94,7 +94,9 @@ class RolesOfPlan:
             k: saving(of) for k, name in enumerate(names) if (of := saves.get(name)) is not None
         }
         # What a later group saves drives an incremental release, so that has to be seen too.
-        self.incremental = any(action.do in REST for actions in plan.plan.steps.values() for action in actions)
+        self.incremental = any(
+            action.do is Do.INCREMENTAL_RELEASE for actions in plan.plan.steps.values() for action in actions
+        )
         self._known: dict[tuple[GroupKey, ...], Roles] = {}
 
     def __call__(self, order: tuple[GroupKey, ...]) -> Roles:

@@ -6,10 +6,10 @@ import threading
 from dataclasses import dataclass
 
 from .._torch.autograd import SavedTensorHooks
+from ..engine.eligibility import ModelTensors
+from ..engine.hooks import Pack, Packer
 from ..engine.layer import Layer
-from ..engine.model_pass import ModelPass
-from ..engine.module_tensors import ModelTensors
-from ..engine.pack import Pack, Packer
+from ..engine.passes import ModelPass
 from ..schedule.execution_order import GroupKey
 from .conduct import Conduct, FollowedModule, Mode
 from .replays import Begun

@@ -13,13 +13,11 @@ from .._torch.autograd import NO_BACKWARD, SavedTensorHooks, backward_id, in_che
 from .._torch.compiling import tracing
 from .._torch.lookup import unsupported
 from .._warnings import warn
+from ..engine.eligibility import GroupTensors, ModelTensors, running
 from ..engine.engine import Engine
+from ..engine.hooks import Packer, unpack
 from ..engine.layer import tensors_in
-from ..engine.model_pass import ModelPass
-from ..engine.module_tensors import GroupTensors, ModelTensors
-from ..engine.pack import Packer
-from ..engine.tensor_marks import running
-from ..engine.unpack import unpack
+from ..engine.passes import ModelPass
 from ..replay import remove_tracers
 from ..schedule.execution_order import ExecutionOrder, GroupKey
 from .conduct import (

@@ -23,7 +23,7 @@ from typing import Any
 from .._torch.tensors import address
 from ..engine.engine import Engine
 from ..engine.layer import Phase, tensors_in
-from ..engine.model_pass import ModelPass
+from ..engine.passes import ModelPass
 from ..schedule.execution_order import GroupKey
 from ..schedule.pipeline import ChunkAction, Computation, Moment, Step
 from ..schedule.pipeline_plan import PipelinePlan

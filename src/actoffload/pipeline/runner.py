@@ -12,7 +12,7 @@ import torch
 
 from .._pipelining import actions_of, runs_backward
 from .._warnings import warn
-from ..engine import tensor_marks
+from ..engine import eligibility
 from ..engine.layer import tensors_in
 from ..engine.statistics import Statistics
 from ..model.tuning.board import LostRankError
@@ -112,7 +112,7 @@ class Runner:
     def computing(self, stage: Any, step: Step, inputs: Any = ()) -> Iterator[None]:
         """Follow one computation of a stage; its inputs are kept, because the caller holds them during the step."""
         for tensor in tensors_in(inputs):
-            tensor_marks.keep(tensor)
+            eligibility.mark_kept(tensor)
         with self.conductor.computing(stage, step):
             yield
 

@@ -14,7 +14,7 @@ from ..model.discovery import BLOCK, MODULE, candidates
 from ..model.follow import followers_of, refuse_scripted
 from ..model.group_search import Finder
 from ..model.handle import OffloadHandle
-from ..model.outside import written
+from ..model.module_names import written
 from ..model.reporting import PassLog
 from ..model.select import Chosen, choose, find_kept, split_default
 from ..model.tuning.ranks import ranks_of

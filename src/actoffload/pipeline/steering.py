@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Any
 
-from ..engine.model_pass import ModelPass
+from ..engine.passes import ModelPass
 from ..engine.statistics import Reason
 from ..model.conduct import Conduct, FollowedModule, Mode
 from ..model.operator_costs import OperatorTimes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from ..schedule.plan import ONLY, Action, Do, Event, Plan, When, leanest_calls
+from ..schedule.plan import Action, Do, Event, Plan, When, leanest_calls
 
 __all__ = ["remap"]
 
@@ -61,9 +61,9 @@ def _valid(
     for place, number, action in actions:
         if action.do is Do.RELEASE:
             earliest = max(earliest, order[Event(When.FORWARD_END, layer)])  # [guard: moved release]
-        if action.do in ONLY:  # what follows does the rest
-            moved = place < earliest or place >= begins or events[place].when is not ONLY[action.do]
-            if moved or (action.do is Do.INCREMENTAL_RELEASE and place < order[Event(When.FORWARD_END, layer)]):
+        if action.do is Do.INCREMENTAL_RELEASE:  # the release does the rest
+            moved = place < earliest or place >= begins or events[place].when is not When.FORWARD_START
+            if moved or place < order[Event(When.FORWARD_END, layer)]:
                 continue
         earliest = max(earliest, place)  # [guard: moved action]
         if action.do is Do.RELOAD:

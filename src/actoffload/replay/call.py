@@ -21,9 +21,8 @@ from .._torch.compiling import opaque
 from .._torch.modules import registered
 from .._torch.tensors import address, no_torch_dispatch, version_of
 from ..device.base import Backend
-from ..engine.subclasses import plain_parts
-from ..engine.unpack import unpack
-from ..engine.versions import changed
+from ..engine.hooks import unpack
+from ..engine.subclasses import changed, plain_parts
 from .policy import Policy, everything
 from .program import Program, copy_of, on_value
 from .proof import Alarm, Sample, Times, below_everything, measure, prove, rise
@@ -45,8 +44,6 @@ class Slot:
     """What autograd holds for a saved tensor: the tensor itself, what the engine holds, or the call that makes it."""
 
     __slots__ = ("__weakref__", "call", "number", "read", "saved", "tensor", "version")
-
-    unpacked = None  # compiled backwards call `unpack`
 
     def __init__(self, call: Call, number: int, tensor: Tensor) -> None:
         self.call, self.number = call, number

@@ -1,11 +1,9 @@
 """What happened: statistics, timelines, reports with advice, plots, and the reports of many ranks."""
 
-from ..engine.recorder import TimelineRecorder
-from ..engine.statistics import Reason, Statistics
+from ..engine.statistics import Reason, Statistics, TimelineRecorder
 from .advice import Advice
-from .facts import StepFacts
-from .frontier import Frontier
-from .groups import GroupReport, HeldStorage, Holder
+from .groups import GroupReport, HeldStorage, Holder, StepFacts
+from .plots import Frontier
 from .ranks import RankReports, gather_reports
 from .report import Report
 from .step_timeline import LayerTimes, StepTimeline

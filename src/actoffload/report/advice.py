@@ -8,15 +8,79 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from .._folding import fold_names
-from ..engine.slabs import GRANULE
+from ..engine.host_pool import GRANULE
 from ..engine.statistics import Reason
-from ..schedule.timeline import percent, size
-from .advice_on_time import TOLERANCE, advise_on_time, stall_share
-from .facts import pass_time
-from .groups import WEIGHTS, Amounts, GroupReport, Holder, add_amounts, merge_held
+from ..schedule.timeline import milliseconds, percent, size
+from .groups import WEIGHTS, Amounts, GroupReport, Holder, add_amounts, merge_held, pass_time
 from .report import Advice, Report
 
-__all__ = ["Advice", "advise"]
+__all__ = ["TOLERANCE", "Advice", "advise", "advise_on_time", "stall_share"]
+
+# What takes time
+
+TOLERANCE = 0.005  # of the step time, or of the offloaded bytes: what is reported at all
+SLOWER = 0.01  # of the step without offloading: a slowdown that is worth a sentence
+
+
+def advise_on_time(report: Report) -> tuple[Advice, ...]:
+    """Return what to change because it takes time, one sentence each."""
+    return *_on_demand(report), *_slower(report), *_stalled(report)
+
+
+def _on_demand(report: Report) -> Iterator[Advice]:
+    late = [group for group in report.groups if group.reloaded_on_demand]
+    if not late:
+        return
+    totals, names = report.totals, list(dict.fromkeys(group.name for group in late))
+    count, of = totals.reloaded_on_demand, totals.reloaded_on_demand + totals.reloaded_ahead
+    behind = report.groups[report.groups.index(late[-1]) + 1 :]
+    why = "the execution order changed since the pass before, or backward did not run in the reverse order"
+    if any(not group.calls for group in behind):
+        why = "later groups, whose backward reloads them, did not run"
+    reloads = f"{count} of {of} reloads ({percent(count / of)}) were on demand, when backward needed them"
+    nbytes = sum(group.bytes_offloaded for group in late)
+    yield Advice(f"{reloads}, for {fold_names(names)}: {why}.", nbytes)
+
+
+def _slower(report: Report) -> Iterator[Advice]:
+    if not report.times or report.slowdown is None or report.slowdown <= 1 + SLOWER:
+        return
+    do, change = _fewer(report)
+    sentence = pass_time(report)
+    yield Advice(f"{sentence[0].upper()}{sentence[1:]}: {do}.", report.totals.bytes_offloaded, **change)
+
+
+def _fewer(report: Report) -> tuple[str, dict[str, Any]]:
+    """Return how to offload less, and the arguments that do."""
+    if report.next_choice:
+        return report.next_choice.rstrip("."), {}
+    if not report.takes("num_layers"):
+        return "offload fewer groups", {}
+    offloaded = Counter(group.kind for group in report.offloaded_groups)
+    number = min(max(offloaded.values(), default=1), report.num_layers or len(report.groups)) - 1
+    return f"offload fewer groups: pass num_layers={number}", {"num_layers": number}
+
+
+def stall_share(report: Report) -> float | None:
+    """Return the share of the recorded step for which compute stalled; None if that is not known."""
+    waited = report.totals.stall_seconds
+    return None if not report.times or not report.step_seconds or waited is None else waited / report.step_seconds
+
+
+def _stalled(report: Report) -> Iterator[Advice]:
+    share = stall_share(report) or 0.0
+    if share <= TOLERANCE:
+        return
+    totals = report.totals
+    worst = max(report.groups, key=lambda group: group.stall_seconds or 0.0)
+    forward, backward = (milliseconds(s or 0.0) for s in (totals.forward_stall_seconds, totals.backward_stall_seconds))
+    stalled = f"Compute stalled for {percent(share)} of the step ({forward} in forward, {backward} in backward)"
+    longest = f"longest for copies of {worst.name} ({milliseconds(worst.stall_seconds or 0.0)})"
+    do, change = _fewer(report)
+    yield Advice(f"{stalled}, {longest}: {do}.", totals.bytes_offloaded, **change)
+
+
+# What is offloaded, kept and not freed
 
 DOING = {
     Reason.MARKED: "remove the calls of mark_not_offload to offload them",
@@ -37,7 +101,6 @@ RETURN_LESS = (
 )
 KEEP_ARGUMENTS = "inputs are freed after the call if the caller drops them; use mark_not_offload to avoid their copies"
 LARGE = 0.1  # of the activations, or of those in the groups that are offloaded: what is worth a sentence
-LITTLE = 0.02  # of the activations: what is not worth an entry of layers
 WORTH = 0.01  # of the activations: less is worth no sentence, however little the groups save
 HALF = 0.5  # of the activations: fewer in groups are worth a sentence
 
@@ -64,12 +127,6 @@ def _literal(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(map(_literal, value))}]"
     return "..." if value is ... else value.__name__ if isinstance(value, type) else repr(value).replace("'", '"')
-
-
-def _extended(report: Report, entries: Iterable[Any]) -> list[Any]:
-    """Return the argument `layers` with further entries."""
-    given = report.given("layers")
-    return [*((...,) if given is None else given), *entries]
 
 
 # What is offloaded
@@ -174,7 +231,8 @@ def _to_keep_less(report: Report) -> tuple[str, dict[str, Any]]:
         return "pass keep=[] to offload them", {"keep": []}
     if all(lie_in(report.groups)):
         return "", {}  # these groups are kept
-    layers = _extended(report, report.given("keep") or ())
+    given = report.given("layers")
+    layers = [*((...,) if given is None else given), *(report.given("keep") or ())]
     return f"pass keep=[] and layers={_literal(layers)} to offload them", {"keep": [], "layers": layers}
 
 
@@ -187,7 +245,7 @@ def _most_layers(groups: Sequence[GroupReport]) -> int:
 
 
 def _outside(report: Report) -> Iterator[Advice]:
-    """Advise on what no group saves: which modules to add to the groups."""
+    """Advise on what no group saves: which modules save most of it."""
     count, nbytes = report.outside.get(Reason.OUTSIDE, (0, 0))
     everything, modules = report.computed_bytes, report.outside_modules
     if not everything or nbytes < LARGE * everything:
@@ -195,18 +253,10 @@ def _outside(report: Report) -> Iterator[Advice]:
             yield Advice(*_uncovered(report))
         return
     what = f"{_amount(report, count, nbytes, Reason.OUTSIDE)}: "
-    # The schedules that go by kinds keep the last group of each, so one module alone would be kept.
-    several = {name: saved for name, saved in modules.items() if report.num_layers is None or re.search("[*[,]", name)}
-    worth = {name: saved for name, saved in several.items() if saved >= LITTLE * everything}
-    if worth and sum(worth.values()) >= LARGE * nbytes:
-        most_first = sorted(worth, key=lambda name: (-worth[name], name))
-        layers = _extended(report, [name for names in most_first for name in names.split(", ")])
-        do = f"pass layers={_literal(layers)}, and groups save {size(sum(worth.values()))} of them"
-        yield Advice(f"{what}{do}.", nbytes, layers=layers)
-    elif modules:
-        name, saved = max(modules.items(), key=lambda item: (item[1], item[0]))
-        alone = f"no pattern for layers matches several modules that save much of them; `{name}` saves most"
-        yield Advice(f"{what}{alone}, {size(saved)}, and the last group of a kind is always kept.", nbytes)
+    if modules:
+        most_first = sorted(modules, key=lambda name: (-modules[name], name))[:3]
+        most = ", ".join(f"`{name}` ({size(modules[name])})" for name in most_first)
+        yield Advice(f"{what}{most} save the most; choose these modules, or ones around them, with layers.", nbytes)
     elif report.step_passes:
         yield Advice(f"{what}the code of the model itself saves them, in no module; move it into modules.", nbytes)
     else:

@@ -1,21 +1,152 @@
-"""Build a report from the statistics of the latest pass and the recorded step."""
+"""Count what a pass did, and build its report with the recorded step."""
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
-from ..engine.statistics import Statistics
+from .._torch.tensors import address
+from ..engine.eligibility import StorageRef
+from ..engine.layer import Layer, Phase
+from ..engine.passes import Pass
+from ..engine.statistics import Reason, Statistics
+from ..engine.storage import Residency, Resident
+from ..schedule.plan import OUTSIDE
 from .advice import advise
-from .facts import StepFacts
-from .groups import Amounts, GroupReport, HeldStorage, Holder, sum_groups
-from .pass_statistics import PassStatistics
+from .groups import Amounts, GroupReport, HeldStorage, Holder, StepFacts, sum_groups
 from .report import Report
 from .step_timeline import StepTimeline
 
-__all__ = ["build"]
+__all__ = ["Held", "PassHistory", "PassStatistics", "build"]
+
+# What a pass did
+
+
+class Held(NamedTuple):
+    """Memory that was offloaded but not freed, because something else references it."""
+
+    place: int  # position of its group in the sequence of groups
+    nbytes: int
+    storage: StorageRef  # keeps the address from being given to another storage
+    address: int
+    is_input: bool  # an input of the model, which the caller may hold
+
+
+@dataclass(frozen=True)
+class PassStatistics:
+    """All groups of one pass, in the order in which they ran."""
+
+    groups: tuple[tuple[Layer, GroupReport], ...]  # its state, which backward changes, and what its forward saved
+    expected_bytes: int  # that only offloaded groups saved, and that the plan frees in the forward
+    freed_bytes: int  # of offloaded groups, in the forward
+    held: tuple[Held, ...]
+    later_bytes: int = 0  # that the plan frees in backward
+    waiting: int = 0  # earlier passes whose backward is still to come
+    waiting_bytes: int = 0  # their saved bytes on the device
+
+    @staticmethod
+    def of(done: Pass, inputs: Collection[int] = ()) -> PassStatistics:
+        """Return the statistics of a pass whose forward has just ended; `inputs` are addresses of the model's inputs.
+
+        The caller has the lock of the pass.
+        """
+        stay, expected, freed, later = done.roles.stay, 0, 0, 0
+        if not done.roles.planned:  # the program calls for each transfer
+            stay = frozenset({OUTSIDE, *(layer.index for layer in done.layers if layer.phase is Phase.SAVED)})
+        groups, held = list[tuple[Layer, GroupReport]](), list[Held]()
+        residents: set[Resident] = set()  # each counts in the first group that saved it
+        for layer in done.layers:
+            offloaded, storages, nbytes, copied, wasted = layer.index not in stay, 0, 0, 0, 0
+            kept = {reason: (count, size) for reason, (count, size) in layer.kept.items()}
+            for storage in layer.living():
+                if min(storage.layers) != layer.index:  # [guard: storage that several groups saved]
+                    continue
+                shared = not stay.isdisjoint(storage.layers)  # [guard: storage shared with a kept group -> False]
+                storages += 1
+                nbytes += storage.nbytes
+                copied += storage.bytes_copied
+                wasted += storage.bytes_copied if shared else 0
+                if offloaded:
+                    in_backward = not done.roles.freed_later.isdisjoint(storage.layers)
+                    expected += 0 if shared or in_backward else storage.nbytes
+                    later += storage.nbytes if in_backward and not shared else 0
+                    freed += storage.nbytes if storage.residency is Residency.HOST else 0
+                if offloaded and (shared or storage.refused):  # [guard: reason of what an offloaded group keeps]
+                    reason = Reason.SHARED if shared else Reason.HOST_FULL
+                    before = kept.get(reason, (0, 0))
+                    kept[reason] = before[0] + 1, before[1] + storage.nbytes
+                memory = done.registry.held_elsewhere(storage)
+                if memory is not None:
+                    at = address(memory)
+                    held.append(Held(layer.index, storage.nbytes, StorageRef(memory), at, at in inputs))
+            for resident in filter(None, (ref() for ref in layer.residents)):
+                if resident not in residents:  # [guard: kept storage that several groups saved -> True]
+                    residents.add(resident)
+                    storages += 1
+                    nbytes += resident.nbytes
+                    expected += resident.nbytes if offloaded else 0
+            row = GroupReport(
+                "",
+                offloaded=offloaded,
+                recomputed=layer.recomputed is not None,
+                storages=storages,
+                bytes_saved=nbytes,
+                bytes_offloaded=copied,
+                bytes_wasted=wasted,
+                kept=kept,
+            )
+            groups.append((layer, row))
+        return PassStatistics(tuple(groups), expected, freed, tuple(held), later)
+
+
+class PassHistory:
+    """The passes in flight, referenced weakly in the order of their forwards; and what the largest pass saved."""
+
+    def __init__(self) -> None:
+        self._passes: list[weakref.ref[Pass]] = []
+        self._largest: dict[int, int] = {}  # bytes saved, by the number of recomputed groups
+
+    def reset(self) -> None:
+        """Forget what earlier passes saved."""
+        self._largest = {}
+
+    def note(self, statistics: PassStatistics) -> bool:
+        """Compare what a pass saved with earlier ones; return whether it is at least half as much as in the largest."""
+        again = sum(row.recomputed for _, row in statistics.groups)
+        saved = sum(row.bytes_saved for _, row in statistics.groups)
+        largest = self._largest[again] = max(saved, self._largest.get(again, 0))
+        return 2 * saved >= largest
+
+    def largest(self, statistics: PassStatistics) -> int:
+        """Return how many bytes the largest pass saved that recomputed as many groups as this one; 0 if not known."""
+        return self._largest.get(sum(row.recomputed for _, row in statistics.groups), 0)
+
+    def add(self, done: Pass) -> None:
+        """Add a pass."""
+        self._passes = [*(ref for ref in self._passes if ref() is not None), weakref.ref(done)]
+
+    def before(self, done: Pass, statistics: PassStatistics) -> PassStatistics:
+        """Return the statistics of a pass with the earlier passes whose backward is still to come."""
+        passes = [each for ref in self._passes if (each := ref()) is not None]
+        earlier = passes[: passes.index(done)] if done in passes else []
+        # Those with a graph to which backward has not come.
+        waiting = [
+            each for each in earlier if not each.backward_begun and any(not layer.freed for layer in each.layers)
+        ]
+        return replace(statistics, waiting=len(waiting), waiting_bytes=sum(map(_on_device, waiting)))
+
+
+def _on_device(done: Pass) -> int:
+    storages = {storage for layer in done.layers for storage in layer.living()}
+    residents = {resident for layer in done.layers for ref in layer.residents if (resident := ref()) is not None}
+    on_device = (storage.nbytes for storage in storages if storage.residency is not Residency.HOST)
+    return sum(on_device) + sum(resident.nbytes for resident in residents)
+
+
+# The report
 
 INPUT = Holder("input", ("",), "the model")
 CALLERS = {"input", "local variable"}  # the kinds of holders of an input that the caller refers to, and nothing else

@@ -1,4 +1,4 @@
-"""Plot a step: compute and copies over time, and resident memory.
+"""Figures of steps, measurements and plans.
 
 The same functions draw a simulated `Timeline` and a measured one.  Text, axes and background follow matplotlib's
 rcParams.  Matplotlib is imported on the first call; without it that raises an ImportError.
@@ -12,14 +12,16 @@ from itertools import cycle, groupby, takewhile
 from typing import TYPE_CHECKING, Any
 
 from ..planner import GroupPlan
-from ..schedule.timeline import Kind, Span, Timeline
+from ..schedule.timeline import Kind, Span, Timeline, mebibytes, milliseconds
+from .tables import Printable, Table
+
+__all__ = ["Frontier", "plot_frontier", "plot_measurements", "plot_memory", "plot_step", "plot_timeline", "plot_trace"]
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
     from matplotlib.text import Text
 
-__all__ = ["plot_frontier", "plot_measurements", "plot_memory", "plot_step", "plot_timeline", "plot_trace"]
 
 # Okabe and Ito's palette, distinct with any colour vision; all light enough for dark labels.
 COLOURS = {Kind.FORWARD: "#56b4e9", Kind.BACKWARD: "#e69f00", Kind.D2H: "#cc79a7", Kind.H2D: "#2fb28a"}
@@ -328,3 +330,60 @@ def _set_time_axis(ax: Axes, end: float) -> float:
     ax.set_xlabel(f"time ({unit})")
     ax.spines[["top", "right"]].set_visible(False)
     return scale
+
+
+# Time against peak memory
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+
+@dataclass(frozen=True)
+class Frontier(Printable):
+    """The plans that are worth having: each is expected to be faster than all with a smaller peak.
+
+    ``print`` gives a table; a notebook shows it.
+
+    Parameters
+    ----------
+    plans : tuple of GroupPlan
+        From the smallest peak on.
+    present : GroupPlan
+        The plan that is used.
+    """
+
+    plans: tuple[GroupPlan, ...]
+    present: GroupPlan
+
+    def _content(self) -> tuple[Sequence[Table], Sequence[str]]:
+        rows = [self._row(plan, "") for plan in self.plans]
+        rows.append(self._row(self.present, "present plan"))
+        header = "", "peak", "forward and backward", "x no offload", "offloaded", "recomputed"
+        return [Table(header, tuple(rows), left=1)], []
+
+    @staticmethod
+    def _row(plan: GroupPlan, name: str) -> tuple[str, ...]:
+        seconds, baseline = plan.seconds, plan.baseline_seconds
+        return (
+            name,
+            "-" if plan.peak_bytes is None else mebibytes(plan.peak_bytes),
+            "-" if seconds is None else milliseconds(seconds),
+            "-" if seconds is None or not baseline else f"{seconds / baseline:.3f}",
+            mebibytes(plan.offloaded_bytes),
+            mebibytes(sum(plan.recomputed_nbytes)),
+        )
+
+    def plot(self, ax: Axes | None = None) -> Axes:
+        """Draw time against peak, with the present plan marked; needs matplotlib.
+
+        Parameters
+        ----------
+        ax : matplotlib Axes, optional
+            Where to draw; a new figure by default.  It is returned.
+        """
+        return plot_frontier(self.plans, self.present, ax)
+
+    def figure(self) -> Figure:
+        """Return a new figure with what `plot` draws."""
+        return self.plot().figure  # type: ignore[return-value]  # a figure of its own is no SubFigure

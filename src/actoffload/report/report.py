@@ -10,8 +10,18 @@ from typing import Any
 from .._folding import fold, fold_names, numberless
 from ..engine.statistics import Reason
 from ..schedule.timeline import milliseconds, percent, size
-from .facts import StepFacts, pass_time
-from .groups import WEIGHTS, Amounts, GroupReport, HeldStorage, add_amounts, amounts_to_dict, merge_held, sum_groups
+from .groups import (
+    WEIGHTS,
+    Amounts,
+    GroupReport,
+    HeldStorage,
+    StepFacts,
+    add_amounts,
+    amounts_to_dict,
+    merge_held,
+    pass_time,
+    sum_groups,
+)
 from .tables import Cell, Printable, Table, bytes_or_dash
 
 __all__ = ["Advice", "Report"]
@@ -46,8 +56,8 @@ class Report(StepFacts, Printable):
     groups : tuple of GroupReport
         Groups in execution order.
     outside, outside_modules : mapping of Reason to (int, int), mapping of str to int
-        What was saved outside of the groups and kept: number of tensors and bytes, by reason; and bytes by modules, a
-        name, several names with commas between or a pattern, empty unless a step was recorded.
+        What was saved outside of the groups and kept: number of tensors and bytes, by reason; and bytes by the name of
+        the innermost module, with ``*`` for numbers, empty unless a step was recorded.
     passes, step_passes : int
         Forward passes since the statistics began; those in the recorded step, its microbatches.
     num_layers : int or None

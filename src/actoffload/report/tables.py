@@ -1,8 +1,7 @@
-"""Write tables and sentences as text, Markdown or HTML."""
+"""Write tables and sentences as text or Markdown."""
 
 from __future__ import annotations
 
-import html
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -49,34 +48,29 @@ class Table:
 
 
 class Printable:
-    """What `_content` returns, tables and sentences, as text, Markdown and HTML, for ``print`` and for a notebook."""
+    """Print the tables and sentences of `_content` as text, in a notebook as Markdown."""
 
     def _content(self) -> tuple[Sequence[Table], Sequence[str]]:
         raise NotImplementedError
 
-    def _blocks(self, notation: str, show: Callable[[str], str], bold: str, note: str, item: str = "- {}") -> list[str]:
-        """Return a text for each table with its note, and last one for the sentences, empty without any."""
+    def _text(self, notation: str, show: Callable[[str], str], bold: str, note: str) -> str:
         tables, sentences = self._content()
-        grids = [_grid(table, notation, show, bold) for table in tables]
-        notes = [note.format(show(table.note)) if table.note else "" for table in tables]
-        items = "\n".join(item.format(show(sentence)) for sentence in sentences)
-        return [*map("".join, zip(grids, notes, strict=True)), items]
+        blocks = [
+            _grid(table, notation, show, bold) + (note.format(show(table.note)) if table.note else "")
+            for table in tables
+        ]
+        blocks.append("\n".join(f"- {show(sentence)}" for sentence in sentences))
+        return "\n\n".join(filter(None, blocks))
 
     def __str__(self) -> str:
-        return "\n\n".join(filter(None, self._blocks("simple", str, bold="{}", note="\n{}")))
+        return self._text("simple", str, bold="{}", note="\n{}")
 
     def to_markdown(self) -> str:
         """Return the tables in Markdown, as GitHub and MyST read it."""
-        return "\n\n".join(filter(None, self._blocks("pipe", _markdown, bold="**{}**", note="\n\n{}")))
+        return self._text("pipe", _markdown, bold="**{}**", note="\n\n{}")
 
-    def to_html(self) -> str:
-        """Return the tables in HTML, without style sheet or script."""
-        *blocks, items = self._blocks("unsafehtml", _html, bold="<b>{}</b>", note="\n<p>{}</p>", item="<li>{}</li>")
-        blocks += [f"<ul>{items}</ul>"] if items else []
-        return '<div class="actoffload-report">' + "\n".join(blocks) + "</div>"
-
-    def _repr_html_(self) -> str:
-        return self.to_html()
+    def _repr_markdown_(self) -> str:
+        return self.to_markdown()
 
 
 def _grid(table: Table, notation: str, show: Callable[[str], str], bold: str) -> str:
@@ -99,10 +93,6 @@ def _markdown(words: str) -> str:
     words = " ".join(words.split())
     parts = words.split("`") if words.count("`") % 2 == 0 else [words.replace("`", "\\`")]
     return "`".join(part if k % 2 else re.sub(r"([\\*_<>\[\]#~$])", r"\\\1", part) for k, part in enumerate(parts))
-
-
-def _html(words: str) -> str:
-    return re.sub(r"`([^`]+)`", r"<code>\1</code>", html.escape(words))
 
 
 def bytes_or_dash(number: float) -> Cell:

@@ -73,11 +73,6 @@ class GroupPlans:
         self.order: tuple[GroupKey, ...] = tuple(GroupKey(k) for k in range(len(kinds)))
         self._known: dict[tuple[GroupKey, ...], Roles] = {}
 
-    def reschedule(self, schedule: GroupSchedule) -> None:
-        """Use another schedule from the next pass on."""
-        self.schedule = schedule
-        self._known.clear()  # [guard: plans of an earlier schedule]
-
     def kinds(self, sequence: Sequence[GroupKey]) -> list[str]:
         """Return the kinds of the groups of a sequence."""
         return [self._kinds[key.group] + (f" (part {key.part + 1})" if key.part else "") for key in sequence]

@@ -13,7 +13,7 @@ from types import MappingProxyType
 
 from .._arguments import check_kind, check_whole
 
-__all__ = ["OUTSIDE", "Action", "Do", "Event", "Plan", "Roles", "When", "leanest_calls", "reserve"]
+__all__ = ["OUTSIDE", "Action", "Do", "Event", "Plan", "Roles", "When", "leanest_calls"]
 
 
 class When(enum.Enum):
@@ -33,24 +33,13 @@ class Do(enum.Enum):
     - ``INCREMENTAL_RELEASE``, at the ``FORWARD_START`` of a later layer, frees the layer tensor by tensor: each tensor
       that the later layer saves frees as many bytes, once their own copies are done.  ``RELEASE`` must follow.
     - ``RELEASE`` makes compute wait for the copies and frees the device memory, or what is left of it.
-    - ``INCREMENTAL_PREFETCH``, at the ``BACKWARD_START`` of a later layer, reloads the layer tensor by tensor into the
-      bytes that the backward of the later layer frees beyond its first quarter.  ``RELOAD`` must follow.
-    - ``RELOAD`` allocates device memory and queues the copies to the device, or what is left of them, in the order in
-      which backward needs them.
+    - ``RELOAD`` allocates device memory and queues the copies to the device, in the order in which backward needs them.
     """
 
     OFFLOAD = "offload"
     INCREMENTAL_RELEASE = "incremental release"
     RELEASE = "release"
-    INCREMENTAL_PREFETCH = "incremental prefetch"
     RELOAD = "reload"
-
-
-ONLY = {Do.INCREMENTAL_RELEASE: When.FORWARD_START, Do.INCREMENTAL_PREFETCH: When.BACKWARD_START}
-"""The only event at which an action is possible."""
-
-REST = {Do.INCREMENTAL_RELEASE: Do.RELEASE, Do.INCREMENTAL_PREFETCH: Do.RELOAD}
-"""The action that must follow an incremental one and does what is left of it."""
 
 
 def leanest_calls(layer: int) -> tuple[tuple[Event, Action], ...]:
@@ -60,15 +49,6 @@ def leanest_calls(layer: int) -> tuple[tuple[Event, Action], ...]:
         (Event(When.FORWARD_END, layer), Action(Do.RELEASE, layer)),
         (Event(When.BACKWARD_END, layer + 1), Action(Do.RELOAD, layer)),
     )
-
-
-def reserve(nbytes: int) -> int:
-    """Return how many of the `nbytes` that a layer saved its backward frees without use for an incremental prefetch.
-
-    Gradients and kernels allocate memory in backward, at different points in each layer.  If the prefetch used all
-    freed bytes at once, the peak would rise by the difference: an eighth of a Llama layer on an H100.
-    """
-    return nbytes // 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,10 +163,9 @@ class Plan:
                 if act in places:
                     raise ValueError(f"The plan would {act} twice in one pass; once is enough.")
                 places[act] = order[event], k
-                only = ONLY.get(act.do, event.when)
-                if event.when is not only:
+                if act.do is Do.INCREMENTAL_RELEASE and event.when is not When.FORWARD_START:
                     raise ValueError(
-                        f"The plan would {act} at the {event}; that can only be at the {only.value} of a layer."
+                        f"The plan would {act} at the {event}; that can only be at the forward start of a layer."
                     )
         for act, place in places.items():
             problem = self._misplaced(act, place, order, places)
@@ -203,17 +182,16 @@ class Plan:
             if place[0] < order[Event(When.FORWARD_START, layer)]:
                 return "before its forward starts; move it there or later"
         else:
-            before = Action(Do.RELEASE if act.do in (Do.RELOAD, Do.INCREMENTAL_PREFETCH) else Do.OFFLOAD, layer)
+            before = Action(Do.RELEASE if act.do is Do.RELOAD else Do.OFFLOAD, layer)
             if before not in places or places[before] > place:
                 return f"without, or before, the action '{before}'; add it earlier"
-        if act.do in REST:
-            rest = Action(REST[act.do], layer)
+        if act.do is Do.INCREMENTAL_RELEASE:
+            rest = Action(Do.RELEASE, layer)
             if places.get(rest, (-1, -1)) < place:
                 return f"without the action '{rest}' after it; add that"
         if act.do in (Do.RELEASE, Do.INCREMENTAL_RELEASE) and place[0] < order[Event(When.FORWARD_END, layer)]:
             return "before its forward ends; move it there or later"
-        begins = order[Event(When.BACKWARD_START, layer)]
-        if place[0] > begins or (act.do is Do.INCREMENTAL_PREFETCH and place[0] == begins):
+        if place[0] > order[Event(When.BACKWARD_START, layer)]:
             return "after its backward starts, when it is of no use; move it earlier"
         return ""
 

@@ -203,7 +203,6 @@ class GroupSchedule:
         d = min(resident, self.max_inflight or resident)  # [guard: groups in flight]
         # While one is used the next is copied already; otherwise compute would wait for every copy.
         back = min(resident, d + 1) if len(set(kinds)) == 1 else min(resident, d + 1, RESIDENT)
-        alone = bool(offloaded) and resident == 1  # [guard: incremental prefetch of a single group -> False]
         for i in offloaded:
             calls += [
                 (Event(When.FORWARD_START, i), Action(Do.OFFLOAD, i)),
@@ -211,6 +210,4 @@ class GroupSchedule:
                 (Event(When.FORWARD_END, i + d), Action(Do.RELEASE, i)),
                 (Event(When.BACKWARD_END, i + back), Action(Do.RELOAD, i)),
             ]
-            if alone:
-                calls.append((Event(When.BACKWARD_START, i + back), Action(Do.INCREMENTAL_PREFETCH, i)))
         return Plan.of(len(kinds), calls)

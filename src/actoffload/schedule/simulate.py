@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from .._arguments import check_kind, check_kinds, check_seconds
 from .clocks import Clocks
 from .costs import LayerCost, Link, Saved
-from .plan import Do, Plan, When, reserve
+from .plan import Do, Plan, When
 from .timeline import Kind, Simulation, Timeline
 
 __all__ = ["simulate"]
@@ -157,8 +157,6 @@ class _Run:
     on_demand: int = 0
     releasing: int | None = None  # the layer that is released incrementally by the forward
     to_release: dict[int, int] = field(default_factory=dict)  # bytes
-    prefetching: int | None = None  # the layer that is prefetched into what the backward frees
-    room: int = 0  # bytes that backward has freed and nothing uses
     offloading: set[int] = field(default_factory=set)
     released: set[int] = field(default_factory=set)
     held: dict[int, list[_Held]] = field(default_factory=dict)
@@ -228,11 +226,9 @@ class _Run:
                 self.on_demand += 1
                 self._occupy(tensor.cost.nbytes)
                 self._copy_back(layer, tensor)
-            self._prefetch()
             clocks.wait(tensor.arrival, layer)
         clocks.reach(cost.backward, cost.host_backward)
         self._free(in_use, copied, layer)
-        self.prefetching, self.room = None, 0
         clocks.end()
         self._occupy(-cost.kept_bytes)
         self.memory.border(cost.other_bytes[3], cost.backward_temporary)
@@ -243,7 +239,6 @@ class _Run:
         if nbytes:
             self.clocks.wait(copied, layer)
         self._occupy(-nbytes)
-        self.room += nbytes
 
     def _act(self, when: When, layer: int) -> None:
         actions = self.plan.at(when, layer)
@@ -254,8 +249,6 @@ class _Run:
                 self.releasing = action.layer
             elif action.do is Do.RELEASE:
                 self._release(action.layer)
-            elif action.do is Do.INCREMENTAL_PREFETCH:
-                self.prefetching, self.room = action.layer, -reserve(self.layers[layer].nbytes)
             else:
                 self._reload(action.layer)
         if actions:  # [guard: simulated peak of an event]
@@ -279,18 +272,6 @@ class _Run:
         self._occupy(sum(tensor.cost.nbytes for tensor in tensors))
         for tensor in reversed(tensors):
             self._copy_back(layer, tensor)
-
-    def _prefetch(self) -> None:
-        if self.prefetching is None:
-            return
-        for tensor in reversed(self.held[self.prefetching]):
-            if tensor.on_device:
-                continue
-            if tensor.cost.nbytes > self.room:
-                break
-            self.room -= tensor.cost.nbytes
-            self._occupy(tensor.cost.nbytes)
-            self._copy_back(self.prefetching, tensor)
 
     def _copy_out(self, layer: int, tensor: _Held) -> None:
         tensor.copied = self.clocks.copy_out(layer, tensor.cost.nbytes, tensor.ready)

@@ -1,6 +1,6 @@
 """Messages between the ranks of one model, through the key-value store of `torch.distributed`.
 
-`[Note: no collectives]`  A rank that deviates, because it ends early, was rescheduled, or runs another forward, must
+`[Note: no collectives]`  A rank that deviates, because it ends early or runs another forward, must
 not make the others hang.  A collective would: it waits until all ranks take part.  A message lies in the store until
 it is read, and waiting for one has a limit.  The store is polled, because a wait inside of it blocks its other users in
 this process.  It is looked up for each message: a reference would keep the port of a destroyed process group in use.

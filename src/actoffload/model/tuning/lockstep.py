@@ -76,7 +76,7 @@ class Lockstep:
             raise LostRankError(f"{waited} in pass {number} of the model.")
         found: Decision = self._board.take(key, len(self._board.ranks) - 1)
         if found.stage is None and found.found is None:
-            raise LostRankError(f"In rank {self.leader} offloading was ended or rescheduled during the first steps.")
+            raise LostRankError(f"In rank {self.leader} offloading was ended during the first steps.")
         return found
 
     def post_room(self, room: Room) -> None:

@@ -20,10 +20,8 @@ from typing import NamedTuple
 from ...device.base import Backend, Stream, StreamEvent, current_stream
 from ...engine.layer import Layer
 from ...engine.passes import Pass
-from ...engine.recorder import TimelineRecorder
-from ...engine.reload import Residency
-from ...engine.statistics import Counters
-from ...engine.storage import SavedStorage
+from ...engine.statistics import Counters, TimelineRecorder
+from ...engine.storage import Residency, SavedStorage
 from ...schedule.timeline import Kind
 
 __all__ = ["SHARERS", "Border", "Copy", "Meter", "Times", "counts_in"]

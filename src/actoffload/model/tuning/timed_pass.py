@@ -14,7 +14,7 @@ from ..._torch.autograd import after_backward
 from ..._torch.compiling import opaque
 from ...device.base import Backend, StreamEvent, current_stream
 from ...engine.engine import Engine
-from ...engine.model_pass import ModelPass
+from ...engine.passes import ModelPass
 from ...schedule.execution_order import GroupKey
 from ..operator_costs import OperatorTimes
 from .metering import SHARERS, Meter, counts_in

@@ -21,7 +21,7 @@ from ..._torch.modules import is_compiled
 from ..._warnings import warn
 from ...engine.engine import Engine
 from ...engine.layer import tensors_in
-from ...engine.model_pass import ModelPass
+from ...engine.passes import ModelPass
 from ...planner import GroupPlan
 from ...replay import Policy
 from ...schedule.execution_order import GroupKey, GroupPlans

@@ -13,9 +13,7 @@ from hypothesis import strategies as st
 
 from actoffload.device import ReferenceDevice
 from actoffload.device.base import StreamPosition, latest_positions
-from actoffload.engine.hostpool import HostPool
-from actoffload.engine.segments import HostBuffer
-from actoffload.engine.slabs import Slabs
+from actoffload.engine.host_pool import HostBuffer, HostPool
 
 KIB, MIB = 2**10, 2**20
 
@@ -363,125 +361,15 @@ def test_trim_leaves_large_slabs_so_that_buffers_stay_whole():
     assert pool.bytes_held == 128 * MIB
 
 
-def two(limits=(None, None)):
-    device = Counting()
-    slabs = Slabs(device)
-    return device, [HostPool(device, limit, slabs) for limit in limits]
-
-
-def test_pools_of_one_device_reuse_each_others_memory():
-    device, (a, b) = two()
-    mine = a.take(8 * MIB)
-    a.give_back(mine, (mark(5),))
-    a.settle()
-    assert (a.bytes_held, b.bytes_held) == (8 * MIB, 0)
-    theirs = b.take(8 * MIB)
-    assert ranges(theirs) == ranges(mine)
-    assert theirs.fence == (mark(5),)
-    assert sum(device.slabs) == 8 * MIB
-    assert (a.bytes_held, b.bytes_held) == (0, 8 * MIB)
-    assert (a.bytes_taken, b.bytes_taken) == (0, 8 * MIB)
-    more = a.take(8 * MIB)
-    assert disjoint([theirs, more])
-    assert sum(device.slabs) == 16 * MIB
-
-
-def test_the_limit_of_one_pool_is_compared_with_what_that_pool_holds():
-    device, (a, b) = two((None, 8 * MIB))
-    for buffer in [a.take(4 * MIB) for _ in range(4)]:
-        a.give_back(buffer, ())
-    got = [b.take(4 * MIB) for _ in range(3)]
-    assert got[2] is None
-    assert b.refusal.endswith("forbids 4.0 MiB more beside the 8.0 MiB that are held")
-    b.give_back(got[0], ())
-    assert b.take(8 * MIB) is None  # held, although it is not in use
-    assert b.take(4 * MIB) is not None
-    assert a.bytes_held == b.bytes_held == 8 * MIB
-    assert sum(device.slabs) == 16 * MIB
-
-
-def test_closing_one_pool_leaves_what_another_uses():
-    device, (a, b) = two()
-    first, second = a.take(MIB), b.take(MIB)  # of one slab
-    third = a.take(64 * MIB)
-    for buffer in (first, second, third):
-        buffer.parts[0].fill_(7)
-    assert sum(device.slabs) == 66 * MIB
-    a.close()
-    assert (a.bytes_held, a.bytes_taken) == (0, 0)
-    assert b.bytes_taken == MIB
-    assert int(second.parts[0].min()) == 7
-    again = b.take(MIB)
-    assert disjoint([first, second, third, again])  # `first` is in use still
-    a.give_back(first, (mark(3),))
-    a.give_back(third, ())
-    last = b.take(MIB)
-    assert b.bytes_taken == 3 * MIB
-    assert ranges(last) == ranges(first)
-    assert last.fence == (mark(3),)
-    for buffer in (second, again, last):
-        b.give_back(buffer, ())
-    b.close()
-    assert b.bytes_held == 0
-    assert len(b.slabs._slabs) == 0
-
-
-def test_a_pool_that_is_dropped_is_closed():
-    _, (a, b) = two()
-    a.give_back(a.take(64 * MIB), ())
-    a.settle()
-    del a
-    assert b.take(2 * MIB) is not None
-    assert sum(slab.numel() for slab in b.slabs._slabs.values()) == 2 * MIB
-    assert len(b.slabs.accounts) == 2
-
-
-@settings(max_examples=60)
-@given(st.data())
-def test_what_pools_hold_adds_up_to_the_slabs(data):
-    """Whatever three pools do; and nothing is both free and in use."""
-    limits = [data.draw(st.sampled_from([None, 6 * MIB])) for _ in range(3)]
-    _, pools = two(limits)
-    live: list[tuple[HostPool, HostBuffer]] = []
-    few = [512 * KIB, MIB, 3 * MIB]
-    for _ in range(data.draw(st.integers(1, 50))):
-        pool = pools[data.draw(st.integers(0, 2))]
-        action = data.draw(st.sampled_from(["take"] * 5 + ["give"] * 4 + ["trim", "close"]))
-        if action == "take":
-            buffer = pool.take(data.draw(st.sampled_from(few)), whole=data.draw(st.booleans()))
-            if buffer is None:
-                assert "limit" in pool.refusal
-            else:
-                whole(buffer, buffer.nbytes)
-                live.append((pool, buffer))
-        elif action == "give" and live:
-            owner, buffer = live.pop(data.draw(st.integers(0, len(live) - 1)))
-            owner.give_back(buffer, ())
-            pool.settle()
-        elif action == "trim":
-            pool.trim()
-        elif action == "close":
-            pool.close()
-        assert disjoint([buffer for _, buffer in live])
-        slabs = pool.slabs
-        accounts = list(slabs.accounts.values())
-        assert sum(account.held for account in accounts) == sum(slab.numel() for slab in slabs._slabs.values())
-        assert all(account.free >= 0 for account in accounts)
-        free = sum(s.nbytes for s in slabs._free.segments)
-        free += sum(buffer.size for bin_ in slabs._bins.values() for buffer in bin_)
-        assert sum(account.free for account in accounts) == free
-        assert all(limit is None or one.bytes_held <= limit for one, limit in zip(pools, limits, strict=True))
-
-
 def test_a_context_that_is_dropped_frees_its_host_memory_at_once():
     """Also what its last backward returned, which nothing has sorted in."""
     context, sync = make(3, 5)
     layers = [torch.nn.Sequential(torch.nn.Linear(512, 512), torch.nn.Tanh()) for _ in range(5)]
     with no_gc():
         forward(layers, torch.randn(1024, 512), context, sync).sum().backward()
-        slabs = next(iter(context._engine._transfers.values())).pool.slabs
-        memory = [weakref.ref(slab) for slab in slabs._slabs.values()]
-        assert slabs.returned or memory
-        del slabs, context, sync
+        pool = next(iter(context._engine._transfers.values())).pool
+        memory = [weakref.ref(slab) for slab in pool._slabs.values()]
+        assert pool.returned or memory
+        del pool, context, sync
         assert memory
         assert not any(ref() is not None for ref in memory)

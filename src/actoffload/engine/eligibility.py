@@ -1,10 +1,15 @@
-"""The parameters and buffers that modules own: of the calls that run, of a model, and of a group of it."""
+"""Which saved tensors stay on the device, each with a reason: weights and buffers above all.
+
+A mark of the program is found by the address of its storage.  It holds a weak reference, which keeps the address from
+being given to another storage, so a mark never applies to another storage.
+"""
 
 from __future__ import annotations
 
 import threading
 import weakref
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -12,12 +17,119 @@ from torch.nn import Module, Parameter
 from torch.nn.modules import module as global_hooks
 from torch.nn.parameter import is_lazy
 
+from .._torch.autograd import CASTS
 from .._torch.modules import RESHARD, registered
-from .._torch.tensors import address
+from .._torch.tensors import address, base_of, storage_expired, storage_weakref, version_of
+from ..device.base import Backend, StreamEvent
+from .host_pool import Resources
+from .layout import View
 from .statistics import Reason
-from .subclasses import plain_parts
+from .subclasses import Wrappers, plain_parts, unchanged
 
-__all__ = ["GroupTensors", "ModelTensors", "ModuleTensors", "unwatch", "watch"]
+__all__ = [
+    "Final",
+    "GroupTensors",
+    "Limit",
+    "ModelTensors",
+    "ModuleTensors",
+    "StorageRef",
+    "enabled",
+    "finals",
+    "is_cast_of_parameter",
+    "kept",
+    "mark_final",
+    "mark_kept",
+    "running",
+    "stays",
+    "take_final",
+    "unwatch",
+    "watch",
+]
+
+MIN_ELEMENTS = 256 * 1024
+"""Smaller tensors stay: a copy of them costs more time than it saves memory (Transformer Engine's limit)."""
+
+LARGEST_ELEMENT = 16  # [guard: largest element]
+
+_types: dict[torch.device, str] = {}  # the attribute of a device builds a string each time
+
+
+class Limit(NamedTuple):
+    """Tensors with fewer elements, or fewer bytes, stay."""
+
+    elements: int
+    nbytes: int
+
+    @property
+    def surely(self) -> int:
+        """A number of elements with fewer of which a tensor stays, whatever its type."""
+        return max(self.elements, -(-self.nbytes // LARGEST_ELEMENT))
+
+
+def stays(tensor: torch.Tensor, backend: Backend, owned: ModuleTensors, limit: Limit) -> Reason | None:
+    """Return why a saved tensor is kept on the device, or None if it can be offloaded.
+
+    The cheap checks come first: most saved tensors of a model are small or parameters.
+    """
+    kind = type(tensor)
+    if kind is Parameter:
+        return Reason.PARAMETER
+    if kind is not torch.Tensor:
+        return _tied(tensor) or Reason.SUBCLASS
+    count = tensor.numel()
+    if count < limit.elements or count * tensor.itemsize < limit.nbytes:
+        return Reason.SMALL
+    device = tensor.device
+    type_ = _types.get(device)
+    if type_ is None:
+        type_ = _types[device] = device.type
+    if type_ != backend.type:
+        return Reason.DEVICE
+    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
+        return Reason.LAYOUT
+    needs_gradient, base = tensor.requires_grad, base_of(tensor)
+    if (base is not None or needs_gradient) and (reason := _tied(tensor)) is not None:
+        return reason
+    # The local part of a DTensor parameter requires a gradient, as a view of what requires none.
+    if not needs_gradient or (base is not None and not base.requires_grad):
+        reason = owned.reason(address(tensor.untyped_storage()))
+        if reason is not None:
+            return reason
+    if kept and address(tensor.untyped_storage()) in kept:
+        return Reason.MARKED
+    if 0 in tensor.stride():
+        distinct = View.of(tensor).covered
+        if distinct < limit.elements * tensor.itemsize or distinct < limit.nbytes:
+            return Reason.SMALL
+    return None
+
+
+def _tied(tensor: torch.Tensor) -> Reason | None:
+    """Return why a tensor stays that the graph ties to a leaf: it is one, a view of one, or a parameter's cast."""
+    base = base_of(tensor)
+    # Without a graph, as in the forward of an autograd function, PyTorch makes views that seem to be leaves.
+    between = base is not None and base.grad_fn is not None  # [guard: views that functions save]
+    for leaf in (tensor, base):
+        if leaf is not None and leaf.is_leaf and not between:
+            # Also a frozen one; asking whether something is a parameter takes long, and a plain tensor never is.
+            if type(leaf) is not torch.Tensor and isinstance(leaf, Parameter):
+                return Reason.PARAMETER
+            if leaf.requires_grad:
+                return Reason.LEAF
+    # Autocast is off inside of the operations that it has cast for, so whether it is on says nothing.
+    is_cast = tensor.requires_grad and is_cast_of_parameter(tensor if base is None else base)
+    return Reason.PARAMETER if is_cast else None
+
+
+def is_cast_of_parameter(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a parameter in another dtype, as autocast makes, or one that a backward has transposed."""
+    node = tensor.grad_fn
+    if node is None or type(node).__name__ not in CASTS:
+        return False
+    return isinstance(getattr(node.next_functions[0][0], "variable", None), Parameter)
+
+
+# Parameters and buffers of modules
 
 _Place: TypeAlias = tuple[Mapping[str, torch.Tensor | None], str, Reason]
 """The table of a module in which a tensor is, its name there, and why it is kept."""
@@ -85,14 +197,14 @@ def _modules_in(root: Module) -> list[Module]:
     return list(found)
 
 
-class _Running(threading.local):
+class _RunningLayers(threading.local):
     """The layers whose modules run in this thread, innermost last."""
 
     def __init__(self) -> None:
         self.layers: list[ModuleTensors] = []
 
 
-_running = _Running()
+_running = _RunningLayers()
 
 
 def _entered(module: Module, *more: Any) -> None:
@@ -289,3 +401,89 @@ def _sample(unit: Module) -> tuple[Mapping[str, Any], str] | None:
             return parameters, next(iter(parameters))
         waiting += [child for child in children.values() if child is not None and not hasattr(type(child), RESHARD)]
     return None
+
+
+# Marks of the program
+
+
+class StorageRef:
+    """A weak reference to a storage; it keeps the address and not the memory."""
+
+    __slots__ = ("__weakref__", "_resources")
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self._resources = Resources.of(self, storage_weakref(storage))
+
+    @property
+    def expired(self) -> bool:
+        """Whether the memory is freed."""
+        return storage_expired(self._resources.weak)
+
+
+@dataclass(frozen=True, slots=True)
+class Final:
+    """A storage was final at an event."""
+
+    storage: StorageRef
+    version: int
+    event: StreamEvent
+    captured: bool
+    whole: bool
+    wrappers: Wrappers = ()
+
+
+_marks_lock = threading.Lock()
+kept: dict[int, StorageRef] = {}  # by address; the caller of a look-up holds the storage that lies there now
+finals: dict[int, Final] = {}
+_sweep_at = {"kept": 64, "final": 64}
+
+
+def mark_kept(tensor: torch.Tensor) -> None:
+    """Note that a tensor's storage stays on the device."""
+    storage = tensor.untyped_storage()
+    with _marks_lock:
+        kept[address(storage)] = StorageRef(storage)  # [keep: address of a marked storage]
+        if len(kept) >= _sweep_at["kept"]:  # [guard: sweep of kept marks]
+            for key in [key for key, weak in kept.items() if weak.expired]:
+                del kept[key]
+            _sweep_at["kept"] = 2 * len(kept) + 64
+
+
+def mark_final(
+    tensor: torch.Tensor, event: StreamEvent, captured: bool, *, whole: bool, wrappers: Wrappers = ()
+) -> None:
+    """Note that a tensor's storage is final after an event, unless one of the wrappers around it is changed."""
+    storage = tensor.untyped_storage()
+    with _marks_lock:
+        # [keep: address of a final storage]
+        note = Final(StorageRef(storage), version_of(tensor), event, captured, whole, wrappers)
+        finals[address(storage)] = note
+        if len(finals) >= _sweep_at["final"]:  # [guard: sweep of final marks]
+            for key in [key for key, note in finals.items() if note.storage.expired]:
+                del finals[key]
+            _sweep_at["final"] = 2 * len(finals) + 64
+
+
+def take_final(key: int, version: int) -> Final | None:
+    """Return the note on the storage at an address, unless it was changed since."""
+    note = finals.get(key)
+    if note is None or not unchanged(note.wrappers):
+        return None
+    if note.version != version:  # [guard: edit after start_offload]
+        return None
+    return note
+
+
+class _Contexts(threading.local):
+    """The kinds of device of the contexts that this thread is in, innermost last."""
+
+    def __init__(self) -> None:
+        self.backends: list[Backend] = []
+
+
+running = _Contexts()
+
+
+def enabled() -> bool:
+    """Whether this thread is inside an enabled context."""
+    return bool(running.backends)

@@ -1,0 +1,194 @@
+"""Host memory: how much of it a process may pin, and on which NUMA node it lies.
+
+Pinned memory cannot be swapped out, and a system that runs out of memory ends a process, often without a word of why.
+So a part of the memory is left to everything else.
+
+A copy between a GPU and memory of another node crosses the link between the processors, which all ranks of the host
+share.  Linux takes the pages of an allocation from the node that the memory policy of the calling thread prefers.  The
+policy is set through system calls, because the C library has no functions for it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..schedule.timeline import size
+
+__all__ = ["HostMemory", "check_room", "host_memory", "node_of_device", "node_of_pci", "on_node"]
+
+# How much host memory there is
+
+resource: Any = import_module("resource") if find_spec("resource") else None  # not on Windows
+
+RESERVE = 0.1  # of the host memory
+UNLIMITED = 2**60  # control groups write "no limit" as a number near 2**63
+
+
+@dataclass(frozen=True)
+class HostMemory:
+    """Host memory of this process.
+
+    Parameters
+    ----------
+    total, available : int
+        Bytes of the machine, or of the control group of the process where that is less, as in a container.
+    memlock : int or None
+        Limit of the process for locked memory in bytes, which ``ulimit -l`` sets; None is no limit.
+    """
+
+    total: int
+    available: int
+    memlock: int | None
+
+
+def check_room(nbytes: int) -> None:
+    """Raise a `MemoryError` if pinning `nbytes` more leaves less than `RESERVE` of the host memory available."""
+    memory = host_memory()
+    reserve = int(RESERVE * memory.total)
+    if memory.total and memory.available - nbytes < reserve:  # [guard: host memory for everything else]
+        raise MemoryError(
+            f"{size(memory.available)} of {size(memory.total)} of host memory are available, and {size(reserve)} are "
+            f"left to everything else, so {size(nbytes)} more are not pinned"
+        )
+
+
+def host_memory(root: Path = Path("/")) -> HostMemory:
+    """Return the host memory that this process may use; `root` is where ``proc`` and ``sys`` are mounted."""
+    names = dict(line.split(":", 1) for line in _read(root / "proc/meminfo").splitlines() if line.count(":") == 1)
+    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 0
+    total = _kibibytes(names.get("MemTotal")) or pages
+    available = _kibibytes(names.get("MemAvailable")) or total
+    groups = root / "sys/fs/cgroup"
+    for limit, used, statistics, caches in (
+        ("memory.max", "memory.current", "memory.stat", ("active_file", "inactive_file")),
+        (
+            "memory/memory.limit_in_bytes",
+            "memory/memory.usage_in_bytes",
+            "memory/memory.stat",
+            ("total_active_file", "total_inactive_file"),
+        ),
+    ):
+        most = _read(groups / limit).strip()
+        if most.isdigit() and int(most) < UNLIMITED:
+            lines = map(str.split, _read(groups / statistics).splitlines())
+            entries = {line[0]: line[1] for line in lines if len(line) == 2}
+            cached = sum(int(entries.get(name, 0)) for name in caches)  # files, which the system drops when it has to
+            taken = max(int(_read(groups / used).strip() or 0) - cached, 0)
+            total, available = min(total, int(most)), min(available, int(most) - taken)
+    return HostMemory(total, available, _memlock())
+
+
+def _memlock() -> int | None:
+    if resource is None:
+        return None
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="ascii")
+    except OSError:
+        return ""
+
+
+def _kibibytes(text: str | None) -> int:
+    return int(text.split()[0]) * 1024 if text else 0
+
+
+# The NUMA node of the device
+
+SYSFS = Path("/sys")
+CALLS = {"x86_64": (238, 239), "aarch64": (237, 236)}  # set_mempolicy, get_mempolicy
+DEFAULT, PREFERRED = 0, 1  # MPOL_DEFAULT, MPOL_PREFERRED
+NODES = 1024  # bits of a node mask
+
+
+def node_of_pci(domain: int, bus: int, device: int, sysfs: Path = SYSFS) -> int | None:
+    """Return the NUMA node of a PCI device; None if the host has one node only or does not say.
+
+    Parameters
+    ----------
+    domain, bus, device : int
+        Address of the device.
+    sysfs : Path
+        Where the system describes its devices.
+    """
+    try:
+        online = (sysfs / "devices/system/node/online").read_text().strip()
+        path = sysfs / f"bus/pci/devices/{domain:04x}:{bus:02x}:{device:02x}.0/numa_node"
+        node = int(path.read_text())
+    except (OSError, ValueError):
+        return None
+    several = "," in online or "-" in online  # "0-1" or "0,2"
+    return node if several and 0 <= node < NODES else None  # -1: not known
+
+
+@lru_cache(maxsize=64)
+def node_of_device(index: int) -> int | None:
+    """Return the NUMA node of a CUDA device; None if the host has one node only or does not say."""
+    found = torch.cuda.get_device_properties(index)
+    address = [getattr(found, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
+    if None in address:
+        return None
+    return node_of_pci(*map(int, address))  # type: ignore[arg-type]
+
+
+@contextmanager
+def on_node(node: int | None) -> Iterator[bool]:
+    """Prefer a NUMA node for memory that this thread allocates in a ``with`` block; yield whether that was possible.
+
+    Nothing changes where no node is given, where the thread has a memory policy already, from ``numactl`` say, and
+    where the system refuses.
+
+    Parameters
+    ----------
+    node : int or None
+        Number of the node.
+    """
+    preferred = node is not None and _policy() == DEFAULT and _set_policy(PREFERRED, node)
+    try:
+        yield preferred
+    finally:
+        if preferred:
+            _set_policy(DEFAULT)
+
+
+def _policy() -> int | None:
+    """Return the memory policy of this thread; None if the system does not say."""
+    mode = ctypes.c_int(-1)
+    calls = CALLS.get(platform.machine())
+    if calls is None or _call(calls[1], ctypes.byref(mode), None, 0, None, 0) != 0:
+        return None
+    return mode.value
+
+
+def _set_policy(mode: int, node: int | None = None) -> bool:
+    mask = (ctypes.c_ulong * (NODES // 64))()
+    if node is not None:
+        mask[node // 64] = 1 << node % 64
+    bits = 0 if node is None else NODES
+    return _call(CALLS[platform.machine()][0], mode, None if node is None else mask, bits) == 0
+
+
+def _call(number: int, *arguments: object) -> int:
+    """Make a system call of Linux; return -1 if it fails or there is none."""
+    try:
+        function = ctypes.CDLL(None).syscall
+    except (OSError, TypeError, AttributeError):
+        return -1
+    function.restype = ctypes.c_long
+    wide = [ctypes.c_ulong(a) if isinstance(a, int) else a for a in arguments]
+    return int(function(ctypes.c_long(number), *wide))
