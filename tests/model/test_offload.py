@@ -358,25 +358,3 @@ def test_statistics_start_anew():
     again = handle.statistics()
     assert (again.bytes_offloaded, again.peak_resident_bytes) == (one.bytes_offloaded, one.peak_resident_bytes)
     assert again.tensors_kept == one.tensors_kept
-
-
-def test_the_noise_of_rrelu_is_kept_because_it_is_saved_before_it_is_drawn():
-    torch.manual_seed(0)
-    model = nn.Sequential(*[nn.Sequential(nn.Linear(16, 16), nn.RReLU()) for _ in range(4)])
-
-    def step():
-        torch.manual_seed(1)
-        model.zero_grad()
-        model(torch.ones(8, 16)).square().sum().backward()
-        return [weight.grad.clone() for weight in model.parameters()]
-
-    want = step()
-    handle = offload(model, fraction=1.0, min_bytes=0)
-    for _ in range(2):
-        assert all(map(torch.equal, step(), want))
-    assert handle.statistics().bytes_offloaded > 0
-    assert "keep: 0 ... 3.1" in str(handle)
-    assert "pass keep=[]" not in " ".join(handle.report().advice), "nothing was given that could be taken out"
-    handle.remove()
-    with pytest.raises(ValueError, match=r"'0.1' is a torch.nn.RReLU, which is always kept: leave it out of layers"):
-        offload(model, layers=["*.0", "*.1"])

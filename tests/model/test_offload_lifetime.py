@@ -70,6 +70,19 @@ def test_a_handle_whose_model_is_gone():
         assert handle.statistics().host_bytes == 0
 
 
+def test_a_forward_that_outlives_its_model_names_the_misuse():
+    model = Transformer(3)
+    offload(model, layers="blocks.*")
+    forward, other = model.forward, model.blocks[0].forward
+    assert torch.equal(forward(data()), model(data()))
+    del model
+    for call in (forward, other):
+        with pytest.raises(
+            RuntimeError, match=r"an offloaded module that was deleted: keep a reference to the module\."
+        ):
+            call(data())
+
+
 def test_removing_frees_everything_of_ours():
     with no_gc():
         before = alive(Tracker, Engine, HostPool, *OURS)

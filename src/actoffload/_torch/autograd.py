@@ -27,6 +27,9 @@ after_backward: Callable[[Callable[[], None]], None] = need(
 )
 """Call a function when the backward that runs in the calling thread has ended."""
 
+next_node: Callable[[], int] = find("_C._autograd._get_sequence_nr", lambda: 0)
+"""Return the number of the node that the calling thread makes next."""
+
 CASTS = frozenset({"ToCopyBackward0", "TBackward0", "TransposeBackward0"})
 """Names of the autograd nodes that cast or transpose: a weight behind one is a weight still."""
 

@@ -16,7 +16,7 @@ from typing import Protocol, TypeAlias
 import torch
 from torch.nn import Parameter
 
-from .._torch.autograd import CASTS, saved_as_input
+from .._torch.autograd import CASTS, next_node, saved_as_input
 from .._torch.compiling import NOT_COMPILED, in_compiled_backward, opaque
 from .._torch.tensors import address, base_of, storage_behind, storage_expired, version_of
 from ..device.base import StreamPosition
@@ -267,6 +267,8 @@ class StorageRegistry:
         """
         if tensor.layout is not STRIDED or tensor.is_nested:
             return None
+        if layer.unwritten and layer.unwritten_by != next_node():
+            self._offload_written(layer)
         memory = tensor.untyped_storage()
         key = address(memory)
         if (kept and key in kept) or (finals and key in finals):
@@ -357,6 +359,8 @@ class StorageRegistry:
         backend = self._backend
         device = backend.place(tensor)
         stays = roles.planned and index in roles.stay
+        # [guard: tensor that its operator writes after it was saved -> True] such as the noise of `rrelu`
+        is_written = tensor.requires_grad or not view.dtype.is_floating_point or layer.token is None
         with self._lock:
             pass_device = self._devices.get(device)
             if pass_device is None:
@@ -387,13 +391,25 @@ class StorageRegistry:
                 storage.ready = StreamPosition(note.event, COMPUTE, 0, note.captured)
                 if note.whole:
                     storage.add_whole()
-            elif not layer.eager and not stays:
+            elif not layer.eager and not stays and is_written:
                 storage.ready = pass_device.transfers.position(stream, COMPUTE, layer.captured)
             if layer.eager and not storage.refused:
-                self.offload(layer, storage, ended=layer.token is None)
+                if is_written or note is not None:
+                    self.offload(layer, storage, ended=layer.token is None)
+                else:
+                    layer.unwritten.append(ref)
+                    layer.unwritten_by = next_node()
             if self._engine.recorder is not None:
                 self._engine.recorder.level()
         return storage, view, probe
+
+    def _offload_written(self, layer: Layer) -> None:
+        """Queue the copies of tensors whose operators have ended since they saved them."""
+        unwritten, layer.unwritten = layer.unwritten, []
+        for ref in unwritten:
+            storage = ref()
+            if storage is not None and not storage.refused:
+                self.offload(layer, storage, ended=False)
 
     def release_earlier(self, layer: Layer, nbytes: int) -> None:
         """Release as many bytes of an earlier layer as this one has saved now."""

@@ -82,6 +82,8 @@ class Layer:
         self.kept: dict[Reason, list[int]] = {Reason.SMALL: self.small}  # count and bytes
         self._copied_out: dict[Transfers, StreamPosition] = {}
         self.storages: list[weakref.ref[SavedStorage]] = []
+        self.unwritten: list[weakref.ref[SavedStorage]] = []  # their operator may still write them: not copied yet
+        self.unwritten_by = 0  # the number of the autograd node behind that of this operator
         self.residents: list[weakref.ref[Resident]] = []
         self.token: LivenessToken | None = LivenessToken()
         self._alive = weakref.ref(self.token)

@@ -10,7 +10,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Literal
 
-from torch.nn import Module, RReLU
+from torch.nn import Module
 
 from .. import device as devices
 from .._arguments import budget_bytes, check_num_layers, check_whole, checked_limits
@@ -98,7 +98,7 @@ def offload(
         chosen = planned
     else:
         chosen = choose(module, [..., *others] if default and others else None if default else others)
-    if not chosen and len(kept) > len(find_kept(module, ())) and candidates(module):
+    if not chosen and kept and candidates(module):
         raise ValueError(
             f"keep names all modules of this {type(module).__name__} that could be offloaded: leave some of them out "
             "of keep."
@@ -107,10 +107,6 @@ def offload(
         raise ValueError(f"This {type(module).__name__} has no modules inside that could be offloaded.")
     both = {name for name, _ in kept} & {of.name for of in chosen}
     if both:
-        if isinstance(dict(kept)[min(both)], RReLU):
-            raise ValueError(
-                f"The module '{min(both)}' is a torch.nn.RReLU, which is always kept: leave it out of layers."
-            )
         raise ValueError(f"The module '{min(both)}' is chosen by layers and by keep: take it out of one of them.")
     kinds = [group.kind for group in chosen]
     plans = GroupPlans(GroupSchedule(num_layers, part, max_inflight), kinds)

@@ -295,14 +295,14 @@ def _in_functional_call() -> bool:
 def _described(given: Any, tensors: list[torch.Tensor]) -> Any:
     """Return what programs depend on of arguments, and collect their tensors."""
     kind = type(given)
+    if kind in _PLAIN:
+        return kind, (given.start, given.stop, given.step) if kind is slice else given
     if isinstance(given, torch.Tensor):
         tensors.append(given)
         if given.layout is torch.strided and not given.is_nested:
             bits = given.is_conj(), given.is_neg()
             return kind, given.size(), given.stride(), given.dtype, given.requires_grad, bits
         return kind, given.layout, given.dtype, given.requires_grad
-    if kind in _PLAIN:
-        return kind, (given.start, given.stop, given.step) if kind is slice else given
     if isinstance(given, (list, tuple)):
         return kind, *[_described(each, tensors) for each in given]
     if isinstance(given, Mapping):

@@ -27,7 +27,7 @@ from difflib import get_close_matches
 from typing import Any, NamedTuple
 
 from torch import Tensor
-from torch.nn import Module, RReLU
+from torch.nn import Module
 
 from .._folding import fold_names
 from .._warnings import warn
@@ -151,15 +151,9 @@ def _by_class(kinds: Mapping[Module, str], blocks: Set[Module] = frozenset()) ->
 
 
 def find_kept(root: Module, keep: str | Module | type[Module] | Iterable[Any]) -> tuple[tuple[str, Module], ...]:
-    """Return the modules that `keep` means, with names, in registration order; a ``Sequential`` is itself here.
-
-    Those of `torch.nn.RReLU` are kept in any case: autograd saves their noise before it is drawn.
-    """
+    """Return the modules that `keep` means, with names, in registration order; a ``Sequential`` is itself here."""
     names = Names(root)
-    found: dict[Module, str] = {module: "" for module in names.first if isinstance(module, RReLU)}
-    found |= dict(
-        meant for entry, _ in _entries(names, keep, "keep") for meant in _meaning(names, entry, False, "keep")
-    )
+    found = dict(meant for entry, _ in _entries(names, keep, "keep") for meant in _meaning(names, entry, False, "keep"))
     return tuple(each[:2] for each in _in_order(names, found))
 
 

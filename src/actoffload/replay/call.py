@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from torch import Tensor
-from torch.nn import Module
+from torch.nn import Module, Parameter
 
 from .._torch.autograd import NO_BACKWARD, after_backward, backward_id, keeps_graph
 from .._torch.compiling import opaque
@@ -129,7 +129,7 @@ class Call:
         self._backward = NO_BACKWARD
         self.tracer = found if isinstance(found, Tracer) else None
         self._proves = proves or self.tracer is not None
-        self._inputs: Sequence[Tensor] = inputs if self._proves else ()
+        self._inputs = inputs
         if isinstance(found, Program):
             self.program = found
             for value, source in found.sources.items():
@@ -145,58 +145,49 @@ class Call:
         if self.tracer is not None:
             return self._pack_traced(tensor, self.tracer)
         program = self.program
-        entries = program.trace.entries
-        if not self.agrees or number >= len(entries):
+        if not self.agrees or number >= len(program.expected):
             self.agrees = False
             return self._pack(tensor)
-        entry = entries[number]
-        view, value = entry.view, entry.value
-        saved: Any
-        if view is None:
-            slots.append(None)
-            saved = self._pack(tensor)
-            self._end_part(number)
-            return saved
-        # [guard: saved tensors of another size]
-        if tensor.dtype is not view.dtype or tensor.size() != view.size or tensor.stride() != view.stride:
-            self.agrees = False
-            return self._pack(tensor)
+        expected = program.expected[number]
         slot: Slot | None = None
-        if value in program.dropped:
-            # [guard: saved tensors that lie elsewhere on their storage]
-            if tensor.storage_offset() * tensor.itemsize != view.offset:
+        if expected is None:
+            saved: Any = self._pack(tensor)
+        else:
+            dtype, size, stride, offset, value, is_dropped, is_shared, source = expected
+            # [guard: saved tensors of another size]
+            if tensor.dtype is not dtype or tensor.size() != size or tensor.stride() != stride:
                 self.agrees = False
                 return self._pack(tensor)
-            if program.pending[value] > 1:
-                place = address(tensor.untyped_storage())
-                if self._first.setdefault(value, place) != place:  # [guard: saved tensors that share a storage no more]
+            if is_dropped:
+                if tensor.storage_offset() != offset:  # [guard: saved tensors that lie elsewhere on their storage]
                     self.agrees = False
                     return self._pack(tensor)
-            saved = slot = Slot(self, number, tensor)
-        else:
-            saved = self._pack(tensor)
-            source = program.kept_at.get(value) == number
-            if source:
-                self._held[value] = saved
-            if self._proves or (source and entry.by_function):
-                slot = Slot(self, number, tensor)
-                slot.saved = saved
-                if not self._proves:
-                    slot.tensor = None
-                if source and entry.by_function:
-                    saved = slot
+                if is_shared:
+                    place = address(tensor.untyped_storage())
+                    if self._first.setdefault(value, place) != place:  # [guard: tensors that share a storage no more]
+                        self.agrees = False
+                        return self._pack(tensor)
+                saved = slot = Slot(self, number, tensor)
+            elif source >= 0 and tensor is self._inputs[source]:
+                saved = self._held[value]
+            else:
+                saved = self._pack(tensor)
+                by_function = False
+                if program.kept_at.get(value) == number:
+                    self._held[value] = saved
+                    by_function = program.trace.entries[number].by_function
+                if self._proves or by_function:
+                    slot = Slot(self, number, tensor)
+                    slot.saved = saved
+                    slot.tensor = slot.tensor if self._proves else None
+                    saved = slot if by_function else saved
         slots.append(slot)
-        self._end_part(number)
+        if number in program.drops_at and not self._proves:
+            self._note_versions()  # [guard: calls that differ, or read again, when a part of them is dropped]
+            self._drop(program.drops_at[number])
         return saved
 
     opaque(pack)
-
-    def _end_part(self, number: int) -> None:
-        """Drop what a module inside has saved, if an entry is its last one."""
-        drops_at = self.program.drops_at
-        if number in drops_at and not self._proves:
-            self._note_versions()  # [guard: calls that differ, or read again, when a part of them is dropped]
-            self._drop(drops_at[number])
 
     def _pack_traced(self, tensor: Tensor, tracer: Tracer) -> Any:
         entry = tracer.save(tensor)
@@ -217,7 +208,11 @@ class Call:
         A traced call finds its program for a policy, in which values of fewer than `min_bytes` stay.
         """
         slots = self._slots
-        written = {k for k, slot in enumerate(slots) if slot is not None and slot.edited}
+        written = {
+            k
+            for k, slot in enumerate(slots)
+            if slot is not None and slot.tensor is not None and version_of(slot.tensor) != slot.version
+        }
         if self.tracer is not None:
             tracer, self.tracer = self.tracer, None
             tracer.end()
@@ -225,7 +220,6 @@ class Call:
             # [guard: values that are written in place after they were saved]
             banned = {trace.entries[k].value for k in written}
             self._adopt(Program(trace, policy, min_bytes, banned))
-            self._note_versions()
             self._run_proof(whole=True)
         elif not self.agrees or written or len(slots) != len(self.program.trace.entries):
             self.agrees = False  # [guard: calls that save less]
@@ -243,9 +237,10 @@ class Call:
         self._slots, self._inputs, self._pack = [], (), _ended  # [guard: cycle of slots and their call]
 
     def _note_versions(self) -> None:
-        for value, source in self.program.sources.items():
-            if type(source) is Weight:
-                self._versions[value] = version_of(self._weight(source))
+        """Note the versions of weights as they are when the first part of what is made from them is dropped."""
+        for value, weight in self.program.weights:
+            if value not in self._versions:
+                self._versions[value] = version_of(self._weight(weight))
 
     def _adopt(self, program: Program) -> None:
         """Follow a program that was found when the call had saved its tensors: hold sources, and keep what stays."""
@@ -293,17 +288,22 @@ class Call:
         """Empty the slots of some entries, and leave samples of what was not proven."""
         program, slots = self.program, self._slots
         sampled: Collection[int] = program.dropped if self._compares_all else program.ends
+        samples: dict[int, Tensor] = {}
         for number in numbers:
             slot = slots[number]
             if slot is None or slot.tensor is None:
                 continue
             value = program.trace.entries[number].value
-            if value in sampled and value not in self._samples and value in program.dropped:
-                known = program.trace.values[value]
-                sample = Sample.take(value, known, slot.tensor, whole=self._compares_all)
-                if sample is not None:
-                    self._samples[value] = sample
+            if value in sampled and value not in self._samples:
+                samples[value] = slot.tensor
             slot.tensor = None
+        if samples:
+            with below_everything():
+                for value, tensor in samples.items():
+                    known = program.trace.values[value]
+                    sample = Sample.take(value, known, tensor, whole=self._compares_all)
+                    if sample is not None:
+                        self._samples[value] = sample
 
     def give_up(self) -> None:
         """Give what is not dropped to the engine: the call differs from the one that was traced, or has failed."""
@@ -360,9 +360,7 @@ class Call:
                 if not self._pending[value]:
                     self._count_read(value)
             read = program.reads[slot.number]
-            if not read.same:
-                with below_everything():
-                    tensor = on_value(tensor, read)
+            tensor = on_value(tensor, read)
             if entry.by_function and value in values:
                 tensor = copy_of(tensor)  # [guard: functions that write to values]
             if self._backward == NO_BACKWARD:
@@ -414,45 +412,33 @@ class Call:
 
     def _make(self, target: int, segment: int, *, counts: bool) -> None:
         """Run the operators that make a value, and free what is not needed soon; see [Note: what is held]."""
-        program, values = self.program, self._values
-        numbers = program.to_run(target, values)
-        uses: dict[int, int] = {target: 1}
-        for number in numbers:
-            for value in program.steps[number].reads:
-                uses[value] = uses.get(value, 0) + 1
-        fetched: dict[int, Tensor] = {}
-
-        def source(value: int) -> Tensor:
-            tensor = fetched.get(value)
-            if tensor is None:
-                tensor = fetched[value] = self._source(value)
-            return tensor
-
+        program, values, held, samples = self.program, self._values, self.program.held, self._samples
+        fetched: list[int] = []
         try:
             with below_everything():
-                for number in numbers:
-                    step = program.steps[number]
-                    program.run(step, values, source)
+                for step, unneeded in program.to_run(target, values):
+                    for value in step.sources:
+                        if value not in values:
+                            values[value] = self._source(value)
+                            fetched.append(value)
+                    program.run(step, values)
                     for _, value in step.made:
                         tensor = values[value]
                         self._made_versions[value] = version_of(tensor)
-                        if value in self._samples:
-                            self._alarm.compare(self._samples.pop(value), tensor, self._described(value))
-                        if value in program.held and counts and value not in self._made:
+                        if value in samples:
+                            self._alarm.compare(samples.pop(value), tensor, self.name, step.node)
+                        if value in held and counts and value not in self._made:
                             self._made.add(value)
                             for each in program.basis[value]:
                                 self._release(each)
-                        if not uses.get(value):
-                            self._free(value, segment)
-                    for value in step.reads:
-                        uses[value] -= 1
-                        if not uses[value]:
-                            fetched.pop(value, None)
-                            if value in values:
-                                self._free(value, segment)
+                    for value in unneeded:
+                        self._free(value, segment)
         except Exception as error:
             error.add_note(f"This was raised in backward, while values of {self.name} were computed again.")
             raise
+        finally:
+            for value in fetched:
+                values.pop(value, None)
 
     def _free(self, value: int, segment: int) -> None:
         """Free a value that nothing reads now, unless it is worth having it later."""
@@ -477,11 +463,9 @@ class Call:
 
     def _weight(self, source: Weight) -> Tensor:
         whole = registered(self._modules[source.module])[source.table].get(source.name)
+        if type(whole) is Parameter:
+            return whole
         parts = [] if whole is None else plain_parts(whole)
         if source.part >= len(parts):
             raise RuntimeError(GATHERED.format(module=self.name))
         return parts[source.part]
-
-    def _described(self, value: int) -> str:
-        node = self.program.trace.nodes[self.program.trace.values[value].maker]
-        return f"{self.name}{'.' + node.module if node.module else ''}: {node.name.partition('#')[0]}"

@@ -165,9 +165,12 @@ _UNINITIALIZED = ("empty", "new_empty", "resize")
 _NONDETERMINISTIC = (
     "scatter", "index_add", "index_put", "index_copy", "index_reduce", "put", "histc", "bincount", "median", "cumsum",
     "cumprod", "logcumsumexp", "embedding_bag", "_embedding_bag", "ctc_loss", "_ctc_loss", "kthvalue", "unique",
-    "_unique", "nonzero", "masked_scatter",
+    "_unique", "nonzero", "masked_scatter", "mkldnn_rnn_layer",
 )  # fmt: skip
-"""Operators with atomic additions on a GPU or sizes that depend on values (PyTorch's notes on reproducibility)."""
+"""Operators with atomic additions on a GPU or sizes that depend on values (PyTorch's notes on reproducibility).
+
+The workspace of a recurrent layer has parts that nothing writes.
+"""
 
 _COLLECTIVES = (
     "c10d",

@@ -25,7 +25,7 @@ from torch import Tensor
 from .._torch.tensors import negative_view
 from ..engine.layout import View
 from .policy import COSTLY, Policy, rules_of
-from .trace import UNKNOWN, FunctionCall, Node, Place, Trace, Weight
+from .trace import UNKNOWN, Entry, FunctionCall, Node, Place, Trace, Weight
 
 __all__ = ["Program", "Step", "copy_of", "on_value"]
 
@@ -44,6 +44,19 @@ class _Read(NamedTuple):
     same: bool  # as that tensor itself
 
 
+class Expected(NamedTuple):
+    """What the pack hook compares a saved tensor with, and what it does with it."""
+
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int  # in elements
+    value: int
+    is_dropped: bool
+    is_shared: bool  # among several dropped tensors of the value
+    source: int  # the argument of the call that this is, by its place among the tensors; -1 if it is none
+
+
 class Step(NamedTuple):
     """One operator of a program."""
 
@@ -55,6 +68,7 @@ class Step(NamedTuple):
     single: int  # the value that the operator returns as a tensor; -1 if it returns several
     made: tuple[tuple[int, int], ...]
     reads: tuple[int, ...]  # values, each once
+    sources: tuple[int, ...]  # those of them that the program does not make
     scratch: tuple[int, ...]  # places of running statistics, of which it gets copies
 
 
@@ -133,12 +147,15 @@ class Program:
     basis: dict[int, tuple[int, ...]] = field(default_factory=dict)  # see [Note: counts]
     counts: dict[int, int] = field(default_factory=dict)
     pending: dict[int, int] = field(default_factory=dict)  # by dropped value: its entries
+    expected: list[Expected | None] = field(default_factory=list)  # by entry; None for weights and what is unknown
+    weights: tuple[tuple[int, Weight], ...] = ()  # among the sources
     # By segment and value, where several tensors of the segment need a cheap value: how many dropped values do.
     near: dict[tuple[int, int], int] = field(default_factory=dict)
     near_of: dict[int, tuple[tuple[int, int], ...]] = field(default_factory=dict)  # by dropped value: keys of `near`
     drops_at: dict[int, tuple[int, ...]] = field(default_factory=dict)  # by entry: those dropped behind it
     ends: tuple[int, ...] = ()  # dropped values of which samples are compared
     dropped_bytes: int = 0
+    _runs: dict[tuple[int, ...], list[tuple[Step, tuple[int, ...]]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         trace = self.trace
@@ -155,6 +172,8 @@ class Program:
         used = {value for step in self.steps.values() for value in step.reads}
         self.sources = {value: source for value, source in self.sources.items() if value in used}
         self.kept_at = {value: entry for value, entry in self.kept_at.items() if value in self.sources}
+        self.weights = tuple((value, source) for value, source in self.sources.items() if type(source) is Weight)
+        self.expected = list(map(self._expect, trace.entries))
         self._count()
         self._plan_drops()
         self.dropped_bytes = sum(trace.values[value].nbytes for value in self.dropped)
@@ -237,7 +256,28 @@ class Program:
         function = isinstance(node.operator, FunctionCall)
         single = made[0][1] if not function and len(node.made) == 1 and _returns_one(node.operator) and made else -1
         scratch = () if function else tuple(k for k in rules_of(node.operator).scratch if k < len(args))
-        return Step(node, node.operator, args, kwargs, places, single, made, tuple(dict.fromkeys(node.reads)), scratch)
+        # Without the Python frame of `torch.ops`.
+        call = getattr(node.operator, "_op", node.operator)
+        reads = tuple(dict.fromkeys(node.reads))
+        sources = tuple(value for value in reads if value in self.sources)
+        return Step(node, call, args, kwargs, places, single, made, reads, sources, scratch)
+
+    def _expect(self, entry: Entry) -> Expected | None:
+        view, value = entry.view, entry.value
+        if view is None:
+            return None
+        source = self.sources.get(value)
+        same = type(source) is int and view == self.trace.values[value].view and not entry.by_function
+        return Expected(
+            view.dtype,
+            view.size,
+            view.stride,
+            view.offset // view.dtype.itemsize,
+            value,
+            value in self.dropped,
+            self.pending.get(value, 0) > 1,
+            source if same else -1,  # type: ignore[arg-type]
+        )
 
     # What is held, and until when
 
@@ -328,20 +368,17 @@ class Program:
 
     # Running
 
-    def run(self, step: Step, values: dict[int, Tensor], source: Callable[[int], Tensor]) -> None:
-        """Run one operator on values, of which those that are sources come from a function, and add what it makes."""
+    def run(self, step: Step, values: dict[int, Tensor]) -> None:
+        """Run one operator on values, and add what it makes."""
         args, kwargs = step.args, step.kwargs
         if step.places:
             args = args.copy()
             kwargs = kwargs.copy() if kwargs else kwargs
             for at, read in step.places:
                 if type(read) is _Read:
-                    tensor = values.get(read.value)
-                    if tensor is None:
-                        tensor = source(read.value)
-                    given: Any = tensor if read.same else on_value(tensor, read)
+                    given: Any = values[read.value] if read.same else on_value(values[read.value], read)
                 else:
-                    given = _filled(read, values, source)
+                    given = _filled(read, values)
                 if type(at) is int:
                     args[at] = given
                 else:
@@ -359,8 +396,27 @@ class Program:
             for place, value in step.made:
                 values[value] = outputs[place]
 
-    def to_run(self, target: int, present: Collection[int]) -> list[int]:
-        """Return the operators that make a value from the sources and from the values that are present, in order."""
+    def to_run(self, target: int, present: Collection[int]) -> list[tuple[Step, tuple[int, ...]]]:
+        """Return the operators that make a value from the sources and from the values that are present, in order.
+
+        With each are the values that no later one needs.  Backwards of a program ask for the same each time.
+        """
+        key = target, *present
+        found = self._runs.get(key)
+        if found is None:
+            if len(self._runs) > RUNS:
+                self._runs.clear()
+            found = self._runs[key] = []
+            seen = {target}
+            for number in reversed(self._find_run(target, present)):
+                step = self.steps[number]
+                mentioned = dict.fromkeys([*(value for _, value in step.made), *step.reads])
+                found.append((step, tuple(value for value in mentioned if value not in seen)))
+                seen.update(mentioned)
+            found.reverse()
+        return found
+
+    def _find_run(self, target: int, present: Collection[int]) -> list[int]:
         found: set[int] = set()
         waiting = [target]
         makers, steps, sources = self.trace.values, self.steps, self.sources
@@ -375,6 +431,8 @@ class Program:
         return sorted(found)
 
 
+RUNS = 1024
+"""Requests of backwards that a program remembers."""
 SAMPLED = 4
 """Values of a call of which samples are compared, at most; all others are read to make these."""
 PARTS = 8
@@ -401,15 +459,10 @@ def _has_read(given: Any) -> bool:
     return isinstance(given, list) and any(isinstance(each, _Read) or _has_read(each) for each in given)
 
 
-def _filled(given: list[Any], values: dict[int, Tensor], source: Callable[[int], Tensor]) -> list[Any]:
-    found: list[Any] = []
-    for each in given:
-        if isinstance(each, _Read):
-            tensor = values.get(each.value)
-            found.append(on_value(source(each.value) if tensor is None else tensor, each))
-        else:
-            found.append(_filled(each, values, source) if isinstance(each, list) else each)
-    return found
+def _filled(given: Any, values: dict[int, Tensor]) -> Any:
+    if isinstance(given, _Read):
+        return on_value(values[given.value], given)
+    return [_filled(each, values) for each in given] if isinstance(given, list) else given
 
 
 def _returns_one(operator: Any) -> bool:

@@ -13,8 +13,9 @@ bits of every value.  The device compares the samples when the values are made a
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Protocol
 
 import torch
@@ -23,8 +24,9 @@ from torch import Tensor
 from .._torch.autograd import NO_BACKWARD, after_backward, backward_id
 from .._torch.tensors import below_autograd, no_autocast, no_torch_dispatch
 from ..device.base import Backend, StreamEvent, current_stream
+from ..engine.layout import View
 from .program import Program, Step, copy_of, on_value
-from .trace import FunctionCall, Value, default_generators
+from .trace import FunctionCall, Node, Value, default_generators
 
 __all__ = ["Alarm", "Sample", "Times", "below_everything", "measure", "prove", "rise", "same_bits"]
 
@@ -185,16 +187,17 @@ def _run_all(
     missing: set[int] = set()
     for number in sorted(program.steps):
         step = program.steps[number]
+        values.update({value: source(value) for value in step.sources if value not in values})
         if missing.intersection(step.reads):
             ran = False
         elif pure or not isinstance(step.call, FunctionCall):
             begun = None if backend is None else backend.record_timed(current_stream(backend))
-            program.run(step, values, source)
+            program.run(step, values)
             if times is not None and backend is not None:
                 times[number] = begun, backend.record_timed(current_stream(backend))
             ran = True
         else:
-            ran = _run_on_copies(program, step, values, source)
+            ran = _run_on_copies(program, step, values)
         for value in step.reads:
             uses[value] -= 1
             if not uses[value]:
@@ -207,14 +210,14 @@ def _run_all(
                 values[value] = found
 
 
-def _run_on_copies(program: Program, step: Step, values: dict[int, Tensor], source: Callable[[int], Tensor]) -> bool:
+def _run_on_copies(program: Program, step: Step, values: dict[int, Tensor]) -> bool:
     """Run a step that may write to what it is given or draw random numbers; return whether it did neither."""
-    given = {value: values[value] if value in values else source(value) for value in step.reads}
+    given = {value: values[value] for value in step.reads}
     copies = {value: copy_of(tensor) for value, tensor in given.items()}
     generators = default_generators()
     states = [generator.get_state() for generator in generators]
     try:
-        program.run(step, copies, source)
+        program.run(step, copies)
     except Exception:  # its forward needs more than an empty context has
         return False
     finally:
@@ -240,10 +243,10 @@ class _Where:
     bits: torch.dtype
 
 
-def _where(value: Value, *, whole: bool) -> _Where | None:
+@lru_cache(maxsize=1024)  # of views that come again in each pass
+def _where(view: View, *, whole: bool) -> _Where | None:
     """Return which elements of a value are compared; None for one with gaps, whose bits mean nothing there."""
-    view = value.view
-    if view is None or view.conj or view.neg or view.dtype.itemsize not in _INTEGERS or view.overlaps:
+    if view.conj or view.neg or view.dtype.itemsize not in _INTEGERS or view.overlaps:
         return None
     start, end = view.extent
     if view.covered != end - start:
@@ -268,12 +271,13 @@ class Sample:
 
     @staticmethod
     def take(number: int, value: Value, saved: Tensor, *, whole: bool) -> Sample | None:
-        """Return a sample of a value, given a saved tensor that lies on it; see [Note: samples]."""
-        where = _where(value, whole=whole)
-        if where is None or value.view is None or saved.dtype is not value.view.dtype:
-            return None
-        with below_everything():
-            return Sample(number, where, whole, _sampled(saved, where, whole=whole).clone())
+        """Return a sample of a value, given a saved tensor that lies on it; see [Note: samples].
+
+        It is called below everything, as `Alarm.compare` is.
+        """
+        view = value.view
+        where = None if view is None or saved.dtype is not view.dtype else _where(view, whole=whole)
+        return None if where is None else Sample(number, where, whole, _sampled(saved, where, whole=whole).clone())
 
 
 def _sampled(tensor: Tensor, where: _Where, *, whole: bool) -> Tensor:
@@ -293,26 +297,28 @@ class Alarm:
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self._flags: Tensor | None = None
-        self._names: list[str] = [""] * ROWS
+        self._rows: Sequence[Tensor] = ()  # of the flags
+        self._made_by: list[tuple[str, Node] | None] = [None] * ROWS
         self._next = self._since = 0
         self._backward = NO_BACKWARD  # the latest one in which something was compared
-        self._reading: tuple[Tensor, StreamEvent, Tensor, list[str]] | None = None
+        self._reading: tuple[Tensor, StreamEvent, Tensor, list[tuple[str, Node] | None]] | None = None
         self.samples = 0  # that were compared
 
-    def compare(self, sample: Sample, tensor: Tensor, name: str) -> None:
-        """Compare a value that was made again with its sample."""
+    def compare(self, sample: Sample, tensor: Tensor, name: str, node: Node) -> None:
+        """Compare a value that an operator of the module with a name has made again with its sample."""
         self.samples += 1
         if backward_id() not in (NO_BACKWARD, self._backward):
             self._backward = backward_id()
             after_backward(self._read)
         if self._flags is None or self._flags.device != tensor.device:
             self._flags = torch.zeros(ROWS, ELEMENTS, dtype=torch.bool, device=tensor.device)
+            self._rows = self._flags.unbind()
         row, self._next = self._next, (self._next + 1) % ROWS
         self._since = min(self._since + 1, ROWS)
-        self._names[row] = name
-        with below_everything():
-            found = _sampled(tensor, sample.where, whole=sample.whole)
-            torch.ne(found, sample.bits, out=self._flags[row, : sample.bits.numel()])
+        self._made_by[row] = name, node
+        found = _sampled(tensor, sample.where, whole=sample.whole)
+        count = found.numel()
+        torch.ne(found, sample.bits, out=self._rows[row] if count == ELEMENTS else self._rows[row][:count])
 
     def look(self) -> None:
         """Raise an error if a comparison has failed whose result is there.
@@ -328,12 +334,15 @@ class Alarm:
         reading = self._reading
         if reading is not None and self._backend.passed(reading[1]):
             self._reading = None
-            host, _, flags, names = reading
+            host, _, flags, made_by = reading
             with below_everything():
                 differ = bool(host)
             if differ:  # [guard: samples that differ]
                 rows = flags.any(dim=1).nonzero().flatten().tolist()
-                where = names[rows[0]]
+                made = made_by[rows[0]]
+                assert made is not None
+                name, node = made
+                where = f"{name}{'.' + node.module if node.module else ''}: {node.name.partition('#')[0]}"
                 raise RuntimeError(
                     f"Values that were computed again in the last backward differ from those of the forward, first in "
                     f"{where}: it depends on something that has changed since the first call, such as a global or a "
@@ -356,5 +365,5 @@ class Alarm:
                     host = torch.empty((), dtype=torch.bool, pin_memory=True)
                     host.copy_(result, non_blocking=True)
             event = self._backend.record(current_stream(self._backend))
-            self._reading = host, event, flags, list(self._names)
+            self._reading = host, event, flags, self._made_by.copy()
             self._since = 0

@@ -279,9 +279,22 @@ class Tracer(_Base):  # type: ignore[misc]
         if found is not None:
             return found
         weight = self._weight_at(address(memory))
-        if weight is None:
+        if weight is not None:
+            return self._add(memory, Value(memory.nbytes(), source=weight[0], view=weight[1]))
+        cast = _cast_weight(tensor)
+        if cast is None or self._weight_at(address(cast.untyped_storage())) is None:
             return self._add(memory, Value(memory.nbytes()))
-        return self._add(memory, Value(memory.nbytes(), source=weight[0], view=weight[1]))
+        # Autocast made it in an earlier call, and has it in its cache.
+        read = self._value_of(cast)
+        number = self._counts.get(_COPY, 0)
+        self._counts[_COPY] = number + 1
+        places = (Place(read, View.of(cast)),)
+        value = self._add(memory, Value(memory.nbytes(), len(self.nodes), view=View.of(tensor)))
+        made, name = [(0, value)], f"{_COPY}#{number}"
+        self.nodes.append(
+            Node(_COPY, name, places, {"dtype": tensor.dtype}, made, (read,), self._module(), self.segment)
+        )
+        return value
 
     def _weight_at(self, key: int) -> tuple[Weight, View] | None:
         # FSDP2 replaces parameters while modules run, so they are looked up when they are met.
@@ -521,6 +534,15 @@ def _traced_apply(function: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _has_memory(tensor: Any) -> bool:
     return tensor.layout is STRIDED and not (tensor.is_nested or tensor.is_quantized or tensor.is_meta)
+
+
+def _cast_weight(tensor: Tensor) -> Tensor | None:
+    """Return the parameter that autocast has cast to a tensor, or None."""
+    node = tensor.grad_fn
+    if type(node).__name__ != "ToCopyBackward0" or base_of(tensor) is not None:
+        return None
+    weight = getattr(node.next_functions[0][0], "variable", None)  # type: ignore[union-attr]
+    return weight if type(weight) is Parameter and _has_memory(weight) else None
 
 
 def _is_weight(tensor: Tensor) -> bool:

@@ -1,0 +1,166 @@
+"""Operators that write to a tensor after autograd has saved it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import forward, make, make_manual, nothing_held
+from torch import Tensor, nn
+from torch.nn import functional as F
+from whole_model import equal, offload
+
+ROWS, WIDTH = 8, 32
+aten = torch.ops.aten
+
+
+def noise(x):
+    return torch.full_like(x, 0.5)
+
+
+def statistics():
+    return torch.zeros(WIDTH), torch.ones(WIDTH)
+
+
+class Rnn(nn.Module):
+    """A recurrent layer with dropout between its two levels."""
+
+    def __init__(self, kind: type[nn.Module]) -> None:
+        super().__init__()
+        self.inner = kind(WIDTH, WIDTH, num_layers=2, dropout=0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)[0]
+
+
+OPERATORS = {
+    "rrelu": lambda x: F.rrelu(x, training=True),
+    "rrelu of a module": nn.RReLU(),
+    "rrelu in place": lambda x: F.rrelu_(x * 1.0, training=True),
+    "rrelu with noise": lambda x: aten.rrelu_with_noise(x, noise(x), 0.1, 0.4, True),
+    "rrelu with noise twice": lambda x: F.rrelu(F.rrelu(x, training=True).sin(), training=True),
+    "native_dropout": lambda x: aten.native_dropout(x, 0.5, True)[0],
+    "alpha_dropout": lambda x: F.alpha_dropout(x, training=True),
+    "fractional_max_pool2d": lambda x: F.fractional_max_pool2d(x.view(1, 1, ROWS, WIDTH), 2, 4),
+    "fractional_max_pool3d": lambda x: F.fractional_max_pool3d(x.view(1, 1, 4, 8, ROWS), 2, 2),
+    "batch_norm": lambda x: F.batch_norm(x, *statistics(), training=True),
+    "batch_norm in evaluation": lambda x: F.batch_norm(x, *statistics()),
+    "native_batch_norm": lambda x: aten.native_batch_norm(x, None, None, *statistics(), True, 0.1, 1e-5)[0],
+    "batch_norm_with_update": lambda x: aten._batch_norm_with_update(x, x[0].exp(), x[1], *statistics(), 0.1, 1e-5)[0],
+    "instance_norm": lambda x: F.instance_norm(x.view(1, WIDTH, ROWS), *statistics()),
+    "gamma": lambda x: aten._standard_gamma(x.exp()),
+    "normal": lambda x: torch.normal(x, 1.0) + x,
+    "attention": lambda x: F.scaled_dot_product_attention(x[None], x[None], x[None], dropout_p=0.5),
+    "logsigmoid": F.logsigmoid,
+}
+each_operator = pytest.mark.parametrize("name", [*OPERATORS, "lstm", "gru"])
+
+
+class Block(nn.Module):
+    """A linear, an operator, and something behind it that saves."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        rnns = {"lstm": nn.LSTM, "gru": nn.GRU}
+        self.operator = Rnn(rnns[name]) if name in rnns else OPERATORS[name]
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.operator(self.linear(x).sin())
+        return x + y.sum() + F.pad(y.flatten(), (0, ROWS * WIDTH - y.numel())).view(ROWS, WIDTH).cos()
+
+
+class Net(nn.Module):
+    """Blocks of one operator."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList([Block(name) for _ in range(4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def train(model: nn.Module, call=None) -> list[Tensor]:
+    found = []
+    for step in range(4):
+        torch.manual_seed(step)
+        x = torch.randn(ROWS, WIDTH, requires_grad=True)
+        (call or model)(x).square().mean().backward()
+        found += [x.grad, *(weight.grad.clone() for weight in model.parameters())]
+        model.zero_grad()
+    return found
+
+
+@each_operator
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_layers": 2, "recompute": False},
+        {"fraction": 1.0, "recompute": True},
+        {"fraction": 0.0, "recompute": True},
+        {"fraction": 1.0, "recompute": "auto"},
+        {"memory_budget": "1 GiB", "recompute": False},
+        {"memory_budget": "1 KiB"},
+    ],
+    ids=str,
+)
+@pytest.mark.filterwarnings("ignore")
+def test_gradients_of_a_model(name, options):
+    want = train(Net(name))
+    model = Net(name)
+    handle = offload(model, layers="blocks.?", min_bytes=0, **options)
+    equal(train(model), want)
+    nothing_held(handle)
+
+
+@each_operator
+@pytest.mark.usefixtures("offload_small_tensors")
+def test_gradients_in_a_context(name):
+    want = train(Net(name))
+    model = Net(name)
+    context, sync = make(2, 4)
+    equal(train(model, lambda x: forward(model.blocks, x, context, sync)), want)
+
+
+@each_operator
+@pytest.mark.usefixtures("offload_small_tensors")
+def test_gradients_with_manual_synchronization(name):
+    want = train(Net(name))
+    model = Net(name)
+    context, sync, controller = make_manual(4)
+
+    def call(x):
+        for k, block in enumerate(model.blocks):
+            with context:
+                x = block(x)
+            x = sync(x)
+            if k < 3:
+                controller.start_offload_layer(k)
+                controller.release_activation_forward_gpu_memory(k)
+        for k in range(3):
+            controller.start_reload_layer(k)
+        return x
+
+    equal(train(model, call), want)
+
+
+def test_the_noise_is_copied_with_the_next_node():
+    model = Net("rrelu")
+    copied = []
+    handle = offload(model, layers="blocks.?", min_bytes=0, num_layers=2, recompute=False)
+    model.blocks[0].register_forward_hook(lambda *_: copied.append(handle.statistics().bytes_offloaded))
+
+    def operator(x):
+        y = F.rrelu(x, training=True)
+        before = handle.statistics().bytes_offloaded
+        z = y.cos()  # saves its argument
+        copied.append(handle.statistics().bytes_offloaded - before)
+        return z
+
+    model.blocks[0].operator = operator
+    torch.manual_seed(0)
+    model(torch.randn(ROWS, WIDTH)).sum().backward()
+    assert copied[0] == 2 * ROWS * WIDTH * 4
