@@ -49,7 +49,6 @@ extensions = [
 ]
 exclude_patterns = [
     "_*",
-    "tools",
     "figures",
     "recordings",
     "gallery/backreferences",
