@@ -15,8 +15,8 @@ sys.path[:0] = [str(ROOT / folder) for folder in ("docs/_ext", "docs/figures", "
 
 import headline  # noqa: E402 - lies in benchmarks, as the next one
 import report  # noqa: E402
-from gallery_hooks import DeviceMemory  # noqa: E402 - lies in docs/_ext
-from project_links import settings  # noqa: E402 - lies in docs/_ext
+from links import settings  # noqa: E402 - lies in docs/_ext
+from recordings import DeviceMemory  # noqa: E402 - lies in docs/_ext
 
 with (ROOT / "pyproject.toml").open("rb") as file:
     _project = tomllib.load(file)["project"]
@@ -43,7 +43,7 @@ extensions = [
     "sphinxext.opengraph",
     "notfound.extension",
     "recordings",
-    "python_refs",
+    "links",
     "schedule_figures",
     "budget_figures",
 ]
@@ -99,7 +99,7 @@ sphinx_gallery_conf = {
     "gallery_dirs": "gallery",
     "filename_pattern": r"\.py$",  # every example is executed
     "ignore_pattern": r"(^|[\\/])_[^\\/]*\.py$",  # helper modules are not pages
-    "within_subsection_order": "gallery_hooks.TEACHING_ORDER",
+    "within_subsection_order": "recordings.TEACHING_ORDER",
     "show_memory": DeviceMemory(),
     "image_srcset": ["2x"],
     "backreferences_dir": "gallery/backreferences",
