@@ -122,7 +122,7 @@ html_domain_indices = False  # the pages of the API list the modules
 ogp_enable_meta_description = True
 ogp_social_cards = {"enable": False}
 ogp_site_name = "actoffload"
-_ways = {"get_started": "Get started", "guide/index": "Guides", "guide/troubleshooting": "Troubleshooting"}
+_ways = {"get_started": "Get started", "guide/index": "Guides", "guide/troubleshooting": "Troubleshooting", "gallery/index": "Examples"}
 _list = "".join(f'<li><a href="{_links["notfound_urls_prefix"]}{page}.html">{t}</a></li>' for page, t in _ways.items())
 notfound_context = {
     "title": "Page not found",
@@ -153,7 +153,7 @@ html_theme_options = {
     "icon_links": _links["icon_links"],
     "show_prev_next": True,
     "navbar_align": "left",
-    "header_links_before_dropdown": 5,  # Get started, Guides, Examples, Benchmarks, API; the rest below "More"
+    "header_links_before_dropdown": 7,  # the explorer, the changelog and pages for developers are below "More"
     # Gallery pages have the section list on the left; their code and tables need the space on the right.
     "secondary_sidebar_items": {
         **{
