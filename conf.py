@@ -122,7 +122,12 @@ html_domain_indices = False  # the pages of the API list the modules
 ogp_enable_meta_description = True
 ogp_social_cards = {"enable": False}
 ogp_site_name = "actoffload"
-_ways = {"get_started": "Get started", "guide/index": "Guides", "guide/troubleshooting": "Troubleshooting", "gallery/index": "Examples"}
+_ways = {
+    "get_started": "Get started",
+    "guide/index": "Guides",
+    "guide/troubleshooting": "Troubleshooting",
+    "gallery/index": "Examples",
+}
 _list = "".join(f'<li><a href="{_links["notfound_urls_prefix"]}{page}.html">{t}</a></li>' for page, t in _ways.items())
 notfound_context = {
     "title": "Page not found",

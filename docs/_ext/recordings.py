@@ -41,6 +41,7 @@ logger = logging.getLogger(__name__)
 MB = 1e6  # sphinx-gallery prints the number followed by "MB"
 # Headings of the gallery; of each, the examples with the alternatives of their figures.
 GROUPS = tomllib.loads((Path(__file__).parents[2] / "examples/figures.toml").read_text("utf-8"))
+GUIDES = GROUPS.pop("guides")
 FIGURES = {name: texts for group in GROUPS.values() for name, texts in group.items()}
 TEACHING_ORDER = ExplicitOrder([*(f"{name}.py" for name in FIGURES), "*"])
 
@@ -172,7 +173,7 @@ class GalleryRecordings:
             if title:  # a window title of its own: a page of the guide may have the same heading
                 before, after = text[: title.end()], text[title.end() :]
                 text = f".. title:: Example: {title[1]}\n\n{before}\n{page.box()}\n{after}"
-            text = _describe_memory(text, page.measured)
+            text = add_guides(_describe_memory(text, page.measured), docname.rpartition("/")[2])
         if docname == f"{self.gallery}/index":
             text = add_headings(text)
         content[0] = describe_figures(text) if docname.startswith(f"{self.gallery}/") else text
@@ -225,6 +226,13 @@ def add_headings(index: str) -> str:
             close, opened = "    </div>", '    <div class="sphx-glr-thumbnails">'
             cards[k] = f".. raw:: html\n\n{close}\n\n{line}\n\n.. raw:: html\n\n{opened}\n\n{card}"
     return "".join([start, *cards])
+
+
+def add_guides(page: str, example: str) -> str:
+    """Name the guides that a reader of an example goes on with, above its times and downloads."""
+    links = ", ".join(f":doc:`/guide/{guide}`" for guide in GUIDES.get(example, ()))
+    time = ".. rst-class:: sphx-glr-timing"
+    return page.replace(time, f"**Further reading:** {links}\n\n{time}", 1) if links else page
 
 
 def _describe_memory(text: str, measured: bool) -> str:

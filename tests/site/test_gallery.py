@@ -103,6 +103,16 @@ def test_every_figure_of_an_example_has_a_description():
     }
 
 
+def test_every_example_leads_to_guides_that_exist():
+    from recordings import FIGURES, GUIDES, add_guides
+
+    guides = Path(__file__).parents[2] / "docs" / "guide"
+    assert GUIDES.keys() == FIGURES.keys()
+    assert all((guides / f"{name}.md").is_file() for names in GUIDES.values() for name in names)
+    page = add_guides("text\n\n.. rst-class:: sphx-glr-timing\n", "basic")
+    assert page.startswith("text\n\n**Further reading:** :doc:`/guide/default_scheduling`")
+
+
 def test_descriptions_are_the_alternatives_of_figures_and_thumbnails():
     from recordings import FIGURES, describe_figures
 
