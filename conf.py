@@ -15,8 +15,8 @@ sys.path[:0] = [str(ROOT / folder) for folder in ("docs/_ext", "docs/figures", "
 
 import headline  # noqa: E402 - lies in benchmarks, as the next one
 import report  # noqa: E402
-from gallery_hooks import DeviceMemory  # noqa: E402 - lies in docs/_ext
-from project_links import settings  # noqa: E402 - lies in docs/_ext
+from links import settings  # noqa: E402 - lies in docs/_ext
+from recordings import DeviceMemory  # noqa: E402 - lies in docs/_ext
 
 with (ROOT / "pyproject.toml").open("rb") as file:
     _project = tomllib.load(file)["project"]
@@ -43,13 +43,12 @@ extensions = [
     "sphinxext.opengraph",
     "notfound.extension",
     "recordings",
-    "python_refs",
+    "links",
     "schedule_figures",
     "budget_figures",
 ]
 exclude_patterns = [
     "_*",
-    "tools",
     "figures",
     "recordings",
     "gallery/backreferences",
@@ -100,7 +99,7 @@ sphinx_gallery_conf = {
     "gallery_dirs": "gallery",
     "filename_pattern": r"\.py$",  # every example is executed
     "ignore_pattern": r"(^|[\\/])_[^\\/]*\.py$",  # helper modules are not pages
-    "within_subsection_order": "gallery_hooks.TEACHING_ORDER",
+    "within_subsection_order": "recordings.TEACHING_ORDER",
     "show_memory": DeviceMemory(),
     "image_srcset": ["2x"],
     "backreferences_dir": "gallery/backreferences",
@@ -123,7 +122,12 @@ html_domain_indices = False  # the pages of the API list the modules
 ogp_enable_meta_description = True
 ogp_social_cards = {"enable": False}
 ogp_site_name = "actoffload"
-_ways = {"get_started": "Get started", "guide/index": "Guides", "guide/troubleshooting": "Troubleshooting"}
+_ways = {
+    "get_started": "Get started",
+    "guide/index": "Guides",
+    "guide/troubleshooting": "Troubleshooting",
+    "gallery/index": "Examples",
+}
 _list = "".join(f'<li><a href="{_links["notfound_urls_prefix"]}{page}.html">{t}</a></li>' for page, t in _ways.items())
 notfound_context = {
     "title": "Page not found",
@@ -154,7 +158,7 @@ html_theme_options = {
     "icon_links": _links["icon_links"],
     "show_prev_next": True,
     "navbar_align": "left",
-    "header_links_before_dropdown": 5,  # Get started, Guides, Examples, Benchmarks, API; the rest below "More"
+    "header_links_before_dropdown": 7,  # the explorer, the changelog and pages for developers are below "More"
     # Gallery pages have the section list on the left; their code and tables need the space on the right.
     "secondary_sidebar_items": {
         **{

@@ -1,7 +1,7 @@
 """Sessions: ``docs``, ``tests``, ``lint``, ``mutation``. Plain ``nox`` runs lint, tests and docs.
 
 All sessions share one environment, ``.nox/dev``: torch is large, and one installation of it serves them all.
-It is made again when ``pyproject.toml`` or ``constraints.txt`` changes, and reused otherwise.
+It is made again when ``pyproject.toml`` or ``requirements/constraints.txt`` changes, and reused otherwise.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ nox.options.error_on_external_run = True
 def _python(session: nox.Session) -> str:
     """Return the shared environment's interpreter; make the environment first where it is missing or old."""
     stamp = DEV / "installed"
-    inputs = [ROOT / "pyproject.toml", ROOT / "constraints.txt"]
+    inputs = [ROOT / "pyproject.toml", ROOT / "requirements" / "constraints.txt"]
     wanted = hashlib.sha256(sys.version.encode() + b"".join(p.read_bytes() for p in inputs)).hexdigest()
     python = DEV / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
     if not stamp.is_file() or stamp.read_text() != wanted:
@@ -37,7 +37,7 @@ def _python(session: nox.Session) -> str:
         extras = ".[tests,docs,lint]"
         # Files are compiled when they are imported, which few of the installed ones ever are.
         install = ["-m", "pip", "install", "--disable-pip-version-check", "--no-compile"]
-        install += ["--constraint", "constraints.txt"]
+        install += ["--constraint", "requirements/constraints.txt"]
         session.run(str(python), *install, "--editable", extras, external=True)
         stamp.write_text(wanted)
     return str(python)
@@ -108,8 +108,8 @@ def docs(session: nox.Session) -> None:
     if not tested:
         _run(session, *sphinx, "-b", "doctest", "docs", str(BUILD / "doctest"), env=env)
     _run(session, "-m", "codespell_lib")  # its configuration is in pyproject.toml
-    _run(session, "docs/tools/check_site.py", str(HTML), "--external", str(BUILD / "external-links.txt"))
-    _run(session, "docs/tools/record_gallery.py", "check")
+    _run(session, "tools/check_site.py", str(HTML), "--external", str(BUILD / "external-links.txt"))
+    _run(session, "tools/record_gallery.py", "check")
     _run(session, "benchmarks/report.py", "--check")
     browser = ["tests/site/test_built_site.py", "tests/site/test_explorer.py"]
     _run(session, "-m", "pytest", "-q", "-n", "2", *browser, env={"ACTOFFLOAD_SITE": str(HTML)})

@@ -9,7 +9,7 @@ folder holds at most ten files:
 
 run.log                      all output of all steps, and beside.log that of those beside them
 tests.xml                    the results of the tests, as JUnit XML
-gallery-recording.tar.gz     for ``python docs/tools/record_gallery.py unpack``
+gallery-recording.tar.gz     for ``python tools/record_gallery.py unpack``
 gpu-tests.json and a file for each benchmark, such as trainer.json      for benchmarks/results
 
 ``--only tests,gallery,benchmarks`` chooses steps, which run in that order; ``benchmarks`` stands for overhead, linear
@@ -26,7 +26,6 @@ the other GPU.  It is for steps whose times are not shown, such as ``tests``: tw
 copies of both at once are slower.
 """
 
-# ruff: noqa: T201 - a script that prints
 from __future__ import annotations
 
 import argparse
@@ -93,7 +92,7 @@ def steps(out: Path, *, rehearse: bool, select: str) -> dict[str, Step]:
     benchmark, target = "benchmarks/run.py", ("--out", str(out))
     every = [
         Step("tests", tuple(pytest), 420),
-        Step("gallery", ("docs/tools/record_gallery.py", "record", *target), 480),
+        Step("gallery", ("tools/record_gallery.py", "record", *target), 480),
         Step("overhead", (benchmark, "overhead", *target, *small), 60),
         Step("linear", (benchmark, "linear", *target, *small), 70),
         Step("gpt", (benchmark, "gpt", *target, *small), 300),

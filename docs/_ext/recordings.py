@@ -1,4 +1,4 @@
-"""Sphinx extension: show recorded GPU runs of the gallery on a site that is built without a GPU.
+"""Sphinx extension: the pages of the gallery, with recorded GPU runs on a site that is built without a GPU.
 
 sphinx-gallery executes an example only if its text differs from the ``.md5`` of an earlier execution in the gallery
 folder. Before that, this extension copies the files of the recorded run into the folder (:mod:`recording_data`). An
@@ -10,30 +10,42 @@ elsewhere; ``"live"``, which executes everything; or ``"recorded"``, which resto
 
 from __future__ import annotations
 
+import gc
 import re
-from contextlib import suppress
+import tomllib
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from filecmp import cmp
 from importlib import metadata
 from pathlib import Path
 from shutil import copyfile
+from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import recording_data as data
-from gallery_hooks import describe_figures
+import torch
 from sphinx.application import Sphinx
 from sphinx.config import ENUM
 from sphinx.environment import BuildEnvironment
 from sphinx.util import logging
+from sphinx_gallery.sorting import ExplicitOrder
 from sphinx_gallery.utils import zip_files
 
 from actoffload.measure import describe_device, measure_link
+from actoffload.report.plots import ByteUnit
 
 logger = logging.getLogger(__name__)
-TOOLCHAIN = ("sphinx", "sphinx-gallery", "matplotlib", "numpy")
-DIGITS = 12  # shown digits of a digest
-NOT_MEASURED = "not measured (reference device)"
+MB = 1e6  # sphinx-gallery prints the number followed by "MB"
+# Headings of the gallery; of each, the examples with the alternatives of their figures.
+GROUPS = tomllib.loads((Path(__file__).parents[2] / "examples/figures.toml").read_text("utf-8"))
+GUIDES = GROUPS.pop("guides")
+FIGURES = {name: texts for group in GROUPS.values() for name, texts in group.items()}
+TEACHING_ORDER = ExplicitOrder([*(f"{name}.py" for name in FIGURES), "*"])
+
+# Pages and their runs
 
 
 @dataclass(frozen=True)
@@ -46,14 +58,14 @@ class Page:
     restored: bool = False
 
     @property
-    def stale(self) -> bool:
-        """Whether the run used other library sources than the current ones."""
-        return self.run is not None and self.run.source_digest != self.source_digest
-
-    @property
     def measured(self) -> bool:
         """Whether the run was one on an accelerator."""
         return self.run is not None and not self.run.reference
+
+    @property
+    def stale(self) -> bool:
+        """Whether the run used other library sources than the current ones."""
+        return self.run is not None and self.run.source_digest != self.source_digest
 
     def words(self) -> list[str]:
         """Return the title and the sentences that say what the page shows."""
@@ -62,11 +74,10 @@ class Page:
             return ["Not executed", f"This page shows the example's text only. {self.reason}"]
         if run.reference:
             text = "Without a GPU, this example ran on the CPU: bytes and times on this page are no GPU figures."
-            return ["Ran on the reference device", f"{text} {self.reason}", _facts(run)]
-        words = [f"{'Recorded' if self.restored else 'Executed in this build'} on {run.device}", _facts(run)]
+            return ["Ran on the reference device", f"{text} {self.reason}", facts(run)]
+        words = [f"{'Recorded' if self.restored else 'Executed in this build'} on {run.device}", facts(run)]
         if self.stale:
-            text = f"Recorded from other library sources than the present ones (``{self.source_digest[:DIGITS]}``):"
-            words.append(f"{text} output and figures may differ from what this version gives.")
+            words.append("Recorded from other library sources than the present ones: figures may differ.")
         return words
 
     def box(self) -> str:
@@ -76,15 +87,15 @@ class Page:
         return "\n\n   ".join([f".. admonition:: {title}\n   :class: {classes}", *lines])
 
 
-def _facts(run: data.Provenance) -> str:
-    facts = [f"driver {run.driver}"] if run.driver else []
-    facts += [f"torch {run.torch}", f"Python {run.python}"]
+def facts(run: data.Provenance) -> str:
+    """Return versions, link and date of a run in one line."""
+    found = [f"driver {run.driver}"] if run.driver else []
+    found += [f"torch {run.torch}", f"Python {run.python}"]
     if run.link:
-        facts.append(f"D2H {run.link['d2h'] / 1e9:.1f} GB/s, H2D {run.link['h2d'] / 1e9:.1f} GB/s")
+        found.append(f"D2H {run.link['d2h'] / 1e9:.1f} GB/s, H2D {run.link['h2d'] / 1e9:.1f} GB/s")
     if run.beside:
-        facts.append(f"another GPU of the host ran {run.beside}")
-    facts.append(f"{run.date[:10]} {run.date[11:16]} UTC")
-    return f"{' · '.join(facts)} · library sources ``{run.source_digest[:DIGITS]}``"
+        found.append("another GPU of the host was busy")
+    return " · ".join([*found, run.date[:10]])
 
 
 class GalleryRecordings:
@@ -154,7 +165,7 @@ class GalleryRecordings:
         return [docname for docname, box in boxes.items() if earlier.get(docname) != box]
 
     def edit(self, app: Sphinx, docname: str, content: list[str]) -> None:
-        """Edit the text that sphinx-gallery wrote: boxes, words for the memory, and alternatives of images."""
+        """Edit the text that sphinx-gallery wrote: boxes, words for the memory, headings, alternatives of images."""
         text = content[0]
         if docname in self.pages:
             page = self.pages[docname]
@@ -162,18 +173,18 @@ class GalleryRecordings:
             if title:  # a window title of its own: a page of the guide may have the same heading
                 before, after = text[: title.end()], text[title.end() :]
                 text = f".. title:: Example: {title[1]}\n\n{before}\n{page.box()}\n{after}"
-            peak = r"\1" if page.measured else NOT_MEASURED
-            text = re.sub(
-                r"\*\*Estimated memory usage:\*\* +(.*)", rf"**Peak device memory of this process:** {peak}", text
-            )
+            text = add_guides(_describe_memory(text, page.measured), docname.rpartition("/")[2])
+        if docname == f"{self.gallery}/index":
+            text = add_headings(text)
         content[0] = describe_figures(text) if docname.startswith(f"{self.gallery}/") else text
 
 
 def _run_here(source_digest: str) -> data.Provenance:
     """Return the provenance of runs in this process, but for the example, its digest, the link and the time."""
-    device, versions = describe_device(), {package: metadata.version(package) for package in TOOLCHAIN}
-    facts = (device.name, device.reference, device.driver, device.torch, device.python)
-    return data.Provenance("", "", source_digest, *facts, toolchain=versions, command="sphinx-build")
+    device = describe_device()
+    versions = {package: metadata.version(package) for package in ("sphinx", "sphinx-gallery", "matplotlib", "numpy")}
+    found = (device.name, device.reference, device.driver, device.torch, device.python)
+    return data.Provenance("", "", source_digest, *found, toolchain=versions, command="sphinx-build")
 
 
 def restore(folder: Path, recorded: data.Provenance, example: Path, target: Path) -> None:
@@ -188,6 +199,102 @@ def restore(folder: Path, recorded: data.Provenance, example: Path, target: Path
     if changed:
         stem = target / example.stem
         zip_files([f"{stem}.py", f"{stem}.ipynb"], f"{stem}.zip", target)
+
+
+# Text of the pages
+
+
+def describe_figures(text: str) -> str:
+    """Write the alternatives of the images of a gallery page."""
+
+    def described(found: re.Match[str]) -> str:
+        number, known = int(found["number"] or 1), FIGURES.get(found["name"], ())
+        return found[0] if number > len(known) else f"{found['image']} {known[number - 1]}"
+
+    return re.sub(r"(?P<image>sphx_glr_(?P<name>\w+?)_((?P<number>\d{3})|thumb)\.\w+\n +:alt:).*", described, text)
+
+
+def add_headings(index: str) -> str:
+    """Divide the cards of the gallery by the groups of figures.toml, each under a heading."""
+    raw = '.. raw:: html\n\n    <div class="sphx-glr-thumbcontainer"'
+    start, *cards = re.split(f"(?={re.escape(raw)})", index)
+    headings = {next(iter(group)): title for title, group in GROUPS.items()}
+    for k, card in enumerate(cards):
+        example = re.search(r"sphx_glr_(\w+)_thumb", card)
+        if example and (title := headings.get(example[1])):
+            line = f"{title}\n{'-' * len(title)}"
+            close, opened = "    </div>", '    <div class="sphx-glr-thumbnails">'
+            cards[k] = f".. raw:: html\n\n{close}\n\n{line}\n\n.. raw:: html\n\n{opened}\n\n{card}"
+    return "".join([start, *cards])
+
+
+def add_guides(page: str, example: str) -> str:
+    """Name the guides that a reader of an example goes on with, above its times and downloads."""
+    links = ", ".join(f":doc:`/guide/{guide}`" for guide in GUIDES.get(example, ()))
+    time = ".. rst-class:: sphx-glr-timing"
+    return page.replace(time, f"**Further reading:** {links}\n\n{time}", 1) if links else page
+
+
+def _describe_memory(text: str, measured: bool) -> str:
+    """Name the peak that sphinx-gallery prints in MB, in the unit of the page's figures and tables."""
+
+    def described(found: re.Match[str]) -> str:
+        nbytes = int(found[1]) * MB
+        size = ByteUnit.of(nbytes).text(nbytes) if measured else "not measured (reference device)"
+        return f"**Peak device memory of this process:** {size}"
+
+    return re.sub(r"\*\*Estimated memory usage:\*\* +(\d+) MB", described, text)
+
+
+# Memory of the device
+
+
+class DeviceMemory:
+    """``show_memory`` of sphinx-gallery: peak memory allocated on the accelerator while a block runs, in MB.
+
+    Without an accelerator it is 0. It is an instance because Sphinx cannot pickle functions in its configuration.
+    """
+
+    page = ModuleType("no page")  # in which the present page runs
+
+    def __call__(self, func: Callable[[], Any]) -> tuple[float, Any]:
+        """Call `func`; return the peak in MB and the result.
+
+        sphinx-gallery begins a page with a call that does nothing, and subtracts what it returns: 0, so that a page
+        shows its whole peak. The variables of the page before are deleted then, as its models take memory.
+        """
+        if not hasattr(func, "fake_main"):
+            vars(DeviceMemory.page).clear()
+            gc.collect()
+            return 0.0, func()
+        DeviceMemory.page = func.fake_main
+        if not torch.accelerator.is_available():
+            return 0.0, func()
+        with _watch_peak() as peak:
+            out = func()
+        return peak() / MB, out
+
+    def __repr__(self) -> str:
+        """Return the same text in every build, so that Sphinx sees no changed configuration."""
+        return "DeviceMemory()"
+
+
+@contextmanager
+def _watch_peak() -> Iterator[Callable[[], int]]:
+    """Measure the peak of the allocator, including the peaks before those resets that an example makes itself."""
+    seen = [0]
+
+    def look() -> int:
+        seen[0] = max(seen[0], torch.accelerator.max_memory_allocated())
+        return seen[0]
+
+    torch.accelerator.reset_peak_memory_stats()
+    with ExitStack() as stack:
+        for module in {torch.accelerator, torch.get_device_module()}:
+            reset = module.reset_peak_memory_stats
+            noting = {"reset_peak_memory_stats": lambda *a, do=reset, **k: (look(), do(*a, **k))}
+            stack.enter_context(mock.patch.multiple(module, **noting))
+        yield look
 
 
 def setup(app: Sphinx) -> dict[str, Any]:

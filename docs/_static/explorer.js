@@ -152,14 +152,22 @@ const Explorer = (() => {
     ["backward", "Backward of a layer", "ms", 0.5, 200, 0.5, 40, 1e-3],
     ["link", "Link, each direction", "GB/s", 5, 450, 1, 55, 1e9],
     ["fraction", "A recomputed layer still saves", "%", 0, 100, 1, 6, 0.01],
-    ["again", "Part of its forward that runs again", "%", 0, 100, 1, 100, 0.01],
+    ["again", "Part of its forward run again", "%", 0, 100, 1, 100, 0.01],
   ];
+  // Layers of Llama 8B in eager mode with 8192 tokens: see docs/guide/hardware.md.
+  const PRESETS = {
+    "H100, PCIe Gen5": { forward: 8.5, backward: 17, link: 54 },
+    "A100, PCIe Gen4": { forward: 26.5, backward: 53, link: 27 },
+    "RTX 4090, PCIe Gen4": { forward: 50, backward: 100, link: 27 },
+    "GH200, NVLink-C2C": { forward: 8.5, backward: 17, link: 382 },
+  };
+  const LLAMA = { layers: 32, offloaded: 8, recomputed: 0, bytes: 1568, fraction: 6, again: 100 };
   const LANES = [["compute", ["forward", "backward", "stall"]], ["D2H", ["d2h"]], ["H2D", ["h2d"]]];
   const NAMES = { forward: "forward", backward: "backward", d2h: "offload (D2H)", h2d: "reload (H2D)", stall: "stall" };
   const ms = (seconds) => `${(seconds * 1e3).toFixed(1)} ms`;
 
   function element(name, attributes, parent, text) {
-    const svg = ["svg", "g", "rect", "text", "path", "line"].includes(name);
+    const svg = ["svg", "g", "rect", "text", "path", "line", "defs", "pattern"].includes(name);
     const made = svg ? document.createElementNS("http://www.w3.org/2000/svg", name) : document.createElement(name);
     for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
     if (text !== undefined) made.textContent = text;
@@ -209,6 +217,9 @@ const Explorer = (() => {
     box.replaceChildren();
     const svg = element("svg", { viewBox: `0 0 ${width} ${bottom + 36}`, width, height: bottom + 36, role: "img",
       "aria-label": summary }, box);
+    const hatch = element("pattern", { id: "explorer-hatch", width: 4, height: 4, patternUnits: "userSpaceOnUse",
+      patternTransform: "rotate(45)" }, element("defs", {}, svg));
+    element("line", { x1: 0, x2: 0, y1: 0, y2: 4, class: "hatch" }, hatch);
     LANES.forEach(([name, kinds], row) => {
       const y = top + row * lane;
       element("text", { x: left - 8, y: y + 18, "text-anchor": "end" }, svg, name);
@@ -223,8 +234,10 @@ const Explorer = (() => {
       }
       for (const span of groups.values()) {
         const label = String(span.layer);
-        if (x(span.end) - x(span.start) < 8 * label.length + 4) continue;
-        element("text", { x: (x(span.start) + x(span.end)) / 2, y: y + 18, "text-anchor": "middle", class: "number" },
+        const room = x(span.end) - x(span.start);
+        if (room < 6 * label.length + 1) continue;
+        const size = room < 8 * label.length + 4 ? "number small" : "number";
+        element("text", { x: (x(span.start) + x(span.end)) / 2, y: y + 18, "text-anchor": "middle", class: size },
           svg, label);
       }
     });
@@ -259,13 +272,14 @@ const Explorer = (() => {
 
   function update(root) {
     const settings = read(root), result = simulate(settings);
+    const checkpointed = simulate({ ...settings, offloaded: 0, recomputed: settings.layers, fraction: 0.06, again: 1 });
     const all = settings.layers * settings.bytes, stall = result.forwardStall + result.backwardStall;
     const size = (bytes) => (all >= 2 ** 31 ? `${(bytes / 2 ** 30).toFixed(2)} GiB` : `${(bytes / MIB).toFixed(0)} MiB`);
     const rows = {
-      "step time": `${ms(result.step)}, ${(result.step / result.baseline).toFixed(3)} x keeping everything`,
-      "peak of activations": `${size(result.peak)} instead of ${size(all)}`,
-      "stalls": `${ms(result.forwardStall)} in forward, ${ms(result.backwardStall)} in backward`,
-      "copied in each direction": size(result.copied),
+      "step time": `${ms(result.step)}, ${(result.step / result.baseline).toFixed(3)} x`,
+      "peak of activations": `${size(result.peak)} of ${size(all)}`,
+      "stalls, forward + backward": `${ms(result.forwardStall)} + ${ms(result.backwardStall)}`,
+      "all layers checkpointed": `${(checkpointed.step / result.baseline).toFixed(3)} x, ${size(checkpointed.peak)}`,
     };
     const waits = stall > 1e-9 ? `compute waits ${ms(stall)} for copies` : "compute never waits for copies";
     const summary = `Timeline of a step of ${settings.layers} layers, ${settings.offloaded} of them offloaded and `
@@ -278,6 +292,17 @@ const Explorer = (() => {
       element("dd", {}, list, value);
     }
     draw(settings, result, root.querySelector(".explorer-figure"), summary);
+    // The address keeps the settings, so that it can be sent to somebody.
+    const values = CONTROLS.map(([name]) => `${name}=${root.querySelector(`#explorer-${name}`).value}`);
+    history.replaceState(null, "", `#${values.join("&")}`);
+  }
+
+  function set(form, values) {
+    for (const [name, , , , max] of CONTROLS) {
+      const input = form.querySelector(`#explorer-${name}`);
+      if (name in values) input.max = max;
+      if (name in values) input.value = values[name];
+    }
   }
 
   function build(root) {
@@ -288,23 +313,30 @@ const Explorer = (() => {
       element("input", { id, type: "range", min, max, step, value }, row);
       element("output", { for: id }, row);
     }
-    element("button", { type: "reset" }, form, "Reset");
+    const row = element("div", { class: "explorer-presets" }, form);
+    element("label", { for: "explorer-preset" }, row, "Llama 8B, 8192 tokens");
+    const preset = element("select", { id: "explorer-preset" }, row);
+    for (const name of ["choose a GPU", ...Object.keys(PRESETS)]) element("option", {}, preset, name);
+    preset.addEventListener("change", () => {
+      if (PRESETS[preset.value]) set(form, { ...LLAMA, ...PRESETS[preset.value] });
+      update(root);
+    });
+    element("button", { type: "reset" }, row, "Reset");
     const keys = element("div", { class: "explorer-keys" }, root);
     for (const [kind, name] of Object.entries(NAMES)) {
       const key = element("span", {}, keys);
       element("i", { class: kind }, key);
       key.append(name);
     }
-    element("div", { class: "explorer-figure" }, root);
     element("dl", { class: "explorer-numbers", "aria-live": "polite" }, root);
+    root.append(keys);
+    element("div", { class: "explorer-figure" }, root);
+    const address = Object.fromEntries(new URLSearchParams(location.hash.slice(1)));
+    set(form, Object.fromEntries(CONTROLS.filter(([name]) => name in address).map(([name]) => [name, address[name]])));
     form.addEventListener("input", () => update(root));
     form.addEventListener("submit", (event) => event.preventDefault());
     form.addEventListener("reset", () => setTimeout(() => {
-      for (const [name, , , , max, , value] of CONTROLS) {
-        const input = form.querySelector(`#explorer-${name}`);
-        input.max = max;
-        input.value = value;
-      }
+      set(form, Object.fromEntries(CONTROLS.map(([name, , , , , , value]) => [name, value])));
       update(root);
     }));
     window.addEventListener("resize", () => update(root));

@@ -40,5 +40,10 @@ document.addEventListener("DOMContentLoaded", () => {
     box.className = ["figure-box", "only-light", "only-dark"].filter((of, k) => !k || image.classList.contains(of)).join(" ");
     image.replaceWith(box);
     box.append(image);
+    // A figure covers the shadow of its box: it fades out where there is more.
+    const fade = () => box.classList.toggle("more", box.scrollWidth > box.clientWidth + box.scrollLeft + 1);
+    box.addEventListener("scroll", fade);
+    new ResizeObserver(fade).observe(box);
+    image.addEventListener("load", fade);
   }
 });

@@ -13,7 +13,11 @@ import pytest
 pytest.importorskip("sphinx_gallery", reason="the site's packages are not installed")
 
 ROOT = Path(__file__).parents[2]
-sys.path[:0] = [*(str(ROOT / "docs" / name) for name in ("_ext", "figures", "tools")), str(Path(__file__).parent)]
+sys.path[:0] = [
+    *(str(ROOT / "docs" / name) for name in ("_ext", "figures")),
+    str(ROOT / "tools"),
+    str(Path(__file__).parent),
+]
 
 CONF = """
 from fixed_memory import FixedMemory

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gallery_hooks import DeviceMemory
+from recordings import DeviceMemory
 
 PEAK_MB = 1234.0
 

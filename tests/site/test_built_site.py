@@ -87,7 +87,7 @@ def test_a_missing_page_leads_back(tab, base):
     links = [link.get_attribute("href") for link in tab.find_elements("css selector", "header a")]
     assert f"{base}/index.html" in links
     links = [link.get_attribute("href") for link in tab.find_elements("css selector", "article a")]
-    ways = ("get_started", "guide/index", "guide/troubleshooting")
+    ways = ("get_started", "guide/index", "guide/troubleshooting", "gallery/index")
     assert [link for link in links if "#" not in link] == [f"{base}/{way}.html" for way in ways]
 
 

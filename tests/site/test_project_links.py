@@ -20,7 +20,7 @@ Some text.
 
 def build(root: Path, urls: dict[str, str]) -> dict[str, str]:
     """Build a page with the settings for some addresses; return the pages."""
-    from project_links import settings
+    from links import settings
     from sphinx.application import Sphinx
     from sphinx.util.docutils import docutils_namespace, patch_docutils
 
@@ -63,7 +63,7 @@ def test_addresses_give_canonical_repository_and_source_links(tmp_path):
 
 @pytest.mark.parametrize("name", ["nothing", "Reason.no_such", "__all__"])
 def test_what_has_no_source_gets_no_link(name):
-    from project_links import source_page
+    from links import source_page
 
     assert source_page(URLS["Repository"], "actoffload.report", name) is None
     assert source_page(URLS["Repository"], "collections", "OrderedDict") is None

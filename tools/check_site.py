@@ -1,6 +1,6 @@
 """Check the pages of the built site, without network access.
 
-Usage: python docs/tools/check_site.py build/docs/html [--external FILE]
+Usage: python tools/check_site.py build/docs/html [--external FILE]
 
 Links inside the site (``href``, ``src``, ``srcset``, ``poster``, their anchors) lead to something. Each page has a
 title and a description of its own, each image an alternative in words. Links to other hosts are not followed;

@@ -1,6 +1,6 @@
 """Record the gallery on a machine with an accelerator, and put recordings into the repository.
 
-``PYTHONPATH=src python docs/tools/record_gallery.py record --out DIR`` executes every example on the machine with the
+``PYTHONPATH=src python tools/record_gallery.py record --out DIR`` executes every example on the machine with the
 accelerator (needs torch, matplotlib, sphinx-gallery and myst-parser) and packs them into DIR/gallery-recording.tar.gz;
 with ``--only basic,pipelines``, only these. In the repository, ``unpack ARCHIVE`` replaces the recordings that are in
 the archive; it rejects that of ``record --rehearse``, which needs no accelerator. ``check`` prints whether each
@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "docs" / "_ext"), str(ROOT / "benchmarks")]
 
 import recording_data as data  # noqa: E402 - lies in docs/_ext
@@ -67,7 +67,7 @@ def pack(root: Path, archive: Path, names: Iterable[str], *, rehearse: bool = Fa
                 run = data.Provenance.read(gallery / f"{name}.executed.json")
                 if run.reference and not rehearse:
                     raise data.RecordingError("it ran on the reference device; record where torch sees a GPU.")
-                run = replace(run, command="docs/tools/record_gallery.py record", **beside())
+                run = replace(run, command="tools/record_gallery.py record", **beside())
                 data.store_recording(gallery, examples[name], run, target)
             except data.RecordingError as error:
                 problems.append(f"{name}: not recorded: {error}")

@@ -17,14 +17,14 @@ import pytest
     ],
 )
 def test_known_names(name, ending):
-    from python_refs import external_page
+    from links import external_page
 
     assert external_page(name).endswith("/" + ending)
 
 
 @pytest.mark.parametrize("name", ["collections.abc.Colable", "torch.Tenser", "inte", "os.nothing", "numpy.ndarray"])
 def test_misspelt_names_stay_unresolved(name):
-    from python_refs import external_page
+    from links import external_page
 
     assert external_page(name) is None
 
@@ -32,7 +32,7 @@ def test_misspelt_names_stay_unresolved(name):
 def test_listed_names_of_torch_exist():
     import importlib
 
-    from python_refs import TORCH_NAMES, TORCH_PAGES
+    from links import TORCH_NAMES, TORCH_PAGES
 
     assert set(TORCH_NAMES.values()) <= set(TORCH_PAGES)
     for name in TORCH_PAGES | TORCH_NAMES:
@@ -41,7 +41,7 @@ def test_listed_names_of_torch_exist():
 
 
 def test_fields_of_public_dataclasses_link_to_their_class():
-    from python_refs import public_name
+    from links import public_name
 
     assert public_name("Saved.needed_at") == "actoffload.schedule.Saved"
     assert public_name("Saved.need_at") is None
@@ -49,7 +49,7 @@ def test_fields_of_public_dataclasses_link_to_their_class():
 
 
 def test_only_lower_case_names_without_a_dot_count_as_variables():
-    from python_refs import names_a_variable
+    from links import names_a_variable
     from sphinx.addnodes import pending_xref
 
     def reference(target, kind="obj"):
@@ -61,7 +61,7 @@ def test_only_lower_case_names_without_a_dot_count_as_variables():
 
 
 def test_public_names_lead_to_the_package_that_exports_them():
-    from python_refs import public_name
+    from links import public_name
 
     assert public_name("Timeline") == "actoffload.schedule.Timeline"
     assert public_name("OffloadContext.record_timeline") == "actoffload.context.OffloadContext.record_timeline"

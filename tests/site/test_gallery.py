@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import types
 from pathlib import Path
 
@@ -38,7 +39,7 @@ def allocator(monkeypatch):
 
 def measured(block):
     """Measure a block as sphinx-gallery does, which names the module in which the page runs."""
-    from gallery_hooks import DeviceMemory
+    from recordings import DeviceMemory
 
     block.fake_main = types.ModuleType("page")
     return DeviceMemory()(block)
@@ -55,7 +56,7 @@ def test_peak_of_a_block_in_mb(allocator):
 
 
 def test_a_page_shows_its_whole_peak_and_not_the_models_of_the_page_before(allocator):
-    from gallery_hooks import DeviceMemory
+    from recordings import DeviceMemory
     from sphinx_gallery.gen_rst import _exec_once
 
     page = types.ModuleType("page")
@@ -85,14 +86,14 @@ def test_without_accelerator_nothing_is_measured(monkeypatch):
 
 
 def test_the_order_lists_every_example_and_nothing_else():
-    from gallery_hooks import TEACHING_ORDER
+    from recordings import TEACHING_ORDER
 
     examples = Path(__file__).parents[2] / "examples"
     assert sorted(TEACHING_ORDER.ordered_list_start) == sorted(path.name for path in examples.glob("[!_]*.py"))
 
 
 def test_every_figure_of_an_example_has_a_description():
-    from gallery_hooks import FIGURES
+    from recordings import FIGURES
 
     examples = {
         path.stem: path.read_text(encoding="utf-8") for path in (Path(__file__).parents[2] / "examples").glob("*.py")
@@ -102,8 +103,18 @@ def test_every_figure_of_an_example_has_a_description():
     }
 
 
+def test_every_example_leads_to_guides_that_exist():
+    from recordings import FIGURES, GUIDES, add_guides
+
+    guides = Path(__file__).parents[2] / "docs" / "guide"
+    assert GUIDES.keys() == FIGURES.keys()
+    assert all((guides / f"{name}.md").is_file() for names in GUIDES.values() for name in names)
+    page = add_guides("text\n\n.. rst-class:: sphx-glr-timing\n", "basic")
+    assert page.startswith("text\n\n**Further reading:** :doc:`/guide/default_scheduling`")
+
+
 def test_descriptions_are_the_alternatives_of_figures_and_thumbnails():
-    from gallery_hooks import FIGURES, describe_figures
+    from recordings import FIGURES, describe_figures
 
     page = ".. image-sg:: /gallery/images/sphx_glr_moe_routing_001.png\n   :alt: moe routing\n   :class: one\n"
     assert describe_figures(page) == page.replace("moe routing", FIGURES["moe_routing"][0])
@@ -111,3 +122,12 @@ def test_descriptions_are_the_alternatives_of_figures_and_thumbnails():
     assert describe_figures(index) == index.replace(":alt:", f":alt: {FIGURES['basic'][0]}")
     other = page.replace("moe_routing_001", "another_001")
     assert describe_figures(other) == other
+
+
+def test_cards_are_divided_by_headings():
+    from recordings import FIGURES, GROUPS, add_headings
+
+    card = '.. raw:: html\n\n    <div class="sphx-glr-thumbcontainer">\n\n.. image:: thumb/sphx_glr_{}_thumb.png\n\n'
+    page = add_headings("start\n\n" + "".join(card.format(name) for name in FIGURES))
+    found = re.findall(r"^(\S.*)\n-+$|sphx_glr_(\w+)_thumb", page, flags=re.M)
+    assert found == [(title, "") if not name else ("", name) for title in GROUPS for name in ("", *GROUPS[title])]

@@ -1,4 +1,4 @@
-"""Sphinx extension: resolve references to names of Python, PyTorch and matplotlib.
+"""Sphinx extension: links to the manuals of Python, PyTorch and matplotlib, and those from ``[project.urls]``.
 
 The build must pass offline, so intersphinx, which downloads inventories, is not used. Names of Python are imported,
 those of PyTorch listed, so that a misspelt one stays a warning. A field of a dataclass links to its class.
@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import builtins
 import importlib
+import inspect
 import sys
-from inspect import isgeneratorfunction, unwrap
+from operator import attrgetter
+from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 from docutils import nodes
 from sphinx.addnodes import pending_xref
 from sphinx.application import Sphinx
 from sphinx.environment import BuildEnvironment
 
+ROOT = Path(__file__).resolve().parents[2]
 PYTHON = "https://docs.python.org/3/library/"
 TORCH = "https://docs.pytorch.org/docs/stable/"
 # The manual documents these under other names than programs use.
@@ -33,7 +37,6 @@ _TORCH_PAGES = {
 }
 TORCH_PAGES = {f"torch.{n}": page.format(f"torch.{n}") for page, names in _TORCH_PAGES.items() for n in names.split()}
 PACKAGES = ("", ".planner", ".schedule", ".report", ".context", ".measure", ".moe", ".device")
-PUBLIC = tuple(f"actoffload{package}" for package in PACKAGES)
 # These are imported only for annotations, as matplotlib is optional: signatures have the bare names.
 MATPLOTLIB = "https://matplotlib.org/stable/api/_as_gen/"
 MATPLOTLIB_NAMES = {"Axes": "matplotlib.axes.Axes", "Figure": "matplotlib.figure.Figure"}
@@ -41,27 +44,42 @@ CONSTANTS = {"None", "True", "False", "Ellipsis", "NotImplemented"}
 FUNCTION_PAGE = {"int", "float", "bool", "complex", "object", "type", "property", "super", "slice"}
 
 
-def _find(name: str) -> Any:
-    """Return the object with a dotted name, None if there is none."""
-    module_name, _, attribute = name.rpartition(".")
+def settings(urls: dict[str, str]) -> dict[str, Any]:
+    """Return values of conf.py that follow from ``[project.urls]``; two of them are for lists there.
+
+    ``Documentation`` gives each page its canonical address. ``Repository`` (on GitHub) gives the link in the navigation
+    bar and source links; without it, these lead to copies of the sources on the site.
+    """
+    base, repository = urls.get("Documentation", ""), urls.get("Repository", "")
+
+    def linkcode_resolve(domain: str, info: dict[str, str]) -> str | None:
+        return source_page(repository, info["module"], info["fullname"]) if domain == "py" else None
+
+    icon = {"name": "Source repository", "url": repository, "icon": "fa-brands fa-github"}
+    addresses = {"html_baseurl": base, "ogp_site_url": base, "notfound_urls_prefix": urlsplit(base).path or "/"}
+    kind = "linkcode" if repository else "viewcode"
+    lists = {"link_extension": f"sphinx.ext.{kind}", "icon_links": [icon] if repository else []}
+    return {**addresses, **lists, "linkcode_resolve": linkcode_resolve}
+
+
+def source_page(repository: str, module: str, name: str) -> str | None:
+    """Return the address of the lines that define an object, None if they are not in the repository."""
     try:
-        return getattr(importlib.import_module(module_name), attribute, None)
+        found: Any = attrgetter(name)(importlib.import_module(module))
+        found = inspect.unwrap(getattr(found, "fget", None) or found)
+        path = Path(inspect.getsourcefile(found) or "").relative_to(ROOT)
+        lines, first = inspect.getsourcelines(found)
+    except (AttributeError, TypeError, ValueError, OSError):
+        return None
+    return f"{repository.rstrip('/')}/blob/main/{path.as_posix()}#L{first}-L{first + len(lines) - 1}"
+
+
+def _find(name: str) -> Any:
+    module, _, attribute = name.rpartition(".")
+    try:
+        return getattr(importlib.import_module(module), attribute, None)
     except (ImportError, ValueError):
         return None
-
-
-def python_page(name: str) -> str | None:
-    """Return the address of a builtin or a name of the standard library in the manual, None if there is none."""
-    if name in CONSTANTS:
-        return f"{PYTHON}constants.html#{name}"
-    found = getattr(builtins, name, None)
-    if isinstance(found, type) and issubclass(found, BaseException):
-        return f"{PYTHON}exceptions.html#{name}"
-    if found is not None:
-        types = isinstance(found, type) and name not in FUNCTION_PAGE
-        return f"{PYTHON}{'stdtypes' if types else 'functions'}.html#{name}"
-    standard = name.split(".")[0] in sys.stdlib_module_names and _find(name) is not None
-    return f"{PYTHON}{name.rpartition('.')[0]}.html#{name}" if standard else None
 
 
 def external_page(name: str) -> str | None:
@@ -69,8 +87,20 @@ def external_page(name: str) -> str | None:
     documented = TORCH_NAMES.get(name, name)
     if documented in TORCH_PAGES:
         return f"{TORCH}{TORCH_PAGES[documented]}#{documented}"
-    full = MATPLOTLIB_NAMES.get(name)
-    return f"{MATPLOTLIB}{full}.html#{full}" if full else python_page(name)
+    if full := MATPLOTLIB_NAMES.get(name):
+        return f"{MATPLOTLIB}{full}.html#{full}"
+    found = getattr(builtins, name, None)
+    if name in CONSTANTS:
+        page = "constants"
+    elif isinstance(found, type) and issubclass(found, BaseException):
+        page = "exceptions"
+    elif found is not None:
+        page = "stdtypes" if isinstance(found, type) and name not in FUNCTION_PAGE else "functions"
+    elif name.split(".")[0] in sys.stdlib_module_names and _find(name) is not None:
+        page = name.rpartition(".")[0]
+    else:
+        return None
+    return f"{PYTHON}{page}.html#{name}"
 
 
 def names_a_variable(node: pending_xref) -> bool:
@@ -82,9 +112,8 @@ def names_a_variable(node: pending_xref) -> bool:
 def public_name(name: str) -> str | None:
     """Return the full name of a public object that has only its own; for a dataclass field, that of the class."""
     owner, _, attribute = name.rpartition(".")
-    for package in PUBLIC:
-        # Imported here, since autodoc imports nothing in a build that reads no page.
-        module = importlib.import_module(package)
+    for package in (f"actoffload{package}" for package in PACKAGES):
+        module = importlib.import_module(package)  # here, as a build that reads no page needs no torch
         if owner in module.__all__:
             found = getattr(module, owner)
             if attribute in getattr(found, "__dataclass_fields__", {}):
@@ -100,10 +129,9 @@ def resolve(app: Sphinx, env: BuildEnvironment, node: pending_xref, content: nod
     if node.get("refdomain") != "py":
         return None
     target = str(node["reftarget"])
-    address, owner = external_page(target), public_name(target)
-    if address is not None:
+    if (address := external_page(target)) is not None:
         return nodes.reference("", "", content, internal=False, refuri=address, reftitle=target)
-    python, arguments = env.domains["py"], (env, node["refdoc"], app.builder, "obj")
+    python, arguments, owner = env.domains["py"], (env, node["refdoc"], app.builder, "obj"), public_name(target)
     if owner is not None and (found := python.resolve_xref(*arguments, owner, node, content)) is not None:
         return found
     # No page documents type variables.
@@ -114,7 +142,7 @@ def plain_signature(app: Sphinx, what: str, name: str, obj: Any, options: Any, a
     """Replace ``<factory>``, which Sphinx cannot parse, and what the generator of a context manager returns."""
     if not arguments:
         return None
-    if result and isgeneratorfunction(unwrap(obj)) and not isgeneratorfunction(obj):
+    if result and inspect.isgeneratorfunction(inspect.unwrap(obj)) and not inspect.isgeneratorfunction(obj):
         result = result.replace("collections.abc.Iterator", "contextlib.AbstractContextManager")
     return arguments.replace("<factory>", "..."), result
 
