@@ -15,7 +15,6 @@ from offload_harness import LAYERS, NBYTES, Net, expected, make, offload, peak, 
 from torch import Tensor, nn
 
 from actoffload.measure import MemoryMeter
-from actoffload.model.tuning.first_steps import FirstSteps
 from actoffload.schedule import LayerCost, Link, Plan, Saved, simulate
 
 pytestmark = [pytest.mark.gpu, *lenient]
@@ -74,32 +73,26 @@ def test_the_first_steps_that_are_measured_and_those_after_bit_by_bit(kind: str)
 
 
 @needs_cuda
-def test_a_step_that_is_measured_costs_at_most_5_percent_more() -> None:
-    """Passes with a meter beside others with the same plan: the fastest of several that measure again."""
-    model, seconds = make("mlp", 8), dict[str, list[float]]()
-    script = FirstSteps.run
-
-    def watched(self: FirstSteps, *, warm: bool) -> Any:
-        inner = script(self, warm=False)  # the first pass offloads everything, without a meter
-        stage = next(inner)
-        while True:
-            timed = yield stage
-            torch.cuda.synchronize()
-            seconds.setdefault(timed.stage.name, []).append(timed.seconds(self._backend))
-            try:
-                stage = inner.send(timed)
-            except StopIteration as stop:
-                return stop.value
-
-    with patched(FirstSteps, "run", watched):
-        for _ in range(5):
-            handle = offload(model, fraction=None)
-            for seed in range(12):  # the first finds the groups, ten measure, and the next one ends the last of them
-                run_step(model, seed, 32768)
-            handle.remove()
-    fastest = {stage: min(found) for stage, found in seconds.items()}
-    assert fastest["LEAN"] <= 1.05 * fastest["FIRST"]
-    assert max(fastest["MEMORY"], fastest["BARE"]) <= 1.05 * fastest["NONE"]
+def test_a_model_that_does_not_fit_trains_from_the_first_step_on() -> None:
+    model, rows = make("mlp", 12), 65536
+    want = step(model, 0, rows)
+    torch.cuda.reset_peak_memory_stats()
+    run_step(model, 0, rows)
+    limit = 0.6 * torch.cuda.max_memory_allocated()
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(limit / torch.cuda.get_device_properties(0).total_memory)
+    try:
+        with pytest.raises(torch.OutOfMemoryError):
+            run_step(model, 0, rows)
+        handle = offload(model, fraction=None)
+        for number in range(8):
+            assert handle.settling or number > 3
+            assert step(model, 0, rows).differences(want) == []
+        assert not handle.settling
+        assert handle.plan.peak_bytes <= limit
+        handle.remove()
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
 
 
 # Memory
