@@ -215,9 +215,9 @@ def rules_of(operator: Any) -> Rules:
     replayable = (
         tensors
         and not schema.is_mutable
-        and not communicates(operator)  # [guard: collectives are not repeated]
-        and not name.startswith(_FACTORIES)  # [guard: factories, which an unseen kernel may fill]
-        and not name.startswith(_NONDETERMINISTIC)  # [guard: operators with atomic additions]
+        and not communicates(operator)  # collectives are not repeated
+        and not name.startswith(_FACTORIES)  # factories, which an unseen kernel may fill
+        and not name.startswith(_NONDETERMINISTIC)  # operators with atomic additions
     )
     foreign = operator.namespace not in _PYTORCH
     return Rules(replayable, schema.is_mutable, draws, places.get("dropout_p"), scratch, foreign)
@@ -228,7 +228,7 @@ def draws_random_numbers(rules: Rules, args: tuple[Any, ...], kwargs: Mapping[st
     if not rules.draws or rules.dropout is None:
         return rules.draws
     place, default = rules.dropout
-    return bool(args[place] if place < len(args) else kwargs.get("dropout_p", default))  # [guard: dropout -> False]
+    return bool(args[place] if place < len(args) else kwargs.get("dropout_p", default))  # which the caller may leave out
 
 
 @cache
