@@ -138,7 +138,7 @@ class OffloadHandle:
 
     @property
     def plan(self) -> GroupPlan:
-        """Which groups are kept, offloaded and recomputed, with expected peak and time; ``save`` writes it to a file."""
+        """Which groups are kept, offloaded and recomputed, and what that costs; ``save`` writes it to a file."""
         plan, replays = self._tracker.steering.plan(), self._tracker.replays
         refused = replays.refused()
         if not refused:
