@@ -30,7 +30,6 @@ from workloads import FULL, REHEARSAL, Model, Settings, Stack
 
 import actoffload
 from actoffload.measure import measure_peak, measure_step_times
-from actoffload.planner import choose
 from actoffload.schedule import simulate
 
 SELECTIVE, DEFAULT, LAYERS = "selective", "default", "layers"
@@ -202,22 +201,25 @@ def _smallest(handle: Any) -> int:
 
 
 def measured_costs(handle: Any) -> Predict | None:
-    """Return a function that predicts plans from what the first steps of a handle measured.
+    """Return a function that predicts plans without recomputation from what the first steps of a handle measured.
 
-    None if nothing was measured, or if the planner chose among ways to recompute groups, which `simulate` does not
-    take.
+    None if nothing was measured.
     """
     found = getattr(handle._tracker.steering, "_chosen", None)
-    if found is None or found.choose is None or found.choose.func is not choose:
+    if found is None or found.choose is None:
         return None
-    _, layers, link = found.choose.args
-    return partial(predicted, layers, link, found.choose.keywords.get("host_seconds", 0.0))
+    _, groups, link = found.choose.args
+    layers, host_seconds = [ways[0].cost for ways in groups], found.choose.keywords["host_seconds"]
+    whole = {"excess": found.excess, "outside": found.outside, "pace": found.pace}
+    return partial(predicted, layers, link, host_seconds, **whole)
 
 
-def predicted(layers: Any, link: Any, host_seconds: float, plan: Any) -> dict[str, float]:
-    """Return what `simulate` gives for a plan."""
+def predicted(
+    layers: Any, link: Any, host_seconds: float, plan: Any, *, excess: int = 0, outside: float = 0.0, pace: float = 1.0
+) -> dict[str, float]:
+    """Return what `simulate` gives for a plan, with what whole passes take beside their groups."""
     result = simulate(plan, layers, link, host_seconds=host_seconds)
-    return {"seconds": result.step_time, "peak_bytes": result.device_peak_bytes}
+    return {"seconds": pace * (result.step_time + outside), "peak_bytes": result.device_peak_bytes + excess}
 
 
 def _row(arm: Arm, predict: Predict | None = None) -> dict[str, Any]:

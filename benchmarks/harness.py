@@ -233,8 +233,8 @@ def settle(
 ) -> tuple[int, int]:
     """Run steps until the plan of a handle is final; return their number, and the largest peak in bytes.
 
-    They wait for the device where those wait that are timed later, by `measure_step_times` with the same `steps`.  The
-    default measures a program as it runs: a plan that was chosen in other steps might cost time in these.
+    They wait for the device where those wait that are timed later, by `measure_step_times` with the same `steps`, so
+    that the plan is chosen in steps like these.
 
     Parameters
     ----------

@@ -6,12 +6,11 @@ import textwrap
 from functools import partial
 from pathlib import Path
 
-from page import PAGE, Data, origin, table, text
+from page import PAGE, Data, before_default, origin, table, text
 from results_file import RESULTS, read
 
 NOTHING, OURS, CHECKPOINT = "no offload", "actoffload", "checkpoint"
 COLUMNS = 88  # of a line that a page shows without scrolling
-WORTH = 2**30 // 20  # bytes: a drop of the peak that one digit of GiB shows
 
 
 def headline(folder: Path = RESULTS) -> str:
@@ -32,32 +31,27 @@ def headline(folder: Path = RESULTS) -> str:
     if len(set(devices.values())) > 1:
         each = [text("headline_device", what=what, device=device) for what, device in devices.items()]
         first = text("headline_apart", devices=" and ".join(each))
+    old = next((found[name] for name in models if before_default(found[name])), None)
+    if old is not None:
+        first = text("headline_before", line=first.removesuffix(":"), sources=old["source_digest"][:12])
     words = [text(f"headline_{name}", **_settings(name, found[name])) for name in models]
     words += [text("headline_beside")] if any("beside" in found[name] for name in models) else []
-    captions = [text("trainer_caption")] if "trainer" in found else []
+    words += _calls(models)
     if "memory" in found:
-        data = found["memory"]
-        captions.append(text("memory_caption", **data, above=above(data), day=data["date"][:10]))
-    paragraphs = [" ".join(words), _headline_why(models), " ".join(captions)]
-    return "\n\n".join([first, table("headline", rows), *filter(None, paragraphs)])
+        words.append(text("memory_caption", **found["memory"], day=found["memory"]["date"][:10]))
+    return "\n\n".join([first, table("headline", rows), " ".join(words)])
 
 
-def _headline_why(models: dict[str, dict[str, Data]]) -> str:
-    """Return why `offload(model)` saves what it does, which budgets the table has, and where one takes long."""
-    drops = {name: a[NOTHING]["peak_bytes"] - a[OURS]["peak_bytes"] for name, a in models.items() if OURS in a}
-    lower = " and ".join(text(f"headline_drop_{name}", nbytes=drop) for name, drop in drops.items())
-    lower = text("headline_drops", drops=lower) if max(drops.values()) >= WORTH else text("headline_nothing")
-    words = [text("headline_why", drops=lower)]
+def _calls(models: dict[str, dict[str, Data]]) -> list[str]:
+    """Return sentences about `offload(model)`, the budgets of the table, and a host that delays one of them."""
+    words = [text("headline_fits")]
     limited = [a for a in models.values() if "budget" in a]
     shares = {text("percent", share=a["budget"]["budget"] / a[CHECKPOINT]["peak_bytes"] - 1) for a in limited}
     words += [text("headline_budget", above=" and ".join(sorted(shares)))] if shares else []
     trainer = models.get("trainer", {})
     if "budget" in trainer and trainer["budget"]["ratio"] > trainer[CHECKPOINT]["ratio"]:
         words.append(text("headline_host", **queue_seconds(trainer)))
-        words += forward_seconds("headline_forward", trainer)
-        ratios = {"budget": trainer["budget"]["ratios"], "checkpoint": trainer[CHECKPOINT]["ratios"]}
-        words.append(text("headline_rounds", **{method: [min(of), max(of)] for method, of in ratios.items()}))
-    return " ".join(words)
+    return words
 
 
 def report_of_a_budget(folder: Path = RESULTS) -> str:

@@ -48,6 +48,12 @@ def table(name: str, rows: Iterable[Data]) -> str:
     return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in cells)])
 
 
+def before_default(data: Data) -> bool:
+    """Return whether a result shows an earlier default of `offload`."""
+    default = PAGE["default"]
+    return data.get("benchmark") in default["benchmarks"] and data["date"] < default["since"]
+
+
 def origin(data: Data) -> str:
     """Return a paragraph with what a result was measured on, and which of its parts on another device."""
     driver = f", driver {data['device']['driver']}" if data["device"]["driver"] else ""
@@ -67,7 +73,8 @@ def origin(data: Data) -> str:
         when = f"while {', '.join(names)} {verb} measured" if names else "at the same time"
         apart.append(text("beside", beside=other, when=when))
     found = (text("rehearsal") if data["device"]["reference"] else "") + text("origin", **data, **values)
-    return " ".join([found, *apart])
+    before = [text("before_default")] if before_default(data) else []
+    return " ".join([found, *before, *apart])
 
 
 def target(name: str, measured: float, **values: Any) -> Data:

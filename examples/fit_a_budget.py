@@ -52,9 +52,9 @@ optimizer.zero_grad()
 # %%
 # One line
 # --------
-# With ``actoffload.offload(model)`` the same loop trains. The first step offloads everything, because it must fit. The
-# next steps measure. Then the fastest plan is chosen whose peak fits into the device. A part of the device is left free
-# for gaps between tensors, so the plan has a lower limit. The plan lists what is kept, offloaded and recomputed.
+# With ``actoffload.offload(model)`` the same loop trains. The first two steps recompute all blocks and offload their
+# inputs, so they fit. Then the fastest plan is chosen whose peak fits into the device, and measured. A part of the
+# device is left free for gaps between tensors. The plan lists what is kept, offloaded and recomputed.
 handle = actoffload.offload(model)
 for _ in range(steps):
     train_step()

@@ -4,8 +4,7 @@ One line for a Hugging Face Llama
 
 The layers of a Hugging Face model are called inside its own code, which should stay as it is. ``actoffload.offload``
 finds the layers and follows the forward of the model. Here the number of offloaded layers is given by hand, and the
-example measures what each number saves. Without a number, what is free is found by measurement, as in
-:ref:`sphx_glr_gallery_never_slower.py`.
+example measures what each number saves. Without a number, ``offload`` measures and decides: :doc:`/guide/whole_model`.
 """
 
 # %%

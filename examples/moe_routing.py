@@ -91,9 +91,8 @@ for _ in range(3):
 print(lines_that_wait(train_step))
 
 # %%
-# The report of a recorded step. Four of the six mixtures are offloaded whether or not that is free, as ``num_layers=4``
-# says. A GPU computes these mixtures faster than the link copies what they save. So the report has stalls, and advises
-# which number of groups costs less.
+# The report of a recorded step. Four of the six mixtures are offloaded, as ``num_layers=4`` says. A GPU computes these
+# mixtures faster than the link copies what they save. So the report has stalls, and advises fewer groups.
 with handle.recording():
     train_step()
 print(handle.report())
@@ -102,7 +101,7 @@ print(handle.report())
 # Side by side
 # ------------
 # What follows only measures. Every token occurs once for each of its two experts, so a mixture saves more than a dense
-# MLP of the same width. On a GPU the step takes longer; ``actoffload.offload(model)`` offloads only what is free.
+# MLP of the same width. On a GPU the step takes longer; ``actoffload.offload(model)`` offloads only what does not fit.
 from actoffload.measure import compare_steps
 
 

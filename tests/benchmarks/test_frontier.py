@@ -133,9 +133,8 @@ def test_plans_are_predicted_from_costs() -> None:
     assert found["seconds"] == pytest.approx(12.0)
 
 
-@pytest.mark.parametrize("memory", [None, 2**40])
-def test_predictions_are_those_of_the_planner(memory: int | None) -> None:
-    device, x = Timed(d2h=1e9, h2d=1e9, memory=memory), torch.ones(4, requires_grad=True)
+def test_predictions_are_those_of_the_planner() -> None:
+    device, x = Timed(d2h=1e9, h2d=1e9, memory=2**40), torch.ones(4, requires_grad=True)
     with use(device):
         model = TimedModel(device, nbytes=2**23)
         handle = actoffload.offload(model)
@@ -145,7 +144,7 @@ def test_predictions_are_those_of_the_planner(memory: int | None) -> None:
         of_plan = frontier.measured_costs(handle)
         assert of_plan is not None
         plan = handle.plan
-        assert len(plan.offloaded) >= 4
+        assert plan.because.startswith("Fits")
         expected = {"seconds": plan.seconds, "peak_bytes": plan.peak_bytes}
         assert of_plan(plan.plan) == expected
         arm = frontier.Arm("default", lambda: None, handle=handle)
@@ -154,7 +153,7 @@ def test_predictions_are_those_of_the_planner(memory: int | None) -> None:
         handle = actoffload.offload(model, num_layers=1)
         fewer = frontier._row(frontier.Arm("layers", lambda: None, num_layers=1, handle=handle), of_plan)
         assert fewer["predicted"] == of_plan(handle.plan.plan)
-        assert fewer["predicted"]["peak_bytes"] > plan.peak_bytes
+        assert fewer["predicted"]["peak_bytes"] < plan.peak_bytes
         handle.remove()
 
 

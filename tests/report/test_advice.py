@@ -237,23 +237,9 @@ def test_advice_about_time_says_how_many_groups_to_offload():
 
 
 def test_there_is_no_advice_about_time_where_times_mean_nothing():
-    slow = {"pass_seconds_without": 0.1, "pass_seconds_with": 0.2}
-    sentence = only(advise(stalled(times=False, **slow)))
+    sentence = only(advise(stalled(times=False)))
     assert sentence.startswith("Nothing to change")
     assert "stalled" not in sentence
-    assert "takes" not in sentence
-
-
-@pytest.mark.parametrize(("seconds", "said"), [(0.2019, False), (0.2021, True)])
-def test_a_step_that_got_slower_is_named(seconds, said):
-    slow = report(pass_seconds_without=0.2, pass_seconds_with=seconds)
-    sentence = only(advise(slow))
-    assert sentence.startswith("Nothing to change") is not said
-    if said:
-        assert_has(sentence, "A pass takes 202.1 ms, 1.010 x the 200.0 ms", "offload fewer groups")
-        assert sentence.change == {"num_layers": 2}
-    else:
-        assert "a pass takes 201.9 ms, 1.009 x" in sentence
 
 
 def test_nothing_to_change_needs_groups_that_cover_the_activations():

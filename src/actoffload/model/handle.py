@@ -138,7 +138,7 @@ class OffloadHandle:
 
     @property
     def plan(self) -> GroupPlan:
-        """Which groups are kept and offloaded, with bytes and what is expected of it; ``save`` writes it to a file."""
+        """Which groups are kept, offloaded and recomputed, and what that costs; ``save`` writes it to a file."""
         plan, replays = self._tracker.steering.plan(), self._tracker.replays
         refused = replays.refused()
         if not refused:
@@ -149,13 +149,13 @@ class OffloadHandle:
 
     @property
     def settling(self) -> bool:
-        """Whether steps are still measured, and the plan may change at the begin of the next one.
+        """Whether passes are still measured, so that the plan may change in the next one.
 
-        It is True until the plan is final; until then the plan of the first steps is measured, or a plan is tried.  So
         ``while handle.settling: train_step()`` ends with the final plan, in all ranks of a sharded or data-parallel
-        model after the same step.  It is True again while costs that have changed are measured.
+        model after the same step.  It becomes True again if the plan no longer fits, because more memory is allocated
+        before a pass, and is measured anew.
 
-        It is False where nothing is measured: with a schedule or a plan that was given, without an accelerator, while
+        It is False where nothing is measured: after a choice by hand, with a given plan, without an accelerator, while
         offloading is paused, and where passes cannot be timed.  ``handle.plan.because`` has the reason.
         """
         return self.active and self._tracker.steering.settling
@@ -180,7 +180,7 @@ class OffloadHandle:
         self._log.reset()
 
     def trim(self) -> int:
-        """Free page-locked memory that no saved tensor uses now, as after a huge batch, and return the bytes freed."""
+        """Free pinned host memory that no saved tensor uses now, as after a huge batch; return the bytes freed."""
         return self._engine.trim()
 
     @contextmanager
@@ -250,11 +250,11 @@ class OffloadHandle:
         return recording.timeline()
 
     def frontier(self) -> Frontier:
-        """Return the plans that are worth having, time against peak, from what the first steps measured.
+        """Search the plans of which none is both slower and larger than another, from what the first passes measured.
 
-        They are for the groups and the shapes of the first steps, and they are searched anew in each call, which takes
-        some seconds.  Raises a `RuntimeError` if the costs are not known: while the first steps are measured (see
-        `settling`), after a choice by hand, and without an accelerator.
+        They are for the groups and shapes of these passes.  Each call takes some seconds, and runs no pass.  Raises a
+        `RuntimeError` if the costs are not known: while `settling` is True, after a choice by hand, and without an
+        accelerator.
         """
         return Frontier(tuple(self._tracker.steering.frontier()), self.plan)
 

@@ -58,10 +58,7 @@ def offload(
     recompute: bool | Given | Literal["auto"] = "auto",
     plan: GroupPlan | str | PathLike[str] | None = None,
 ) -> OffloadHandle:
-    """Offload the activations of a model; see `actoffload.offload`, which is this and more, for the arguments.
-
-    The ranks of a sharded or data-parallel model measure in the same passes and follow one plan.
-    """
+    """Offload the activations of a model; `actoffload.offload` describes the arguments."""
     if not isinstance(module, Module):
         raise TypeError(f"offload got a {type(module).__name__}; expected a torch.nn.Module, such as the whole model.")
     refuse_scripted(module, type(module).__name__)
@@ -123,7 +120,7 @@ def offload(
     ]
     engine = Engine(Plan(1), devices.backend(), limits["max_host_bytes"], min_bytes=limits["min_bytes"])
 
-    # Which operators run again is decided by what is measured, unless the program says it.
+    # With "auto" the planner chooses the operators that run again, from measured times.
     policy = everything if recompute == "auto" else policy_for(recompute) if recompute is not False else None
     policies = {} if policy is None else dict.fromkeys(range(len(chosen)), policy)
     always = {} if recompute == "auto" else policies

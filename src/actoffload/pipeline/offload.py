@@ -82,17 +82,14 @@ def offload(
 ) -> OffloadHandle | PipelineHandle:
     """Offload the activations of a model, or of the stages of a pipeline schedule; their code stays as it is.
 
-    The chosen modules are *groups*: what autograd saves in one of them is offloaded together.  Each group is copied to
-    the host while it computes, freed before a later group needs the memory, and reloaded before backward needs it.  The
-    execution order of the groups is learned from the forward.
+    The chosen modules are *groups*: what autograd saves in one of them is kept, offloaded or recomputed together.
 
-    Without `num_layers`, `fraction` and `max_inflight` the first passes are measured, usually six to thirty, the first
-    two with everything offloaded.  Then groups are offloaded as far as that costs no time, or as far as the memory of
-    the device makes necessary.  A plan that costs time all the same is tried with fewer groups, up to three times, each
-    time in five more passes; six more follow where passes differ too much to tell.  `OffloadHandle.settling` says until
-    when.  The ranks of a sharded or data-parallel model measure in the same passes and follow one plan.  The logger
-    ``actoffload`` says once, at level INFO, what was measured and decided.  Without an accelerator nothing is measured,
-    and all groups but the last two and the last of each kind are offloaded.
+    Without `num_layers`, `fraction`, `max_inflight` and `plan` about five passes are measured.  The first two recompute
+    every group and offload its inputs, which takes the least memory.  If the model fits as it is, nothing is installed
+    from then on.  Otherwise the fastest plan within the memory of the device, or within `memory_budget`, is measured
+    and followed.  `OffloadHandle.settling` is True until the plan is final.  The ranks of a sharded or data-parallel
+    model measure in the same passes and follow one plan.  The logger ``actoffload`` reports the plan at level INFO.
+    Without an accelerator nothing is measured, and all groups but the last two and the last of each kind are offloaded.
 
     A schedule of ``torch.distributed.pipelining`` is offloaded by one plan for all microbatches and stages of a rank.
     Every rank passes its schedule with the same arguments.  The first steps are measured with everything offloaded;
@@ -131,14 +128,14 @@ def offload(
         more is kept, and reloads are not limited.
     memory_budget : int, str or float, optional
         Limit for the peak of device memory in forward and backward: bytes, text such as ``"24GiB"``, or a fraction of
-        the memory of the device.  The fastest plan within it is chosen, in passes that are within it too.  None is the
-        memory of the device.  With a schedule it is the limit of each rank.
+        the memory of the device.  The fastest plan within it is chosen; the measured passes are within it too.  None is
+        the memory of the device.  With a schedule it is the limit of each rank.
     delta_bytes_per_rank : int or str, optional
         Of a schedule: bytes, or text such as ``"1GiB"``, by which each rank offloads less than the rank before it,
         because later ranks have fewer microbatches in flight.  None lets the planner level the peaks of all ranks.
     recompute : "auto", bool, callable or list
         What of the groups is computed again in backward, by running the operators whose results were dropped.
-        ``"auto"`` recomputes where memory is too small otherwise; which results stay follows from measured times.  True
+        ``"auto"`` lets the planner choose for each group, by measured times, where not everything fits.  True
         recomputes everything that can be, in all groups.  With a policy, the operators that it saves do not run again:
         a list of operators, or a function, as ``torch.utils.checkpoint.create_selective_checkpoint_contexts`` takes
         them.  False recomputes nothing.  Values that would not have the same bits are kept or offloaded.

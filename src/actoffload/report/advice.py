@@ -11,7 +11,7 @@ from .._folding import fold_names
 from ..engine.host_pool import GRANULE
 from ..engine.statistics import Reason
 from ..schedule.timeline import milliseconds, percent, size
-from .groups import WEIGHTS, Amounts, GroupReport, Holder, add_amounts, merge_held, pass_time
+from .groups import WEIGHTS, Amounts, GroupReport, Holder, add_amounts, merge_held
 from .report import Advice, Report
 
 __all__ = ["TOLERANCE", "Advice", "advise", "advise_on_time", "stall_share"]
@@ -19,12 +19,11 @@ __all__ = ["TOLERANCE", "Advice", "advise", "advise_on_time", "stall_share"]
 # What takes time
 
 TOLERANCE = 0.005  # of the step time, or of the offloaded bytes: what is reported at all
-SLOWER = 0.01  # of the step without offloading: a slowdown that is worth a sentence
 
 
 def advise_on_time(report: Report) -> tuple[Advice, ...]:
     """Return what to change because it takes time, one sentence each."""
-    return *_on_demand(report), *_slower(report), *_stalled(report)
+    return *_on_demand(report), *_stalled(report)
 
 
 def _on_demand(report: Report) -> Iterator[Advice]:
@@ -40,14 +39,6 @@ def _on_demand(report: Report) -> Iterator[Advice]:
     reloads = f"{count} of {of} reloads ({percent(count / of)}) were on demand, when backward needed them"
     nbytes = sum(group.bytes_offloaded for group in late)
     yield Advice(f"{reloads}, for {fold_names(names)}: {why}.", nbytes)
-
-
-def _slower(report: Report) -> Iterator[Advice]:
-    if not report.times or report.slowdown is None or report.slowdown <= 1 + SLOWER:
-        return
-    do, change = _fewer(report)
-    sentence = pass_time(report)
-    yield Advice(f"{sentence[0].upper()}{sentence[1:]}: {do}.", report.totals.bytes_offloaded, **change)
 
 
 def _fewer(report: Report) -> tuple[str, dict[str, Any]]:
@@ -322,5 +313,4 @@ def _all(report: Report) -> Advice:
     )
     facts += f"; {again} group{'s are' if again > 1 else ' is'} recomputed" if again else ""
     facts += "" if stalled is None else f"; compute stalled for {percent(stalled)} of the step"
-    facts += f"; {pass_time(report)}" if report.times and report.slowdown is not None else ""
     return Advice(f"Nothing to change: {facts}.")

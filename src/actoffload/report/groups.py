@@ -9,7 +9,6 @@ from typing import Any
 
 from .._folding import numberless
 from ..engine.statistics import Reason
-from ..schedule.timeline import milliseconds
 
 __all__ = [
     "WEIGHTS",
@@ -21,7 +20,6 @@ __all__ = [
     "add_amounts",
     "amounts_to_dict",
     "merge_held",
-    "pass_time",
     "sum_groups",
 ]
 
@@ -213,14 +211,10 @@ def merge_held(held: Sequence[HeldStorage]) -> list[tuple[tuple[str, ...], int, 
 
 @dataclass(frozen=True, kw_only=True)
 class StepFacts:
-    """What is known beside the latest pass: whole passes with and without offloading, the plan, the arguments.
+    """What is known beside the latest pass: the plan and the arguments.
 
     Parameters
     ----------
-    pass_seconds_without, pass_seconds_with : float or None
-        Median duration of whole passes without offloading and with the present plan; None if not measured.
-    measured_passes : (int, int) or None
-        The first and the last of the passes that were measured, counted from 1.
     because, next_choice : str
         Why the plan is what it is; what the next better choice is.
     expected : str
@@ -243,9 +237,6 @@ class StepFacts:
         Whether durations are those of a real device; otherwise there is no advice about time.
     """
 
-    pass_seconds_without: float | None = None
-    pass_seconds_with: float | None = None
-    measured_passes: tuple[int, int] | None = None
     because: str = ""
     next_choice: str = ""
     expected: str = ""
@@ -258,13 +249,6 @@ class StepFacts:
     record: str = "handle.recording()"
     times: bool = True
 
-    @property
-    def slowdown(self) -> float | None:
-        """Duration of a pass divided by that without offloading; None if not measured."""
-        if not self.pass_seconds_without or self.pass_seconds_with is None:
-            return None
-        return self.pass_seconds_with / self.pass_seconds_without
-
     def given(self, argument: str) -> Any:
         """Return an argument of `offload`; None if the arguments are not known."""
         return None if self.arguments is None else self.arguments.get(argument)
@@ -272,11 +256,3 @@ class StepFacts:
     def takes(self, argument: str) -> bool:
         """Whether what made the report takes an argument; all do if that is not known."""
         return self.arguments is None or argument in self.arguments
-
-
-def pass_time(report: StepFacts) -> str:
-    """Return what a pass takes with and without offloading, as a clause."""
-    with_, without = (milliseconds(s or 0.0, 1) for s in (report.pass_seconds_with, report.pass_seconds_without))
-    passes = report.measured_passes
-    measured = "" if passes is None else f" (measured in passes {passes[0]} to {passes[1]})"
-    return f"a pass takes {with_}, {report.slowdown or 0.0:.3f} x the {without} without offloading{measured}"

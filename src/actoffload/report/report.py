@@ -19,7 +19,6 @@ from .groups import (
     add_amounts,
     amounts_to_dict,
     merge_held,
-    pass_time,
     sum_groups,
 )
 from .tables import Cell, Printable, Table, bytes_or_dash
@@ -181,8 +180,6 @@ class Report(StepFacts, Printable):
             "activation_bytes": self.activation_bytes,
             "computed_bytes": self.computed_bytes,
             "arguments": None if self.arguments is None else {k: _plain(v) for k, v in self.arguments.items()},
-            "measured_passes": None if self.measured_passes is None else list(self.measured_passes),
-            "slowdown": self.slowdown,
             "small": self.small,
             "kept_modules": list(self.kept_modules),
             "refused": dict(self.refused),
@@ -299,8 +296,6 @@ def _facts(report: Report) -> Iterator[tuple[str, str]]:
         yield "expected", report.expected
     if report.next_choice:
         yield "next choice", report.next_choice
-    if report.slowdown is not None and report.times:
-        yield "time", pass_time(report)
     if report.peak_resident_bytes is not None:
         most = max(report.largest_bytes, report.peak_resident_bytes)
         highest = f"; the highest of {report.passes} passes" if totals.bytes_saved < most else ""

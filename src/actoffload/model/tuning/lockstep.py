@@ -1,12 +1,12 @@
 """Let all ranks of a model measure in the same passes, and follow the plan of one of them.
 
 `[Note: ranks decide together]`  The ranks of a sharded or data-parallel model wait for each other in each layer.  If
-each measured by itself, one would offload everything while another times its passes, and each would choose another
+each decided by itself, one would replay everything while another times its plan, and each would choose another
 plan.  So the first rank decides: for each pass that is measured it posts its stage, and what is known by then, before
 its own forward begins.  The others take that message at the start of the same pass, and run the same stage.  At the end
 it posts the plan.  The memory of all ranks counts: each posts how much room it has, and the least is planned with.
 
-When the first rank finds other costs later, it announces a pass that all ranks have still ahead, and that is a
+When the plan no longer fits in a rank, the first one announces a pass that all ranks have still ahead, and that is a
 multiple of a window.  The others look for an announcement at these passes only: a steady pass needs no message.
 """
 
