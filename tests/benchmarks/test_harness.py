@@ -151,7 +151,7 @@ def test_host_time_counts_layers_and_tensors() -> None:
     assert all(seconds >= 0 for seconds in host["behind"].values())
     hooks = {(row["call"], row["of"]): row["count"] for row in host["calls"]["with"]}
     assert hooks["pack", "InFlight"] >= 17
-    assert hooks["unpack", "SavedStorage"] == hooks["pack", "InFlight"]
+    assert hooks["unpack", "SavedStorage"] >= hooks["pack", "InFlight"]  # some are copied when they are final
     assert hooks["backward_reached", ""] == 3
     cases = host_time.measure_tensors(1, CPU)["cases"]
     assert [c["parameters"] for c in cases] == [1, *(1, 20, 200) * 3, 1]

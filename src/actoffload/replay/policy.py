@@ -228,7 +228,7 @@ def draws_random_numbers(rules: Rules, args: tuple[Any, ...], kwargs: Mapping[st
     if not rules.draws or rules.dropout is None:
         return rules.draws
     place, default = rules.dropout
-    return bool(args[place] if place < len(args) else kwargs.get("dropout_p", default))  # which the caller may leave out
+    return bool(args[place] if place < len(args) else kwargs.get("dropout_p", default))
 
 
 @cache
