@@ -170,13 +170,16 @@ class PassLog:
         latest = self.latest
         if latest is None:
             return
-        groups = []
-        for key, (layer, own) in zip(latest.sequence, latest.statistics.groups, strict=True):
-            groups.append((layer, _kept(self.seen.rows.get(key, {}).get(None, own))))
+        groups, unseen = [], set[int]()
+        for k, (key, (layer, own)) in enumerate(zip(latest.sequence, latest.statistics.groups, strict=True)):
+            row = self.seen.rows.get(key, {}).get(None)
+            if row is None:  # [guard: groups that were replayed in all passes so far]
+                unseen.add(k)
+            groups.append((layer, replace(_kept(row or own), recomputed=False)))
         nothing: dict[str, Any] = {"expected_bytes": 0, "freed_bytes": 0, "later_bytes": 0, "held": ()}
         statistics = replace(latest.statistics, groups=tuple(groups), **nothing)
         outside = self.seen.outside
-        self.take(replace(latest, statistics=statistics, outside=outside, partly=True, unseen=frozenset()))
+        self.take(replace(latest, statistics=statistics, outside=outside, partly=True, unseen=frozenset(unseen)))
 
     def take(self, latest: LatestPass, followed: Sequence[GroupKey] | None = None) -> None:
         """Take the statistics of a pass; `followed` is what ran in it if that was not the groups alone."""
