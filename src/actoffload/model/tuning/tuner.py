@@ -386,7 +386,7 @@ class Tuner:
         if not plan.offloaded:
             self._engine.trim()
             if not plan.recomputed:
-                self._log.nothing_offloaded()
+                self._log.nothing_offloaded(replayed=bool(self._always))
         peak = None if plan.peak_bytes is None else plan.peak_bytes + chosen.reserve
         if self._budget is not None and peak is not None and peak > self._budget:
             warn(
