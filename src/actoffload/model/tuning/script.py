@@ -398,5 +398,7 @@ def next_pass(stage: Stage) -> Generator[Stage, TimedPass, TimedPass]:
         if timed.stage is not stage:
             continue
         without += 1
-        if timed.sequence or stage in (Stage.FIRST, Stage.BARE) or without >= WITHOUT:  # [guard: passes that call no group]
+        if (
+            timed.sequence or stage in (Stage.FIRST, Stage.BARE) or without >= WITHOUT
+        ):  # [guard: passes that call no group -> True]
             return timed
