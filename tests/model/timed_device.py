@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
-import pytest
 import torch
 from helpers import nothing_held
 from torch import Tensor, nn
