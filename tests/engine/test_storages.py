@@ -284,3 +284,31 @@ def test_what_was_not_saved_yet_is_not_taken_from_an_earlier_copy(cut):
     want = run(plain)
     got = run(lambda layers, x: forward(layers, x, context, sync))
     assert all(same_bits(a, b) for a, b in zip(want, got, strict=True))
+
+
+class SavesView(torch.autograd.Function):
+    """Saves a view of its input that is made in its forward, without a graph, as fused norms of Liger do."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x.view(-1, x.shape[-1]))
+        return x * 2.0
+
+    @staticmethod
+    def backward(ctx, grad):
+        (saved,) = ctx.saved_tensors
+        return grad * (1.0 + 0.0 * saved.view_as(grad))
+
+
+def test_views_that_functions_save_of_their_inputs_are_offloaded():
+    """Such a view is a leaf, as a view of a parameter is, but its base is not."""
+    context, sync = make(1, 3)
+    x = torch.randn(4, 64, 64, requires_grad=True)
+    y = forward([lambda x: SavesView.apply(x * 1.0), lambda x: x * 1.0, lambda x: x * 1.0], x, context, sync)
+    statistics = context.statistics()
+    assert statistics.bytes_offloaded == x.nbytes
+    assert statistics.resident_bytes == 0, "the input is freed"
+    assert Reason.LEAF not in statistics.tensors_kept
+    y.sum().backward()
+    del y
+    nothing_held(context)

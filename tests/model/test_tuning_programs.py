@@ -10,11 +10,11 @@ import pytest
 import torch
 from helpers import nothing_held
 from interrupts import SOURCES, interrupted
-from timed_device import KIB, LAYERS, PASSES, Timed, TimedModel, done, offload, seconds, small, step
+from timed_device import BLOCK, LAYERS, PASSES, Timed, TimedModel, done, offload, seconds, small, step
 from torch import nn
 from whole_model import nothing_installed
 
-NAMES = "tuner.py", "progress.py", "first_steps.py", "metering.py", "timed_pass.py", "group_costs.py"
+NAMES = "tuner.py", "script.py", "metering.py", "timed_pass.py", "group_costs.py"
 TUNING = tuple(str(SOURCES / "model" / "tuning" / name) for name in NAMES)
 
 
@@ -54,13 +54,23 @@ def in_a_loop(model: nn.Module) -> None:
     step(model)
 
 
+PROGRAMS = [(several(2), 14), (several(3), 20), (no_backward, 4), (no_grad, 4), (in_a_loop, 4), (two_backwards, 8)]
+"""Steps, and the blocks that the device has memory for."""
+
+
 @pytest.mark.parametrize("layers", LAYERS)
-@pytest.mark.parametrize("run", [several(2), several(3), no_backward, no_grad, two_backwards, in_a_loop])
-def test_a_plan_is_found(run, layers):
-    device, model, handle = small(layers=layers)
+@pytest.mark.parametrize(("run", "memory"), PROGRAMS)
+def test_a_plan_is_found(run, memory, layers):
+    # Where several passes are in progress, each of those before may need all of its memory.
+    device, model, handle = small(layers=layers, memory=memory * BLOCK, min_bytes=1)
     for _ in range(13):
         run(model)
-    assert handle._tracker.steering._first.stage is None
+        nothing_held(handle)
+    assert not handle.settling
+    assert device.peak() <= device.memory
+    if run is two_backwards:  # the first keeps what it made again, so replay and copies save nothing
+        assert not handle.plan.offloaded
+        return
     done(handle, model, device, 1)
 
 
@@ -70,7 +80,7 @@ def test_many_forwards_before_a_backward_cannot_be_timed(layers):
     for _ in range(20):
         several(9)(model)
     assert "Several forwards run before a backward" in handle.plan.because
-    assert handle.plan.offloaded == tuple(range(4)), "the leanest plan"
+    assert device.peak() <= device.memory, "the leanest plan"
     nothing_held(handle)
     done(handle, model, device)
 
@@ -94,7 +104,7 @@ def loop_over_groups(model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("layers", LAYERS)
-@pytest.mark.parametrize("run", [several(2), no_backward, two_backwards, several(9), evaluation, loop_over_groups])
+@pytest.mark.parametrize("run", [no_backward, several(9), evaluation, loop_over_groups])
 def test_steps_until_the_plan_is_final(run, layers):
     """Whether passes can be timed or not; where they can be timed later, they are."""
     device, model, handle = small(layers=layers)
@@ -102,7 +112,7 @@ def test_steps_until_the_plan_is_final(run, layers):
     while handle.settling:
         run(model)
         steps += 1
-        assert steps <= 20
+        assert steps <= 10
     if run in (evaluation, loop_over_groups):
         step(model)
         step(model)
@@ -128,7 +138,7 @@ class Frozen(nn.Module):
 
     def __init__(self, device: Timed) -> None:
         super().__init__()
-        self.model = TimedModel(device, 8, nbytes=4 * KIB)
+        self.model = TimedModel(device, 8, nbytes=BLOCK)
         self.blocks = self.model.blocks
         for block in self.blocks[:3]:
             block.requires_grad_(False)
@@ -139,23 +149,25 @@ class Frozen(nn.Module):
 
 @pytest.mark.parametrize("layers", LAYERS)
 def test_groups_without_a_backward(layers):
-    device = Timed(1e4, 1e4)
+    device = Timed(2.5e6, 2.5e6, memory=4 * BLOCK)
     model = Frozen(device)
     handle = offload(model, device, layers=layers)
     for _ in range(13):
         step(model)
-    assert handle.plan.offloaded_bytes == 2 * 4 * KIB
+    assert handle.plan.offloaded_bytes == 2 * BLOCK
     assert seconds(model, device) == pytest.approx(8 * 1.0 + 4 * 2.0)
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_blocks_that_are_skipped_at_random(seed):
-    _device, model, handle = small(count=8)
+    device, model, handle = small(count=8)
     generator = torch.Generator().manual_seed(seed)
     for _ in range(30):
         model.skipped = set(torch.randperm(8, generator=generator)[:2].tolist())
         step(model)
         nothing_held(handle)
+        assert device.peak() <= device.memory
+    assert not handle.settling
     print(handle, handle.plan, handle.report())
 
 
@@ -195,15 +207,15 @@ def test_an_exception_in_forward_and_in_backward(at, layers):
 def test_an_interrupt_anywhere_in_a_stage(at):
     n, more = at, True
     while more:
-        _device, model, handle = small(count=3)
+        _device, model, handle = small(count=4)
         for _ in range(at):
             step(model)
         more = interrupted(lambda model=model: step(model), n, TUNING)
         nothing_installed(model)
         for _ in range(12):
             step(model)
-        assert handle.plan.offloaded == (0,)
-        assert handle._tracker.steering._first.stage is None
+        assert handle.plan.offloaded == (0, 1)
+        assert not handle.settling
         assert handle._engine.recorder is None
         n += 397
     assert n > 397 + at
@@ -214,14 +226,14 @@ def test_an_interrupt_anywhere_in_a_stage(at):
 
 @pytest.mark.parametrize("at", PASSES)
 def test_recording_in_each_stage(at):
-    device, model, handle = small()
+    device, model, handle = small(recompute=False)
     for _ in range(at):
         step(model)
     with handle.recording():
         step(model)
     report = handle.report()
-    assert [group.bytes_saved for group in report.groups] == [4 * KIB] * 6
-    assert sum(group.bytes_offloaded for group in report.groups) == 16 * KIB
+    assert [group.bytes_saved for group in report.groups] == [BLOCK] * 6
+    assert sum(group.bytes_offloaded for group in report.groups) >= 4 * BLOCK
     assert [group.forward_seconds for group in report.groups] == [pytest.approx(1.0)] * 6
     assert [group.backward_seconds for group in report.groups] == [pytest.approx(2.0)] * 6
     done(handle, model, device)

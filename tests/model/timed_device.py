@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
-import pytest
 import torch
 from helpers import nothing_held
 from torch import Tensor, nn
@@ -19,11 +18,12 @@ from actoffload.device.reference import CreatedStorages
 
 __all__ = ["Timed", "TimedBlock", "TimedModel", "Work", "done", "offload", "seconds", "small", "stages", "step"]
 
-KIB = 2**10
+BLOCK = 2**20
+"""Bytes that a block of `small` saves."""
 LAYERS = ["blocks", None]
 """How groups are given: by name, or found in a first pass of its own."""
-PASSES = (0, 1, 3, 4, 7, 9)
-"""Numbers of passes before the stages, and before the first passes with the plan."""
+PASSES = (0, 1, 2, 3, 4)
+"""Numbers of passes before each stage, and before the first pass with the plan that is kept."""
 
 
 class Event(NamedTuple):
@@ -54,6 +54,7 @@ class Timed(ReferenceDevice):
         self.forwards = WeakKeyDictionary[nn.Module, int]()
         self.slow: Callable[[], float] = lambda: 1.0  # factor of all compute
         self.pinning = 0.0  # seconds for each byte of new host memory, for which the device waits
+        self.failed = 0  # allocations
 
     def host_time(self) -> float:
         return self.host
@@ -105,6 +106,13 @@ class Timed(ReferenceDevice):
 
     def memory_limit(self) -> int | None:
         return self.memory
+
+    def out_of_memory_errors(self) -> int:
+        return self.failed
+
+    def peak(self) -> int:
+        """Return the most bytes that were allocated so far."""
+        return max(self.highest, self.created.peak)
 
 
 class Work(torch.autograd.Function):
@@ -189,20 +197,24 @@ def stages(handle: actoffload.OffloadHandle, run: Callable[[], None], passes: in
     return found
 
 
-def small(link: float = 1e4, count: int = 6, **more) -> tuple[Timed, TimedModel, actoffload.OffloadHandle]:
-    """Return a device, a model of blocks of 4 KiB, and its handle."""
-    device = Timed(link, link)
+def small(link: float = 2.5e6, count: int = 6, memory: int | None = 4 * BLOCK, **more) -> tuple:
+    """Return a device, a model that needs more memory than it has, and its handle."""
+    device = Timed(link, link, memory=memory)
     device.behind = False
-    model = TimedModel(device, count, nbytes=4 * KIB)
+    model = TimedModel(device, count, nbytes=BLOCK)
     return device, model, offload(model, device, **more)
 
 
 def done(handle: actoffload.OffloadHandle, model: nn.Module, device: Timed, passes: int = 12) -> None:
-    """Check that the model is measured after some steps, that steps are as fast as without, and nothing is left."""
+    """Check that there is a plan after some steps, which fit and are hardly longer, and that nothing is left."""
     for _ in range(passes):
         step(model)
-    assert handle.plan.offloaded == tuple(range(len(model.blocks) - 2))
-    assert seconds(model, device) == pytest.approx(3 * len(model.blocks), rel=1e-6)
+    assert not handle.settling
+    assert set(handle.plan.offloaded) >= set(range(len(model.blocks) - 2))
+    assert seconds(model, device) <= 3.2 * len(model.blocks)
+    device.created.peak = device.created.now
+    step(model)
+    assert device.created.peak <= device.memory
     assert handle._engine.recorder is None
     nothing_held(handle)
     nothing_installed(model)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
@@ -52,26 +53,36 @@ class _Attributes:
     """What the call of a module depends on beside its arguments: modules, weights, numbers, flags and functions."""
 
     def __init__(self, module: Module) -> None:
-        self.modules = list(module.modules())
-        self.is_compiled = any(is_compiled(inner) or isinstance(inner, ScriptModule) for inner in self.modules)
-        self.has_statistics = any(getattr(inner, "running_mean", None) is not None for inner in self.modules)
-        self._dicts = [vars(inner) for inner in self.modules]
-        self._plain = [(each, name) for each in self._dicts for name in each if _is_plain(name, each[name])]
-        self._objects: list[tuple[Mapping[str, Any], str]] = [
-            (each, name) for each in self._dicts for name in each if _is_function(name, each[name])
-        ]
-        tables = [table for inner in self.modules for table in registered(inner)]
-        self._objects += [(table, name) for table in tables for name in table]
-        self._tables = [*self._dicts, *tables]
-        self._hooks = [hooks for inner in self.modules for hooks in (inner._forward_pre_hooks, inner._forward_hooks)]
+        # The forward of a followed module leads here: a strong reference to it would be a cycle.
+        self._root, self._inside = weakref.ref(module), [inner for inner in module.modules() if inner is not module]
+        modules = self.modules
+        self.is_compiled = any(is_compiled(inner) or isinstance(inner, ScriptModule) for inner in modules)
+        self.has_statistics = any(getattr(inner, "running_mean", None) is not None for inner in modules)
+        self._dicts = list(map(vars, self._inside))
+        dicts = [vars(module), *self._dicts]
+        self._plain = [(k, name) for k, each in enumerate(dicts) for name in each if _is_plain(name, each[name])]
+        self._functions = [(k, name) for k, each in enumerate(dicts) for name in each if _is_function(name, each[name])]
+        self._tables = [table for inner in modules for table in registered(inner)]
+        self._registered = [(table, name) for table in self._tables for name in table]
+        self._hooks = [hooks for inner in modules for hooks in (inner._forward_pre_hooks, inner._forward_hooks)]
         self._weights = list(module.parameters())
         self.now = self._look()
 
+    @property
+    def modules(self) -> list[Module]:
+        """The module and those inside of it."""
+        root = self._root()
+        assert root is not None
+        return [root, *self._inside]
+
     def _look(self) -> tuple[list[Any], ...]:
+        root = self._root()
+        dicts = [vars(root), *self._dicts]
         return (
-            [each.get(name) for each, name in self._plain],
-            [id(each.get(name)) for each, name in self._objects],
-            list(map(len, self._tables)),
+            [dicts[k].get(name) for k, name in self._plain],
+            [id(dicts[k].get(name)) for k, name in self._functions],
+            [id(table.get(name)) for table, name in self._registered],
+            list(map(len, (*dicts, *self._tables))),
             list(map(tuple, self._hooks)),
             [weight.requires_grad for weight in self._weights],
         )

@@ -162,18 +162,21 @@ class PassLog:
         self.history.add(done)
         self.take(replace(latest, statistics=self.history.before(done, latest.statistics)))
 
-    def nothing_offloaded(self) -> None:
-        """Note that the passes from here on are not followed, because every group is kept and none recomputed."""
+    def nothing_offloaded(self, *, replayed: bool = False) -> None:
+        """Note that the rows of passes from here on are known, because every group is kept, or `replayed` as so far."""
         latest = self.latest
         if latest is None:
             return
-        groups = []
-        for key, (layer, own) in zip(latest.sequence, latest.statistics.groups, strict=True):
-            groups.append((layer, _kept(self.seen.rows.get(key, {}).get(None, own))))
+        groups, unseen = [], set[int]()
+        for k, (key, (layer, own)) in enumerate(zip(latest.sequence, latest.statistics.groups, strict=True)):
+            row = own if replayed else self.seen.rows.get(key, {}).get(None)
+            if row is None:  # [guard: groups that were replayed in all passes so far]
+                unseen.add(k)
+            groups.append((layer, replace(_kept(row or own), recomputed=replayed and own.recomputed)))
         nothing: dict[str, Any] = {"expected_bytes": 0, "freed_bytes": 0, "later_bytes": 0, "held": ()}
         statistics = replace(latest.statistics, groups=tuple(groups), **nothing)
         outside = self.seen.outside
-        self.take(replace(latest, statistics=statistics, outside=outside, partly=True, unseen=frozenset()))
+        self.take(replace(latest, statistics=statistics, outside=outside, partly=True, unseen=frozenset(unseen)))
 
     def take(self, latest: LatestPass, followed: Sequence[GroupKey] | None = None) -> None:
         """Take the statistics of a pass; `followed` is what ran in it if that was not the groups alone."""

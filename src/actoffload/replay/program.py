@@ -15,7 +15,7 @@ that is retained may read them again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -242,13 +242,8 @@ class Program:
         return needed
 
     def _step(self, node: Node, stands: dict[int, View]) -> Step:
-        def compiled(given: Any) -> Any:
-            if isinstance(given, Place):
-                return _read(given, stands[given.value])
-            return list(map(compiled, given)) if _has_place(given) else given
-
-        args = list(map(compiled, node.args))
-        kwargs = {name: compiled(given) for name, given in node.kwargs.items()}
+        args = [_with_reads(given, stands) for given in node.args]
+        kwargs = {name: _with_reads(given, stands) for name, given in node.kwargs.items()}
         named = [*enumerate(args), *kwargs.items()]
         places = tuple((at, given) for at, given in named if isinstance(given, _Read) or _has_read(given))
         # A value may stay that an operator returns beside others.
@@ -453,6 +448,12 @@ def _places(node: Node) -> list[Place]:
 
 def _has_place(given: Any) -> bool:
     return isinstance(given, list) and any(isinstance(each, Place) or _has_place(each) for each in given)
+
+
+def _with_reads(given: Any, stands: Mapping[int, View]) -> Any:
+    if isinstance(given, Place):
+        return _read(given, stands[given.value])
+    return [_with_reads(each, stands) for each in given] if _has_place(given) else given
 
 
 def _has_read(given: Any) -> bool:

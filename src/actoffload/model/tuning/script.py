@@ -49,6 +49,7 @@ from .timed_pass import Peak, Stage, TimedPass
 __all__ = ["Script", "Steps", "room_in", "timed_operators"]
 
 FULL, SMALLER = 0.9, 4  # part of the most elements of inputs so far; passes with fewer that do not count
+WITHOUT = 8  # passes without groups after which the next stage comes: the model may take another branch at times
 TRIES = 3  # plans that are tried because the one before took more than the limit
 SURELY = 0.1  # part of the time of a pass by which a prediction is off at most
 HOST_SECONDS = 60e-6  # of the host for one tensor that is offloaded
@@ -110,6 +111,9 @@ class Script:
         """Yield what the next pass is for, get it when it is over, and return a plan; see [Note: the first passes]."""
         found = self.found
         traced = [(yield from next_pass(Stage.FIRST))]
+        if not traced[0].elements:  # [guard: first pass without inputs]
+            traced = [(yield from next_pass(Stage.FIRST))]
+        self._most = traced[0].elements
         if self._policies and not self._known(traced):
             traced.append((yield from next_pass(Stage.PLAIN)))
         lean = yield from self._full()
@@ -125,7 +129,8 @@ class Script:
         if timed.peak and found.in_flight == 1:
             found.bare = Peak(timed.peak, timed.elements, timed.allocated)
             peak = found.bare.at(found.size)
-            plan = replace(plan, peak_bytes=peak, because=_fits(peak, found.limit))
+            because = _fits(peak, found.limit) if peak <= found.limit else plan.because
+            plan = replace(plan, peak_bytes=peak, because=because)
         return plan
 
     def _known(self, traced: Sequence[TimedPass]) -> bool:
@@ -176,6 +181,10 @@ class Script:
         # Nothing was copied where all tensors are too small, or the host has no memory: then replay is left.
         known: dict[str, Any] = {"host_seconds": HOST_SECONDS, "among": None if link else ()}
         costs = names, ways, link or NO_LINK
+        if found.limit is not None:
+            # Earlier passes, whose backward is still to come, may keep everything; so far they were replayed.
+            more = sum(group[0].cost.nbytes for group in ways) - sum(map(sum, lean.sizes))
+            found.limit = max(found.limit - lean.waiting * max(more, 0), 0)
         kept = simulate(Plan(len(names)), [group[0].cost for group in ways], link or NO_LINK)
         found.bare = Peak(kept.device_peak_bytes + found.excess, found.size, found.allocated_before)
         found.choose = partial(
@@ -183,8 +192,10 @@ class Script:
         )
         found.search_frontier = partial(frontier, *costs, **known)
         if found.limit is None or found.bare.nbytes <= found.limit:
-            plan = replace(self._keep(_fits(found.bare.nbytes, found.limit)), peak_bytes=kept.device_peak_bytes)
-            plan = found.expected(replace(plan, seconds=kept.step_time, baseline_seconds=kept.baseline))
+            nbytes = tuple(group[0].cost.nbytes for group in ways)
+            plan = GroupPlan(names, Plan(len(names)), nbytes, because=_fits(found.bare.nbytes, found.limit))
+            plan = replace(plan, seconds=kept.step_time, baseline_seconds=kept.baseline)
+            plan = found.expected(replace(plan, peak_bytes=kept.device_peak_bytes))
         else:
             plan = found.chosen()
         found.planning = time.perf_counter() - begun
@@ -209,7 +220,7 @@ class Script:
         found = list[tuple[Variant, ...]]()
         for k, (key, cost) in enumerate(zip(sequence, costs, strict=True)):
             # One that runs several times would have one way for all of them.
-            once = sum(other.group == key.group for other in sequence) == 1
+            once = key.group in self._policies and sum(other.group == key.group for other in sequence) == 1
             own = plain.get(self._kind(key.group))
             if once and k not in compiled and operators.get(key.group):
                 found.append(replay_ways(cost, within(operators[key.group], cost.forward)))
@@ -244,7 +255,7 @@ class Script:
     def _plain_compiled(self, traced: Sequence[TimedPass], allocated: int) -> dict[Hashable, LayerCost]:
         """Return the cost of a compiled group of each kind that was not run again."""
         timed = traced[-1]
-        if timed.meter is None:
+        if timed.meter is None or not timed.meter.borders:
             return {}
         compiled = {k for k, key in enumerate(timed.sequence) if self._is_compiled(self._groups[key.group])}
         costs = layer_costs(timed, compiled, allocated)
@@ -304,7 +315,9 @@ class Script:
             whole, saves=saves, recomputed_nbytes=less, baseline_seconds=plan.baseline_seconds, because=plan.because
         )
         same = whole.plan == plan.plan and whole.saves == plan.saves
-        if same or (whole.peak_bytes or inf) > limit or (whole.seconds or inf) > (1 + SURELY) * seconds:
+        # Where the plan took longer than predicted, that may be due to its copies.
+        least = (whole.seconds or inf) / max(found.pace, 1.0)
+        if same or (whole.peak_bytes or inf) > limit or least > (1 + SURELY) * seconds:
             return plan
         found.plan = whole
         timed = yield from next_pass(Stage.PLAN)
@@ -378,8 +391,14 @@ def trimming(found: Findings, stage: Stage, plan: GroupPlan) -> Generator[Stage,
 
 
 def next_pass(stage: Stage) -> Generator[Stage, TimedPass, TimedPass]:
-    """Yield a stage until a pass of it is over, and return that pass."""
+    """Yield a stage until a pass of it is over that called groups, and return that pass; not for ever."""
+    without = 0
     while True:
         timed = yield stage
-        if timed.stage is stage:
+        if timed.stage is not stage:
+            continue
+        without += 1
+        if (
+            timed.sequence or stage in (Stage.FIRST, Stage.BARE) or without >= WITHOUT
+        ):  # [guard: passes that call no group -> True]
             return timed

@@ -383,8 +383,10 @@ class Tuner:
         chosen = self._chosen = self.found
         self.stage = self._steps = None
         self._settled = self._number
-        if not plan.offloaded and not plan.recomputed:
-            self._log.nothing_offloaded()
+        if not plan.offloaded:
+            self._engine.trim()
+            if not plan.recomputed:
+                self._log.nothing_offloaded(replayed=bool(self._always))
         peak = None if plan.peak_bytes is None else plan.peak_bytes + chosen.reserve
         if self._budget is not None and peak is not None and peak > self._budget:
             warn(
