@@ -264,7 +264,9 @@ class Call:
         if whole or self._timed is not None:
             program = Program(program.trace, everything, program.min_bytes, program.banned)
         entries = program.trace.entries
-        real = {entries[k].value: slot.tensor for k, slot in enumerate(slots) if slot is not None}
+        kept = {value for value, found in program.sources.items() if found is None}
+        # Of no other value: they are dropped one by one.
+        real = {entries[k].value: slot.tensor for k, slot in enumerate(slots) if slot and entries[k].value in kept}
         real |= {value: slot.tensor for value, k in program.kept_at.items() if (slot := slots[k]) is not None}
         inputs = self._inputs
 

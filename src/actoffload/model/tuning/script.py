@@ -89,6 +89,10 @@ class Script:
         From the room of this rank to the room with which a plan fits in all ranks.
     short : int
         Bytes of the room that earlier plans did not find.
+    allocated : int
+        Bytes that may be allocated before a pass, as far as that is known.
+    max_host_bytes : int, optional
+        Bytes of host memory that may be used.
     """
 
     def __init__(
@@ -101,9 +105,12 @@ class Script:
         policies: Mapping[int, Policy] | None = None,
         room_of_all: Callable[[Room], Room] = lambda room: room,
         short: int = 0,
+        allocated: int = 0,
+        max_host_bytes: int | None = None,
     ) -> None:
         self._backend, self._groups, self._plans, self._log, self._budget = backend, groups, plans, log, budget
         self._policies, self._room_of_all, self._short = policies or {}, room_of_all, short
+        self._allocated, self._max_host_bytes = allocated, max_host_bytes
         self.found = Findings()
         self._most = 0  # elements of inputs so far
 
@@ -113,9 +120,9 @@ class Script:
         traced = [(yield from next_pass(Stage.FIRST))]
         if not traced[0].elements:  # [guard: first pass without inputs]
             traced = [(yield from next_pass(Stage.FIRST))]
-        self._most = traced[0].elements
         if self._policies and not self._known(traced):
             traced.append((yield from next_pass(Stage.PLAIN)))
+        self._most = max(each.elements for each in traced)
         lean = yield from self._full()
         self._look_at_room(lean)
         for timed in (*traced, lean):
@@ -128,7 +135,8 @@ class Script:
         timed = yield from trimming(found, Stage.BARE, plan)
         if timed.peak and found.in_flight == 1:
             found.bare = Peak(timed.peak, timed.elements, timed.allocated)
-            peak = found.bare.at(found.size)
+            # [guard: less memory before the pass that keeps everything]
+            peak = found.bare.at(found.size, found.allocated_before)
             because = _fits(peak, found.limit) if peak <= found.limit else plan.because
             plan = replace(plan, peak_bytes=peak, because=because)
         return plan
@@ -141,17 +149,28 @@ class Script:
     def _full(self) -> Generator[Stage, TimedPass, TimedPass]:
         """Yield `Stage.LEAN` until a pass has inputs as large as any before, and return it; not for ever.
 
-        The plan is for inputs of this size.  The last batch of an epoch is often smaller.
+        The plan is for inputs of this size.  The last batch of an epoch is often smaller.  Where inputs are larger than
+        all before, groups are traced and proven again, which takes time.
         """
         largest = timed = yield from next_pass(Stage.LEAN)
         for _ in range(SMALLER):
-            self._most = max(self._most, timed.elements)
-            if timed.elements >= FULL * self._most:  # [guard: inputs that are smaller than before -> True]
+            before, self._most = self._most, max(self._most, timed.elements)
+            # [guard: inputs that are smaller than before, or larger -> True]
+            if FULL * self._most <= timed.elements <= before / FULL:
                 return timed
             timed = yield from next_pass(Stage.LEAN)
             largest = max(timed, largest, key=lambda each: each.elements)
         self._most = largest.elements  # those that are larger still are rare
         return largest
+
+    def _timed(self) -> Generator[Stage, TimedPass, TimedPass]:
+        """Yield `Stage.PLAN` until a pass has inputs as large as those of the plan, and return it; not for ever."""
+        timed = yield from next_pass(Stage.PLAN)
+        for _ in range(SMALLER):
+            if timed.elements >= FULL * self.found.size:  # [guard: inputs that are smaller than before -> True]
+                break
+            timed = yield from next_pass(Stage.PLAN)
+        return timed
 
     def _look_at_room(self, lean: TimedPass) -> None:
         """Note the memory that a plan may take, so that it fits in all ranks."""
@@ -160,7 +179,7 @@ class Script:
         found.in_flight, found.adopts, found.size = 1 + lean.waiting, lean.adopted > 0, lean.elements
         own = room_in(lean, self._backend, self._budget).less(self._short)
         room = self._room_of_all(own)
-        found.allocated_before = lean.meter.allocated_before
+        found.allocated_before = max(lean.meter.allocated_before, self._allocated)
         if own.limit is None or room.limit is None:
             return
         found.reserve, found.limit = own.limit - room.limit, room.limit
@@ -235,6 +254,8 @@ class Script:
     def _probed_link(self) -> Link | None:
         """Return the rates of one copy in each direction, where the leanest pass has copied nothing."""
         backend = self._backend
+        if self._max_host_bytes is not None and self._max_host_bytes < PROBE:  # [guard: no host memory for offloading]
+            return None
         device, stream = backend.current_device(), backend.new_stream(backend.current_device())
         try:
             host = backend.empty_host(PROBE)
@@ -281,7 +302,7 @@ class Script:
             found.plan = plan
             passes = [(yield from trimming(found, Stage.PLAN, plan))]
             if self._take_peak(plan, passes) <= limit or number + 1 == TRIES:
-                passes.append((yield from next_pass(Stage.PLAN)))
+                passes.append((yield from self._timed()))
             peak = self._take_peak(plan, passes)
             passes[-1].wait(self._backend)
             seconds = self._seconds(passes[-1])
@@ -320,7 +341,7 @@ class Script:
         if same or (whole.peak_bytes or inf) > limit or least > (1 + SURELY) * seconds:
             return plan
         found.plan = whole
-        timed = yield from next_pass(Stage.PLAN)
+        timed = yield from self._timed()
         timed.wait(self._backend)
         peak, taken = self._take_peak(whole, [timed]), self._seconds(timed)
         if taken < seconds and peak <= limit:
@@ -368,7 +389,7 @@ def representative_kind(group: FollowedModule) -> Hashable:
 
 
 def timed_operators(timed: TimedPass, elements: int) -> dict[int, list[OperatorCost]]:
-    """Return the operators of groups that a pass timed, with outputs as for inputs with as many elements."""
+    """Return the operators of groups that a pass timed, as for inputs with as many elements."""
     assert timed.operators is not None
     larger = timed.larger(elements)
     costs = timed.operators.costs()
@@ -377,7 +398,8 @@ def timed_operators(timed: TimedPass, elements: int) -> dict[int, list[OperatorC
 
     def scaled(operator: OperatorCost) -> OperatorCost:  # [guard: operators of inputs of another size]
         sizes = tuple(math.ceil(larger * nbytes) for nbytes in operator.sizes)
-        return replace(operator, sizes=sizes, returned=math.ceil(larger * operator.returned))
+        seconds, returned = larger * operator.seconds, math.ceil(larger * operator.returned)
+        return replace(operator, seconds=seconds, sizes=sizes, returned=returned)
 
     return {group: list(map(scaled, each)) for group, each in costs.items()}
 

@@ -114,8 +114,11 @@ class Tuner:
         self._steps: Steps | None = None  # none where another rank decides
         self._begin(1)
 
-    def _begin(self, number: int, *, again: bool = False) -> None:
-        """Run the script from this pass on; `again`: other ranks said how much room they have, which they say once."""
+    def _begin(self, number: int, *, again: bool = False, allocated: int = 0) -> None:
+        """Run the script from this pass on; `again`: other ranks said how much room they have, which they say once.
+
+        `allocated`: bytes before a pass that may come again.
+        """
         ranks, self.begun, self._beside = self._ranks, number, 0
         room_of_all = ranks.room_of_all
         if again and self.found.limit is not None:
@@ -129,6 +132,8 @@ class Tuner:
             self._policies,
             room_of_all,
             self._short,
+            allocated,
+            self._engine.max_host_bytes,
         )
         steps = script.run()
         self.found, self.stage, self._steps = script.found, next(steps), steps
@@ -276,7 +281,8 @@ class Tuner:
         fits = self.stage in LEAN or self.found.fits(self.stage, elements, in_use)
         if not (fits or follows or aside or self.untimed) and (often or not self.found.fits(self.stage, 0, in_use)):
             # [guard: first steps that are outdated]
-            self._begin(self._number, again=True)
+            others = self.found.in_flight > 1 or self._unfinished > 0  # whose memory goes again
+            self._begin(self._number, again=True, allocated=0 if others else in_use)
             fits = True
         stage = decided = self.stage
         # A pass that may not fit replays and offloads everything, and does not count.
