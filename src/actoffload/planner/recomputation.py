@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 
 from .._arguments import check_kinds
 from ..schedule.costs import Link
+from .annealing import Choice, anneal
 from .group_plan import GroupPlan
 from .placement import Placement
 from .profile import Alone, Profile
@@ -60,7 +61,8 @@ def choose_recomputed(
     -----
     Without a limit that forces it nothing is recomputed.  Blocks are alike, so the search is for numbers of groups
     first: it begins with the best plan in which all groups run in the same way, and changes as many groups as makes the
-    plan better, first a quarter of them, at last single ones: the first, the last, or some at equal distances.
+    plan better, first a quarter of them, at last single ones: the first, the last, or some at equal distances.  Then
+    single groups are changed, as in `annealing`.
 
     Examples
     --------
@@ -85,6 +87,11 @@ def choose_recomputed(
         caution = host_seconds * host_caution
         return Search(profile, link, host_seconds, caution, most, tolerance, without_bytes, excess)
 
+    def placement(choice: Choice) -> Placement:
+        searched = search(choice.variants)
+        offloaded = [k for k in searched.profile.movable if choice.offloaded[k]]
+        return searched.place(offloaded, searched.limit)
+
     plain = (0,) * len(groups)
     without = search(plain)
     baseline, most = without.keep.seconds, inf if limit is None else limit
@@ -105,6 +112,15 @@ def choose_recomputed(
         nearly = math.ceil(least + NEAR * (least - always))
         near = choose_recomputed(names, groups, link, limit=nearly, among=among, **how)
         return replace(near, because=without.beyond())
+    placed = search(chosen).quick()
+    start = Choice(chosen, tuple(k in placed.released for k in range(len(groups))))
+    counts, rate = [len(group) for group in groups], min(link.d2h, link.h2d)
+    for choice in anneal(start, placement, counts, limit=most, step_seconds=baseline, rate=rate, few=FINAL):
+        searched, better = search(choice.variants), placement(choice).plan()
+        result = searched.simulate(better, searched.host_seconds)
+        if result.device_peak_bytes <= most and result.step_time < (plan.seconds or inf):
+            plan, chosen = searched.described(tuple(names), better, result), choice.variants
+            break
     if not any(chosen):
         return plan
     because = without.above("offloading and recomputing")
