@@ -106,7 +106,8 @@ def test_when_storages_are_saved_and_needed(monkeypatch):
     device.behind = False
     layers, _ = costs(monkeypatch, device, TimedModel(device))
     for layer in layers:  # the last two were not offloaded, and are like the others
-        assert [saved.saved_at for saved in layer.saved] == pytest.approx([0.25, 0.5, 0.75, 1.0])
+        # Each is copied when the next one is saved, because its operator may have written it until then.
+        assert [saved.saved_at for saved in layer.saved] == pytest.approx([0.5, 0.75, 1.0, 1.0])
         assert [saved.needed_at for saved in layer.saved] == pytest.approx([0.75, 0.5, 0.25, 0.0])
 
 

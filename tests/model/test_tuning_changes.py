@@ -54,7 +54,7 @@ def test_the_faster_of_two_plans_is_kept_if_copies_slow_compute_down(cost):
     assert seen[5:] == [""] * 3
     took = seconds(model, device)
     assert took == pytest.approx(handle.plan.seconds)
-    assert took <= 1.01 * min(32.0, 25.5 + cost)
+    assert took <= 1.03 * min(32.0, 25.5 + cost)
     assert bool(handle.plan.recomputed) == (took > 30)
 
 

@@ -206,12 +206,12 @@ def small(link: float = 2.5e6, count: int = 6, memory: int | None = 4 * BLOCK, *
 
 
 def done(handle: actoffload.OffloadHandle, model: nn.Module, device: Timed, passes: int = 12) -> None:
-    """Check that there is a plan after some steps, which fit and are hardly longer, and that nothing is left."""
+    """Check that there is a plan after some steps, which fit and are no longer than with replay of everything."""
     for _ in range(passes):
         step(model)
     assert not handle.settling
     assert set(handle.plan.offloaded) >= set(range(len(model.blocks) - 2))
-    assert seconds(model, device) <= 3.2 * len(model.blocks)
+    assert seconds(model, device) <= 4.0 * len(model.blocks)
     device.created.peak = device.created.now
     step(model)
     assert device.created.peak <= device.memory
