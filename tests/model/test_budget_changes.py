@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from timed_device import Timed, TimedModel, offload, seconds, stages, step
+from timed_device import Timed, TimedModel, offload, seconds, step
 from torch import Tensor, nn
 
 from actoffload.model.tuning.findings import Room
-from actoffload.model.tuning.timed_pass import Peak, Stage
+from actoffload.model.tuning.timed_pass import Peak
 
 MIB = 2**20
 
@@ -125,14 +125,12 @@ def test_larger_inputs_long_after_more_memory_came():
 
 def planned_apart(budget: int, elements: int, beside: int) -> tuple[Timed, TimedModel, Any]:
     """Measure a model; passes with the plan have other inputs than those before, or less memory beside them."""
-    _, model, handle = make(budget)
-    in_order = stages(handle, lambda: step(model), 24)
     device, model, handle = make(budget)
-    for stage in in_order[: in_order.index("")]:
-        more = None if stage == "PLAN" else device.count(torch.zeros(beside // 4))
-        assert peak(model, device, elements if stage == "PLAN" else 4) <= budget
+    for n in range(10):
+        more = device.count(torch.zeros(beside // 4)) if n < 2 else None
+        assert peak(model, device, 4 if n < 2 else elements) <= budget
         del more
-    assert handle._tracker.steering._first.stage is Stage.PLAN
+    assert not handle.settling
     return device, model, handle
 
 
@@ -201,8 +199,8 @@ def test_operators_that_were_timed_with_smaller_inputs(blocks, rows):
     handle.remove()
 
 
-@pytest.mark.parametrize("seed", [2, 7])
-@pytest.mark.parametrize("recompute", [False, "auto"])
+@pytest.mark.filterwarnings("ignore:memory_budget is")  # a pass may have more blocks than the one that was measured
+@pytest.mark.parametrize(("recompute", "seed"), [(False, 2), (False, 7), ("auto", 2)])
 def test_blocks_that_are_skipped_at_random(recompute, seed):
     """Those that the measured pass did not have are offloaded, and come on top while they run."""
     device, model, handle = make(16 * MIB, recompute=recompute)
@@ -217,7 +215,7 @@ def test_inputs_that_stay_larger_while_passes_are_measured():
     """The first steps begin anew, and the plan is for these inputs."""
     device, model, handle = make(30 * MIB)
     for n in range(40):
-        assert peak(model, device, 2 if n < 4 else 4) <= 30 * MIB
+        assert peak(model, device, 2 if n < 2 else 4) <= 30 * MIB
     assert not handle.settling
     assert 20 * MIB < handle.plan.peak_bytes <= 30 * MIB
     assert seconds(model, device) == pytest.approx(handle.plan.seconds, rel=0.01)
@@ -303,6 +301,20 @@ def test_a_backward_that_is_skipped_once(skipped, budget, expected):
     del loss
     assert not handle.settling
     assert seconds(model, device) == expected
+    handle.remove()
+
+
+def test_after_an_out_of_memory_error_the_plan_is_for_less_memory():
+    device, model, handle = make(20 * MIB)
+    errors: list[int] = []
+    device.out_of_memory_errors = lambda: len(errors)
+    for number in range(14):
+        if number == 7:
+            before = handle.plan.peak_bytes
+            errors.append(number)
+        step(model)
+    assert not handle.settling
+    assert handle.plan.peak_bytes <= 19 * MIB < before
     handle.remove()
 
 

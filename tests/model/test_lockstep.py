@@ -26,12 +26,13 @@ from torch.nn.parallel import DistributedDataParallel
 import actoffload
 from actoffload.model.tuning import lockstep, ranks
 from actoffload.model.tuning.board import Board, LostRankError
-from actoffload.model.tuning.drift import PATIENCE
 from actoffload.model.tuning.lockstep import WINDOW
 from actoffload.model.tuning.ranks import ranks_of
 
 KIB = 2**10
-ALL = ["FIRST", "LEAN", "MEMORY", "BARE", "PLAN", "PLAN", "PLAN", "WARM", "NONE"]
+ALL = ["FIRST", "LEAN", "PLAN", "PLAN"]
+LIMITED = {"memory": 2**40, "memory_budget": 24 * KIB, "recompute": False}
+"""Options with which six of the eight blocks or fewer are kept."""
 
 
 @dataclass
@@ -166,17 +167,17 @@ def slower(rank: Rank, times: float) -> None:
 # One decision
 
 
-@pytest.mark.parametrize(("links", "offloaded"), [((1e4, 1e2, 3e3), 6), ((1e2, 1e4, 2e3), 0)])
-def test_clocks_that_differ_wildly(program, links, offloaded):
-    for link in links:
-        program.add(link)
+@pytest.mark.parametrize(("options", "want"), [(LIMITED, ALL), ({"memory": 2**40}, ["FIRST", "LEAN", "BARE"])])
+def test_clocks_that_differ_wildly(program, options, want):
+    for link in (1e4, 1e2, 3e3):
+        program.add(link, **options)
     slower(program.ranks[1], 5.0)
     slower(program.ranks[2], 0.2)
-    assert program.run(14) == []
-    want = [*ALL, *[""] * 5] if offloaded else [*ALL[:4], "WARM", "NONE", *[""] * 8]
+    assert program.run(8) == []
+    want = [*want, *[""] * (8 - len(want))]
     assert [rank.stages for rank in program.ranks] == [want] * 3
     assert [rank.settling for rank in program.ranks] == [[stage != "" for stage in want]] * 3
-    assert [rank.handle.plan.offloaded for rank in program.ranks] == [tuple(range(offloaded))] * 3
+    assert {bool(rank.handle.plan.offloaded) for rank in program.ranks} == {"PLAN" in want}
     assert len({str(rank.handle.plan) for rank in program.ranks}) == 1
     assert program.store.num_keys() == 0, "what was read is deleted"
     assert {len(rank.handle.frontier().plans) for rank in program.ranks} != {0}
@@ -186,10 +187,10 @@ def test_groups_that_are_found_and_recomputed(program):
     """Rank 1 would not have to recompute anything."""
     for link in (3e2, 1e6):
         program.add(link, 2**40, 12, layers=None, memory_budget=24 * KIB)
-    assert program.run(16) == []
+    assert program.run(8) == []
     first, second = program.ranks
     assert first.stages == second.stages
-    assert {"LEAN", "FIRST_AGAIN", "AGAIN", "PLAN"} <= set(first.stages)
+    assert first.stages[:4] == ALL
     assert first.handle.plan.recomputed == second.handle.plan.recomputed != ()
     assert first.handle.plan.plan == second.handle.plan.plan
     assert program.store.num_keys() == 0
@@ -202,8 +203,8 @@ def test_a_budget_holds_in_the_most_demanding_rank(program, demanding):
     rank = program.ranks[demanding]
     more = rank.device.count(torch.zeros(6 * KIB // 4))
     for each in program.ranks:
-        each.before[10] = lambda rank: setattr(rank.device, "highest", 0)
-    assert program.run(16) == []
+        each.before[5] = lambda rank: setattr(rank.device, "highest", 0)
+    assert program.run(8) == []
     assert len({str(rank.handle.plan.plan) for rank in program.ranks}) == 1
     peaks = [max(each.device.created.peak, each.device.highest) for each in program.ranks]
     assert max(peaks) == peaks[demanding] <= 32 * KIB
@@ -215,37 +216,52 @@ def test_a_budget_holds_in_the_most_demanding_rank(program, demanding):
 
 def test_a_rank_that_comes_late(program):
     for _ in range(2):
-        program.add()
-    program.ranks[1].before = {0: lambda _: time.sleep(0.3), 5: lambda _: time.sleep(0.2)}
-    program.ranks[0].before = {3: lambda _: time.sleep(0.2)}
-    assert program.run(12, together=False) == []
-    assert program.ranks[0].stages == program.ranks[1].stages == [*ALL, *[""] * 3]
-    assert program.ranks[0].settling == program.ranks[1].settling == [*[True] * 9, *[False] * 3]
+        program.add(**LIMITED)
+    program.ranks[1].before = {0: lambda _: time.sleep(0.3), 3: lambda _: time.sleep(0.2)}
+    program.ranks[0].before = {2: lambda _: time.sleep(0.2)}
+    assert program.run(8, together=False) == []
+    assert program.ranks[0].stages == program.ranks[1].stages == [*ALL, *[""] * 4]
+    assert program.ranks[0].settling == program.ranks[1].settling == [*[True] * 4, *[False] * 4]
 
 
-@pytest.mark.parametrize(("large", "ends"), [((0,), 10), ((0, 1), 10), ((1,), 9)])
-def test_inputs_that_may_be_too_large_are_measured_anew_by_the_rank_that_leads(program, large, ends):
+@pytest.mark.parametrize(
+    ("large", "want"),
+    [*[(large, [*ALL[:2], *["BARE"] * 3, *ALL]) for large in ((0,), (0, 1))], ((1,), [*ALL[:2], "BARE"])],
+)
+def test_inputs_that_may_be_too_large_are_measured_anew_by_the_rank_that_leads(program, large, want):
     """From the third pass on, and in some ranks: settling ends in all after the same pass."""
     for number in range(2):
         rank = program.add(1e4, 60 * KIB, 12)
         rank.elements = 1
         if number in large:
             rank.before[2] = lambda rank: setattr(rank, "elements", 8)
-    assert program.run(20) == []
+    assert program.run(12) == []
     first, second = program.ranks
-    assert first.settling == second.settling == [*[True] * ends, *[False] * (20 - ends)]
+    assert first.stages == [*want, *[""] * (12 - len(want))]
+    assert first.settling == second.settling
+    assert not first.settling[-1]
+
+
+def count_calls(device: Timed) -> None:
+    """Count the forwards and backwards of operators on a device, also of those that are replayed."""
+    device.calls, compute = 0, device.compute
+
+    def counting(seconds: float) -> None:
+        device.calls += 1
+        compute(seconds)
+
+    device.compute = counting
 
 
 @pytest.mark.parametrize(("number", "at"), [(1, 20), (0, 20), (1, 5), (1, 10), (0, 11)])
 def test_ranks_recompute_the_same_groups_where_one_has_more_memory_allocated(program, number, at):
     """Groups that are recomputed communicate once more, so other ranks would wait for them, or mix tensors."""
-    calls: list[list[list[int]]] = [[], []]
+    calls: list[list[int]] = [[], []]  # by rank and pass: of operators
     for _ in range(2):
-        rank = program.add(3e2, 2**40, 12, memory_budget=32 * KIB)
+        rank = program.add(3e2, 2**40, 12, memory_budget=24 * KIB)
+        count_calls(rank.device)
         for k in range(41):
-            rank.before[k] = lambda rank: calls[rank.number].append(
-                [rank.device.forwards.get(block, 0) for block in rank.model.blocks]
-            )
+            rank.before[k] = lambda rank: calls[rank.number].append(rank.device.calls)
     grown, note = program.ranks[number], program.ranks[number].before[at]
     states = []
 
@@ -256,12 +272,12 @@ def test_ranks_recompute_the_same_groups_where_one_has_more_memory_allocated(pro
     grown.before[at] = grow
     assert program.run(41) == []
     assert calls[0] == calls[1]
-    assert max(calls[0][-1]) > 41, "some are recomputed"
+    assert calls[0][-1] - calls[0][-2] > 12 * 8, "some are recomputed"
 
 
 def test_steady_passes_post_nothing(program, monkeypatch):
     for _ in range(2):
-        program.add()
+        program.add(**LIMITED)
     program.run(10)
     calls, call = [], Board._call
     monkeypatch.setattr(Board, "_call", lambda self, *a: (calls.append(a[0]), call(self, *a))[1])
@@ -279,15 +295,15 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("impatient")
-@pytest.mark.parametrize("passes", [0, 4])
+@pytest.mark.parametrize("passes", [0, 2])
 def test_the_deciding_rank_stops(program, passes):
     for _ in range(2):
-        program.add()
+        program.add(**LIMITED)
     program.ranks[0].passes = passes
-    (warning,) = program.run(14, together=False)
+    (warning,) = program.run(10, together=False)
     where = "in the first forward" if not passes else f"in pass {passes + 1} of the model"
     assert f"Rank 1 waited 0 s for rank 0 {where}. So this rank decides alone" in warning
-    assert program.ranks[1].handle.plan.offloaded == tuple(range(6))
+    assert program.ranks[1].handle.plan.offloaded
     assert program.ranks[1].stages[-1] == ""
 
 
@@ -295,43 +311,43 @@ def test_the_deciding_rank_stops(program, passes):
 @pytest.mark.parametrize("passes", [0, 1])
 def test_another_rank_stops(program, passes):
     for _ in range(3):
-        program.add()
+        program.add(**LIMITED)
     program.ranks[2].passes = passes
-    (warning,) = program.run(12, together=False)
+    (warning,) = program.run(6, together=False)
     assert warning.startswith("Rank 0 waited 0 s for rank 2")
-    assert [rank.stages for rank in program.ranks[:2]] == [[*ALL, *[""] * 3]] * 2
+    assert [rank.stages for rank in program.ranks[:2]] == [[*ALL, *[""] * 2]] * 2
 
 
 def ended(rank: Rank) -> None:
     rank.handle.remove()
 
 
-@pytest.mark.parametrize(("end", "at"), [(ended, 1), (ended, 5), (ended, 12)])
+@pytest.mark.parametrize(("end", "at"), [(ended, 1), (ended, 3), (ended, 6)])
 def test_offloading_ends_in_the_deciding_rank_only(program, end, at):
     for _ in range(2):
-        program.add()
+        program.add(**LIMITED)
     program.ranks[0].before[at] = end
-    found = program.run(at + 12)
-    assert len(found) == (at < 10)
+    found = program.run(at + 6)
+    assert len(found) == (at < 4)
     assert all(each.startswith("In rank 0 offloading was ended during the first") for each in found)
-    assert program.ranks[1].handle.plan.offloaded == tuple(range(6))
+    assert program.ranks[1].handle.plan.offloaded
     assert max(rank.seconds for rank in program.ranks) < 20
 
 
-@pytest.mark.parametrize(("end", "at"), [(ended, 1), (ended, 5), (ended, 12)])
+@pytest.mark.parametrize(("end", "at"), [(ended, 1), (ended, 3), (ended, 6)])
 def test_offloading_ends_in_another_rank_only(program, end, at):
     for _ in range(3):
-        program.add()
+        program.add(**LIMITED)
     program.ranks[1].before[at] = end
-    assert program.run(at + 12) == []
+    assert program.run(at + 6) == []
     assert program.ranks[0].stages == program.ranks[2].stages
-    assert program.ranks[0].stages[:9] == ALL
+    assert program.ranks[0].stages[:4] == ALL
     assert max(rank.seconds for rank in program.ranks) < 20
 
 
 def test_a_step_is_recorded_in_one_rank_only(program):
     for _ in range(2):
-        program.add()
+        program.add(**LIMITED)
     first = program.ranks[0]
     blocks: list[Any] = []
 
@@ -339,23 +355,23 @@ def test_a_step_is_recorded_in_one_rank_only(program):
         blocks.append(rank.handle.recording())
         blocks[0].__enter__()
 
-    first.before = {3: record, 4: lambda _: blocks[0].__exit__(None, None, None)}
-    assert program.run(13) == []
-    assert [rank.stages[4:] for rank in program.ranks] == [[*ALL[2:], *[""] * 2]] * 2
+    first.before = {1: record, 2: lambda _: blocks[0].__exit__(None, None, None)}
+    assert program.run(8) == []
+    assert [rank.stages[2:] for rank in program.ranks] == [[*ALL, *[""] * 2]] * 2
 
 
 def test_the_process_group_is_destroyed(program):
     for _ in range(2):
-        program.add()
+        program.add(**LIMITED)
 
     def destroy(rank: Rank) -> None:
         program.store = None
 
-    program.ranks[0].before[4] = destroy
-    found = program.run(16)
+    program.ranks[0].before[2] = destroy
+    found = program.run(10)
     assert len(found) == 2
     assert all(each.startswith("The process group was destroyed. So this rank decides alone") for each in found)
-    assert [rank.handle.plan.offloaded for rank in program.ranks] == [tuple(range(6))] * 2
+    assert all(rank.handle.plan.offloaded for rank in program.ranks)
 
 
 def test_a_store_that_does_not_answer():
@@ -371,31 +387,7 @@ def test_a_store_that_does_not_answer():
 
 
 def measured_again(rank: Rank) -> list[int]:
-    return [k + 1 for k, stage in enumerate(rank.stages) if stage == "LEAN" and rank.stages[k - 1] == ""]
-
-
-def test_costs_that_change_are_measured_again_in_the_same_pass(program):
-    for link in (2.5e3, 1e4):
-        program.add(link, count=4).device.behind = False
-    program.run(WINDOW * WINDOW)
-    before = program.ranks[0].handle.plan.offloaded_bytes
-    slower(program.ranks[0], 2.0)
-    assert program.run(PATIENCE) == []
-    first, second = map(measured_again, program.ranks)
-    assert first == second
-    assert [number % WINDOW for number in first] == [0]
-    assert [rank.handle.plan.offloaded_bytes > before for rank in program.ranks] == [True] * 2
-    assert program.ranks[0].stages == program.ranks[1].stages
-    assert program.store.num_keys() == 0
-
-
-def test_only_the_deciding_rank_notices_other_times(program):
-    for _ in range(2):
-        program.add(1e4, count=3).device.behind = False
-    program.run(WINDOW * WINDOW)
-    slower(program.ranks[1], 2.0)
-    program.run(3 * WINDOW)
-    assert list(map(measured_again, program.ranks)) == [[], []]
+    return [k + 1 for k, stage in enumerate(rank.stages) if stage == "FIRST" and k and not rank.stages[k - 1]]
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -420,7 +412,7 @@ def test_a_budget_that_is_too_small_for_one_rank(program):
     for _ in range(2):
         program.add(1e6, 2**40, 12, memory_budget=8 * KIB, recompute=False)
     more = program.ranks[1].device.count(torch.zeros(6 * KIB // 4))
-    found = program.run(12)
+    found = program.run(6)
     peak = program.ranks[0].handle.plan.peak_bytes + more.nbytes
     reaches = f"but the smallest peak that a plan reaches is {peak / KIB:.1f} KiB: that plan is used."
     assert found == [f"memory_budget is 8.0 KiB, {reaches}"] * 2
@@ -467,7 +459,7 @@ def test_a_model_in_one_process():
 
 def of_steps(rank: int, passes: int, **more: Any) -> dict[str, Any]:
     """Run steps in which the clocks of two ranks differ; return what this rank did."""
-    device = Timed(*[(1e4, 1e2)[rank]] * 2)
+    device = Timed(*[(1e4, 1e2)[rank]] * 2, memory=2**40)
     model = DistributedDataParallel(TimedModel(device, nbytes=4 * KIB))
     handle = offload(model, device, layers="module.blocks", **more)
     found, settling = [], []
@@ -508,7 +500,7 @@ def rank_main(rank: int, folder: Path) -> None:
         "inside": seen,
         "without a store": without_store(sharded),
         "plain": ranks_of(torch.nn.Linear(4, 4)),
-        "steps": of_steps(rank, 12),
+        "steps": of_steps(rank, 6, memory_budget="24KiB", recompute=False),
         "budget": sentence(lambda: of_steps(rank, 1, memory_budget=f"{rank + 1}GiB")),
     }
     (folder / f"{rank}.json").write_text(json.dumps(found))
@@ -524,7 +516,7 @@ def test_two_processes(tmp_path):
     assert first["sharded"] == [0, 1]
     assert first["inside"] == [[0, 1]]
     assert first["plain"] == first["without a store"] == []
-    assert first["steps"]["stages"] == [*ALL, *[""] * 3]
-    assert first["steps"]["settling"] == [*[True] * 9, *[False] * 3]
-    assert first["steps"]["offloaded"] == list(range(6))
+    assert first["steps"]["stages"] == [*ALL, *[""] * 2]
+    assert first["steps"]["settling"] == [*[True] * 4, *[False] * 2]
+    assert first["steps"]["offloaded"]
     assert "memory_budget is '1GiB' in rank 0 and '2GiB' in rank 1. Pass the same" in first["budget"]

@@ -17,12 +17,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actoffload.model.tuning.board import Board, LostRankError
-from actoffload.model.tuning.findings import Findings, Room, StepTimes
+from actoffload.model.tuning.findings import Findings, Room
 from actoffload.model.tuning.lockstep import Decision, Lockstep
 from actoffload.model.tuning.messages import UnreadableError, read, written
 from actoffload.model.tuning.timed_pass import Peak, Stage
 from actoffload.pipeline.exchange import Measured, Settings, Tried
-from actoffload.planner import GroupPlan, OperatorCost, Variant, choose
+from actoffload.planner import GroupPlan, OperatorCost, Variant, choose_recomputed
 from actoffload.schedule import DefaultSchedule, LayerCost, Link, Saved
 from actoffload.schedule.pipeline import Computation, SplitCost, StageCost, Step
 
@@ -43,7 +43,7 @@ EXAMPLES = [
     (1, [2, (3,)], {"a": (None,), 1: {(2, 3): []}}),
     {frozenset({1, 2}): {3}},
     (Step(0, Computation.BACKWARD_WEIGHT, 2),),
-    Decision(Stage.WHOLE, Findings(plan=PLAN, saves={1: ("x",)}, bare=Peak(1, 2, 3), times=StepTimes(0.1, 0.2, 1, 2))),
+    Decision(Stage.LEAN, Findings(plan=PLAN, bare=Peak(1, 2, 3), pace=0.3)),
     Room(None, Peak(5)),
     Settings(1, {"fraction": None, "memory_budget": "1GiB"}, "", {"x": "y"}),
     Measured(
@@ -73,10 +73,14 @@ def test_floats_keep_all_bits(number: float):
 
 
 def test_the_function_that_plans():
-    found = read(written(Findings(choose=partial(choose, ["a", "b"], [COST, COST], LINK, limit=3, among=()))))
+    found = read(
+        written(
+            Findings(choose=partial(choose_recomputed, ["a", "b"], [(VARIANT,), (VARIANT,)], LINK, limit=3, among=()))
+        )
+    )
     assert isinstance(found.choose, partial)
-    assert found.choose.func is choose
-    assert found.choose.args == (["a", "b"], [COST, COST], LINK)
+    assert found.choose.func is choose_recomputed
+    assert found.choose.args == (["a", "b"], [(VARIANT,), (VARIANT,)], LINK)
     assert found.choose.keywords == {"limit": 3, "among": ()}
 
 
@@ -114,7 +118,7 @@ def hostile(path: Path) -> list[bytes]:
         b'{"Plan": {"model_layers": -1}}',
         json.dumps({"partial": ["mkdir", {"tuple": [text]}, {"dict": []}]}).encode(),
         json.dumps({"partial": ["os.mkdir", {"tuple": [text]}, {"dict": []}]}).encode(),
-        json.dumps({"partial": [["choose"], [], []]}).encode(),
+        json.dumps({"partial": [["choose_recomputed"], [], []]}).encode(),
         json.dumps({"dict": [[{"dict": []}, 1]]}).encode(),
     ]
 

@@ -8,9 +8,10 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from test_memory_budget import peaks, within
+from test_memory_budget import peaks
 from timed_device import Timed, TimedModel, Work, offload, seconds, stages, step
 from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy
 
 import actoffload
 from actoffload.model.tuning.findings import Findings
@@ -32,7 +33,7 @@ def test_recomputation_is_faster_than_offloading_alone_within_the_same_budget(li
     times = {}
     for recompute in (False, "auto"):
         device, model, handle = make(link, budget, recompute=recompute)
-        assert within(peaks(model, device, 14), budget, MIB), "in the passes that are measured, too"
+        assert max(peaks(model, device, 8)) <= budget, "in the first passes, too"
         times[recompute] = seconds(model, device)
         assert handle.plan.seconds == pytest.approx(times[recompute], rel=0.01)
         assert handle.plan.peak_bytes <= budget
@@ -43,62 +44,53 @@ def test_recomputation_is_faster_than_offloading_alone_within_the_same_budget(li
 
 def test_nothing_is_recomputed_where_offloading_is_free():
     device, model, handle = make(1e7, 36 * MIB)
-    seen = stages(handle, lambda: step(model), 12)
+    for _ in range(6):
+        step(model)
     assert handle.plan.recomputed == ()
-    assert "AGAIN" not in seen
     assert seconds(model, device) <= 36 * 1.01
 
 
-def test_stages():
-    _, model, handle = make(3e5, 20 * MIB)
-    assert stages(handle, lambda: step(model), 13) == [
-        *("FIRST", "LEAN", "LEAN", "FIRST_AGAIN", "AGAIN", "AGAIN", "WHOLE", "WHOLE", "BARE_AGAIN"),
-        *("PLAN", "PLAN", "PLAN", ""),
-    ]
+@pytest.mark.parametrize(
+    ("link", "budget", "expected"),
+    [
+        (3e5, 20 * MIB, ["FIRST", "LEAN", "PLAN", "PLAN", ""]),
+        (3e5, 60 * MIB, ["FIRST", "LEAN", "BARE", "", ""]),
+        (3e5, None, ["FIRST", "LEAN", "BARE", "", ""]),
+    ],
+)
+def test_stages(link, budget, expected):
+    _, model, handle = make(link, budget)
+    assert stages(handle, lambda: step(model), 5) == expected
+    assert handle.plan.because.startswith("Fits: 48.0 MiB of ") == ("BARE" in expected)
 
 
-@pytest.mark.parametrize("number", [10, 11])
-def test_a_slow_pass_among_those_with_the_plan_does_not_count(number):
-    device, model, handle = make(3e5, 20 * MIB)
-    passes = 0
-
-    def slow() -> float:
-        return 3.0 if passes == number else 1.0
-
-    device.slow = slow
+def test_whole_replay_is_tried_where_the_plan_is_slower_than_predicted_and_the_faster_is_kept():
+    device, model, handle = make(1e5, 12 * MIB)
+    planned = False
+    device.slow = lambda: 1.5 if planned else 1.0
     seen = []
-    for n in range(14):
-        passes = n
+    for n in range(8):
+        planned = n in (2, 3)
         seen += stages(handle, lambda: step(model), 1)
-    assert seen[9:] == ["PLAN", "PLAN", "PLAN", "PLAN", ""]
+    assert seen == ["FIRST", "LEAN", "PLAN", "PLAN", "PLAN", "", "", ""]
+    assert set(handle.plan.saves) <= {None, ()}, "all that is replayed is replayed as a whole"
     assert handle.plan.seconds == pytest.approx(seconds(model, device), rel=0.01)
+    assert max(peaks(model, device, 2)) <= handle.plan.peak_bytes <= 12 * MIB
 
 
-def test_what_a_plan_costs_is_told_beside_what_the_groups_take():
-    """A pass with the plan takes longer than the costs of the groups say, which says nothing of one without it."""
-    device, model, handle = make(3e5, 20 * MIB)
-    passes = 0
-    device.slow = lambda: 1.2 if passes >= 9 else 1.0
-    for n in range(14):
-        passes = n
-        step(model)
-    assert handle.plan.seconds == pytest.approx(seconds(model, device), rel=0.01)
-    assert handle.plan.baseline_seconds == pytest.approx(36, rel=0.01)
-    (cost,) = re.findall(r"at most (\S+) x the time", handle.report().next_choice)
-    assert float(cost) >= handle.plan.seconds / handle.plan.baseline_seconds, "less memory costs no less time"
-
-
-def test_a_warm_device_is_slower_without_offloading_too():
-    """In the passes that are measured by group it waits for copies, is cooler, and computes faster."""
-    device, model, handle = make(3e5, 20 * MIB)
-    passes = 0
-    device.slow = lambda: 1.1 if passes >= 9 else 1.0
-    for n in range(14):
-        passes = n
-        step(model)
-    assert handle.plan.seconds == pytest.approx(seconds(model, device), rel=0.01)
-    assert handle.plan.baseline_seconds == pytest.approx(1.1 * 36, rel=0.03)
-    assert handle.frontier().plans[-1].seconds == pytest.approx(1.1 * 36, rel=0.03)
+@pytest.mark.parametrize("budget", [None, 20 * MIB])
+@pytest.mark.parametrize(
+    "recompute",
+    [True, [torch.ops.aten.mul.Tensor], lambda ctx, op, *args, **kwargs: CheckpointPolicy.PREFER_RECOMPUTE],
+    ids=["true", "operators", "function"],
+)
+def test_a_policy_of_the_program_is_followed_with_and_without_a_budget(recompute, budget):
+    device, model, handle = make(3e5, budget, recompute=recompute)
+    found = peaks(model, device, 8)
+    assert not handle.settling
+    assert handle.plan.recomputed == tuple(range(12))
+    assert budget is None or max(found) <= budget
+    handle.remove()
 
 
 class Talking(nn.Module):
@@ -153,37 +145,6 @@ def test_what_is_computed_outside_of_the_groups_counts_with_and_without_offloadi
     assert handle.frontier().plans[-1].seconds == pytest.approx(48, rel=0.01)
 
 
-class Hosted(nn.Module):
-    """A block for which the host takes nearly as long as the device, also when it is recomputed."""
-
-    def __init__(self, block: nn.Module) -> None:
-        super().__init__()
-        self.block = block
-
-    def forward(self, x):
-        self.block.device.host += 0.9 * sum(self.block.seconds)
-        return self.block(x)
-
-
-def test_plans_for_a_slower_and_a_faster_host_are_tried_and_the_fastest_is_kept():
-    """The first plan is slow, by what its costs do not say."""
-    device = Timed(3e5, 3e5, memory=2**40)
-    model = TimedModel(device, 12)
-    model.blocks = nn.ModuleList(map(Hosted, model.blocks))
-    handle = offload(model, device, memory_budget=20 * MIB)
-    passes, seen, plans = 0, [], []
-    device.slow = lambda: 1.1 if 9 <= passes < 12 else 1.0
-    for n in range(20):
-        passes = n
-        seen += stages(handle, lambda: step(model), 1)
-        plans.append(handle._tracker.steering._first.found.plan)
-    assert 6 <= seen.count("PLAN") <= 16
-    assert seen[-1] == ""
-    assert (handle.plan.plan, handle.plan.saves) != (plans[11].plan, plans[11].saves)
-    assert handle.plan.seconds == pytest.approx(seconds(model, device), rel=0.01)
-    assert handle.plan.baseline_seconds == pytest.approx(36, rel=0.1)
-
-
 @pytest.mark.parametrize("layers", ["blocks", None])
 def test_new_host_memory_does_not_count_as_compute(layers):
     device = Timed(3e5, 3e5, memory=2**40)
@@ -201,7 +162,9 @@ def test_a_budget_that_recomputation_alone_reaches_and_one_that_it_does_not():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         device, model, handle = make(1e6, 4 * MIB + 2**14)
-        assert within(peaks(model, device, 13), 4 * MIB + 2**14, MIB)
+        first, *others = peaks(model, device, 8)
+    assert first <= 5 * MIB + 2**14, "a proof takes one tensor more"
+    assert max(others) <= 4 * MIB + 2**14
     assert handle.plan.peak_bytes >= 4 * MIB
 
 

@@ -6,13 +6,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_memory_budget import peaks, within
+from test_memory_budget import peaks
 from timed_device import Timed, offload, seconds, stages, step
 from torch import nn
 
 import actoffload
 from actoffload.device import use
-from actoffload.model.tuning import first_steps
 
 MIB = 2**20
 DEVICES: list[Timed] = []  # the one that runs the operators comes last
@@ -88,7 +87,7 @@ def gradients(model):
 @pytest.mark.parametrize(("link", "budget"), [(1e6, 24 * MIB), (3e6, 32 * MIB)])
 def test_costly_operators_are_saved_and_the_others_run_again(link, budget):
     device, model, handle = make(link, budget)
-    assert within(peaks(model, device, 16), budget, 11 * MIB), "in the passes that are measured, too"
+    assert max(peaks(model, device, 8)) <= budget, "in the first passes, too"
     plan = handle.plan
     assert plan.recomputed
     for k in plan.recomputed:
@@ -115,15 +114,15 @@ class Long(Block):
 
 @pytest.mark.parametrize("part", range(11))
 def test_budgets_are_never_exceeded_whatever_outputs_are_saved(part):
-    """Memory of a way to run a group is known only when it has run, so plans count with the most that it can be."""
+    """Memory of a way to run a group follows from its operators."""
     device = Timed(3e6, 3e6, memory=2**40)
     DEVICES.append(device)
     model = Blocks(4)
     model.blocks = nn.ModuleList([Long() for _ in model.blocks])
     (without,) = peaks(model, device, 1)
-    budget = 22 * MIB + (without - 22 * MIB) * part // 10
+    budget = 25 * MIB + (without - 25 * MIB) * part // 10
     handle = offload(model, device, memory_budget=budget, min_bytes=2**16)
-    assert within(peaks(model, device, 24), budget, 22 * MIB), "in the passes that are measured, too"
+    assert max(peaks(model, device, 12)) <= budget, "in the first passes, too"
     assert not handle.settling
     handle.remove()
 
@@ -147,12 +146,11 @@ def test_blocks_of_one_type_and_several_sizes_have_their_own_times_and_operators
     model = Blocks()
     model.blocks = nn.ModuleList([Sized(2, True), Sized(1, True), *(Sized(1, False) for _ in range(5))])
     handle = offload(model, device, memory_budget=36 * MIB, min_bytes=2**16)
-    seen = stages(handle, lambda: step(model), 20)
-    assert seen.count("FIRST_AGAIN") == 1
-    assert seen[-1] == ""
+    stages(handle, lambda: step(model), 8)
+    assert not handle.settling
     assert handle.plan.baseline_seconds == pytest.approx((2 + 6) * 2.52, rel=0.01)
     assert seconds(model, device) == pytest.approx(handle.plan.seconds, rel=0.01)
-    _, ways, _ = handle._tracker.steering._first.found.choose.args
+    _, ways, _ = handle._tracker.steering.found.choose.args
     assert len(max(ways[0], key=lambda way: len(way.saves or ())).saves) >= 4, "the costly operators of both parts"
     handle.remove()
 
@@ -173,8 +171,8 @@ def test_what_is_expected_of_each_way_is_what_it_saves():
     model = Blocks(6)
     model.blocks = nn.ModuleList([Returning() for _ in model.blocks])
     handle = offload(model, device, memory_budget=18 * MIB, min_bytes=2**16)
-    stages(handle, lambda: step(model), 24)
-    _, (_, _, ways, *_), _ = handle._tracker.steering._first.found.choose.args
+    stages(handle, lambda: step(model), 8)
+    _, (_, _, ways, *_), _ = handle._tracker.steering.found.choose.args
     handle.remove()
     ways = [way for way in ways if way.saves is not None]
     returned = "actoffload_tests.work.default#3"
@@ -195,7 +193,7 @@ def test_what_is_expected_of_each_way_is_what_it_saves():
 def test_nothing_is_read_that_the_device_has_not_reached(lag):
     device, model, handle = make(1e6, 18 * MIB)
     device.lag = lag  # about 450 events in a pass
-    assert within(peaks(model, device, 16), 18 * MIB, 11 * MIB)
+    assert max(peaks(model, device, 8)) <= 18 * MIB
     assert handle.plan.recomputed
     handle.remove()
 
@@ -244,13 +242,4 @@ def test_groups_that_change_parameters_do_so_once():
         step(model)
     assert {2, 5} & set(handle.plan.recomputed)
     assert [float(model.blocks[k].count) for k in (2, 5)] == [14.0] * 2
-    handle.remove()
-
-
-def test_where_what_is_worth_saving_is_all_of_a_group_it_may_run_again_as_a_whole(monkeypatch):
-    monkeypatch.setattr(first_steps, "worth_saving", lambda operators: [of for of in operators if of.nbytes])
-    device, model, handle = make(3e5, 20 * MIB)
-    assert within(peaks(model, device, 16), 20 * MIB, 11 * MIB)
-    assert handle.plan.recomputed
-    assert set(handle.plan.saves) <= {None, ()}
     handle.remove()

@@ -119,7 +119,8 @@ class Tuner:
 
         `allocated`: bytes before a pass that may come again.
         """
-        ranks, self.begun, self._beside = self._ranks, number, 0
+        ranks, self.begun = self._ranks, number
+        self._beside = self._passed_over = 0
         room_of_all = ranks.room_of_all
         if again and self.found.limit is not None:
             room_of_all = partial(Room.less, reserve=self.found.reserve)
