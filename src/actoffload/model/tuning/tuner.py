@@ -119,8 +119,7 @@ class Tuner:
 
         `allocated`: bytes before a pass that may come again.
         """
-        ranks, self.begun = self._ranks, number
-        self._beside = self._passed_over = 0
+        ranks, self.begun, self._beside = self._ranks, number, 0
         room_of_all = ranks.room_of_all
         if again and self.found.limit is not None:
             room_of_all = partial(Room.less, reserve=self.found.reserve)
@@ -149,7 +148,7 @@ class Tuner:
     @property
     def settling(self) -> bool:
         """Whether passes are measured for a plan that is not final: in all ranks from the same pass on, no longer."""
-        return self.stage is not None and not (self.untimed or self._alone) and self._passed_over < PASSED_OVER
+        return self.stage is not None and not (self.untimed or self._alone) and self._passed_over <= PASSED_OVER
 
     def plan(self) -> GroupPlan:
         """Return the plan, or what is done until there is one."""
