@@ -206,7 +206,7 @@ def test_a_budget_is_kept_in_every_pass_and_every_bit(kind: str, share: float) -
         assert max(peaks) <= budget
         plan = handle.plan
         assert plan.peak_bytes is not None
-        assert 0.97 * plan.peak_bytes <= peaks[-1] <= plan.peak_bytes
+        assert 0.97 * plan.peak_bytes <= peaks[-1] <= plan.peak_bytes + 4096  # results of the alarm
         for seed in range(2):
             model.zero_grad()
             assert step(model, seed, rows).differences(want[seed]) == []

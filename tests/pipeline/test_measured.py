@@ -130,7 +130,7 @@ def test_a_memory_budget():
     assert plan.seconds is not None
     assert plan.seconds > (plan.baseline_seconds or 0)
     for seconds, peak in steps[MEASURED:]:
-        assert seconds == plan.seconds
+        assert seconds == pytest.approx(plan.seconds, rel=0.01)  # a copy begins when the next tensor is saved
         assert peak <= budget
     # Nothing was offloaded to measure times in a step that would not have been within the budget.
     assert all(peak <= budget for _, peak in steps)

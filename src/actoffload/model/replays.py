@@ -192,7 +192,7 @@ class Replays:
             known.states[KINDS - 1 :] = []
             known.states.insert(0, attributes)
         if compiled or attributes.is_compiled:
-            if attributes.has_statistics:  # [guard: running statistics of compiled code]
+            if attributes.has_statistics:  # running statistics of compiled code
                 self._refused[group] = STATISTICS
                 return None
             return _run_again
@@ -212,7 +212,7 @@ class Replays:
         if program is None and kind.trace is not None:
             program = kind.programs[policy] = Program(kind.trace, policy, self._min_bytes(), kind.banned)
         capturing = self._backend.capturing()
-        if capturing and program is None:  # [guard: proof while a graph is captured]
+        if capturing and program is None:  # proof while a graph is captured
             self._refused[group] = CAPTURED
             return None
         timed = None if conduct.operators is None or capturing else self._backend
@@ -245,7 +245,7 @@ class Replays:
         if not call.agrees:
             kind.different += 1
             kind.calls = 0
-            if kind.different >= DIFFERENT:  # [guard: calls that differ though their arguments do not]
+            if kind.different >= DIFFERENT:  # calls that differ though their arguments do not
                 kind.trace = None
                 kind.programs.clear()
             return
@@ -259,15 +259,15 @@ class Replays:
     def _obstacle(self, followed: FollowedModule) -> str:
         """Return why a call of a group that begins now cannot be replayed; empty if it can."""
         hooks = saved_tensor_hooks()
-        if hooks is None or hooks[1] is not unpack:  # [guard: group that the program checkpoints]
+        if hooks is None or hooks[1] is not unpack:  # group that the program checkpoints
             return AROUND
-        if in_transform(vmap=True):  # [guard: group inside of vmap]
+        if in_transform(vmap=True):  # group inside of vmap
             return TRANSFORM
         if followed.group not in self._alone:
             inside = {*followed.module.modules()} - {followed.module}
             others = {each.ref() for each in self._modules[1:] if each.role is not DROPPED}
             self._alone[followed.group] = inside.isdisjoint(others)
-        return "" if self._alone[followed.group] else INSIDE  # [guard: group with others inside]
+        return "" if self._alone[followed.group] else INSIDE  # group with others inside
 
     def refused(self) -> dict[str, str]:
         """Return why groups are not replayed though they should be, by name."""

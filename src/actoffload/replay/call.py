@@ -61,7 +61,7 @@ class Slot:
         """Return the tensor, for autograd."""
         tensor = self.tensor
         if tensor is not None:
-            if version_of(tensor) != self.version:  # [guard: in-place edit of what a call saves]
+            if version_of(tensor) != self.version:  # in-place edit of what a call saves
                 raise changed(tensor, tensor.size(), self.version)
             return tensor
         if self.saved is not None:
@@ -164,7 +164,7 @@ class Call:
                     return self._pack(tensor)
                 if is_shared:
                     place = address(tensor.untyped_storage())
-                    if self._first.setdefault(value, place) != place:  # [guard: tensors that share a storage no more]
+                    if self._first.setdefault(value, place) != place:  # tensors that share a storage no more
                         self.agrees = False
                         return self._pack(tensor)
                 saved = slot = Slot(self, number, tensor)
@@ -222,7 +222,7 @@ class Call:
             self._adopt(Program(trace, policy, min_bytes, banned))
             self._run_proof(whole=True)
         elif not self.agrees or written or len(slots) != len(self.program.trace.entries):
-            self.agrees = False  # [guard: calls that save less]
+            self.agrees = False  # calls that save less
             self.give_up()
             return
         else:
@@ -353,7 +353,7 @@ class Call:
             if value not in values:
                 self._make(value, entry.segment, counts=counts)
             tensor = values[value]
-            # [guard: values that a backward has written to]
+            # values that a backward has written to
             if version_of(tensor) != self._made_versions[value]:
                 raise changed(tensor, tensor.size(), self._made_versions[value])
             if counts and not slot.read:
@@ -364,7 +364,7 @@ class Call:
             read = program.reads[slot.number]
             tensor = on_value(tensor, read)
             if entry.by_function and value in values:
-                tensor = copy_of(tensor)  # [guard: functions that write to values]
+                tensor = copy_of(tensor)  # functions that write to values
             if self._backward == NO_BACKWARD:
                 values.clear()
             return tensor

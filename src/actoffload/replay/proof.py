@@ -224,7 +224,7 @@ def _run_on_copies(program: Program, step: Step, values: dict[int, Tensor]) -> b
         drew = [not torch.equal(each.get_state(), state) for each, state in zip(generators, states, strict=True)]
         for generator, state in zip(generators, states, strict=True):
             generator.set_state(state)
-    # [guard: functions that write to what they are given]
+    # functions that write to what they are given
     if any(drew) or not all(same_bits(copies[value], tensor) for value, tensor in given.items()):
         return False
     for _, value in step.made:

@@ -327,7 +327,7 @@ class Tracer(_Base):  # type: ignore[misc]
         function = self._function
         if function is not None:
             outputs = operator(*args, **kwargs)
-            # [guard: functions that communicate]
+            # functions that communicate
             function.pure &= not (draws_random_numbers(rules, args, kwargs) or communicates(operator))
             if rules.mutable:
                 self._write(operator, args, kwargs)
@@ -348,7 +348,7 @@ class Tracer(_Base):  # type: ignore[misc]
         replayable = (
             rules.replayable
             and UNKNOWN not in reads
-            # [guard: what runs under no_grad may be edited before backward]
+            # what runs under no_grad may be edited before backward
             and (self._generated or torch.is_grad_enabled())
             and self._stream() == self._at
             and not draws_random_numbers(rules, args, kwargs)  # [guard: random numbers are not drawn again]
@@ -379,8 +379,8 @@ class Tracer(_Base):  # type: ignore[misc]
                         function.pure = False
                     overwritten = self._ids.get(address(memory))
                     if overwritten is not None:
-                        self.values[overwritten].source = None  # [guard: inputs and weights that are overwritten]
-                    # [guard: values that are written in place]
+                        self.values[overwritten].source = None  # inputs and weights that are overwritten
+                    # values that are written in place
                     self._add(memory, Value(memory.nbytes()))
 
     def _make(
@@ -434,7 +434,7 @@ class Tracer(_Base):  # type: ignore[misc]
         finally:
             self._function = None
         replayable = all(self._lasts(each) for each in args)
-        # [guard: functions that draw random numbers]
+        # functions that draw random numbers
         replayable &= running.pure and before == _generators() and UNKNOWN not in reads and not kwargs
         replayable &= self._stream() == self._at
         made: list[tuple[int, int]] = []
@@ -445,7 +445,7 @@ class Tracer(_Base):  # type: ignore[misc]
                 value = self._ids.get(address(memory))
                 if value is None:
                     value = self._add(memory, Value(memory.nbytes()))
-                replayable &= value >= running.first  # [guard: functions that return an input, which they may change]
+                replayable &= value >= running.first  # functions that return an input, which they may change
                 self.values[value].view = self.values[value].view or View.of(output)
                 made.append((place, value))
             else:
