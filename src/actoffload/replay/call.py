@@ -338,7 +338,7 @@ class Call:
         try:
             return self._fetch(slot)
         except BaseException:
-            rise()  # [guard: replay that fails]
+            rise()  # replay that fails
             raise
 
     opaque(fetch)

@@ -328,7 +328,7 @@ class Alarm:
         RuntimeError
             If values that were computed again in a backward differed from those of the forward.
         """
-        rise()  # [guard: replay that an interrupt stopped]
+        rise()  # replay that an interrupt stopped
         if self._backend.capturing():
             return
         reading = self._reading

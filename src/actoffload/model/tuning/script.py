@@ -254,7 +254,7 @@ class Script:
     def _probed_link(self) -> Link | None:
         """Return the rates of one copy in each direction, where the leanest pass has copied nothing."""
         backend = self._backend
-        if self._max_host_bytes is not None and self._max_host_bytes < PROBE:  # [guard: no host memory for offloading]
+        if self._max_host_bytes is not None and self._max_host_bytes < PROBE:  # no host memory for offloading
             return None
         device, stream = backend.current_device(), backend.new_stream(backend.current_device())
         try:
