@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from actoffload.device import ReferenceDevice
 from actoffload.device.base import StreamPosition, latest_positions
-from actoffload.engine.host_pool import HostBuffer, HostPool
+from actoffload.engine.host_pool import FreeSegments, HostBuffer, HostPool, Segment
 
 KIB, MIB = 2**10, 2**20
 
@@ -373,3 +373,14 @@ def test_a_context_that_is_dropped_frees_its_host_memory_at_once():
         del pool, context, sync
         assert memory
         assert not any(ref() is not None for ref in memory)
+
+
+@pytest.mark.parametrize("last", range(3))
+def test_joined_segments_are_free_after_the_fences_of_all(last: int) -> None:
+    free = FreeSegments()
+    parts = [Segment(0, k * KIB, (k + 1) * KIB, (mark(k + 1, lane=k),)) for k in range(3)]
+    for part in (*parts[:last], *parts[last + 1 :], parts[last]):
+        free.insert(part)
+    (joined,) = free.segments
+    assert joined[:3] == (0, 0, 3 * KIB)
+    assert sorted(position.lane for position in joined.fence) == [0, 1, 2]

@@ -312,7 +312,7 @@ class SavedStorage(HostCopy):
         version, first = version_of(tensor), self._first
         if version != self.version or first is None:  # [guard: copy of an older version]
             return False
-        if version_of(first) != version:  # [guard: copy of an older version, with a counter of its own]
+        if version_of(first) != version:  # copy of an older version, with a counter of its own
             return False
         return version == 0 or same_counter(first, tensor)  # [guard: other version counter of a copy -> True]
 

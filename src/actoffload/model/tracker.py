@@ -139,7 +139,7 @@ class Tracker:
             if conduct.mode is Mode.IDLE:
                 thread.calls.append(Call(of))
                 thread.idle = True
-                self._running.add(threading.get_ident())  # [guard: thread in a forward that is not followed]
+                self._running.add(threading.get_ident())  # thread in a forward that is not followed
                 return
             obstacle = obstacle_to_hooks()
             if obstacle is not None:
