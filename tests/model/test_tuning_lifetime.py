@@ -122,6 +122,7 @@ def test_replicas_in_threads():
 # Graphs
 
 
+@pytest.mark.filterwarnings("ignore:A saved tensor stays")  # two passes in flight need more than the host memory of one
 def test_nothing_is_measured_while_a_graph_is_captured():
     device, model, handle = small()
     events: list[bool] = []
@@ -148,6 +149,25 @@ def test_nothing_is_measured_while_a_graph_is_captured():
     assert events
     assert not any(events)
     done(handle, model, device)
+
+
+@pytest.mark.parametrize("memory", [4 * BLOCK, 100 * BLOCK], ids=["a plan", "everything fits"])
+@pytest.mark.parametrize("before", PASSES[1:])
+def test_a_capture_in_the_first_passes(before, memory):
+    """It takes no host memory, which would warn, makes no timed event, and ends no pass that is measured."""
+    device, model, handle = small(memory=memory, recompute=False)
+    for _ in range(before):
+        step(model)
+    record, events = device.record_timed, list[bool]()
+    device.record_timed = lambda stream: (events.append(device.capturing()), record(stream))[1]
+    device.capturing = lambda: True
+    step(model)
+    device.capturing = lambda: False
+    for _ in range(8):
+        step(model)
+    assert not any(events)
+    assert not handle.settling
+    left(handle, model)
 
 
 # Lifetime

@@ -329,11 +329,14 @@ class Tuner:
         return Conduct(mode, self._plans.order, roles, recompute)
 
     def _whole(self) -> Conduct:
-        """Follow the whole forward, by the plan if there is one."""
+        """Follow the whole forward, by the plan if there is one, also by one that is being tried."""
         order = self._plans.order
-        if self._chosen is None:
+        # The host memory that this plan does not need was freed, and a captured pass can take none.
+        trying = self.stage in (Stage.PLAN, Stage.BARE)  # [guard: captured pass while a plan is tried -> False]
+        found = self.found if trying else self._chosen
+        if found is None:
             return self._leanest({**self._policies, **self._always})
-        roles = self._roles_of(self._chosen)
+        roles = self._roles_of(found)
         return Conduct(Mode.WHOLE, order, roles, {**self._always, **roles.recompute})
 
     def _idle(self) -> Conduct:
