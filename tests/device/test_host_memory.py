@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import resource
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -52,6 +55,51 @@ def test_cached_files_of_a_container_are_available(root, version):
     text = f"anon {5 * GIB}\n{prefix}inactive_file {8 * GIB}\n{prefix}active_file {2 * GIB}\nshmem 5\n"
     write(root, f"sys/fs/cgroup/{Path(limit).parent}/memory.stat", text)
     assert host_memory(root).available == 11 * GIB
+
+
+GROUPS = {"version 2": Path("/sys/fs/cgroup"), "version 1": Path("/sys/fs/cgroup/memory")}
+
+INSIDE = """
+import os, sys
+from pathlib import Path
+Path(sys.argv[1], "cgroup.procs").write_text(str(os.getpid()))
+from actoffload.device.host import host_memory, room
+found = host_memory()
+print(found.total, found.available, room())
+"""
+
+
+def test_a_real_control_group():
+    """As under ``systemd-run --scope -p MemoryMax=2G``: the group is not at the place of the root."""
+    for version, folder in GROUPS.items():
+        group = folder / f"actoffload-{os.getpid()}"
+        limit = group / Path(LIMITS[version][0]).name
+        try:
+            group.mkdir()
+            with limit.open("r+") as file:  # there is none where nothing is mounted
+                file.write(str(2 * GIB))
+            break
+        except OSError:
+            if group.is_dir():
+                group.rmdir()
+    else:
+        pytest.skip("This process may not make a control group with a limit.")
+    try:
+        run = subprocess.run([sys.executable, "-c", INSIDE, group], capture_output=True, text=True, timeout=240)
+        total, available, room = map(int, run.stdout.split())
+    finally:
+        group.rmdir()
+    assert total == 2 * GIB
+    assert GIB < available < 2 * GIB, "less what the process uses"
+    assert room == pytest.approx(available - 0.1 * total, abs=1)
+
+
+def test_processes_of_one_host_share_its_memory(root, monkeypatch):
+    monkeypatch.setattr(module, "host_memory", lambda: HostMemory(64 * GIB, 48 * GIB, None))
+    alone = module.room()
+    assert alone == 48 * GIB - int(6.4 * GIB)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert module.room() == alone // 4
 
 
 @pytest.mark.parametrize("limit", ["max", str(2**63 - 4096)])

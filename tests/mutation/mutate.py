@@ -92,6 +92,7 @@ TESTS: dict[str, list[str]] = {
         "tests/integration/test_compose_tracing.py",
     ],
     "model/tuning/script.py": [
+        "tests/model/test_short_host_memory.py",
         "tests/model/test_tuning.py",
         "tests/model/test_tuning_memory.py",
         "tests/model/test_tuning_changes.py",

@@ -13,7 +13,7 @@ import torch
 from .._torch.tensors import current_stream, empty_host_cache, is_capturing, set_allocator_settings
 from .base import Backend, Pairs, Stream, StreamEvent
 from .chunks import SEPARATED, Separator, chunk_bytes, copy_in_chunks
-from .host import check_room, node_of_device, on_node
+from .host import check_room, node_of_device, on_node, room
 
 __all__ = ["Accelerator"]
 
@@ -138,6 +138,13 @@ class Accelerator(Backend):
         node = node_of_device(torch.accelerator.current_device_index()) if self._nvidia else None
         with on_node(node):
             return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+
+    def host_room(self) -> int | None:
+        if self._memory is not None:
+            properties = self._memory.get_device_properties(torch.accelerator.current_device_index())
+            if getattr(properties, "is_integrated", False):
+                return 0
+        return room()
 
     def release_host(self) -> None:
         if not self.capturing():

@@ -129,6 +129,13 @@ class Backend(Protocol):
     def empty_host(self, nbytes: int) -> torch.Tensor:
         """Return uninitialized page-locked bytes; raise a `RuntimeError` if the system has no more."""
 
+    def host_room(self) -> int | None:
+        """Return the bytes that this process may still page-lock; 0 where offloading frees nothing, None if not known.
+
+        It frees nothing where the device uses the memory of the host.
+        """
+        return None
+
     def release_host(self) -> None:
         """Return page-locked memory that was freed, and is cached, to the system; not while a graph is captured."""
         return

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
 from importlib.util import find_spec
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
@@ -53,6 +53,16 @@ class HostMemory:
     memlock: int | None
 
 
+def room() -> int:
+    """Return the bytes that this process may still pin: an equal part of what `RESERVE` leaves on this host.
+
+    The processes that share it are those that ``torchrun`` and its like started here: ``LOCAL_WORLD_SIZE``.
+    """
+    memory, processes = host_memory(), os.environ.get("LOCAL_WORLD_SIZE", "")
+    left = max(memory.available - int(RESERVE * memory.total), 0)
+    return left // max(int(processes) if processes.isdigit() else 1, 1)
+
+
 def check_room(nbytes: int) -> None:
     """Raise a `MemoryError` if pinning `nbytes` more leaves less than `RESERVE` of the host memory available."""
     memory = host_memory()
@@ -70,24 +80,36 @@ def host_memory(root: Path = Path("/")) -> HostMemory:
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 0
     total = _kibibytes(names.get("MemTotal")) or pages
     available = _kibibytes(names.get("MemAvailable")) or total
-    groups = root / "sys/fs/cgroup"
-    for limit, used, statistics, caches in (
-        ("memory.max", "memory.current", "memory.stat", ("active_file", "inactive_file")),
-        (
-            "memory/memory.limit_in_bytes",
-            "memory/memory.usage_in_bytes",
-            "memory/memory.stat",
-            ("total_active_file", "total_inactive_file"),
-        ),
-    ):
-        most = _read(groups / limit).strip()
+    for group, limit, used, prefix in _control_groups(root):
+        most = _read(group / limit).strip()
         if most.isdigit() and int(most) < UNLIMITED:
-            lines = map(str.split, _read(groups / statistics).splitlines())
+            lines = map(str.split, _read(group / "memory.stat").splitlines())
             entries = {line[0]: line[1] for line in lines if len(line) == 2}
-            cached = sum(int(entries.get(name, 0)) for name in caches)  # files, which the system drops when it has to
-            taken = max(int(_read(groups / used).strip() or 0) - cached, 0)
+            # Cached files, which the system drops when it has to.
+            cached = sum(int(entries.get(f"{prefix}{kind}_file", 0)) for kind in ("active", "inactive"))
+            taken = max(int(_read(group / used).strip() or 0) - cached, 0)
             total, available = min(total, int(most)), min(available, int(most) - taken)
     return HostMemory(total, available, _memlock())
+
+
+def _control_groups(root: Path) -> Iterator[tuple[Path, str, str, str]]:
+    """Yield the control groups of this process and their parents, with the names of the limit, the use and statistics.
+
+    A container sees its own group at the place of the root.  Elsewhere, as under ``systemd-run --scope``, the path in
+    ``/proc/self/cgroup`` leads to it.
+    """
+    mounted = root / "sys/fs/cgroup"
+    paths = {}
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        paths[controllers] = path.strip("/")
+    for controller, folder, limit, used, prefix in (
+        ("", mounted, "memory.max", "memory.current", ""),
+        ("memory", mounted / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
+    ):
+        own = PurePosixPath(paths.get(controller, ""))
+        for place in (own, *own.parents):
+            yield folder / place, limit, used, prefix
 
 
 def _memlock() -> int | None:

@@ -83,6 +83,18 @@ class Engine:
                 host_bytes_high_water=sum(pool.high_water for pool in pools),
             )
 
+    def host_room(self) -> int | None:
+        """Return the bytes of host memory that saved tensors may use, with those that are held; None if not known."""
+        with self.lock:
+            pools = [transfers.pool for transfers in self._transfers.values()]
+            held, more = sum(pool.bytes_held for pool in pools), self.backend.host_room()
+            if any(pool.exhausted for pool in pools):
+                more = 0
+            if self.max_host_bytes is not None:
+                own = max(len(pools), 1) * self.max_host_bytes - held
+                more = own if more is None else min(more, own)
+        return None if more is None else held + max(more, 0)
+
     def trim(self, keep: int = 0) -> int:
         """Free the host memory that no saved tensor uses, but for `keep` bytes a device; return the bytes freed."""
         with self.lock:

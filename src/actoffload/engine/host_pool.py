@@ -319,6 +319,11 @@ class HostPool:
                 self.high_water = self.bytes_taken
             return buffer
 
+    @property
+    def exhausted(self) -> bool:
+        """Whether the system refused the latest request for memory."""
+        return bool(self._exhausted)
+
     def give_back(self, buffer: HostBuffer, fence: tuple[StreamPosition, ...]) -> None:
         """Return a buffer that may be written again after the positions of `fence`; from any thread, at any time."""
         self.returned.append(((buffer.number,), fence))

@@ -130,6 +130,10 @@ class Counters:
         entry[0] += count
         entry[1] += nbytes
 
+    def kept(self, reason: Reason) -> int:
+        """Return how many tensors were kept for a reason."""
+        return self._kept.get(reason, [0])[0]
+
     def saved(self, nbytes: int, resources: Resources) -> None:
         """Count a storage that was saved, and is on the device."""
         self.tensors_saved += 1

@@ -28,6 +28,7 @@ def frontier(
     host_seconds: float = 0.0,
     host_caution: float = 1.0,
     among: Collection[int] | None = None,
+    host_limit: int | None = None,
     points: int = 16,
 ) -> tuple[GroupPlan, ...]:
     """Return plans from the smallest peak to that without offloading, each faster than those before it.
@@ -36,7 +37,7 @@ def frontier(
 
     Parameters
     ----------
-    names, groups, link, host_seconds, host_caution, among
+    names, groups, link, host_seconds, host_caution, among, host_limit
         As in `choose_recomputed`.
     points : int
         Number of limits of device memory, at equal distances, for which a plan is searched.
@@ -52,7 +53,7 @@ def frontier(
     2.00 GiB 134 ms
     3.00 GiB 120 ms
     """
-    check_search(names, link, host_seconds=host_seconds, host_caution=host_caution, among=among)
+    check_search(names, link, host_seconds=host_seconds, host_caution=host_caution, among=among, host_limit=host_limit)
     check_variants(names, groups)
     check_whole(points=points, least=1)
     keep, layers = Plan(len(names)), [group[0].cost for group in groups]
@@ -69,7 +70,14 @@ def frontier(
 
     def search(limit: int | None) -> GroupPlan:
         return choose_recomputed(
-            names, groups, link, limit=limit, host_seconds=host_seconds, host_caution=host_caution, among=among
+            names,
+            groups,
+            link,
+            limit=limit,
+            host_seconds=host_seconds,
+            host_caution=host_caution,
+            among=among,
+            host_limit=host_limit,
         )
 
     leanest, free = search(0), search(None)

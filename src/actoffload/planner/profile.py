@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -78,14 +79,20 @@ class Profile:
         link: Link,
         among: Collection[int] | None = None,
         known: Mapping[int, Alone] | None = None,
+        host_limit: int | None = None,
     ) -> Profile:
         """Return the profile of groups, given in execution order, of which those `among`, or all, may be offloaded.
 
-        `known` has what is known of each, by the identity of its cost.
+        `known` has what is known of each, by the identity of its cost.  Only the first groups that save no more than
+        `host_limit` bytes together may be offloaded, and smaller ones behind them.
         """
         found = [Alone.of(cost, link) if known is None else known[id(cost)] for cost in costs]
         nbytes, resident, copy_out, out_after, copy_back, back_ahead, forward, in_backward = zip(*found, strict=True)
-        movable = [k for k in range(len(costs) - 1) if nbytes[k] and (among is None or k in among)]
+        movable, left = list[int](), math.inf if host_limit is None else host_limit
+        for k in range(len(costs) - 1):
+            if 0 < nbytes[k] <= left and (among is None or k in among):
+                movable.append(k)
+                left -= nbytes[k]
         other = [cost.other_bytes for cost in costs]
         ahead = [other[0][0], *(of[1] for of in other[:-1])]  # where the gap before a forward begins
         behind = [*(of[3] for of in other[1:]), other[-1][1]]  # where the gap before a backward begins

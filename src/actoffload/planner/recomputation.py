@@ -42,12 +42,13 @@ def choose_recomputed(
     among: Collection[int] | None = None,
     without_bytes: int | None = None,
     excess: int = 0,
+    host_limit: int | None = None,
 ) -> GroupPlan:
     """Return the fastest plan within a limit, in which groups are kept, offloaded, recomputed, or both of the latter.
 
     Parameters
     ----------
-    names, link, limit, host_seconds, host_caution, tolerance, among, without_bytes, excess
+    names, link, limit, host_seconds, host_caution, tolerance, among, without_bytes, excess, host_limit
         As in `choose`.
     groups : sequence of sequence of Variant
         The ways to run each group; the first is without recomputation.
@@ -75,14 +76,14 @@ def choose_recomputed(
     >>> plan.peak_bytes <= 3 * 2**30, len(plan.recomputed) > 0, plan.seconds < 0.30
     (True, True, True)
     """
-    check_search(names, link, limit, host_seconds, host_caution, tolerance, among, without_bytes, excess)
+    check_search(names, link, limit, host_seconds, host_caution, tolerance, among, without_bytes, excess, host_limit)
     check_variants(names, groups)
     limit = None if limit is None else limit - excess
     known = {id(variant.cost): Alone.of(variant.cost, link) for group in groups for variant in group}
 
     def search(chosen: Chosen) -> Search:
         costs = [group[k].cost for group, k in zip(groups, chosen, strict=True)]
-        profile = Profile.of(costs, link, among, known)
+        profile = Profile.of(costs, link, among, known, host_limit)
         most = inf if limit is None else limit
         caution = host_seconds * host_caution
         return Search(profile, link, host_seconds, caution, most, tolerance, without_bytes, excess)
@@ -110,7 +111,7 @@ def choose_recomputed(
         how: dict[str, Any] = {"host_seconds": host_seconds, "host_caution": host_caution, "tolerance": tolerance}
         always = min(level for group in groups for level in group[0].cost.other_bytes)
         nearly = math.ceil(least + NEAR * (least - always))
-        near = choose_recomputed(names, groups, link, limit=nearly, among=among, **how)
+        near = choose_recomputed(names, groups, link, limit=nearly, among=among, host_limit=host_limit, **how)
         return replace(near, because=without.beyond())
     placed = search(chosen).quick()
     start = Choice(chosen, tuple(k in placed.released for k in range(len(groups))))

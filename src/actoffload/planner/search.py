@@ -34,6 +34,7 @@ def choose(
     among: Collection[int] | None = None,
     without_bytes: int | None = None,
     excess: int = 0,
+    host_limit: int | None = None,
 ) -> GroupPlan:
     """Return the fastest plan whose peak is within a limit.
 
@@ -64,6 +65,8 @@ def choose(
     excess : int
         Bytes by which a pass may take more device memory than the costs add up to; the plan leaves room for them
         within the limit.
+    host_limit : int, optional
+        Bytes of host memory for what is offloaded in one step; None for no limit.
 
     Returns
     -------
@@ -90,12 +93,12 @@ def choose(
     >>> plan.offloaded
     (0, 1, 2, 3, 4, 5)
     """
-    check_search(names, link, limit, host_seconds, host_caution, tolerance, among, without_bytes, excess)
+    check_search(names, link, limit, host_seconds, host_caution, tolerance, among, without_bytes, excess, host_limit)
     check_kinds(LayerCost, layers=layers)
     if not names or len(names) != len(layers):
         raise ValueError(f"There are {len(names)} groups but {len(layers)} costs; give one cost for each group.")
     search = Search(
-        Profile.of(layers, link, among),
+        Profile.of(layers, link, among, host_limit=host_limit),
         link,
         host_seconds,
         host_seconds * host_caution,
@@ -117,11 +120,13 @@ def check_search(
     among: Collection[int] | None = None,
     without_bytes: int | None = None,
     excess: int = 0,
+    host_limit: int | None = None,
 ) -> None:
     """Raise a `TypeError` or `ValueError` for the first argument of `choose` that is of another type."""
     check_kinds(str, names=names)
     check_kind(Link, link=link)
     check_limit(limit=limit)
+    check_limit(host_limit=host_limit)
     check_seconds(host_seconds=host_seconds)
     check_fits("a number, 0 or more", lambda value: value >= 0, host_caution=host_caution, tolerance=tolerance)
     if among is not None:

@@ -53,6 +53,7 @@ WITHOUT = 8  # passes without groups after which the next stage comes: the model
 TRIES = 3  # plans that are tried because the one before took more than the limit
 SURELY = 0.1  # part of the time of a pass by which a prediction is off at most
 HOST_SECONDS = 60e-6  # of the host for one tensor that is offloaded
+HOST_GAPS = 0.05  # part of the host memory that buffers of other sizes may leave unused
 PROBE = 2**20  # bytes of a copy that measures the link
 NO_LINK = Link(1.0, 1.0)  # nothing is copied, so its rates do not matter
 
@@ -91,8 +92,8 @@ class Script:
         Bytes of the room that earlier plans did not find.
     allocated : int
         Bytes that may be allocated before a pass, as far as that is known.
-    max_host_bytes : int, optional
-        Bytes of host memory that may be used.
+    host_room : callable
+        Returns the bytes of host memory that saved tensors may use; None if that is not known.
     """
 
     def __init__(
@@ -106,11 +107,11 @@ class Script:
         room_of_all: Callable[[Room], Room] = lambda room: room,
         short: int = 0,
         allocated: int = 0,
-        max_host_bytes: int | None = None,
+        host_room: Callable[[], int | None] = lambda: None,
     ) -> None:
         self._backend, self._groups, self._plans, self._log, self._budget = backend, groups, plans, log, budget
         self._policies, self._room_of_all, self._short = policies or {}, room_of_all, short
-        self._allocated, self._max_host_bytes = allocated, max_host_bytes
+        self._allocated, self._host_room = allocated, host_room
         self.found = Findings()
         self._most = 0  # elements of inputs so far
 
@@ -199,6 +200,9 @@ class Script:
         ways = self._ways(traced, lean)
         # Nothing was copied where all tensors are too small, or the host has no memory: then replay is left.
         known: dict[str, Any] = {"host_seconds": HOST_SECONDS, "among": None if link else ()}
+        room = self._host_room()
+        if room is not None:  # [guard: plans for the host memory that there is]
+            known["host_limit"] = room // found.in_flight
         costs = names, ways, link or NO_LINK
         if found.limit is not None:
             # Earlier passes, whose backward is still to come, may keep everything; so far they were replayed.
@@ -254,7 +258,8 @@ class Script:
     def _probed_link(self) -> Link | None:
         """Return the rates of one copy in each direction, where the leanest pass has copied nothing."""
         backend = self._backend
-        if self._max_host_bytes is not None and self._max_host_bytes < PROBE:  # no host memory for offloading
+        room = self._host_room()
+        if room is not None and room < PROBE:  # no host memory for offloading
             return None
         device, stream = backend.current_device(), backend.new_stream(backend.current_device())
         try:
@@ -301,6 +306,15 @@ class Script:
         for number in range(TRIES):
             found.plan = plan
             passes = [(yield from trimming(found, Stage.PLAN, plan))]
+            if passes[0].refused and found.choose is not None and number + 1 < TRIES:
+                # Tensors stayed on the device for lack of host memory: the plan is for less than it seemed to have.
+                held = min(self._host_room() or plan.offloaded_bytes, plan.offloaded_bytes * found.in_flight)
+                less = {"host_limit": int((1 - HOST_GAPS) * held) // found.in_flight}
+                found.choose = partial(found.choose, **less)
+                assert found.search_frontier is not None
+                found.search_frontier = partial(found.search_frontier, **less)
+                plan = found.chosen()
+                continue
             if self._take_peak(plan, passes) <= limit or number + 1 == TRIES:
                 passes.append((yield from self._timed()))
             peak = self._take_peak(plan, passes)

@@ -15,6 +15,7 @@ from ..._torch.compiling import opaque
 from ...device.base import Backend, StreamEvent, current_stream
 from ...engine.engine import Engine
 from ...engine.passes import ModelPass
+from ...engine.statistics import Reason
 from ...schedule.execution_order import GroupKey
 from ..operator_costs import OperatorTimes
 from .metering import SHARERS, Meter, counts_in
@@ -74,6 +75,7 @@ class TimedPass:
     sizes: list[tuple[int, ...]] = field(default_factory=list)  # by group: bytes of the storages that it saves
     adopted: int = 0  # bytes saved between the groups and offloaded with one
     shared: int = 0  # bytes that many groups save
+    refused: int = 0  # saved tensors for which there was no host memory
     waiting: int = 0  # earlier passes whose backward is still to come
     operators: OperatorTimes | None = None  # of the groups that are recomputed
     memory: bool = False  # its peak is read
@@ -167,12 +169,14 @@ class PassTimer:
         self._engine = engine
         self._current: TimedPass | None = None
         self._thread = 0  # that runs its forward
+        self._refused = 0  # saved tensors for which there was no host memory, before it
 
     def begin(self, stage: Stage, number: int, elements: int, *, memory: bool = False) -> TimedPass:
         """Begin a pass, which is measured by group in the first stages; `memory`: its peak is read."""
         backend = self._engine.backend
         self._thread = threading.get_ident()
         timed = self._current = TimedPass.begin(stage, number, elements, backend, memory=memory)
+        self._refused = self._engine.counters.kept(Reason.HOST_FULL)
         if stage in MEASURED:
             timed.meter = Meter(backend, self._engine.counters, memory=True)
             self._engine.record(timed.meter)
@@ -183,6 +187,10 @@ class PassTimer:
     def of_thread(self) -> TimedPass | None:
         """Return the pass whose forward the calling thread runs; None if it is not timed."""
         return self._current if self._thread == threading.get_ident() else None
+
+    def count_refused(self, timed: TimedPass) -> None:
+        """Count the tensors that the forward of a pass kept for lack of host memory."""
+        timed.refused = self._engine.counters.kept(Reason.HOST_FULL) - self._refused
 
     def take(self) -> TimedPass | None:
         """Return the pass, which is over, and forget it; None if a step was recorded in the middle of it."""

@@ -133,7 +133,7 @@ class Tuner:
             room_of_all,
             self._short,
             allocated,
-            self._engine.max_host_bytes,
+            self._engine.host_room,
         )
         steps = script.run()
         self.found, self.stage, self._steps = script.found, next(steps), steps
@@ -219,6 +219,7 @@ class Tuner:
         timed = self._timer.of_thread()
         if timed is not None:
             timed.saw(done, sequence)
+            self._timer.count_refused(timed)
         if not done.partly or (timed is not None and timed.stage is Stage.PLAN):
             self._log.forward_done(done, sequence)
             if timed is not None and self._log.latest is not None:
@@ -317,7 +318,9 @@ class Tuner:
         return list(found.values())
 
     def _leanest(self, policies: Mapping[int, Policy], operators: OperatorTimes | None = None) -> Conduct:
-        return Conduct(Mode.WHOLE, self._plans.order, lambda order: Roles.leanest(len(order)), policies, operators)
+        # Where no host memory may be used, what replay needs is kept.
+        roles = Roles.keep_all if self._engine.host_room() == 0 else Roles.leanest
+        return Conduct(Mode.WHOLE, self._plans.order, lambda order: roles(len(order)), policies, operators)
 
     def _planned(self, found: Findings) -> Conduct:
         """Return how a forward with a plan is followed."""
