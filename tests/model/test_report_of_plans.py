@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from timed_device import Timed, TimedBlock, TimedModel, offload, step
+from timed_device import Timed, TimedBlock, TimedModel, offload, small, stages, step
 from torch import Tensor, nn
 
 import actoffload
@@ -47,6 +47,17 @@ def test_rows_are_those_of_groups_as_they_run_now(link, offloads):
         assert bool(group.bytes_recomputed) == again
         assert group.bytes_offloaded == (group.bytes_saved if k in plan.offloaded else 0)
     assert report.totals.bytes_recomputed == sum(plan.recomputed_nbytes)
+
+
+def test_rows_are_those_of_the_plan_where_whole_replay_was_tried_last():
+    _device, model, handle = small(1e6, memory=2 * MIB)
+    tried = stages(handle, lambda: step(model), 7)
+    assert tried == ["FIRST", "LEAN", "PLAN", "PLAN", "PLAN", "", ""]
+    plan, report = handle.plan, handle.report()
+    assert plan.offloaded == (0, 1, 2, 3, 4)
+    assert not plan.recomputed
+    assert [group.bytes_offloaded for group in report.groups] == [MIB] * 5 + [0]
+    assert not any(group.recomputed for group in report.groups)
 
 
 def test_a_recorded_step_has_the_rows_of_the_steps_beside_it():

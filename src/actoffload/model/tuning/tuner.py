@@ -430,7 +430,11 @@ class Tuner:
         if self._number - self._settled <= SOON:
             self._in_use = self._engine.backend.in_use() or 0
         if chosen.fits(Stage.PLAN, elements, self._in_use):
-            return self._planned(chosen)
+            conduct = self._planned(chosen)
+            if conduct.mode is Mode.SCOPED and self._number == self._settled + 1:
+                # The pass before may have tried another plan, and the report is about the latest one with all groups.
+                conduct = replace(conduct, mode=Mode.WHOLE)  # [guard: report of the plan that is kept]
+            return conduct
         # Larger inputs than the plan was made for; where other ranks follow it, they replay what it does.
         policies = self._policies if self._ranks.lockstep is None else self._roles_of(chosen).recompute
         return self._leanest({**policies, **self._always})
