@@ -51,6 +51,9 @@ class ReferenceDevice(Backend):
         Seconds per transfer.
     wall_clock : bool
         Let events read this machine's clock instead of the virtual ones: for programs whose compute is real.
+    memory : int, optional
+        Bytes of device memory.  What operations create inside of ``with device.counting():`` counts; one that needs
+        more raises `torch.OutOfMemoryError`.  By default nothing is counted, and there is no limit.
 
     Examples
     --------
@@ -65,7 +68,13 @@ class ReferenceDevice(Backend):
     times = False
 
     def __init__(
-        self, d2h: float = float("inf"), h2d: float = float("inf"), latency: float = 0.0, *, wall_clock: bool = False
+        self,
+        d2h: float = float("inf"),
+        h2d: float = float("inf"),
+        latency: float = 0.0,
+        *,
+        wall_clock: bool = False,
+        memory: int | None = None,
     ) -> None:
         if not (d2h > 0 and h2d > 0 and latency >= 0):
             raise ValueError(
@@ -74,7 +83,10 @@ class ReferenceDevice(Backend):
         self.d2h, self.h2d, self.latency = d2h, h2d, latency
         self.wall_clock = wall_clock
         self.resolution = 1e-5 if wall_clock else 0.0
+        self.times = self.times or memory is not None  # plans are made for a limit
         self.main = ReferenceStream("compute")
+        self._limit = memory
+        self._created = CreatedStorages(memory)
         self._local = threading.local()
 
     def current_device(self) -> torch.device:
@@ -114,7 +126,32 @@ class ReferenceDevice(Backend):
         return seconds
 
     def empty_host(self, nbytes: int) -> torch.Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8)
+        with self._created.paused():
+            return torch.empty(nbytes, dtype=torch.uint8)
+
+    def counting(self) -> CreatedStorages:
+        """Return a context in which what operations create counts as device memory."""
+        return self._created
+
+    def allocated(self) -> tuple[int, int] | None:
+        if self._limit is None:
+            return None
+        created = self._created
+        found = created.now, created.peak
+        created.peak = created.now
+        return found
+
+    def in_use(self) -> int | None:
+        return None if self._limit is None else self._created.now
+
+    def memory_limit(self) -> int | None:
+        return self._limit
+
+    def total_memory(self) -> int | None:
+        return self._limit
+
+    def out_of_memory_errors(self) -> int:
+        return self._created.errors
 
     def to_host(self, pairs: Pairs, stream: Stream) -> None:
         for host, device in pairs:
@@ -135,10 +172,19 @@ class ReferenceDevice(Backend):
 
 
 class CreatedStorages:
-    """Count the bytes of the storages that operations create in a ``with`` block, until they are freed."""
+    """Count the bytes of the storages that operations create in a ``with`` block, until they are freed.
 
-    def __init__(self) -> None:
+    Parameters
+    ----------
+    limit : int, optional
+        Bytes above which an operation raises `torch.OutOfMemoryError`.
+    """
+
+    def __init__(self, limit: int | None = None) -> None:
         self.now = self.peak = 0  # bytes that exist now, and their largest number
+        self.errors = 0  # operations that needed more than the limit
+        self._limit = limit
+        self._paused = False
         self._alive: dict[int, weakref.ref[Any]] = {}
         self._mode: Any = None
 
@@ -153,11 +199,14 @@ class CreatedStorages:
         class Watch(DispatchMode):  # type: ignore[misc]
             def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
                 result = func(*args, **(kwargs or {}))
+                if created._paused:
+                    return result
                 inputs = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
                 before = set(map(storage_address, inputs))
                 for leaf in tree_leaves(result):
                     if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided:
                         created._follow(leaf.untyped_storage(), before)
+                created._check()
                 return result
 
         self._mode = Watch()
@@ -166,6 +215,24 @@ class CreatedStorages:
 
     def __exit__(self, *_: object) -> None:
         self._mode.__exit__(None, None, None)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Do not count what is created in a ``with`` block."""
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
+
+    def _check(self) -> None:
+        if self._limit is not None and self.now > self._limit:
+            self.errors += 1
+            self.peak = self._limit
+            raise torch.OutOfMemoryError(
+                f"The reference device is out of memory: {self.now / 2**20:.1f} MiB are needed, and it has "
+                f"{self._limit / 2**20:.1f} MiB."
+            )
 
     def _follow(self, storage: torch.UntypedStorage, before: Set[int]) -> None:
         key, nbytes = address(storage), storage.nbytes()
