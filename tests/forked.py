@@ -12,7 +12,10 @@ from typing import Any
 __all__ = ["run_forked"]
 
 LIMIT = 2400.0
-"""Seconds after which processes are killed: an order of magnitude more than they take on a machine of their own."""
+"""Seconds after which processes are killed: an order of magnitude more than they take on a machine of their own.
+
+Tests that wait for them are marked with a `timeout` that is longer.
+"""
 
 # Not this library: the fork server does not have the paths of the tests, and could import another installation.
 IMPORTED = [

@@ -179,7 +179,12 @@ class Opaque(Two):
 
 
 class Closed(Tensor):
-    """Has no way to say it."""
+    """Has operators of its own, and no way to say it."""
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        with torch._C._DisableTorchDispatch():
+            return function(*args, **(kwargs or {}))
 
 
 class Single(QuantizedTensor):
@@ -210,6 +215,72 @@ def test_what_cannot_be_taken_apart_stays(build):
     _, statistics = one_layer(lambda x: Keeps.apply(x, thing))
     assert statistics.tensors_kept == {Reason.SUBCLASS: 1}
     assert statistics.bytes_offloaded == 0
+
+
+class Dressed(Tensor):
+    """A plain tensor with a class and attributes of its own, as MONAI's."""
+
+    meta: dict[str, float]
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        made = super().__torch_function__(function, types, args, kwargs or {})
+        if isinstance(made, cls):
+            vars(made).update(*(vars(each) for each in args[:1] if isinstance(each, cls)))
+        return made
+
+
+class Reads(torch.autograd.Function):
+    """Saves a `Dressed`, and uses its attribute in backward."""
+
+    @staticmethod
+    def forward(ctx, x, thing):
+        ctx.save_for_backward(thing)
+        return x.as_subclass(Tensor) * 1.0
+
+    @staticmethod
+    def backward(ctx, grad):
+        (thing,) = ctx.saved_tensors
+        return grad * thing.as_subclass(Tensor) * thing.meta["factor"], None
+
+
+@pytest.mark.parametrize("edited", [False, True])
+def test_a_subclass_without_operators_of_its_own_is_offloaded(edited):
+    kept = values()
+    thing = kept.clone().as_subclass(Dressed)
+    thing.meta = {"factor": 2.0}
+    context, sync = make(1, 3)
+    leaf = torch.ones(N, N, requires_grad=True)
+    y = forward([lambda x: Reads.apply(x, thing), torch.sin, torch.cos], leaf * 1.0, context, sync)
+    statistics = context.statistics()
+    assert statistics.bytes_offloaded == ONE
+    assert Reason.SUBCLASS not in statistics.tensors_kept
+    if edited:
+        thing.add_(1.0)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()
+        return
+    y.sum().backward()
+    want = torch.ones(N, N, requires_grad=True)
+    torch.cos(torch.sin(want * 1.0)).sum().backward()
+    assert same_bits(leaf.grad, want.grad * kept * 2.0)
+
+
+def test_what_a_subclass_makes_of_an_input_is_offloaded():
+    """As many bytes as of a plain input, and the same gradients."""
+
+    def run(kind):
+        torch.manual_seed(0)
+        layer = nn.Sequential(nn.Linear(N, N), nn.Tanh(), nn.Linear(N, N))
+        context, sync = make(1, 3)
+        x = torch.randn(N, N).as_subclass(kind)
+        forward([layer, torch.sin, torch.cos], x, context, sync).as_subclass(Tensor).sum().backward()
+        nothing_held(context)
+        return [p.grad for p in layer.parameters()], context.statistics().bytes_offloaded
+
+    (got, moved), (want, plainly) = run(Dressed), run(Tensor)
+    assert moved == plainly > 0
+    assert all(map(same_bits, got, want))
 
 
 def test_a_retained_graph_reloads_the_parts_each_time():

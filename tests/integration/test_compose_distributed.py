@@ -9,11 +9,14 @@ import pytest
 import torch.distributed as dist
 from compose_ranks import CASES, Checkpointed, Skipping, run_ranks
 from composing import BLOCKS, OFFLOADED, STEPS, STREAM, WIDTH, Net, Offload, both, copied, dropping, train, training
+from forked import LIMIT
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from actoffload.report import Reason
+
+pytestmark = pytest.mark.timeout(LIMIT + 300)
 
 WORLD = 2
 

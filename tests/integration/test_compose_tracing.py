@@ -40,15 +40,16 @@ TRACES: dict[str, Callable[[Any, Tensor], Callable[..., Any]]] = {
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.trace:DeprecationWarning")
 @pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("recompute", ["auto", True])
 @pytest.mark.parametrize("found", [True, False], ids=["after a step", "before a step"])
 @pytest.mark.parametrize("name", TRACES)
-def test_a_trace(name: str, found: bool, training: bool):
+def test_a_trace(name: str, found: bool, recompute: Any, training: bool):
     plain, x = model(), torch.randn(32, 16)
     plain.train(training)
     want = TRACES[name](plain, x)(x)
     net = model().train(training)
-    with actoffload.offload(net, num_layers=2 if found else None, min_bytes=0) as handle:
-        if found:
+    with actoffload.offload(net, num_layers=2 if found else None, min_bytes=0, recompute=recompute) as handle:
+        for _ in range(2 if found else 0):
             step(net, x)
             net.zero_grad()
         before = handle.statistics()

@@ -30,6 +30,7 @@ def test_where_the_model_saves_most_itself_no_module_is_named():
     warning = coverage_warning("Net", modules, groups, 60)
     assert "cover 40%" in warning
     assert "the model's own forward" in warning
+    assert "Move" not in warning  # which would not help where gradients are taken, or weights sampled
     assert coverage_warning("Net", modules, groups, 40) is None
 
 

@@ -173,6 +173,21 @@ def test_lazy_modules_stay_groups(layers):
     assert steps[-1] == steps[-2] > 0
 
 
+def test_lazy_modules_in_groups_that_are_recomputed():
+    def program(follow):
+        torch.manual_seed(0)
+        model = nn.Sequential(*[nn.Sequential(nn.LazyLinear(32), nn.GELU(), nn.LazyLinear(32)) for _ in range(4)])
+        handle = offload(model, recompute=True) if follow else None
+        model(data()).sum().backward()
+        found = [weight.grad.clone() for weight in model.parameters()]
+        model.zero_grad()
+        if handle is not None:
+            assert not handle.plan.because.startswith("Not recomputed")
+        return found + train(model)
+
+    equal(program(True), program(False))
+
+
 def test_the_class_of_a_module_is_its_own():
     """Opacus looks up the function for a layer by its class."""
     functions = {nn.Conv1d: "per-sample gradients of a convolution"}

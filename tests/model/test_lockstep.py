@@ -17,7 +17,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from forked import run_forked
+from forked import LIMIT, run_forked
 from timed_device import Timed, TimedModel, offload, stage_of, step
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -507,6 +507,7 @@ def rank_main(rank: int, folder: Path) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.timeout(LIMIT + 300)
 def test_two_processes(tmp_path):
     run_forked(rank_main, 2, tmp_path, tmp_path)
     logs = [(tmp_path / f"{rank}.log").read_text() for rank in range(2)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from actoffload.pipeline.exchange import Measured, agreed
+from actoffload.pipeline.planning import slowest
 from actoffload.schedule import Link
 
 
@@ -20,3 +21,9 @@ def test_of_copies_of_a_stage_the_least_memory_counts_and_the_costs_of_the_first
     assert [each.link.d2h - 1e9 for each in found] == [0, 1, 2]
     assert [each.bare for each in found] == [False, True, True]
     assert agreed([first, [*second[:2], None]]) is None
+
+
+def test_plans_are_made_for_the_slowest_link_of_all_ranks():
+    links = [Link(1e9, 3e9, 1e-5, both=2e9), Link(2e9, 2e9, 2e-5), Link(3e9, 4e9, 0.0, both=4e9)]
+    assert slowest(links) == Link(1e9, 2e9, 2e-5, both=2e9)
+    assert slowest(links, 2.0) == Link(0.5e9, 1e9, 2e-5, both=1e9)

@@ -5,9 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from forked import LIMIT
 from pipeline_programs import NAMES, block_bytes
 from pipeline_ranks import BAD, OTHER, RECOMPUTED, REFUSED, run_ranks
 from test_one_rank import check
+
+pytestmark = pytest.mark.timeout(LIMIT + 300)
 
 FOUR = ("Schedule1F1B", "ScheduleInterleaved1F1B", "ScheduleZBVZeroBubble", "ScheduleDualPipeV")
 

@@ -11,7 +11,7 @@ from planning import links, steps
 
 from actoffload.planner.placement import place
 from actoffload.planner.profile import Profile
-from actoffload.schedule import LayerCost, Link, simulate
+from actoffload.schedule import LayerCost, Link, Saved, simulate
 
 
 @settings(max_examples=200)
@@ -53,6 +53,14 @@ def test_groups_are_released_when_they_are_copied_and_reloaded_just_in_time():
     least = place(Profile.of(costs, Link(2000.0, 2000.0)), range(7), 1000)
     assert least.released == least.reloaded == {k: k for k in range(7)}
     assert least.seconds > placement.seconds
+
+
+@pytest.mark.parametrize(("seconds", "later"), [(0.9, 0), (0.98, 1)])
+def test_a_group_whose_copy_hardly_ends_in_time_is_released_at_the_next_event(seconds, later):
+    """A forward takes a second, and copies are as fast as measured or a little slower."""
+    costs = [LayerCost(1.0, 2.0, (Saved(1000, 0.0),))] * 8
+    placement = place(Profile.of(costs, Link(1000 / seconds, 1000 / seconds)), range(4))
+    assert placement.released == {k: k + later for k in range(4)}
 
 
 def test_a_group_that_cannot_be_copied_in_time_is_kept():

@@ -67,6 +67,17 @@ def test_near_the_best_of_all(rate, again):
         assert plan.seconds <= 1.03 * exhaustive(of, link, limit)
 
 
+def test_bytes_that_predictions_lack_lower_the_limit():
+    """Whether groups are recomputed or not."""
+    found, link = groups(6), Link(d2h=2e10, h2d=2e10)
+    for search, ways in ((choose_recomputed, found), (choose, plain(found))):
+        least, most = (search(names(6), ways, link, limit=limit).peak_bytes for limit in (0, 9 * GIB))
+        limit, lower = most - 1, (least + most) // 2
+        plan = search(names(6), ways, link, limit=limit, excess=limit - lower)
+        assert plan.plan == search(names(6), ways, link, limit=lower).plan
+        assert plan.peak_bytes <= lower < search(names(6), ways, link, limit=limit).peak_bytes
+
+
 @given(
     sizes=st.lists(st.integers(1, 8), min_size=3, max_size=8),
     part=st.floats(0.0, 0.9),

@@ -76,6 +76,13 @@ def test_casts_of_weights_are_kept_without_replay_alone():
     assert {way.cost.kept_bytes for way in ways[1:]} == {WHOLE.kept_bytes}
 
 
+def test_an_output_that_the_group_returns_counts_in_the_next_group_alone():
+    operators = list(within([operator(k, 1.0, 256) for k in range(3)], WHOLE.forward))
+    every = replay_ways(WHOLE, tuple(operators))[0].cost.nbytes
+    operators[-1] = replace(operators[-1], returned=256)
+    assert replay_ways(WHOLE, tuple(operators))[0].cost.nbytes == every - 256
+
+
 def test_nothing_to_save():
     (way,) = replay_ways(WHOLE, (operator(0, 1.0, 0),))
     assert way.cost == WHOLE

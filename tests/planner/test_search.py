@@ -94,9 +94,9 @@ def test_planning_of_128_groups_takes_little_time():
     costs = [LayerCost.even(50 * 10**6, 0.001, 0.002, pieces=12)] * 128
     names, link, seconds = names_of(costs), Link(20e9, 20e9), []
     for limit in (None, 3 * 10**9, 3 * 10**9):
-        start = time.perf_counter()
+        start = time.process_time()
         choose(names, costs, link, limit=limit)
-        seconds.append(time.perf_counter() - start)
+        seconds.append(time.process_time() - start)
     assert min(seconds) < 0.050 * 8  # machines that run tests are slow and shared
 
 

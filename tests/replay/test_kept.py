@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from recomputing import ROWS, WIDTH, Mlp, Net, batch, check, clean, fractions, gradients, policies, train
 from torch import Tensor, nn
+from torch._higher_order_ops.scan import scan
+from torch.nn.attention.flex_attention import flex_attention
 from whole_model import equal, offload
 
 
@@ -314,6 +316,100 @@ def test_compiled_groups_run_again_as_a_whole(part, fraction):
     equal(train(model), want)
     clean()
     handle.remove()
+
+
+class Cond(Linear):
+    """Dynamo traces the branches, and the hooks on the calls of modules in them."""
+
+    def __init__(self):
+        super().__init__()
+        self.other = Linear()
+
+    def forward(self, x):
+        y = torch.sin(super().forward(x))
+        y = torch.cond(y.sum() > 0, lambda y: self.other(y).sin(), lambda y: self.other(y).cos(), (y,))
+        return torch.tanh(y).sin()
+
+
+class Scan(Linear):
+    def forward(self, x):
+        y = torch.sin(super().forward(x))
+        total, rows = scan(lambda c, row: (c + row.sin(), (c * row).cos()), torch.zeros(WIDTH), y)
+        return torch.tanh(rows).sin() * total
+
+
+class Flexible(Linear):
+    """Attention whose scores have a bias that is trained, and computed."""
+
+    def __init__(self):
+        super().__init__()
+        self.bias_of_heads = nn.Parameter(torch.randn(4, ROWS))
+
+    def forward(self, x):
+        y = torch.sin(super().forward(x)).view(1, -1, 4, 8).transpose(1, 2)
+        bias = self.bias_of_heads * 1.5
+        y = flex_attention(
+            y, y.cos(), y.exp(), score_mod=lambda score, b, h, q, k: score + bias[h, k] * self.weight[h, k]
+        )
+        return torch.tanh(y.transpose(1, 2).reshape(x.shape)).sin()
+
+
+@pytest.mark.filterwarnings("ignore")
+@policies
+@fractions
+@pytest.mark.parametrize("kind", [Cond, Scan, Flexible])
+def test_higher_order_operators(kind, policy, fraction, monkeypatch):
+    # It has no backward on the CPU; its eager implementation has one.
+    monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *tensors: None)
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = Net(kind)
+    want = train(model)
+    with offload(model, layers="blocks.?", recompute=policy, fraction=fraction):
+        equal(train(model), want)
+        clean()
+
+
+class Reversible(nn.Module):
+    """Frees the memory of its input, and makes that again in backward."""
+
+    class Function(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, linear):
+            with torch.no_grad():
+                one, two = x.chunk(2, -1)
+                y = torch.cat([one, two + linear(one).tanh()], -1)
+            ctx.linear, ctx.nbytes = linear, x.untyped_storage().nbytes()
+            x = x.detach()
+            x.untyped_storage().resize_(0)
+            ctx.save_for_backward(x, y)
+            return y
+
+        @staticmethod
+        def backward(ctx, grad):
+            x, y = ctx.saved_tensors
+            x.untyped_storage().resize_(ctx.nbytes)
+            one, two = y.chunk(2, -1)
+            with torch.enable_grad():
+                leaf = one.detach().requires_grad_()
+                change = ctx.linear(leaf).tanh()
+            torch.autograd.backward(change, grad[:, WIDTH // 2 :])
+            with torch.no_grad():
+                x.copy_(torch.cat([one, two - change], -1))
+            return grad + torch.cat([leaf.grad, torch.zeros_like(leaf)], -1), None
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH // 2, WIDTH // 2)
+
+    def forward(self, x):
+        return torch.sin(self.Function.apply(x * 1.0, self.linear)).exp()
+
+
+@policies
+@fractions
+def test_memory_that_the_program_frees_and_fills(policy, fraction):
+    check(lambda: Net(Reversible), policy=policy, fraction=fraction, freed=-1.0)
 
 
 def test_what_is_kept_is_freed_with_the_graph():

@@ -335,6 +335,17 @@ class DoubledByNumpy(Doubled):
     draw = staticmethod(np.random.rand)
 
 
+class DoubledByOwnGenerators(Doubled):
+    """Its generators are attributes, and are seeded anew in no step."""
+
+    def __init__(self):
+        super().__init__()
+        self.python, self.numpy = random.Random(1), np.random.default_rng(2)
+
+    def draw(self):
+        return (self.python.random() + self.numpy.random()) / 2
+
+
 class DoubledByTorch(Doubled):
     @staticmethod
     def draw():
@@ -378,9 +389,12 @@ class EqualExperts(Experts):
         return torch.cat([self.experts[(first + k) % 3](part.exp()) for k, part in enumerate(parts)]).sin()
 
 
+BRANCHES = [LayerDrop, Doubled, DoubledByNumpy, DoubledByOwnGenerators, DoubledByTorch, Clipping, Experts, EqualExperts]
+
+
 @policies
 @fractions
-@pytest.mark.parametrize("kind", [LayerDrop, Doubled, DoubledByNumpy, DoubledByTorch, Clipping, Experts, EqualExperts])
+@pytest.mark.parametrize("kind", BRANCHES)
 def test_branches(kind, policy, fraction):
     check(lambda: Net(kind), each_step(lambda model, k: None, 16), policy=policy, fraction=fraction, freed=-1.0)
 

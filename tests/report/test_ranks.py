@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from forked import run_forked
+from forked import LIMIT, run_forked
 from report_samples import MIB, block, cells, report
 from torch import nn
 
@@ -279,6 +279,9 @@ def rank_main(rank: int, folder: Path) -> None:
     }
     (folder / f"{rank}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
+
+
+pytestmark = pytest.mark.timeout(LIMIT + 300)
 
 
 @pytest.fixture(scope="module")

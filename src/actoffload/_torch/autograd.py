@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable
 from functools import cache
@@ -62,6 +63,49 @@ def saved_as_input(tensor: torch.Tensor) -> bool:
     base = base_of(tensor)
     # [guard: view edited in place -> True]
     return base is None or type(base.grad_fn).__name__ != "CopySlices"
+
+
+_running_node: Callable[[], Any] = find("_C._current_autograd_node", lambda: None)
+
+_ARGUMENTS = {
+    **dict.fromkeys(("self", "input", "query"), 0),
+    **dict.fromkeys(("other", "weight", "key"), 1),
+    **dict.fromkeys(("mat1", "batch1"), -2),
+    **dict.fromkeys(("mat2", "batch2", "value"), -1),
+}
+"""By the name under which an operation of PyTorch saves an argument, its place among those with gradients."""
+
+
+def output_of(saved: object, size: tuple[int, ...], dtype: torch.dtype) -> str:
+    """Return of which operator a tensor is the output that the running backward unpacks, as in autograd's errors.
+
+    Parameters
+    ----------
+    saved : object
+        What the pack hook returned.
+    size, dtype
+        Of the tensor.
+
+    Returns
+    -------
+    str
+        Empty if it is the output of none, or if that is not known.
+    """
+    node = _running_node()
+    names = [name.removeprefix(_saves_as) for name in dir(type(node)) if name.startswith(_saves_as)]
+    try:
+        (name,) = (name for name in names if getattr(getattr(node, _saves_as + name), "data", None) is saved)
+        if name.startswith("result"):
+            maker, number = node, int(name.removeprefix("result") or 0)
+        else:
+            before = node.next_functions
+            maker, number = before[0 if len(before) == 1 else _ARGUMENTS[name]]
+        made = maker._input_metadata[number]
+        if hasattr(maker, "variable") or tuple(made.shape) != tuple(size) or made.dtype is not dtype:
+            return ""
+        return f", which is output {number} of {re.sub(r'Backward[0-9]*$', '', maker.name())},"
+    except (AttributeError, LookupError, RuntimeError, ValueError):  # a function of the program, or a list of tensors
+        return ""
 
 
 _top_hooks: Callable[[bool], tuple[Any, Any] | None] = need(

@@ -59,6 +59,22 @@ no_autocast: Any = find("_C._DisableAutocast", nullcontext)
 """Context in which autocast is off, whatever the device."""
 
 
+def has_own_dispatch(kind: type) -> bool:
+    """Return whether tensors of a class run code of their own for each operator, so that they may have no memory."""
+    return getattr(kind, "__torch_dispatch__", None) is not getattr(torch.Tensor, "__torch_dispatch__", None)
+
+
+def is_freed(tensor: torch.Tensor) -> bool:
+    """Return whether the program has freed, by ``resize_``, the memory in which a strided tensor has its elements."""
+    nbytes = tensor.untyped_storage().nbytes()
+    if nbytes >= tensor.nbytes and not tensor.storage_offset():
+        return False
+    if not tensor.numel():
+        return False
+    last = sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
+    return nbytes < (tensor.storage_offset() + last + 1) * tensor.itemsize
+
+
 @cache
 def _empty(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     return torch.empty(0, dtype=dtype, device=device)

@@ -19,7 +19,7 @@ from torch.nn.parameter import is_lazy
 
 from .._torch.autograd import CASTS
 from .._torch.modules import RESHARD, registered
-from .._torch.tensors import address, base_of, storage_expired, storage_weakref, version_of
+from .._torch.tensors import address, base_of, is_freed, storage_expired, storage_weakref, version_of
 from ..device.base import Backend, StreamEvent
 from .host_pool import Resources
 from .layout import View
@@ -101,6 +101,8 @@ def stays(tensor: torch.Tensor, backend: Backend, owned: ModuleTensors, limit: L
         distinct = View.of(tensor).covered
         if distinct < limit.elements * tensor.itemsize or distinct < limit.nbytes:
             return Reason.SMALL
+    if is_freed(tensor):  # [guard: tensor whose memory the program has freed]
+        return Reason.FREED
     return None
 
 

@@ -490,7 +490,7 @@ def unpack(saved: Saved) -> torch.Tensor:
         return saved.unpack()
     alias, version = saved[:2]
     if version_of(alias) != version:  # [guard: in-place edit of a kept tensor]
-        raise changed(alias, alias.size(), version)
+        raise changed(alias, alias.size(), version, saved)
     return alias
 
 

@@ -45,6 +45,7 @@ class Reason(enum.Enum):
     DEVICE = "not on the offloading device"
     LAYOUT = "not strided"
     SUBCLASS = "tensor subclass"
+    FREED = "memory freed by the program"
     HOST_FULL = "no host memory left"
     SHARED = "shared with a layer that stays"
     OUTSIDE = "saved outside of the chosen modules"

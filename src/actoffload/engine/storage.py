@@ -16,7 +16,7 @@ from .._torch.tensors import base_of, drop_data, same_counter, storage_weakref, 
 from ..device.base import Pairs, Stream, StreamPosition
 from .host_pool import HostBuffer, Resources, raise_later
 from .layout import Layout, Piece, View, dense, gaps, loose_pieces, reload_spans
-from .statistics import Counters
+from .statistics import Counters, Reason
 from .subclasses import Wrappers, changed
 from .transfer import PassDevice, Transfers
 
@@ -278,7 +278,7 @@ class SavedStorage(HostCopy):
         assert self.plain is not None
         assert self.owner is not None
         if version_of(probe) != self.version:  # [guard: in-place edit of a plain tensor]
-            raise changed(probe, self.plain.size, self.version)
+            raise changed(probe, self.plain.size, self.version, self)
         return self.owner.fetch(self.index, self, self.plain, probe)
 
     # Saving
@@ -329,6 +329,10 @@ class SavedStorage(HostCopy):
         """
         if self._source is None or self.refused or self.pinned:
             return not self.refused
+        if self._source.nbytes() < self.nbytes:  # [guard: memory that the program frees before its copy]
+            self.pinned = True
+            self.pass_device.counters.keep(Reason.FREED, self.nbytes)
+            return True
         new = self.new
         if new and new[0] is self.plain and not self.bytes_copied and not self.copy_plain(layer, captured):
             return False
@@ -497,7 +501,7 @@ class Moved:
     def unpack(self) -> torch.Tensor:
         """Return the tensor, for autograd; reload it if that has not happened yet."""
         if version_of(self.probe) != self.version:  # [guard: in-place edit of an offloaded tensor]
-            raise changed(self.probe, self.view.size, self.version)
+            raise changed(self.probe, self.view.size, self.version, self)
         return self.owner.fetch(self.index, self.storage, self.view, self.probe)
 
 

@@ -1,6 +1,7 @@
 """Saved tensors made of several plain ones, and the version counters by which in-place edits are caught.
 
-Each part is offloaded by itself, the whole is rebuilt.  Two conventions say what a tensor is made of.  PyTorch's
+Each part is offloaded by itself, the whole is rebuilt.  A subclass without operators of its own, as
+MONAI's, has one part, itself as a plain tensor.  For others two conventions say what a tensor is made of.  PyTorch's
 traceable wrappers have ``__tensor_flatten__`` and ``__tensor_unflatten__`` (`torch.utils._python_dispatch`): DTensor,
 jagged nested tensors, torchao's tensors.  Transformer Engine's quantized tensors have ``prepare_for_saving``,
 ``restore_from_saved`` and ``get_data_tensors``.
@@ -17,8 +18,10 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch.nn import Parameter
+from torch.nn.parameter import is_lazy
 
-from .._torch.tensors import base_of, counter_of, version_of
+from .._torch.autograd import output_of
+from .._torch.tensors import base_of, counter_of, has_own_dispatch, no_torch_function, version_of
 
 __all__ = [
     "Compound",
@@ -41,15 +44,17 @@ __all__ = [
 # Version counters
 
 
-def changed(tensor: torch.Tensor, size: tuple[int, ...], version: int) -> RuntimeError:
+def changed(tensor: torch.Tensor, size: tuple[int, ...], version: int, saved: object = None) -> RuntimeError:
     """Return the error that autograd raises without hooks, for a saved tensor of a size that is not at `version` now.
 
-    `tensor` shares the version counter of the saved one; its own shape does not matter.
+    `tensor` shares the version counter of the saved one; its own shape does not matter.  `saved` is what the pack hook
+    returned for it.
     """
-    shape = ", ".join(map(str, size))
+    shape = f"{tensor.type()} [{', '.join(map(str, size))}]"
     return RuntimeError(
         "one of the variables needed for gradient computation has been modified by an inplace operation: "
-        f"[{tensor.type()} [{shape}]] is at version {version_of(tensor)}; expected version {version} instead. "
+        f"[{shape}]{output_of(saved, size, tensor.dtype)} is at version {version_of(tensor)}; "
+        f"expected version {version} instead. "
         "Change a copy of it, or change it before it is used or after backward. "
         "torch.autograd.set_detect_anomaly(True) shows where it was used."
     )
@@ -83,10 +88,10 @@ class Wrapper:
         """Watch a tensor that autograd gets in place of the saved one; see [Note: in-place edits] in hooks.py."""
         self._returned.append((counter_of(tensor), version_of(tensor)))
 
-    def check(self, version: int, size: torch.Size) -> None:
+    def check(self, version: int, size: torch.Size, saved: object) -> None:
         """Raise autograd's error if the tensor, or one that was returned for it, was changed since `version`."""
         if version_of(self.counter) != version:
-            raise changed(self.counter, size, version)
+            raise changed(self.counter, size, version, saved)
         for counter, clean in self._returned:
             if version_of(counter) != clean:
                 raise changed(counter, size, clean)
@@ -135,12 +140,16 @@ def together(before: Sequence[Seen], wrappers: Wrappers) -> Wrappers:
 
 
 def is_compound(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is made of others in one of the two ways."""
-    return _flattens(type(tensor)) or _gives_parts(tensor)
+    """Whether a tensor is made of others, or is a plain one with a class and attributes of its own."""
+    return _flattens(type(tensor)) or _gives_parts(tensor) or _is_dressed(tensor)
 
 
 def _flattens(kind: type) -> bool:
     return hasattr(kind, "__tensor_flatten__") and hasattr(kind, "__tensor_unflatten__")
+
+
+def _is_dressed(tensor: torch.Tensor) -> bool:
+    return not (has_own_dispatch(type(tensor)) or isinstance(tensor, Parameter) or is_lazy(tensor))
 
 
 def _gives_parts(thing: object) -> bool:
@@ -159,7 +168,7 @@ class Compound:
     def unpack(self) -> torch.Tensor:
         """Return the whole, for autograd; a kept part is as it is now, and the counter of the whole decides."""
         outer, version = self.seen
-        outer.check(version, self.size)
+        outer.check(version, self.size, self)
         parts = {name: part[0] if isinstance(part, tuple) else part.unpack() for name, part in self.parts.items()}
         with torch.no_grad():
             whole = self.build(parts)
@@ -173,7 +182,9 @@ _Taken: TypeAlias = tuple[dict[Any, torch.Tensor], Callable[[dict[Any, torch.Ten
 
 def take_apart(tensor: torch.Tensor) -> _Taken | None:
     """Take a compound tensor apart; return None if that is not possible."""
-    return _take_flat(tensor) if _flattens(type(tensor)) else _take_shell(tensor)
+    if _flattens(type(tensor)):
+        return _take_flat(tensor)
+    return _take_shell(tensor) if _gives_parts(tensor) else _take_dressed(tensor)
 
 
 def _take_flat(tensor: Any) -> _Taken | None:
@@ -218,6 +229,21 @@ def _take_shell(tensor: Any) -> _Taken | None:
         return whole
 
     return {k: part for k, part in enumerate(saved) if part is not None}, build
+
+
+def _take_dressed(tensor: torch.Tensor) -> _Taken:
+    """Take the class and the attributes off a tensor."""
+    kind, attributes = type(tensor), dict(vars(tensor))
+    with no_torch_function():
+        plain = tensor.as_subclass(torch.Tensor)
+
+    def build(parts: dict[Any, torch.Tensor]) -> torch.Tensor:
+        with no_torch_function():
+            whole = parts[0].as_subclass(kind)
+        vars(whole).update(attributes)
+        return whole
+
+    return {0: plain}, build
 
 
 def _flatten(tensor: Any) -> tuple[dict[str, Any], Any]:

@@ -264,7 +264,7 @@ def coverage(saved_in_groups: int, saved: int) -> float:
 
 
 def coverage_warning(title: str, modules: Sequence[Measured], groups: Collection[str], outside: int) -> str | None:
-    """Return what to do if the groups that were found cover less than half of the saved bytes, else None.
+    """Return a warning if the groups that were found cover less than half of the saved bytes, else None.
 
     Parameters
     ----------
@@ -282,8 +282,8 @@ def coverage_warning(title: str, modules: Sequence[Measured], groups: Collection
     if share >= 0.5:
         return None
     return (
-        f"The groups of this {title} cover {share:.0%} of what its forward saves: the rest is saved by the code of the "
-        "model's own forward, outside of its modules. Move that code into a module of its own to offload it."
+        f"The groups of this {title} cover {share:.0%} of what its forward saves. The rest is kept, because it is "
+        "saved outside of the calls of its modules: by the code of the model's own forward or by gradients in it."
     )
 
 

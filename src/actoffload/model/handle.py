@@ -289,6 +289,7 @@ class OffloadHandle:
         replays = self._tracker.replays
         more |= {"proven_bytes": replays.proven_bytes, "samples": replays.alarm.samples}
         more |= {"refused": replays.refused(), **self._tracker.steering.facts()}
+        more["caches"] = getattr(getattr(self._modules[0].ref(), "config", None), "use_cache", True) is not False
         facts = StepFacts(arguments=self._arguments, kept_modules=kept, times=times, **more)
         statistics, largest = self.statistics(), self._log.history.largest(latest.statistics)
         return build_report(self._plans, self._groups, latest, recording, statistics, plan, facts, largest)

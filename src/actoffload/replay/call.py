@@ -19,7 +19,7 @@ from torch.nn import Module, Parameter
 from .._torch.autograd import NO_BACKWARD, after_backward, backward_id, keeps_graph
 from .._torch.compiling import opaque
 from .._torch.modules import registered
-from .._torch.tensors import address, no_torch_dispatch, version_of
+from .._torch.tensors import address, is_freed, no_torch_dispatch, version_of
 from ..device.base import Backend
 from ..engine.hooks import unpack
 from ..engine.subclasses import changed, plain_parts
@@ -62,7 +62,7 @@ class Slot:
         tensor = self.tensor
         if tensor is not None:
             if version_of(tensor) != self.version:  # in-place edit of what a call saves
-                raise changed(tensor, tensor.size(), self.version)
+                raise changed(tensor, tensor.size(), self.version, self)
             return tensor
         if self.saved is not None:
             return self.call.fetch_saved(self)
@@ -211,7 +211,9 @@ class Call:
         written = {
             k
             for k, slot in enumerate(slots)
-            if slot is not None and slot.tensor is not None and version_of(slot.tensor) != slot.version
+            if slot is not None
+            and slot.tensor is not None
+            and (version_of(slot.tensor) != slot.version or (self._proves and is_freed(slot.tensor)))
         }
         if self.tracer is not None:
             tracer, self.tracer = self.tracer, None

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from .._torch.autograd import NO_BACKWARD, after_backward, backward_id
-from .._torch.tensors import below_autograd, no_autocast, no_torch_dispatch
+from .._torch.tensors import below_autograd, is_freed, no_autocast, no_torch_dispatch
 from ..device.base import Backend, StreamEvent, current_stream
 from ..engine.layout import View
 from .program import Program, Step, copy_of, on_value
@@ -276,7 +276,9 @@ class Sample:
         It is called below everything, as `Alarm.compare` is.
         """
         view = value.view
-        where = None if view is None or saved.dtype is not view.dtype else _where(view, whole=whole)
+        if view is None or saved.dtype is not view.dtype or is_freed(saved):
+            return None
+        where = _where(view, whole=whole)
         return None if where is None else Sample(number, where, whole, _sampled(saved, where, whole=whole).clone())
 
 

@@ -13,6 +13,7 @@ Running it again means to call its ``forward`` with an empty context; what it sa
 from __future__ import annotations
 
 import ctypes
+import pickle
 import random
 import sys
 import threading
@@ -26,8 +27,10 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 from torch.nn import Module, Parameter
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.nn.parameter import is_lazy
 
 from .._torch.compiling import opaque
+from .._torch.lookup import find
 from .._torch.modules import registered
 from .._torch.tensors import (
     DispatchMode,
@@ -35,8 +38,10 @@ from .._torch.tensors import (
     base_of,
     current_dispatch_mode,
     free_storage_weakref,
+    has_own_dispatch,
     is_capturing,
     no_torch_dispatch,
+    storage_behind,
     storage_weakref,
 )
 from ..engine.layout import View
@@ -66,6 +71,12 @@ GENERATED = "GeneratedBackwardFor_"
 """Beginning of the names of the functions that `torch.library.register_autograd` makes; they call their operator."""
 STRIDED = torch.strided
 _PLAIN = frozenset((Tensor, Parameter))
+_STANDING_IN = tuple(
+    kind
+    for name in ("fake_tensor.FakeTensor", "functional_tensor.FunctionalTensor")
+    if (kind := find(f"_subclasses.{name}")) is not None
+)
+"""Classes of the tensors with which higher-order operators are traced; they compute nothing."""
 _CONSTANTS = frozenset(
     (int, float, bool, str, complex, type(None), torch.dtype, torch.device, torch.layout, torch.Size)
 )
@@ -216,7 +227,7 @@ class Tracer(_Base):  # type: ignore[misc]
                 memory = tensor.untyped_storage()
                 if address(memory) not in self._ids:
                     self._add(memory, Value(memory.nbytes(), source=place, view=View.of(tensor)))
-        self._random = _states_of_python()
+        self._random = self._states_of_python()
         self._host_reads = False
 
     # Begin and end
@@ -243,20 +254,55 @@ class Tracer(_Base):  # type: ignore[misc]
         returned = frozenset(
             self._ids.get(address(each.untyped_storage()), UNKNOWN) for each in outputs if _has_memory(each)
         )
-        steady = not self._host_reads and _states_of_python() == self._random
+        steady = not self._host_reads and self._states_of_python() == self._random
+        self._forget_freed()
         return Trace(self.nodes, self.values, self.entries, returned, steady)
+
+    def _forget_freed(self) -> None:
+        """Forget how values are made, and what is made of them, whose memory the program has freed in the call."""
+        freed = set[int]()
+        for weak in self._weak:
+            memory = storage_behind(weak)
+            number = UNKNOWN if memory is None else self._ids.get(address(memory), UNKNOWN)
+            if memory is not None and number != UNKNOWN:
+                value = self.values[number]
+                if memory.nbytes() < value.nbytes and not isinstance(value.source, Weight):  # FSDP2 frees weights
+                    freed.add(number)
+        for node in self.nodes:
+            if not freed.isdisjoint(node.reads):
+                for _, number in node.made:
+                    self.values[number].maker = UNKNOWN
+        for number in freed:
+            self.values[number].maker, self.values[number].source = UNKNOWN, None
+
+    def _states_of_python(self) -> tuple[Any, ...]:
+        """Return the states of the generators of Python and NumPy: the global ones, and those of the modules."""
+        numpy = sys.modules.get("numpy")
+        kinds: tuple[type, ...] = (random.Random,)
+        states: list[Any] = [random.getstate()]
+        if numpy is not None:
+            kinds = (*kinds, numpy.random.Generator, numpy.random.RandomState)
+            name, keys, *rest = numpy.random.get_state()
+            states += [name, keys.tobytes(), *rest]
+        found = [each for module in self._modules for each in vars(module).values() if isinstance(each, kinds)]
+        # What has no state draws from the system.
+        return *states, *(object() if isinstance(each, random.SystemRandom) else pickle.dumps(each) for each in found)
 
     def __del__(self) -> None:
         for weak in self._weak:
             free_storage_weakref(weak)
 
     def _enter(self, module: Module, args: Any) -> None:
+        if torch.compiler.is_dynamo_compiling():  # a branch of a higher-order operator
+            return
         if threading.get_ident() == self._thread:
             if not self._calls:
                 self.segment += 1
             self._calls.append(module)
 
     def _leave(self, module: Module, args: Any, output: Any) -> None:
+        if torch.compiler.is_dynamo_compiling():
+            return
         if threading.get_ident() == self._thread and self._calls and self._calls[-1] is module:
             self._calls.pop()
             if not self._calls:
@@ -304,7 +350,7 @@ class Tracer(_Base):  # type: ignore[misc]
             for number, module in enumerate(self._modules):
                 for table, tensors in enumerate(registered(module)[:2]):
                     for name, tensor in tensors.items():
-                        for part, plain in enumerate(() if tensor is None else plain_parts(tensor)):
+                        for part, plain in enumerate(() if tensor is None or is_lazy(tensor) else plain_parts(tensor)):
                             if _has_memory(plain):
                                 weight = Weight(number, table, name, part), View.of(plain)
                                 self._weights.setdefault(address(plain.untyped_storage()), weight)
@@ -320,9 +366,12 @@ class Tracer(_Base):  # type: ignore[misc]
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator, and note what it does."""
-        if not _PLAIN.issuperset(types):
-            return NotImplemented  # a subclass runs operators on its parts, which come here
         kwargs = kwargs or {}
+        if not _PLAIN.issuperset(types):
+            if any(issubclass(kind, _STANDING_IN) for kind in types):
+                return operator(*args, **kwargs)
+            if any(has_own_dispatch(kind) for kind in types):
+                return NotImplemented  # a subclass runs operators on its parts, which come here
         rules = rules_of(operator)
         function = self._function
         if function is not None:
@@ -575,9 +624,3 @@ def _generators() -> tuple[Any, ...]:
     states = [generator.get_state() for generator in default_generators()]
     # Read as memory: an operator would be seen by the tracer.
     return tuple(ctypes.string_at(state.data_ptr(), state.nbytes) for state in states)
-
-
-def _states_of_python() -> tuple[Any, ...]:
-    numpy = sys.modules.get("numpy")
-    own = None if numpy is None else numpy.random.get_state()
-    return random.getstate(), None if own is None else (own[0], own[1].tobytes(), *own[2:])

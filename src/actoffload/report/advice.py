@@ -79,6 +79,7 @@ DOING = {
     "their gradients are not needed",
     Reason.SUBCLASS: "pass plain tensors to the model, as x.as_subclass(torch.Tensor), or define "
     "__tensor_flatten__ and __tensor_unflatten__, or prepare_for_saving, in their class",
+    Reason.FREED: "the program frees and fills it itself, as reversible blocks do; a copy would free nothing",
     Reason.LAYOUT: "only strided tensors can be offloaded; use a dense layout",
 }
 
@@ -244,12 +245,12 @@ def _outside(report: Report) -> Iterator[Advice]:
             yield Advice(*_uncovered(report))
         return
     what = f"{_amount(report, count, nbytes, Reason.OUTSIDE)}: "
-    if modules:
+    if sum(modules.values()) >= HALF * nbytes:
         most_first = sorted(modules, key=lambda name: (-modules[name], name))[:3]
         most = ", ".join(f"`{name}` ({size(modules[name])})" for name in most_first)
         yield Advice(f"{what}{most} save the most; choose these modules, or ones around them, with layers.", nbytes)
     elif report.step_passes:
-        yield Advice(f"{what}the code of the model itself saves them, in no module; move it into modules.", nbytes)
+        yield Advice(f"{what}they are saved in no call of a module, but by the code of the model itself.", nbytes)
     else:
         do = f"record a step with {report.record} to find the modules that save them"
         yield Advice(f"{what}{do}.", nbytes)
@@ -276,7 +277,7 @@ def _not_freed(report: Report) -> Iterator[Advice]:
     inputs = [held for held in report.held if held.is_input]
     others = [held for held in report.held if not held.is_input]
     found = [
-        (names, nbytes, _because(holders, len(names)), least)
+        (names, nbytes, _because(report, holders, len(names)), least)
         for some, least in ((inputs, LARGE * report.activation_bytes), (others, TOLERANCE * offloaded.total()))
         for names, nbytes, holders in merge_held(some)
     ]
@@ -290,14 +291,15 @@ def _not_freed(report: Report) -> Iterator[Advice]:
             yield Advice(f"{share or size(nbytes)} were offloaded but not freed, because of {because}.", nbytes)
 
 
-def _because(holders: Sequence[Holder], groups: int) -> str:
+def _because(report: Report, holders: Sequence[Holder], groups: int) -> str:
     if not holders:
         return "something that Python does not see: autograd of another graph, or C++"
     words = " and ".join(map(str, holders))
     if not {holder.kind for holder in holders} <= {"input", "output"}:
         return words + (", and the same in the other groups" if groups > 1 else "")
     outputs = [holder.paths[0] for holder in holders if holder.kind == "output"]
-    less = (advice for name, advice in RETURN_LESS if outputs and re.search(name, outputs[0]))
+    choices = RETURN_LESS if report.caches else RETURN_LESS[1:]
+    less = (advice for name, advice in choices if outputs and re.search(name, outputs[0]))
     return f"{words}: {next(less, KEEP_ARGUMENTS)}"
 
 

@@ -235,6 +235,8 @@ class StepFacts:
         The call that records a step.
     times : bool
         Whether durations are those of a real device; otherwise there is no advice about time.
+    caches : bool
+        Whether the model may return a cache of keys and values; False where its ``config.use_cache`` is.
     """
 
     because: str = ""
@@ -248,6 +250,7 @@ class StepFacts:
     kept_modules: tuple[str, ...] = ()
     record: str = "handle.recording()"
     times: bool = True
+    caches: bool = True
 
     def given(self, argument: str) -> Any:
         """Return an argument of `offload`; None if the arguments are not known."""
