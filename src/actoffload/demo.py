@@ -33,7 +33,8 @@ class _Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = self.norm(x)
-        return x + self.down(nn.functional.silu(self.gate(h)) * self.up(h))
+        result: torch.Tensor = x + self.down(nn.functional.silu(self.gate(h)) * self.up(h))
+        return result
 
 
 def demo(write: Callable[[str], object] = sys.stdout.write) -> None:
@@ -104,7 +105,11 @@ def _size(nbytes: int) -> str:
 
 def _seconds(step: Callable[[], object]) -> float:
     """Return the mean seconds of a step."""
-    wait = torch.accelerator.synchronize if torch.accelerator.is_available() else lambda: None
+
+    def wait() -> None:
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()
+
     wait()
     begun = time.perf_counter()
     for _ in range(TIMED):
