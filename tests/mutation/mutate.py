@@ -120,7 +120,7 @@ TESTS: dict[str, list[str]] = {
     "replay/": REPLAY,
     "replay/policy.py": [f"tests/replay/test_{name}.py" for name in ("kept", "state", "functions", "programs")],
     "replay/proof.py": [f"tests/replay/test_{name}.py" for name in ("edits", "functions", "kept", "replay_lifetime")],
-    "replay/trace.py": [
+    "replay/tracer.py": [
         f"tests/replay/test_{name}.py" for name in ("kept", "functions", "replay_lifetime", "state", "keys")
     ],
     "report/": ["tests/model/test_offload_memory.py", "tests/model/test_offload_report.py"],

@@ -4,7 +4,8 @@ from .call import Call
 from .policy import COSTLY, Given, Policy, everything, names_of, policy_for, saving
 from .program import Program
 from .proof import Alarm
-from .trace import Trace, Tracer, Weight, remove_tracers
+from .trace import Trace, Weight
+from .tracer import Tracer, remove_tracers
 
 __all__ = [
     "COSTLY",

@@ -26,7 +26,8 @@ from ..engine.subclasses import changed, plain_parts
 from .policy import Policy, everything
 from .program import Program, copy_of, on_value
 from .proof import Alarm, Sample, Times, below_everything, measure, prove, rise
-from .trace import UNKNOWN, Tracer, Weight, leaves
+from .trace import UNKNOWN, Weight, leaves
+from .tracer import Tracer
 
 __all__ = ["Call", "Slot"]
 

@@ -1,0 +1,500 @@
+"""Trace one call of a module with a dispatch mode."""
+
+from __future__ import annotations
+
+import ctypes
+import pickle
+import random
+import sys
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module, Parameter
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.nn.parameter import is_lazy
+
+from .._torch.compiling import opaque
+from .._torch.lookup import find
+from .._torch.modules import registered
+from .._torch.tensors import (
+    DispatchMode,
+    address,
+    base_of,
+    current_dispatch_mode,
+    free_storage_weakref,
+    has_own_dispatch,
+    is_capturing,
+    no_torch_dispatch,
+    storage_behind,
+    storage_weakref,
+)
+from ..engine.layout import View
+from ..engine.subclasses import plain_parts
+from .policy import Policy, communicates, draws_random_numbers, rules_of, written_arguments
+from .trace import UNKNOWN, Entry, FunctionCall, Node, Place, Trace, Value, Weight
+
+__all__ = ["Tracer", "default_generators", "remove_tracers"]
+
+_aten = torch.ops.aten
+_COPY, _READ_SCALAR = (getattr(_aten, name).default for name in ("_to_copy", "_local_scalar_dense"))
+_HOST_READS = {_READ_SCALAR, _aten.equal.default}
+
+GENERATED = "GeneratedBackwardFor_"
+"""Beginning of the names of the functions that `torch.library.register_autograd` makes; they call their operator."""
+STRIDED = torch.strided
+_PLAIN = frozenset((Tensor, Parameter))
+_STANDING_IN = tuple(
+    kind
+    for name in ("fake_tensor.FakeTensor", "functional_tensor.FunctionalTensor")
+    if (kind := find(f"_subclasses.{name}")) is not None
+)
+"""Classes of the tensors with which higher-order operators are traced; they compute nothing."""
+_CONSTANTS = frozenset(
+    (int, float, bool, str, complex, type(None), torch.dtype, torch.device, torch.layout, torch.Size)
+)
+
+
+_thread = threading.local()
+_Base: Any = object if DispatchMode is None else DispatchMode
+
+
+class Tracer(_Base):  # type: ignore[misc]
+    """Records one call of a module: a dispatch mode, hooks on the calls inside, and a look at autograd functions.
+
+    Parameters
+    ----------
+    module : torch.nn.Module
+        The module that is called.
+    inputs : sequence of torch.Tensor
+        The tensors among its arguments.
+    policy : Policy
+        May have a function of the program that wants to see each operator.
+    stream : callable
+        Returns the current stream.  What runs on another one than the first is not run again.
+    """
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Do without the wrapper of `torch.compiler.disable`, which takes microseconds for each operator."""
+        return False
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let compiled code run as such."""
+        return True
+
+    def __init__(self, module: Module, inputs: Sequence[Tensor], policy: Policy, stream: Callable[[], Any]) -> None:
+        super().__init__()
+        self._modules = list(module.modules())
+        self._names = {id(inner): name for name, inner in module.named_modules()}
+        self._policy, self._stream, self._at = policy, stream, stream()
+        self._ids: dict[int, int] = {}  # values, by the address of the storage
+        self._weak: list[Any] = []  # weak references to the storages, which keep their addresses and not their memory
+        self._weights: dict[int, tuple[Weight, View]] | None = None
+        self._counts: dict[Any, int] = {}
+        self._function: _Running | None = None  # that runs now
+        self._generated = False  # a function that PyTorch made for an operator runs
+        self._calls: list[Module] = []  # of modules inside, in progress
+        self._thread = threading.get_ident()
+        self.segment = 0
+        self.nodes: list[Node] = []
+        self.values: list[Value] = []
+        self.entries: list[Entry] = []
+        self._handles: list[Any] = []
+        for place, tensor in enumerate(inputs):
+            if type(tensor) in _PLAIN and tensor.layout is STRIDED and not tensor.is_nested:
+                memory = tensor.untyped_storage()
+                if address(memory) not in self._ids:
+                    self._add(memory, Value(memory.nbytes(), source=place, view=View.of(tensor)))
+        self._random = self._states_of_python()
+        self._host_reads = False
+
+    # Begin and end
+
+    def begin(self) -> None:
+        """Record from here on, in this thread."""
+        _patch_functions()
+        _thread.tracer = self
+        self._handles.append(register_module_forward_pre_hook(self._enter))
+        self._handles.append(register_module_forward_hook(self._leave, always_call=True))
+        self.__enter__()
+
+    def end(self) -> None:
+        """Record no longer; may be repeated after an interrupt."""
+        while self._handles:
+            self._handles.pop().remove()
+        if current_dispatch_mode() is self:
+            self.__exit__(None, None, None)
+        if getattr(_thread, "tracer", None) is self:
+            _thread.tracer = None
+
+    def result(self, outputs: Iterable[Tensor]) -> Trace:
+        """Return what was recorded in a call that returned `outputs`."""
+        returned = frozenset(
+            self._ids.get(address(each.untyped_storage()), UNKNOWN) for each in outputs if _has_memory(each)
+        )
+        steady = not self._host_reads and self._states_of_python() == self._random
+        self._forget_freed()
+        return Trace(self.nodes, self.values, self.entries, returned, steady)
+
+    def _forget_freed(self) -> None:
+        """Forget how values are made, and what is made of them, whose memory the program has freed in the call."""
+        freed = set[int]()
+        for weak in self._weak:
+            memory = storage_behind(weak)
+            number = UNKNOWN if memory is None else self._ids.get(address(memory), UNKNOWN)
+            if memory is not None and number != UNKNOWN:
+                value = self.values[number]
+                if memory.nbytes() < value.nbytes and not isinstance(value.source, Weight):  # FSDP2 frees weights
+                    freed.add(number)
+        for node in self.nodes:
+            if not freed.isdisjoint(node.reads):
+                for _, number in node.made:
+                    self.values[number].maker = UNKNOWN
+        for number in freed:
+            self.values[number].maker, self.values[number].source = UNKNOWN, None
+
+    def _states_of_python(self) -> tuple[Any, ...]:
+        """Return the states of the generators of Python and NumPy: the global ones, and those of the modules."""
+        numpy = sys.modules.get("numpy")
+        kinds: tuple[type, ...] = (random.Random,)
+        states: list[Any] = [random.getstate()]
+        if numpy is not None:
+            kinds = (*kinds, numpy.random.Generator, numpy.random.RandomState)
+            name, keys, *rest = numpy.random.get_state()
+            states += [name, keys.tobytes(), *rest]
+        found = [each for module in self._modules for each in vars(module).values() if isinstance(each, kinds)]
+        # What has no state draws from the system.
+        return *states, *(object() if isinstance(each, random.SystemRandom) else pickle.dumps(each) for each in found)
+
+    def __del__(self) -> None:
+        for weak in self._weak:
+            free_storage_weakref(weak)
+
+    def _enter(self, module: Module, args: Any) -> None:
+        if torch.compiler.is_dynamo_compiling():  # a branch of a higher-order operator
+            return
+        if threading.get_ident() == self._thread:
+            if not self._calls:
+                self.segment += 1
+            self._calls.append(module)
+
+    def _leave(self, module: Module, args: Any, output: Any) -> None:
+        if torch.compiler.is_dynamo_compiling():
+            return
+        if threading.get_ident() == self._thread and self._calls and self._calls[-1] is module:
+            self._calls.pop()
+            if not self._calls:
+                self.segment += 1
+
+    # Values
+
+    def _add(self, memory: torch.UntypedStorage, value: Value) -> int:
+        key = address(memory)
+        if key not in self._ids:
+            self._weak.append(storage_weakref(memory))
+        number = self._ids[key] = len(self.values)
+        self.values.append(value)
+        return number
+
+    def _value_of(self, tensor: Tensor) -> int:
+        """Return the value of a plain tensor; what was not seen before is a weight, or from outside."""
+        memory = tensor.untyped_storage()
+        found = self._ids.get(address(memory))
+        if found is not None:
+            return found
+        weight = self._weight_at(address(memory))
+        if weight is not None:
+            return self._add(memory, Value(memory.nbytes(), source=weight[0], view=weight[1]))
+        cast = _cast_weight(tensor)
+        if cast is None or self._weight_at(address(cast.untyped_storage())) is None:
+            return self._add(memory, Value(memory.nbytes()))
+        # Autocast made it in an earlier call, and has it in its cache.
+        read = self._value_of(cast)
+        number = self._counts.get(_COPY, 0)
+        self._counts[_COPY] = number + 1
+        places = (Place(read, View.of(cast)),)
+        value = self._add(memory, Value(memory.nbytes(), len(self.nodes), view=View.of(tensor)))
+        made, name = [(0, value)], f"{_COPY}#{number}"
+        self.nodes.append(
+            Node(_COPY, name, places, {"dtype": tensor.dtype}, made, (read,), self._module(), self.segment)
+        )
+        return value
+
+    def _weight_at(self, key: int) -> tuple[Weight, View] | None:
+        # FSDP2 replaces parameters while modules run, so they are looked up when they are met.
+        found = None if self._weights is None else self._weights.get(key)
+        if found is None:
+            self._weights = {}
+            for number, module in enumerate(self._modules):
+                for table, tensors in enumerate(registered(module)[:2]):
+                    for name, tensor in tensors.items():
+                        for part, plain in enumerate(() if tensor is None or is_lazy(tensor) else plain_parts(tensor)):
+                            if _has_memory(plain):
+                                weight = Weight(number, table, name, part), View.of(plain)
+                                self._weights.setdefault(address(plain.untyped_storage()), weight)
+            found = self._weights.get(key)
+        return found
+
+    def _place(self, tensor: Tensor) -> Place | None:
+        if type(tensor) not in _PLAIN or not _has_memory(tensor):
+            return None
+        return Place(self._value_of(tensor), View.of(tensor))
+
+    # Operators
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operator, and note what it does."""
+        kwargs = kwargs or {}
+        if not _PLAIN.issuperset(types):
+            if any(issubclass(kind, _STANDING_IN) for kind in types):
+                return operator(*args, **kwargs)
+            if any(has_own_dispatch(kind) for kind in types):
+                return NotImplemented  # a subclass runs operators on its parts, which come here
+        rules = rules_of(operator)
+        function = self._function
+        if function is not None:
+            outputs = operator(*args, **kwargs)
+            # functions that communicate
+            function.pure &= not (draws_random_numbers(rules, args, kwargs) or communicates(operator))
+            if rules.mutable:
+                self._write(operator, args, kwargs)
+            return outputs
+        number = self._counts.get(operator, 0)
+        self._counts[operator] = number + 1
+        name = f"{operator}#{number}"
+        before = _generators() if rules.foreign and rules.replayable else None
+        reads: list[int] = []
+        with_places = tuple([self._with_places(each, reads) for each in args])
+        named = {key: self._with_places(each, reads) for key, each in kwargs.items()}
+        outputs = operator(*args, **kwargs)
+        if rules.mutable:
+            self._write(operator, args, kwargs)
+        if operator in _HOST_READS or (operator is _COPY and outputs.is_cpu and not args[0].is_cpu):
+            self._host_reads = True  # [guard: calls that follow what the host reads]
+        self._policy.see(operator, name, args, kwargs, outputs)
+        replayable = (
+            rules.replayable
+            and UNKNOWN not in reads
+            # what runs under no_grad may be edited before backward
+            and (self._generated or torch.is_grad_enabled())
+            and self._stream() == self._at
+            and not draws_random_numbers(rules, args, kwargs)  # [guard: random numbers are not drawn again]
+            and before == (_generators() if before is not None else None)
+        )
+        self._make(operator, name, with_places, named, outputs, tuple(reads), replayable)
+        return outputs
+
+    def _with_places(self, given: Any, reads: list[int]) -> Any:
+        """Return an argument with `Place` instead of tensors, and add the values of these to `reads`."""
+        if isinstance(given, Tensor):
+            place = self._place(given)
+            reads.append(UNKNOWN if place is None else place.value)
+            return place
+        if isinstance(given, (list, tuple)) and any(isinstance(each, (Tensor, list, tuple)) for each in given):
+            return [self._with_places(each, reads) for each in given]
+        return given
+
+    def _write(self, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Begin new values where an operator has written."""
+        for place, name in written_arguments(operator):
+            given = args[place] if place < len(args) else kwargs.get(name)
+            for tensor in given if isinstance(given, (list, tuple)) else (given,):
+                if isinstance(tensor, Tensor) and _has_memory(tensor):
+                    memory = tensor.untyped_storage()
+                    function = self._function
+                    if function is not None and self._ids.get(address(memory), function.first) < function.first:
+                        function.pure = False
+                    overwritten = self._ids.get(address(memory))
+                    if overwritten is not None:
+                        self.values[overwritten].source = None  # inputs and weights that are overwritten
+                    # values that are written in place
+                    self._add(memory, Value(memory.nbytes()))
+
+    def _make(
+        self,
+        operator: Any,
+        name: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        outputs: Any,
+        reads: tuple[int, ...],
+        replayable: bool,
+    ) -> None:
+        made: list[tuple[int, int]] = []
+        for place, output in enumerate(outputs if isinstance(outputs, (list, tuple)) else (outputs,)):
+            if type(output) not in _PLAIN or not _has_memory(output):
+                replayable &= not isinstance(output, Tensor) or not output.numel()
+                continue
+            memory = output.untyped_storage()
+            if address(memory) not in self._ids:
+                made.append((place, self._add(memory, Value(memory.nbytes(), view=View.of(output)))))
+        if made and replayable:
+            for _, value in made:
+                self.values[value].maker = len(self.nodes)
+            self.nodes.append(Node(operator, name, args, kwargs, made, reads, self._module(), self.segment))
+
+    def _module(self) -> str:
+        """Return the name of the innermost module inside that runs."""
+        return self._names.get(id(self._calls[-1]), "") if self._calls else ""
+
+    # Functions
+
+    def call_function(self, function: Any, apply: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
+        """Call a `torch.autograd.Function`, which is one operator; see [Note: functions]."""
+        if self._function is not None or not torch.is_grad_enabled():
+            return apply(function, *args, **kwargs)
+        if function.__name__.startswith(GENERATED):
+            self._generated = True
+            try:
+                return apply(function, *args, **kwargs)
+            finally:
+                self._generated = False
+        call = FunctionCall(function, tuple(isinstance(each, Tensor) and each.requires_grad for each in args))
+        number = self._counts.get(function, 0)
+        self._counts[function] = number + 1
+        reads: list[int] = []
+        places = tuple([self._with_places(each, reads) for each in args])
+        before = _generators()
+        running = self._function = _Running(len(self.values))
+        try:
+            outputs = apply(function, *args, **kwargs)
+        finally:
+            self._function = None
+        replayable = all(self._lasts(each) for each in args)
+        # functions that draw random numbers
+        replayable &= running.pure and before == _generators() and UNKNOWN not in reads and not kwargs
+        replayable &= self._stream() == self._at
+        made: list[tuple[int, int]] = []
+        flat = outputs if isinstance(outputs, tuple) else (outputs,)
+        for place, output in enumerate(flat):
+            if type(output) in _PLAIN and _has_memory(output):
+                memory = output.untyped_storage()
+                value = self._ids.get(address(memory))
+                if value is None:
+                    value = self._add(memory, Value(memory.nbytes()))
+                replayable &= value >= running.first  # functions that return an input, which they may change
+                self.values[value].view = self.values[value].view or View.of(output)
+                made.append((place, value))
+            else:
+                replayable &= not isinstance(output, Tensor)
+        made += [(len(flat) + place, value) for place, value in enumerate(running.saved) if value >= running.first]
+        # What it returns and saves as well is made once.
+        once = {value: place for place, value in reversed(made) if self.values[value].source is None}
+        made = [(place, value) for value, place in once.items()]
+        if replayable and made:
+            for _, value in made:
+                self.values[value].maker = len(self.nodes)
+            self.nodes.append(
+                Node(call, f"{call}#{number}", places, {}, made, tuple(reads), self._module(), self.segment)
+            )
+        return outputs
+
+    def _lasts(self, given: Any) -> bool:
+        """Return whether an argument of a function may be held, and means the same in later calls."""
+        if isinstance(given, (list, tuple)):
+            return all(map(self._lasts, given))
+        if isinstance(given, Tensor) or type(given) in _CONSTANTS:
+            return True
+        if type(given) is FunctionType:
+            return given.__closure__ is None
+        # [guard: objects with tensors among the arguments of functions] those of weights and modules remain
+        owners = (each for module in self._modules for each in (module, *module.parameters(recurse=False)))
+        return any(given is owner or any(given is each for each in vars(owner).values()) for owner in owners)
+
+    # What autograd saves
+
+    def save(self, tensor: Tensor) -> Entry:
+        """Note a tensor that autograd saves."""
+        function = self._function
+        with no_torch_dispatch():
+            if type(tensor) not in _PLAIN or not _has_memory(tensor) or _is_weight(tensor):
+                if function is not None:
+                    function.saved.append(self._value_of(tensor) if _has_memory(tensor) else UNKNOWN)
+                entry = Entry(UNKNOWN, None, self.segment, False)
+            else:
+                view, value = View.of(tensor), self._value_of(tensor)
+                if function is not None:
+                    self.values[value].view = self.values[value].view or view
+                    function.saved.append(value)
+                entry = Entry(value, view, self.segment, function is not None)
+        self.entries.append(entry)
+        return entry
+
+
+@dataclass(slots=True)
+class _Running:
+    """A `torch.autograd.Function` whose forward runs."""
+
+    first: int  # the values before are not its own
+    pure: bool = True  # as far as its operators show, it draws no random numbers and writes to nothing from outside
+    saved: list[int] = field(default_factory=list)  # the values that it saves
+
+
+opaque(Tracer.__torch_dispatch__)
+
+
+def remove_tracers() -> None:
+    """Remove the tracers of this thread whose own removal an interrupt prevented."""
+    tracer = getattr(_thread, "tracer", None)
+    if tracer is not None:
+        tracer.end()
+    while isinstance(mode := current_dispatch_mode(), Tracer):
+        mode.__exit__(None, None, None)
+
+
+_apply = vars(torch.autograd.Function)["apply"]
+
+
+def _patch_functions() -> None:
+    """Let the tracer of the calling thread see the calls of `torch.autograd.Function`."""
+    # Once for all: without a tracer it costs less than a tenth of a microsecond.
+    if vars(torch.autograd.Function)["apply"] is _apply:
+        torch.autograd.Function.apply = classmethod(_traced_apply)  # type: ignore[assignment]
+
+
+def _traced_apply(function: Any, *args: Any, **kwargs: Any) -> Any:
+    tracer = getattr(_thread, "tracer", None)
+    if tracer is None:
+        return _apply.__func__(function, *args, **kwargs)
+    return tracer.call_function(function, _apply.__func__, args, kwargs)
+
+
+def _has_memory(tensor: Any) -> bool:
+    return tensor.layout is STRIDED and not (tensor.is_nested or tensor.is_quantized or tensor.is_meta)
+
+
+def _cast_weight(tensor: Tensor) -> Tensor | None:
+    """Return the parameter that autocast has cast to a tensor, or None."""
+    node = tensor.grad_fn
+    if type(node).__name__ != "ToCopyBackward0" or base_of(tensor) is not None:
+        return None
+    weight = getattr(node.next_functions[0][0], "variable", None)  # type: ignore[union-attr]
+    return weight if type(weight) is Parameter and _has_memory(weight) else None
+
+
+def _is_weight(tensor: Tensor) -> bool:
+    base = base_of(tensor)
+    return isinstance(tensor, Parameter) or isinstance(base, Parameter)
+
+
+def default_generators() -> list[torch.Generator]:
+    """Return PyTorch's default generators of the CPU and of the current GPU."""
+    found: list[torch.Generator] = [torch.default_generator]
+    if torch.cuda.is_initialized() and not is_capturing():  # type: ignore[no-untyped-call]
+        found.append(torch.cuda.default_generators[torch.cuda.current_device()])
+    return found
+
+
+def _generators() -> tuple[Any, ...]:
+    """Return the states of PyTorch's default generators."""
+    states = [generator.get_state() for generator in default_generators()]
+    # Read as memory: an operator would be seen by the tracer.
+    return tuple(ctypes.string_at(state.data_ptr(), state.nbytes) for state in states)
