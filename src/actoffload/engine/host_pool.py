@@ -107,9 +107,9 @@ class Resources(weakref.ref[Any]):
         nbytes, self.nbytes = self.nbytes, 0
         if nbytes and self.freed is not None:
             self.freed.append(nbytes)
-        buffers, self.buffers = self.buffers, ()
-        if buffers and self.returned is not None:
-            self.returned.append((buffers, self.fence))
+        if self.buffers and self.returned is not None:
+            self.returned.append((self.buffers, self.fence))  # twice does no harm: a number is in use once
+        self.buffers = ()
         weak, self.weak = self.weak, None
         if weak is not None:
             free_storage_weakref(weak)
@@ -387,18 +387,18 @@ class HostPool:
 
     def _sort_in(self, buffer: HostBuffer, fence: tuple[StreamPosition, ...]) -> None:
         _given_back[0] += buffer.size
-        bin_ = self._bins.setdefault(buffer.nbytes, {})
+        self.broken = True
         if buffer.captured:
             self.bytes_taken -= buffer.size
             buffer.taken = False
         else:
-            # No call but the last: see [Note: finalizers].
             del self._used[buffer.number]
             self._bytes_used -= buffer.size
             self.bytes_taken -= buffer.size
             buffer.taken = False
             buffer.fence = fence  # [guard: fence of a returned buffer]
-            bin_[buffer] = None
+            self._bins.setdefault(buffer.nbytes, {})[buffer] = None
+        self.broken = False
 
     def _mend(self) -> None:
         """Make the free segments and the counts anew if an interrupt came between two changes."""
