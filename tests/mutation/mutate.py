@@ -98,7 +98,11 @@ TESTS: dict[str, list[str]] = {
         "tests/model/test_memory_budget.py",
         "tests/model/test_budget_changes.py",
     ],
-    "model/tuning/findings.py": ["tests/model/test_budget_changes.py", "tests/model/test_lockstep.py"],
+    "model/tuning/findings.py": [
+        "tests/model/test_budget_changes.py",
+        "tests/model/test_lockstep.py",
+        "tests/model/test_fits.py",
+    ],
     "model/tuning/timed_pass.py": ["tests/model/test_budget_changes.py"],
     "model/tuning/metering.py": ["tests/model/test_tuning_values.py::test_values_in_each_stage"],
     "model/tuning/group_costs.py": ["tests/model/test_budget_changes.py"],

@@ -106,8 +106,8 @@ class Steering(Protocol):
     def plan(self) -> GroupPlan:
         """Return the present plan."""
 
-    def frontier(self) -> Sequence[GroupPlan]:
-        """Return the plans that are worth having; raise a `RuntimeError` if costs were not measured."""
+    def costs(self) -> Any:
+        """Return the `Findings` of the plan; raise a `RuntimeError` if nothing was measured."""
 
     def facts(self) -> dict[str, Any]:
         """Return what is known of whole steps, as fields of `StepFacts`."""

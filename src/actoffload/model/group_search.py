@@ -87,9 +87,9 @@ class Finder:
         plan = self._then.plan()
         return replace(plan, because=f"{GUESS} {plan.because}".rstrip()) if self._guessed else plan
 
-    def frontier(self) -> Sequence[GroupPlan]:
+    def costs(self) -> Any:
         """Refuse, or ask what steers next."""
-        return self._then.frontier()
+        return self._then.costs()
 
     def facts(self) -> dict[str, Any]:
         """Return what is known of whole steps to what steers next."""

@@ -11,8 +11,9 @@ from typing import Any, TypeAlias
 from torch.nn import Module
 
 from .. import device as devices
-from .._arguments import check_bool
+from .._arguments import check_bool, check_whole, number_of_bytes
 from .._warnings import warn
+from ..device.host import RESERVE, host_memory
 from ..engine.engine import Engine
 from ..engine.statistics import Statistics, TimelineRecorder
 from ..planner import GroupPlan
@@ -28,6 +29,7 @@ from .follow import Followers, followers_of
 from .reporting import PassLog, Recording, build_report, describe, group_names
 from .steering import BySchedule
 from .tracker import Tracker
+from .tuning.findings import Findings, Fit
 
 __all__ = ["OffloadHandle"]
 
@@ -256,7 +258,50 @@ class OffloadHandle:
         `RuntimeError` if the costs are not known: while `settling` is True, after a choice by hand, and without an
         accelerator.
         """
-        return Frontier(tuple(self._tracker.steering.frontier()), self.plan)
+        return Frontier(self._tracker.steering.costs().frontier(), self.plan)
+
+    def fits(self, *, tokens: int | None = None, memory: int | str | None = None) -> Fit:
+        """Predict the largest inputs that would train, or whether inputs of some size would, and what a pass takes.
+
+        The plan is searched anew from what the first passes measured; no pass runs.  ``print`` gives a sentence.
+
+        Parameters
+        ----------
+        tokens : int, optional
+            Elements of the largest input, such as batch times sequence of `input_ids`.  By default the most that fit.
+        memory : int or str, optional
+            Device memory that forward and backward may take, as in `memory_budget`, such as "24GiB".  By default that
+            of the device, or the budget.
+
+        Raises
+        ------
+        RuntimeError
+            If the costs are not known, as in `frontier`, or the inputs have no tensors; if several forwards run before
+            a backward.
+
+        Notes
+        -----
+        What was allocated before a pass stays the same, and so do gradients.  All other memory, and the times of the
+        device, grow with the elements.  Attention takes more than that for longer sequences, so their passes take
+        longer; for larger batches the times hold.  Attention that saves its scores needs more memory, too.
+        """
+        self._check_installed("predict what fits")
+        check_whole(tokens=tokens, optional=True, least=1)
+        limit = number_of_bytes("memory", memory, optional=True)
+        found: Findings = self._tracker.steering.costs()
+        if found.in_flight > 1:
+            raise RuntimeError("What fits is not known, because several forwards run before a backward.")
+        if not found.tokens:
+            raise RuntimeError("What fits is not known, because the inputs of the model have no tensors.")
+        if found.limit is None and limit is None:
+            raise RuntimeError("What fits is not known, because the device does not tell its memory: pass memory=.")
+        memory_of_host, pinned = host_memory(), self._engine.statistics().host_bytes
+        host = max(memory_of_host.available - int(RESERVE * memory_of_host.total), 0) + pinned
+        if self._engine.max_host_bytes is not None:
+            host = min(host, self._engine.max_host_bytes)
+        if tokens is None:
+            return found.largest_fit(limit, host)
+        return found.fit(tokens, limit, host)
 
     def report(self, *, full: bool = False) -> Report:
         """Return what the latest pass did, group by group, with advice.

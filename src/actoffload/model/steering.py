@@ -54,7 +54,7 @@ class BySchedule:
         """Return what is known of whole steps, as fields of `StepFacts`: nothing."""
         return {}
 
-    def frontier(self) -> Sequence[GroupPlan]:
+    def costs(self) -> Any:
         """Refuse: nothing is measured."""
         raise RuntimeError(
             "What other plans cost is not known, because nothing is measured: on an accelerator, call offload(model) "

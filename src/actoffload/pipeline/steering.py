@@ -209,7 +209,7 @@ class StageSteering:
         plan = self._conductor.plan
         return {"because": "" if plan is None else plan.because}
 
-    def frontier(self) -> Sequence[GroupPlan]:
+    def costs(self) -> Any:
         """Refuse: the plan is one for all stages."""
         raise RuntimeError(
             "A stage of a pipeline has no plans of its own: the plan of the rank is the plan of PipelineHandle."

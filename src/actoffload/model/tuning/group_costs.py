@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
@@ -15,7 +16,7 @@ from ...schedule.timeline import Kind
 from .metering import Copy, Meter, Times
 from .timed_pass import TimedPass
 
-__all__ = ["layer_costs", "measured_link", "steady", "without_hooks"]
+__all__ = ["gradient_bytes", "layer_costs", "measured_link", "scaled_cost", "steady", "without_hooks"]
 
 
 SHARED = 0.05
@@ -128,6 +129,38 @@ def layer_costs(timed: TimedPass, compiled: Collection[int] = (), allocated: int
             )
         )
     return tuple(costs)
+
+
+def gradient_bytes(timed: TimedPass) -> tuple[tuple[int, ...], ...]:
+    """Return the new gradients that were there at the four borders of each group, as in `LayerCost.other_bytes`."""
+    assert timed.meter is not None
+    found = {(border.kind, border.layer, border.ends): border.gradients for border in timed.meter.borders}
+    borders = [(kind, ends) for kind in (Kind.FORWARD, Kind.BACKWARD) for ends in (False, True)]
+    return tuple(tuple(found.get((kind, k, ends), 0) for kind, ends in borders) for k in range(len(timed.sizes)))
+
+
+def scaled_cost(cost: LayerCost, factor: float, fixed: Sequence[int]) -> LayerCost:
+    """Return a cost as for inputs with `factor` times as many elements.
+
+    What is saved grows or shrinks as the inputs do, and so do the times of the device.  Other memory above the bytes
+    that are `fixed` at each of the four moments, and temporary memory, only grows.
+    """
+    more = max(factor, 1.0)
+    others = zip(cost.other_bytes, fixed, strict=True)
+    first, second, third, fourth = (min(now, least) + math.ceil(more * max(now - least, 0)) for now, least in others)
+    return replace(
+        cost,
+        forward=factor * cost.forward,
+        backward=factor * cost.backward,
+        gap_forward=factor * cost.gap_forward,
+        gap_backward=factor * cost.gap_backward,
+        saved=cost.with_bytes(factor).saved,
+        other_bytes=(first, second, third, fourth),
+        forward_temporary=math.ceil(more * cost.forward_temporary),
+        backward_temporary=math.ceil(more * cost.backward_temporary),
+        gap_forward_temporary=math.ceil(more * cost.gap_forward_temporary),
+        gap_backward_temporary=math.ceil(more * cost.gap_backward_temporary),
+    )
 
 
 def without_hooks(

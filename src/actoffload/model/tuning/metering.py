@@ -11,11 +11,13 @@ from __future__ import annotations
 import threading
 import weakref
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
+
+from torch.nn import Module
 
 from ...device.base import Backend, Stream, StreamEvent, current_stream
 from ...engine.layer import Layer
@@ -42,6 +44,7 @@ class Border:
     allocated: int = 0  # bytes of device memory; 0 if not known
     temporary: int = 0  # bytes allocated for a time since the border before, on top of what is allocated at both
     other_bytes: int = 0  # the part of `allocated` that is no activation which can be offloaded
+    gradients: int = 0  # bytes of the groups' gradients that were not there before the pass
 
     def activations(self, sizes: Sequence[Sequence[int]]) -> int:
         """Return the bytes of activations on the device, if each group saves storages of these sizes and keeps them."""
@@ -92,13 +95,18 @@ class Meter(TimelineRecorder):
     ----------
     memory : bool
         Also read how much device memory is allocated at each border, which takes longer.
+    modules : iterable of Module
+        Whose gradients are counted at each border.
     """
 
     levels = False
 
-    def __init__(self, backend: Backend, counters: Counters, *, memory: bool) -> None:
+    def __init__(self, backend: Backend, counters: Counters, *, memory: bool, modules: Iterable[Module] = ()) -> None:
         super().__init__(backend, counters)
         self._memory = memory
+        # Weights that are referred to weakly could not be swapped.
+        self._modules = [weakref.ref(module) for module in modules if module._parameters]
+        self._gradients = self._gradient_bytes()  # before the pass
         self._between = True  # no group runs
         self._temporary = 0
         self._allocated = self.allocated_before = self._sample()[0]
@@ -160,7 +168,8 @@ class Meter(TimelineRecorder):
         allocated, temporary = self._allocated, self._temporary
         self._between, self._temporary = ends, 0
         other = max(allocated - _on_device(owner), 0) if allocated else 0
-        borders.append(Border(kind, layer, ends, event, host, allocated, temporary, other))
+        gradients = max(self._gradient_bytes() - self._gradients, 0)
+        borders.append(Border(kind, layer, ends, event, host, allocated, temporary, other, gradients))
         while self._passed < len(borders) and self._backend.passed(borders[self._passed].event):
             self._passed += 1
         self._answers.append((self._passed, now))
@@ -174,6 +183,12 @@ class Meter(TimelineRecorder):
         now, peak = self._sample()
         self._temporary = max(self._temporary, peak - max(self._allocated, now))
         self._allocated = now
+
+    def _gradient_bytes(self) -> int:
+        modules = [module for ref in self._modules if (module := ref()) is not None]
+        weights = {weight for module in modules for weight in module._parameters.values() if weight is not None}
+        gradients = [weight.grad for weight in weights if weight.grad is not None]
+        return sum(getattr(gradient, "_local_tensor", gradient).nbytes for gradient in gradients)  # that of a DTensor
 
     def passed(self) -> bool:
         """Return whether the device has passed all borders and copies, so that they may be read."""

@@ -43,7 +43,7 @@ from ...schedule.timeline import size
 from ..conduct import FollowedModule
 from ..reporting import PassLog, group_names
 from .findings import Findings, Room
-from .group_costs import layer_costs, measured_link, steady, without_hooks
+from .group_costs import gradient_bytes, layer_costs, measured_link, steady, without_hooks
 from .timed_pass import Peak, Stage, TimedPass
 
 __all__ = ["Script", "Steps", "room_in", "timed_operators"]
@@ -59,13 +59,19 @@ NO_LINK = Link(1.0, 1.0)  # nothing is copied, so its rates do not matter
 Steps: TypeAlias = Generator[Stage, TimedPass, GroupPlan]
 
 
+def largest_tensor(lean: TimedPass) -> int:
+    """Return at most how many bytes the largest tensor of a measured pass has."""
+    assert lean.meter is not None
+    saved = max((nbytes for sizes in lean.sizes for nbytes in sizes), default=0)
+    return max((saved, *(border.temporary for border in lean.meter.borders)))
+
+
 def room_in(lean: TimedPass, backend: Backend, budget: int | None) -> Room:
     """Return the room that there is by a measured pass that offloaded everything."""
     limit, meter = backend.memory_limit(), lean.meter
     if limit is None or meter is None or not meter.borders:
         return Room()
-    saved = max((nbytes for sizes in lean.sizes for nbytes in sizes), default=0)
-    limit = usable(limit, max(saved, *(border.temporary for border in meter.borders)))
+    limit = usable(limit, largest_tensor(lean))
     # Earlier passes, whose backward is still to come, may keep everything.
     in_flight = lean.waiting * sum(map(sum, lean.sizes))
     limit = limit if budget is None else min(limit, budget)
@@ -137,6 +143,7 @@ class Script:
             found.bare = Peak(timed.peak, timed.elements, timed.allocated)
             # [guard: less memory before the pass that keeps everything]
             peak = found.bare.at(found.size, found.allocated_before)
+            found.excess += max(peak - (plan.peak_bytes or peak), 0)
             because = _fits(peak, found.limit) if peak <= found.limit else plan.because
             plan = replace(plan, peak_bytes=peak, because=because)
         return plan
@@ -176,7 +183,10 @@ class Script:
         """Note the memory that a plan may take, so that it fits in all ranks."""
         found = self.found
         assert lean.meter is not None
-        found.in_flight, found.adopts, found.size = 1 + lean.waiting, lean.adopted > 0, lean.elements
+        found.in_flight, found.adopts = 1 + lean.waiting, lean.adopted > 0
+        found.size, found.tokens, found.gradients = lean.elements, lean.tokens, gradient_bytes(lean)
+        found.device_bytes, found.largest = self._backend.memory_limit(), largest_tensor(lean)
+        found.budget = self._budget
         own = room_in(lean, self._backend, self._budget).less(self._short)
         room = self._room_of_all(own)
         found.allocated_before = max(lean.meter.allocated_before, self._allocated)

@@ -16,10 +16,11 @@ from ...device.base import Backend, StreamEvent, current_stream
 from ...engine.engine import Engine
 from ...engine.passes import ModelPass
 from ...schedule.execution_order import GroupKey
+from ..conduct import FollowedModule
 from ..operator_costs import OperatorTimes
 from .metering import SHARERS, Meter, counts_in
 
-__all__ = ["LEAN", "PassTimer", "Peak", "Stage", "TimedPass"]
+__all__ = ["LEAN", "PassTimer", "Peak", "Stage", "TimedPass", "count_elements"]
 
 
 class Stage(enum.Enum):
@@ -68,6 +69,7 @@ class TimedPass:
     number: int  # of the pass, from 1
     elements: int  # of the inputs
     begun: StreamEvent
+    tokens: int = 0  # elements of the largest of the inputs
     ended: StreamEvent | None = None
     meter: Meter | None = None
     sequence: tuple[GroupKey, ...] = ()
@@ -81,11 +83,13 @@ class TimedPass:
     peak: int = 0  # bytes of device memory, from its begin to the end of its backward; 0 if not known
 
     @staticmethod
-    def begin(stage: Stage, number: int, elements: int, backend: Backend, *, memory: bool = False) -> TimedPass:
+    def begin(
+        stage: Stage, number: int, inputs: Sequence[torch.Tensor], backend: Backend, *, memory: bool = False
+    ) -> TimedPass:
         """Return a pass that begins now; `memory`: its peak is read, which takes longer."""
         allocated = (backend.allocated() or (0, 0))[0] if memory else 0
-        begun = backend.record_timed(current_stream(backend))
-        return TimedPass(stage, number, elements, begun, memory=memory, allocated=allocated)
+        begun, elements = backend.record_timed(current_stream(backend)), count_elements(inputs)
+        return TimedPass(stage, number, elements, begun, count_tokens(inputs), memory=memory, allocated=allocated)
 
     def watch(self, backend: Backend, outputs: Iterable[torch.Tensor]) -> None:
         """Note the end of the first backward that comes to one of the outputs."""
@@ -154,27 +158,40 @@ class TimedPass:
         return Peak(peak, self.elements, self.meter.allocated_before)
 
 
+def count_elements(inputs: Iterable[torch.Tensor]) -> int:
+    """Return the elements of all inputs."""
+    return sum(tensor.numel() for tensor in inputs)
+
+
+def count_tokens(inputs: Sequence[torch.Tensor]) -> int:
+    """Return the elements of the largest input of whole numbers, such as `input_ids`; of any, if there is none."""
+    whole = [tensor for tensor in inputs if not tensor.is_floating_point() and tensor.dtype is not torch.bool]
+    return max((tensor.numel() for tensor in whole or inputs), default=0)
+
+
 class PassTimer:
     """Times the passes of a model, and has the one in progress, or the latest.
 
     Parameters
     ----------
-    engine : Engine
+    engine, groups
         Of the model.
     """
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, engine: Engine, groups: Sequence[FollowedModule] = ()) -> None:
+        self._engine, self._groups = engine, groups
         self._current: TimedPass | None = None
         self._thread = 0  # that runs its forward
 
-    def begin(self, stage: Stage, number: int, elements: int, *, memory: bool = False) -> TimedPass:
+    def begin(self, stage: Stage, number: int, inputs: Sequence[torch.Tensor], *, memory: bool = False) -> TimedPass:
         """Begin a pass, which is measured by group in the first stages; `memory`: its peak is read."""
         backend = self._engine.backend
         self._thread = threading.get_ident()
-        timed = self._current = TimedPass.begin(stage, number, elements, backend, memory=memory)
+        timed = self._current = TimedPass.begin(stage, number, inputs, backend, memory=memory)
         if stage in MEASURED:
-            timed.meter = Meter(backend, self._engine.counters, memory=True)
+            groups = [module for group in self._groups if (module := group.ref()) is not None]
+            parts = dict.fromkeys(part for group in groups for part in group.modules())
+            timed.meter = Meter(backend, self._engine.counters, memory=True, modules=parts)
             self._engine.record(timed.meter)
         if stage in TRACED:
             timed.operators = OperatorTimes(backend)

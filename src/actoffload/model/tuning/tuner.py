@@ -36,7 +36,7 @@ from .lockstep import WINDOW, Decision
 from .metering import Meter
 from .ranks import Ranks
 from .script import Script, Steps, representative_kind, room_in
-from .timed_pass import LEAN, PassTimer, Stage, TimedPass
+from .timed_pass import LEAN, PassTimer, Stage, TimedPass, count_elements
 
 __all__ = ["Tuner"]
 
@@ -99,7 +99,7 @@ class Tuner:
         self._ranks = Ranks() if ranks is None else ranks
         self._lock = threading.Lock()
         self._number = 0
-        self._timer = PassTimer(engine)
+        self._timer = PassTimer(engine, groups)
         self._settled = 0  # pass since which there is a plan
         self._in_use = 0  # bytes of device memory before a pass, when they were looked at last
         self._alone = False  # the groups are called, and not the model
@@ -161,13 +161,13 @@ class Tuner:
             plan = GroupPlan(names, self._plans.roles(order).plan, self._log.bytes_of(order), because=because)
         return recomputing(plan, order, self._always)
 
-    def frontier(self) -> Sequence[GroupPlan]:
-        """Return the plans that are worth having, for what was measured."""
-        found = () if self._chosen is None else self._chosen.frontier()
-        if not found:
+    def costs(self) -> Findings:
+        """Return what was measured for the plan."""
+        chosen = self._chosen
+        if chosen is None or chosen.choose is None:
             yet = " yet: run steps until handle.settling is False" if self.settling else ""
             raise RuntimeError(f"What other plans cost is not known{yet}. {self.plan().because}".rstrip())
-        return found
+        return chosen
 
     def facts(self) -> dict[str, Any]:
         """Return what was measured of whole passes, as fields of `StepFacts`."""
@@ -193,7 +193,8 @@ class Tuner:
         self._close()
         self._number += 1
         self._look_for_failures()
-        elements = sum(tensor.numel() for tensor in tensors_in(inputs))
+        tensors = list(tensors_in(inputs))
+        elements = count_elements(tensors)
         stage = self._stage_of_pass(elements, aside=aside)
         if aside:
             return self._whole()
@@ -204,7 +205,7 @@ class Tuner:
             # Blocks that were cut for the passes before would leave gaps for those with this plan.
             self._engine.backend.release_device()
         memory = stage in (Stage.PLAN, Stage.BARE) and self.found.limit is not None
-        timed = self._timer.begin(stage, self._number, elements, memory=memory)
+        timed = self._timer.begin(stage, self._number, tensors, memory=memory)
         return self._conduct_in(stage, timed.operators)
 
     def forward_ends(self, output: Any) -> None:
