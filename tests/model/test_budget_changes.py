@@ -12,7 +12,7 @@ from timed_device import Timed, TimedModel, offload, seconds, step
 from torch import Tensor, nn
 
 from actoffload.model.tuning.findings import Room
-from actoffload.model.tuning.timed_pass import Peak
+from actoffload.model.tuning.metering import Peak
 
 MIB = 2**20
 

@@ -10,7 +10,7 @@ from timed_device import Timed, TimedModel, offload, seconds, step
 from torch import nn
 
 import actoffload
-from actoffload.model.tuning.timed_pass import count_tokens
+from actoffload.model.tuning.metering import count_tokens
 
 MIB = 2**20
 

@@ -25,9 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import actoffload
 from actoffload.model.tuning import lockstep, ranks
-from actoffload.model.tuning.board import Board, LostRankError
-from actoffload.model.tuning.lockstep import WINDOW
-from actoffload.model.tuning.ranks import ranks_of
+from actoffload.model.tuning.ranks import WINDOW, Board, LostRankError, ranks_of
 
 KIB = 2**10
 ALL = ["FIRST", "LEAN", "PLAN", "PLAN"]

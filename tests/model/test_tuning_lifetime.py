@@ -17,8 +17,7 @@ from timed_device import BLOCK, LAYERS, PASSES, done, small, step
 from whole_model import nothing_installed
 
 from actoffload.engine.statistics import TimelineRecorder
-from actoffload.model.tuning.metering import Border, Meter
-from actoffload.model.tuning.timed_pass import TimedPass
+from actoffload.model.tuning.metering import Border, Meter, TimedPass
 
 # Threads
 

@@ -25,8 +25,8 @@ from whole_model import UNIT, Block, Transformer, Wave, Waves, data, equal, noth
 import actoffload
 from actoffload.device import use
 from actoffload.model.conduct import Conduct, Mode
-from actoffload.model.steering import BySchedule
 from actoffload.model.tuning import script
+from actoffload.model.tuning.steering import BySchedule
 from actoffload.planner import GroupPlan
 from actoffload.schedule.plan import Action, Do, Event, Plan, When
 

@@ -15,7 +15,7 @@ import re
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 from torch.nn import Module
 
@@ -23,10 +23,9 @@ from .._torch.autograd import in_transform, saved_tensor_hooks, saved_tensor_hoo
 from ..engine.hooks import unpack
 from ..engine.passes import ModelPass
 from ..planner import GroupPlan
-from ..replay.policy import Policy
+from ..replay import Policy, Program
 from ..schedule.execution_order import GroupKey
 from ..schedule.plan import Roles
-from .operator_costs import OperatorTimes
 
 __all__ = [
     "DELETED",
@@ -38,6 +37,7 @@ __all__ = [
     "FollowedModule",
     "Mode",
     "Steering",
+    "TakeTimes",
     "group_name",
     "lost_modules",
     "obstacle_to_hooks",
@@ -47,6 +47,8 @@ __all__ = [
 ROOT, GROUP, KEPT, DROPPED = "root", "group", "kept", "dropped"
 
 _WHOLE = "(the whole model)"
+
+TakeTimes: TypeAlias = Callable[[int, Program, Mapping[int, tuple[Any, Any]]], None]
 
 
 class Mode(enum.Enum):
@@ -65,7 +67,7 @@ class Conduct:
     order: Sequence[GroupKey] = ()
     roles_of: Callable[[tuple[GroupKey, ...]], Roles] = lambda order: Roles.keep_all(len(order))
     recompute: Mapping[int, Policy] = field(default_factory=dict)  # by group: what is saved where it is recomputed
-    operators: OperatorTimes | None = None  # takes the times of the operators of these groups
+    take_times: TakeTimes | None = None  # takes the times of the operators of a group
     begun: Callable[[ModelPass[GroupKey]], None] | None = None  # called with the pass before its first group
 
 
@@ -108,9 +110,6 @@ class Steering(Protocol):
 
     def costs(self) -> Any:
         """Return the `Findings` of the plan; raise a `RuntimeError` if nothing was measured."""
-
-    def facts(self) -> dict[str, Any]:
-        """Return what is known of whole steps, as fields of `StepFacts`."""
 
 
 @dataclass(eq=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 from typing import Any, TypeAlias
 
@@ -27,9 +27,9 @@ from ..schedule.schedules import GroupSchedule
 from .conduct import KEPT, FollowedModule, Steering, group_name, split_group_name
 from .follow import Followers, followers_of
 from .reporting import PassLog, Recording, build_report, describe, group_names
-from .steering import BySchedule
 from .tracker import Tracker
 from .tuning.findings import Findings, Fit
+from .tuning.steering import BySchedule
 
 __all__ = ["OffloadHandle"]
 
@@ -329,12 +329,21 @@ class OffloadHandle:
             )
         kept, times = tuple(of.name for of in self._modules if of.role is KEPT), self._engine.backend.times
         plan = self.plan
-        because = latest.because or plan.because
-        more: dict[str, Any] = {"because": because, "expected": plan.expected}
         replays = self._tracker.replays
-        more |= {"proven_bytes": replays.proven_bytes, "samples": replays.alarm.samples}
-        more |= {"refused": replays.refused(), **self._tracker.steering.facts()}
-        facts = StepFacts(arguments=self._arguments, kept_modules=kept, times=times, **more)
+        next_choice = ""
+        with suppress(RuntimeError):  # nothing was measured
+            next_choice = self._tracker.steering.costs().next_choice()
+        facts = StepFacts(
+            arguments=self._arguments,
+            kept_modules=kept,
+            times=times,
+            because=latest.because or plan.because,
+            expected=plan.expected,
+            next_choice=next_choice,
+            proven_bytes=replays.proven_bytes,
+            samples=replays.alarm.samples,
+            refused=replays.refused(),
+        )
         statistics, largest = self.statistics(), self._log.history.largest(latest.statistics)
         return build_report(self._plans, self._groups, latest, recording, statistics, plan, facts, largest)
 

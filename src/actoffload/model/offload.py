@@ -22,17 +22,15 @@ from ..replay import Given, everything, policy_for
 from ..schedule.execution_order import GroupKey, GroupPlans
 from ..schedule.plan import Plan
 from ..schedule.schedules import GroupSchedule
-from .blocks import find_stacks
 from .conduct import GROUP, KEPT, ROOT, FollowedModule, Steering
-from .discovery import BLOCK, MODULE, candidates
+from .discovery import BLOCK, MODULE, Finder, candidates
 from .follow import followers_of, refuse_scripted
-from .group_search import Finder
 from .handle import OffloadHandle
-from .module_names import written
+from .module_tree import find_stacks, written
 from .reporting import PassLog
 from .select import check_entries, choose, choose_planned, find_kept, split_default
-from .steering import ByPlan, BySchedule
 from .tuning.ranks import Ranks
+from .tuning.steering import ByPlan, BySchedule
 from .tuning.tuner import Tuner
 
 __all__ = ["offload"]
@@ -120,6 +118,8 @@ def offload(
     ]
     engine = Engine(Plan(1), devices.backend(), limits["max_host_bytes"], min_bytes=limits["min_bytes"])
 
+    budget = None if memory_budget is None else budget_bytes(memory_budget, engine.backend.total_memory())
+
     # With "auto" the planner chooses the operators that run again, from measured times.
     policy = everything if recompute == "auto" else policy_for(recompute) if recompute is not False else None
     policies = {} if policy is None else dict.fromkeys(range(len(chosen)), policy)
@@ -147,14 +147,8 @@ def offload(
             because = "" if by_hand else ON_REFERENCE if memory_budget is None else f"{ON_REFERENCE} {NO_BUDGET}"
             steering = BySchedule(groups, plans, log, because, always)
         else:
-            budget = None if memory_budget is None else budget_bytes(memory_budget, engine.backend.total_memory())
-            more: dict[str, Any] = {
-                "ranks": ranks,
-                "budget": budget,
-                "recompute": always,
-                "policies": {} if always else policies,
-            }
-            steering = Tuner(engine, groups, plans, log, type(module).__name__, **more)
+            may = {} if always else policies
+            steering = Tuner(engine, groups, plans, log, type(module).__name__, budget, always, may, ranks)
         if not searching:
             return steering
         lean = isinstance(steering, Tuner)

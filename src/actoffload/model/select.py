@@ -31,15 +31,16 @@ from torch.nn import Module
 
 from .._folding import fold_names
 from .._warnings import warn
-from .blocks import find_stacks, shapes
 from .conduct import group_name, split_group_name
-from .module_names import (
+from .module_tree import (
     CONTAINERS,
     Named,
     Names,
     block_type,
     children,
+    find_stacks,
     runs,
+    shapes,
     starred,
     unwrap,
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakSet
 
@@ -15,8 +16,8 @@ from .._torch.lookup import unsupported
 from .._warnings import warn
 from ..engine.eligibility import GroupTensors, ModelTensors, running
 from ..engine.engine import Engine
-from ..engine.hooks import Packer, unpack
-from ..engine.layer import tensors_in
+from ..engine.hooks import Pack, Packer, unpack
+from ..engine.layer import Layer, tensors_in
 from ..engine.passes import ModelPass
 from ..replay import remove_tracers
 from ..schedule.execution_order import ExecutionOrder, GroupKey
@@ -34,9 +35,36 @@ from .conduct import (
     obstacle_to_hooks,
 )
 from .replays import Begun, Replays
-from .thread_state import Call, ThreadState
 
-__all__ = ["Tracker"]
+__all__ = ["Call", "ThreadState", "Tracker"]
+
+
+@dataclass(eq=False, slots=True)
+class Call:
+    """A call of a followed module that has not returned yet."""
+
+    of: FollowedModule
+    part: int = 0
+    layer: Layer | None = None
+    replay: Begun | None = None
+
+
+class ThreadState(threading.local):
+    """The pass and the calls of one thread."""
+
+    def __init__(self) -> None:
+        self.current: ModelPass[GroupKey] | None = None
+        self.owned: ModelTensors | None = None
+        self.calls: list[Call] = []
+        self.hooks: SavedTensorHooks | None = None  # of the forward, installed or not
+        self.scoped = False  # they are installed in groups that are offloaded
+        self.conduct = Conduct(Mode.IDLE)
+        self.idle = False  # a forward runs that is not followed
+        self.backends = 0  # length of `running.backends` outside of the outermost call
+        # A gradient taken inside a forward saves tensors in autograd's threads, which share this object.
+        self.packer = Packer()
+        self.between: Pack | None = None  # packs what no group saves
+
 
 RECOMPUTED = (
     "Nothing is offloaded in a forward that is recomputed in backward, as by torch.utils.checkpoint around the whole "
@@ -250,7 +278,7 @@ class Tracker:
         if thread.idle:
             return
         if call.replay is not None:
-            self.replays.finish(call.replay, output, call.of.group, thread.conduct.operators)
+            self.replays.finish(call.replay, output, call.of.group, thread.conduct.take_times)
             if call.layer is not None and call.replay.call.agrees:
                 call.layer.remade_bytes = call.replay.call.program.dropped_bytes
             call.replay = None

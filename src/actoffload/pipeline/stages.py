@@ -8,13 +8,11 @@ from typing import Any
 
 from torch.nn import Module
 
-from ..model.blocks import find_stacks
 from ..model.conduct import GROUP, KEPT, ROOT, FollowedModule, Steering
-from ..model.discovery import BLOCK, MODULE, candidates
+from ..model.discovery import BLOCK, MODULE, Finder, candidates
 from ..model.follow import followers_of, refuse_scripted
-from ..model.group_search import Finder
 from ..model.handle import OffloadHandle
-from ..model.module_names import written
+from ..model.module_tree import find_stacks, written
 from ..model.reporting import PassLog
 from ..model.select import Chosen, choose, find_kept, split_default
 from ..model.tuning.ranks import ranks_of

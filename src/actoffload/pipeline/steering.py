@@ -9,7 +9,7 @@ from typing import Any
 from ..engine.passes import ModelPass
 from ..engine.statistics import Reason
 from ..model.conduct import Conduct, FollowedModule, Mode
-from ..model.operator_costs import OperatorTimes
+from ..model.replays import OperatorTimes
 from ..model.reporting import PassLog, group_names
 from ..model.tuning.metering import counts_in
 from ..planner import GroupPlan
@@ -148,7 +148,7 @@ class StageSteering:
             mode = Mode.IDLE if idle and every else Mode.SCOPED
         policies = self._always if self.bare else self._policies
         begun = partial(conductor.pass_begins, microbatch)
-        return Conduct(mode, order, roles_of, policies, self.operators, begun)
+        return Conduct(mode, order, roles_of, policies, self.operators and self.operators.add, begun)
 
     @staticmethod
     def _offloading(offloaded: frozenset[int], order: tuple[GroupKey, ...]) -> Roles:
@@ -204,11 +204,6 @@ class StageSteering:
     def retire(self) -> None:
         """Do nothing: the schedule is followed no longer."""
 
-    def facts(self) -> dict[str, Any]:
-        """Return what is known of whole steps, as fields of `StepFacts`."""
-        plan = self._conductor.plan
-        return {"because": "" if plan is None else plan.because}
-
     def costs(self) -> Any:
         """Refuse: the plan is one for all stages."""
         raise RuntimeError(
@@ -231,4 +226,5 @@ class StageSteering:
             for event, actions in calls.steps.items()
         }
         kept = {event: actions for event, actions in steps.items() if actions}
-        return GroupPlan(self.names, Plan(max(len(order), 1), kept), self._log.bytes_of(order))
+        because = "" if plan is None else plan.because
+        return GroupPlan(self.names, Plan(max(len(order), 1), kept), self._log.bytes_of(order), because=because)

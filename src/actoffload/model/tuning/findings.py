@@ -14,7 +14,7 @@ from ...planner import GroupPlan
 from ...schedule.simulate import simulate
 from ...schedule.timeline import milliseconds, size
 from .group_costs import scaled_cost
-from .timed_pass import Peak, Stage
+from .metering import Peak, Stage
 
 __all__ = ["Findings", "Fit", "Room"]
 

@@ -13,8 +13,7 @@ from statistics import median
 
 from ...schedule.costs import LayerCost, Link, Saved
 from ...schedule.timeline import Kind
-from .metering import Copy, Meter, Times
-from .timed_pass import TimedPass
+from .metering import Copy, Meter, TimedPass, Times
 
 __all__ = ["gradient_bytes", "layer_costs", "measured_link", "scaled_cost", "steady", "without_hooks"]
 

@@ -8,25 +8,47 @@ difference between the two clocks, and the bounds of a step leave little between
 
 from __future__ import annotations
 
+import enum
 import threading
 import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch
 from torch.nn import Module
 
+from ..._torch.autograd import after_backward
+from ..._torch.compiling import opaque
 from ...device.base import Backend, Stream, StreamEvent, current_stream
+from ...engine.engine import Engine
 from ...engine.layer import Layer
-from ...engine.passes import Pass
+from ...engine.passes import ModelPass, Pass
 from ...engine.statistics import Counters, TimelineRecorder
 from ...engine.storage import Residency, SavedStorage
+from ...schedule.execution_order import GroupKey
 from ...schedule.timeline import Kind
+from ..conduct import FollowedModule
+from ..replays import OperatorTimes
 
-__all__ = ["SHARERS", "Border", "Copy", "Meter", "Times", "counts_in"]
+__all__ = [
+    "LEAN",
+    "SHARERS",
+    "Border",
+    "Copy",
+    "Meter",
+    "PassTimer",
+    "Peak",
+    "Stage",
+    "TimedPass",
+    "Times",
+    "count_elements",
+    "counts_in",
+]
+
 
 SHARERS = 2
 """Number of groups with which a storage may be saved and still count in one of them."""
@@ -266,3 +288,194 @@ def counts_in(storage: SavedStorage, layer: Layer) -> bool:
     What many save, such as the angles of rotary embeddings, is on the device from the first of them to the first.
     """
     return max(storage.layers) == layer.index and len(storage.layers) <= SHARERS
+
+
+class Stage(enum.Enum):
+    """What a pass is for."""
+
+    FIRST = "everything is replayed and offloaded: groups are traced and proven, and their operators timed"
+    PLAIN = "the same, for groups that were not traced; one compiled group of each kind is not run again"
+    LEAN = "everything is replayed and offloaded, measured by group"
+    BARE = "everything is kept, to know the peak"
+    PLAN = "the plan, timed"
+
+
+LEAN = (Stage.FIRST, Stage.PLAIN, Stage.LEAN)  # everything is replayed and offloaded
+MEASURED = (Stage.PLAIN, Stage.LEAN)  # by group
+TRACED = (Stage.FIRST, Stage.PLAIN)
+
+
+class Peak(NamedTuple):
+    """The peak of device memory in a pass, in bytes, with the elements of its inputs and the bytes allocated before."""
+
+    nbytes: int = 0
+    elements: int = 0
+    allocated: int = 0
+
+    def at(self, elements: int, allocated: int = 0) -> int:
+        """Return the most that a pass takes with as many elements, and so much allocated before it.
+
+        What comes on top grows with the inputs, as activations do.  It is not expected to shrink, and neither is the
+        rest.
+        """
+        inside = self.nbytes - self.allocated
+        if elements > self.elements > 0:  # [guard: inputs that are larger than those of a peak]
+            inside = -(-inside * elements // self.elements)
+        return max(self.allocated, allocated) + inside
+
+    def scaled_to(self, elements: int) -> Peak:
+        """Return the peak of a pass with as many elements, or with those of this one if they are more."""
+        return Peak(self.at(elements), max(elements, self.elements), self.allocated)
+
+
+@dataclass(eq=False)
+class TimedPass:
+    """One pass of the model: what it was for, when it began and ended, and what it saved."""
+
+    stage: Stage
+    number: int  # of the pass, from 1
+    elements: int  # of the inputs
+    begun: StreamEvent
+    tokens: int = 0  # elements of the largest of the inputs
+    ended: StreamEvent | None = None
+    meter: Meter | None = None
+    sequence: tuple[GroupKey, ...] = ()
+    sizes: list[tuple[int, ...]] = field(default_factory=list)  # by group: bytes of the storages that it saves
+    adopted: int = 0  # bytes saved between the groups and offloaded with one
+    shared: int = 0  # bytes that many groups save
+    waiting: int = 0  # earlier passes whose backward is still to come
+    operators: OperatorTimes | None = None  # of the groups that are recomputed
+    memory: bool = False  # its peak is read
+    allocated: int = 0  # bytes of device memory before it, if its peak is read
+    peak: int = 0  # bytes of device memory, from its begin to the end of its backward; 0 if not known
+
+    @staticmethod
+    def begin(
+        stage: Stage, number: int, inputs: Sequence[torch.Tensor], backend: Backend, *, memory: bool = False
+    ) -> TimedPass:
+        """Return a pass that begins now; `memory`: its peak is read, which takes longer."""
+        allocated = (backend.allocated() or (0, 0))[0] if memory else 0
+        begun, elements = backend.record_timed(current_stream(backend)), count_elements(inputs)
+        return TimedPass(stage, number, elements, begun, count_tokens(inputs), memory=memory, allocated=allocated)
+
+    def watch(self, backend: Backend, outputs: Iterable[torch.Tensor]) -> None:
+        """Note the end of the first backward that comes to one of the outputs."""
+
+        def ended() -> None:
+            if self.ended is None and not backend.capturing():
+                self.ended = backend.record_timed(current_stream(backend))
+                if self.memory:
+                    self.peak = (backend.allocated() or (0, 0))[1]
+
+        def reached(_: Any) -> None:
+            after_backward(ended)
+
+        opaque(reached)
+        for node in {output.grad_fn for output in outputs if output.grad_fn is not None}:
+            node.register_prehook(reached)
+
+    def saw(self, done: ModelPass[GroupKey], sequence: Sequence[GroupKey]) -> None:
+        """Take what the groups saved in the forward."""
+        if self.sequence:
+            return
+        self.sequence, self.adopted = tuple(sequence), done.adopted
+        counted, shared = set[object](), dict[object, int]()
+        for layer in done.layers:
+            residents = {resident: None for ref in layer.residents if (resident := ref()) and resident not in counted}
+            counted.update(residents)
+            living = list(layer.living())
+            own = [storage.nbytes for storage in living if counts_in(storage, layer)]
+            self.sizes.append((*own, *(resident.nbytes for resident in residents)))
+            shared |= {storage: storage.nbytes for storage in living if len(storage.layers) > SHARERS}
+        self.shared = sum(shared.values())
+
+    def wait(self, backend: Backend) -> None:
+        """Wait until the device has run it, with its copies."""
+        if self.ended is None:
+            return
+        if not backend.passed(self.ended) or (self.meter is not None and not self.meter.passed()):
+            backend.synchronize(backend.current_device())
+
+    def seconds(self, backend: Backend) -> float:
+        """Return how long the device took from the start of its forward to the end of its backward."""
+        assert self.ended is not None
+        return backend.elapsed(self.begun, self.ended)
+
+    def outside(self, backend: Backend) -> float:
+        """Return the seconds of it before its first group and behind the last one."""
+        assert self.meter is not None
+        assert self.ended is not None
+        borders = self.meter.borders
+        return backend.elapsed(self.begun, borders[0].event) + backend.elapsed(borders[-1].event, self.ended)
+
+    def larger(self, elements: int) -> float:
+        """Return by how much activations are larger with as many elements of inputs, as far as that is known."""
+        return elements / self.elements if elements and self.elements else 1.0
+
+    def peak_at(self, elements: int, allocated: int) -> int:
+        """Return its peak as it is with as many elements, and so much allocated before; 0 if it is not known."""
+        return Peak(self.peak, self.elements, self.allocated).at(elements, allocated) if self.peak else 0
+
+    def highest(self) -> Peak:
+        """Return the peak of device memory in a pass that was measured by group, from its first border on."""
+        assert self.meter is not None
+        peak = before = 0
+        for border in self.meter.borders:
+            peak, before = max(peak, max(before, border.allocated) + border.temporary), border.allocated
+        return Peak(peak, self.elements, self.meter.allocated_before)
+
+
+def count_elements(inputs: Iterable[torch.Tensor]) -> int:
+    """Return the elements of all inputs."""
+    return sum(tensor.numel() for tensor in inputs)
+
+
+def count_tokens(inputs: Sequence[torch.Tensor]) -> int:
+    """Return the elements of the largest input of whole numbers, such as `input_ids`; of any, if there is none."""
+    whole = [tensor for tensor in inputs if not tensor.is_floating_point() and tensor.dtype is not torch.bool]
+    return max((tensor.numel() for tensor in whole or inputs), default=0)
+
+
+class PassTimer:
+    """Times the passes of a model, and has the one in progress, or the latest.
+
+    Parameters
+    ----------
+    engine, groups
+        Of the model.
+    """
+
+    def __init__(self, engine: Engine, groups: Sequence[FollowedModule] = ()) -> None:
+        self._engine, self._groups = engine, groups
+        self._current: TimedPass | None = None
+        self._thread = 0  # that runs its forward
+
+    def begin(self, stage: Stage, number: int, inputs: Sequence[torch.Tensor], *, memory: bool = False) -> TimedPass:
+        """Begin a pass, which is measured by group in the first stages; `memory`: its peak is read."""
+        backend = self._engine.backend
+        self._thread = threading.get_ident()
+        timed = self._current = TimedPass.begin(stage, number, inputs, backend, memory=memory)
+        if stage in MEASURED:
+            groups = [module for group in self._groups if (module := group.ref()) is not None]
+            parts = dict.fromkeys(part for group in groups for part in group.modules())
+            timed.meter = Meter(backend, self._engine.counters, memory=True, modules=parts)
+            self._engine.record(timed.meter)
+        if stage in TRACED:
+            timed.operators = OperatorTimes(backend)
+        return timed
+
+    def of_thread(self) -> TimedPass | None:
+        """Return the pass whose forward the calling thread runs; None if it is not timed."""
+        return self._current if self._thread == threading.get_ident() else None
+
+    def take(self) -> TimedPass | None:
+        """Return the pass, which is over, and forget it; None if a step was recorded in the middle of it."""
+        timed, recorder = self._current, self._engine.recorder
+        self.drop()
+        return None if timed is not None and timed.meter is not None and timed.meter is not recorder else timed
+
+    def drop(self) -> None:
+        """Forget the pass, and read none of its events."""
+        if isinstance(self._engine.recorder, Meter):
+            self._engine.record(None)
+        self._current = None

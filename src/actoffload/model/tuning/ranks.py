@@ -1,25 +1,363 @@
-"""Find the ranks that run one sharded or data-parallel model, and compare what they pass to `offload`."""
+"""The ranks of one sharded or data-parallel model: they measure in the same passes, and follow one plan.
+
+`[Note: ranks decide together]`  The ranks of a sharded or data-parallel model wait for each other in each layer.  If
+each decided by itself, one would replay everything while another times its plan, and each would choose another
+plan.  So the first rank decides: for each pass that is measured it posts its stage, and what is known by then, before
+its own forward begins.  The others take that message at the start of the same pass, and run the same stage.  At the end
+it posts the plan.  The memory of all ranks counts: each posts how much room it has, and the least is planned with.
+
+When the plan no longer fits in a rank, the first one announces a pass that all ranks have still ahead, and that is a
+multiple of a window.  The others look for an announcement at these passes only: a steady pass needs no message.
+
+`[Note: no collectives]`  A rank that deviates, because it ends early or runs another forward, must
+not make the others hang.  A collective would: it waits until all ranks take part.  A message lies in the store until
+it is read, and waiting for one has a limit.  The store is polled, because a wait inside of it blocks its other users in
+this process.  It is looked up for each message: a reference would keep the port of a destroyed process group in use.
+Messages are plain data, see [Note: messages].
+
+`[Note: messages]`  Whoever can write to the store of `torch.distributed` can post a message.  If messages were pickles,
+such a message could run any code in every rank.  So reading a message makes plain values and objects of registered
+classes of data, and calls nothing else.  Numbers stay exact: JSON has all digits of an integer, and the shortest text
+that gives the same float.
+"""
 
 from __future__ import annotations
 
+import enum
+import json
 import time
 import weakref
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import TypeVar
+from dataclasses import dataclass, fields, is_dataclass
+from functools import partial
+from numbers import Integral, Real
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch.nn import Module
 
 from ..._torch.modules import DATA_PARALLEL, active_data_parallel, default_store
 from ..._warnings import warn
-from .board import Board, LostRankError
-from .findings import Room
-from .lockstep import LIMIT, Lockstep
+from ...planner import GroupPlan, OperatorCost, Variant, choose_recomputed, frontier
+from ...schedule.costs import LayerCost, Link, Saved
+from ...schedule.plan import Action, Do, Event, Plan, When
+from .findings import Findings, Room
+from .metering import Peak, Stage
 
-__all__ = ["Ranks", "ranks_of"]
+__all__ = [
+    "LIMIT",
+    "WINDOW",
+    "Board",
+    "Decision",
+    "Lockstep",
+    "LostRankError",
+    "Ranks",
+    "UnreadableError",
+    "ranks_of",
+    "read",
+    "register",
+    "written",
+]
+
+
+_kinds: dict[str, type] = {}  # dataclasses, named tuples and enumerations
+_functions: dict[str, Callable[..., Any]] = {}  # of which a message may have a `partial`
+_containers: dict[str, Callable[[Any], Any]] = {"tuple": tuple, "set": set, "frozenset": frozenset}
+
+
+class UnreadableError(Exception):
+    """A message is none that a rank of this version posts."""
+
+
+def register(*kinds: type, functions: tuple[Callable[..., Any], ...] = ()) -> None:
+    """Let messages have objects of some classes, and `partial` objects of some functions."""
+    _kinds.update({kind.__name__: kind for kind in kinds})
+    _functions.update({function.__name__: function for function in functions})
+
+
+def written(message: Any) -> bytes:
+    """Return a message as bytes; raises a `TypeError` for objects of a class that is not registered."""
+    return json.dumps(_plain(message)).encode()
+
+
+def read(data: bytes) -> Any:
+    """Return the message that was written as some bytes; raises an `UnreadableError` if it is none.
+
+    >>> from actoffload.model.tuning.ranks import read, written
+    >>> read(written({1: (0.1, None, float("inf"))}))
+    {1: (0.1, None, inf)}
+    """
+    try:
+        return _made(json.loads(data))
+    except Exception as error:  # whatever the classes raise for values that they do not take
+        raise UnreadableError(f"{type(error).__name__}: {error}") from error
+
+
+def _plain(value: Any) -> Any:
+    """Return a value as what JSON has; an object with one key says what a value was."""
+    if value is None or isinstance(value, (bool, str)):
+        return value
+    if isinstance(value, enum.Enum):
+        return {_known(value): value.name}
+    if isinstance(value, Real):
+        return int(value) if isinstance(value, Integral) else float(value)
+    if isinstance(value, partial):
+        function = value.func
+        if _functions.get(function.__name__) is not function:
+            raise TypeError(f"{function.__name__} is not registered for messages.")
+        return {"partial": [function.__name__, _plain(value.args), _plain(value.keywords)]}
+    if isinstance(value, tuple) and hasattr(value, "_asdict"):
+        return {_known(value): {name: _plain(item) for name, item in value._asdict().items()}}
+    if is_dataclass(value):
+        names = (field.name for field in fields(value) if field.init)
+        return {_known(value): {name: _plain(getattr(value, name)) for name in names}}
+    if isinstance(value, Mapping):
+        return {"dict": [[_plain(key), _plain(item)] for key, item in value.items()]}
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    name = type(value).__name__
+    if name not in _containers:
+        raise TypeError(f"{name} is not registered for messages.")
+    return {name: [_plain(item) for item in value]}
+
+
+def _known(value: Any) -> str:
+    kind = type(value)
+    if _kinds.get(kind.__name__) is not kind:
+        raise TypeError(f"{kind.__name__} is not registered for messages.")
+    return kind.__name__
+
+
+def _made(plain: Any) -> Any:
+    """Return the value that `_plain` was called with."""
+    if isinstance(plain, list):
+        return [_made(item) for item in plain]
+    if not isinstance(plain, dict):
+        return plain
+    ((name, content),) = plain.items()
+    if name in _containers:
+        return _containers[name](_made(content))
+    if name == "dict":
+        return {_made(key): _made(item) for key, item in content}
+    if name == "partial":
+        function, arguments, keywords = content
+        return partial(_functions[function], *_made(arguments), **_made(keywords))
+    kind = _kinds[name]
+    if issubclass(kind, enum.Enum):
+        return kind[content]
+    return kind(**{key: _made(item) for key, item in content.items()})
+
+
+SHORTEST, LONGEST, PART = 1e-4, 0.02, 0.01  # pauses between two looks: seconds, and part of the time waited so far
+
+
+class LostRankError(Exception):
+    """Another rank does not answer; the message says which, in a sentence."""
+
+
+class Board:
+    """The messages of one model.
+
+    Parameters
+    ----------
+    name : str
+        The same in all ranks, and of no other model.
+    rank : int
+        Global rank of this process.
+    ranks : sequence of int
+        Global ranks that run the model, ascending; the first one leads.
+    store : callable, optional
+        Returns the store, or None if there is none any more; that of the default process group unless given.
+    """
+
+    def __init__(self, name: str, rank: int, ranks: Sequence[int], store: Callable[[], Any] | None = None) -> None:
+        self.rank, self.ranks, self._name, self._store = rank, tuple(ranks), name, store or _store
+
+    def post(self, key: str, message: Any) -> None:
+        """Post a message, in place of an earlier one with this key."""
+        self._call("set", self._path(key), written(message))
+
+    def has(self, key: str) -> bool:
+        """Return whether there is a message."""
+        return bool(self._call("check", [self._path(key)]))
+
+    def find(self, keys: Sequence[str], limit: float) -> str | None:
+        """Wait until there is a message with one of some keys, and return the first of these; None after the limit."""
+        begun = time.monotonic()
+        while True:
+            for key in keys:
+                if self.has(key):
+                    return key
+            waited = time.monotonic() - begun
+            if waited > limit:
+                return None
+            time.sleep(min(max(PART * waited, SHORTEST), LONGEST))
+
+    def read(self, key: str) -> Any:
+        """Return a message that is there, and leave it there."""
+        try:
+            return read(self._call("get", self._path(key)))
+        except UnreadableError as error:
+            raise LostRankError(f"A message in the store of the process group cannot be read ({error}).") from error
+
+    def remove(self, key: str) -> None:
+        """Delete a message, if it is there."""
+        self._call("delete_key", self._path(key))
+
+    def take(self, key: str, readers: int = 1) -> Any:
+        """Return a message that is there, and delete it once that number of ranks has read it."""
+        path, found = self._path(key), self.read(key)
+        if readers > 1:
+            read = path + "/read"
+            if self._call("add", read, 1) < readers:
+                return found
+            self._call("delete_key", read)
+        self._call("delete_key", path)
+        return found
+
+    def _path(self, key: str) -> str:
+        return f"{self._name}/{key}"
+
+    def _call(self, method: str, *arguments: Any) -> Any:
+        """Call a method of the store."""
+        store = self._store()
+        if store is None:
+            raise LostRankError("The process group was destroyed.")
+        try:
+            return getattr(store, method)(*arguments)
+        except Exception as error:  # each kind of store has errors of its own
+            raise LostRankError(f"The store of the process group does not answer ({type(error).__name__}).") from error
+
+
+def _store() -> Any:
+    return default_store() if default_store is not None and dist.is_available() and dist.is_initialized() else None
+
+
+WINDOW = 8  # passes between two looks for an announcement
+LIMIT = 60.0  # seconds for which a rank waits for the one that leads, which itself waits half as long for the others
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What a pass is for, and what is known; without a stage measuring is over, without findings the rank has left."""
+
+    stage: Stage | None = None
+    found: Findings | None = None
+
+
+register(Decision, Findings, Peak, Room, Stage, GroupPlan, Plan, Event, When, Action, Do)
+register(Variant, OperatorCost, LayerCost, Saved, Link, functions=(choose_recomputed, frontier))
+
+
+class Lockstep:
+    """One rank's part in what the ranks of a model decide together; any method may raise `LostRankError`.
+
+    Measuring and what follows it is one epoch, numbered from 0.  Ranks that are `gone` missed the first forward.
+    """
+
+    def __init__(self, board: Board, gone: Collection[int] = ()) -> None:
+        self._board, self._epoch = board, 0
+        self.leader = board.ranks[0]
+        self.leads = board.rank == self.leader
+        self._again: int | None = None  # pass with which the next epoch begins
+        self._measuring = True  # passes of this epoch
+        self._asked = False  # for a new epoch
+        self._shown = False  # how much memory this rank has
+        self._gone = set(gone)  # ranks whose memory does not count
+
+    # Measuring
+
+    def decide(self, number: int, decision: Decision) -> None:
+        """Post what a pass is for; without a stage, for all passes that follow."""
+        assert self.leads
+        self._measuring = decision.stage is not None
+        self._board.post(self._key(number if self._measuring else "end"), decision)
+
+    def decision(self, number: int) -> Decision:
+        """Wait for what a pass is for."""
+        assert not self.leads
+        key = self._board.find([self._key(number), self._key("end")], LIMIT)
+        if key is None:
+            waited = f"Rank {self._board.rank} waited {LIMIT:.0f} s for rank {self.leader}"
+            raise LostRankError(f"{waited} in pass {number} of the model.")
+        found: Decision = self._board.take(key, len(self._board.ranks) - 1)
+        if found.stage is None and found.found is None:
+            raise LostRankError(f"In rank {self.leader} offloading was ended during the first steps.")
+        return found
+
+    def post_room(self, room: Room) -> None:
+        """Post how much memory this rank has without offloading, as measured first."""
+        if not self._shown:
+            self._shown = True
+            self._board.post(self._key(f"room {self._board.rank}"), room)
+
+    def room_of_all(self, own: Room) -> Room:
+        """Return the room with which a plan fits in all ranks."""
+        return own.for_all(self._rooms())
+
+    def _rooms(self) -> list[Room]:
+        until, found, missing = time.monotonic() + LIMIT / 2, list[Room](), list[int]()
+        for rank in self._board.ranks[1:]:
+            own, gone = self._key(f"room {rank}"), f"gone {rank}"
+            if rank in self._gone:
+                continue
+            key = self._board.find([own, gone], max(until - time.monotonic(), 0.0))
+            if key == own:
+                found.append(self._board.take(own))
+            else:
+                self._gone.add(rank)
+                missing += [rank] if key is None else []
+        if missing:
+            of = ", ".join(map(str, missing))
+            warn(
+                f"Rank {self.leader} waited {LIMIT / 2:.0f} s for rank {of}, whose memory counts no more. Call the "
+                "model equally often in all ranks."
+            )
+        return found
+
+    # Later
+
+    def begins_again(self, number: int, *, wanted: bool) -> bool:
+        """Return whether a new epoch begins with this pass, which is a multiple of `WINDOW`.
+
+        Where it is wanted, the leading rank announces it; another rank asks for it.
+        """
+        board = self._board
+        if self.leads:
+            if self._again is None and (wanted or board.has(self._key("ask"))):
+                self._again = number + WINDOW
+                board.post(self._key("again"), self._again)
+        else:
+            if self._again is None and board.has(self._key("again")):
+                self._again = board.take(self._key("again"), len(board.ranks) - 1)
+            if self._again is None and wanted and not self._asked:
+                self._asked = True
+                board.post(self._key("ask"), True)
+        if self._again is None or number < self._again:
+            return False
+        if self.leads and board.has(self._key("ask")):
+            board.take(self._key("ask"))
+        late, self._again = number > self._again, None
+        self._measuring, self._asked, self._shown = True, False, False
+        self._epoch += 1
+        if late and not self.leads:
+            self.post_room(Room())  # it may have missed the pass that shows its memory
+        return True
+
+    def leave(self) -> None:
+        """Say that this rank takes no further part."""
+        if not self.leads:
+            self._board.post(f"gone {self._board.rank}", True)
+        elif self._measuring or self._again is not None:
+            self._epoch += not self._measuring  # the others begin the next epoch as announced
+            self.decide(0, Decision())
+
+    def _key(self, name: int | str) -> str:
+        return f"{self._epoch}/{name}"
+
 
 T = TypeVar("T")
 

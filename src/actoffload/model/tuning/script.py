@@ -44,7 +44,7 @@ from ..conduct import FollowedModule
 from ..reporting import PassLog, group_names
 from .findings import Findings, Room
 from .group_costs import gradient_bytes, layer_costs, measured_link, steady, without_hooks
-from .timed_pass import Peak, Stage, TimedPass
+from .metering import Peak, Stage, TimedPass
 
 __all__ = ["Script", "Steps", "room_in", "timed_operators"]
 

@@ -27,16 +27,13 @@ from ...replay import Policy
 from ...schedule.execution_order import GroupKey, GroupPlans
 from ...schedule.plan import Roles
 from ...schedule.timeline import size
-from ..conduct import Conduct, FollowedModule, Mode
-from ..operator_costs import OperatorTimes
+from ..conduct import Conduct, FollowedModule, Mode, TakeTimes
 from ..reporting import PassLog, group_names
-from ..steering import RolesOfPlan, recomputing
 from .findings import Findings, Room
-from .lockstep import WINDOW, Decision
-from .metering import Meter
-from .ranks import Ranks
+from .metering import LEAN, Meter, PassTimer, Stage, TimedPass, count_elements
+from .ranks import WINDOW, Decision, Ranks
 from .script import Script, Steps, representative_kind, room_in
-from .timed_pass import LEAN, PassTimer, Stage, TimedPass, count_elements
+from .steering import RolesOfPlan, recomputing
 
 __all__ = ["Tuner"]
 
@@ -169,10 +166,6 @@ class Tuner:
             raise RuntimeError(f"What other plans cost is not known{yet}. {self.plan().because}".rstrip())
         return chosen
 
-    def facts(self) -> dict[str, Any]:
-        """Return what was measured of whole passes, as fields of `StepFacts`."""
-        return {} if self._chosen is None else {"next_choice": self._chosen.next_choice()}
-
     # One pass
 
     def forward_begins(self, inputs: tuple[Any, Any], *, alone: bool, busy: bool) -> Conduct:
@@ -206,7 +199,7 @@ class Tuner:
             self._engine.backend.release_device()
         memory = stage in (Stage.PLAN, Stage.BARE) and self.found.limit is not None
         timed = self._timer.begin(stage, self._number, tensors, memory=memory)
-        return self._conduct_in(stage, timed.operators)
+        return self._conduct_in(stage, timed.operators and timed.operators.add)
 
     def forward_ends(self, output: Any) -> None:
         """Time the pass until the end of its backward."""
@@ -296,7 +289,7 @@ class Tuner:
         self._passed_over = self._passed_over + 1 if (decided if follows else stage) is Stage.FIRST else 0
         return stage
 
-    def _conduct_in(self, stage: Stage, operators: OperatorTimes | None) -> Conduct:
+    def _conduct_in(self, stage: Stage, take_times: TakeTimes | None) -> Conduct:
         """Return how a pass of a stage is followed."""
         if stage is Stage.PLAN:
             return self._planned(self.found)
@@ -306,7 +299,7 @@ class Tuner:
         if stage is Stage.PLAIN:
             for group in self._representatives():
                 policies.pop(group, None)
-        return self._leanest(policies, operators)
+        return self._leanest(policies, take_times)
 
     def _representatives(self) -> list[int]:
         """Return one compiled group of each kind that may be run again as a whole."""
@@ -317,8 +310,8 @@ class Tuner:
                 found.setdefault(representative_kind(self._groups[group]), group)
         return list(found.values())
 
-    def _leanest(self, policies: Mapping[int, Policy], operators: OperatorTimes | None = None) -> Conduct:
-        return Conduct(Mode.WHOLE, self._plans.order, lambda order: Roles.leanest(len(order)), policies, operators)
+    def _leanest(self, policies: Mapping[int, Policy], take_times: TakeTimes | None = None) -> Conduct:
+        return Conduct(Mode.WHOLE, self._plans.order, lambda order: Roles.leanest(len(order)), policies, take_times)
 
     def _planned(self, found: Findings) -> Conduct:
         """Return how a forward with a plan is followed."""

@@ -6,13 +6,13 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ..engine.passes import ModelPass
-from ..planner import GroupPlan
-from ..replay import Policy, names_of, saving
-from ..schedule.execution_order import GroupKey, GroupPlans
-from ..schedule.plan import Do, Roles
-from .conduct import Conduct, FollowedModule, Mode
-from .reporting import PassLog, group_names
+from ...engine.passes import ModelPass
+from ...planner import GroupPlan
+from ...replay import Policy, names_of, saving
+from ...schedule.execution_order import GroupKey, GroupPlans
+from ...schedule.plan import Do, Roles
+from ..conduct import Conduct, FollowedModule, Mode
+from ..reporting import PassLog, group_names
 
 __all__ = ["ByPlan", "BySchedule", "RolesOfPlan", "recomputing"]
 
@@ -49,10 +49,6 @@ class BySchedule:
 
     def retire(self) -> None:
         """Do nothing: nothing is measured."""
-
-    def facts(self) -> dict[str, Any]:
-        """Return what is known of whole steps, as fields of `StepFacts`: nothing."""
-        return {}
 
     def costs(self) -> Any:
         """Refuse: nothing is measured."""
