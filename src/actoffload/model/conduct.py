@@ -156,7 +156,7 @@ DELETED = (
 
 def lost_modules(modules: Iterable[FollowedModule]) -> str:
     """Return a sentence about the first followed module that does not exist any more; empty if all do."""
-    lost = [of.name for of in modules if of.ref() is None and of.role not in (ROOT, DROPPED)]
+    lost = [followed.name for followed in modules if followed.ref() is None and followed.role not in (ROOT, DROPPED)]
     if not lost:
         return ""
     return (

@@ -89,9 +89,13 @@ def candidates(root: Module, named: Iterable[Chosen] = (), kept: Iterable[Module
     blocks = {block for stack in find_stacks(root) for block in stack}
     found = dict.fromkeys(kept, "")  # [guard: kept modules]
     _follow(root, blocks, _repeated(blocks), found, is_compiled(root))
-    found |= {of.module: of.kind for of in named if found.get(of.module) != BLOCK}  # [guard: named modules]
+    found |= {
+        candidate.module: candidate.kind for candidate in named if found.get(candidate.module) != BLOCK
+    }  # [guard: named modules]
     return tuple(
-        Chosen(of.full, of.module, found[of.module]) for of in Names(root).first.values() if found.get(of.module)
+        Chosen(candidate.full, candidate.module, found[candidate.module])
+        for candidate in Names(root).first.values()
+        if found.get(candidate.module)
     )
 
 
@@ -157,7 +161,7 @@ class Measurement:
 
     def modules(self, followed: Iterable[Chosen]) -> tuple[Measured, ...]:
         """Return the modules that ran, in the order of their first calls."""
-        chosen = {of.name: of for of in followed}
+        chosen = {candidate.name: candidate for candidate in followed}
         return tuple(
             Measured(
                 name,
@@ -202,8 +206,10 @@ def choose_groups(modules: Sequence[Measured], outside: int = 0, named: Collecti
     """
     tree = _Tree(modules)
     everything = tree.inside + outside
-    blocks = [of for of in modules if of.block and not any(each.block for each in tree.parents(of))]
-    in_blocks = sum(tree.total[of.name] for of in blocks)
+    blocks = [
+        measured for measured in modules if measured.block and not any(each.block for each in tree.parents(measured))
+    ]
+    in_blocks = sum(tree.total[measured.name] for measured in blocks)
     starts = [tree.children[None]]
     if in_blocks >= min(ENOUGH * everything, max(tree.inside - 0.05 * everything, ENOUGH * tree.inside)):
         starts.insert(0, blocks)
@@ -214,61 +220,71 @@ def choose_groups(modules: Sequence[Measured], outside: int = 0, named: Collecti
 
     # Of choices that fit equally well, the first.
     chosen = max((tree.divide(start, *sizes) for start in starts for sizes in _SIZES), key=fit)
-    return tuple(of.name for of in modules if of.name in chosen or (of.name in named and tree.total[of.name]))
+    return tuple(
+        measured.name
+        for measured in modules
+        if measured.name in chosen or (measured.name in named and tree.total[measured.name])
+    )
 
 
 class _Tree:
     """The modules of one forward, each inside of its parent."""
 
     def __init__(self, modules: Sequence[Measured]) -> None:
-        self.by_name = {of.name: of for of in modules}
-        self.total = {of.name: of.saved for of in modules}
+        self.by_name = {measured.name: measured for measured in modules}
+        self.total = {measured.name: measured.saved for measured in modules}
         self.children = defaultdict[str | None, list[Measured]](list)
         self.holds_blocks = set[str]()
-        for of in reversed(modules):
-            self.children[of.parent].insert(0, of)
-            if of.parent is not None:
-                self.total[of.parent] += self.total[of.name]
-                if of.block or of.name in self.holds_blocks:
-                    self.holds_blocks.add(of.parent)
-        self.inside = sum(self.total[of.name] for of in self.children[None])
+        for measured in reversed(modules):
+            self.children[measured.parent].insert(0, measured)
+            if measured.parent is not None:
+                self.total[measured.parent] += self.total[measured.name]
+                if measured.block or measured.name in self.holds_blocks:
+                    self.holds_blocks.add(measured.parent)
+        self.inside = sum(self.total[measured.name] for measured in self.children[None])
         self.of_type = defaultdict[object, list[int]](list)
-        for of in modules:
-            self.of_type[of.type].append(self.total[of.name])
+        for measured in modules:
+            self.of_type[measured.type].append(self.total[measured.name])
 
-    def parents(self, of: Measured) -> Iterable[Measured]:
+    def parents(self, measured: Measured) -> Iterable[Measured]:
         """Yield the modules around one, the innermost first."""
-        while of.parent is not None:
-            of = self.by_name[of.parent]
-            yield of
+        while measured.parent is not None:
+            measured = self.by_name[measured.parent]
+            yield measured
 
     def covered(self, names: Collection[str]) -> int:
         """Return the number of bytes that these save, those inside of them included, each counted once."""
         chosen = (self.by_name[name] for name in names)
-        return sum(self.total[of.name] for of in chosen if not any(each.name in names for each in self.parents(of)))
+        return sum(
+            self.total[measured.name]
+            for measured in chosen
+            if not any(each.name in names for each in self.parents(measured))
+        )
 
     def divide(self, start: Iterable[Measured], largest: int, smallest: int) -> set[str]:
         """Return the groups that cover these modules: of at most 1 / `largest` and at least 1 / `smallest` of all."""
-        return set().union(*(self._cover(of, self.inside / largest, self.inside / smallest) for of in start))
+        return set().union(
+            *(self._cover(measured, self.inside / largest, self.inside / smallest) for measured in start)
+        )
 
-    def _cover(self, of: Measured, largest: float, smallest: float) -> set[str]:
-        total, inner = self.total[of.name], self.children[of.name]
+    def _cover(self, measured: Measured, largest: float, smallest: float) -> set[str]:
+        total, inner = self.total[measured.name], self.children[measured.name]
         if not total or total < smallest:  # [guard: modules that save nothing]
             return set()
-        most = _BLOCK * largest if of.block else largest  # [guard: large repeated block]
-        if not inner or (of.name not in self.holds_blocks and (total <= most or self._alike(of))):
-            return {of.name}
+        most = _BLOCK * largest if measured.block else largest  # [guard: large repeated block]
+        if not inner or (measured.name not in self.holds_blocks and (total <= most or self._alike(measured))):
+            return {measured.name}
         found = set[str]().union(*(self._cover(each, largest, smallest) for each in inner))
         share = self.covered(found) / total
         if share >= _NEARLY:
             return found
         # [guard: outer module beside those inside of it]
-        return {of.name, *found} if share > 1 - _NEARLY else {of.name}
+        return {measured.name, *found} if share > 1 - _NEARLY else {measured.name}
 
-    def _alike(self, of: Measured) -> bool:
+    def _alike(self, measured: Measured) -> bool:
         """Return whether a module is one of three or more of a type that save about the same."""
-        total = self.total[of.name]
-        same = sum(0.9 * total <= other <= 1.1 * total for other in self.of_type[of.type])
+        total = self.total[measured.name]
+        same = sum(0.9 * total <= other <= 1.1 * total for other in self.of_type[measured.type])
         return same >= _ALIKE
 
 
@@ -295,7 +311,7 @@ def coverage_warning(title: str, modules: Sequence[Measured], groups: Collection
         Bytes that were saved outside of all modules that were followed.
     """
     tree = _Tree(modules)
-    share = coverage(tree.covered({of.name for of in modules} & set(groups)), tree.inside + outside)
+    share = coverage(tree.covered({measured.name for measured in modules} & set(groups)), tree.inside + outside)
     if share >= 0.5:
         return None
     return (
@@ -354,7 +370,7 @@ class Finder:
         self._alone = False  # the groups are called, and not the model
         self._default = default  # the kinds of what was found
         # Where blocks are all that there is, their schedule is known.
-        self._roles = Roles.offload_all() if any(of.kind == MODULE for of in groups) else None
+        self._roles = Roles.offload_all() if any(followed.kind == MODULE for followed in groups) else None
         self._guessed = guessed  # no blocks are known, so all modules may be groups
         self._lean = lean  # `then` measures this pass, too
 
@@ -416,16 +432,24 @@ class Finder:
             return None
         called = {key.group for key in sequence}
         # [guard: group that was replaced before the first forward]
-        skipped = [of for of in self._groups if of.group not in called and of.kind == BLOCK and of.ref() is not None]
-        without = [(of.name, of.module) for of in skipped if all(p.grad is None for p in of.module.parameters())]
+        skipped = [
+            followed
+            for followed in self._groups
+            if followed.group not in called and followed.kind == BLOCK and followed.ref() is not None
+        ]
+        without = [
+            (followed.name, followed.module)
+            for followed in skipped
+            if all(p.grad is None for p in followed.module.parameters())
+        ]
         self._skipped = without
         stretches = list(_stretches(sequence))
         latest = LatestPass.of(done, sequence, None)
         chosen = self._choose(sequence, stretches, latest)
-        dropped = [of for of in self._groups if of.name not in chosen]
-        for of in dropped:
-            of.role = DROPPED
-        groups = {k for k, of in enumerate(self._groups) if of.name in chosen}
+        dropped = [followed for followed in self._groups if followed.name not in chosen]
+        for followed in dropped:
+            followed.role = DROPPED
+        groups = {k for k, followed in enumerate(self._groups) if followed.name in chosen}
         runs = list(_runs(sequence, stretches, groups))
         self._plans.learn([run.key for run in dict.fromkeys(runs) if run is not None])
         because = "" if self._roles is None else SEARCH
@@ -443,11 +467,11 @@ class Finder:
             reason: amount for reason, amount in latest.outside.items() if reason is not Reason.KEPT
         }
         measured.add(None, GroupReport("outside", kept=others).activation_bytes)
-        followed = [Chosen(of.name, of.module, of.kind) for of in self._groups if of.ref() is not None]
+        followed = [Chosen(group.name, group.module, group.kind) for group in self._groups if group.ref() is not None]
         modules = measured.modules(followed)
-        named = {of.name for of in self._groups if of.kind not in self._default}
+        named = {group.name for group in self._groups if group.kind not in self._default}
         chosen = {*choose_groups(modules, measured.outside, named)}
-        blocks = {of.name for of in self._groups if of.kind == BLOCK}
+        blocks = {group.name for group in self._groups if group.kind == BLOCK}
         if chosen & blocks:  # a block that was skipped, or dropped its path, saves something another time
             ran = {name for name, (layer, _) in zip(names, latest.statistics.groups, strict=True) if layer.no_graph}
             chosen |= blocks - ran

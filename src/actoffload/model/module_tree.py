@@ -203,7 +203,9 @@ class _Search:
         self._lists = {module: self._members(module) for module in root.modules()}
         # Types of which two in one list are copies of each other; what one Sequential holds says nothing of another.
         lists = [_most_frequent(members) for members in self._lists.values() if members]
-        self._alike = {block_type(of[0]) for of in lists if block_type(of[0]) is not Sequential and _two_alike(of)}
+        self._alike = {
+            block_type(each[0]) for each in lists if block_type(each[0]) is not Sequential and _two_alike(each)
+        }
         self.stacks: list[tuple[Module, ...]] = []
         self._visit(root)
 

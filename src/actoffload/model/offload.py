@@ -80,7 +80,7 @@ def offload(
     if plan is not None:
         plan = plan if isinstance(plan, GroupPlan) else _loaded(plan)
         planned, names = choose_planned(module, plan.names)
-        plan, layers = replace(plan, names=names), [of.name for of in planned]
+        plan, layers = replace(plan, names=names), [found.name for found in planned]
     # An iterator is read once.
     layers = list(layers) if isinstance(layers, Iterator) else layers
     keep = list(keep) if isinstance(keep, Iterator) else keep
@@ -88,7 +88,7 @@ def offload(
     default, others = split_default(layers)
     searching = default and not (by_hand and find_stacks(module))
     if searching:
-        chosen = candidates(module, choose(module, others) if others else (), [of for _, of in kept])
+        chosen = candidates(module, choose(module, others) if others else (), [found for _, found in kept])
     elif isinstance(plan, GroupPlan):
         chosen = planned
     else:
@@ -100,21 +100,24 @@ def offload(
         )
     if not chosen:
         raise ValueError(f"This {type(module).__name__} has no modules inside that could be offloaded.")
-    both = {name for name, _ in kept} & {of.name for of in chosen}
+    both = {name for name, _ in kept} & {found.name for found in chosen}
     if both:
         raise ValueError(f"The module '{min(both)}' is chosen by layers and by keep: take it out of one of them.")
     kinds = [group.kind for group in chosen]
     plans = GroupPlans(GroupSchedule(num_layers, part, max_inflight), kinds)
     # The others are groups only if the first forward shows that they are needed.
-    blocks = [GroupKey(k) for k, of in enumerate(chosen) if of.kind == BLOCK] if searching else []
+    blocks = [GroupKey(k) for k, found in enumerate(chosen) if found.kind == BLOCK] if searching else []
     plans.learn(blocks)
     guessed = searching and not blocks
     if not guessed:
         check_num_layers(num_layers, kinds)
     modules = [
         FollowedModule(ROOT, type(module).__name__, weakref.ref(module)),
-        *(FollowedModule(GROUP, of.name, weakref.ref(of.module), k, of.kind) for k, of in enumerate(chosen)),
-        *(FollowedModule(KEPT, name, weakref.ref(of)) for name, of in kept),
+        *(
+            FollowedModule(GROUP, found.name, weakref.ref(found.module), k, found.kind)
+            for k, found in enumerate(chosen)
+        ),
+        *(FollowedModule(KEPT, name, weakref.ref(found)) for name, found in kept),
     ]
     engine = Engine(Plan(1), devices.backend(), limits["max_host_bytes"], min_bytes=limits["min_bytes"])
 

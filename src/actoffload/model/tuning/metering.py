@@ -1,10 +1,4 @@
-"""Time passes of a model, and measure one by group.
-
-`[Note: clocks]`  The device runs behind the host by an unknown and changing time, which decides whether hooks cost
-anything: where it is long, the host may be late without the device noticing.  It is found without a synchronization.
-At each border of a group the host asks which of the earlier borders the device has passed.  Each answer bounds the
-difference between the two clocks, and the bounds of a step leave little between them.
-"""
+"""Time passes of a model, one at a time, and measure one by group."""
 
 from __future__ import annotations
 
@@ -44,7 +38,6 @@ __all__ = [
     "Peak",
     "Stage",
     "TimedPass",
-    "Times",
     "count_elements",
     "counts_in",
 ]
@@ -67,22 +60,6 @@ class Border:
     temporary: int = 0  # bytes allocated for a time since the border before, on top of what is allocated at both
     other_bytes: int = 0  # the part of `allocated` that is no activation which can be offloaded
     gradients: int = 0  # bytes of the groups' gradients that were not there before the pass
-
-    def activations(self, sizes: Sequence[Sequence[int]]) -> int:
-        """Return the bytes of activations on the device, if each group saves storages of these sizes and keeps them."""
-        until = self.layer + ((self.kind, self.ends) in ((Kind.FORWARD, True), (Kind.BACKWARD, False)))
-        return sum(map(sum, sizes[:until]))
-
-
-@dataclass(frozen=True, slots=True)
-class Times:
-    """Seconds since the first border of the step, of the device and of the host, for each border of a group.
-
-    They are without stalls: what it would take if no copy were waited for.
-    """
-
-    device: dict[tuple[Kind, int, bool], float]
-    host: dict[tuple[Kind, int, bool], float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,12 +109,9 @@ class Meter(TimelineRecorder):
         self._between = True  # no group runs
         self._temporary = 0
         self._allocated = self.allocated_before = self._sample()[0]
-        self._passed = 0  # borders that the device is known to have passed
-        self._least, self._most = float("-inf"), float("inf")  # difference of the clocks
         self.borders: list[Border] = []
         self._transfers: list[_Transfer] = []
         self._noted: set[tuple[Kind, int, bool]] = set()
-        self._answers: list[tuple[int, float]] = []
         self._owner: weakref.ref[Pass] | None = None  # which refers to this meter
         self._thread = threading.get_ident()  # that runs the forward
         self._spent = 0.0  # seconds of the host in here
@@ -184,17 +158,14 @@ class Meter(TimelineRecorder):
             return
         self._noted.add(border)
         event = self._backend.record_timed(current_stream(self._backend))
-        now, borders = self._backend.host_time(), self.borders
+        now = self._backend.host_time()
         host = now - self._spent
         self._take_memory()
         allocated, temporary = self._allocated, self._temporary
         self._between, self._temporary = ends, 0
         other = max(allocated - _on_device(owner), 0) if allocated else 0
         gradients = max(self._gradient_bytes() - self._gradients, 0)
-        borders.append(Border(kind, layer, ends, event, host, allocated, temporary, other, gradients))
-        while self._passed < len(borders) and self._backend.passed(borders[self._passed].event):
-            self._passed += 1
-        self._answers.append((self._passed, now))
+        self.borders.append(Border(kind, layer, ends, event, host, allocated, temporary, other, gradients))
         self._spent += self._backend.host_time() - now
 
     def _sample(self) -> tuple[int, int]:
@@ -214,24 +185,14 @@ class Meter(TimelineRecorder):
 
     def passed(self) -> bool:
         """Return whether the device has passed all borders and copies, so that they may be read."""
-        events = [*(border.event for border in self.borders), *(of.ended for of in self._transfers)]
+        events = [*(border.event for border in self.borders), *(transfer.ended for transfer in self._transfers)]
         return all(map(self._backend.passed, reversed(events)))
 
-    def times(self) -> Times:
-        """Return the times of the borders; see [Note: clocks]."""
-        borders = self.borders
-        device = [self._backend.elapsed(borders[0].event, border.event) for border in borders]
-        # The clock of the host minus that of the device lies between these bounds.
-        most = min((now - device[passed - 1] for passed, now in self._answers if passed), default=borders[0].host)
-        least = max((now - device[k] for k, now in self._answers if k < len(borders)), default=most)
-        shift = max(most, least)
-        keys = [(border.kind, border.layer, border.ends) for border in borders]
-        stalled = self._stalls()
-        host = [border.host - shift for border in borders]
-        # A host that is far ahead waits until the device has room for more work, and so for its stalls too.
-        host = [seconds - stalled(seconds) for seconds in host]
-        computing = [seconds - stalled(seconds) for seconds in device]
-        return Times(dict(zip(keys, computing, strict=True)), dict(zip(keys, host, strict=True)))
+    def times(self) -> dict[tuple[Kind, int, bool], float]:
+        """Return the seconds of the device until each border, as if no copy had been waited for."""
+        stalled, first = self._stalls(), self.borders[0].event
+        at = {(each.kind, each.layer, each.ends): self._backend.elapsed(first, each.event) for each in self.borders}
+        return {border: seconds - stalled(seconds) for border, seconds in at.items()}
 
     def host_seconds(self) -> dict[tuple[Kind, int], float]:
         """Return for how long the host queued the forward and the backward of each group, also while it waited."""
@@ -241,8 +202,8 @@ class Meter(TimelineRecorder):
     def _stalls(self) -> Callable[[float], float]:
         """Return a function: for how many seconds compute had stalled at a time since the first border."""
         first, elapsed = self.borders[0].event, self._backend.elapsed
-        waits = [of for of in self._transfers if of.kind is Kind.STALL]
-        stalls = [(elapsed(first, of.ended), elapsed(of.begun, of.ended)) for of in waits]
+        waits = [transfer for transfer in self._transfers if transfer.kind is Kind.STALL]
+        stalls = [(elapsed(first, transfer.ended), elapsed(transfer.begun, transfer.ended)) for transfer in waits]
         stalls = sorted((end, seconds) for end, seconds in stalls if seconds > self._backend.resolution and end > 0)
         ends, until = [end for end, _ in stalls], [0.0, *accumulate(seconds for _, seconds in stalls)]
         return lambda now: until[bisect_right(ends, now)]
@@ -250,24 +211,26 @@ class Meter(TimelineRecorder):
     def copies(self, kind: Kind) -> list[Copy]:
         """Return the copies in one direction, in the order in which they ran."""
         elapsed, first = self._backend.elapsed, self.borders[0].event
-        found = [of for of in self._transfers if of.kind is kind]
-        return sorted(Copy(elapsed(first, of.begun), elapsed(first, of.ended), of.nbytes) for of in found)
+        found = [transfer for transfer in self._transfers if transfer.kind is kind]
+        return sorted(
+            Copy(elapsed(first, transfer.begun), elapsed(first, transfer.ended), transfer.nbytes) for transfer in found
+        )
 
     def moments(self) -> dict[tuple[Kind, int], list[tuple[int, float]]]:
         """Return when storages were saved in the forward, and first used in the backward, of each group.
 
         Each has its bytes, and the moment as a fraction of the group's compute time.
         """
-        device, stalled = self.times().device, self._stalls()
+        device, stalled = self.times(), self._stalls()
         found: dict[tuple[Kind, int], list[tuple[int, float]]] = {}
-        for of in self._transfers:
-            kind = {Kind.D2H: Kind.FORWARD, Kind.STALL: Kind.BACKWARD}.get(of.kind)
-            if kind is None or not of.nbytes or (kind, of.layer, True) not in device:
+        for transfer in self._transfers:
+            kind = {Kind.D2H: Kind.FORWARD, Kind.STALL: Kind.BACKWARD}.get(transfer.kind)
+            if kind is None or not transfer.nbytes or (kind, transfer.layer, True) not in device:
                 continue
-            start, end = device[kind, of.layer, False], device[kind, of.layer, True]
-            now = self._backend.elapsed(self.borders[0].event, of.at)
+            start, end = device[kind, transfer.layer, False], device[kind, transfer.layer, True]
+            now = self._backend.elapsed(self.borders[0].event, transfer.at)
             part = (now - stalled(now) - start) / (end - start) if end > start else 0.0
-            found.setdefault((kind, of.layer), []).append((of.nbytes, min(max(part, 0.0), 1.0)))
+            found.setdefault((kind, transfer.layer), []).append((transfer.nbytes, min(max(part, 0.0), 1.0)))
         return found
 
 

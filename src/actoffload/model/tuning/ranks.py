@@ -311,9 +311,9 @@ class Lockstep:
                 self._gone.add(rank)
                 missing += [rank] if key is None else []
         if missing:
-            of = ", ".join(map(str, missing))
+            absent = ", ".join(map(str, missing))
             warn(
-                f"Rank {self.leader} waited {LIMIT / 2:.0f} s for rank {of}, whose memory counts no more. Call the "
+                f"Rank {self.leader} waited {LIMIT / 2:.0f} s for rank {absent}, whose memory counts no more. Call the "
                 "model equally often in all ranks."
             )
         return found
@@ -389,7 +389,9 @@ def _world_size() -> int:
 
 
 def _groups_of(model: Module) -> Iterator[tuple[int, ...]]:
-    meshes = {id(mesh): mesh for of in model.parameters() if (mesh := getattr(of, "device_mesh", None)) is not None}
+    meshes = {
+        id(mesh): mesh for weight in model.parameters() if (mesh := getattr(weight, "device_mesh", None)) is not None
+    }
     for mesh in meshes.values():
         yield tuple(sorted(mesh.mesh.flatten().tolist()))
     for module in (active_data_parallel(), *model.modules()):
@@ -447,7 +449,7 @@ class Ranks:
 
     def room_of_all(self, own: Room) -> Room:
         """Return the room with which a plan fits in all ranks."""
-        return self.together(lambda of: of.room_of_all(own)) or own
+        return self.together(lambda lockstep: lockstep.room_of_all(own)) or own
 
     def leave(self) -> None:
         """Take no further part."""

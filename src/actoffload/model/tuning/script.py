@@ -250,7 +250,7 @@ class Script:
         for k, (key, cost) in enumerate(zip(sequence, costs, strict=True)):
             # One that runs several times would have one way for all of them.
             once = key.group in self._policies and sum(other.group == key.group for other in sequence) == 1
-            own = plain.get(self._kind(key.group))
+            own = plain.get(representative_kind(self._groups[key.group]))
             if once and k not in compiled and operators.get(key.group):
                 found.append(replay_ways(cost, within(operators[key.group], cost.forward)))
             elif once and k in compiled and own is not None and own.nbytes > cost.nbytes:
@@ -289,16 +289,13 @@ class Script:
         if timed.meter is None or not timed.meter.borders:
             return {}
         compiled = {k for k, key in enumerate(timed.sequence) if self._is_compiled(self._groups[key.group])}
-        costs = layer_costs(timed, compiled, allocated)
+        kinds = [representative_kind(self._groups[key.group]) for key in timed.sequence]
+        costs = without_hooks(layer_costs(timed, compiled, allocated), timed.meter, kinds, HOST_SECONDS)
         found: dict[Hashable, LayerCost] = {}
-        for k, key in enumerate(timed.sequence):
-            kind = self._kind(key.group)
+        for k, kind in enumerate(kinds):
             if k in compiled and (kind not in found or costs[k].nbytes > found[kind].nbytes):
                 found[kind] = costs[k]
         return found
-
-    def _kind(self, group: int) -> Hashable:
-        return representative_kind(self._groups[group])
 
     @staticmethod
     def _is_compiled(group: FollowedModule) -> bool:

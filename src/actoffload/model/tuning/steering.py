@@ -71,7 +71,8 @@ def recomputing(plan: GroupPlan, order: Sequence[GroupKey], policies: Mapping[in
         return plan
     saves = plan.saves or (None,) * len(order)
     found = [
-        names_of(policies[key.group]) if key.group in policies else of for key, of in zip(order, saves, strict=True)
+        names_of(policies[key.group]) if key.group in policies else policy
+        for key, policy in zip(order, saves, strict=True)
     ]
     return replace(plan, saves=tuple(found))
 
@@ -87,7 +88,7 @@ class RolesOfPlan:
         saves = dict(zip(plan.names, plan.saves, strict=False))
         names = group_names(groups, [GroupKey(k) for k in range(len(groups))])
         self.recompute: Mapping[int, Policy] = {
-            k: saving(of) for k, name in enumerate(names) if (of := saves.get(name)) is not None
+            k: saving(policy) for k, name in enumerate(names) if (policy := saves.get(name)) is not None
         }
         # What a later group saves drives an incremental release, so that has to be seen too.
         self.incremental = any(
@@ -118,7 +119,7 @@ class ByPlan(BySchedule):
         recompute: Mapping[int, Policy] | None = None,
     ) -> None:
         self._roles = RolesOfPlan(groups, plan)
-        again = {k: of for k, of in self._roles.recompute.items() if k in (recompute or ())}
+        again = {k: policy for k, policy in self._roles.recompute.items() if k in (recompute or ())}
         super().__init__(groups, plans, log, recompute=again)
         self._mode = Mode.WHOLE  # until a forward has shown whether something is saved between the groups
         self._ways: dict[GroupKey, Hashable] = {}  # in which the groups ran: `Layer.recomputed`
