@@ -75,8 +75,8 @@ TESTS: dict[str, list[str]] = {
         "tests/model/test_offload_exceptions.py::test_an_exception_in_forward",
         "tests/integration/test_compose_compile.py::" + COMPILED,
     ],
-    "model/discovery.py": [
-        "tests/model/test_discovery.py",
+    "model/discovery.py": ["tests/model/test_discovery.py"],
+    "model/tuning/steering.py": [
         "tests/model/test_offload_handle_lost.py",
         "tests/model/test_follow.py",
         "tests/model/test_tuning_lifetime.py",

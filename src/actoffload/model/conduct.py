@@ -111,6 +111,9 @@ class Steering(Protocol):
     def costs(self) -> Any:
         """Return the `Findings` of the plan; raise a `RuntimeError` if nothing was measured."""
 
+    def facts(self) -> dict[str, Any]:
+        """Return what is known of whole steps, as fields of `StepFacts`."""
+
 
 @dataclass(eq=False)
 class FollowedModule:

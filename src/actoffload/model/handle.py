@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any, TypeAlias
 
@@ -329,21 +329,12 @@ class OffloadHandle:
             )
         kept, times = tuple(of.name for of in self._modules if of.role is KEPT), self._engine.backend.times
         plan = self.plan
+        because = latest.because or plan.because
+        more: dict[str, Any] = {"because": because, "expected": plan.expected}
         replays = self._tracker.replays
-        next_choice = ""
-        with suppress(RuntimeError):  # nothing was measured
-            next_choice = self._tracker.steering.costs().next_choice()
-        facts = StepFacts(
-            arguments=self._arguments,
-            kept_modules=kept,
-            times=times,
-            because=latest.because or plan.because,
-            expected=plan.expected,
-            next_choice=next_choice,
-            proven_bytes=replays.proven_bytes,
-            samples=replays.alarm.samples,
-            refused=replays.refused(),
-        )
+        more |= {"proven_bytes": replays.proven_bytes, "samples": replays.alarm.samples}
+        more |= {"refused": replays.refused(), **self._tracker.steering.facts()}
+        facts = StepFacts(arguments=self._arguments, kept_modules=kept, times=times, **more)
         statistics, largest = self.statistics(), self._log.history.largest(latest.statistics)
         return build_report(self._plans, self._groups, latest, recording, statistics, plan, facts, largest)
 

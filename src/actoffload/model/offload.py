@@ -23,14 +23,14 @@ from ..schedule.execution_order import GroupKey, GroupPlans
 from ..schedule.plan import Plan
 from ..schedule.schedules import GroupSchedule
 from .conduct import GROUP, KEPT, ROOT, FollowedModule, Steering
-from .discovery import BLOCK, MODULE, Finder, candidates
+from .discovery import BLOCK, MODULE, candidates
 from .follow import followers_of, refuse_scripted
 from .handle import OffloadHandle
 from .module_tree import find_stacks, written
 from .reporting import PassLog
 from .select import check_entries, choose, choose_planned, find_kept, split_default
 from .tuning.ranks import Ranks
-from .tuning.steering import ByPlan, BySchedule
+from .tuning.steering import ByPlan, BySchedule, Finder
 from .tuning.tuner import Tuner
 
 __all__ = ["offload"]

@@ -15,7 +15,7 @@ from .._warnings import warn
 from ..engine import eligibility
 from ..engine.layer import tensors_in
 from ..engine.statistics import Statistics
-from ..model.tuning.ranks import LostRankError
+from ..model.tuning.board import LostRankError
 from ..schedule.pipeline import Computation, Step
 from ..schedule.pipeline_orders import read_order
 from ..schedule.pipeline_plan import PipelinePlan

@@ -9,13 +9,14 @@ from typing import Any
 from torch.nn import Module
 
 from ..model.conduct import GROUP, KEPT, ROOT, FollowedModule, Steering
-from ..model.discovery import BLOCK, MODULE, Finder, candidates
+from ..model.discovery import BLOCK, MODULE, candidates
 from ..model.follow import followers_of, refuse_scripted
 from ..model.handle import OffloadHandle
 from ..model.module_tree import find_stacks, written
 from ..model.reporting import PassLog
 from ..model.select import Chosen, choose, find_kept, split_default
 from ..model.tuning.ranks import ranks_of
+from ..model.tuning.steering import Finder
 from ..replay import Policy
 from ..schedule.execution_order import GroupKey, GroupPlans
 from ..schedule.schedules import GroupSchedule

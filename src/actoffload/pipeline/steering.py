@@ -204,6 +204,11 @@ class StageSteering:
     def retire(self) -> None:
         """Do nothing: the schedule is followed no longer."""
 
+    def facts(self) -> dict[str, Any]:
+        """Return what is known of whole steps, as fields of `StepFacts`."""
+        plan = self._conductor.plan
+        return {"because": "" if plan is None else plan.because}
+
     def costs(self) -> Any:
         """Refuse: the plan is one for all stages."""
         raise RuntimeError(
@@ -226,5 +231,4 @@ class StageSteering:
             for event, actions in calls.steps.items()
         }
         kept = {event: actions for event, actions in steps.items() if actions}
-        because = "" if plan is None else plan.because
-        return GroupPlan(self.names, Plan(max(len(order), 1), kept), self._log.bytes_of(order), because=because)
+        return GroupPlan(self.names, Plan(max(len(order), 1), kept), self._log.bytes_of(order))

@@ -166,6 +166,10 @@ class Tuner:
             raise RuntimeError(f"What other plans cost is not known{yet}. {self.plan().because}".rstrip())
         return chosen
 
+    def facts(self) -> dict[str, Any]:
+        """Return what was measured of whole passes, as fields of `StepFacts`."""
+        return {} if self._chosen is None else {"next_choice": self._chosen.next_choice()}
+
     # One pass
 
     def forward_begins(self, inputs: tuple[Any, Any], *, alone: bool, busy: bool) -> Conduct:
