@@ -148,7 +148,8 @@ class StageSteering:
             mode = Mode.IDLE if idle and every else Mode.SCOPED
         policies = self._always if self.bare else self._policies
         begun = partial(conductor.pass_begins, microbatch)
-        return Conduct(mode, order, roles_of, policies, self.operators and self.operators.add, begun)
+        take_times = None if self.operators is None else self.operators.add
+        return Conduct(mode, order, roles_of, policies, take_times, begun)
 
     @staticmethod
     def _offloading(offloaded: frozenset[int], order: tuple[GroupKey, ...]) -> Roles:

@@ -91,9 +91,8 @@ Of 2 groups 0 are offloaded and 0 recomputed.
         if self.fits:
             return f"{inputs} fit: {peak}, pass {milliseconds(self.seconds)}. {done}"
         if self.host_bytes is not None and self._offloaded > self.host_bytes:
-            return (
-                f"{inputs} do not fit: {size(self._offloaded)} would be offloaded to {size(self.host_bytes)} of host."
-            )
+            host = f"{size(self._offloaded)} of host memory of {size(self.host_bytes)}"
+            return f"{inputs} do not fit: they would take {host}."
         return f"{inputs} do not fit: {peak}. {done}"
 
 

@@ -203,7 +203,7 @@ class Tuner:
             self._engine.backend.release_device()
         memory = stage in (Stage.PLAN, Stage.BARE) and self.found.limit is not None
         timed = self._timer.begin(stage, self._number, tensors, memory=memory)
-        return self._conduct_in(stage, timed.operators and timed.operators.add)
+        return self._conduct_in(stage, None if timed.operators is None else timed.operators.add)
 
     def forward_ends(self, output: Any) -> None:
         """Time the pass until the end of its backward."""
