@@ -52,7 +52,11 @@ class FitCallback:
 
     def __new__(cls, *given: Any, **_: Any) -> Self:
         """Return an instance of a class that derives from the framework's class too."""
-        by_place = [of for of in signature(cls).parameters.values() if of.kind is of.POSITIONAL_OR_KEYWORD]
+        by_place = [
+            parameter
+            for parameter in signature(cls).parameters.values()
+            if parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+        ]
         if len(given) > len(by_place):
             raise TypeError(
                 f"{cls.__name__} got a {type(given[len(by_place)]).__name__} without the name of an argument; expected "

@@ -24,8 +24,8 @@ from ..report.step_timeline import StepTimeline
 from ..schedule.execution_order import GroupKey, GroupPlans
 from ..schedule.plan import Plan
 from ..schedule.schedules import GroupSchedule
-from .conduct import KEPT, FollowedModule, Steering, group_name, split_group_name
 from .follow import Followers, followers_of
+from .followed import KEPT, FollowedModule, Steering, group_name, split_group_name
 from .reporting import PassLog, Recording, build_report, describe, group_names
 from .tracker import Tracker
 from .tuning.findings import Findings, Fit
@@ -58,7 +58,7 @@ class OffloadHandle:
         follow: bool = True,
     ) -> None:
         self._modules = tuple(modules)
-        self._groups = tuple(of for of in modules if of.group >= 0)
+        self._groups = tuple(followed for followed in modules if followed.group >= 0)
         self._plans = plans
         self._engine = engine
         self._arguments = arguments  # of `offload`
@@ -88,7 +88,7 @@ class OffloadHandle:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy and pickle as a removed handle: copies of a model are not offloaded."""
-        modules = [(of.role, of.name, of.group, of.kind) for of in self._modules]
+        modules = [(followed.role, followed.name, followed.group, followed.kind) for followed in self._modules]
         engine, plans = self._engine, self._plans
         return _removed, (modules, plans.schedule, plans.order, engine.max_host_bytes, engine.min_bytes)
 
@@ -146,7 +146,7 @@ class OffloadHandle:
         if not refused:
             return plan
         modules = (group_name(split_group_name(name)[0]) for name in plan.names)  # a group in parts is refused as one
-        saves = [None if name in refused else of for name, of in zip(modules, plan.saves, strict=False)]
+        saves = [None if name in refused else own for name, own in zip(modules, plan.saves, strict=False)]
         return replace(plan, saves=tuple(saves), because=f"{plan.because} {replays.refusals()}".strip())
 
     @property
@@ -327,7 +327,10 @@ class OffloadHandle:
                 "There is nothing to report yet: no forward of the model with a graph has ended in which activations "
                 f"could be offloaded. {told[0] if told else UNRUN}"
             )
-        kept, times = tuple(of.name for of in self._modules if of.role is KEPT), self._engine.backend.times
+        kept, times = (
+            tuple(followed.name for followed in self._modules if followed.role is KEPT),
+            self._engine.backend.times,
+        )
         plan = self.plan
         because = latest.because or plan.because
         more: dict[str, Any] = {"because": because, "expected": plan.expected}
@@ -367,7 +370,7 @@ def _removed(
     """Return a removed handle with the settings of another one."""
     gone = weakref.ref(Module())
     copied = [FollowedModule(role, name, gone, group, kind) for role, name, group, kind in modules]
-    plans = GroupPlans(schedule, [of.kind for of in copied if of.group >= 0])
+    plans = GroupPlans(schedule, [followed.kind for followed in copied if followed.group >= 0])
     plans.learn(expected)
     engine = Engine(Plan(1), devices.backend(), max_host_bytes, min_bytes=min_bytes)
     return OffloadHandle(copied, plans, engine, follow=False)

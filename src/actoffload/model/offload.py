@@ -22,9 +22,9 @@ from ..replay import Given, everything, policy_for
 from ..schedule.execution_order import GroupKey, GroupPlans
 from ..schedule.plan import Plan
 from ..schedule.schedules import GroupSchedule
-from .conduct import GROUP, KEPT, ROOT, FollowedModule, Steering
 from .discovery import BLOCK, MODULE, candidates
 from .follow import followers_of, refuse_scripted
+from .followed import GROUP, KEPT, ROOT, FollowedModule, Steering
 from .handle import OffloadHandle
 from .module_tree import find_stacks, written
 from .reporting import PassLog

@@ -26,7 +26,7 @@ from ..device.base import Backend, current_stream
 from ..engine.hooks import unpack
 from ..planner import OperatorCost
 from ..replay import COSTLY, Alarm, Call, Policy, Program, Trace, Tracer, Weight
-from .conduct import DROPPED, Conduct, FollowedModule, group_name
+from .followed import DROPPED, FollowedModule, PassSettings, group_name
 
 __all__ = ["Begun", "OperatorTimes", "Replays"]
 
@@ -167,7 +167,7 @@ class Replays:
     def begin(
         self,
         followed: FollowedModule,
-        conduct: Conduct,
+        settings: PassSettings,
         pack: Callable[[torch.Tensor], Any],
         args: Any,
         kwargs: Any,
@@ -180,7 +180,7 @@ class Replays:
         """
         self.alarm.look()
         group, module = followed.group, followed.module
-        policy = conduct.recompute[group]
+        policy = settings.recompute[group]
         self._refused.pop(group, None)
         obstacle = self._obstacle(followed)
         if obstacle:
@@ -216,7 +216,7 @@ class Replays:
         if capturing and program is None:  # proof while a graph is captured
             self._refused[group] = CAPTURED
             return None
-        timed = None if conduct.take_times is None or capturing else self._backend
+        timed = None if settings.take_times is None or capturing else self._backend
         if program is None and _in_functional_call():  # [guard: functional call]
             self._refused[group] = FUNCTIONAL
             return None

@@ -31,7 +31,7 @@ from torch.nn import Module
 
 from .._folding import fold_names
 from .._warnings import warn
-from .conduct import group_name, split_group_name
+from .followed import group_name, split_group_name
 from .module_tree import (
     CONTAINERS,
     Named,

@@ -8,9 +8,9 @@ from typing import Any
 
 from torch.nn import Module
 
-from ..model.conduct import GROUP, KEPT, ROOT, FollowedModule, Steering
 from ..model.discovery import BLOCK, MODULE, candidates
 from ..model.follow import followers_of, refuse_scripted
+from ..model.followed import GROUP, KEPT, ROOT, FollowedModule, Steering
 from ..model.handle import OffloadHandle
 from ..model.module_tree import find_stacks, written
 from ..model.reporting import PassLog

@@ -21,9 +21,9 @@ from ...replay import Policy, names_of, saving
 from ...report.groups import GroupReport
 from ...schedule.execution_order import GroupKey, GroupPlans
 from ...schedule.plan import Do, Roles
-from ..conduct import DROPPED, Conduct, FollowedModule, Mode, Steering
 from ..discovery import BLOCK, MODULE, Measurement, bypass_warning, choose_groups, coverage_warning
 from ..follow import detach
+from ..followed import DROPPED, FollowedModule, Mode, PassSettings, Steering
 from ..reporting import LatestPass, PassLog, group_names
 from ..select import Chosen
 
@@ -46,9 +46,9 @@ class BySchedule:
         self._groups, self._plans, self._log, self._because = groups, plans, log, because
         self._recompute = recompute or {}
 
-    def forward_begins(self, inputs: tuple[Any, Any], *, alone: bool, busy: bool) -> Conduct:
+    def forward_begins(self, inputs: tuple[Any, Any], *, alone: bool, busy: bool) -> PassSettings:
         """Follow the whole forward."""
-        return Conduct(Mode.WHOLE, self._plans.order, self._plans.roles, self._recompute)
+        return PassSettings(Mode.WHOLE, self._plans.order, self._plans.roles, self._recompute)
 
     def forward_ends(self, output: Any) -> None:
         """Do nothing: times do not matter."""
@@ -141,10 +141,10 @@ class ByPlan(BySchedule):
         self._mode = Mode.WHOLE  # until a forward has shown whether something is saved between the groups
         self._ways: dict[GroupKey, Hashable] = {}  # in which the groups ran: `Layer.recomputed`
 
-    def forward_begins(self, inputs: tuple[Any, Any], *, alone: bool, busy: bool) -> Conduct:
+    def forward_begins(self, inputs: tuple[Any, Any], *, alone: bool, busy: bool) -> PassSettings:
         """Follow the forward, or the groups that are offloaded if that is enough."""
         mode = Mode.WHOLE if alone or busy or self._log.records else self._mode
-        return Conduct(mode, self._plans.order, self._roles, self._recompute)
+        return PassSettings(mode, self._plans.order, self._roles, self._recompute)
 
     def pass_ends(self, done: ModelPass[GroupKey], sequence: Sequence[GroupKey]) -> tuple[Any, Any] | None:
         """Learn the order of the groups."""
@@ -228,17 +228,17 @@ class Finder:
         """Return what is known of whole steps to what steers next."""
         return self._then.facts()
 
-    def forward_begins(self, inputs: tuple[Any, Any], *, alone: bool, busy: bool) -> Conduct:
+    def forward_begins(self, inputs: tuple[Any, Any], *, alone: bool, busy: bool) -> PassSettings:
         """Offload everything; by the schedule where groups are called alone, which shows nothing of the model."""
         roles = self._roles
         self._alone = alone or busy
         if self._alone:
             return self._then.forward_begins(inputs, alone=alone, busy=busy)
         if self._lean:
-            conduct = self._then.forward_begins(inputs, alone=alone, busy=busy)
+            settings = self._then.forward_begins(inputs, alone=alone, busy=busy)
         else:
-            conduct = Conduct(Mode.WHOLE, self._plans.order, self._plans.roles)
-        return conduct if roles is None else replace(conduct, order=(), roles_of=lambda order: roles)
+            settings = PassSettings(Mode.WHOLE, self._plans.order, self._plans.roles)
+        return settings if roles is None else replace(settings, order=(), roles_of=lambda order: roles)
 
     def forward_ends(self, output: Any) -> None:
         """Look at the end of the backward whether blocks were passed over that took part."""

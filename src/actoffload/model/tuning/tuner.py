@@ -27,7 +27,7 @@ from ...replay import Policy
 from ...schedule.execution_order import GroupKey, GroupPlans
 from ...schedule.plan import Roles
 from ...schedule.timeline import size
-from ..conduct import Conduct, FollowedModule, Mode, TakeTimes
+from ..followed import FollowedModule, Mode, PassSettings, TakeTimes
 from ..reporting import PassLog, group_names
 from .findings import Findings, Room
 from .metering import LEAN, Meter, PassTimer, Stage, TimedPass, count_elements
@@ -172,12 +172,12 @@ class Tuner:
 
     # One pass
 
-    def forward_begins(self, inputs: tuple[Any, Any], *, alone: bool, busy: bool) -> Conduct:
+    def forward_begins(self, inputs: tuple[Any, Any], *, alone: bool, busy: bool) -> PassSettings:
         """Return how this pass is followed; plan first if enough was measured."""
         with self._lock:
-            return self._conduct_of(inputs, alone=alone, busy=busy)
+            return self._settings_for_next(inputs, alone=alone, busy=busy)
 
-    def _conduct_of(self, inputs: tuple[Any, Any], *, alone: bool, busy: bool) -> Conduct:
+    def _settings_for_next(self, inputs: tuple[Any, Any], *, alone: bool, busy: bool) -> PassSettings:
         if alone or busy:
             self._alone = not busy
             return self._whole()
@@ -203,7 +203,7 @@ class Tuner:
             self._engine.backend.release_device()
         memory = stage in (Stage.PLAN, Stage.BARE) and self.found.limit is not None
         timed = self._timer.begin(stage, self._number, tensors, memory=memory)
-        return self._conduct_in(stage, None if timed.operators is None else timed.operators.add)
+        return self._settings_in(stage, None if timed.operators is None else timed.operators.add)
 
     def forward_ends(self, output: Any) -> None:
         """Time the pass until the end of its backward."""
@@ -293,7 +293,7 @@ class Tuner:
         self._passed_over = self._passed_over + 1 if (decided if follows else stage) is Stage.FIRST else 0
         return stage
 
-    def _conduct_in(self, stage: Stage, take_times: TakeTimes | None) -> Conduct:
+    def _settings_in(self, stage: Stage, take_times: TakeTimes | None) -> PassSettings:
         """Return how a pass of a stage is followed."""
         if stage is Stage.PLAN:
             return self._planned(self.found)
@@ -314,32 +314,34 @@ class Tuner:
                 found.setdefault(representative_kind(self._groups[group]), group)
         return list(found.values())
 
-    def _leanest(self, policies: Mapping[int, Policy], take_times: TakeTimes | None = None) -> Conduct:
-        return Conduct(Mode.WHOLE, self._plans.order, lambda order: Roles.leanest(len(order)), policies, take_times)
+    def _leanest(self, policies: Mapping[int, Policy], take_times: TakeTimes | None = None) -> PassSettings:
+        return PassSettings(
+            Mode.WHOLE, self._plans.order, lambda order: Roles.leanest(len(order)), policies, take_times
+        )
 
-    def _planned(self, found: Findings) -> Conduct:
+    def _planned(self, found: Findings) -> PassSettings:
         """Return how a forward with a plan is followed."""
         roles = self._roles_of(found)
         recompute = {**self._always, **roles.recompute}
         if not roles.plan.offloaded and not recompute:
             return self._idle()
         mode = Mode.WHOLE if found.adopts or roles.incremental else Mode.SCOPED
-        return Conduct(mode, self._plans.order, roles, recompute)
+        return PassSettings(mode, self._plans.order, roles, recompute)
 
-    def _whole(self) -> Conduct:
+    def _whole(self) -> PassSettings:
         """Follow the whole forward, by the plan if there is one."""
         order = self._plans.order
         if self._chosen is None:
             return self._leanest({**self._policies, **self._always})
         roles = self._roles_of(self._chosen)
-        return Conduct(Mode.WHOLE, order, roles, {**self._always, **roles.recompute})
+        return PassSettings(Mode.WHOLE, order, roles, {**self._always, **roles.recompute})
 
-    def _idle(self) -> Conduct:
+    def _idle(self) -> PassSettings:
         """Offload nothing."""
         if self._always:
-            return Conduct(Mode.SCOPED, self._plans.order, recompute=self._always)
+            return PassSettings(Mode.SCOPED, self._plans.order, recompute=self._always)
         self._engine.counters.passes += 1
-        return Conduct(Mode.IDLE)
+        return PassSettings(Mode.IDLE)
 
     def _roles_of(self, found: Findings) -> RolesOfPlan:
         assert found.plan is not None
@@ -415,7 +417,7 @@ class Tuner:
             return wanted
         return bool(self._ranks.together(lambda lockstep: lockstep.begins_again(self._number, wanted=wanted)))
 
-    def _settled_pass(self, elements: int) -> Conduct:
+    def _settled_pass(self, elements: int) -> PassSettings:
         """Return how a pass is followed once there is a plan."""
         chosen = self._chosen
         assert chosen is not None

@@ -1,4 +1,4 @@
-"""What decides how a model is followed, and what it decides: the modes, and the roles of modules.
+"""The followed modules of a model, and the settings with which a pass follows them.
 
 `[Note: modes]`  Where the whole forward is followed, saved-tensor hooks are installed once, around the call of the
 model, and the calls of its modules only change the group that packs.  Every saved tensor then costs host time, also in
@@ -33,9 +33,9 @@ __all__ = [
     "GROUP",
     "KEPT",
     "ROOT",
-    "Conduct",
     "FollowedModule",
     "Mode",
+    "PassSettings",
     "Steering",
     "TakeTimes",
     "group_name",
@@ -60,8 +60,8 @@ class Mode(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Conduct:
-    """How one forward is followed: the mode, the expected order of the groups, and what a plan for an order means."""
+class PassSettings:
+    """Settings of one pass: the mode, the expected order of the groups, and what a plan for an order means."""
 
     mode: Mode
     order: Sequence[GroupKey] = ()
@@ -74,7 +74,7 @@ class Conduct:
 class Steering(Protocol):
     """Decides how the forwards of a model are followed, and sees what they did."""
 
-    def forward_begins(self, inputs: tuple[Any, Any], *, alone: bool, busy: bool) -> Conduct:
+    def forward_begins(self, inputs: tuple[Any, Any], *, alone: bool, busy: bool) -> PassSettings:
         """Return how the forward that begins now is followed.
 
         Parameters
@@ -142,7 +142,7 @@ def group_name(name: str, part: int = 0) -> str:
 def split_group_name(name: str) -> tuple[str, int]:
     """Return the name of the module of a group, and which part of it the group is.
 
-    >>> from actoffload.model.conduct import group_name, split_group_name
+    >>> from actoffload.model.followed import group_name, split_group_name
     >>> split_group_name(group_name("layers.0", 1)), split_group_name(group_name(""))
     (('layers.0', 1), ('', 0))
     """
