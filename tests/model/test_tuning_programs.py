@@ -14,7 +14,7 @@ from timed_device import BLOCK, LAYERS, PASSES, Timed, TimedModel, done, offload
 from torch import nn
 from whole_model import nothing_installed
 
-NAMES = "tuner.py", "script.py", "metering.py", "timed_pass.py", "group_costs.py"
+NAMES = "tuner.py", "script.py", "metering.py", "group_costs.py"
 TUNING = tuple(str(SOURCES / "model" / "tuning" / name) for name in NAMES)
 
 
