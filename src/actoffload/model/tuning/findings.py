@@ -222,7 +222,7 @@ class Findings:
         assert self.plan is not None
         limit = self._limit_at(tokens, limit)
         measured = tokens == self.tokens and limit == self.limit
-        plan = self.plan if measured else self._scaled_to(tokens).chosen(limit=limit)
+        plan = self.plan if measured else self._scaled_to(tokens).chosen(limit=_rounded(limit))
         return Fit(tokens, self.tokens, plan, limit, host_bytes, in_flight=self.in_flight)
 
     def largest_fit(self, limit: int | None = None, host_bytes: int | None = None) -> Fit:
@@ -240,7 +240,7 @@ class Findings:
             largest = max((saved.nbytes for group in ways for way in group for saved in way.cost.saved), default=0)
             peak = simulate(lean.plan, costs, link).device_peak_bytes + scaled.excess + largest
             plan = replace(lean, peak_bytes=peak, nbytes=tuple(cost.nbytes for cost in costs))
-            return replace(known, tokens=tokens, plan=plan, limit_bytes=self._limit_at(tokens, limit)).fits
+            return replace(known, tokens=tokens, plan=plan, limit_bytes=_rounded(self._limit_at(tokens, limit))).fits
 
         least, most = (self.tokens if known.fits else 0), self.tokens
         while most < LARGEST * self.tokens and fits(most):
@@ -268,16 +268,14 @@ class Findings:
 
     def _limit_at(self, tokens: int, limit: int | None = None) -> int | None:
         """Return the limit for inputs of some size: larger tensors need a larger reserve."""
-        factor = tokens / self.tokens
-        less = 0 if factor == 1.0 else ROUNDING
         if limit is not None:
-            return round((1 - less) * (limit - self.reserve))
+            return limit - self.reserve
         if self.limit is None or self.device_bytes is None:
             return self.limit
-        sizes = self.largest, max(factor, 1.0) * self.largest
+        sizes = self.largest, max(tokens / self.tokens, 1.0) * self.largest
         usual, larger = (usable(self.device_bytes, round(nbytes)) for nbytes in sizes)
         most = inf if self.budget is None else self.budget
-        return round((1 - less) * (self.limit - min(most, usual) + min(most, larger)))
+        return round(self.limit - min(most, usual) + min(most, larger))
 
     def next_choice(self) -> str:
         """Return what a smaller peak would cost, in a sentence; empty if that is not known or there is none.
@@ -340,3 +338,8 @@ class Findings:
         if self.planning:
             line += f", planned in {milliseconds(self.planning)}"
         return f"{line}. {plan.because}" if plan.because else line
+
+
+def _rounded(limit: int | None) -> int | None:
+    """Return a limit with a little room for sizes that are rounded up."""
+    return None if limit is None else round((1 - ROUNDING) * limit)
