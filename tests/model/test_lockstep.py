@@ -290,7 +290,6 @@ def test_steady_passes_post_nothing(program, monkeypatch):
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranks, "LIMIT", 0.4)
-    monkeypatch.setattr(ranks, "LIMIT", 0.4)
 
 
 @pytest.mark.usefixtures("impatient")

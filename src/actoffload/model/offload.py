@@ -150,8 +150,17 @@ def offload(
             because = "" if by_hand else ON_REFERENCE if memory_budget is None else f"{ON_REFERENCE} {NO_BUDGET}"
             steering = BySchedule(groups, plans, log, because, always)
         else:
-            may = {} if always else policies
-            steering = Tuner(engine, groups, plans, log, type(module).__name__, budget, always, may, ranks)
+            steering = Tuner(
+                engine,
+                groups,
+                plans,
+                log,
+                type(module).__name__,
+                budget=budget,
+                recompute=always,
+                policies={} if always else policies,
+                ranks=ranks,
+            )
         if not searching:
             return steering
         lean = isinstance(steering, Tuner)
