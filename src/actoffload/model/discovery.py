@@ -26,7 +26,7 @@ from torch.jit import ScriptModule
 from torch.nn import Module
 
 from .._torch.modules import PARAMETRIZATIONS, is_compiled, registered
-from .module_tree import CONTAINERS, Names, block_type, children, find_stacks, runs, shapes, unwrap
+from .module_tree import CONTAINERS, Names, block_type, children, names_of, runs, shapes, unwrap
 from .select import Chosen
 
 __all__ = [
@@ -57,7 +57,7 @@ _SIZES = ((8, _LEAST), (16, _LEAST), (32, _LEAST), (64, _LEAST), (8, 100), (64, 
 # Before the first forward
 
 
-def candidates(root: Module, named: Iterable[Chosen] = (), kept: Iterable[Module] = ()) -> tuple[Chosen, ...]:
+def candidates(root: Module | Names, named: Iterable[Chosen] = (), kept: Iterable[Module] = ()) -> tuple[Chosen, ...]:
     """Return the modules to follow in the first forward, in registration order.
 
     Parameters
@@ -69,15 +69,16 @@ def candidates(root: Module, named: Iterable[Chosen] = (), kept: Iterable[Module
     kept : iterable of torch.nn.Module
         Modules that are no candidates, nor are those inside of them, unless they are named.
     """
-    blocks = {block for stack in find_stacks(root) for block in stack}
+    names = names_of(root)
+    blocks = {block for stack in names.stacks for block in stack}
     found = dict.fromkeys(kept, "")  # [guard: kept modules]
-    _follow(root, blocks, _repeated(blocks), found, is_compiled(root))
+    _follow(names.root, blocks, _repeated(blocks), found, is_compiled(names.root))
     found |= {
         candidate.module: candidate.kind for candidate in named if found.get(candidate.module) != BLOCK
     }  # [guard: named modules]
     return tuple(
         Chosen(candidate.full, candidate.module, found[candidate.module])
-        for candidate in Names(root).first.values()
+        for candidate in names.first.values()
         if found.get(candidate.module)
     )
 

@@ -20,6 +20,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from fnmatch import fnmatchcase
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from torch.nn import DataParallel, Module, ModuleDict, ModuleList, Sequential
@@ -36,6 +37,7 @@ __all__ = [
     "children",
     "find_stacks",
     "inner_name",
+    "names_of",
     "runs",
     "shapes",
     "starred",
@@ -103,6 +105,7 @@ class Names:
     """All names of all modules of a model, in registration order; a module that is registered twice has two."""
 
     def __init__(self, root: Module) -> None:
+        self.root = root
         self.all = list(_walk(root, "", "", ()))
         self.title = block_type(root).__name__
         self.first: dict[Module, Named] = {}  # the names that named_modules() gives
@@ -110,6 +113,11 @@ class Names:
             self.first.setdefault(named.module, named)
         self._full = {named.full: named for named in self.all}
         self._clean = {named.clean: named for named in reversed(self.all)}  # the first one counts
+
+    @cached_property
+    def stacks(self) -> tuple[tuple[Module, ...], ...]:
+        """The lists of repeated blocks, as `find_stacks` returns them."""
+        return find_stacks(self.root)
 
     def at(self, path: str) -> Named | None:
         """Return the module of this name; of a wrapper and what it wraps the wrapper, which comes first."""
@@ -150,6 +158,11 @@ class Names:
         return starred(".".join([*parents, last])) or block_type(named.module).__name__
 
 
+def names_of(root: Module | Names) -> Names:
+    """Return the names of a model, which is walked through once."""
+    return root if isinstance(root, Names) else Names(root)
+
+
 def _walk(module: Module, full: str, clean: str, above: tuple[Module, ...]) -> Iterator[Named]:
     yield Named(full, clean, module)
     wrapped = inner_name(module)
@@ -167,11 +180,11 @@ def starred(name: str) -> str:
     return ".".join("*" if part.isdecimal() else part for part in name.split("."))
 
 
-def written(root: Module, given: Any) -> list[Any] | None:
+def written(root: Module | Names, given: Any) -> list[Any] | None:
     """Return the entries of ``layers`` or ``keep`` as strings, classes and ``...``; None for None."""
     if given is None:
         return None
-    names = Names(root)
+    names = names_of(root)
     if isinstance(given, CONTAINERS) and given not in names.first:
         given = children(given)
     entries = [given] if isinstance(given, (str, Module, type)) or given is ... else list(given)

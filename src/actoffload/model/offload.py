@@ -26,7 +26,7 @@ from .discovery import BLOCK, MODULE, candidates
 from .follow import followers_of, refuse_scripted
 from .followed import GROUP, KEPT, ROOT, FollowedModule, Steering
 from .handle import OffloadHandle
-from .module_tree import find_stacks, written
+from .module_tree import Names, written
 from .reporting import PassLog
 from .select import check_entries, choose, choose_planned, find_kept, split_default
 from .tuning.ranks import Ranks
@@ -77,23 +77,24 @@ def offload(
         raise ValueError(
             "This model is offloaded already: call remove() of its handle first; OffloadHandle.of(model) returns it."
         )
+    names = Names(module)
     if plan is not None:
         plan = plan if isinstance(plan, GroupPlan) else _loaded(plan)
-        planned, names = choose_planned(module, plan.names)
-        plan, layers = replace(plan, names=names), [found.name for found in planned]
+        planned, called = choose_planned(names, plan.names)
+        plan, layers = replace(plan, names=called), [found.name for found in planned]
     # An iterator is read once.
     layers = list(layers) if isinstance(layers, Iterator) else layers
     keep = list(keep) if isinstance(keep, Iterator) else keep
-    kept = find_kept(module, keep)
+    kept = find_kept(names, keep)
     default, others = split_default(layers)
-    searching = default and not (by_hand and find_stacks(module))
+    searching = default and not (by_hand and names.stacks)
     if searching:
-        chosen = candidates(module, choose(module, others) if others else (), [found for _, found in kept])
+        chosen = candidates(names, choose(names, others) if others else (), [found for _, found in kept])
     elif isinstance(plan, GroupPlan):
         chosen = planned
     else:
-        chosen = choose(module, [..., *others] if default and others else None if default else others)
-    if not chosen and kept and candidates(module):
+        chosen = choose(names, [..., *others] if default and others else None if default else others)
+    if not chosen and kept and candidates(names):
         raise ValueError(
             f"keep names all modules of this {type(module).__name__} that could be offloaded: leave some of them out "
             "of keep."
@@ -129,9 +130,9 @@ def offload(
     always = {} if recompute == "auto" else policies
 
     arguments = {
-        "layers": written(module, layers),
+        "layers": written(names, layers),
         "num_layers": num_layers,
-        "keep": written(module, keep),
+        "keep": written(names, keep),
         **limits,
     }
     how = recompute if isinstance(recompute, bool | str) else "a policy"
