@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from typing import Any, TypeAlias
+from typing import Any
 
 from torch.nn import Module
 
@@ -35,8 +35,6 @@ __all__ = ["OffloadHandle"]
 
 UNRUN = "Run a training step first; under torch.no_grad nothing is saved."
 
-Steer: TypeAlias = Callable[[Sequence[FollowedModule], GroupPlans, PassLog], Steering]
-
 
 class OffloadHandle:
     """Offloading of one model; made by `offload`, and ended with `remove` or by leaving it as a context manager.
@@ -51,7 +49,8 @@ class OffloadHandle:
         modules: Sequence[FollowedModule],
         plans: GroupPlans,
         engine: Engine,
-        steer: Steer = BySchedule,
+        steering: Steering,
+        log: PassLog,
         *,
         arguments: dict[str, Any] | None = None,
         meet: Callable[[], None] | None = None,
@@ -62,8 +61,8 @@ class OffloadHandle:
         self._plans = plans
         self._engine = engine
         self._arguments = arguments  # of `offload`
-        self._log = PassLog()
-        self._tracker = Tracker(self._modules, engine, steer(self._groups, plans, self._log), meet)
+        self._log = log
+        self._tracker = Tracker(self._modules, engine, steering, meet)
         if follow:
             self._followers = Followers(self._tracker, self._modules, dict(vars(self)))
 
@@ -372,5 +371,6 @@ def _removed(
     copied = [FollowedModule(role, name, gone, group, kind) for role, name, group, kind in modules]
     plans = GroupPlans(schedule, [followed.kind for followed in copied if followed.group >= 0])
     plans.learn(expected)
-    engine = Engine(Plan(1), devices.backend(), max_host_bytes, min_bytes=min_bytes)
-    return OffloadHandle(copied, plans, engine, follow=False)
+    engine, log = Engine(Plan(1), devices.backend(), max_host_bytes, min_bytes=min_bytes), PassLog()
+    groups = [followed for followed in copied if followed.group >= 0]
+    return OffloadHandle(copied, plans, engine, BySchedule(groups, plans, log), log, follow=False)

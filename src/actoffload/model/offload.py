@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from os import PathLike
@@ -22,7 +22,7 @@ from ..replay import Given, everything, policy_for
 from ..schedule.execution_order import GroupKey, GroupPlans
 from ..schedule.plan import Plan
 from ..schedule.schedules import GroupSchedule
-from .discovery import BLOCK, MODULE, candidates
+from .discovery import BLOCK, candidates
 from .follow import followers_of, refuse_scripted
 from .followed import GROUP, KEPT, ROOT, FollowedModule, Steering
 from .handle import OffloadHandle
@@ -139,36 +139,32 @@ def offload(
     compared = {**arguments, "recompute": how, "plan": None if plan is None else "a plan"}
     ranks = Ranks(weakref.ref(module), {name: repr(value) for name, value in compared.items()})
 
-    def steer(groups: Sequence[FollowedModule], plans: GroupPlans, log: PassLog) -> Steering:
-        steering: Steering
-        if guessed:
-            log.first = partial(_check_number, plans)
-        elif not searching and plan is None and not always and not plans.plan(plans.order).offloaded:
-            log.first = partial(_check_calls, plans)  # a group that is called several times may be offloaded
-        if isinstance(plan, GroupPlan):
-            steering = ByPlan(groups, plans, log, plan, policies)
-        elif by_hand or not engine.backend.times:
-            because = "" if by_hand else ON_REFERENCE if memory_budget is None else f"{ON_REFERENCE} {NO_BUDGET}"
-            steering = BySchedule(groups, plans, log, because, always)
-        else:
-            steering = Tuner(
-                engine,
-                groups,
-                plans,
-                log,
-                type(module).__name__,
-                budget=budget,
-                recompute=always,
-                policies={} if always else policies,
-                ranks=ranks,
-            )
-        if not searching:
-            return steering
-        lean = isinstance(steering, Tuner)
-        default = frozenset((BLOCK, MODULE))
-        return Finder(groups, plans, log, weakref.ref(module), steering, default=default, lean=lean, guessed=guessed)
-
-    handle = OffloadHandle(modules, plans, engine, steer, arguments=arguments, meet=ranks.meet)
+    log, groups = PassLog(), modules[1 : len(chosen) + 1]
+    if guessed:
+        log.first = partial(_check_number, plans)
+    elif not searching and plan is None and not always and not plans.plan(plans.order).offloaded:
+        log.first = partial(_check_calls, plans)  # a group that is called several times may be offloaded
+    steering: Steering
+    if isinstance(plan, GroupPlan):
+        steering = ByPlan(groups, plans, log, plan, policies)
+    elif by_hand or not engine.backend.times:
+        because = "" if by_hand else ON_REFERENCE if memory_budget is None else f"{ON_REFERENCE} {NO_BUDGET}"
+        steering = BySchedule(groups, plans, log, because, always)
+    else:
+        steering = Tuner(
+            engine,
+            groups,
+            plans,
+            log,
+            type(module).__name__,
+            budget=budget,
+            recompute=always,
+            policies={} if always else policies,
+            ranks=ranks,
+        )
+    if searching:
+        steering = Finder(groups, plans, log, weakref.ref(module), steering, guessed=guessed)
+    handle = OffloadHandle(modules, plans, engine, steering, log, arguments=arguments, meet=ranks.meet)
     problem = unsupported()
     if problem is not None:
         warn(problem)

@@ -193,18 +193,15 @@ class Finder:
         root: weakref.ref[Module],
         then: Steering,
         *,
-        default: frozenset[str],
-        lean: bool = False,
         guessed: bool = False,
     ) -> None:
         self._groups, self._plans, self._log, self._root, self._then = groups, plans, log, root, then
         self._skipped: list[tuple[str, Module]] = []  # blocks without gradients that the forward did not call
         self._alone = False  # the groups are called, and not the model
-        self._default = default  # the kinds of what was found
         # Where blocks are all that there is, their schedule is known.
         self._roles = Roles.offload_all() if any(followed.kind == MODULE for followed in groups) else None
         self._guessed = guessed  # no blocks are known, so all modules may be groups
-        self._lean = lean  # `then` measures this pass, too
+        self._lean = not isinstance(then, BySchedule)  # `then` measures this pass, too
 
     @property
     def settling(self) -> bool:
@@ -305,7 +302,7 @@ class Finder:
         measured.add(None, GroupReport("outside", kept=others).activation_bytes)
         followed = [Chosen(group.name, group.module, group.kind) for group in self._groups if group.ref() is not None]
         modules = measured.modules(followed)
-        named = {group.name for group in self._groups if group.kind not in self._default}
+        named = {group.name for group in self._groups if group.kind not in (BLOCK, MODULE)}
         chosen = {*choose_groups(modules, measured.outside, named)}
         blocks = {group.name for group in self._groups if group.kind == BLOCK}
         if chosen & blocks:  # a block that was skipped, or dropped its path, saves something another time
