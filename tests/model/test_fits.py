@@ -98,6 +98,20 @@ def test_gradients_do_not_grow_with_the_inputs():
     handle.remove()
 
 
+def test_sparse_gradients_are_not_counted():
+    device = Timed(1e6, 1e6, memory=2**40)
+    model = TimedModel(device, 4)
+    for block in model.blocks:
+        block.table = nn.Embedding(4, 4, sparse=True)
+        block.register_forward_hook(lambda block, args, y: y + block.table(torch.zeros(1, dtype=torch.long)).sum())
+    handle = offload(model, device, memory_budget=12 * MIB)
+    for _ in range(8):
+        step(model)
+    assert model.blocks[0].table.weight.grad.is_sparse
+    assert handle.fits().fits
+    handle.remove()
+
+
 def test_host_memory_is_a_limit():
     _, _, handle, _ = trained(link=1e7, memory_budget=20 * MIB, recompute=False, max_host_bytes=64 * MIB)
     fit = handle.fits(memory=60 * MIB)

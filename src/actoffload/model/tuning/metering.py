@@ -180,8 +180,8 @@ class Meter(TimelineRecorder):
     def _gradient_bytes(self) -> int:
         modules = [module for ref in self._modules if (module := ref()) is not None]
         weights = {weight for module in modules for weight in module._parameters.values() if weight is not None}
-        gradients = [weight.grad for weight in weights if weight.grad is not None]
-        return sum(getattr(gradient, "_local_tensor", gradient).nbytes for gradient in gradients)  # that of a DTensor
+        gradients = [getattr(weight.grad, "_local_tensor", weight.grad) for weight in weights]  # of a DTensor its own
+        return sum(each.nbytes for each in gradients if each is not None and each.layout is torch.strided)
 
     def passed(self) -> bool:
         """Return whether the device has passed all borders and copies, so that they may be read."""
