@@ -179,7 +179,9 @@ class Meter(TimelineRecorder):
 
     def _gradient_bytes(self) -> int:
         modules = [module for ref in self._modules if (module := ref()) is not None]
+        # A weight that `functional_call` puts there is no leaf, and asking for its gradient would warn.
         weights = {weight for module in modules for weight in module._parameters.values() if weight is not None}
+        weights = {weight for weight in weights if weight.is_leaf}
         gradients = [getattr(weight.grad, "_local_tensor", weight.grad) for weight in weights]  # of a DTensor its own
         return sum(each.nbytes for each in gradients if each is not None and each.layout is torch.strided)
 
