@@ -209,17 +209,6 @@ def test_a_copy_is_compiled_as_one_graph(copied):
     nothing_installed(model)
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, by_pickle])
-def test_a_copy_is_offloaded_by_a_handle_of_its_own(copied):
-    model = Transformer(5)
-    want = train(copy.deepcopy(model))
-    handle = offload(model)
-    other = copied(copied(model))
-    mine = offload(other)
-    equal(train(other), want)
-    assert mine.statistics().bytes_offloaded > 0 == handle.statistics().bytes_offloaded
-
-
 def test_a_model_of_hugging_face_is_saved_while_it_is_offloaded(tmp_path):
     transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "vocab_size": 8}
