@@ -100,15 +100,6 @@ def test_a_removed_handle_raises():
         handle.recording().__enter__()
 
 
-def test_a_recording_of_nothing_is_told_of_and_forgotten():
-    model = Waves(6)
-    handle = offload(model)
-    with pytest.warns(UserWarning, match="Nothing was recorded"), handle.recording():
-        pass
-    with pytest.raises(RuntimeError, match="No step was recorded"):
-        handle.timeline()
-
-
 def test_two_handles_around_each_other_warn():
     model = Transformer(5)
     offload(model)
