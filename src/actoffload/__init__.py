@@ -14,13 +14,14 @@ from .annotations import is_cpu_offload_enabled, mark_not_offload, start_offload
 from .context import get_cpu_offload_context
 from .device import ReferenceDeviceWarning
 from .engine.engine import HostMemoryWarning
-from .model import OffloadHandle
+from .model import Fit, OffloadHandle
 from .pipeline import PipelineHandle, offload
 from .report import find_synchronizations, gather_reports
 
 __version__ = "0.1.0.dev0"
 
 __all__ = [
+    "Fit",
     "HostMemoryWarning",
     "OffloadHandle",
     "PipelineHandle",

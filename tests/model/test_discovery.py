@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 
 import designs
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from saving import default_groups, share_in
 from structures import Block, Mlp, Parts, blocks
 from torch import nn
+from whole_model import offload
 
 from actoffload.model.discovery import (
     BLOCK,
@@ -21,6 +23,8 @@ from actoffload.model.discovery import (
     Measurement,
     candidates,
     choose_groups,
+    coverage,
+    coverage_warning,
 )
 from actoffload.model.select import choose, find_kept, split_default
 
@@ -326,3 +330,42 @@ def test_groups_cover_what_modules_save(modules, outside):
 def test_the_choice_depends_on_shares_only(modules, factor):
     larger = [replace(of, saved=of.saved * factor) for of in modules]
     assert choose_groups(larger) == choose_groups(modules)
+
+
+def test_coverage():
+    assert coverage(1, 4) == 0.25
+    assert coverage(0, 0) == 1.0
+
+
+def test_where_the_model_saves_most_itself_no_module_is_named():
+    modules = [Measured(f"layers.{k}", 10, block=True) for k in range(4)]
+    groups = choose_groups(modules, 60)
+    warning = coverage_warning("Net", modules, groups, 60)
+    assert "cover 40%" in warning
+    assert "the model's own forward" in warning
+    assert "Move" not in warning  # which would not help where gradients are taken, or weights sampled
+    assert coverage_warning("Net", modules, groups, 40) is None
+
+
+class Direct(Parts):
+    """Runs its layers by a function that is not their forward."""
+
+    def forward(self, x):
+        x = self.used(x)
+        for each in self.layers:
+            x = type(each).forward(each, x)
+        return x
+
+
+def test_blocks_that_run_without_a_call_are_warned_about():
+    width = 8
+    model = Direct(used=nn.Linear(width, width), layers=nn.ModuleList(designs.FeedForward(width) for _ in range(3)))
+    model.idle = nn.ModuleList(designs.Attention(width) for _ in range(3))  # takes no part
+    handle = offload(model, min_bytes=64)
+    with pytest.warns(UserWarning, match=r"Nothing of 'layers\.0' and 2 more .* call `block\(x\)`\.") as caught:
+        model(torch.randn(4, width)).sum().backward()
+    assert not [each for each in caught if "cover" in str(each.message)]  # which would name another cause
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(torch.randn(4, width)).sum().backward()
+    handle.remove()

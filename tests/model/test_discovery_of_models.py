@@ -16,7 +16,7 @@ from test_stacks_of_models import BART, HUGGING_FACE, SMALL, TEXT, library
 from whole_model import offload
 
 from actoffload.model.discovery import ENOUGH
-from actoffload.model.module_names import starred
+from actoffload.model.module_tree import starred
 
 
 def check(model, *args, **kwargs):

@@ -13,7 +13,6 @@ import weakref
 
 import pytest
 import torch
-from helpers import no_gc
 from torch import fx, nn
 from torch.nn.utils import parametrize
 from whole_model import UNIT, Wave, Waves, data, equal, offload, train
@@ -129,15 +128,6 @@ def test_classes_of_followed_modules_are_freed():
     del model, handle, Local
     gc.collect()
     assert [ref() for ref in refs] == [None, None]
-
-
-def test_a_model_is_freed_without_the_garbage_collector():
-    with no_gc():
-        model = Waves(6)
-        refs = [weakref.ref(module) for module in model.modules()]
-        offload(model)
-        del model
-        assert [ref() for ref in refs] == [None] * len(refs)
 
 
 @pytest.mark.parametrize("layers", [None, "convs"])
@@ -256,15 +246,6 @@ def test_a_forward_has_the_signature_of_the_class():
     assert got[2].kwonlyargs == want[2].kwonlyargs
     assert got[2].args[1:] == want[2].args[1:]
     assert model.forward.__doc__ == "Return the output."
-
-
-def test_the_forward_of_a_deleted_module():
-    model = Waves(6)
-    offload(model)
-    forward = model.forward
-    del model
-    with pytest.raises(RuntimeError, match="keep a reference to the module"):
-        forward(data())
 
 
 # Forwards that programs set

@@ -24,10 +24,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import actoffload
-from actoffload.model.tuning import lockstep, ranks
+from actoffload.model.tuning import ranks
 from actoffload.model.tuning.board import Board, LostRankError
-from actoffload.model.tuning.lockstep import WINDOW
-from actoffload.model.tuning.ranks import ranks_of
+from actoffload.model.tuning.ranks import WINDOW, ranks_of
 
 KIB = 2**10
 ALL = ["FIRST", "LEAN", "PLAN", "PLAN"]
@@ -290,7 +289,6 @@ def test_steady_passes_post_nothing(program, monkeypatch):
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lockstep, "LIMIT", 0.4)
     monkeypatch.setattr(ranks, "LIMIT", 0.4)
 
 

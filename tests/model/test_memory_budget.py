@@ -14,7 +14,7 @@ from torch import nn
 
 import actoffload
 from actoffload._arguments import budget_bytes
-from actoffload.model.tuning.timed_pass import Stage
+from actoffload.model.tuning.metering import Stage
 from actoffload.model.tuning.tuner import Tuner
 
 KIB, MIB = 2**10, 2**20

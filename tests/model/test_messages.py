@@ -16,11 +16,10 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actoffload.model.tuning.board import Board, LostRankError
+from actoffload.model.tuning.board import Board, LostRankError, UnreadableError, read, written
 from actoffload.model.tuning.findings import Findings, Room
-from actoffload.model.tuning.lockstep import Decision, Lockstep
-from actoffload.model.tuning.messages import UnreadableError, read, written
-from actoffload.model.tuning.timed_pass import Peak, Stage
+from actoffload.model.tuning.metering import Peak, Stage
+from actoffload.model.tuning.ranks import Decision, Lockstep
 from actoffload.pipeline.exchange import Measured, Settings, Tried
 from actoffload.planner import GroupPlan, OperatorCost, Variant, choose_recomputed
 from actoffload.schedule import DefaultSchedule, LayerCost, Link, Saved

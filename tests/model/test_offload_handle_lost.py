@@ -100,24 +100,6 @@ def test_a_removed_handle_raises():
         handle.recording().__enter__()
 
 
-def test_a_recording_of_nothing_is_told_of_and_forgotten():
-    model = Waves(6)
-    handle = offload(model)
-    with pytest.warns(UserWarning, match="Nothing was recorded"), handle.recording():
-        pass
-    with pytest.raises(RuntimeError, match="No step was recorded"):
-        handle.timeline()
-
-
-def test_groups_each_of_their_own_kind_are_not_offloaded():
-    model = Transformer(3)
-    offload(model, layers=["inp", "head"])
-    with pytest.warns(
-        UserWarning, match=r"None of the groups that were found \(2\).*With layers=\.\.\., choose modules of which"
-    ):
-        model(data())
-
-
 def test_two_handles_around_each_other_warn():
     model = Transformer(5)
     offload(model)

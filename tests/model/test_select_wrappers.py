@@ -11,7 +11,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from actoffload.model.module_names import block_type
+from actoffload.model.module_tree import block_type
 from actoffload.model.select import choose, find_kept
 
 

@@ -19,8 +19,7 @@ from structures import (
 )
 from torch import nn
 
-from actoffload.model.blocks import find_stacks
-from actoffload.model.module_names import starred
+from actoffload.model.module_tree import find_stacks, starred
 from actoffload.model.select import choose
 
 

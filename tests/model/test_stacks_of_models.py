@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 import torch
 
-from actoffload.model.module_names import block_type, starred
+from actoffload.model.module_tree import block_type, starred
 from actoffload.model.select import choose
 
 

@@ -12,7 +12,7 @@ from whole_model import nothing_installed
 
 import actoffload
 from actoffload._torch.autograd import saved_tensor_hooks
-from actoffload.model.tuning.lockstep import WINDOW
+from actoffload.model.tuning.ranks import WINDOW
 from actoffload.planner import GroupPlan
 from actoffload.schedule.plan import Plan
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from timed_device import Timed, TimedModel, offload, seconds, small, stages, step
 
-from actoffload.model.tuning.lockstep import WINDOW
+from actoffload.model.tuning.ranks import WINDOW
 
 MIB = 2**20
 SCRIPT = ["FIRST", "LEAN", "PLAN", "PLAN"]

@@ -17,8 +17,7 @@ from timed_device import BLOCK, LAYERS, PASSES, done, small, step
 from whole_model import nothing_installed
 
 from actoffload.engine.statistics import TimelineRecorder
-from actoffload.model.tuning.metering import Border, Meter
-from actoffload.model.tuning.timed_pass import TimedPass
+from actoffload.model.tuning.metering import Border, Meter, TimedPass
 
 # Threads
 
@@ -77,46 +76,6 @@ def test_a_forward_in_another_thread_during_each_measured_forward():
     step(model)
     assert all(seen)
     assert not handle.settling
-
-
-def test_replicas_in_threads():
-    """As torch.nn.DataParallel makes them, with the entries of the original: nothing is offloaded, with one warning."""
-    _, model, handle = small()
-
-    def replica(module):
-        other = module._replicate_for_data_parallel()
-        other._modules = {name: replica(child) for name, child in module._modules.items()}
-        for name, child in other._modules.items():
-            setattr(other, name, child)
-        for name, parameter in module._parameters.items():  # as replicate does for copies of the weights
-            setattr(other, name, parameter * 1.0)
-        return other
-
-    def replicated(times: int) -> None:
-        for _ in range(times):
-            run_replicas()
-
-    def run_replicas() -> None:
-        outputs: dict[int, torch.Tensor] = {}
-        replicas = [replica(model) for _ in range(2)]
-
-        def run(k: int, replicas=replicas, outputs=outputs) -> None:
-            outputs[k] = replicas[k](torch.zeros(4, requires_grad=True))
-
-        threads = [threading.Thread(target=run, args=(k,)) for k in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        sum(outputs.values()).sum().backward()
-
-    with pytest.warns(UserWarning, match="replicas of torch.nn.DataParallel") as warned:
-        replicated(3)
-    assert len(warned) == 1
-    assert handle.statistics().passes == 0
-    for _ in range(12):
-        step(model)
-    left(handle, model)
 
 
 # Graphs

@@ -24,9 +24,9 @@ from whole_model import UNIT, Block, Transformer, Wave, Waves, data, equal, noth
 
 import actoffload
 from actoffload.device import use
-from actoffload.model.conduct import Conduct, Mode
-from actoffload.model.steering import BySchedule
+from actoffload.model.followed import Mode, PassSettings
 from actoffload.model.tuning import script
+from actoffload.model.tuning.steering import BySchedule
 from actoffload.planner import GroupPlan
 from actoffload.schedule.plan import Action, Do, Event, Plan, When
 
@@ -46,11 +46,11 @@ class AnyMode(BySchedule):
         super().__init__(handle._groups, handle._plans, handle._log)
         self._random, self._modes = random.Random(seed), modes
 
-    def forward_begins(self, inputs: tuple[Any, Any], *, alone: bool, busy: bool) -> Conduct:
+    def forward_begins(self, inputs: tuple[Any, Any], *, alone: bool, busy: bool) -> PassSettings:
         whole = super().forward_begins(inputs, alone=alone, busy=busy)
         mode = Mode.WHOLE if alone or busy else self._random.choice([*Mode, Mode.SCOPED])
         self._modes[mode] += 1
-        return Conduct(mode, whole.order, whole.roles_of)
+        return PassSettings(mode, whole.order, whole.roles_of)
 
 
 def run(program: TreeProgram, device: AdversarialDevice | None, seed: int, modes: Counter[Mode]) -> list[torch.Tensor]:

@@ -75,7 +75,8 @@ TESTS: dict[str, list[str]] = {
         "tests/model/test_offload_exceptions.py::test_an_exception_in_forward",
         "tests/integration/test_compose_compile.py::" + COMPILED,
     ],
-    "model/group_search.py": [
+    "model/discovery.py": ["tests/model/test_discovery.py"],
+    "model/tuning/steering.py": [
         "tests/model/test_offload_handle_lost.py",
         "tests/model/test_follow.py",
         "tests/model/test_tuning_lifetime.py",
@@ -99,9 +100,15 @@ TESTS: dict[str, list[str]] = {
         "tests/model/test_memory_budget.py",
         "tests/model/test_budget_changes.py",
     ],
-    "model/tuning/findings.py": ["tests/model/test_budget_changes.py", "tests/model/test_lockstep.py"],
-    "model/tuning/timed_pass.py": ["tests/model/test_budget_changes.py"],
-    "model/tuning/metering.py": ["tests/model/test_tuning_values.py::test_values_in_each_stage"],
+    "model/tuning/findings.py": [
+        "tests/model/test_budget_changes.py",
+        "tests/model/test_lockstep.py",
+        "tests/model/test_fits.py",
+    ],
+    "model/tuning/metering.py": [
+        "tests/model/test_budget_changes.py",
+        "tests/model/test_tuning_values.py::test_values_in_each_stage",
+    ],
     "model/tuning/group_costs.py": ["tests/model/test_budget_changes.py"],
     "model/tuning/tuner.py": [
         "tests/model/test_tuning_lifetime.py",
@@ -114,8 +121,7 @@ TESTS: dict[str, list[str]] = {
         "tests/model/test_offload_nesting.py",
         "tests/integration/test_compose_checkpoint.py",
     ],
-    "model/blocks.py": ["tests/model/test_stacks.py", "tests/model/test_select.py"],
-    "model/discovery.py": ["tests/model/test_discovery.py"],
+    "model/module_tree.py": ["tests/model/test_stacks.py", "tests/model/test_select.py"],
     "model/select.py": ["tests/model/test_select.py", "tests/model/test_select_wrappers.py"],
     "replay/": REPLAY,
     "replay/policy.py": [f"tests/replay/test_{name}.py" for name in ("kept", "state", "functions", "programs")],

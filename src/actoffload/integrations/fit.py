@@ -26,17 +26,8 @@ CHECKED = "layers", "num_layers", "keep", "plan", *LIMITS  # arguments whose val
 class FitCallback:
     """Base of the callbacks; an instance also derives from the callback class of the framework.
 
-    That class is imported when the first instance is made, so that this package imports without any framework.
-
-    Parameters
-    ----------
-    report_at : int or None
-        Number of the step, counted from the start of the fit, after which the report is logged: with one rank as soon
-        as the plan is final, if that is later; at the end of shorter fits.  None logs nothing.
-    log : callable, optional
-        Called with the text of the report, on rank 0.  By default it is printed, above progress bars.
-    arguments
-        Those of `offload`.
+    That class is imported when the first instance is made, so that this package imports without any framework.  The
+    parameters are described in the callbacks.
     """
 
     bases: ClassVar[tuple[tuple[str, str], ...]]  # module and name of the framework's class, the preferred one first
@@ -52,7 +43,11 @@ class FitCallback:
 
     def __new__(cls, *given: Any, **_: Any) -> Self:
         """Return an instance of a class that derives from the framework's class too."""
-        by_place = [of for of in signature(cls).parameters.values() if of.kind is of.POSITIONAL_OR_KEYWORD]
+        by_place = [
+            parameter
+            for parameter in signature(cls).parameters.values()
+            if parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+        ]
         if len(given) > len(by_place):
             raise TypeError(
                 f"{cls.__name__} got a {type(given[len(by_place)]).__name__} without the name of an argument; expected "

@@ -2,5 +2,6 @@
 
 from .handle import OffloadHandle
 from .offload import check_arguments, offload
+from .tuning.findings import Fit
 
-__all__ = ["OffloadHandle", "check_arguments", "offload"]
+__all__ = ["Fit", "OffloadHandle", "check_arguments", "offload"]

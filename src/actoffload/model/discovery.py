@@ -26,8 +26,7 @@ from torch.jit import ScriptModule
 from torch.nn import Module
 
 from .._torch.modules import PARAMETRIZATIONS, is_compiled, registered
-from .blocks import find_stacks, shapes
-from .module_names import CONTAINERS, Names, block_type, children, runs, unwrap
+from .module_tree import CONTAINERS, Names, block_type, children, names_of, runs, shapes, unwrap
 from .select import Chosen
 
 __all__ = [
@@ -41,6 +40,7 @@ __all__ = [
     "coverage",
     "coverage_warning",
 ]
+
 
 BLOCK, MODULE = "layer", "module"  # kinds of candidates: a repeated block, and any other module
 
@@ -57,7 +57,7 @@ _SIZES = ((8, _LEAST), (16, _LEAST), (32, _LEAST), (64, _LEAST), (8, 100), (64, 
 # Before the first forward
 
 
-def candidates(root: Module, named: Iterable[Chosen] = (), kept: Iterable[Module] = ()) -> tuple[Chosen, ...]:
+def candidates(root: Module | Names, named: Iterable[Chosen] = (), kept: Iterable[Module] = ()) -> tuple[Chosen, ...]:
     """Return the modules to follow in the first forward, in registration order.
 
     Parameters
@@ -69,12 +69,17 @@ def candidates(root: Module, named: Iterable[Chosen] = (), kept: Iterable[Module
     kept : iterable of torch.nn.Module
         Modules that are no candidates, nor are those inside of them, unless they are named.
     """
-    blocks = {block for stack in find_stacks(root) for block in stack}
+    names = names_of(root)
+    blocks = {block for stack in names.stacks for block in stack}
     found = dict.fromkeys(kept, "")  # [guard: kept modules]
-    _follow(root, blocks, _repeated(blocks), found, is_compiled(root))
-    found |= {of.module: of.kind for of in named if found.get(of.module) != BLOCK}  # [guard: named modules]
+    _follow(names.root, blocks, _repeated(blocks), found, is_compiled(names.root))
+    found |= {
+        candidate.module: candidate.kind for candidate in named if found.get(candidate.module) != BLOCK
+    }  # [guard: named modules]
     return tuple(
-        Chosen(of.full, of.module, found[of.module]) for of in Names(root).first.values() if found.get(of.module)
+        Chosen(candidate.full, candidate.module, found[candidate.module])
+        for candidate in names.first.values()
+        if found.get(candidate.module)
     )
 
 
@@ -140,7 +145,7 @@ class Measurement:
 
     def modules(self, followed: Iterable[Chosen]) -> tuple[Measured, ...]:
         """Return the modules that ran, in the order of their first calls."""
-        chosen = {of.name: of for of in followed}
+        chosen = {candidate.name: candidate for candidate in followed}
         return tuple(
             Measured(
                 name,
@@ -185,8 +190,10 @@ def choose_groups(modules: Sequence[Measured], outside: int = 0, named: Collecti
     """
     tree = _Tree(modules)
     everything = tree.inside + outside
-    blocks = [of for of in modules if of.block and not any(each.block for each in tree.parents(of))]
-    in_blocks = sum(tree.total[of.name] for of in blocks)
+    blocks = [
+        measured for measured in modules if measured.block and not any(each.block for each in tree.parents(measured))
+    ]
+    in_blocks = sum(tree.total[measured.name] for measured in blocks)
     starts = [tree.children[None]]
     if in_blocks >= min(ENOUGH * everything, max(tree.inside - 0.05 * everything, ENOUGH * tree.inside)):
         starts.insert(0, blocks)
@@ -197,61 +204,71 @@ def choose_groups(modules: Sequence[Measured], outside: int = 0, named: Collecti
 
     # Of choices that fit equally well, the first.
     chosen = max((tree.divide(start, *sizes) for start in starts for sizes in _SIZES), key=fit)
-    return tuple(of.name for of in modules if of.name in chosen or (of.name in named and tree.total[of.name]))
+    return tuple(
+        measured.name
+        for measured in modules
+        if measured.name in chosen or (measured.name in named and tree.total[measured.name])
+    )
 
 
 class _Tree:
     """The modules of one forward, each inside of its parent."""
 
     def __init__(self, modules: Sequence[Measured]) -> None:
-        self.by_name = {of.name: of for of in modules}
-        self.total = {of.name: of.saved for of in modules}
+        self.by_name = {measured.name: measured for measured in modules}
+        self.total = {measured.name: measured.saved for measured in modules}
         self.children = defaultdict[str | None, list[Measured]](list)
         self.holds_blocks = set[str]()
-        for of in reversed(modules):
-            self.children[of.parent].insert(0, of)
-            if of.parent is not None:
-                self.total[of.parent] += self.total[of.name]
-                if of.block or of.name in self.holds_blocks:
-                    self.holds_blocks.add(of.parent)
-        self.inside = sum(self.total[of.name] for of in self.children[None])
+        for measured in reversed(modules):
+            self.children[measured.parent].insert(0, measured)
+            if measured.parent is not None:
+                self.total[measured.parent] += self.total[measured.name]
+                if measured.block or measured.name in self.holds_blocks:
+                    self.holds_blocks.add(measured.parent)
+        self.inside = sum(self.total[measured.name] for measured in self.children[None])
         self.of_type = defaultdict[object, list[int]](list)
-        for of in modules:
-            self.of_type[of.type].append(self.total[of.name])
+        for measured in modules:
+            self.of_type[measured.type].append(self.total[measured.name])
 
-    def parents(self, of: Measured) -> Iterable[Measured]:
+    def parents(self, measured: Measured) -> Iterable[Measured]:
         """Yield the modules around one, the innermost first."""
-        while of.parent is not None:
-            of = self.by_name[of.parent]
-            yield of
+        while measured.parent is not None:
+            measured = self.by_name[measured.parent]
+            yield measured
 
     def covered(self, names: Collection[str]) -> int:
         """Return the number of bytes that these save, those inside of them included, each counted once."""
         chosen = (self.by_name[name] for name in names)
-        return sum(self.total[of.name] for of in chosen if not any(each.name in names for each in self.parents(of)))
+        return sum(
+            self.total[measured.name]
+            for measured in chosen
+            if not any(each.name in names for each in self.parents(measured))
+        )
 
     def divide(self, start: Iterable[Measured], largest: int, smallest: int) -> set[str]:
         """Return the groups that cover these modules: of at most 1 / `largest` and at least 1 / `smallest` of all."""
-        return set().union(*(self._cover(of, self.inside / largest, self.inside / smallest) for of in start))
+        return set().union(
+            *(self._cover(measured, self.inside / largest, self.inside / smallest) for measured in start)
+        )
 
-    def _cover(self, of: Measured, largest: float, smallest: float) -> set[str]:
-        total, inner = self.total[of.name], self.children[of.name]
+    def _cover(self, measured: Measured, largest: float, smallest: float) -> set[str]:
+        total, inner = self.total[measured.name], self.children[measured.name]
         if not total or total < smallest:  # [guard: modules that save nothing]
             return set()
-        most = _BLOCK * largest if of.block else largest  # [guard: large repeated block]
-        if not inner or (of.name not in self.holds_blocks and (total <= most or self._alike(of))):
-            return {of.name}
+        most = _BLOCK * largest if measured.block else largest  # [guard: large repeated block]
+        if not inner or (measured.name not in self.holds_blocks and (total <= most or self._alike(measured))):
+            return {measured.name}
         found = set[str]().union(*(self._cover(each, largest, smallest) for each in inner))
         share = self.covered(found) / total
         if share >= _NEARLY:
             return found
         # [guard: outer module beside those inside of it]
-        return {of.name, *found} if share > 1 - _NEARLY else {of.name}
+        return {measured.name, *found} if share > 1 - _NEARLY else {measured.name}
 
-    def _alike(self, of: Measured) -> bool:
+    def _alike(self, measured: Measured) -> bool:
         """Return whether a module is one of three or more of a type that save about the same."""
-        total = self.total[of.name]
-        same = sum(0.9 * total <= other <= 1.1 * total for other in self.of_type[of.type])
+        total = self.total[measured.name]
+        same = sum(0.9 * total <= other <= 1.1 * total for other in self.of_type[measured.type])
         return same >= _ALIKE
 
 
@@ -278,7 +295,7 @@ def coverage_warning(title: str, modules: Sequence[Measured], groups: Collection
         Bytes that were saved outside of all modules that were followed.
     """
     tree = _Tree(modules)
-    share = coverage(tree.covered({of.name for of in modules} & set(groups)), tree.inside + outside)
+    share = coverage(tree.covered({measured.name for measured in modules} & set(groups)), tree.inside + outside)
     if share >= 0.5:
         return None
     return (

@@ -41,7 +41,7 @@ from torch.nn import Module
 
 from .._torch.compiling import Compiled, compiler, opaque
 from .._torch.modules import CALLS, class_attribute
-from .conduct import DROPPED, ROOT, FollowedModule
+from .followed import DROPPED, ROOT, FollowedModule
 from .tracker import Tracker
 
 __all__ = ["Followers", "detach", "followers_of", "refuse_scripted"]
@@ -166,8 +166,8 @@ def _note_lost(follower: weakref.ref[_Follower], _: object) -> None:
     """Note that nothing refers to the ``forward`` of a follower any more."""
     found = follower()
     if found is not None and found.ref() is not None:
-        for followers, of in found.pairs:
-            followers.lost.append(of)
+        for followers, followed in found.pairs:
+            followers.lost.append(followed)
 
 
 def _make_forward(module: Module, before: Any) -> Callable[..., Any]:
@@ -197,11 +197,11 @@ def _call(self: Module, follower: _Follower, args: Any, kwargs: Any) -> Any:
     compiles = compiler()
     try:
         try:
-            for followers, of in follower.pairs:
+            for followers, followed in follower.pairs:
                 tracker = followers.tracker
                 followers.warn_of_lost()
                 began.append((tracker, tracker.depth))
-                around = tracker.begin(of, args, kwargs, compiled=compiles is not None) or around
+                around = tracker.begin(followed, args, kwargs, compiled=compiles is not None) or around
             if around is None:
                 result = forward(*args, **kwargs)
             else:
@@ -235,16 +235,16 @@ class Followers:
         self.parts = parts
         self.lost: list[FollowedModule] = []  # modules whose `forward` was replaced
         self.installed = True
-        for of in modules:
-            refuse_scripted(of.module, of.name)
+        for followed in modules:
+            refuse_scripted(followed.module, followed.name)
         try:
-            for of in modules:
-                follower = _follower_of(of.module)
+            for followed in modules:
+                follower = _follower_of(followed.module)
                 if follower is None:
-                    follower = _Follower(of.module)
+                    follower = _Follower(followed.module)
                 if follower.is_lost:
                     follower.install()
-                follower.pairs = (*follower.pairs, (self, of))
+                follower.pairs = (*follower.pairs, (self, followed))
         except BaseException:  # an interrupt
             detach(self.modules)  # [guard: half followed model]
             raise
@@ -252,11 +252,11 @@ class Followers:
     def warn_of_lost(self) -> None:
         """Warn about modules whose ``forward`` was replaced."""
         while self.lost:
-            of = self.lost.pop()
-            if of.role is not DROPPED:
+            followed = self.lost.pop()
+            if followed.role is not DROPPED:
                 self.tracker.warn_once(
-                    f"The forward of the module '{of.name}' was replaced since offload was called, and what took its "
-                    "place does not call it, so the module is not offloaded. Replace it before offload."
+                    f"The forward of the module '{followed.name}' was replaced since offload was called, and what took "
+                    "its place does not call it, so the module is not offloaded. Replace it before offload."
                 )
 
     opaque(warn_of_lost, REASON)
@@ -270,11 +270,11 @@ class Followers:
 
 def detach(modules: Iterable[FollowedModule]) -> None:
     """Follow these modules no longer; no forward of them may be in progress."""
-    for of in modules:
-        module = of.ref()
+    for followed in modules:
+        module = followed.ref()
         follower = None if module is None else _follower_of(module)
         if follower is not None:
-            follower.pairs = tuple(pair for pair in follower.pairs if pair[1] is not of)
+            follower.pairs = tuple(pair for pair in follower.pairs if pair[1] is not followed)
             # [guard: module of another handle -> True]
             if not follower.pairs:  # [guard: attributes of a module after removal]
                 follower.uninstall()
@@ -284,7 +284,7 @@ def followers_of(model: Module) -> Followers | None:
     """Return what follows a model as its root, or None if nothing does."""
     follower = _follower_of(model)
     pairs = () if follower is None else follower.pairs
-    return next((followers for followers, of in pairs if of.role is ROOT and followers.installed), None)
+    return next((followers for followers, followed in pairs if followed.role is ROOT and followers.installed), None)
 
 
 def _follower_of(module: Module) -> _Follower | None:

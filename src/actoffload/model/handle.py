@@ -6,12 +6,12 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from typing import Any, TypeAlias
+from typing import Any
 
 from torch.nn import Module
 
 from .. import device as devices
-from .._arguments import check_bool
+from .._arguments import check_bool, check_whole, number_of_bytes
 from .._warnings import warn
 from ..engine.engine import Engine
 from ..engine.statistics import Statistics, TimelineRecorder
@@ -23,17 +23,16 @@ from ..report.step_timeline import StepTimeline
 from ..schedule.execution_order import GroupKey, GroupPlans
 from ..schedule.plan import Plan
 from ..schedule.schedules import GroupSchedule
-from .conduct import KEPT, FollowedModule, Steering, group_name, split_group_name
 from .follow import Followers, followers_of
+from .followed import KEPT, FollowedModule, Steering, group_name, split_group_name
 from .reporting import PassLog, Recording, build_report, describe, group_names
-from .steering import BySchedule
 from .tracker import Tracker
+from .tuning.findings import Findings, Fit
+from .tuning.steering import BySchedule
 
 __all__ = ["OffloadHandle"]
 
 UNRUN = "Run a training step first; under torch.no_grad nothing is saved."
-
-Steer: TypeAlias = Callable[[Sequence[FollowedModule], GroupPlans, PassLog], Steering]
 
 
 class OffloadHandle:
@@ -49,19 +48,20 @@ class OffloadHandle:
         modules: Sequence[FollowedModule],
         plans: GroupPlans,
         engine: Engine,
-        steer: Steer = BySchedule,
+        steering: Steering,
+        log: PassLog,
         *,
         arguments: dict[str, Any] | None = None,
         meet: Callable[[], None] | None = None,
         follow: bool = True,
     ) -> None:
         self._modules = tuple(modules)
-        self._groups = tuple(of for of in modules if of.group >= 0)
+        self._groups = tuple(followed for followed in modules if followed.group >= 0)
         self._plans = plans
         self._engine = engine
         self._arguments = arguments  # of `offload`
-        self._log = PassLog()
-        self._tracker = Tracker(self._modules, engine, steer(self._groups, plans, self._log), meet)
+        self._log = log
+        self._tracker = Tracker(self._modules, engine, steering, meet)
         if follow:
             self._followers = Followers(self._tracker, self._modules, dict(vars(self)))
 
@@ -86,7 +86,7 @@ class OffloadHandle:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy and pickle as a removed handle: copies of a model are not offloaded."""
-        modules = [(of.role, of.name, of.group, of.kind) for of in self._modules]
+        modules = [(followed.role, followed.name, followed.group, followed.kind) for followed in self._modules]
         engine, plans = self._engine, self._plans
         return _removed, (modules, plans.schedule, plans.order, engine.max_host_bytes, engine.min_bytes)
 
@@ -144,7 +144,7 @@ class OffloadHandle:
         if not refused:
             return plan
         modules = (group_name(split_group_name(name)[0]) for name in plan.names)  # a group in parts is refused as one
-        saves = [None if name in refused else of for name, of in zip(modules, plan.saves, strict=False)]
+        saves = [None if name in refused else own for name, own in zip(modules, plan.saves, strict=False)]
         return replace(plan, saves=tuple(saves), because=f"{plan.because} {replays.refusals()}".strip())
 
     @property
@@ -256,7 +256,47 @@ class OffloadHandle:
         `RuntimeError` if the costs are not known: while `settling` is True, after a choice by hand, and without an
         accelerator.
         """
-        return Frontier(tuple(self._tracker.steering.frontier()), self.plan)
+        return Frontier(self._tracker.steering.costs().frontier(), self.plan)
+
+    def fits(self, *, tokens: int | None = None, memory: int | str | None = None) -> Fit:
+        """Predict the largest inputs that would train, or whether inputs of some size would, and what a pass takes.
+
+        The plan is searched anew from what the first passes measured; no pass runs.  ``print`` gives a sentence.
+
+        Parameters
+        ----------
+        tokens : int, optional
+            Elements of the largest input, such as batch times sequence of `input_ids`.  By default the most that fit.
+        memory : int or str, optional
+            Device memory that forward and backward may take, as in `memory_budget`, such as "24GiB".  By default that
+            of the device, or the budget.
+
+        Raises
+        ------
+        RuntimeError
+            If the costs are not known, as in `frontier`, or the inputs have no tensors; if several forwards run before
+            a backward.
+
+        Notes
+        -----
+        What was allocated before a pass stays the same, and so do gradients.  All other memory, and the times of the
+        device, grow with the elements.  Attention takes more than that for longer sequences, so their passes take
+        longer; for larger batches the times hold.  Attention that saves its scores needs more memory, too.
+        """
+        self._check_installed("predict what fits")
+        check_whole(tokens=tokens, optional=True, least=1)
+        limit = number_of_bytes("memory", memory, optional=True)
+        found: Findings = self._tracker.steering.costs()
+        if found.in_flight > 1:
+            raise RuntimeError("What fits is not known, because several forwards run before a backward.")
+        if not found.tokens:
+            raise RuntimeError("What fits is not known, because the inputs of the model have no tensors.")
+        if found.limit is None and limit is None:
+            raise RuntimeError("What fits is not known, because the device does not tell its memory: pass memory=.")
+        host = self._engine.host_room()
+        if tokens is None:
+            return found.largest_fit(limit, host)
+        return found.fit(tokens, limit, host)
 
     def report(self, *, full: bool = False) -> Report:
         """Return what the latest pass did, group by group, with advice.
@@ -282,7 +322,10 @@ class OffloadHandle:
                 "There is nothing to report yet: no forward of the model with a graph has ended in which activations "
                 f"could be offloaded. {told[0] if told else UNRUN}"
             )
-        kept, times = tuple(of.name for of in self._modules if of.role is KEPT), self._engine.backend.times
+        kept, times = (
+            tuple(followed.name for followed in self._modules if followed.role is KEPT),
+            self._engine.backend.times,
+        )
         plan = self.plan
         because = latest.because or plan.because
         more: dict[str, Any] = {"because": because, "expected": plan.expected}
@@ -323,7 +366,8 @@ def _removed(
     """Return a removed handle with the settings of another one."""
     gone = weakref.ref(Module())
     copied = [FollowedModule(role, name, gone, group, kind) for role, name, group, kind in modules]
-    plans = GroupPlans(schedule, [of.kind for of in copied if of.group >= 0])
+    plans = GroupPlans(schedule, [followed.kind for followed in copied if followed.group >= 0])
     plans.learn(expected)
-    engine = Engine(Plan(1), devices.backend(), max_host_bytes, min_bytes=min_bytes)
-    return OffloadHandle(copied, plans, engine, follow=False)
+    engine, log = Engine(Plan(1), devices.backend(), max_host_bytes, min_bytes=min_bytes), PassLog()
+    groups = [followed for followed in copied if followed.group >= 0]
+    return OffloadHandle(copied, plans, engine, BySchedule(groups, plans, log), log, follow=False)

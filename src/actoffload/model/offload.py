@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from os import PathLike
@@ -22,17 +22,15 @@ from ..replay import Given, everything, policy_for
 from ..schedule.execution_order import GroupKey, GroupPlans
 from ..schedule.plan import Plan
 from ..schedule.schedules import GroupSchedule
-from .blocks import find_stacks
-from .conduct import GROUP, KEPT, ROOT, FollowedModule, Steering
-from .discovery import BLOCK, MODULE, candidates
+from .discovery import BLOCK, candidates
 from .follow import followers_of, refuse_scripted
-from .group_search import Finder
+from .followed import GROUP, KEPT, ROOT, FollowedModule, Steering
 from .handle import OffloadHandle
-from .module_names import written
+from .module_tree import Names, written
 from .reporting import PassLog
 from .select import check_entries, choose, choose_planned, find_kept, split_default
-from .steering import ByPlan, BySchedule
 from .tuning.ranks import Ranks
+from .tuning.steering import ByPlan, BySchedule, Finder
 from .tuning.tuner import Tuner
 
 __all__ = ["offload"]
@@ -79,46 +77,52 @@ def offload(
         raise ValueError(
             "This model is offloaded already: call remove() of its handle first; OffloadHandle.of(model) returns it."
         )
+    names = Names(module)
     if plan is not None:
         plan = plan if isinstance(plan, GroupPlan) else _loaded(plan)
-        planned, names = choose_planned(module, plan.names)
-        plan, layers = replace(plan, names=names), [of.name for of in planned]
+        planned, called = choose_planned(names, plan.names)
+        plan, layers = replace(plan, names=called), [found.name for found in planned]
     # An iterator is read once.
     layers = list(layers) if isinstance(layers, Iterator) else layers
     keep = list(keep) if isinstance(keep, Iterator) else keep
-    kept = find_kept(module, keep)
+    kept = find_kept(names, keep)
     default, others = split_default(layers)
-    searching = default and not (by_hand and find_stacks(module))
+    searching = default and not (by_hand and names.stacks)
     if searching:
-        chosen = candidates(module, choose(module, others) if others else (), [of for _, of in kept])
+        chosen = candidates(names, choose(names, others) if others else (), [found for _, found in kept])
     elif isinstance(plan, GroupPlan):
         chosen = planned
     else:
-        chosen = choose(module, [..., *others] if default and others else None if default else others)
-    if not chosen and kept and candidates(module):
+        chosen = choose(names, [..., *others] if default and others else None if default else others)
+    if not chosen and kept and candidates(names):
         raise ValueError(
             f"keep names all modules of this {type(module).__name__} that could be offloaded: leave some of them out "
             "of keep."
         )
     if not chosen:
         raise ValueError(f"This {type(module).__name__} has no modules inside that could be offloaded.")
-    both = {name for name, _ in kept} & {of.name for of in chosen}
+    both = {name for name, _ in kept} & {found.name for found in chosen}
     if both:
         raise ValueError(f"The module '{min(both)}' is chosen by layers and by keep: take it out of one of them.")
     kinds = [group.kind for group in chosen]
     plans = GroupPlans(GroupSchedule(num_layers, part, max_inflight), kinds)
     # The others are groups only if the first forward shows that they are needed.
-    blocks = [GroupKey(k) for k, of in enumerate(chosen) if of.kind == BLOCK] if searching else []
+    blocks = [GroupKey(k) for k, found in enumerate(chosen) if found.kind == BLOCK] if searching else []
     plans.learn(blocks)
     guessed = searching and not blocks
     if not guessed:
         check_num_layers(num_layers, kinds)
     modules = [
         FollowedModule(ROOT, type(module).__name__, weakref.ref(module)),
-        *(FollowedModule(GROUP, of.name, weakref.ref(of.module), k, of.kind) for k, of in enumerate(chosen)),
-        *(FollowedModule(KEPT, name, weakref.ref(of)) for name, of in kept),
+        *(
+            FollowedModule(GROUP, found.name, weakref.ref(found.module), k, found.kind)
+            for k, found in enumerate(chosen)
+        ),
+        *(FollowedModule(KEPT, name, weakref.ref(found)) for name, found in kept),
     ]
     engine = Engine(Plan(1), devices.backend(), limits["max_host_bytes"], min_bytes=limits["min_bytes"])
+
+    budget = None if memory_budget is None else budget_bytes(memory_budget, engine.backend.total_memory())
 
     # With "auto" the planner chooses the operators that run again, from measured times.
     policy = everything if recompute == "auto" else policy_for(recompute) if recompute is not False else None
@@ -126,42 +130,41 @@ def offload(
     always = {} if recompute == "auto" else policies
 
     arguments = {
-        "layers": written(module, layers),
+        "layers": written(names, layers),
         "num_layers": num_layers,
-        "keep": written(module, keep),
+        "keep": written(names, keep),
         **limits,
     }
     how = recompute if isinstance(recompute, bool | str) else "a policy"
     compared = {**arguments, "recompute": how, "plan": None if plan is None else "a plan"}
     ranks = Ranks(weakref.ref(module), {name: repr(value) for name, value in compared.items()})
 
-    def steer(groups: Sequence[FollowedModule], plans: GroupPlans, log: PassLog) -> Steering:
-        steering: Steering
-        if guessed:
-            log.first = partial(_check_number, plans)
-        elif not searching and plan is None and not always and not plans.plan(plans.order).offloaded:
-            log.first = partial(_check_calls, plans)  # a group that is called several times may be offloaded
-        if isinstance(plan, GroupPlan):
-            steering = ByPlan(groups, plans, log, plan, policies)
-        elif by_hand or not engine.backend.times:
-            because = "" if by_hand else ON_REFERENCE if memory_budget is None else f"{ON_REFERENCE} {NO_BUDGET}"
-            steering = BySchedule(groups, plans, log, because, always)
-        else:
-            budget = None if memory_budget is None else budget_bytes(memory_budget, engine.backend.total_memory())
-            more: dict[str, Any] = {
-                "ranks": ranks,
-                "budget": budget,
-                "recompute": always,
-                "policies": {} if always else policies,
-            }
-            steering = Tuner(engine, groups, plans, log, type(module).__name__, **more)
-        if not searching:
-            return steering
-        lean = isinstance(steering, Tuner)
-        default = frozenset((BLOCK, MODULE))
-        return Finder(groups, plans, log, weakref.ref(module), steering, default=default, lean=lean, guessed=guessed)
-
-    handle = OffloadHandle(modules, plans, engine, steer, arguments=arguments, meet=ranks.meet)
+    log, groups = PassLog(), modules[1 : len(chosen) + 1]
+    if guessed:
+        log.first = partial(_check_number, plans)
+    elif not searching and plan is None and not always and not plans.plan(plans.order).offloaded:
+        log.first = partial(_check_calls, plans)  # a group that is called several times may be offloaded
+    steering: Steering
+    if isinstance(plan, GroupPlan):
+        steering = ByPlan(groups, plans, log, plan, policies)
+    elif by_hand or not engine.backend.times:
+        because = "" if by_hand else ON_REFERENCE if memory_budget is None else f"{ON_REFERENCE} {NO_BUDGET}"
+        steering = BySchedule(groups, plans, log, because, always)
+    else:
+        steering = Tuner(
+            engine,
+            groups,
+            plans,
+            log,
+            type(module).__name__,
+            budget=budget,
+            recompute=always,
+            policies={} if always else policies,
+            ranks=ranks,
+        )
+    if searching:
+        steering = Finder(groups, plans, log, weakref.ref(module), steering, guessed=guessed)
+    handle = OffloadHandle(modules, plans, engine, steering, log, arguments=arguments, meet=ranks.meet)
     problem = unsupported()
     if problem is not None:
         warn(problem)

@@ -8,6 +8,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
+from statistics import median
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -23,11 +24,11 @@ from .._torch.modules import is_compiled, registered
 from .._torch.tensors import address, tree_flatten, tree_unflatten
 from ..device.base import Backend, current_stream
 from ..engine.hooks import unpack
-from ..replay import Alarm, Call, Policy, Program, Trace, Tracer
-from .conduct import DROPPED, Conduct, FollowedModule, group_name
-from .operator_costs import OperatorTimes
+from ..planner import OperatorCost
+from ..replay import COSTLY, Alarm, Call, Policy, Program, Trace, Tracer, Weight
+from .followed import DROPPED, FollowedModule, PassSettings, group_name
 
-__all__ = ["Begun", "Replays"]
+__all__ = ["Begun", "OperatorTimes", "Replays"]
 
 AROUND = "because they are called under saved-tensor hooks of the program, such as those of torch.utils.checkpoint"
 INSIDE = "because other groups or kept modules are inside of them"
@@ -166,7 +167,7 @@ class Replays:
     def begin(
         self,
         followed: FollowedModule,
-        conduct: Conduct,
+        settings: PassSettings,
         pack: Callable[[torch.Tensor], Any],
         args: Any,
         kwargs: Any,
@@ -179,7 +180,7 @@ class Replays:
         """
         self.alarm.look()
         group, module = followed.group, followed.module
-        policy = conduct.recompute[group]
+        policy = settings.recompute[group]
         self._refused.pop(group, None)
         obstacle = self._obstacle(followed)
         if obstacle:
@@ -215,7 +216,7 @@ class Replays:
         if capturing and program is None:  # proof while a graph is captured
             self._refused[group] = CAPTURED
             return None
-        timed = None if conduct.operators is None or capturing else self._backend
+        timed = None if settings.take_times is None or capturing else self._backend
         if program is None and _in_functional_call():  # [guard: functional call]
             self._refused[group] = FUNCTIONAL
             return None
@@ -238,7 +239,7 @@ class Replays:
             found.begin()
         return Begun(call, kind, policy, program is None)
 
-    def finish(self, begun: Begun, output: Any, group: int, operators: OperatorTimes | None) -> None:
+    def finish(self, begun: Begun, output: Any, group: int, take_times: Callable[..., None] | None) -> None:
         """End a call of a group that has returned."""
         call, kind, policy = begun.call, begun.kind, begun.policy
         call.finish(output, policy, self._min_bytes())
@@ -253,8 +254,8 @@ class Replays:
         self.proven_bytes += call.proven_bytes
         if program.trace.steady and kind.different < DIFFERENT:
             kind.trace, kind.programs[policy], kind.banned = program.trace, program, frozenset(program.banned)
-        if operators is not None and call.times is not None:
-            operators.add(group, *call.times)
+        if take_times is not None and call.times is not None:
+            take_times(group, *call.times)
 
     def _obstacle(self, followed: FollowedModule) -> str:
         """Return why a call of a group that begins now cannot be replayed; empty if it can."""
@@ -336,3 +337,73 @@ def _sharing(tensors: Sequence[torch.Tensor]) -> tuple[tuple[int, int], ...]:
         before, start = first.setdefault(address(tensor.untyped_storage()), (number, offset))
         found.append((before, offset - start))
     return tuple(found)
+
+
+class OperatorTimes:
+    """The operators of groups, as they were timed when their programs were proven."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._known: dict[int, tuple[Program, Mapping[int, tuple[Any, Any]]]] = {}
+
+    @property
+    def groups(self) -> frozenset[int]:
+        """The groups whose operators were timed."""
+        return frozenset(self._known)
+
+    def add(self, group: int, program: Program, times: Mapping[int, tuple[Any, Any]]) -> None:
+        """Take the events around the operators of a program."""
+        self._known.setdefault(group, (program, times))
+
+    def costs(self) -> dict[int, list[OperatorCost]]:
+        """Return the operators of each group in the order in which they run.
+
+        Groups with the same operators and sizes take the same time: the median.
+        """
+        elapsed = self._backend.elapsed
+        found: dict[int, list[OperatorCost]] = {}
+        alike: dict[Hashable, list[int]] = {}
+        for group, (program, times) in self._known.items():
+            values = program.trace.values
+            key = tuple(
+                (step.node.name, *(values[value].nbytes for _, value in step.made)) for step in program.steps.values()
+            )
+            alike.setdefault((key, *times), []).append(group)
+        for groups in alike.values():
+            program, _ = self._known[groups[0]]
+            place = {number: k for k, number in enumerate(program.steps)}
+            saved = {entry.value for entry in program.trace.entries}
+            costs = []
+            for number, step in program.steps.items():
+                seconds = median(elapsed(*self._known[group][1][number]) for group in groups)
+                sizes = tuple(
+                    program.trace.values[value].nbytes
+                    for _, value in step.made
+                    if value in saved and program.trace.values[value].nbytes >= program.min_bytes
+                )
+                makers = {program.trace.values[value].maker for value in step.reads if value not in program.sources}
+                unsaved = {
+                    program.trace.values[value].maker
+                    for value in step.reads
+                    if value not in program.sources and value not in saved
+                }
+                kept = 0
+                if step.reads and all(isinstance(program.sources.get(value), Weight) for value in step.reads):
+                    kept, sizes = sum(sizes), ()
+                returned = [value for _, value in step.made if value in program.trace.returned]
+                costs.append(
+                    OperatorCost(
+                        step.node.name,
+                        max(seconds, 0.0),
+                        sizes,
+                        costly=step.node.operator in COSTLY,
+                        reads=tuple(sorted(place[maker] for maker in makers if maker in place)),
+                        needed=any(value in program.dropped for _, value in step.made),
+                        returned=sum(program.trace.values[value].nbytes for value in returned),
+                        unsaved=tuple(sorted(place[maker] for maker in unsaved if maker in place)),
+                        segment=step.node.segment,
+                        kept=kept,
+                    )
+                )
+            found.update(dict.fromkeys(groups, costs))
+        return found

@@ -22,8 +22,8 @@ from ..report.step_timeline import StepTimeline
 from ..schedule.execution_order import GroupKey, GroupPlans
 from ..schedule.plan import OUTSIDE
 from ..schedule.schedules import GroupSchedule
-from .conduct import DROPPED, KEPT, FollowedModule, group_name
-from .module_names import Names, starred
+from .followed import DROPPED, KEPT, FollowedModule, group_name
+from .module_tree import Names, starred
 
 __all__ = ["PassLog", "Recording", "build_report", "describe", "group_names"]
 

@@ -31,15 +31,17 @@ from torch.nn import Module
 
 from .._folding import fold_names
 from .._warnings import warn
-from .blocks import find_stacks, shapes
-from .conduct import group_name, split_group_name
-from .module_names import (
+from .followed import group_name, split_group_name
+from .module_tree import (
     CONTAINERS,
     Named,
     Names,
     block_type,
     children,
+    find_stacks,
+    names_of,
     runs,
+    shapes,
     starred,
     unwrap,
 )
@@ -74,7 +76,7 @@ def split_default(layers: Any) -> tuple[bool, Any]:
 
 
 def choose(
-    root: Module, layers: str | Module | type[Module] | Iterable[Any] | None, *, alone: bool = False
+    root: Module | Names, layers: str | Module | type[Module] | Iterable[Any] | None, *, alone: bool = False
 ) -> tuple[Chosen, ...]:
     """Return the modules that `layers` means, in registration order, each once; at least one.
 
@@ -83,11 +85,12 @@ def choose(
     of the module's class after it if modules of several classes would be of one kind.  The first entry that means a
     module decides.
     """
-    names = Names(root)
+    names = names_of(root)
     default, entries = split_default(layers)
     meant: dict[Module, str] = {}
     if default:
-        meant = {block: "layer" for stack in find_stacks(root, alone=alone) for block in stack}
+        stacks = find_stacks(names.root, alone=True) if alone else names.stacks
+        meant = {block: "layer" for stack in stacks for block in stack}
         if not meant and not entries:
             raise ValueError(_nothing_repeats(names))
     blocks = set(meant)
@@ -99,13 +102,13 @@ def choose(
     return _in_order(names, _by_class(meant, blocks))
 
 
-def choose_planned(root: Module, groups: Sequence[str]) -> tuple[tuple[Chosen, ...], tuple[str, ...]]:
+def choose_planned(root: Module | Names, groups: Sequence[str]) -> tuple[tuple[Chosen, ...], tuple[str, ...]]:
     """Return the modules of the groups that a plan names, as `choose` does, and what these groups are called in `root`.
 
     A plan of a model is one of the same model in wrappers too, and the other way round.  Warns if repeated blocks are
     not in the plan, although blocks with the same parameters are.
     """
-    names, meant, called = Names(root), dict[Module, str](), list[str]()
+    names, meant, called = names_of(root), dict[Module, str](), list[str]()
     for group in groups:
         module, part = split_group_name(group)
         named = names.of_group(module)
@@ -117,7 +120,7 @@ def choose_planned(root: Module, groups: Sequence[str]) -> tuple[tuple[Chosen, .
         first = names.first[named.module]
         meant.setdefault(named.module, names.kind(first))
         called.append(group_name(first.full, part))
-    missing = _unplanned(root, set(meant))
+    missing = _unplanned(names, set(meant))
     if missing:
         blocks = fold_names([names.first[block].clean for block in missing], most=6)
         warn(
@@ -127,10 +130,10 @@ def choose_planned(root: Module, groups: Sequence[str]) -> tuple[tuple[Chosen, .
     return _in_order(names, _by_class(meant)), tuple(called)
 
 
-def _unplanned(root: Module, planned: Set[Module]) -> list[Module]:
+def _unplanned(names: Names, planned: Set[Module]) -> list[Module]:
     """Return the repeated blocks that are in no group of a plan, although blocks with the same parameters are."""
     missing = []
-    for stack in find_stacks(root):
+    for stack in names.stacks:
         alike = {(block_type(block), shapes(block)) for block in stack if block in planned}
         missing += [
             block
@@ -150,9 +153,11 @@ def _by_class(kinds: Mapping[Module, str], blocks: Set[Module] = frozenset()) ->
     return {m: f"{kind} ({block_type(m).__name__})" if kind in several else kind for m, kind in kinds.items()}
 
 
-def find_kept(root: Module, keep: str | Module | type[Module] | Iterable[Any]) -> tuple[tuple[str, Module], ...]:
+def find_kept(
+    root: Module | Names, keep: str | Module | type[Module] | Iterable[Any]
+) -> tuple[tuple[str, Module], ...]:
     """Return the modules that `keep` means, with names, in registration order; a ``Sequential`` is itself here."""
-    names = Names(root)
+    names = names_of(root)
     found = dict(meant for entry, _ in _entries(names, keep, "keep") for meant in _meaning(names, entry, False, "keep"))
     return tuple(each[:2] for each in _in_order(names, found))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakSet
 
@@ -15,28 +16,55 @@ from .._torch.lookup import unsupported
 from .._warnings import warn
 from ..engine.eligibility import GroupTensors, ModelTensors, running
 from ..engine.engine import Engine
-from ..engine.hooks import Packer, unpack
-from ..engine.layer import tensors_in
+from ..engine.hooks import Pack, Packer, unpack
+from ..engine.layer import Layer, tensors_in
 from ..engine.passes import ModelPass
 from ..replay import remove_tracers
 from ..schedule.execution_order import ExecutionOrder, GroupKey
-from .conduct import (
+from .followed import (
     DELETED,
     DROPPED,
     GROUP,
     KEPT,
     ROOT,
-    Conduct,
     FollowedModule,
     Mode,
+    PassSettings,
     Steering,
     lost_modules,
     obstacle_to_hooks,
 )
 from .replays import Begun, Replays
-from .thread_state import Call, ThreadState
 
-__all__ = ["Tracker"]
+__all__ = ["Call", "ThreadState", "Tracker"]
+
+
+@dataclass(eq=False, slots=True)
+class Call:
+    """A call of a followed module that has not returned yet."""
+
+    followed: FollowedModule
+    part: int = 0
+    layer: Layer | None = None
+    replay: Begun | None = None
+
+
+class ThreadState(threading.local):
+    """The pass and the calls of one thread."""
+
+    def __init__(self) -> None:
+        self.current: ModelPass[GroupKey] | None = None
+        self.owned: ModelTensors | None = None
+        self.calls: list[Call] = []
+        self.hooks: SavedTensorHooks | None = None  # of the forward, installed or not
+        self.scoped = False  # they are installed in groups that are offloaded
+        self.settings = PassSettings(Mode.IDLE)
+        self.idle = False  # a forward runs that is not followed
+        self.backends = 0  # length of `running.backends` outside of the outermost call
+        # A gradient taken inside a forward saves tensors in autograd's threads, which share this object.
+        self.packer = Packer()
+        self.between: Pack | None = None  # packs what no group saves
+
 
 RECOMPUTED = (
     "Nothing is offloaded in a forward that is recomputed in backward, as by torch.utils.checkpoint around the whole "
@@ -85,38 +113,45 @@ class Tracker:
 
     # Begin
 
-    def begin(self, of: FollowedModule, args: Any, kwargs: Any, *, compiled: bool = False) -> Callable[..., Any] | None:
+    def begin(
+        self, followed: FollowedModule, args: Any, kwargs: Any, *, compiled: bool = False
+    ) -> Callable[..., Any] | None:
         """Begin the forward of a module; return what calls it if the call is to be recomputed in backward."""
-        of.compiled = compiled
-        self._begin(of, args, kwargs)
+        followed.compiled = compiled
+        self._begin(followed, args, kwargs)
         calls = self._thread.calls
-        return self._replay(calls[-1], args, kwargs, compiled) if calls and calls[-1].of is of else None
+        return self._replay(calls[-1], args, kwargs, compiled) if calls and calls[-1].followed is followed else None
 
     def _replay(self, call: Call, args: Any, kwargs: Any, compiled: bool) -> Callable[..., Any] | None:
         """Begin to replay the call of a group; return what calls it if it is run again as a whole."""
         thread, layer = self._thread, call.layer
-        if layer is None or call.part or call.of.group not in thread.conduct.recompute or not torch.is_grad_enabled():
+        if (
+            layer is None
+            or call.part
+            or call.followed.group not in thread.settings.recompute
+            or not torch.is_grad_enabled()
+        ):
             return None
         assert thread.current is not None
         packer = Packer()
         packer.take_for(thread.current, layer)
-        begun = self.replays.begin(call.of, thread.conduct, packer.pack, args, kwargs, compiled=compiled)
+        begun = self.replays.begin(call.followed, thread.settings, packer.pack, args, kwargs, compiled=compiled)
         if begun is None:
             return None
-        layer.recomputed = thread.conduct.recompute[call.of.group]
+        layer.recomputed = thread.settings.recompute[call.followed.group]
         if not isinstance(begun, Begun):
             return begun
         call.replay = begun
         thread.packer.take_aside(begun.call.pack)
         return None
 
-    def _begin(self, of: FollowedModule, args: Any, kwargs: Any) -> None:
+    def _begin(self, followed: FollowedModule, args: Any, kwargs: Any) -> None:
         thread = self._thread
-        if thread.idle or of.role is DROPPED:
+        if thread.idle or followed.role is DROPPED:
             return
         if backward_id() != NO_BACKWARD:  # [guard: recomputation in backward]
             # Checkpointing with saved-tensor hooks was warned about in the forward.
-            if of.role is ROOT and not self.paused and torch.is_grad_enabled() and saved_tensor_hooks() is None:
+            if followed.role is ROOT and not self.paused and torch.is_grad_enabled() and saved_tensor_hooks() is None:
                 self.warn_once(RECOMPUTED if in_checkpoint() else IN_BACKWARD)
             return
         if thread.hooks is None:
@@ -129,15 +164,15 @@ class Tracker:
             if self._meet is not None:
                 meet, self._meet = self._meet, None
                 meet()
-            alone = of.role is not ROOT
+            alone = followed.role is not ROOT
             current = thread.current
             # [guard: pass of a loop over the groups -> False]
             if alone and current is not None and not current.open:
                 thread.current = None
                 self._learn(current)  # [guard: learned order of a loop] its forward ends with no call of the root
-            conduct = self.steering.forward_begins((args, kwargs), alone=alone, busy=bool(self._running))
-            if conduct.mode is Mode.IDLE:
-                thread.calls.append(Call(of))
+            settings = self.steering.forward_begins((args, kwargs), alone=alone, busy=bool(self._running))
+            if settings.mode is Mode.IDLE:
+                thread.calls.append(Call(followed))
                 thread.idle = True
                 self._running.add(threading.get_ident())  # thread in a forward that is not followed
                 return
@@ -148,12 +183,12 @@ class Tracker:
             if not alone and (lost := lost_modules(self._modules)):
                 self.warn_once(lost)
             self.replays.forward_begins()
-            self._begin_forward(conduct, alone=alone)
-            if of.role is ROOT and thread.current is not None:
+            self._begin_forward(settings, alone=alone)
+            if followed.role is ROOT and thread.current is not None:
                 thread.current.take_inputs(tensors_in((args, kwargs)))
-        call = Call(of)
+        call = Call(followed)
         thread.calls.append(call)
-        if of.role is GROUP:
+        if followed.role is GROUP:
             self._suspend_outer()  # [guard: outer group while an inner one runs]
             self._start_group(call, tensors_in((args, kwargs)))
         self._resume()
@@ -164,21 +199,21 @@ class Tracker:
             self.warned.append(message)
             warn(f"{message} This is reported once.")
 
-    def _begin_forward(self, conduct: Conduct, *, alone: bool) -> None:
+    def _begin_forward(self, settings: PassSettings, *, alone: bool) -> None:
         thread = self._thread
         current = thread.current
         if not alone or current is None:
             thread.owned = ModelTensors(self._modules[0].module, thread.owned)
-            order = ExecutionOrder(conduct.order)
-            owned, scoped = GroupTensors(None, thread.owned), conduct.mode is Mode.SCOPED
-            current = ModelPass(self._engine, order, conduct.roles_of, owned, partly=scoped)
-            if conduct.begun is not None:
-                conduct.begun(current)
+            order = ExecutionOrder(settings.order)
+            owned, scoped = GroupTensors(None, thread.owned), settings.mode is Mode.SCOPED
+            current = ModelPass(self._engine, order, settings.roles_of, owned, partly=scoped)
+            if settings.begun is not None:
+                settings.begun(current)
             thread.current = current
         thread.packer = Packer()
         thread.between = current.packer_outside()
         thread.backends = len(running.backends)
-        thread.scoped, thread.conduct = conduct.mode is Mode.SCOPED, conduct
+        thread.scoped, thread.settings = settings.mode is Mode.SCOPED, settings
         thread.hooks = SavedTensorHooks(thread.packer.pack, unpack)
         if not thread.scoped:
             thread.hooks.install()  # [guard: saved-tensor hooks]
@@ -186,16 +221,16 @@ class Tracker:
         self._running.add(threading.get_ident())
 
     def _start_group(self, call: Call, inputs: Iterable[torch.Tensor]) -> None:
-        thread, of = self._thread, call.of
+        thread, followed = self._thread, call.followed
         assert thread.current is not None
         assert thread.owned is not None
-        key = GroupKey(of.group, call.part)
-        call.layer = thread.current.group_start(key, inputs, GroupTensors(of.module, thread.owned))
+        key = GroupKey(followed.group, call.part)
+        call.layer = thread.current.group_start(key, inputs, GroupTensors(followed.module, thread.owned))
 
     def _suspend_outer(self) -> None:
         """End the current part of an outer group, because an inner group begins."""
         for call in reversed(self._thread.calls[:-1]):
-            if call.of.role is GROUP:
+            if call.followed.role is GROUP:
                 if call.layer is not None:
                     self._end_group(call, ())
                     call.part += 1
@@ -206,14 +241,14 @@ class Tracker:
         thread = self._thread
         current, call = thread.current, thread.calls[-1]
         assert current is not None
-        if call.of.role is GROUP and call.layer is None:  # it continues after an inner group
+        if call.followed.role is GROUP and call.layer is None:  # it continues after an inner group
             self._start_group(call, ())
         if thread.scoped and not self._install_here(current, call):
             return
-        if call.of.role is ROOT:
+        if call.followed.role is ROOT:
             assert thread.between is not None
             thread.packer.take_aside(thread.between)
-        elif call.of.role is KEPT:
+        elif call.followed.role is KEPT:
             thread.packer.take_aside(current.packer_outside(withheld=True))
         else:
             assert call.layer is not None
@@ -232,7 +267,7 @@ class Tracker:
             return False
         if call.layer is None or saved_tensor_hooks() is not None:
             return False
-        if call.layer.index in current.roles.stay and call.of.group not in thread.conduct.recompute:
+        if call.layer.index in current.roles.stay and call.followed.group not in thread.settings.recompute:
             return False
         hooks.install()
         return True
@@ -245,12 +280,12 @@ class Tracker:
         if len(thread.calls) <= depth:  # [guard: end of a call that was not begun]
             return
         call = thread.calls[-1]
-        if call.of.role is ROOT:
+        if call.followed.role is ROOT:
             self.steering.forward_ends(output)
         if thread.idle:
             return
         if call.replay is not None:
-            self.replays.finish(call.replay, output, call.of.group, thread.conduct.operators)
+            self.replays.finish(call.replay, output, call.followed.group, thread.settings.take_times)
             if call.layer is not None and call.replay.call.agrees:
                 call.layer.remade_bytes = call.replay.call.program.dropped_bytes
             call.replay = None
@@ -260,7 +295,7 @@ class Tracker:
         if thread.calls:
             self._resume()
         else:
-            self._end_forward(finished=call.of.role is ROOT)
+            self._end_forward(finished=call.followed.role is ROOT)
 
     def unwind(self, depth: int) -> None:
         """End without an output what began since `depth` and has not ended; note that a thread is in no forward.

@@ -30,8 +30,7 @@ from uuid import uuid4
 import torch.distributed as dist
 
 from .._torch.modules import default_store
-from ..model.tuning.board import Board, LostRankError
-from ..model.tuning.messages import register
+from ..model.tuning.board import Board, LostRankError, register
 from ..planner import OperatorCost, Variant
 from ..schedule.costs import LayerCost, Link, Saved
 from ..schedule.pipeline import Computation, SplitCost, StageCost, Step

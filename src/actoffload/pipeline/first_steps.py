@@ -24,7 +24,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..device.base import Backend, usable
-from ..model.operator_costs import OperatorTimes
+from ..model.replays import OperatorTimes
 from ..model.tuning.group_costs import measured_link
 from ..planner import OperatorCost, Variant, variants
 from ..planner.variants import within

@@ -8,16 +8,15 @@ from typing import Any
 
 from torch.nn import Module
 
-from ..model.blocks import find_stacks
-from ..model.conduct import GROUP, KEPT, ROOT, FollowedModule, Steering
-from ..model.discovery import BLOCK, MODULE, candidates
+from ..model.discovery import BLOCK, candidates
 from ..model.follow import followers_of, refuse_scripted
-from ..model.group_search import Finder
+from ..model.followed import GROUP, KEPT, ROOT, FollowedModule, Steering
 from ..model.handle import OffloadHandle
-from ..model.module_names import written
+from ..model.module_tree import find_stacks, written
 from ..model.reporting import PassLog
 from ..model.select import Chosen, choose, find_kept, split_default
 from ..model.tuning.ranks import ranks_of
+from ..model.tuning.steering import Finder
 from ..replay import Policy
 from ..schedule.execution_order import GroupKey, GroupPlans
 from ..schedule.schedules import GroupSchedule
@@ -65,7 +64,6 @@ class RankStage:
     ) -> None:
         module: Module = stage.submod
         self.index = int(stage.stage_index)
-        self.steering: StageSteering
         title = f"the module of stage {self.index}"
         refuse_scripted(module, f"stage {self.index}")
         if followers_of(module) is not None:
@@ -86,15 +84,13 @@ class RankStage:
         ]
         policies = {} if policy is None else dict.fromkeys(range(len(chosen)), policy)
 
-        def steer(groups: Sequence[FollowedModule], plans: GroupPlans, log: PassLog) -> Steering:
-            self.steering = StageSteering(self.index, conductor, groups, plans, log, policies)
-            if not searching:
-                return self.steering
-            default, root = frozenset((BLOCK, MODULE)), weakref.ref(module)
-            return Finder(groups, plans, log, root, self.steering, default=default, lean=True)
-
+        log, groups = PassLog(), modules[1 : len(chosen) + 1]
+        self.steering = StageSteering(self.index, conductor, groups, plans, log, policies)
+        steering: Steering = self.steering
+        if searching:
+            steering = Finder(groups, plans, log, weakref.ref(module), steering)
         shown = {**arguments, "layers": written(module, layers), "keep": written(module, keep)}
-        self.handle = OffloadHandle(modules, plans, conductor.engine, steer, arguments=shown)
+        self.handle = OffloadHandle(modules, plans, conductor.engine, steering, log, arguments=shown)
 
 
 def entries_of(stages: Iterable[RankStage]) -> dict[str, str]:

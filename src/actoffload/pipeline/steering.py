@@ -8,8 +8,8 @@ from typing import Any
 
 from ..engine.passes import ModelPass
 from ..engine.statistics import Reason
-from ..model.conduct import Conduct, FollowedModule, Mode
-from ..model.operator_costs import OperatorTimes
+from ..model.followed import FollowedModule, Mode, PassSettings
+from ..model.replays import OperatorTimes
 from ..model.reporting import PassLog, group_names
 from ..model.tuning.metering import counts_in
 from ..planner import GroupPlan
@@ -119,7 +119,7 @@ class StageSteering:
         """Names of the groups, in the order of the latest forward."""
         return group_names(self.groups, self._plans.order)
 
-    def forward_begins(self, inputs: tuple[Any, Any], *, alone: bool, busy: bool) -> Conduct:
+    def forward_begins(self, inputs: tuple[Any, Any], *, alone: bool, busy: bool) -> PassSettings:
         """Return how the forward of a microbatch is followed.
 
         Of other forwards only the metadata inference is followed.  It calls the module; a loss may call a part of it.
@@ -127,11 +127,11 @@ class StageSteering:
         conductor = self._conductor
         microbatch, order = conductor.forward_of(self._stage), self._plans.order
         if microbatch is None and (alone or not conductor.training):
-            return Conduct(Mode.IDLE)
+            return PassSettings(Mode.IDLE)
         if microbatch is None:  # the metadata inference of the schedule
-            return Conduct(Mode.WHOLE, order, lambda order: Roles.leanest(len(order)), self._policies)
+            return PassSettings(Mode.WHOLE, order, lambda order: Roles.leanest(len(order)), self._policies)
         if self.unfollowed:
-            return Conduct(Mode.SCOPED, order, recompute=self._always) if self._always else Conduct(Mode.IDLE)
+            return PassSettings(Mode.SCOPED, order, recompute=self._always) if self._always else PassSettings(Mode.IDLE)
         roles_of = _lean
         if self.bare:
             roles_of = partial(self._offloading, frozenset())
@@ -148,7 +148,8 @@ class StageSteering:
             mode = Mode.IDLE if idle and every else Mode.SCOPED
         policies = self._always if self.bare else self._policies
         begun = partial(conductor.pass_begins, microbatch)
-        return Conduct(mode, order, roles_of, policies, self.operators, begun)
+        take_times = None if self.operators is None else self.operators.add
+        return PassSettings(mode, order, roles_of, policies, take_times, begun)
 
     @staticmethod
     def _offloading(offloaded: frozenset[int], order: tuple[GroupKey, ...]) -> Roles:
@@ -209,7 +210,7 @@ class StageSteering:
         plan = self._conductor.plan
         return {"because": "" if plan is None else plan.because}
 
-    def frontier(self) -> Sequence[GroupPlan]:
+    def costs(self) -> Any:
         """Refuse: the plan is one for all stages."""
         raise RuntimeError(
             "A stage of a pipeline has no plans of its own: the plan of the rank is the plan of PipelineHandle."

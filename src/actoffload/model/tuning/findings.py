@@ -6,16 +6,94 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
+from math import inf
 from typing import Any, NamedTuple
 
+from ...device.base import usable
 from ...planner import GroupPlan
+from ...schedule.simulate import simulate
 from ...schedule.timeline import milliseconds, size
-from .timed_pass import Peak, Stage
+from .group_costs import scaled_cost
+from .metering import Peak, Stage
 
-__all__ = ["Findings", "Room"]
+__all__ = ["Findings", "Fit", "Room"]
 
 MORE = 0.005  # part of the limit: less additional memory before a pass changes nothing
+LARGEST = 2**20  # times the measured inputs that are looked at
+ROUNDING = 0.01  # part of the limit that is left free with inputs of another size
 SMALLER = 0.9  # of a peak: the next choice that a report names
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What a training pass with inputs of some size would take, as the planner predicts it; ``print`` tells it.
+
+    Parameters
+    ----------
+    tokens : int
+        Elements of the largest of the inputs, such as batch times sequence of `input_ids`.
+    measured_tokens : int
+        Those of the passes that were measured.
+    plan : GroupPlan
+        The fastest plan that was found for them within the limit, or the leanest, if none is.
+    limit_bytes, host_bytes : int, optional
+        Device and host memory that the pass may take.
+    in_flight : int
+        Number of passes that need host memory at once.
+
+    Examples
+    --------
+    >>> from actoffload.planner import GroupPlan
+    >>> from actoffload.schedule import Plan
+    >>> plan = GroupPlan(("a", "b"), Plan(2), (2**30, 2**30), seconds=0.25, peak_bytes=3 * 2**30)
+    >>> print(actoffload.Fit(32768, 8192, plan, limit_bytes=4 * 2**30))
+    Inputs of 32768 elements (4.00 x the measured ones) fit: predicted peak 3072.0 MiB of 4096.0 MiB, pass 250.00 ms. \
+Of 2 groups 0 are offloaded and 0 recomputed.
+    """
+
+    tokens: int
+    measured_tokens: int
+    plan: GroupPlan
+    limit_bytes: int | None = None
+    host_bytes: int | None = None
+    in_flight: int = 1
+
+    @property
+    def factor(self) -> float:
+        """How many times as large as the measured inputs these are."""
+        return self.tokens / self.measured_tokens
+
+    @property
+    def peak_bytes(self) -> int:
+        """The predicted peak of device memory."""
+        return self.plan.peak_bytes or 0
+
+    @property
+    def seconds(self) -> float:
+        """The predicted time of the forward and the backward."""
+        return self.plan.seconds or 0.0
+
+    @property
+    def fits(self) -> bool:
+        """Whether such a pass is expected to be within the limits."""
+        device = self.limit_bytes is None or self.peak_bytes <= self.limit_bytes
+        return device and (self.host_bytes is None or self._offloaded <= self.host_bytes)
+
+    @property
+    def _offloaded(self) -> int:
+        return self.plan.offloaded_bytes * self.in_flight
+
+    def __str__(self) -> str:
+        plan, limit = self.plan, "" if self.limit_bytes is None else f" of {size(self.limit_bytes)}"
+        inputs = f"Inputs of {self.tokens} elements ({self.factor:.2f} x the measured ones)"
+        peak = f"predicted peak {size(self.peak_bytes)}{limit}"
+        done = f"Of {len(plan.names)} groups {len(plan.offloaded)} are offloaded and {len(plan.recomputed)} recomputed."
+        if self.fits:
+            return f"{inputs} fit: {peak}, pass {milliseconds(self.seconds)}. {done}"
+        if self.host_bytes is not None and self._offloaded > self.host_bytes:
+            host = f"{size(self._offloaded)} of host memory of {size(self.host_bytes)}"
+            return f"{inputs} do not fit: they would take {host}."
+        return f"{inputs} do not fit: {peak}. {done}"
 
 
 class Room(NamedTuple):
@@ -70,6 +148,12 @@ class Findings:
         Seconds that planning took.
     excess : int
         Bytes by which passes took more memory than the costs of groups add up to.
+    tokens : int
+        Elements of the largest of the inputs.
+    gradients : tuple of tuple of int
+        Bytes of gradients that each group finds at its four borders, without those from before the pass.
+    device_bytes, largest, budget : int
+        Bytes that the device has; of the largest tensor; and that the program allows.
     outside : float
         Seconds of a pass before its first group and behind its last one.
     pace : float
@@ -90,6 +174,11 @@ class Findings:
     host_bytes: int | None = None
     planning: float = 0.0
     excess: int = 0
+    tokens: int = 0
+    gradients: tuple[tuple[int, ...], ...] = ()
+    device_bytes: int | None = None
+    largest: int = 0
+    budget: int | None = None
     outside: float = 0.0
     pace: float = 1.0
     choose: partial[GroupPlan] | None = None
@@ -117,6 +206,77 @@ class Findings:
     def frontier(self) -> tuple[GroupPlan, ...]:
         """Return the plans that are worth having; none if the costs are not known."""
         return () if self.search_frontier is None else tuple(map(self.expected, self.search_frontier()))
+
+    def fit(self, tokens: int, limit: int | None = None, host_bytes: int | None = None) -> Fit:
+        """Return what a pass with inputs of another size would take, by the plan that is the fastest for them.
+
+        Parameters
+        ----------
+        tokens : int
+            Elements of the largest of the inputs.
+        limit : int, optional
+            Bytes of device memory that the pass may take; by default those of the device or the budget.
+        host_bytes : int, optional
+            Bytes of host memory that it may take.
+        """
+        assert self.plan is not None
+        limit = self._limit_at(tokens, limit)
+        measured = tokens == self.tokens and limit == self.limit
+        room = {} if host_bytes is None else {"host_limit": host_bytes // self.in_flight}
+        plan = self.plan if measured else self._scaled_to(tokens).chosen(limit=_rounded(limit), **room)
+        return Fit(tokens, self.tokens, plan, limit, host_bytes, in_flight=self.in_flight)
+
+    def largest_fit(self, limit: int | None = None, host_bytes: int | None = None) -> Fit:
+        """Return the largest inputs that fit, to about one percent; the smallest that do not, if none do."""
+        lean, known = self.chosen(limit=0), self.fit(self.tokens, limit, host_bytes)
+
+        def fits(tokens: int) -> bool:
+            """Return whether inputs fit in the first pass, with the leanest plan and one tensor that is proven."""
+            scaled = self._scaled_to(tokens)
+            assert scaled.choose is not None
+            _, ways, link = scaled.choose.args
+            saves = lean.saves or (None,) * len(ways)
+            chosen = zip(ways, saves, strict=True)
+            costs = [next(way.cost for way in group if way.saves == own) for group, own in chosen]
+            largest = max((saved.nbytes for group in ways for way in group for saved in way.cost.saved), default=0)
+            peak = simulate(lean.plan, costs, link).device_peak_bytes + scaled.excess + largest
+            plan = replace(lean, peak_bytes=peak, nbytes=tuple(cost.nbytes for cost in costs))
+            return replace(known, tokens=tokens, plan=plan, limit_bytes=_rounded(self._limit_at(tokens, limit))).fits
+
+        least, most = (self.tokens if known.fits else 0), self.tokens
+        while most < LARGEST * self.tokens and fits(most):
+            least, most = most, 2 * most
+        while most - least > max(least // 100, 1):
+            between = (least + most) // 2
+            least, most = (between, most) if fits(between) else (least, between)
+        found = known if least == self.tokens else self.fit(max(least, 1), limit, host_bytes)
+        while not found.fits and found.tokens > 1:  # the faster plan copies more
+            found = self.fit(found.tokens * 15 // 16, limit, host_bytes)
+        return found
+
+    def _scaled_to(self, tokens: int) -> Findings:
+        """Return what passes with inputs of another size are expected to show."""
+        assert self.choose is not None
+        factor = tokens / self.tokens
+        names, ways, link = self.choose.args
+        before, scaled = self.allocated_before - self.more, []
+        for group, gradients in zip(ways, self.gradients, strict=True):
+            fixed = [before + nbytes for nbytes in gradients]
+            scaled.append(tuple(replace(way, cost=scaled_cost(way.cost, factor, fixed)) for way in group))
+        choose = partial(self.choose.func, names, scaled, link, **{**self.choose.keywords, "without_bytes": None})
+        excess = math.ceil(max(factor, 1.0) * self.excess)
+        return replace(self, choose=choose, excess=excess, outside=factor * self.outside)
+
+    def _limit_at(self, tokens: int, limit: int | None = None) -> int | None:
+        """Return the limit for inputs of some size: larger tensors need a larger reserve."""
+        if limit is not None:
+            return limit - self.reserve
+        if self.limit is None or self.device_bytes is None:
+            return self.limit
+        sizes = self.largest, max(tokens / self.tokens, 1.0) * self.largest
+        usual, larger = (usable(self.device_bytes, round(nbytes)) for nbytes in sizes)
+        most = inf if self.budget is None else self.budget
+        return round(self.limit - min(most, usual) + min(most, larger))
 
     def next_choice(self) -> str:
         """Return what a smaller peak would cost, in a sentence; empty if that is not known or there is none.
@@ -179,3 +339,8 @@ class Findings:
         if self.planning:
             line += f", planned in {milliseconds(self.planning)}"
         return f"{line}. {plan.because}" if plan.because else line
+
+
+def _rounded(limit: int | None) -> int | None:
+    """Return a limit with a little room for sizes that are rounded up."""
+    return None if limit is None else round((1 - ROUNDING) * limit)

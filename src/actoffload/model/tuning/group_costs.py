@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate
 from math import inf
 from statistics import median
 
 from ...schedule.costs import LayerCost, Link, Saved
 from ...schedule.timeline import Kind
-from .metering import Copy, Meter, Times
-from .timed_pass import TimedPass
+from .metering import Copy, Meter, TimedPass
 
-__all__ = ["layer_costs", "measured_link", "steady", "without_hooks"]
+__all__ = ["gradient_bytes", "layer_costs", "measured_link", "scaled_cost", "steady", "without_hooks"]
 
 
 SHARED = 0.05
@@ -71,7 +71,7 @@ def _rate(copies: Sequence[Copy], shared: Sequence[float]) -> float | None:
 
 
 def layer_costs(timed: TimedPass, compiled: Collection[int] = (), allocated: int = 0) -> tuple[LayerCost, ...]:
-    """Return the cost of each group in a pass that offloaded everything and was measured by group.
+    """Return what each group of a pass that offloaded everything costs the device.
 
     Parameters
     ----------
@@ -90,17 +90,23 @@ def layer_costs(timed: TimedPass, compiled: Collection[int] = (), allocated: int
     """
     assert timed.meter is not None
     sizes, moments = timed.sizes, timed.meter.moments()
-    clock = _Clock(timed.meter.times())
+    times = timed.meter.times()
     more = max(allocated - timed.meter.allocated_before, 0)  # [guard: gradients before some passes only]
     other = {
         (border.kind, border.layer, border.ends): (border.other_bytes + more, border.temporary)
         for border in timed.meter.borders
     }
     alike = {tuple(sorted(sizes[k])): k for kind, k in moments if kind is Kind.BACKWARD}
-    forward = [clock.span(Kind.FORWARD, k) for k in range(len(sizes))]
-    backward = [clock.span(Kind.BACKWARD, k) for k in reversed(range(len(sizes)))]
+    now, spans = 0.0, dict[tuple[Kind, int], tuple[float, float]]()  # seconds of the gap before it, and of a group
+    groups = range(len(sizes))
+    for kind, k in (*((Kind.FORWARD, k) for k in groups), *((Kind.BACKWARD, k) for k in reversed(groups))):
+        end = times.get((kind, k, True), 0.0)
+        start = times[kind, k, False] if (kind, k, True) in times else 0.0
+        spans[kind, k] = max(start - now, 0.0), max(end - start, 0.0)
+        now = max(end, now)
     costs = []
-    for k, (ahead, behind) in enumerate(zip(forward, reversed(backward), strict=True)):
+    for k in groups:
+        (gap_forward, forward), (gap_backward, backward) = spans[Kind.FORWARD, k], spans[Kind.BACKWARD, k]
         if k in compiled:
             saved = [Saved(max(nbytes, 1)) for nbytes in sizes[k]]
         else:
@@ -112,13 +118,11 @@ def layer_costs(timed: TimedPass, compiled: Collection[int] = (), allocated: int
         levels, temporaries = zip(*(other.get(border, (least, 0)) for border in borders), strict=True)
         costs.append(
             LayerCost(
-                ahead.seconds,
-                behind.seconds,
+                forward,
+                backward,
                 tuple(saved),
-                host_forward=ahead.host,
-                host_backward=behind.host,
-                gap_forward=ahead.gap,
-                gap_backward=behind.gap,
+                gap_forward=gap_forward,
+                gap_backward=gap_backward,
                 other_bytes=levels,
                 gap_forward_temporary=temporaries[0],
                 forward_temporary=temporaries[1],
@@ -128,6 +132,38 @@ def layer_costs(timed: TimedPass, compiled: Collection[int] = (), allocated: int
             )
         )
     return tuple(costs)
+
+
+def gradient_bytes(timed: TimedPass) -> tuple[tuple[int, ...], ...]:
+    """Return the new gradients that were there at the four borders of each group, as in `LayerCost.other_bytes`."""
+    assert timed.meter is not None
+    found = {(border.kind, border.layer, border.ends): border.gradients for border in timed.meter.borders}
+    borders = [(kind, ends) for kind in (Kind.FORWARD, Kind.BACKWARD) for ends in (False, True)]
+    return tuple(tuple(found.get((kind, k, ends), 0) for kind, ends in borders) for k in range(len(timed.sizes)))
+
+
+def scaled_cost(cost: LayerCost, factor: float, fixed: Sequence[int]) -> LayerCost:
+    """Return a cost as for inputs with `factor` times as many elements.
+
+    What is saved grows or shrinks as the inputs do, and so do the times of the device.  Other memory above the bytes
+    that are `fixed` at each of the four moments, and temporary memory, only grows.
+    """
+    more = max(factor, 1.0)
+    others = zip(cost.other_bytes, fixed, strict=True)
+    first, second, third, fourth = (min(now, least) + math.ceil(more * max(now - least, 0)) for now, least in others)
+    return replace(
+        cost,
+        forward=factor * cost.forward,
+        backward=factor * cost.backward,
+        gap_forward=factor * cost.gap_forward,
+        gap_backward=factor * cost.gap_backward,
+        saved=cost.with_bytes(factor).saved,
+        other_bytes=(first, second, third, fourth),
+        forward_temporary=math.ceil(more * cost.forward_temporary),
+        backward_temporary=math.ceil(more * cost.backward_temporary),
+        gap_forward_temporary=math.ceil(more * cost.gap_forward_temporary),
+        gap_backward_temporary=math.ceil(more * cost.gap_backward_temporary),
+    )
 
 
 def without_hooks(
@@ -160,7 +196,7 @@ def steady(costs: Sequence[LayerCost], kinds: Sequence[Hashable]) -> list[LayerC
     """
     usual = dict[tuple[Hashable, str], float]()
     for kind in set(kinds):
-        alike = [cost for cost, of in zip(costs, kinds, strict=True) if of == kind]
+        alike = [cost for cost, each in zip(costs, kinds, strict=True) if each == kind]
         for name in _TIMES:
             usual[kind, name] = median(getattr(cost, name) for cost in alike) if len(alike) >= 3 else inf
 
@@ -198,28 +234,3 @@ def _saved(sizes: Sequence[int], saves: Iterable[tuple[int, float]], uses: Itera
     ]
     saved.reverse()
     return sorted(saved, key=lambda each: each.saved_at)
-
-
-@dataclass(frozen=True, slots=True)
-class _Span:
-    seconds: float  # of the device
-    gap: float  # of the device, before it
-    host: float  # seconds of the host for both, beyond the lead that it had
-
-
-class _Clock:
-    """Goes through the borders in order."""
-
-    def __init__(self, times: Times) -> None:
-        self._times = times
-        self._at = 0.0  # of the device
-        self._host = 0.0  # of the host, never before the device began
-
-    def span(self, kind: Kind, layer: int) -> _Span:
-        device, ends = self._times.device, (kind, layer, True)
-        if ends not in device:
-            return _Span(0.0, 0.0, 0.0)
-        start, end, host = device[kind, layer, False], device[ends], max(self._times.host[ends], self._host)
-        found = _Span(max(end - start, 0.0), max(start - self._at, 0.0), host - self._host)
-        self._at, self._host = max(end, self._at), host
-        return found

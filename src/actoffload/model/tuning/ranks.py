@@ -1,4 +1,14 @@
-"""Find the ranks that run one sharded or data-parallel model, and compare what they pass to `offload`."""
+"""The ranks of one sharded or data-parallel model: they measure in the same passes, and follow one plan.
+
+`[Note: ranks decide together]`  The ranks of a sharded or data-parallel model wait for each other in each layer.  If
+each decided by itself, one would replay everything while another times its plan, and each would choose another
+plan.  So the first rank decides: for each pass that is measured it posts its stage, and what is known by then, before
+its own forward begins.  The others take that message at the start of the same pass, and run the same stage.  At the end
+it posts the plan.  The memory of all ranks counts: each posts how much room it has, and the least is planned with.
+
+When the plan no longer fits in a rank, the first one announces a pass that all ranks have still ahead, and that is a
+multiple of a window.  The others look for an announcement at these passes only: a steady pass needs no message.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +16,9 @@ import time
 import weakref
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -15,11 +26,137 @@ from torch.nn import Module
 
 from ..._torch.modules import DATA_PARALLEL, active_data_parallel, default_store
 from ..._warnings import warn
-from .board import Board, LostRankError
-from .findings import Room
-from .lockstep import LIMIT, Lockstep
+from ...planner import GroupPlan, OperatorCost, Variant, choose_recomputed, frontier
+from ...schedule.costs import LayerCost, Link, Saved
+from ...schedule.plan import Action, Do, Event, Plan, When
+from .board import Board, LostRankError, register
+from .findings import Findings, Room
+from .metering import Peak, Stage
 
-__all__ = ["Ranks", "ranks_of"]
+__all__ = ["LIMIT", "WINDOW", "Decision", "Lockstep", "Ranks", "ranks_of"]
+
+WINDOW = 8  # passes between two looks for an announcement
+LIMIT = 60.0  # seconds for which a rank waits for the one that leads, which itself waits half as long for the others
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What a pass is for, and what is known; without a stage measuring is over, without findings the rank has left."""
+
+    stage: Stage | None = None
+    found: Findings | None = None
+
+
+register(Decision, Findings, Peak, Room, Stage, GroupPlan, Plan, Event, When, Action, Do)
+register(Variant, OperatorCost, LayerCost, Saved, Link, functions=(choose_recomputed, frontier))
+
+
+class Lockstep:
+    """One rank's part in what the ranks of a model decide together; any method may raise `LostRankError`.
+
+    Measuring and what follows it is one epoch, numbered from 0.  Ranks that are `gone` missed the first forward.
+    """
+
+    def __init__(self, board: Board, gone: Collection[int] = ()) -> None:
+        self._board, self._epoch = board, 0
+        self.leader = board.ranks[0]
+        self.leads = board.rank == self.leader
+        self._again: int | None = None  # pass with which the next epoch begins
+        self._measuring = True  # passes of this epoch
+        self._asked = False  # for a new epoch
+        self._shown = False  # how much memory this rank has
+        self._gone = set(gone)  # ranks whose memory does not count
+
+    # Measuring
+
+    def decide(self, number: int, decision: Decision) -> None:
+        """Post what a pass is for; without a stage, for all passes that follow."""
+        assert self.leads
+        self._measuring = decision.stage is not None
+        self._board.post(self._key(number if self._measuring else "end"), decision)
+
+    def decision(self, number: int) -> Decision:
+        """Wait for what a pass is for."""
+        assert not self.leads
+        key = self._board.find([self._key(number), self._key("end")], LIMIT)
+        if key is None:
+            waited = f"Rank {self._board.rank} waited {LIMIT:.0f} s for rank {self.leader}"
+            raise LostRankError(f"{waited} in pass {number} of the model.")
+        found: Decision = self._board.take(key, len(self._board.ranks) - 1)
+        if found.stage is None and found.found is None:
+            raise LostRankError(f"In rank {self.leader} offloading was ended during the first steps.")
+        return found
+
+    def post_room(self, room: Room) -> None:
+        """Post how much memory this rank has without offloading, as measured first."""
+        if not self._shown:
+            self._shown = True
+            self._board.post(self._key(f"room {self._board.rank}"), room)
+
+    def room_of_all(self, own: Room) -> Room:
+        """Return the room with which a plan fits in all ranks."""
+        return own.for_all(self._rooms())
+
+    def _rooms(self) -> list[Room]:
+        until, found, missing = time.monotonic() + LIMIT / 2, list[Room](), list[int]()
+        for rank in self._board.ranks[1:]:
+            own, gone = self._key(f"room {rank}"), f"gone {rank}"
+            if rank in self._gone:
+                continue
+            key = self._board.find([own, gone], max(until - time.monotonic(), 0.0))
+            if key == own:
+                found.append(self._board.take(own))
+            else:
+                self._gone.add(rank)
+                missing += [rank] if key is None else []
+        if missing:
+            absent = ", ".join(map(str, missing))
+            warn(
+                f"Rank {self.leader} waited {LIMIT / 2:.0f} s for rank {absent}, whose memory counts no more. Call the "
+                "model equally often in all ranks."
+            )
+        return found
+
+    # Later
+
+    def begins_again(self, number: int, *, wanted: bool) -> bool:
+        """Return whether a new epoch begins with this pass, which is a multiple of `WINDOW`.
+
+        Where it is wanted, the leading rank announces it; another rank asks for it.
+        """
+        board = self._board
+        if self.leads:
+            if self._again is None and (wanted or board.has(self._key("ask"))):
+                self._again = number + WINDOW
+                board.post(self._key("again"), self._again)
+        else:
+            if self._again is None and board.has(self._key("again")):
+                self._again = board.take(self._key("again"), len(board.ranks) - 1)
+            if self._again is None and wanted and not self._asked:
+                self._asked = True
+                board.post(self._key("ask"), True)
+        if self._again is None or number < self._again:
+            return False
+        if self.leads and board.has(self._key("ask")):
+            board.take(self._key("ask"))
+        late, self._again = number > self._again, None
+        self._measuring, self._asked, self._shown = True, False, False
+        self._epoch += 1
+        if late and not self.leads:
+            self.post_room(Room())  # it may have missed the pass that shows its memory
+        return True
+
+    def leave(self) -> None:
+        """Say that this rank takes no further part."""
+        if not self.leads:
+            self._board.post(f"gone {self._board.rank}", True)
+        elif self._measuring or self._again is not None:
+            self._epoch += not self._measuring  # the others begin the next epoch as announced
+            self.decide(0, Decision())
+
+    def _key(self, name: int | str) -> str:
+        return f"{self._epoch}/{name}"
+
 
 T = TypeVar("T")
 
@@ -40,18 +177,16 @@ def ranks_of(model: Module) -> tuple[int, ...]:
         With parameters that are distributed over a device mesh (``fully_shard``, ``parallelize_module``), or wrapped in
         ``DistributedDataParallel`` or ``FullyShardedDataParallel``: from outside, as a whole or in part.
     """
-    if _world_size() < 2 or default_store is None:
+    if default_store is None or not dist.is_available() or not dist.is_initialized() or dist.get_world_size() < 2:
         return ()
     found = max(_groups_of(model), key=len, default=())
     return found if len(found) > 1 and dist.get_rank() in found else ()
 
 
-def _world_size() -> int:
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-
-
 def _groups_of(model: Module) -> Iterator[tuple[int, ...]]:
-    meshes = {id(mesh): mesh for of in model.parameters() if (mesh := getattr(of, "device_mesh", None)) is not None}
+    meshes = {
+        id(mesh): mesh for weight in model.parameters() if (mesh := getattr(weight, "device_mesh", None)) is not None
+    }
     for mesh in meshes.values():
         yield tuple(sorted(mesh.mesh.flatten().tolist()))
     for module in (active_data_parallel(), *model.modules()):
@@ -109,7 +244,7 @@ class Ranks:
 
     def room_of_all(self, own: Room) -> Room:
         """Return the room with which a plan fits in all ranks."""
-        return self.together(lambda of: of.room_of_all(own)) or own
+        return self.together(lambda lockstep: lockstep.room_of_all(own)) or own
 
     def leave(self) -> None:
         """Take no further part."""
@@ -137,10 +272,11 @@ def _lead(board: Board, own: dict[str, str]) -> tuple[str, list[int]]:
             found[rank] = board.take(key)
     missing = [rank for rank in board.ranks if rank not in found]
     if missing:
-        waited = (
-            f"Rank {board.rank} waited {LIMIT / 2:.0f} s for rank {', '.join(map(str, missing))} in the first forward"
+        absent = ", ".join(map(str, missing))
+        warn(
+            f"Rank {board.rank} waited {LIMIT / 2:.0f} s for rank {absent} in the first forward, and goes on. Call "
+            "actoffload.offload in all ranks of a sharded or data-parallel model."
         )
-        warn(f"{waited}, and goes on. Call actoffload.offload in all ranks of a sharded or data-parallel model.")
     problem = _difference(found)
     board.post("problem", (problem, own))
     return problem, missing

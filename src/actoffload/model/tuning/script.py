@@ -40,11 +40,11 @@ from ...schedule.execution_order import GroupPlans
 from ...schedule.plan import Plan
 from ...schedule.simulate import simulate
 from ...schedule.timeline import size
-from ..conduct import FollowedModule
+from ..followed import FollowedModule
 from ..reporting import PassLog, group_names
 from .findings import Findings, Room
-from .group_costs import layer_costs, measured_link, steady, without_hooks
-from .timed_pass import Peak, Stage, TimedPass
+from .group_costs import gradient_bytes, layer_costs, measured_link, steady, without_hooks
+from .metering import Peak, Stage, TimedPass
 
 __all__ = ["Script", "Steps", "room_in", "timed_operators"]
 
@@ -60,13 +60,19 @@ NO_LINK = Link(1.0, 1.0)  # nothing is copied, so its rates do not matter
 Steps: TypeAlias = Generator[Stage, TimedPass, GroupPlan]
 
 
+def largest_tensor(lean: TimedPass) -> int:
+    """Return at most how many bytes the largest tensor of a measured pass has."""
+    assert lean.meter is not None
+    saved = max((nbytes for sizes in lean.sizes for nbytes in sizes), default=0)
+    return max((saved, *(border.temporary for border in lean.meter.borders)))
+
+
 def room_in(lean: TimedPass, backend: Backend, budget: int | None) -> Room:
     """Return the room that there is by a measured pass that offloaded everything."""
     limit, meter = backend.memory_limit(), lean.meter
     if limit is None or meter is None or not meter.borders:
         return Room()
-    saved = max((nbytes for sizes in lean.sizes for nbytes in sizes), default=0)
-    limit = usable(limit, max(saved, *(border.temporary for border in meter.borders)))
+    limit = usable(limit, largest_tensor(lean))
     # Earlier passes, whose backward is still to come, may keep everything.
     in_flight = lean.waiting * sum(map(sum, lean.sizes))
     limit = limit if budget is None else min(limit, budget)
@@ -138,6 +144,7 @@ class Script:
             found.bare = Peak(timed.peak, timed.elements, timed.allocated)
             # [guard: less memory before the pass that keeps everything]
             peak = found.bare.at(found.size, found.allocated_before)
+            found.excess += max(peak - (plan.peak_bytes or peak), 0)
             because = _fits(peak, found.limit) if peak <= found.limit else plan.because
             plan = replace(plan, peak_bytes=peak, because=because)
         return plan
@@ -177,7 +184,10 @@ class Script:
         """Note the memory that a plan may take, so that it fits in all ranks."""
         found = self.found
         assert lean.meter is not None
-        found.in_flight, found.adopts, found.size = 1 + lean.waiting, lean.adopted > 0, lean.elements
+        found.in_flight, found.adopts = 1 + lean.waiting, lean.adopted > 0
+        found.size, found.tokens, found.gradients = lean.elements, lean.tokens, gradient_bytes(lean)
+        found.device_bytes, found.largest = self._backend.memory_limit(), largest_tensor(lean)
+        found.budget = self._budget
         own = room_in(lean, self._backend, self._budget).less(self._short)
         room = self._room_of_all(own)
         found.allocated_before = max(lean.meter.allocated_before, self._allocated)
@@ -244,7 +254,7 @@ class Script:
         for k, (key, cost) in enumerate(zip(sequence, costs, strict=True)):
             # One that runs several times would have one way for all of them.
             once = key.group in self._policies and sum(other.group == key.group for other in sequence) == 1
-            own = plain.get(self._kind(key.group))
+            own = plain.get(representative_kind(self._groups[key.group]))
             if once and k not in compiled and operators.get(key.group):
                 found.append(replay_ways(cost, within(operators[key.group], cost.forward)))
             elif once and k in compiled and own is not None and own.nbytes > cost.nbytes:
@@ -284,16 +294,13 @@ class Script:
         if timed.meter is None or not timed.meter.borders:
             return {}
         compiled = {k for k, key in enumerate(timed.sequence) if self._is_compiled(self._groups[key.group])}
-        costs = layer_costs(timed, compiled, allocated)
+        kinds = [representative_kind(self._groups[key.group]) for key in timed.sequence]
+        costs = without_hooks(layer_costs(timed, compiled, allocated), timed.meter, kinds, HOST_SECONDS)
         found: dict[Hashable, LayerCost] = {}
-        for k, key in enumerate(timed.sequence):
-            kind = self._kind(key.group)
+        for k, kind in enumerate(kinds):
             if k in compiled and (kind not in found or costs[k].nbytes > found[kind].nbytes):
                 found[kind] = costs[k]
         return found
-
-    def _kind(self, group: int) -> Hashable:
-        return representative_kind(self._groups[group])
 
     @staticmethod
     def _is_compiled(group: FollowedModule) -> bool:

@@ -27,16 +27,13 @@ from ...replay import Policy
 from ...schedule.execution_order import GroupKey, GroupPlans
 from ...schedule.plan import Roles
 from ...schedule.timeline import size
-from ..conduct import Conduct, FollowedModule, Mode
-from ..operator_costs import OperatorTimes
+from ..followed import FollowedModule, Mode, PassSettings, TakeTimes
 from ..reporting import PassLog, group_names
-from ..steering import RolesOfPlan, recomputing
 from .findings import Findings, Room
-from .lockstep import WINDOW, Decision
-from .metering import Meter
-from .ranks import Ranks
+from .metering import LEAN, Meter, PassTimer, Stage, TimedPass, count_elements
+from .ranks import WINDOW, Decision, Ranks
 from .script import Script, Steps, representative_kind, room_in
-from .timed_pass import LEAN, PassTimer, Stage, TimedPass
+from .steering import RolesOfPlan, recomputing
 
 __all__ = ["Tuner"]
 
@@ -99,7 +96,7 @@ class Tuner:
         self._ranks = Ranks() if ranks is None else ranks
         self._lock = threading.Lock()
         self._number = 0
-        self._timer = PassTimer(engine)
+        self._timer = PassTimer(engine, groups)
         self._settled = 0  # pass since which there is a plan
         self._in_use = 0  # bytes of device memory before a pass, when they were looked at last
         self._alone = False  # the groups are called, and not the model
@@ -161,13 +158,13 @@ class Tuner:
             plan = GroupPlan(names, self._plans.roles(order).plan, self._log.bytes_of(order), because=because)
         return recomputing(plan, order, self._always)
 
-    def frontier(self) -> Sequence[GroupPlan]:
-        """Return the plans that are worth having, for what was measured."""
-        found = () if self._chosen is None else self._chosen.frontier()
-        if not found:
+    def costs(self) -> Findings:
+        """Return what was measured for the plan."""
+        chosen = self._chosen
+        if chosen is None or chosen.choose is None:
             yet = " yet: run steps until handle.settling is False" if self.settling else ""
             raise RuntimeError(f"What other plans cost is not known{yet}. {self.plan().because}".rstrip())
-        return found
+        return chosen
 
     def facts(self) -> dict[str, Any]:
         """Return what was measured of whole passes, as fields of `StepFacts`."""
@@ -175,12 +172,12 @@ class Tuner:
 
     # One pass
 
-    def forward_begins(self, inputs: tuple[Any, Any], *, alone: bool, busy: bool) -> Conduct:
+    def forward_begins(self, inputs: tuple[Any, Any], *, alone: bool, busy: bool) -> PassSettings:
         """Return how this pass is followed; plan first if enough was measured."""
         with self._lock:
-            return self._conduct_of(inputs, alone=alone, busy=busy)
+            return self._settings_for_next(inputs, alone=alone, busy=busy)
 
-    def _conduct_of(self, inputs: tuple[Any, Any], *, alone: bool, busy: bool) -> Conduct:
+    def _settings_for_next(self, inputs: tuple[Any, Any], *, alone: bool, busy: bool) -> PassSettings:
         if alone or busy:
             self._alone = not busy
             return self._whole()
@@ -193,7 +190,8 @@ class Tuner:
         self._close()
         self._number += 1
         self._look_for_failures()
-        elements = sum(tensor.numel() for tensor in tensors_in(inputs))
+        tensors = list(tensors_in(inputs))
+        elements = count_elements(tensors)
         stage = self._stage_of_pass(elements, aside=aside)
         if aside:
             return self._whole()
@@ -204,8 +202,8 @@ class Tuner:
             # Blocks that were cut for the passes before would leave gaps for those with this plan.
             self._engine.backend.release_device()
         memory = stage in (Stage.PLAN, Stage.BARE) and self.found.limit is not None
-        timed = self._timer.begin(stage, self._number, elements, memory=memory)
-        return self._conduct_in(stage, timed.operators)
+        timed = self._timer.begin(stage, self._number, tensors, memory=memory)
+        return self._settings_in(stage, None if timed.operators is None else timed.operators.add)
 
     def forward_ends(self, output: Any) -> None:
         """Time the pass until the end of its backward."""
@@ -296,7 +294,7 @@ class Tuner:
         self._passed_over = self._passed_over + 1 if (decided if follows else stage) is Stage.FIRST else 0
         return stage
 
-    def _conduct_in(self, stage: Stage, operators: OperatorTimes | None) -> Conduct:
+    def _settings_in(self, stage: Stage, take_times: TakeTimes | None) -> PassSettings:
         """Return how a pass of a stage is followed."""
         if stage is Stage.PLAN:
             return self._planned(self.found)
@@ -306,7 +304,7 @@ class Tuner:
         if stage is Stage.PLAIN:
             for group in self._representatives():
                 policies.pop(group, None)
-        return self._leanest(policies, operators)
+        return self._leanest(policies, take_times)
 
     def _representatives(self) -> list[int]:
         """Return one compiled group of each kind that may be run again as a whole."""
@@ -317,21 +315,21 @@ class Tuner:
                 found.setdefault(representative_kind(self._groups[group]), group)
         return list(found.values())
 
-    def _leanest(self, policies: Mapping[int, Policy], operators: OperatorTimes | None = None) -> Conduct:
+    def _leanest(self, policies: Mapping[int, Policy], take_times: TakeTimes | None = None) -> PassSettings:
         # Where no host memory may be used, what replay needs is kept.
         roles = Roles.keep_all if self._engine.host_room() == 0 else Roles.leanest
-        return Conduct(Mode.WHOLE, self._plans.order, lambda order: roles(len(order)), policies, operators)
+        return PassSettings(Mode.WHOLE, self._plans.order, lambda order: roles(len(order)), policies, take_times)
 
-    def _planned(self, found: Findings) -> Conduct:
+    def _planned(self, found: Findings) -> PassSettings:
         """Return how a forward with a plan is followed."""
         roles = self._roles_of(found)
         recompute = {**self._always, **roles.recompute}
         if not roles.plan.offloaded and not recompute:
             return self._idle()
         mode = Mode.WHOLE if found.adopts or roles.incremental else Mode.SCOPED
-        return Conduct(mode, self._plans.order, roles, recompute)
+        return PassSettings(mode, self._plans.order, roles, recompute)
 
-    def _whole(self) -> Conduct:
+    def _whole(self) -> PassSettings:
         """Follow the whole forward, by the plan if there is one, also by one that is being tried."""
         order = self._plans.order
         # The host memory that this plan does not need was freed, and a captured pass can take none.
@@ -340,14 +338,14 @@ class Tuner:
         if found is None:
             return self._leanest({**self._policies, **self._always})
         roles = self._roles_of(found)
-        return Conduct(Mode.WHOLE, order, roles, {**self._always, **roles.recompute})
+        return PassSettings(Mode.WHOLE, order, roles, {**self._always, **roles.recompute})
 
-    def _idle(self) -> Conduct:
+    def _idle(self) -> PassSettings:
         """Offload nothing."""
         if self._always:
-            return Conduct(Mode.SCOPED, self._plans.order, recompute=self._always)
+            return PassSettings(Mode.SCOPED, self._plans.order, recompute=self._always)
         self._engine.counters.passes += 1
-        return Conduct(Mode.IDLE)
+        return PassSettings(Mode.IDLE)
 
     def _roles_of(self, found: Findings) -> RolesOfPlan:
         assert found.plan is not None
@@ -423,18 +421,18 @@ class Tuner:
             return wanted
         return bool(self._ranks.together(lambda lockstep: lockstep.begins_again(self._number, wanted=wanted)))
 
-    def _settled_pass(self, elements: int) -> Conduct:
+    def _settled_pass(self, elements: int) -> PassSettings:
         """Return how a pass is followed once there is a plan."""
         chosen = self._chosen
         assert chosen is not None
         if self._number - self._settled <= SOON:
             self._in_use = self._engine.backend.in_use() or 0
         if chosen.fits(Stage.PLAN, elements, self._in_use):
-            conduct = self._planned(chosen)
-            if conduct.mode is Mode.SCOPED and self._number == self._settled + 1:
+            settings = self._planned(chosen)
+            if settings.mode is Mode.SCOPED and self._number == self._settled + 1:
                 # The pass before may have tried another plan, and the report is about the latest one with all groups.
-                conduct = replace(conduct, mode=Mode.WHOLE)  # [guard: report of the plan that is kept]
-            return conduct
+                settings = replace(settings, mode=Mode.WHOLE)  # [guard: report of the plan that is kept]
+            return settings
         # Larger inputs than the plan was made for; where other ranks follow it, they replay what it does.
         policies = self._policies if self._ranks.lockstep is None else self._roles_of(chosen).recompute
         return self._leanest({**policies, **self._always})

@@ -1,4 +1,4 @@
-"""What decides how a model is followed, and what it decides: the modes, and the roles of modules.
+"""The followed modules of a model, and the settings with which a pass follows them.
 
 `[Note: modes]`  Where the whole forward is followed, saved-tensor hooks are installed once, around the call of the
 model, and the calls of its modules only change the group that packs.  Every saved tensor then costs host time, also in
@@ -15,7 +15,7 @@ import re
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 from torch.nn import Module
 
@@ -23,10 +23,9 @@ from .._torch.autograd import in_transform, saved_tensor_hooks, saved_tensor_hoo
 from ..engine.hooks import unpack
 from ..engine.passes import ModelPass
 from ..planner import GroupPlan
-from ..replay.policy import Policy
+from ..replay import Policy, Program
 from ..schedule.execution_order import GroupKey
 from ..schedule.plan import Roles
-from .operator_costs import OperatorTimes
 
 __all__ = [
     "DELETED",
@@ -34,10 +33,11 @@ __all__ = [
     "GROUP",
     "KEPT",
     "ROOT",
-    "Conduct",
     "FollowedModule",
     "Mode",
+    "PassSettings",
     "Steering",
+    "TakeTimes",
     "group_name",
     "lost_modules",
     "obstacle_to_hooks",
@@ -47,6 +47,8 @@ __all__ = [
 ROOT, GROUP, KEPT, DROPPED = "root", "group", "kept", "dropped"
 
 _WHOLE = "(the whole model)"
+
+TakeTimes: TypeAlias = Callable[[int, Program, Mapping[int, tuple[Any, Any]]], None]
 
 
 class Mode(enum.Enum):
@@ -58,21 +60,21 @@ class Mode(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Conduct:
-    """How one forward is followed: the mode, the expected order of the groups, and what a plan for an order means."""
+class PassSettings:
+    """Settings of one pass: the mode, the expected order of the groups, and what a plan for an order means."""
 
     mode: Mode
     order: Sequence[GroupKey] = ()
     roles_of: Callable[[tuple[GroupKey, ...]], Roles] = lambda order: Roles.keep_all(len(order))
     recompute: Mapping[int, Policy] = field(default_factory=dict)  # by group: what is saved where it is recomputed
-    operators: OperatorTimes | None = None  # takes the times of the operators of these groups
+    take_times: TakeTimes | None = None  # takes the times of the operators of a group
     begun: Callable[[ModelPass[GroupKey]], None] | None = None  # called with the pass before its first group
 
 
 class Steering(Protocol):
     """Decides how the forwards of a model are followed, and sees what they did."""
 
-    def forward_begins(self, inputs: tuple[Any, Any], *, alone: bool, busy: bool) -> Conduct:
+    def forward_begins(self, inputs: tuple[Any, Any], *, alone: bool, busy: bool) -> PassSettings:
         """Return how the forward that begins now is followed.
 
         Parameters
@@ -106,8 +108,8 @@ class Steering(Protocol):
     def plan(self) -> GroupPlan:
         """Return the present plan."""
 
-    def frontier(self) -> Sequence[GroupPlan]:
-        """Return the plans that are worth having; raise a `RuntimeError` if costs were not measured."""
+    def costs(self) -> Any:
+        """Return the `Findings` of the plan; raise a `RuntimeError` if nothing was measured."""
 
     def facts(self) -> dict[str, Any]:
         """Return what is known of whole steps, as fields of `StepFacts`."""
@@ -140,7 +142,7 @@ def group_name(name: str, part: int = 0) -> str:
 def split_group_name(name: str) -> tuple[str, int]:
     """Return the name of the module of a group, and which part of it the group is.
 
-    >>> from actoffload.model.conduct import group_name, split_group_name
+    >>> from actoffload.model.followed import group_name, split_group_name
     >>> split_group_name(group_name("layers.0", 1)), split_group_name(group_name(""))
     (('layers.0', 1), ('', 0))
     """
@@ -157,7 +159,7 @@ DELETED = (
 
 def lost_modules(modules: Iterable[FollowedModule]) -> str:
     """Return a sentence about the first followed module that does not exist any more; empty if all do."""
-    lost = [of.name for of in modules if of.ref() is None and of.role not in (ROOT, DROPPED)]
+    lost = [followed.name for followed in modules if followed.ref() is None and followed.role not in (ROOT, DROPPED)]
     if not lost:
         return ""
     return (

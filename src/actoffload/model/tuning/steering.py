@@ -1,0 +1,361 @@
+"""How the forwards of a model are followed by a schedule or a given plan, and in the one that finds the groups."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+from torch.nn import Module
+
+from ..._torch.autograd import after_backward
+from ..._torch.compiling import opaque
+from ..._warnings import warn
+from ...engine.layer import tensors_in
+from ...engine.passes import ModelPass
+from ...engine.statistics import Reason
+from ...planner import GroupPlan
+from ...replay import Policy, names_of, saving
+from ...report.groups import GroupReport
+from ...schedule.execution_order import GroupKey, GroupPlans
+from ...schedule.plan import Do, Roles
+from ..discovery import BLOCK, MODULE, Measurement, bypass_warning, choose_groups, coverage_warning
+from ..follow import detach
+from ..followed import DROPPED, FollowedModule, Mode, PassSettings, Steering
+from ..reporting import LatestPass, PassLog, group_names
+from ..select import Chosen
+
+__all__ = ["ByPlan", "BySchedule", "Finder", "RolesOfPlan", "recomputing"]
+
+
+class BySchedule:
+    """Follow each forward as a whole, and offload by a schedule; `because` says why by this one."""
+
+    settling = False
+
+    def __init__(
+        self,
+        groups: Sequence[FollowedModule],
+        plans: GroupPlans,
+        log: PassLog,
+        because: str = "",
+        recompute: Mapping[int, Policy] | None = None,
+    ) -> None:
+        self._groups, self._plans, self._log, self._because = groups, plans, log, because
+        self._recompute = recompute or {}
+
+    def forward_begins(self, inputs: tuple[Any, Any], *, alone: bool, busy: bool) -> PassSettings:
+        """Follow the whole forward."""
+        return PassSettings(Mode.WHOLE, self._plans.order, self._plans.roles, self._recompute)
+
+    def forward_ends(self, output: Any) -> None:
+        """Do nothing: times do not matter."""
+
+    def pass_ends(self, done: ModelPass[GroupKey], sequence: Sequence[GroupKey]) -> tuple[Any, Any] | None:
+        """Learn the order of the groups."""
+        self._plans.learn(sequence)
+        if not done.partly:
+            self._log.forward_done(done, sequence)
+        return None
+
+    def retire(self) -> None:
+        """Do nothing: nothing is measured."""
+
+    def facts(self) -> dict[str, Any]:
+        """Return what is known of whole steps, as fields of `StepFacts`: nothing."""
+        return {}
+
+    def costs(self) -> Any:
+        """Refuse: nothing is measured."""
+        raise RuntimeError(
+            "What other plans cost is not known, because nothing is measured: on an accelerator, call offload(model) "
+            "without num_layers, fraction, max_inflight and plan, and run steps until handle.settling is False."
+        )
+
+    def plan(self) -> GroupPlan:
+        """Return the plan for the order of the latest pass."""
+        order = self._plans.order
+        names = group_names(self._groups, order)
+        plan = GroupPlan(names, self._plans.roles(order).plan, self._log.bytes_of(order), because=self._because)
+        return recomputing(plan, order, self._recompute)
+
+
+def recomputing(plan: GroupPlan, order: Sequence[GroupKey], policies: Mapping[int, Policy]) -> GroupPlan:
+    """Return a plan that says which groups of an order are recomputed, and what is saved of them as far as is known."""
+    if not policies:
+        return plan
+    saves = plan.saves or (None,) * len(order)
+    found = [
+        names_of(policies[key.group]) if key.group in policies else policy
+        for key, policy in zip(order, saves, strict=True)
+    ]
+    return replace(plan, saves=tuple(found))
+
+
+class RolesOfPlan:
+    """What a plan for the groups of one order means for others, made once for each; and how groups are recomputed.
+
+    `offload_others`: groups that the plan does not know are offloaded.
+    """
+
+    def __init__(self, groups: Sequence[FollowedModule], plan: GroupPlan, *, offload_others: bool = False) -> None:
+        self._groups, self.plan, self._offload_others = groups, plan, offload_others
+        saves = dict(zip(plan.names, plan.saves, strict=False))
+        names = group_names(groups, [GroupKey(k) for k in range(len(groups))])
+        self.recompute: Mapping[int, Policy] = {
+            k: saving(policy) for k, name in enumerate(names) if (policy := saves.get(name)) is not None
+        }
+        # What a later group saves drives an incremental release, so that has to be seen too.
+        self.incremental = any(
+            action.do is Do.INCREMENTAL_RELEASE for actions in plan.plan.steps.values() for action in actions
+        )
+        self._known: dict[tuple[GroupKey, ...], Roles] = {}
+
+    def __call__(self, order: tuple[GroupKey, ...]) -> Roles:
+        """Return the roles of the groups of an order."""
+        found = self._known.get(order)
+        if found is None:
+            if len(self._known) >= 64:  # a model whose order changes all the time
+                self._known.clear()
+            plan = self.plan.remapped(group_names(self._groups, order), offload_others=self._offload_others).plan
+            found = self._known[order] = Roles.of(plan, planned=True)
+        return found
+
+
+class ByPlan(BySchedule):
+    """Offload and recompute by a plan that was given; `recompute` has the groups that may be recomputed."""
+
+    def __init__(
+        self,
+        groups: Sequence[FollowedModule],
+        plans: GroupPlans,
+        log: PassLog,
+        plan: GroupPlan,
+        recompute: Mapping[int, Policy] | None = None,
+    ) -> None:
+        self._roles = RolesOfPlan(groups, plan)
+        again = {k: policy for k, policy in self._roles.recompute.items() if k in (recompute or ())}
+        super().__init__(groups, plans, log, recompute=again)
+        self._mode = Mode.WHOLE  # until a forward has shown whether something is saved between the groups
+        self._ways: dict[GroupKey, Hashable] = {}  # in which the groups ran: `Layer.recomputed`
+
+    def forward_begins(self, inputs: tuple[Any, Any], *, alone: bool, busy: bool) -> PassSettings:
+        """Follow the forward, or the groups that are offloaded if that is enough."""
+        mode = Mode.WHOLE if alone or busy or self._log.records else self._mode
+        return PassSettings(mode, self._plans.order, self._roles, self._recompute)
+
+    def pass_ends(self, done: ModelPass[GroupKey], sequence: Sequence[GroupKey]) -> tuple[Any, Any] | None:
+        """Learn the order of the groups."""
+        if not done.partly:
+            self._mode = Mode.WHOLE if done.adopted or self._roles.incremental else Mode.SCOPED
+        ways = self._ways | dict(zip(sequence, (layer.recomputed for layer in done.layers), strict=False))
+        if done.partly and ways != self._ways:  # the first calls of a group are not recomputed as later ones are
+            self._log.forward_done(done, sequence)
+        self._ways = ways
+        return super().pass_ends(done, sequence)
+
+    def plan(self) -> GroupPlan:
+        """Return the plan that was given, for the order of the latest pass."""
+        return self._roles.plan.remapped(group_names(self._groups, self._plans.order))
+
+
+GUESS = "These modules may be groups: the first forward shows what each of them saves."
+SEARCH = "This first pass offloads all groups: it shows what each module saves, from which the groups are chosen."
+
+
+class Stretch(NamedTuple):
+    """A part of a call of a followed module, between the calls of those inside of it."""
+
+    call: int
+    around: tuple[int, ...]  # the calls in progress, outermost first
+
+
+class Run(NamedTuple):
+    """What a stretch belongs to if only the groups are followed."""
+
+    key: GroupKey
+    call: int  # of the group
+
+
+class Finder:
+    """Follow every module that may be a group in one forward; then choose the groups and let `then` steer.
+
+    Groups of another kind than those that were found by default were named by the program, and stay groups.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[FollowedModule],
+        plans: GroupPlans,
+        log: PassLog,
+        root: weakref.ref[Module],
+        then: Steering,
+        *,
+        guessed: bool = False,
+    ) -> None:
+        self._groups, self._plans, self._log, self._root, self._then = groups, plans, log, root, then
+        self._skipped: list[tuple[str, Module]] = []  # blocks without gradients that the forward did not call
+        self._alone = False  # the groups are called, and not the model
+        # Where blocks are all that there is, their schedule is known.
+        self._roles = Roles.offload_all() if any(followed.kind == MODULE for followed in groups) else None
+        self._guessed = guessed  # no blocks are known, so all modules may be groups
+        self._lean = not isinstance(then, BySchedule)  # `then` measures this pass, too
+
+    @property
+    def settling(self) -> bool:
+        """Whether what steers next is going to measure."""
+        return self._then.settling
+
+    def retire(self) -> None:
+        """Pass it on to what steers next."""
+        self._then.retire()
+
+    def plan(self) -> GroupPlan:
+        """Return the plan that follows."""
+        plan = self._then.plan()
+        return replace(plan, because=f"{GUESS} {plan.because}".rstrip()) if self._guessed else plan
+
+    def costs(self) -> Any:
+        """Refuse, or ask what steers next."""
+        return self._then.costs()
+
+    def facts(self) -> dict[str, Any]:
+        """Return what is known of whole steps to what steers next."""
+        return self._then.facts()
+
+    def forward_begins(self, inputs: tuple[Any, Any], *, alone: bool, busy: bool) -> PassSettings:
+        """Offload everything; by the schedule where groups are called alone, which shows nothing of the model."""
+        roles = self._roles
+        self._alone = alone or busy
+        if self._alone:
+            return self._then.forward_begins(inputs, alone=alone, busy=busy)
+        if self._lean:
+            settings = self._then.forward_begins(inputs, alone=alone, busy=busy)
+        else:
+            settings = PassSettings(Mode.WHOLE, self._plans.order, self._plans.roles)
+        return settings if roles is None else replace(settings, order=(), roles_of=lambda order: roles)
+
+    def forward_ends(self, output: Any) -> None:
+        """Look at the end of the backward whether blocks were passed over that took part."""
+        if self._lean:
+            self._then.forward_ends(output)
+
+        def ended() -> None:
+            names = [name for name, block in self._skipped if any(p.grad is not None for p in block.parameters())]
+            self._skipped = []
+            if names:
+                warn(bypass_warning(names))
+
+        def reached(_: Any) -> None:
+            after_backward(ended)
+
+        opaque(reached)
+        for node in {tensor.grad_fn for tensor in tensors_in(output) if tensor.grad_fn is not None}:
+            node.register_prehook(reached)
+
+    def pass_ends(
+        self, done: ModelPass[GroupKey], sequence: Sequence[GroupKey]
+    ) -> tuple[Steering, Callable[[], None]] | None:
+        """Choose the groups by what the modules saved."""
+        if self._alone:
+            self._plans.learn(sequence)
+            self._log.forward_done(done, sequence)
+            return None
+        called = {key.group for key in sequence}
+        # [guard: group that was replaced before the first forward]
+        skipped = [
+            followed
+            for followed in self._groups
+            if followed.group not in called and followed.kind == BLOCK and followed.ref() is not None
+        ]
+        without = [
+            (followed.name, followed.module)
+            for followed in skipped
+            if all(p.grad is None for p in followed.module.parameters())
+        ]
+        self._skipped = without
+        stretches = list(_stretches(sequence))
+        latest = LatestPass.of(done, sequence, None)
+        chosen = self._choose(sequence, stretches, latest)
+        dropped = [followed for followed in self._groups if followed.name not in chosen]
+        for followed in dropped:
+            followed.role = DROPPED
+        groups = {k for k, followed in enumerate(self._groups) if followed.name in chosen}
+        runs = list(_runs(sequence, stretches, groups))
+        self._plans.learn([run.key for run in dict.fromkeys(runs) if run is not None])
+        because = "" if self._roles is None else SEARCH
+        self._log.take(replace(_regrouped(latest, runs), because=because), sequence)
+        return self._then, partial(detach, dropped)
+
+    def _choose(self, sequence: Sequence[GroupKey], stretches: Sequence[Stretch], latest: LatestPass) -> set[str]:
+        measured = Measurement()
+        names = [self._groups[key.group].name for key in sequence]
+        of_call = {stretch.call: name for stretch, name in zip(stretches, names, strict=True)}
+        for (_, around), name, (layer, row) in zip(stretches, names, latest.statistics.groups, strict=True):
+            measured.called(name, [of_call[each] for each in around])
+            measured.add(name, row.activation_bytes + layer.remade_bytes)
+        others: dict[Reason, tuple[int, int]] = {
+            reason: amount for reason, amount in latest.outside.items() if reason is not Reason.KEPT
+        }
+        measured.add(None, GroupReport("outside", kept=others).activation_bytes)
+        followed = [Chosen(group.name, group.module, group.kind) for group in self._groups if group.ref() is not None]
+        modules = measured.modules(followed)
+        named = {group.name for group in self._groups if group.kind not in (BLOCK, MODULE)}
+        chosen = {*choose_groups(modules, measured.outside, named)}
+        blocks = {group.name for group in self._groups if group.kind == BLOCK}
+        if chosen & blocks:  # a block that was skipped, or dropped its path, saves something another time
+            ran = {name for name, (layer, _) in zip(names, latest.statistics.groups, strict=True) if layer.no_graph}
+            chosen |= blocks - ran
+        root = self._root()
+        title = "model" if root is None else type(root).__name__
+        warning = coverage_warning(title, modules, chosen, measured.outside)
+        if warning is not None and not self._skipped:  # about which there may be a warning of their own
+            warn(warning)
+        return chosen
+
+
+def _stretches(sequence: Sequence[GroupKey]) -> Iterator[Stretch]:
+    """Yield where each part of a sequence belongs: a call that goes on was around all since its part before."""
+    found: list[Stretch] = []
+    calls: list[tuple[int, GroupKey]] = []  # in progress, seen from the end
+    for number, key in enumerate(reversed(sequence)):
+        if not calls or calls[-1][1] != GroupKey(key.group, key.part + 1):
+            calls.append((number, key))
+        calls[-1] = calls[-1][0], key
+        found.append(Stretch(calls[-1][0], tuple(call for call, _ in calls[:-1])))
+        if not key.part:
+            calls.pop()
+    return reversed(found)
+
+
+def _runs(sequence: Sequence[GroupKey], stretches: Sequence[Stretch], groups: set[int]) -> Iterator[Run | None]:
+    """Yield what each stretch belongs to if only these groups are followed; None outside of them."""
+    group_of = {stretch.call: key.group for stretch, key in zip(stretches, sequence, strict=True)}
+    parts: dict[int, int] = {}
+    before: int | None = None
+    for call, around in stretches:
+        inner = next((each for each in (call, *reversed(around)) if group_of[each] in groups), None)
+        if inner is not None and inner != before:
+            parts[inner] = parts.get(inner, -1) + 1
+        before = inner
+        yield None if inner is None else Run(GroupKey(group_of[inner], parts[inner]), inner)
+
+
+def _regrouped(latest: LatestPass, runs: Sequence[Run | None]) -> LatestPass:
+    """Return what a pass did as if only some of its groups had been followed."""
+    statistics, outside = latest.statistics, dict(latest.outside)
+    places = [k for k, run in enumerate(runs) if run is not None]
+    rows, before = [], None
+    for run, (layer, row) in zip(runs, statistics.groups, strict=True):
+        if run is not None:
+            rows.append((layer, replace(row, calls=int(run != before))))
+        elif row.activation_bytes:
+            count, nbytes = outside.get(Reason.OUTSIDE, (0, 0))
+            outside[Reason.OUTSIDE] = count + row.storages, nbytes + row.activation_bytes
+        before = run
+    held = [each._replace(place=places.index(each.place)) for each in statistics.held if each.place in places]
+    sequence = tuple(run.key for run in runs if run is not None)
+    statistics = replace(statistics, groups=tuple(rows), held=tuple(held))
+    return replace(latest, statistics=statistics, outside=outside, sequence=sequence)
