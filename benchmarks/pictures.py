@@ -86,7 +86,7 @@ def draw(jobs: Jobs, folder: Path) -> None:
         for scheme, ink in INK.items():
             with matplotlib.rc_context({**dict.fromkeys(INKED, ink), "font.size": 10}):
                 height = 1.5 + 0.34 * len(figures) if name == "hero" else 3.6
-                figure, ax = pyplot.subplots(figsize=(5.6, height), layout="constrained")
+                figure, ax = pyplot.subplots(figsize=(4.8, height), layout="constrained")
                 panels[name](ax, figures, scheme)
                 ax.set_facecolor("none")
                 ax.spines[["top", "right"]].set_visible(False)

@@ -29,12 +29,15 @@ README = rows.ROOT / "README.md"
 MARKS = "<!-- headline: written by benchmarks/report.py -->\n", "<!-- headline ends -->"
 WRITTEN = "<!-- Written by benchmarks/report.py from the results beside it; do not edit. -->"
 COLUMNS = 88  # of a line that a page shows without scrolling
+ORIGIN = "<!-- origin -->"
 SEARCHES = "context", "context-qlora"
 CELLS = {
     "step (ms)": lambda row, _: number(row, "step_ms", 1) + spread(row, "step_ms", 1) or row["status"],
     "× no offload": lambda row, _: number(row, "ratio", 3) + spread(row, "ratio", 3),
     "× checkpointing": lambda row, of_job: by_checkpoint(row, of_job),
     "peak (GiB)": lambda row, _: number(row, "peak_gib", 2),
+}
+DETAILS = {
     "kernels (ms)": lambda row, _: number(row, "kernel_ms", 1),
     "host, forward (ms)": lambda row, _: number(row, "host_forward_ms", 1),
     "passes": lambda row, _: row["passes"],
@@ -42,7 +45,7 @@ CELLS = {
     "peak predicted": lambda row, _: apart(row, "predicted_peak_gib", "peak_gib"),
     "pass predicted": lambda row, _: apart(row, "predicted_pass_ms", "pass_ms"),
 }
-"""Columns of a job's table; those without any value are left out."""
+"""Columns of a job's two tables; columns and rows of the second one without any value are left out."""
 
 
 def number(row: Row, column: str, places: int) -> str:
@@ -98,12 +101,15 @@ def table(header: Sequence[str], lines: Iterable[Sequence[str]], left: int = 1) 
     return "\n".join(f"| {' | '.join(line)} |" for line in (header, marks, *lines))
 
 
-def job_table(of_job: Sequence[Row]) -> str:
-    """Return the table of a job."""
-    cells = {title: [cell(row, of_job) for row in of_job] for title, cell in CELLS.items()}
-    shown = {title: column for title, column in cells.items() if any(column)}
-    lines = [[name_of(row["arm"]), *(column[k] for column in shown.values())] for k, row in enumerate(of_job)]
-    return table(["method", *shown], lines)
+def job_tables(of_job: Sequence[Row]) -> list[str]:
+    """Return the tables of a job."""
+    shown = []
+    for columns in (CELLS, DETAILS):
+        cells = {title: [cell(row, of_job) for row in of_job] for title, cell in columns.items()}
+        cells = {title: column for title, column in cells.items() if any(column)}
+        lines = [[name_of(row["arm"]), *(column[k] for column in cells.values())] for k, row in enumerate(of_job)]
+        shown += [table(["method", *cells], [line for line in lines if any(line[1:])])] if cells else []
+    return shown
 
 
 def notes(of_job: Sequence[Row]) -> list[str]:
@@ -125,7 +131,7 @@ def origin(of_job: Sequence[Row]) -> str:
 def section(name: str, of_job: Sequence[Row]) -> str:
     """Return the section of a job."""
     title, words = JOBS[name].title, JOBS[name].words
-    shown = search_tables(of_job) if name in SEARCHES else [job_table(of_job)]
+    shown = search_tables(of_job) if name in SEARCHES else job_tables(of_job)
     return "\n\n".join([f"## {title}", words, *shown, " ".join([*notes(of_job), origin(of_job)])])
 
 
@@ -200,12 +206,13 @@ def headline(results: Sequence[Row]) -> str:
     if not said:
         return "No results are recorded yet."
     used = [row for name in pictures.shown(jobs) for row in jobs[name]]
-    devices, days = (sorted({row[key][:end] for row in used}) for key, end in (("device", None), ("date", 10)))
+    devices = sorted({row["device"].removeprefix("NVIDIA ").split()[0] for row in used})
+    days = sorted({row["date"][:10] for row in used})
     busy = " Another GPU of the host was busy." * any("busy" in row["note"] for row in used)
     recorded = (
         f"Recorded on {', '.join(devices)}, {' to '.join(dict.fromkeys((days[0], days[-1])))}.{busy}" if used else ""
     )
-    return "\n".join([*(f"- {sentence}" for sentence in said), "", recorded]).rstrip()
+    return "\n".join([*(f"- {sentence}" for sentence in said), "", ORIGIN, recorded]).rstrip()
 
 
 def _trains(jobs: dict[str, list[Row]]) -> str:
