@@ -13,7 +13,6 @@ __all__ = ["INK", "OF_JOBS", "bars", "draw", "drawn_from", "ours", "shown"]
 
 Jobs: TypeAlias = dict[str, list[Row]]
 
-# Colours that can be told apart on white and on black, and without colour by place and label.
 INK = {"light": "#24292f", "dark": "#ced6dd"}
 OURS = {"light": "#0072b2", "dark": "#6cb6e8"}
 OTHER = {"light": "#c04f00", "dark": "#f0975a"}
@@ -108,8 +107,8 @@ def _hero(ax: Any, bars: list[list[Any]], scheme: str) -> None:
     ax.set_yticks(range(len(bars)), [bar[0] for bar in bars])
     ax.invert_yaxis()
     ax.set_xlim(0, right)
-    ax.set_xlabel("step time at checkpointing's memory, × checkpointing")
-    ax.legend(frameon=False, fontsize=8.5, ncols=3, loc="lower left", bbox_to_anchor=(0, 1))
+    ax.set_xlabel("step time, × checkpointing")
+    ax.figure.legend(frameon=False, fontsize=8.5, ncols=3, loc="outside upper center")
 
 
 def _budgets(ax: Any, points: list[list[Any]], scheme: str) -> None:

@@ -255,9 +255,6 @@ def readme(text: str, sentences: str) -> str:
     return before + mark + "\n".join(map(wrap, sentences.split("\n"))) + "\n" + end + after
 
 
-# Recorded jobs
-
-
 def add(paths: Sequence[Path], folder: Path) -> None:
     """Take over recorded jobs, and what lies beside them: the machine, the overlap, the report of a budget."""
     results = rows.read(folder / "results.csv")
@@ -283,9 +280,6 @@ def wrapped(report: str) -> str:
     blocks = report.split("\n\n")
     fill = lambda line: textwrap.fill(line, COLUMNS, subsequent_indent="  ")  # noqa: E731
     return "\n\n".join(b if "\n---" in b else "\n".join(map(fill, b.splitlines())) for b in blocks)
-
-
-# Targets
 
 
 TARGETS = {"T1": 1.15, "L4": 1.18, "P8": 1.05, "P32": 1.05, "P8c": 1.11, "P32c": 1.14, "F2": 1.12}
