@@ -21,8 +21,7 @@ __all__ = ["SIZES", "Sizes", "train", "trainer"]
 FIELDS = TrainingArguments.__dataclass_fields__
 CHECKPOINTING = "activation_checkpointing" if "activation_checkpointing" in FIELDS else "gradient_checkpointing"
 """The argument of Trainer; transformers 5 renames it."""
-SEQUENCES = 64
-"""Number of different sequences, which are repeated."""
+SEQUENCES = 64  # different ones, which are repeated
 
 
 @dataclass(frozen=True)
@@ -159,7 +158,8 @@ def _in_four_bits(sizes: Sizes) -> Any:
             if weight.is_meta:
                 made = torch.empty(weight.shape, dtype=torch.bfloat16, device=DEVICE)
                 setattr(module, name, nn.Parameter(made.fill_(1.0) if made.dim() == 1 else made.normal_(std=0.02)))
-    model.model.rotary_emb = type(model.model.rotary_emb)(sizes.config, device=DEVICE)
+    with DEVICE:
+        model.model.rotary_emb = type(model.model.rotary_emb)(sizes.config)
     model.is_loaded_in_4bit = True  # read by PEFT
     return model
 
