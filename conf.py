@@ -11,10 +11,8 @@ from importlib import metadata
 from pathlib import Path
 
 ROOT = Path(__file__).parent
-sys.path[:0] = [str(ROOT / folder) for folder in ("docs/_ext", "docs/figures", "src", "benchmarks")]
+sys.path[:0] = [str(ROOT / folder) for folder in ("docs/_ext", "docs/figures", "src")]
 
-import headline  # noqa: E402 - lies in benchmarks, as the next one
-import report  # noqa: E402
 from links import settings  # noqa: E402 - lies in docs/_ext
 from recordings import DeviceMemory  # noqa: E402 - lies in docs/_ext
 
@@ -62,15 +60,8 @@ show_warning_types = True
 root_doc = "index"
 
 # -- Pages ----------------------------------------------------------------------------------------------
-myst_enable_extensions = ["colon_fence", "deflist", "fieldlist", "substitution", "attrs_inline"]
+myst_enable_extensions = ["colon_fence", "deflist", "fieldlist", "attrs_inline"]
 myst_heading_anchors = 3
-# Measured figures are read from the result files, never typed into a page.
-myst_substitutions = {
-    "headline": "\n\n".join(filter(None, (headline.headline(), report.notes("trainer", "peers", "memory")))),
-    "benchmark_notes": report.notes(*report.READERS),
-    "developer_notes": report.notes(*report.DEVELOPERS),
-    "report_of_a_budget": headline.report_of_a_budget(),
-}
 default_role = "py:obj"
 
 # -- API reference --------------------------------------------------------------------------------------
@@ -147,7 +138,7 @@ html_context = {
 }
 # Pages at the top of the navigation have no section to navigate.
 _top = ("index", "get_started", "benchmarks", "changelog", "explorer", "404", "search", "genindex")
-html_sidebars = {page: [] for page in (*_top, "development/benchmarks")}
+html_sidebars = {page: [] for page in _top}
 html_theme_options = {
     "logo": {
         "image_light": "_static/logo.svg",

@@ -1,367 +1,377 @@
-"""Measure the arms of a workload side by side: step times, peaks and copies, and what follows from them.
+"""Measure the arms of a job in rounds: step times, peaks, kernels, host times, and how long the plan took.
 
-All arms run the same weights in one process, interleaved.  No offload is timed as two arms, whose difference is the
-noise.  Every method runs once before anything is measured, so that its workspaces exist.
+Each arm of a round trains a model of its own, and frees it before the next one begins. An arm that fails or runs out of
+memory is a sample that says so, and the others go on.
 """
 
 from __future__ import annotations
 
+import gc
 import time
-from collections.abc import Callable, Iterable
+import traceback
+import warnings
+from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import asdict, astuple, dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from statistics import median
+from itertools import pairwise
 from typing import Any, TypeAlias
 
 import torch
+import torch.distributed as dist
+from jobs import Job
 from torch import nn
-from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
-from torch.utils.checkpoint import checkpoint
-from workloads import Settings, Stack
+from torch.autograd.graph import save_on_cpu
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import actoffload
-from actoffload.measure import MemoryMeter, measure_link, measure_peak, measure_step_times, measured_costs
-from actoffload.schedule import Kind, Link, Plan, Timeline, simulate
+from actoffload.measure import MemoryMeter
 
-NOTHING, AGAIN, OURS = "no offload", "no offload, again", "actoffload"
-CHECKPOINT, SAVE = "checkpoint", "save_on_cpu"
-SETTLING = 60
-"""Steps after which the plan of a handle has to be final."""
-Rows: TypeAlias = dict[tuple[str, int], dict[str, Any]]
+__all__ = ["DEVICE", "Recorder", "Sample", "UnavailableError", "Way", "plain_steps", "run_arms", "way_of"]
+
+DEVICE = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+ABOVE = 1.03
+"""A budget over the peak of checkpointing."""
+SETTLING = 40
+"""Steps after which the plan has to be final."""
+PROVEN = 2
+"""First steps of which loss and gradients are noted, to be compared between arms."""
+LEFT = 64 * 2**20
+"""Bytes that an arm may leave allocated, such as workspaces, without a note."""
+_ATTENTION = "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention"
+SAVED = [getattr(torch.ops.aten, name).default for name in ("mm", *_ATTENTION)]
+"""Matrix products and attention, which selective checkpointing saves."""
+ENOUGH = 8.0
+"""Seconds of measured steps in a round, of two steps at least."""
+
+Sample: TypeAlias = dict[str, Any]
+
+
+class UnavailableError(Exception):
+    """An arm or a job cannot run here, as a package is missing; the message says why."""
 
 
 @dataclass(frozen=True)
-class Arm:
-    """One way to run a step, and the context or handle that counts what it copies."""
-
-    method: str
-    num_layers: int
-    step: Callable[[], object]
-    offloader: Any = None
-
-    @property
-    def key(self) -> tuple[str, int]:
-        return self.method, self.num_layers
-
-
-def _in_context(pair: Any, k: int, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    context, sync_function = pair
-    with context:
-        x = layer(x)
-    return sync_function(x)
-
-
-def _saved_on_cpu(count: int, pinned: bool, k: int, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    with save_on_cpu(pin_memory=pinned) if k < count else nullcontext():
-        return layer(x)
-
-
-def _checkpointed(count: int, k: int, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return checkpoint(layer, x, use_reentrant=False) if k < count else layer(x)
-
-
-def context_step(stack: Stack, pair: Any) -> Callable[[], object]:
-    """Return a step with a context around each layer."""
-    return partial(stack.step, run=partial(_in_context, pair))
-
-
-class Contexts:
-    """Arms with a context around each layer, and the other methods for the same numbers of layers."""
-
-    def __init__(self, stack: Stack) -> None:
-        self._stack, settings = stack, stack.settings
-        self._pairs = {
-            count: actoffload.get_cpu_offload_context(enabled=True, num_layers=count, model_layers=settings.layers)
-            for count in settings.counts
-        }
-        self.arms = [Arm(OURS, n, context_step(stack, pair), pair[0]) for n, pair in self._pairs.items()]
-        pinned = stack.device.type != "cpu"
-        for count in settings.counts:
-            self.arms.append(Arm(CHECKPOINT, count, partial(stack.step, run=partial(_checkpointed, count))))
-            self.arms.append(Arm(SAVE, count, partial(stack.step, run=partial(_saved_on_cpu, count, pinned))))
-
-    def details(self, rows: Rows, link: Link) -> dict[str, Any]:
-        """Add what `simulate` predicts and the recorded copies to the rows; return the measured costs of the layers."""
-        layers = self._stack.settings.layers
-        *manual, _ = actoffload.get_cpu_offload_context(enabled=True, model_layers=layers, manual_synchronization=True)
-        self._record(manual, 1)
-        costs = measured_costs(self._record(manual, 5))
-        still = simulate(Plan(layers), costs, link)
-        for count, pair in self._pairs.items():
-            row, moving = rows[OURS, count], simulate(pair[0].plan, costs, link)
-            # What a step does outside of the layers, input and loss, is the same with and without offload.
-            predicted = moving.step_time + sum(row["compute"].values()) - still.step_time
-            row["predicted_seconds"], row["deviation"] = predicted, row["seconds"] / predicted - 1
-            row["predicted_stall_seconds"] = moving.stall_seconds
-            recorded = self._record(pair, 3)
-            row["copies"] = {"stall_seconds": median(t.seconds(Kind.STALL) for t in recorded)}
-            for kind, name in ((Kind.D2H, "d2h"), (Kind.H2D, "h2d")):
-                row["copies"][name] = recorded[0].nbytes(kind) / median(t.seconds(kind) for t in recorded)
-        return {"layers": [{**asdict(cost), "saved": [astuple(s) for s in cost.saved]} for cost in costs]}
-
-    def _record(self, pair: Any, steps: int) -> list[Timeline]:
-        timelines = []
-        for _ in range(steps):
-            with pair[0].record_timeline() as recorder:
-                context_step(self._stack, pair)()
-            timelines.append(recorder.timeline())
-        return timelines
-
-    def close(self) -> None:
-        """Free the host memory."""
-        for context, _ in self._pairs.values():
-            context.close()
-
-
-class WholeModel:
-    """Arms of one model under `actoffload.offload`."""
-
-    def __init__(self, stack: Stack) -> None:
-        self._stack = stack
-        self._offload(stack.settings.layers - 1)
-        self.arms = [Arm(OURS, n, partial(self.step, n), self) for n in stack.settings.counts]
-
-    def _offload(self, count: int) -> None:
-        self._count, stack = count, self._stack
-        self.handle = actoffload.offload(stack.model, num_layers=count, min_bytes=stack.settings.min_bytes)
-
-    def statistics(self) -> Any:
-        """Return the statistics of the present handle."""
-        return self.handle.statistics()
-
-    def reset_statistics(self) -> None:
-        """Reset the statistics of the present handle."""
-        self.handle.reset_statistics()
-
-    def step(self, count: int, between: Callable[[], object] | None = None) -> None:
-        """Run one step; the model is offloaded anew only if the number changes, so not in what is timed."""
-        if count != self._count:
-            self.handle.remove()
-            self._offload(count)
-        self._stack.step(self._stack.model, between)
-
-    def details(self, rows: Rows, link: Link) -> dict[str, Any]:
-        """Return recorded steps: with the most layers whose copies fit, and with all but two."""
-        fitting = [count for (method, count), row in rows.items() if method == OURS and row["fits"]]
-        most = max(1, self._stack.settings.layers - 2)
-        return {"timelines": [self._timeline(n) for n in sorted({max(fitting, default=1), most})]}
-
-    def _timeline(self, count: int) -> dict[str, Any]:
-        self.step(count)
-        with self.handle.recording():
-            self.step(count)
-        step = self.handle.timeline()
-        return {
-            "num_layers": count,
-            "end_seconds": step.timeline.end,
-            "seconds": {kind.name.lower(): seconds for kind, seconds in step.seconds.items()},
-            "bandwidth": {kind.name.lower(): speed for kind, speed in step.bandwidth.items()},
-            "stalls": [
-                {"layer": layer, "forward": times.forward_stall, "backward": times.backward_stall}
-                for layer, times in enumerate(step.by_layer())
-            ],
-        }
-
-    def close(self) -> None:
-        """Remove the hooks and free the host memory."""
-        self.handle.remove()
-
-
-def record_saves(stack: Stack) -> list[tuple[torch.Tensor, str]]:
-    """Run a step without offload; return each tensor that autograd saves, and the module of the layers that runs."""
-    saves: list[tuple[torch.Tensor, str]] = []
-    running, handles = [""], []
-    for name, module in stack.twin.named_modules():
-        if name.startswith("layers."):
-            handles.append(module.register_forward_pre_hook(lambda *_, name=name: running.append(name)))
-            handles.append(module.register_forward_hook(lambda *_: running.pop() and None))
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        saves.append((tensor.detach(), running[-1]))
-        return saves[-1][0]
-
-    with saved_tensors_hooks(pack, lambda tensor: tensor):
-        stack.step()
-    for handle in handles:
-        handle.remove()
-    return saves
-
-
-def saved_storages(stack: Stack) -> list[dict[str, Any]]:
-    """Return the storages that autograd saves in the layers, without weights, in order: each with its first tensor."""
-    storages: dict[int, dict[str, Any]] = {}
-    weights = {weight.data_ptr() for weight in stack.twin.parameters()}
-    for tensor, name in record_saves(stack):
-        storage = tensor.untyped_storage()
-        if name and storage.data_ptr() not in weights:
-            _, layer, *module = name.split(".")
-            entry = {"module": ".".join(module), "dtype": str(tensor.dtype).removeprefix("torch.")}
-            entry |= {"shape": tuple(tensor.shape), "nbytes": storage.nbytes(), "tensor_nbytes": 0, "layers": set()}
-            found = storages.setdefault(storage.data_ptr(), entry)
-            found["tensor_nbytes"] = max(found["tensor_nbytes"], tensor.nbytes)
-            found["layers"].add(int(layer))
-    return list(storages.values())
-
-
-def absent_bytes(saved: list[dict[str, Any]], num_layers: int, min_bytes: int) -> int:
-    """Return the bytes absent from the device at the peak, the end of forward: storages of offloaded layers alone."""
-    return sum(s["nbytes"] for s in saved if max(s["layers"]) < num_layers and s["tensor_nbytes"] >= min_bytes)
-
-
-def forward_share(stack: Stack, repeats: int = 5) -> float:
-    """Return the part of a step without offload that is forward; the loss counts as backward."""
-    shares = []
-    for _ in range(repeats):
-        with MemoryMeter() as meter:
-            meter.sample()
-            stack.step(between=meter.sample)
-            meter.sample()
-        (first, _), (middle, _), (last, _) = meter.samples
-        shares.append((middle - first) / (last - first))
-    return median(shares)
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait for the device, if it is an accelerator."""
-    if device.type != "cpu":
-        torch.accelerator.synchronize()
-
-
-def settle(
-    handle: Any, step: Callable[[], object], steps: int, anywhere: Callable[[bool], bool] = bool
-) -> tuple[int, int]:
-    """Run steps until the plan of a handle is final; return their number, and the largest peak in bytes.
-
-    They wait for the device where those wait that are timed later, by `measure_step_times` with the same `steps`, so
-    that the plan is chosen in steps like these.
+class Way:
+    """How an arm saves memory.
 
     Parameters
     ----------
-    handle, step, steps
-        The handle of the model that `step` trains, and the number of steps that are timed in a row.
-    anywhere : callable
-        From whether the plan of this rank may change to whether that of any rank may: all run equally many steps.
-
-    Raises
-    ------
-    RuntimeError
-        If the plan is not final after `SETTLING` steps.
+    checkpointed, inputs_offloaded, trl : bool
+        Whether layers are checkpointed, their inputs are offloaded by `save_on_cpu`, and TRL offloads what is saved.
+    selective, saved_on_cpu : bool
+        Whether checkpointing saves matrix products and attention, and whether `save_on_cpu` offloads all that is saved.
+    ours : dict, optional
+        Arguments of `actoffload.offload`; None without it.
     """
-    number = peak = 0
-    timed = partial(measure_step_times, {"": step}, repeats=1, steps=steps, warmup=0)
-    while anywhere(handle.settling):
-        check_settling(number, handle)
-        peak, number = max(peak, measure_peak(timed, warmup=0)), number + 1 + steps
-    return number, peak
+
+    checkpointed: bool = False
+    inputs_offloaded: bool = False
+    trl: bool = False
+    selective: bool = False
+    saved_on_cpu: bool = False
+    ours: dict[str, Any] | None = None
+
+    def call(self, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Call a layer of a plain loop in this way."""
+        moved = self.inputs_offloaded or self.saved_on_cpu
+        with save_on_cpu(pin_memory=DEVICE.type != "cpu") if moved else nullcontext():
+            if not self.checkpointed:
+                return layer(*args, **kwargs)
+            if self.selective:
+                kwargs["context_fn"] = partial(create_selective_checkpoint_contexts, SAVED)
+            return checkpoint(layer, *args, use_reentrant=False, **kwargs)
+
+    def offload(self, model: Any) -> Any:
+        """Offload a model or a schedule; return the handle, or None."""
+        if self.ours is None:
+            return None
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", actoffload.ReferenceDeviceWarning)
+            return actoffload.offload(model, **self.ours)
+
+    def around(self, model: nn.Module) -> Any:
+        """Return the context of forward and backward, as `SFTTrainer` enters it."""
+        if not self.trl:
+            return nullcontext()
+        try:
+            from trl.models import activation_offloading
+        except ImportError as error:
+            raise UnavailableError(f"TRL cannot be imported: {error}.".splitlines()[0]) from None
+        if DEVICE.type == "cpu":
+            raise UnavailableError("TRL's offloading needs an accelerator.")
+        return activation_offloading.get_act_offloading_ctx_manager(model=model, warn_if_no_head=False)
 
 
-def check_settling(number: int, handle: Any) -> None:
-    """Raise a `RuntimeError` if the plan of a handle may still change after so many steps."""
-    if number >= SETTLING:
-        raise RuntimeError(f"The plan is not final after {number} steps: {handle.plan.because}")
+def way_of(arm: str, checkpoint_peak: int | None) -> Way:
+    """Return the way of an arm; `checkpoint_peak` is the peak of checkpointing in bytes, if it was measured."""
+    name, _, gib = arm.partition(":")
+    ours = {"min_bytes": 1024} if DEVICE.type == "cpu" else {}  # a rehearsal has small tensors
+    if name == "budget":
+        if not gib and checkpoint_peak is None:
+            raise UnavailableError("Checkpointing has no peak in this run, so there is no budget.")
+        budget = float(gib) * 2**30 if gib else ABOVE * float(checkpoint_peak or 0)
+        return Way(ours={**ours, "memory_budget": int(budget)})
+    ways = {"none": Way(), "none2": Way(), "checkpoint": Way(True), "offload": Way(ours=ours)}
+    ways |= {"checkpoint_offload": Way(True, inputs_offloaded=True), "trl": Way(True, trl=True)}
+    ways |= {"selective": Way(True, selective=True), "save_on_cpu": Way(saved_on_cpu=True)}
+    return ways[name]
 
 
-def driver_calls(device: torch.device) -> dict[str, int]:
-    """Return how often memory was allocated from the driver so far, on the device and on the host."""
-    if device.type != "cuda":
-        return {}
-    stats = torch.cuda.memory_stats() | torch.cuda.host_memory_stats()
-    names = ("num_device_alloc", "num_device_free", "num_alloc_retries", "num_host_alloc", "num_host_free")
-    return {name: int(stats.get(name, 0)) for name in names}
+class Recorder:
+    """Follow the steps of an arm: those until the plan is final, warm-up, those that are measured, one in a profiler.
+
+    The loop calls `begin`, `forward_ended`, `backward_ended` and `step_ended` in each step, and stops when `done`.
+    """
+
+    def __init__(self, job: Job, *, profile: bool = False) -> None:
+        self._job, self._warm_up, self._left = job, job.warm_up, job.steps
+        self._profile = profile and DEVICE.type == "cuda"
+        self._first, self._measured = MemoryMeter(), MemoryMeter()
+        self._meter: MemoryMeter | None = None
+        self._profiler: Any = None
+        self._host: list[float] = []
+        self._begun = self._settled = self._measuring = 0.0
+        self._passes = self._steps = 0
+        self.done = False
+        self.handle: Any = None
+        self.values: list[torch.Tensor] = []
+
+    def begin(self) -> None:
+        """Note that a step begins."""
+        if self._meter is None and not self._steps:
+            self._meter = self._first
+            self._meter.__enter__()
+            self._begun = time.perf_counter()
+        self._mark()
+        self._forward = time.perf_counter()
+
+    def forward_ended(self, loss: Any = None) -> None:
+        """Note the end of forward, and the loss of the first steps."""
+        if self._meter is self._measured:
+            self._host.append(time.perf_counter() - self._forward)
+        self._mark()
+        if isinstance(loss, torch.Tensor) and self._steps < PROVEN:
+            self.values.append(loss.detach().clone())
+
+    def backward_ended(self, model: nn.Module | None = None) -> None:
+        """Note the end of backward, and the gradients of a model in the first steps."""
+        self._mark()
+        if model is not None and self._steps < PROVEN:
+            norms = [p.grad.norm().float() for p in model.parameters() if p.grad is not None]
+            self.values.append(torch.stack([getattr(n, "to_local", lambda n=n: n)() for n in norms]).norm())
+
+    def step_ended(self) -> None:
+        """Note the end of a step, and decide what the next one is for."""
+        self._mark()
+        self._steps += 1
+        if self._profiler is not None:
+            _synchronize()
+            self._profiler.__exit__(None, None, None)
+            self.done = True
+        elif self._meter is self._first:
+            self._step_before()
+        else:
+            self._left -= 1
+            # Ranks have to agree, so they take all steps.
+            long = time.perf_counter() - self._measuring > ENOUGH and not dist.is_initialized()
+            if not self._left or (long and len(self._host) > 1):
+                self._close()
+
+    def _step_before(self) -> None:
+        settling = self.handle is not None and self.handle.settling
+        if settling and time.perf_counter() - self._begun < self._job.settles:
+            self._passes = self._steps + 1
+            if self._steps >= SETTLING:
+                raise RuntimeError(f"The plan is not final after {self._steps} steps.")
+            return
+        if not self._settled:
+            _synchronize()
+            self._settled = time.perf_counter()
+        self._warm_up -= 1
+        if self._warm_up <= 0:
+            self._first.__exit__()
+            self._meter = self._measured
+            self._meter.__enter__()
+            self._measuring = time.perf_counter()
+            self._mark()
+
+    def _close(self) -> None:
+        self._measured.__exit__()
+        self._meter = None
+        if self._profile:
+            from torch.profiler import ProfilerActivity, profile
+
+            self._profiler = profile(activities=[ProfilerActivity.CUDA])
+            self._profiler.__enter__()
+        else:
+            self.done = True
+
+    def _mark(self) -> None:
+        if self._meter is self._measured:
+            self._measured.sample()
+
+    def abandon(self) -> None:
+        """Close what is open after an exception."""
+        if self._meter is not None:
+            self._meter.__exit__()
+
+    def sample(self) -> Sample:
+        """Return what was measured, in seconds and bytes; of several ranks the slowest time and the largest peak."""
+        times = [seconds for seconds, _ in self._measured.samples]  # the end of a step, then four marks in each
+        found: Sample = {
+            "seconds": [end - start for start, end in pairwise(times[::4])],
+            "pass_seconds": [end - start for start, end in zip(times[1::4], times[3::4], strict=True)],
+            "host_seconds": self._host,
+            "peak_bytes": self._measured.peak_bytes,
+            "highest_bytes": max(self._measured.peak_bytes, self._first.peak_bytes),
+            "values": [float(value).hex() for value in self.values],
+        }
+        if self._profiler is not None:
+            found["kernel_seconds"] = kernel_seconds(self._profiler)
+        if self.handle is not None:
+            found |= self._planned(found["seconds"])
+        if dist.is_initialized():
+            ranks: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(ranks, found)
+            found = _slowest(ranks)
+        return found
+
+    def _planned(self, seconds: list[float]) -> Sample:
+        plan = self.handle.plan
+        found: Sample = {"plan": str(self.handle.plan), "final": not self.handle.settling}
+        if self._passes:
+            ordinary = self._passes * sorted(seconds)[len(seconds) // 2]
+            found |= {"passes": self._passes, "startup_seconds": self._settled - self._begun - ordinary}
+        for key, name in (("predicted_seconds", "seconds"), ("predicted_bytes", "peak_bytes")):
+            value = getattr(plan, name, None)
+            found |= {} if value is None else {key: value}
+        try:
+            found["report"] = str(self.handle.report())
+        except (RuntimeError, AttributeError) as error:  # nothing could be offloaded, or a pipeline has no plan
+            found["report"] = str(error)
+        return found
 
 
-def counted(arm: Arm, device: torch.device, link: Link) -> dict[str, Any]:
-    """Return the peak, the copies and roughly the seconds of the second of two steps."""
-    arm.step()
-    if arm.offloader is not None:
-        arm.offloader.reset_statistics()
-    with MemoryMeter() as meter:
-        begun = time.perf_counter()
-        arm.step()
-        synchronize(device)
-        seconds = time.perf_counter() - begun
-    row = {"peak_bytes": meter.peak_bytes, "rough_seconds": seconds}
-    if arm.offloader is not None:
-        statistics = arm.offloader.statistics()
-        names = ("tensors_offloaded", "bytes_offloaded", "bytes_reloaded", "reloaded_on_demand", "host_bytes")
-        row |= {name: getattr(statistics, name) for name in names}
-        row |= {"d2h_seconds": row["bytes_offloaded"] / link.d2h, "h2d_seconds": row["bytes_reloaded"] / link.h2d}
-        row["host_ratio"] = row["host_bytes"] / row["bytes_offloaded"]
-    return row
+def kernel_seconds(profiler: Any) -> float | None:
+    """Return the seconds of all kernels in a profile, without copies; None if it has none."""
+    nanoseconds = [
+        event.duration_ns()
+        for event in profiler.profiler.kineto_results.events()
+        if event.device_type() == torch.autograd.DeviceType.CUDA
+        and not event.name().startswith(("Memcpy", "Memset", "ProfilerStep"))
+        and not (hasattr(event, "is_user_annotation") and event.is_user_annotation())
+    ]
+    return sum(nanoseconds) * 1e-9 if nanoseconds else None
 
 
-def fits(row: dict[str, Any], compute: dict[str, float]) -> bool:
-    """Whether D2H copies take no longer than forward, and H2D copies no longer than backward."""
-    return bool(row["d2h_seconds"] <= compute["forward"] and row["h2d_seconds"] <= compute["backward"])
+def _slowest(ranks: list[Sample]) -> Sample:
+    found = dict(ranks[0])
+    for key in ("seconds", "pass_seconds", "host_seconds"):
+        found[key] = [max(of_ranks) for of_ranks in zip(*(rank[key] for rank in ranks), strict=True)]
+    for key in ("peak_bytes", "highest_bytes", "startup_seconds", "kernel_seconds", "predicted_bytes"):
+        values = [rank[key] for rank in ranks if rank.get(key) is not None]
+        found |= {key: max(values)} if values else {}
+    found["values"] = [value for rank in ranks for value in rank["values"]]
+    return found
 
 
-def bound_seconds(row: dict[str, Any], compute: dict[str, float]) -> float:
-    """Return the time of a step whose copies run entirely beside compute, each as fast as it is alone."""
-    return max(compute["forward"], row["d2h_seconds"]) + max(compute["backward"], row["h2d_seconds"])
+Train: TypeAlias = Callable[[Way, Recorder], object]
+"""Trains a new model in some way until the recorder is done."""
 
 
-def timed(arms: list[Arm], rows: Rows, share: float, seconds: float, steps: int) -> Rows:
-    """Time arms, the first of them no offload, for some seconds; `share` is the part of its step that is forward."""
-    once = sum(rows[arm.key]["rough_seconds"] for arm in arms) * (1 + steps)
-    repeats = min(9, max(2, round(seconds / once)))
-    functions: dict[Any, Callable[[], object]] = {arm.key: arm.step for arm in arms}
-    samples: dict[Any, list[float]] = measure_step_times(functions, repeats=repeats, steps=steps, warmup=0)
-    baseline = median(samples[arms[0].key])
-    compute = {"forward": baseline * share, "backward": baseline * (1 - share)}
-    print(f"  {len(arms)} arms timed, {repeats} repeats", flush=True)
-    return {
-        key: {"seconds": median(found), "samples": found, "ratio": median(found) / baseline, "compute": compute}
-        for key, found in samples.items()
-    }
+def run_arms(
+    job: Job, train: Train, write: Callable[[Sample], object], arms: tuple[str, ...] = (), **more: Any
+) -> list[Sample]:
+    """Run the arms of a job in rounds; each sample is written at once, and a line before it begins."""
+    found: list[Sample] = []
+    arms = arms or job.arms
+    for number in range(job.rounds):
+        # Every second round in reversed order, so that a drift of clocks changes all arms alike.
+        for arm in arms if number % 2 == 0 else reversed(arms):
+            earlier = [sample for sample in found if sample["arm"] == arm]
+            if any(sample["status"] != "ok" for sample in earlier):
+                continue
+            peaks = [s["highest_bytes"] for s in found if s["arm"] == "checkpoint" and s["status"] == "ok"]
+            base = {"arm": arm, "round": number, **more}
+            write({**base, "status": "begun"})
+            sample = {**base, **run_arm(job, train, arm, max(peaks, default=None), profile=number == job.rounds - 1)}
+            write(sample)
+            found.append(sample)
+    return found
 
 
-def _rounds(arms: list[Arm], rows: Rows, compute: dict[str, float]) -> Iterable[list[Arm]]:
-    """Return the arms that are timed together: copies that fit, those that do not, other methods."""
-    none, again, *others = arms
-    rounds: dict[bool | None, list[Arm]] = {True: [again], False: [], None: []}
-    for arm in others:
-        rounds[fits(rows[arm.key], compute) if arm.method == OURS else None].append(arm)
-    return [[none, *some] for some in rounds.values() if some]
+def run_arm(job: Job, train: Train, arm: str, checkpoint_peak: int | None, *, profile: bool = False) -> Sample:
+    """Run one arm of a round; return its sample, also if it fails."""
+    before = free()
+    recorder = Recorder(job, profile=profile)
+    try:
+        way = way_of(arm, checkpoint_peak)
+        torch.manual_seed(0)
+        train(way, recorder)
+        sample = {"status": "ok", **recorder.sample()}
+        if way.ours and "memory_budget" in way.ours:
+            sample |= {"budget_bytes": way.ours["memory_budget"]}
+    except UnavailableError as error:
+        sample = {"status": "skipped", "note": str(error)}
+    except Exception as error:
+        traceback.print_exc()
+        recorder.abandon()
+        text = " ".join(str(error).split())
+        short = isinstance(error, torch.OutOfMemoryError) or "out of memory" in text.lower()
+        note = text[:200] if not short or "host" in text.lower() else ""
+        sample = {"status": "out of memory" if short else "failed", "note": note}
+        traceback.clear_frames(error.__traceback__)
+    if recorder.handle is not None:
+        recorder.handle.remove()
+    del recorder
+    left = free() - before
+    if left > LEFT:
+        sample["note"] = f"{sample.get('note', '')} {left / 2**30:.2f} GiB stayed allocated.".strip()
+    return sample
 
 
-def measure(settings: Settings, device: torch.device) -> dict[str, Any]:
-    """Measure all arms of one workload; return the data of its result."""
-    stack = Stack(settings, device)
-    source = WholeModel(stack) if stack.whole else Contexts(stack)
-    none = Arm(NOTHING, 0, stack.step)
-    arms = [none, replace(none, method=AGAIN), *source.arms]
-    saved = saved_storages(stack)
-    link = measure_link(*((2**20, 3) if device.type == "cpu" else ()))
-    for arm in {arm.method: arm for arm in arms}.values():  # of each method the one with the most layers
-        arm.step()
-    share = forward_share(stack)
-    rows = {arm.key: counted(arm, device, link) for arm in reversed(arms)}
-    print("  peaks and copies measured", flush=True)
+def free() -> int:
+    """Free unused memory of device and host; return the bytes allocated on the device."""
+    gc.collect()
+    gc.collect()  # what finalizers of the first one released
+    if DEVICE.type == "cpu":
+        return 0
+    torch.accelerator.synchronize()
+    torch.accelerator.empty_cache()
+    with_host = getattr(torch._C, "_host_emptyCache", None)  # pinned memory of the arm before
+    if with_host is not None:
+        with_host()
+    return torch.accelerator.memory_allocated()
 
-    once = rows[none.key]["rough_seconds"]
-    before, found = driver_calls(device), {}
-    for some in _rounds(arms, rows, {"forward": once * share, "backward": once * (1 - share)}):
-        found = timed(some, rows, share, settings.seconds, settings.steps) | found
-    calls = {name: count - before[name] for name, count in driver_calls(device).items()}
-    peak = rows[none.key]["peak_bytes"]
-    for key, row in rows.items():
-        row |= {**found[key], "drop_bytes": peak - row["peak_bytes"]}
-        del row["rough_seconds"]
-        if "bytes_offloaded" in row:
-            row["bytes_absent"] = absent_bytes(saved, key[1], settings.min_bytes)
-            row["r"] = row["drop_bytes"] / row["bytes_absent"]
-            row["fits"], row["bound_seconds"] = fits(row, row["compute"]), bound_seconds(row, row["compute"])
-            row["bound_ratio"] = row["seconds"] / row["bound_seconds"]
-    details = source.details(rows, link)
-    source.close()
-    return {
-        "settings": settings.to_json(),
-        "link": {"d2h": link.d2h, "h2d": link.h2d},
-        "compute": rows[none.key]["compute"],
-        "noise": abs(rows[AGAIN, 0]["ratio"] - 1),
-        "driver_calls": calls,
-        "saved": [{**s, "layers": sorted(s["layers"])} for s in saved if 1 in s["layers"]],
-        "arms": [{"method": arm.method, "num_layers": arm.num_layers, **rows[arm.key]} for arm in arms],
-        **details,
-    }
+
+def _synchronize() -> None:
+    if DEVICE.type != "cpu":
+        torch.accelerator.synchronize()
+
+
+def plain_steps(
+    way: Way,
+    recorder: Recorder,
+    model: nn.Module,
+    batch: Callable[[], tuple[Any, ...]],
+    loss: Callable[[Any], torch.Tensor],
+    *,
+    optimize: bool = False,
+) -> None:
+    """Run a plain loop until the recorder is done: with autocast and AdamW, or without, where gradients are freed."""
+    recorder.handle, around = way.offload(model), way.around(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True) if optimize else None
+    while not recorder.done:
+        inputs = batch()
+        recorder.begin()
+        with around:
+            with torch.autocast(DEVICE.type, torch.bfloat16, enabled=optimize):
+                value = loss(model(*inputs))
+            recorder.forward_ended(value)
+            value.backward()
+        recorder.backward_ended(model)
+        if optimizer is not None:
+            optimizer.step()
+        model.zero_grad()
+        recorder.step_ended()

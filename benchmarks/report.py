@@ -1,396 +1,364 @@
-"""Write the tables and pictures of the results; no figure of them is typed by hand.
+"""Write tables, headline and pictures of the results; no figure of them is typed by hand.
 
-    python benchmarks/report.py            writes report.md, development.md and the pictures beside the results
-    python benchmarks/report.py --check    fails if they are not what the results give
-
-Text and columns are in ``page.toml``.
+python benchmarks/report.py --add build/bench/samples.jsonl    takes recorded jobs over into the results, and writes
+python benchmarks/report.py                                    writes
+python benchmarks/report.py --check                            fails if what is written is not that of the results
+python benchmarks/report.py --targets                          prints what is measured beside the targets
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import re
+import shutil
 import sys
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
+from typing import Any
 
-import parallelism_page
-from headline import CHECKPOINT, NOTHING, OURS, above, by_method, forward_seconds, headline, queue_seconds, readme
-from page import PAGE, Data, origin, table, target, text
-from pipelines_page import pipelines_sections, pipelines_targets
-from results_file import RESULTS, ROOT, digest, read
+import pictures
+import rows
+from jobs import ARMS, JOBS
+from rows import RESULTS, Row
 
+README = rows.ROOT / "README.md"
+MARKS = "<!-- headline: written by benchmarks/report.py -->\n", "<!-- headline ends -->"
 WRITTEN = "<!-- Written by benchmarks/report.py from the results beside it; do not edit. -->"
-README = ROOT / "README.md"
-SECTIONS, LENGTHS, TARGETS = PAGE["names"]["sections"], PAGE["names"]["lengths"], PAGE["targets"]
-READERS = ("frontier", "memory", "peers", "trainer", "parallelism", "pipelines", "machine")
-DEVELOPERS = ("gpt", "linear", "llama", "overhead")
-"""The results on each of the two pages, in their order."""
-LONG = 1.5  # times the median of the steps of a round: such a step is named
+COLUMNS = 88  # of a line that a page shows without scrolling
+ORIGIN = "<!-- origin -->"
+SEARCHES = "context", "context-qlora"
+CELLS = {
+    "step (ms)": lambda row, _: number(row, "step_ms", 1) + spread(row, "step_ms", 1) or row["status"],
+    "× no offload": lambda row, _: number(row, "ratio", 3) + spread(row, "ratio", 3),
+    "× checkpointing": lambda row, of_job: by_checkpoint(row, of_job),
+    "peak (GiB)": lambda row, _: number(row, "peak_gib", 2),
+}
+DETAILS = {
+    "kernels (ms)": lambda row, _: number(row, "kernel_ms", 1),
+    "host, forward (ms)": lambda row, _: number(row, "host_forward_ms", 1),
+    "passes": lambda row, _: row["passes"],
+    "start-up (s)": lambda row, _: number(row, "startup_s", 1),
+    "peak predicted": lambda row, _: apart(row, "predicted_peak_gib", "peak_gib"),
+    "pass predicted": lambda row, _: apart(row, "predicted_pass_ms", "pass_ms"),
+}
+"""Columns of a job's two tables; columns and rows of the second one without any value are left out."""
 
 
-def arm(data: Data, method: str, count: int) -> Data | None:
-    """Return the entry of one arm, or None."""
-    return next((a for a in data["arms"] if (a["method"], a["num_layers"]) == (method, count)), None)
+def number(row: Row, column: str, places: int) -> str:
+    """Return a value of a row with so many places, or nothing."""
+    return f"{float(row[column]):.{places}f}" if row[column] else ""
 
 
-def ours(part: Data) -> list[Data]:
-    """Return the arms with offload, by their number of layers."""
-    return sorted((a for a in part["arms"] if a["method"] == OURS), key=lambda a: int(a["num_layers"]))
+def spread(row: Row, column: str, places: int) -> str:
+    """Return the extremes of a value in parentheses, if they differ in these places."""
+    low, high = (number(row, f"{column}_{end}", places) for end in ("low", "high"))
+    return "" if low == high else f" ({low} to {high})"
 
 
-def numbers(arms: Iterable[Data]) -> str:
-    """Return numbers of layers in words."""
-    return ", ".join(str(count) for count in sorted(a["num_layers"] for a in arms))
+def apart(row: Row, predicted: str, measured: str) -> str:
+    """Return by how much a prediction differs from what was measured."""
+    return f"{100 * (float(row[predicted]) / float(row[measured]) - 1):+.1f} %" if row[predicted] else ""
 
 
-def targets(results: dict[str, Data]) -> list[Data]:
-    """Return the lines of the targets whose figures were measured."""
-    found = _trainer_targets(results["trainer"]) if "trainer" in results else []
-    found += _frontier_targets(results["frontier"]) if "frontier" in results else []
-    found += parallelism_page.targets(results["parallelism"]) if "parallelism" in results else []
-    found += pipelines_targets(results["pipelines"]) if "pipelines" in results else []
-    four, ten = (arm(results.get("gpt", {"arms": []}), OURS, count) for count in (4, 10))
-    if four is not None and ten is not None:
-        found += [target("gpt4", four["ratio"]), target("gpt10", ten["bound_ratio"])]
-        found.append(target("simulate", abs(ten["deviation"])))
-    for name, short in PAGE["names"]["short"].items():
-        arms = ours(results.get(name, {"arms": []}))
-        found += _memory_targets(short, arms, arms)
-    kinds: dict[str, list[Data]] = {}
-    for case in results.get("overhead", {"cases": []})["cases"]:
-        if not case["case"].startswith("autograd"):  # autograd's own time, which the others contain
-            kinds.setdefault(case["case"], []).append(case)
-    for kind, cases in kinds.items():
-        worst = max(cases, key=lambda case: float(case["seconds"]))
-        counts = ", ".join(str(case["parameters"]) for case in cases) if len(cases) > 1 else ""
-        words = f"{kind} ({counts} parameters, worst at {worst['parameters']})" if counts else kind
-        found.append(target("copied" if kind.startswith("offloaded") else "passed", worst["seconds"], case=words))
-    parts = results.get("llama", {"parts": {}})["parts"]
-    for name, words in LENGTHS.items():
-        arms = ours(parts.get(name, {"arms": []}))
-        free = [a for a in arms if a["fits"]]
-        for limit, key, some in (("bound", "bound_ratio", arms), ("free", "ratio", free)):
-            if some:
-                worst = max(some, key=lambda a: float(a[key]))
-                which = f"N = {numbers(some)}, worst at {worst['num_layers']}"
-                found.append(target(limit, worst[key], length=words, arms=which))
-        # All arms share one host pool, which the last arm fills.
-        found += _memory_targets(f"Llama, {words}", arms, arms[-1:])
-    if "host" in parts:
-        found.append(target("layer", parts["host"]["added_per_layer"]))
-    if "added_bare" in parts.get("host", {}):
-        found.append(target("bare", parts["host"]["added"] / parts["host"]["added_bare"]))
-    return found
+def by_checkpoint(row: Row, of_job: Sequence[Row]) -> str:
+    """Return the step time as a ratio to that of checkpointing, or nothing."""
+    checkpoint = find(of_job, "checkpoint")
+    found = ratio(row, checkpoint) if row["arm"] not in ("none", "none2", "checkpoint") else None
+    return "" if found is None else f"{found:.3f}"
 
 
-def _memory_targets(name: str, arms: list[Data], pools: list[Data]) -> list[Data]:
-    if not arms:
-        return []
-    held = max(a["host_bytes"] / a["bytes_offloaded"] for a in pools)
-    return [target("r", min(a["r"] for a in arms), model=name), target("pinned", held, model=name)]
+def ratio(row: Row | None, other: Row | None) -> float | None:
+    """Return the step time of a row over that of another, if both were measured."""
+    if row is None or other is None or not row["step_ms"] or not other["step_ms"]:
+        return None
+    return float(row["step_ms"]) / float(other["step_ms"])
 
 
-def _trainer_targets(data: Data) -> list[Data]:
-    found: list[Data] = []
-    for row in data["rows"]:
-        moved, length = by_method(row)[OURS], f"{row['tokens']} tokens × {data['settings']['batch']}"
-        found.append(target("trainer", moved["ratio"], length=length))
-        limited = by_method(row).get("budget", {})
-        if "budget" in limited:
-            found.append(target("budget", limited["ratio"], length=length, gib=limited["budget"]))
-        for planned in filter(None, (moved, limited)):
-            method = PAGE["names"]["trainer"][planned["method"]]
-            for key, what in (("seconds", "forward and backward"), ("peak_bytes", "peak")):
-                if key in planned["distance"]:
-                    values = {"length": length, "method": method, "what": what}
-                    found.append(target("predicted", abs(planned["distance"][key]), **values))
-    return found
+def find(found: Iterable[Row], arm: str) -> Row | None:
+    """Return the row of an arm, if it was measured or failed."""
+    return next((row for row in found if row["arm"] == arm), None)
 
 
-def _frontier_targets(data: Data) -> list[Data]:
-    found: list[Data] = []
-    for name, part in data["parts"].items():
-        budgets = [a for a in part["arms"] if a["method"] == OURS]
-        at_target = next(a for a in budgets if a["budget"] == part["target"])
-        found.append(target(name, at_target["ratio"], stack=_stack(part), gib=part["target"]))
-        highest = max(a["highest_bytes"] / a["budget"] for a in budgets)
-        found.append(target("within", highest, stack=_stack(part), number=len(budgets)))
-        for key, what in (("seconds", "step time"), ("peak_bytes", "peak")):
-            if plans := [a for a in part["arms"] if a.get("distance")]:
-                worst = max(plans, key=lambda a: abs(a["distance"][key]))
-                values = {"stack": _stack(part), "what": what, "plan": _plan(worst)}
-                found.append(target("predict", abs(worst["distance"][key]), **values))
-    return found
+def name_of(arm: str) -> str:
+    """Return the name of an arm on the pages."""
+    name, _, gib = arm.partition(":")
+    return f"{ARMS[name]} of {float(gib):g} GiB" if gib else ARMS[name]
 
 
-def _plan(a: Data) -> str:
-    """Name the plan of an arm in words."""
-    if a["budget"] is not None:
-        return text("plan_of_budget", **a)
-    return PAGE["names"]["frontier"]["default"] if a["num_layers"] is None else text("plan_of_layers", **a)
+def by_job(results: Sequence[Row]) -> dict[str, list[Row]]:
+    """Return the rows of each job, in the order of the page."""
+    found = {name: [row for row in results if row["job"] == name] for name in JOBS}
+    return {name: of_job for name, of_job in found.items() if of_job}
 
 
-VISIBLE = 1.001  # times a budget: a peak above it differs in the table
+def table(header: Sequence[str], lines: Iterable[Sequence[str]], left: int = 1) -> str:
+    """Return a table in Markdown, whose first columns are aligned to the left."""
+    marks = ["---" if k < left else "---:" for k in range(len(header))]
+    return "\n".join(f"| {' | '.join(line)} |" for line in (header, marks, *lines))
 
 
-def frontier_sections(data: Data) -> list[str]:
-    """Return the section of time against peak."""
-    names, found = PAGE["names"]["frontier"], [f"## {SECTIONS['frontier']}", text("frontier")]
-    if any(a["method"] == "default" for part in data["parts"].values() for a in part["arms"]):
-        found.append(text("frontier_default"))
-    for part in data["parts"].values():
-        rows = []
-        order = list(dict.fromkeys(a["method"] for a in part["arms"]))
-        for a in sorted(part["arms"], key=lambda a: (order.index(a["method"]), a["budget"] or 0)):
-            known = {key: value for key, value in a.items() if value is not None}
-            # Only a budget is a limit of the passes that measure; the default also measures what no offload takes.
-            highest = a["peak_bytes"] if a["budget"] is None else a["highest_bytes"]
-            rows.append({**known, "name": names.get(a["method"], a["method"]), "highest": highest})
-        at_target = next(a for a in part["arms"] if a["budget"] == part["target"])
-        found += [text("frontier_part", stack=_stack(part)), table("frontier", rows)]
-        tried = [(r["highest"] / r["budget"], r["peak_bytes"] / r["budget"]) for r in rows if r.get("budget")]
-        over = [highest - 1 for highest, kept in tried if kept <= VISIBLE < highest]
-        found += [text("frontier_over", number=len(over), most=max(over))] if over else []
-        spread = max(max(of) / min(of) - 1 for of in (a["samples"] for a in part["arms"]))
-        found += [text("frontier_noise", **part, spread=spread), f"```text\n{at_target['plan']}\n```"]
-        found.append(text("frontier_profile", **part["profile"]))
-    return [*found, origin(data)]
+def job_tables(of_job: Sequence[Row]) -> list[str]:
+    """Return the tables of a job."""
+    shown = []
+    for columns in (CELLS, DETAILS):
+        cells = {title: [cell(row, of_job) for row in of_job] for title, cell in columns.items()}
+        cells = {title: column for title, column in cells.items() if any(column)}
+        lines = [[name_of(row["arm"]), *(column[k] for column in cells.values())] for k, row in enumerate(of_job)]
+        shown += [table(["method", *cells], [line for line in lines if any(line[1:])])] if cells else []
+    return shown
 
 
-def peers_sections(data: Data) -> list[str]:
-    """Return the section of other tools."""
-    names, rows = PAGE["names"]["peers"], []
-    for a in data["arms"]:
-        name = names.get(a["method"], a["method"])
-        name = names["budget"] if a["budget"] is not None else name
-        version = data["versions"].get(a["method"], "")
-        known = {key: value for key, value in a.items() if value is not None}
-        rows.append({**known, "name": f"{name} ({version})" if version else name})
-    missing = [text("left_out", tool=names.get(tool, tool), why=why) for tool, why in data["left_out"].items()]
-    free = next(a for a in data["arms"] if a["method"] == OURS and a["budget"] is None)
-    return [
-        f"## {SECTIONS['peers']}",
-        text("peers", **data["settings"], noise=data["noise"]),
-        table("peers", rows),
-        *([text("peers_free"), f"```text\n{free['plan']}\n```"] if "plan" in free else []),
-        *missing,
-        origin(data),
-    ]
+def notes(of_job: Sequence[Row]) -> list[str]:
+    """Return what rows say about themselves, each sentence once, with the arms that say it if not all do."""
+    said: dict[str, list[str]] = {}
+    for row in of_job:
+        for sentence in filter(None, re.split(r"(?<=\.) ", row["note"])):
+            said.setdefault(sentence, []).append(name_of(row["arm"]))
+    return [note if len(arms) == len(of_job) else f"{', '.join(arms)}: {note}" for note, arms in said.items()]
 
 
-def _stack(part: Data) -> str:
-    settings = part["settings"]
-    return f"{settings['layers']} {'compiled ' * part['compiled']}layers, {settings['tokens']} tokens"
+def origin(of_job: Sequence[Row]) -> str:
+    """Return a sentence about where, when and of which commit a job was measured."""
+    row = of_job[-1]
+    versions = ", ".join(f"{name} {row[name]}" for name in ("driver", "torch", "transformers") if row[name])
+    return f"Recorded on {row['date'][:10]} from commit `{row['commit'][:12]}`: {row['device']}, {versions}."
 
 
-def memory_sections(data: Data) -> list[str]:
-    """Return the section of memory over a step, whose picture is on the first page."""
-    return [f"## {SECTIONS['memory']}", text("memory", **data, above=above(data)), origin(data)]
+def section(name: str, of_job: Sequence[Row]) -> str:
+    """Return the section of a job."""
+    title, words = JOBS[name].title, JOBS[name].words
+    shown = search_tables(of_job) if name in SEARCHES else job_tables(of_job)
+    return "\n\n".join([f"## {title}", words, *shown, " ".join([*notes(of_job), origin(of_job)])])
 
 
-def machine_sections(data: Data) -> list[str]:
-    """Return what the command that measures a machine printed."""
-    lines = (textwrap.fill(line, 100, subsequent_indent="  ") for line in data["printed"].splitlines())
-    return [f"## {SECTIONS['machine']}", text("machine"), "\n".join(["```text", *lines, "```"]), origin(data)]
+def searched(found: Iterable[Row]) -> dict[str, int]:
+    """Return the longest sequence that trains, by arm."""
+    longest: dict[str, int] = {}
+    for row in found:
+        if row["status"] == "ok":
+            longest[row["arm"]] = max(longest.get(row["arm"], 0), int(row["tokens"]))
+    return longest
 
 
-def trainer_sections(data: Data) -> list[str]:
-    """Return the section of the Trainer of Hugging Face."""
-    names, rows, plans = PAGE["names"]["trainer"], [], []
-    for row in data["rows"]:
-        low_high = ({"low": min(a["ratios"]), "high": max(a["ratios"])} for a in row["arms"])
-        arms = [{**a, **r, "tokens": row["tokens"]} for a, r in zip(row["arms"], low_high, strict=True)]
-        rows += [{**a, "name": names.get(a["method"], a["method"]), "moved": _moved(row, a["method"])} for a in arms]
-        plans += [text("plan", **row), f"```text\n{by_method(row)[OURS]['plan']}\n```", *_budget_plan(row)]
-    noise = "; ".join(text("trainer_noise", **row) for row in data["rows"])
-    return [
-        f"## {SECTIONS['trainer']}",
-        text("trainer", **data["settings"], noise=noise),
-        table("trainer", rows),
-        *plans,
-        origin(data),
-    ]
-
-
-def _moved(row: Data, method: str) -> str:
-    """Return the GiB that a method offloaded: one number, or that of each round."""
-    runs = [run[method].get("bytes_offloaded") for run in row["runs"] if method in run]
-    shown = [text("gib", nbytes=nbytes) for nbytes in runs if nbytes is not None]
-    return shown[0] if len(set(shown)) == 1 else ", ".join(shown)
-
-
-def _budget_plan(row: Data) -> list[str]:
-    """Return the plan for a budget, and how long the host takes to queue a forward with it."""
-    arms = by_method(row)
-    limited = arms.get("budget", {})
-    if "budget" not in limited:
-        return []
-    plan = f"```text\n{limited['plan']}\n```"
-    host = text("trainer_host", **queue_seconds(arms), forward="".join(forward_seconds("trainer_forward", arms)))
-    return [text("budget_plan", budget=limited["budget"]), plan, host, *_long_steps(row)]
-
-
-def _long_steps(row: Data) -> list[str]:
-    """Return a sentence about steps with a budget that took much longer than the others of their round, if any did."""
-    steps = {
-        method: [run[method]["seconds"] for run in row["runs"] if method in run] for method in ("budget", CHECKPOINT)
-    }
-    long = {method: [s for of in runs for s in of if s > LONG * median(of)] for method, runs in steps.items()}
-    if not long["budget"]:
-        return []
-    counts = {"long": len(long["budget"]), "long_checkpoint": len(long[CHECKPOINT]) or "none"}
-    return [text("trainer_long", steps=sum(map(len, steps["budget"])), most=max(long["budget"]), **counts)]
-
-
-def model_line(data: Data) -> str:
-    """Describe linear layers or GPT blocks."""
-    batch, length, hidden = data["settings"]["shape"]
-    kind = f"{data['settings']['heads']} heads, " if data["settings"]["heads"] else ""
-    return f"hidden size {hidden}, {kind}sequence {length}, batch {batch}, {data['settings']['dtype']}"
-
-
-def layers_sections(name: str, data: Data) -> list[str]:
-    """Return the section of linear layers or GPT blocks."""
-    line, methods = model_line(data), PAGE["names"]["methods"]
-    order = [NOTHING, f"{NOTHING}, again", *methods]
-    arms = sorted(data["arms"], key=lambda a: (order.index(a["method"]), a["num_layers"]))
-    return [
-        f"## {SECTIONS[name]}",
-        f"{line[:1].upper()}{line[1:]}.",
-        table("comparison", ({**a, "name": methods.get(a["method"], a["method"])} for a in arms)),
-        text("layers", **data),
-        table("details", ours(data)),
-        origin(data),
-    ]
-
-
-def llama_sections(data: Data) -> list[str]:
-    """Return the sections of the Llama benchmark."""
-    found, parts = [f"## {SECTIONS['llama']}"], data["parts"]
-    lengths = {words: parts[name] for name, words in LENGTHS.items() if name in parts}
-    for first in list(lengths.values())[:1]:
-        found += [text("llama", **first["settings"]), *_saved(first)]
-    for words, part in lengths.items():
-        found += [f"### {words}", *_length(part)]
-    if "host" in parts:
-        found += ["### Host time of a layer", *_host(parts["host"])]
-    return [*found, origin(data)]
-
-
-def _saved(part: Data) -> list[str]:
-    """Return what autograd saves in one layer."""
-    tokens, rows = part["settings"]["tokens"], []
-    for s in sorted(part["saved"], key=lambda s: len(s["layers"]) > 1):
-        small = s["tensor_nbytes"] < part["settings"]["min_bytes"]
-        verdict = "no: small" if small else "once for all layers" if len(s["layers"]) > 1 else "yes"
-        rows.append({**s, "sizes": " × ".join(str(size) for size in s["shape"]) or "scalar", "verdict": verdict})
-    own = sum(s["nbytes"] for s in part["saved"] if len(s["layers"]) == 1)
-    return [text("saved", own=own, tokens=tokens, each=own / tokens / 1024), table("saved", rows)]
-
-
-def _length(part: Data) -> list[str]:
-    """Return text and tables of one number of tokens."""
-    arms, rounds, timelines = ours(part), {}, part["timelines"]
-    for a in arms:
-        rounds.setdefault((a["compute"]["forward"], a["compute"]["backward"]), []).append(a)
-    words = [text("round", arms=numbers(a), forward=f, backward=b, both=f + b) for (f, b), a in rounds.items()]
-    many = " or ".join(str(n) for n in sorted({len(a["samples"]) for a in part["arms"]}, reverse=True))
-    rows = [arm(part, NOTHING, 0) or {}, *({**a, "fit": "yes" if a["fits"] else "no"} for a in arms)]
-    found = [text("length", **part, rounds="; ".join(words), many=many), table("length", rows)]
-    calls = ", ".join(f"{count} × {name}" for name, count in part["driver_calls"].items() if count)
-    if part["driver_calls"]:
-        found.append(text("driver", calls=calls) if calls else text("no_driver"))
-    stalls = [{key: sum(s[key] for s in t["stalls"]) for key in ("forward", "backward")} for t in timelines]
-    return [*found, table("timelines", ({**t, **s} for t, s in zip(timelines, stalls, strict=True)))]
-
-
-def _host(part: Data) -> list[str]:
-    """Return text and table of the host time of Llama layers."""
-    words = text("host", **part, paused=part["added_paused"] / part["settings"]["layers"])
-    if "added_bare" in part:
-        added, times = part["added_bare"] / part["num_layers"], part["added"] / part["added_bare"]
-        words += text("bare", **part, bare=added, times=times)
-        words += (text("quartiles", quartiles=part["ratio_quartiles"]) if "ratio" in part else "") + "."
-    rows = ({**t, "name": PAGE["names"]["host"][case], "both": sum(t.values())} for case, t in part["host"].items())
-    calls = [(PAGE["names"]["host"][arm], row) for arm, found in part["calls"].items() for row in found]
-    timed = ({**row, "arm": arm, "step": row["count"] * row["seconds"]} for arm, row in calls)
-    return [words, table("host", rows), text("calls"), table("calls", timed)]
-
-
-def report(results: dict[str, Data]) -> str:
-    """Return the tables of both pages as Markdown."""
-    return readers_page(results) + developers_page(results)
-
-
-def readers_page(results: dict[str, Data]) -> str:
-    """Return what a reader wants to compare: time against peak, other tools, the Trainer, several GPUs."""
-    sections = {"frontier": frontier_sections, "memory": memory_sections, "peers": peers_sections}
-    sections |= {"trainer": trainer_sections, "parallelism": parallelism_page.sections}
-    sections |= {"pipelines": pipelines_sections, "machine": machine_sections}
-    parts = [part for name, of in sections.items() if name in results for part in of(results[name])]
-    return "\n\n".join([WRITTEN, *(parts or ["No results are recorded yet."])]) + "\n"
-
-
-def developers_page(results: dict[str, Data]) -> str:
-    """Return targets, and time by number of layers and of the host."""
-    parts = [WRITTEN, "## Targets", table("targets", targets(results))]
-    for name in ("gpt", "linear"):
-        parts += layers_sections(name, results[name]) if name in results else []
-    parts += llama_sections(results["llama"]) if "llama" in results else []
-    if "overhead" in results:
-        parts += [
-            f"## {SECTIONS['overhead']}",
-            table("overhead", results["overhead"]["cases"]),
-            origin(results["overhead"]),
+def search_tables(found: Sequence[Row]) -> list[str]:
+    """Return the longest sequences that train and their step times, and the same by memory."""
+    lines, arms = [], list(dict.fromkeys(row["arm"] for row in found))
+    whole = [row for row in found if not row["memory_gb"]]
+    for arm, tokens in searched(whole).items():
+        row = next(row for row in whole if (row["arm"], row["tokens"]) == (arm, str(tokens)))
+        seconds = float(row["step_ms"]) / 1e3
+        lines.append([name_of(arm), f"{tokens:,}", f"{seconds:.1f}", f"{tokens / seconds:,.0f}", row["peak_gib"]])
+    shown = [table(["method", "longest (tokens)", "step (s)", "tokens / s", "peak (GiB)"], lines)] if lines else []
+    if levels := sorted({float(row["memory_gb"]) for row in found if row["memory_gb"]}):
+        by_level = [searched(row for row in found if row["memory_gb"] == f"{level:g}") for level in levels]
+        lines = [
+            [f"{level:g} GB", *(f"{longest.get(arm, 0):,}" for arm in arms)]
+            for level, longest in zip(levels, by_level, strict=True)
         ]
+        shown += ["Longest sequence in tokens, by memory:", table(["memory", *map(name_of, arms)], lines)]
+    return shown
+
+
+def overview(jobs: dict[str, list[Row]]) -> str:
+    """Return one line a job: no offload, checkpointing, and ours at about its peak."""
+    lines = []
+    for name, of_job in jobs.items():
+        ours = pictures.ours(of_job)
+        if name not in SEARCHES and ours is not None and find(of_job, "checkpoint") is not None:
+            shown = []
+            for row in (find(of_job, "none"), find(of_job, "checkpoint"), ours):
+                time = number(row, "step_ms", 0) or row["status"] if row is not None else ""
+                shown += [time, number(row, "peak_gib", 1) if row is not None else ""]
+            lines.append([JOBS[name].title, *shown, by_checkpoint(ours, of_job)])
+    header = ["job", "no offload (ms)", "GiB", "checkpointing (ms)", "GiB", "actoffload (ms)", "GiB", "× checkpointing"]
+    return table(header, lines)
+
+
+def page(results: Sequence[Row], folder: Path) -> str:
+    """Return the text of the page below its introduction."""
+    jobs = by_job(results)
+    parts = [WRITTEN, overview(jobs)]
+    for name, of_job in jobs.items():
+        parts.append(section(name, of_job))
+        if name in pictures.OF_JOBS:
+            stem, alt = pictures.OF_JOBS[name]
+            parts += [f"![{alt}]({stem}-{scheme}.png){{.only-{scheme}}}" for scheme in pictures.INK]
+    machine = folder / "machine.txt"
+    if machine.is_file():
+        when, _, printed = machine.read_text(encoding="utf-8").partition("\n\n")
+        lines = (textwrap.fill(line, 100, subsequent_indent="  ") for line in printed.splitlines())
+        parts += ["## The machine", "What `python -m actoffload` prints:", "\n".join(["```text", *lines, "```"])]
+        parts.append(f"Measured on {when}.")
     return "\n\n".join(parts) + "\n"
 
 
-def notes(*names: str, folder: Path = RESULTS) -> str:
-    """Return which of these results, or of all, were measured with other sources of the library; empty if none were."""
-    found = load(folder).items()
-    sections = [
-        SECTIONS[name] for name, data in found if name in (names or SECTIONS) and data["source_digest"] != digest()
-    ]
-    return text("changed", sections="; ".join(sections)) if sections else ""
+# The landing page and README.md
 
 
-def load(folder: Path) -> dict[str, Data]:
-    """Read all results of a folder."""
-    found = {name: read(folder, name) for name in SECTIONS}
-    return {name: data for name, data in found.items() if data is not None}
+def headline(results: Sequence[Row]) -> str:
+    """Return what a visitor reads first: at most three sentences with numbers, and their origin."""
+    jobs = by_job(results)
+    said = list(filter(None, (_trains(jobs), _faster(jobs), _same_bits(jobs))))
+    if not said:
+        return "No results are recorded yet."
+    used = [row for name in pictures.shown(jobs) for row in jobs[name]]
+    devices = sorted({row["device"].removeprefix("NVIDIA ").split()[0] for row in used})
+    days = sorted({row["date"][:10] for row in used})
+    busy = " Another GPU of the host was busy." * any("busy" in row["note"] for row in used)
+    recorded = (
+        f"Recorded on {', '.join(devices)}, {' to '.join(dict.fromkeys((days[0], days[-1])))}.{busy}" if used else ""
+    )
+    return "\n".join([*(f"- {sentence}" for sentence in said), "", ORIGIN, recorded]).rstrip()
 
 
-def main(arguments: list[str]) -> int:
-    """Write the report, or check it."""
+def _trains(jobs: dict[str, list[Row]]) -> str:
+    longest = searched([row for row in jobs.get("context", []) if not row["memory_gb"]])
+    if "offload" in longest:
+        most = ", ".join(f"{longest.get(arm, 0) // 1024}k with {ARMS[arm]}" for arm in ("none", "checkpoint_offload"))
+        return f"**Trains what does not fit.** Llama 8B LoRA: {longest['offload'] // 1024}k tokens, {most}."
+    for name in ("L32", "L16"):
+        ours, nothing = (find(jobs.get(name, []), arm) for arm in ("offload", "none"))
+        if ours and ours["step_ms"] and nothing and nothing["status"] == "out of memory":
+            time = f"{float(ours['step_ms']) / 1e3:.1f} s a step, out of memory without"
+            return f"**Trains what does not fit.** {JOBS[name].title}: {time}."
+    ours, nothing = find(jobs.get("P8", []), "budget"), find(jobs.get("P8", []), "none")
+    if ours is None or nothing is None or not ours["ratio"]:
+        return ""
+    peaks = f"{number(nothing, 'peak_gib', 1)} to {number(ours, 'peak_gib', 1)} GiB"
+    return f"**Less memory.** 16 Llama 8B layers: peak {peaks}, step {100 * (float(ours['ratio']) - 1):+.0f} %."
+
+
+def _faster(jobs: dict[str, list[Row]]) -> str:
+    ratios = [bar[1] for bar in pictures.bars(jobs)]
+    if not ratios:
+        return ""
+    wins, extremes = sum(r < 1 for r in ratios), f"{min(ratios):.2f} to {max(ratios):.2f} × as long"
+    middle = f"median {median(ratios):.2f}"
+    return f"**At checkpointing's memory,** a step is faster in {wins} of {len(ratios)} jobs: {extremes}, {middle}."
+
+
+def _same_bits(jobs: dict[str, list[Row]]) -> str:
+    of_job = jobs.get("bits", [])
+    ours = [row["same_bits"] for row in of_job if row["arm"] in ("none2", "offload", "budget")]
+    return "**Same bits.** Losses equal those without offload in every bit." if ours and set(ours) == {"yes"} else ""
+
+
+def readme(text: str, sentences: str) -> str:
+    """Return the text of README.md with the headline between its two marks."""
+    before, mark, rest = text.partition(MARKS[0])
+    _, end, after = rest.partition(MARKS[1])
+    wrap = partial(textwrap.fill, width=120, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+    return before + mark + "\n".join(map(wrap, sentences.split("\n"))) + "\n" + end + after
+
+
+def add(paths: Sequence[Path], folder: Path) -> None:
+    """Take over recorded jobs, and what lies beside them: the machine, the overlap, the report of a budget."""
+    results = rows.read(folder / "results.csv")
+    for path in paths:
+        samples = rows.samples_of(path)
+        found = rows.summarize(samples)
+        reference = [row["job"] for row in found if row["device"].startswith("reference")]
+        if reference or not found:
+            raise SystemExit(f"{path.name} has rows of the reference device: {', '.join(dict.fromkeys(reference))}.")
+        results = rows.merge(results, found)
+        reports = [s for s in samples if (s["job"], s["arm"]) == ("T1", "budget") and "report" in s]
+        if reports:
+            said = origin([row for row in found if row["job"] == "T1"])
+            (folder / "report-of-a-budget.txt").write_text(f"{wrapped(reports[-1]['report'])}\n\n{said}\n", "utf-8")
+        for name in ("machine.txt", "overlap.json"):
+            if (path.parent / name).is_file():
+                shutil.copyfile(path.parent / name, folder / name)
+    rows.write(folder / "results.csv", results)
+
+
+def wrapped(report: str) -> str:
+    """Wrap the lines of a report that are no lines of a table."""
+    blocks = report.split("\n\n")
+    fill = lambda line: textwrap.fill(line, COLUMNS, subsequent_indent="  ")  # noqa: E731
+    return "\n\n".join(b if "\n---" in b else "\n".join(map(fill, b.splitlines())) for b in blocks)
+
+
+TARGETS = {"T1": 1.15, "L4": 1.18, "P8": 1.05, "P32": 1.05, "P8c": 1.11, "P32c": 1.14, "F2": 1.12}
+"""Step time with a budget, as a ratio to no offload."""
+
+
+def targets(results: Sequence[Row]) -> list[str]:
+    """Return a line for each target whose figures are recorded: what, the target, what was measured."""
+    jobs, found = by_job(results), []
+
+    def check(what: str, value: float | None, most: float, *, least: bool = False) -> None:
+        if value is not None:
+            met = value >= most if least else value <= most
+            found.append(
+                f"{'met   ' if met else 'missed'}  {what}: {value:.3f}, target {'>=' if least else '<='} {most}"
+            )
+
+    for name, most in TARGETS.items():
+        row = find(jobs.get(name, []), "budget")
+        check(f"{name}, budget, x no offload", float(row["ratio"]) if row and row["ratio"] else None, most)
+    for name in ("L16", "L32"):
+        of_job = jobs.get(name, [])
+        check(f"{name}, offload, x checkpointing", ratio(find(of_job, "offload"), find(of_job, "checkpoint")), 0.85)
+    longest = searched([row for row in jobs.get("context", []) if not row["memory_gb"]])
+    check("longest context, tokens", longest.get("offload"), 256 * 1024, least=True)
+    for name, of_job in jobs.items():
+        for row in of_job:
+            at = f"{name}, {name_of(row['arm'])}"
+            for column, most in {"passes": 5.0, "startup_s": 2.0}.items():
+                check(f"{at}, {column}", float(row[column]) if row[column] else None, most)
+            if row["budget_gib"] and row["peak_gib"]:
+                highest = float(row["highest_gib"] or row["peak_gib"])
+                check(f"{at}, highest peak / budget", highest / float(row["budget_gib"]), 1.0)
+            for column, measured, most in (
+                ("predicted_peak_gib", "peak_gib", 0.01),
+                ("predicted_pass_ms", "pass_ms", 0.03),
+            ):
+                off = abs(float(row[column]) / float(row[measured]) - 1) if row[column] and row[measured] else None
+                check(f"{at}, {column} off by", off, most)
+    row = find(jobs.get("T1", []), "budget")
+    check("T1, budget, host time of a forward, ms", float(row["host_forward_ms"]) if row else None, 45)
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Write or check; return 1 if something written is not that of the results."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--add", type=Path, nargs="+", default=[], metavar="SAMPLES", help="take recorded jobs over")
+    parser.add_argument("--check", action="store_true", help="write nothing")
+    parser.add_argument("--targets", action="store_true", help="print targets, and write nothing")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the results")
-    parser.add_argument("--check", action="store_true", help="compare the pages instead of writing them")
+    parser.add_argument("--readme", type=Path, default=README, help="file with the headline")
     options = parser.parse_args(arguments)
-    results = load(options.results)
-    folder = options.results
-    written = {folder / "report.md": readers_page(results), folder / "development.md": developers_page(results)}
-    if options.results == RESULTS:
-        written[README] = readme(README.read_text(encoding="utf-8"), headline())
+    folder: Path = options.results
+    if options.add:
+        add(options.add, folder)
+    results = rows.read(folder / "results.csv")
+    if options.targets:
+        print("\n".join(targets(results)))
+        return 0
+    words = headline(results)
+    texts: dict[Path, Any] = {
+        folder / "report.md": page(results, folder),
+        folder / "headline.md": f"{words}\n",
+        options.readme: readme(options.readme.read_text(encoding="utf-8"), words),
+    }
+    drawn = folder / "pictures.json"  # of what the pictures were drawn
+    texts[drawn] = json.dumps(pictures.drawn_from(by_job(results)), indent=1) + "\n"
+    stale = [path for path, text in texts.items() if not path.is_file() or path.read_text("utf-8") != text]
     if options.check:
-        wrong = [p.name for p, words in written.items() if not p.is_file() or p.read_text(encoding="utf-8") != words]
-        for name in wrong:
-            print(f"{name} is not what the results give; run python benchmarks/report.py")
-        print(notes(folder=options.results) or "All results were measured with the present sources of the library.")
-        return 1 if wrong else 0
-    for path, words in written.items():
-        path.write_text(words, encoding="utf-8")
-    if results:
-        import hero
-        from picture import draw
-
-        draw(results, options.results)
-        hero.draw(results, options.results)
-    print(headline(options.results))
+        print("\n".join(f"{path.name} is not that of the results; run benchmarks/report.py." for path in stale))
+        return 1 if stale else 0
+    if drawn in stale:
+        pictures.draw(by_job(results), folder)
+    for path in stale:
+        path.write_text(texts[path], encoding="utf-8")
+    print(f"wrote {', '.join(path.name for path in stale) or 'nothing'}")
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

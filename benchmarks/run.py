@@ -1,161 +1,223 @@
-"""Run the benchmarks, each into a result file of JSON.
+"""Run jobs, each in a process of its own with a time limit, and write their samples and rows.
 
-    PYTHONPATH=src python benchmarks/run.py gpt --out benchmarks/results
+    PYTHONPATH=src python benchmarks/run.py T1 L4 --out build/bench --commit $(git rev-parse HEAD)
 
-`linear` and `gpt` compare offload with checkpointing and `save_on_cpu`; `llama` measures numbers of layers at 8k and
-32k tokens, and host time; `overhead` measures the host time of one saved tensor; `trainer` trains a Llama with the
-Trainer of Hugging Face; `memory` records device memory over a step; `machine` is what ``python -m actoffload`` prints;
-`frontier` compares ways to save memory, time against peak, and what their plans predict; `peers` compares with other
-tools; `overlap` records steps for figures; `parallelism` runs FSDP2, DDP, tensor and context parallel in a process for
-each GPU; `pipelines` measures pipelines of two ranks, and with four GPUs also of four. ``--rehearse`` takes small
-sizes, for machines without accelerator.
+``samples.jsonl`` gets a line for each arm of each round as soon as it is measured, ``results.csv`` a row for each arm
+after each job, and ``run.log`` what the processes print. A job that fails, runs out of memory or is stopped has rows
+that say so. ``machine`` and ``overlap`` write ``machine.txt`` and ``overlap.json``. ``--list`` prints the jobs;
+``--rehearse`` takes tiny sizes, for machines without accelerator.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
+import importlib
+import json
 import os
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import asdict, replace
+from datetime import UTC, datetime
+from functools import partial
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import frontier
-import overlap
-import parallelism
-import peers
-import pipelines
-import step_memory
-import torch
-from harness import measure
-from host_time import measure_layers, measure_tensors
-from results_file import RESULTS, beside, digest, read, write
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from workloads import FULL, REHEARSAL
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "src")]
 
-from actoffload.machine import measure_machine
-from actoffload.measure import describe_device
+import rows  # noqa: E402
+from jobs import JOBS, Job  # noqa: E402
 
-PARTS = {
-    "llama": ("host", "8k", "32k"),
-    "frontier": tuple(frontier.PARTS),
-    "parallelism": parallelism.PARTS,
-    "pipelines": tuple(pipelines.PARTS),
-}
+OTHERS = {"machine": 60.0, "overlap": 180.0}
+"""What is recorded besides the jobs, and seconds after which it is stopped."""
+PINNING = "pinned_use_cuda_host_register:True,pinned_num_register_threads:8"
+"""Settings of the allocator of PyTorch: several threads pin host memory, as on the page about hardware."""
 
 
-def measure_one(name: str, part: str, device: torch.device, *, rehearse: bool) -> dict[str, Any]:
-    """Measure one part of a benchmark."""
-    if name == "frontier":
-        of, budgets = (frontier.SMALL_PARTS, 2) if rehearse else (frontier.PARTS, frontier.BUDGETS)
-        return frontier.measure_part(part, of[part], device, budgets)
-    if name == "parallelism":
-        return parallelism.measure_part(part, rehearse=rehearse)
-    settings = (REHEARSAL if rehearse else FULL)[part]
-    if part == "host":
-        return measure_layers(settings, device, 3 if rehearse else 60)
-    return measure(settings, device)
+def origin(commit: str, command: str) -> dict[str, Any]:
+    """Return where, when and of which commit a job is measured."""
+    from actoffload.measure import describe_device
+
+    device = asdict(describe_device())
+    versions = {name: device[name] for name in ("driver", "torch", "python")}
+    try:
+        versions["transformers"] = metadata.version("transformers")
+    except metadata.PackageNotFoundError:
+        versions["transformers"] = ""
+    date = datetime.now(UTC).isoformat(timespec="seconds")
+    return {"device": device["name"], **versions, "commit": commit, "date": date, "command": command}
 
 
-def kept_parts(folder: Path, name: str) -> dict[str, Any]:
-    """Return the parts of an earlier result of the same sources, which a run of other parts keeps.
-
-    Those that were measured on another device say so.
-    """
-    earlier = read(folder, name)
-    if earlier is None or earlier["source_digest"] != digest():
-        return {}
-    device, parts = earlier["device"], earlier["parts"]
-    if device == asdict(describe_device()):
-        return dict(parts)
-    return {part: {"device": device, "day": earlier["date"][:10], **found} for part, found in parts.items()}
+def present_commit() -> str:
+    """Return the commit of the working tree, with a plus if files differ; empty outside of a repository."""
+    git = partial(subprocess.run, cwd=ROOT, capture_output=True, text=True, check=False)
+    found = git(["git", "rev-parse", "HEAD"])
+    if found.returncode:
+        return ""
+    changed = git(["git", "status", "--porcelain", "--untracked-files=no"]).stdout.strip()
+    return found.stdout.strip() + "+" * bool(changed)
 
 
-def run(options: argparse.Namespace, device: torch.device) -> None:
-    """Run one benchmark and write its result; one with parts after every part."""
-    name, pinning = options.benchmark, os.environ.get("PYTORCH_ALLOC_CONF")
-    command = f"PYTHONPATH=src python benchmarks/run.py {name}"
-    command = f"PYTORCH_ALLOC_CONF={pinning} {command}" if pinning else command
-    if name == "overhead":
-        data = measure_tensors(5 if options.rehearse else 100, device)
-    elif name in PARTS:
-        default = pipelines.available(torch.accelerator.device_count()) if name == "pipelines" else PARTS[name]
-        parts = options.only.split(",") if options.only else default
-        data = {"parts": kept_parts(options.out, name) if options.only else {}}
-        known = [part for part in PARTS[name] if part in data["parts"] or part in parts]
-        command += f" --only {','.join(known)}" if options.only else ""
-        if name == "pipelines":
-            run_pipelines(parts, device, data, options, command)
-            return
-        for part in parts:
-            print(f"{part}:", flush=True)
-            measured = measure_one(name, part, device, rehearse=options.rehearse) | beside()
-            found = {**data["parts"], part: measured}
-            # The page has the parts in this order, whichever of them was measured first.
-            data["parts"] = {part: found[part] for part in PARTS[name] if part in found}
-            write(options.out, name, data, command)
-            gc.collect()
-            if device.type != "cpu":
-                torch.accelerator.empty_cache()
-    elif name == "overlap":
-        settings = replace((REHEARSAL if options.rehearse else FULL)["gpt"], layers=overlap.LAYERS)
-        if not options.rehearse:
-            settings = replace(settings, shape=(1, overlap.TOKENS, settings.shape[2]))
-        data = overlap.measure_overlap(settings, device, 1 if options.rehearse else overlap.RECORDINGS)
-    elif name == "peers":
-        parts = peers.SMALL_PARTS if options.rehearse else peers.PARTS
-        data = peers.measure_peers(parts, device, 1 if options.rehearse else peers.REPEATS)
-    elif name == "trainer":
-        import trainer
+def run_here(name: str, options: argparse.Namespace) -> None:
+    """Run one job in this process, which is one of several ranks if torchrun started it."""
+    import torch
 
-        settings = trainer.REHEARSAL if options.rehearse else trainer.FULL
-        data = trainer.measure_trainer(settings, device, lambda data: write(options.out, name, data, command))
-    elif name == "memory":
-        data = step_memory.measure_part((frontier.SMALL_PARTS if options.rehearse else frontier.PARTS)["8k"], device)
-    elif name == "machine":
-        data = {"printed": str(measure_machine())}
+    job, rank, ranks = JOBS.get(name), int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    command = f"python benchmarks/run.py {name}"
+    about = origin(options.commit, command)
+    if ranks > 1:
+        if torch.accelerator.is_available():
+            torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
+        torch.distributed.init_process_group()
+    if name == "machine":
+        from actoffload.machine import measure_machine
+
+        when = f"{about['device']}, torch {about['torch']}, {about['date'][:10]}, commit {options.commit[:12]}"
+        (options.out / "machine.txt").write_text(f"{when}\n\n{measure_machine()}\n", encoding="utf-8")
+        return
+    if job is None:
+        importlib.import_module(name).record(options.out, about, rehearse=options.rehearse)
+        return
+    job = replace(job, rounds=options.rounds or job.rounds)
+    job = replace(job, rounds=options.rounds or 1, steps=2) if options.rehearse else job
+
+    def write(sample: dict[str, Any]) -> None:
+        if rank == 0:
+            rows.append(options.out / "samples.jsonl", {"job": name, "series": options.series, **sample, **about})
+            if sample["status"] != "begun":
+                print(describe(name, sample), flush=True)
+
+    module = importlib.import_module(job.module)
+    if job.module == "context":
+        module.search(name, write, rehearse=options.rehearse, arms=options.arms, memory=options.memory)
     else:
-        data = measure((REHEARSAL if options.rehearse else FULL)[name], device)
-    print(f"wrote {write(options.out, name, data, command).name}")
+        from harness import run_arms
+
+        run_arms(job, module.trainer(name, rehearse=options.rehearse), write, options.arms)
+    if ranks > 1:
+        torch.distributed.destroy_process_group()
 
 
-def run_pipelines(
-    parts: Sequence[str], device: torch.device, data: dict[str, Any], options: argparse.Namespace, command: str
-) -> None:
-    """Measure pipelines in processes of their own, and write the result after each."""
-
-    def done(part: str, found: dict[str, Any]) -> None:
-        data["parts"][part] = found
-        print(f"{part}: wrote {write(options.out, 'pipelines', data, command).name}", flush=True)
-
-    pipelines.measure_parts(parts, device, rehearse=options.rehearse, done=done)
+def describe(name: str, sample: dict[str, Any]) -> str:
+    """Return a line about a sample."""
+    steps = ", ".join(f"{seconds * 1e3:.1f}" for seconds in sample.get("seconds", ()))
+    keys = "tokens", "status", "peak_bytes", "passes", "startup_seconds", "kernel_seconds", "note"
+    more = ", ".join(f"{key} {sample[key]}" for key in keys if sample.get(key))
+    return f"{name} {sample['arm']}, round {sample['round'] + 1}: {steps} ms, {more}"
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Run what the command line names."""
+def commands(name: str, options: argparse.Namespace) -> list[tuple[tuple[str, ...], list[str]]]:
+    """Return the arms and the command of each process that a job needs."""
+    job = JOBS.get(name)
+    python = [sys.executable]
+    if job is not None and job.gpus > 1:
+        python += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={job.gpus}"]
+    base = [*python, str(Path(__file__)), name, "--here", "--out", str(options.out), "--commit", options.commit]
+    base += ["--series", options.series, *(["--rehearse"] if options.rehearse else [])]
+    base += ["--rounds", str(options.rounds)] if options.rounds else []
+    arms = options.arms or (job.arms if job is not None else ())
+    if job is None or not job.apart:
+        return [(arms, [*base, *(["--arms", ",".join(arms)] if arms else [])])]
+    memories = [["--memory", memory] for memory in options.memory.split(",")] if options.memory else [[]]
+    return [((arm,), [*base, *memory, "--arms", arm]) for memory in memories for arm in arms]
+
+
+def run_job(name: str, options: argparse.Namespace, end: float) -> str:
+    """Run the processes of a job until a time of the monotonic clock; return how it ended."""
+    job: Job | None = JOBS.get(name)
+    limit = job.limit if job is not None else OTHERS[name]
+    end, status = min(end, time.monotonic() + limit), "ok"
+    waiting = commands(name, options)
+    while waiting:
+        left = max(0.0, end - time.monotonic()) / len(waiting)  # what one does not need, the others have
+        arms, command = waiting.pop(0)
+        ended = run_process(command, options.out / "run.log", left)
+        if ended != "ok":
+            status = ended
+            note_stopped(name, arms, ended, options)
+    rows.write(options.out / "results.csv", rows.summarize(rows.samples_of(options.out / "samples.jsonl")))
+    return status
+
+
+def note_stopped(name: str, arms: Sequence[str], ended: str, options: argparse.Namespace) -> None:
+    """Write a sample for each arm of a process that it did not come to, and for the one in which it ended."""
+    path = options.out / "samples.jsonl"
+    found = [s for s in rows.samples_of(path) if s["job"] == name and s["series"] == options.series]
+    about = {key: found[-1].get(key) for key in rows.ORIGIN} if found else {"commit": options.commit}
+    base = {"job": name, "series": options.series, **about}
+    last = found[-1] if found else None
+    if last is not None and last["status"] == "begun":
+        rows.append(path, {**last, "status": "stopped", "note": ended})
+    for arm in [arm for arm in arms if arm not in {sample["arm"] for sample in found}]:
+        rows.append(path, {**base, "arm": arm, "round": 0, "status": "not run", "note": ended})
+
+
+def run_process(command: Sequence[str], log: Path, limit: float) -> str:
+    """Run a process with its output in the log; return how it ended."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    paths = os.pathsep.join(filter(None, (str(ROOT / "src"), os.environ.get("PYTHONPATH", ""))))
+    environment = {"PYTORCH_ALLOC_CONF": PINNING, **os.environ, "PYTHONPATH": paths, "PYTHONUNBUFFERED": "1"}
+    environment |= {"TEARDOWN_CUPTI": "1"}  # a profiled step must not slow those after it
+    environment |= {"OMP_NUM_THREADS": "1"} if "--rehearse" in command else {}
+    if limit < 1:
+        return "no time left"
+    with log.open("a", encoding="utf-8") as file:
+        file.write(f"=== {' '.join(command[1:])}\n")
+        file.flush()
+        # In a session of its own, because stopping it must stop the processes that it started.
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            code = process.wait(timeout=limit)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            return f"stopped after {limit:.0f} s"
+    if code < 0:
+        return f"ended by signal {-code}" + ", as when host memory runs out" * (code == -signal.SIGKILL)
+    return "ok" if code == 0 else f"exit status {code}"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run what the command line names; return 1 if a process did not end well."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    names = ("linear", "gpt", "overhead", "overlap", "peers", "trainer", "memory", "machine", *PARTS)
-    parser.add_argument("benchmark", choices=names)
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the result")
-    parser.add_argument(
-        "--only",
-        metavar="PARTS",
-        help="parts of llama, frontier, parallelism or pipelines; others of the same sources stay",
-    )
-    parser.add_argument("--rehearse", action="store_true", help="small sizes")
+    parser.add_argument("jobs", nargs="*", metavar="JOB", help=f"{', '.join(JOBS)}, machine, overlap")
+    parser.add_argument("--out", type=Path, default=ROOT / "build" / "bench", help="folder of samples, rows and log")
+    parser.add_argument("--commit", default="", help="commit that is measured, where the copy has no repository")
+    parser.add_argument("--arms", default="", help="only these arms, with commas between them")
+    parser.add_argument("--memory", default="", help="context: GB of device memory that may be used, such as 24,48")
+    parser.add_argument("--budget", type=float, default=float("inf"), metavar="SECONDS", help="for all jobs together")
+    parser.add_argument("--rounds", type=int, help="instead of the job's")
+    parser.add_argument("--rehearse", action="store_true", help="tiny sizes")
+    parser.add_argument("--list", action="store_true", help="print the jobs and their minutes on an H100")
+    parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)  # in this process
+    parser.add_argument("--series", default=datetime.now(UTC).strftime("%Y%m%dT%H%M%S"), help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
-    known = PARTS.get(options.benchmark, ())
-    if options.only and not set(options.only.split(",")) <= set(known):
-        expected = f"parts of {options.benchmark}: {', '.join(known)}" if known else ", ".join(PARTS)
-        parser.error(f"--only {options.only}: expected {expected}.")
-    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-    # Slower attention than the flash kernel would hide copies; Trainer is measured as a user runs it.
-    flash = device.type == "cuda" and options.benchmark != "trainer"
-    with sdpa_kernel(SDPBackend.FLASH_ATTENTION) if flash else nullcontext():
-        run(options, device)
+    options.out = options.out.resolve()
+    options.arms = tuple(filter(None, options.arms.split(",")))
+    if options.list:
+        print("\n".join(f"{name:<14} {job.minutes:>4} min, {job.gpus} GPU  {job.title}" for name, job in JOBS.items()))
+        return 0
+    if unknown := sorted(set(options.jobs) - {*JOBS, *OTHERS}):
+        parser.error(f"no job {', '.join(unknown)}; expected {', '.join([*JOBS, *OTHERS])}.")
+    if options.here:
+        options.memory = float(options.memory) if options.memory else None
+        run_here(options.jobs[0], options)
+        return 0
+    options.commit = options.commit or present_commit()
+    end, outcomes = time.monotonic() + options.budget, {}
+    for name in options.jobs:
+        begun = time.monotonic()
+        outcomes[name] = run_job(name, options, end) if end - begun > 5 else "no time left"
+        print(f"{name}: {outcomes[name]}, {time.monotonic() - begun:.0f} s", flush=True)
+    print(json.dumps(outcomes))
+    return 0 if set(outcomes.values()) <= {"ok"} else 1
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

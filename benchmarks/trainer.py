@@ -1,89 +1,79 @@
-"""The Trainer of Hugging Face: a Llama of 1.1 billion weights without offload, with `offload(model)`, and checkpointed.
-
-One run trains a model without offload, then with `offload(model)`, which measures and decides in its first steps, then
-without again: the two parts without are compared with each other, too, and their difference is the noise.  A host may
-be a third slower in one process than in the next, which says nothing about offloading; so these parts share a run.
-Checkpointing has a run of its own, which comes first.  Long sequences then have another part, with
-`offload(model, memory_budget=...)`: the peak with checkpointing and 3 %.
-"""
+"""Llama with the Trainer of Hugging Face: all weights, with LoRA by PEFT, and with weights in 4 bits."""
 
 from __future__ import annotations
 
-import gc
-import logging
+import importlib.metadata
+import importlib.util
+import os
 import tempfile
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
-from itertools import pairwise
-from statistics import mean, median
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
-from harness import AGAIN, CHECKPOINT, NOTHING, OURS, SETTLING, check_settling
+from harness import DEVICE, Recorder, Train, UnavailableError, Way
+from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
 
-import actoffload
-from actoffload.measure import MemoryMeter
+__all__ = ["SIZES", "Sizes", "train", "trainer"]
 
-BUDGET = "budget"
-METHODS = (NOTHING, OURS, BUDGET, CHECKPOINT, AGAIN)
-"""The arms of a round, in their order."""
-_NEW, _OLD = "activation_checkpointing", "gradient_checkpointing"
-CHECKPOINTING = _NEW if _NEW in TrainingArguments.__dataclass_fields__ else _OLD
+FIELDS = TrainingArguments.__dataclass_fields__
+CHECKPOINTING = "activation_checkpointing" if "activation_checkpointing" in FIELDS else "gradient_checkpointing"
 """The argument of Trainer; transformers 5 renames it."""
+SEQUENCES = 64  # different ones, which are repeated
 
 
 @dataclass(frozen=True)
-class Training:
-    """The model, the batches, and the steps that are measured; the defaults are those of the recorded results.
+class Sizes:
+    """A Llama, by default of 8 billion weights in bfloat16 with LoRA, and its batches."""
 
-    `tokens` has the lengths of the sequences, and `rounds` the number of rounds of each.  Short sequences have more
-    rounds: their steps take as long as the host, which varies.  Of each method `steps` steps are measured, behind
-    `warm_up` others and behind those in which `offload(model)` measures.
-    """
-
-    layers: int = 22
-    hidden: int = 2048
-    intermediate: int = 5632
+    tokens: int
+    batch: int = 1
+    layers: int = 32
+    hidden: int = 4096
+    intermediate: int = 14336
     heads: int = 32
-    kv_heads: int = 4
-    vocabulary: int = 32000
-    tokens: tuple[int, ...] = (4096, 512)
-    batch: int = 2
-    rounds: tuple[int, ...] = (2, 4)
-    warm_up: int = 3
-    steps: int = 12
-    budget_tokens: int = 4096
-    more: float = 1.03
+    kv_heads: int = 8
+    vocabulary: int = 128256
+    lora: bool = True
+    four_bit: bool = False
+    liger: bool = False
 
-    def model(self) -> LlamaForCausalLM:
-        """Return a model with random weights in float32."""
-        torch.manual_seed(0)
-        config = LlamaConfig(
+    @property
+    def config(self) -> LlamaConfig:
+        """The configuration of the model."""
+        return LlamaConfig(
             hidden_size=self.hidden,
             intermediate_size=self.intermediate,
             num_hidden_layers=self.layers,
             num_attention_heads=self.heads,
             num_key_value_heads=self.kv_heads,
             vocab_size=self.vocabulary,
-            max_position_embeddings=max(self.tokens),
+            max_position_embeddings=self.tokens,
+            rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
+            attn_implementation="sdpa",
+            use_cache=False,
         )
-        return LlamaForCausalLM(config)
 
 
-FULL = Training()
-REHEARSAL = Training(6, 128, 256, 4, 2, 128, (1024, 64), rounds=(1, 1), steps=3, budget_tokens=1024)
-"""The same, small enough for the reference device; never published."""
+SIZES = {
+    "T1": Sizes(4096, 2, 22, 2048, 5632, 32, 4, 32000, lora=False),
+    "L4": Sizes(4096),
+    "L16": Sizes(16384),
+    "L32": Sizes(32768, liger=True),
+    "Q16": Sizes(16384, four_bit=True),
+    "bits": Sizes(4096),
+}
+SMALL = {"layers": 3, "hidden": 64, "intermediate": 128, "heads": 4, "kv_heads": 2, "vocabulary": 128, "liger": False}
 
 
 class Tokens(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
     """Random sequences, which are their own labels."""
 
-    def __init__(self, count: int, length: int, vocabulary: int) -> None:
-        self._rows = torch.randint(vocabulary, (count, length), generator=torch.Generator().manual_seed(0))
+    def __init__(self, sizes: Sizes) -> None:
+        shape = SEQUENCES, sizes.tokens
+        self._rows = torch.randint(sizes.vocabulary, shape, generator=torch.Generator().manual_seed(0))
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -92,255 +82,130 @@ class Tokens(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         return {"input_ids": self._rows[index], "labels": self._rows[index]}
 
 
-@dataclass
-class Part:
-    """So many measured steps of a run behind others: the peak, and seconds of each and of its forward and backward.
+class _Steps(TrainerCallback):  # type: ignore[misc]
+    """Offload where `OffloadCallback` does, tell the recorder where steps end, and stop when it is done."""
 
-    `queue_seconds` are those that the host takes to queue a forward; the device may take longer to run it.  The plan of
-    a `handle`, if there is one, is final before any of these steps.
-    """
+    def __init__(self, recorder: Recorder, way: Way) -> None:
+        self._recorder, self._way = recorder, way
 
-    before: int
-    steps: int
-    handle: Callable[[], Any] | None = None
-    begin: Callable[[], object] = lambda: None  # before all of them
-    measure: Callable[[], object] = lambda: None  # before the measured ones
-    end: Callable[[], object] = lambda: None  # behind all of them
-    seconds: list[float] = field(default_factory=list)
-    forward_seconds: list[float] = field(default_factory=list)
-    pass_seconds: list[float] = field(default_factory=list)
-    queue_seconds: list[float] = field(default_factory=list)
-    peak_bytes: int = 0
-
-
-class Parts(TrainerCallback):  # type: ignore[misc]
-    """Run and measure the parts of a run, one after the other."""
-
-    def __init__(self, *parts: Part) -> None:
-        self._waiting = list(parts)
-        self._left = self._settling = 0
-        self._meter: MemoryMeter | None = None
-        self.most = sum(part.before + part.steps + SETTLING * (part.handle is not None) for part in parts)
-
-    def time_passes(self, trainer: Trainer) -> None:
-        """Sample before and after each forward and backward of a Trainer, and time the host in forward."""
-        inner, inner_loss = trainer.training_step, trainer.compute_loss
-
-        def training_step(*arguments: Any, **more: Any) -> torch.Tensor:
-            self._sample()
-            loss = inner(*arguments, **more)
-            self._sample()
-            return loss
-
-        def compute_loss(*arguments: Any, **more: Any) -> Any:
-            begun = time.perf_counter()
-            loss = inner_loss(*arguments, **more)
-            if self._meter is not None:
-                self._waiting[0].queue_seconds.append(time.perf_counter() - begun)
-            self._sample()
-            return loss
-
-        trainer.training_step, trainer.compute_loss = training_step, compute_loss
-
-    def _sample(self) -> None:
-        if self._meter is not None:
-            self._meter.sample()
-
-    def on_train_begin(self, arguments: Any, state: Any, control: Any, **more: Any) -> None:
-        """Begin the first part."""
-        self._begin()
-
-    def _begin(self) -> None:
-        part = self._waiting[0]
-        self._left, self._settling = part.before, 0
-        part.begin()
+    def on_train_begin(self, arguments: Any, state: Any, control: Any, *, model: nn.Module, **more: Any) -> None:
+        self._recorder.handle = self._way.offload(model)
 
     def on_step_end(self, arguments: Any, state: Any, control: Any, **more: Any) -> None:
-        """Begin to measure where the first measured step begins, and end after the last one of a part."""
-        self._sample()
-        part = self._waiting[0]
-        if self._meter is None and part.handle is not None and part.handle().settling:
-            self._settling += 1
-            check_settling(self._settling, part.handle())
-            return
-        self._left -= 1
-        if self._left:
-            return
-        if self._meter is None:
-            part.measure()
-            self._left, self._meter = part.steps, MemoryMeter()
-            self._meter.__enter__()
-            self._sample()
-            return
-        self._meter.__exit__()
-        part.peak_bytes = self._meter.peak_bytes
-        times = [seconds for seconds, _ in self._meter.samples]  # an end of a step, then four for each step
-        part.seconds = [end - start for start, end in pairwise(times[::4])]
-        part.forward_seconds = [end - start for start, end in zip(times[1::4], times[2::4], strict=True)]
-        part.pass_seconds = [end - start for start, end in zip(times[1::4], times[3::4], strict=True)]
-        self._meter = None
-        self._waiting.pop(0)
-        part.end()
-        if self._waiting:
-            self._begin()
-        else:
-            control.should_training_stop = True
+        self._recorder.step_ended()
+        control.should_training_stop = self._recorder.done
 
 
-@contextmanager
-def messages() -> Iterator[list[str]]:
-    """Collect what the library logs in a ``with`` block: what it measured and decided."""
-    found: list[str] = []
-    handler, logger = logging.Handler(), logging.getLogger("actoffload")
-    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
-    level = logger.level
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    try:
-        yield found
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(level)
+def _recorded(trainer: Trainer, way: Way, model: nn.Module, recorder: Recorder) -> None:
+    """Record each forward and backward of a Trainer, and enter the context of the way, as `SFTTrainer` does."""
+    inner, inner_loss, around = trainer.training_step, trainer.compute_loss, way.around(model)
+
+    def training_step(*arguments: Any, **more: Any) -> torch.Tensor:
+        recorder.begin()
+        with around:
+            loss = inner(*arguments, **more)
+        recorder.backward_ended()
+        return loss
+
+    def compute_loss(*arguments: Any, **more: Any) -> Any:
+        loss = inner_loss(*arguments, **more)
+        recorder.forward_ended(loss)
+        return loss
+
+    trainer.training_step, trainer.compute_loss = training_step, compute_loss
 
 
-def train(
-    settings: Training, tokens: int, device: torch.device, *, checkpoint: bool = False, budget: int | None = None
-) -> dict[str, Any]:
-    """Train a new model; return by method the seconds of its steps, its peak, and what was offloaded."""
-    with device:  # a billion weights are slow to make on the host
-        model = settings.model()
-    handles: list[actoffload.OffloadHandle] = []
-    found: dict[str, dict[str, Any]] = {}
+def need(package: str) -> None:
+    """Raise `UnavailableError` if a package is not installed."""
+    if importlib.util.find_spec(package) is None:
+        raise UnavailableError(f"{package} is not installed where this was measured.")
 
-    def begin(**how: Any) -> Callable[[], object]:
-        return lambda: handles.append(actoffload.offload(model, **how))
 
-    def end(method: str) -> Callable[[], object]:
-        def ended() -> None:
-            handle = handles.pop()
-            moved = handle.statistics().bytes_offloaded / settings.steps
-            found[method] = {"bytes_offloaded": moved, **planned(handle.plan), "report": str(handle.report())}
-            handle.remove()
+def _model(sizes: Sizes) -> nn.Module:
+    """Return a model with random weights."""
+    if sizes.four_bit:
+        need("bitsandbytes")
+        model = _in_four_bits(sizes)
+    else:
+        dtype = torch.bfloat16 if sizes.lora else torch.float32
+        with DEVICE:  # billions of weights are slow to make on the host
+            model = LlamaForCausalLM._from_config(sizes.config, dtype=dtype)
+    if not sizes.lora:
+        return model
+    need("peft")
+    from peft import LoraConfig, get_peft_model
 
-        return ended
+    lora = LoraConfig(r=16, lora_alpha=32, lora_dropout=0.0, target_modules="all-linear", task_type="CAUSAL_LM")
+    return get_peft_model(model, lora)
 
-    before, steps = settings.warm_up, settings.steps
-    measured_steps: dict[str, Any] = {
-        "before": before,
-        "steps": steps,
-        "handle": lambda: handles[0],
-        "measure": lambda: handles[0].reset_statistics(),
-    }
-    parts = {CHECKPOINT if checkpoint else NOTHING: Part(before, steps)}
-    if not checkpoint:
-        for method, how in {OURS: begin(), BUDGET: begin(memory_budget=budget)}.items():
-            if method is OURS or budget is not None:
-                parts[method] = Part(begin=how, end=end(method), **measured_steps)
-        parts[AGAIN] = Part(before, steps)
-    run = Parts(*parts.values())
-    with tempfile.TemporaryDirectory() as folder, messages() as logged:
+
+def _in_four_bits(sizes: Sizes) -> Any:
+    """Return a model whose linear layers, but for the head, are in 4 bits; one at a time is in bfloat16."""
+    import bitsandbytes as bnb
+
+    with torch.device("meta"):
+        model = LlamaForCausalLM._from_config(sizes.config, dtype=torch.bfloat16)
+    linear = [name for name, m in model.named_modules() if isinstance(m, nn.Linear) and name != "lm_head"]
+    for name in linear:
+        parent, _, own = name.rpartition(".")
+        rows, columns = model.get_submodule(name).weight.shape
+        new = bnb.nn.Linear4bit(columns, rows, bias=False, compute_dtype=torch.bfloat16, quant_type="nf4")
+        weight = 0.02 * torch.randn(rows, columns, dtype=torch.bfloat16, device=DEVICE)
+        new.weight = bnb.nn.Params4bit(weight, requires_grad=False, quant_type="nf4", module=new)
+        setattr(model.get_submodule(parent), own, new.to(DEVICE))
+    for module in model.modules():
+        for name, weight in list(module.named_parameters(recurse=False)):
+            if weight.is_meta:
+                made = torch.empty(weight.shape, dtype=torch.bfloat16, device=DEVICE)
+                setattr(module, name, nn.Parameter(made.fill_(1.0) if made.dim() == 1 else made.normal_(std=0.02)))
+    with DEVICE:
+        model.model.rotary_emb = type(model.model.rotary_emb)(sizes.config)
+    model.is_loaded_in_4bit = True  # read by PEFT
+    return model
+
+
+def train(sizes: Sizes, way: Way, recorder: Recorder) -> None:
+    """Train a new model with a new Trainer until the recorder is done."""
+    if sizes.liger:
+        need("liger_kernel")
+    if way.inputs_offloaded and CHECKPOINTING == "gradient_checkpointing":
+        raise UnavailableError(f"transformers {importlib.metadata.version('transformers')} offloads no inputs.")
+    model = _model(sizes)
+    more: dict[str, Any] = {CHECKPOINTING: True} if way.checkpointed else {}
+    if way.inputs_offloaded:
+        more[f"{CHECKPOINTING}_kwargs"] = {"offload": True}
+    with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
             output_dir=folder,
-            max_steps=run.most,
-            per_device_train_batch_size=settings.batch,
+            max_steps=1000,
+            per_device_train_batch_size=sizes.batch,
             bf16=True,
             optim="adamw_torch_fused",
-            use_cpu=device.type == "cpu",
-            **({CHECKPOINTING: True} if checkpoint else {}),
+            lr_scheduler_type="constant",
+            use_liger_kernel=sizes.liger,
+            use_cpu=DEVICE.type == "cpu",
             logging_strategy="no",
             save_strategy="no",
             report_to="none",
             disable_tqdm=True,
+            **more,
         )
-        data = Tokens(run.most * settings.batch, tokens, settings.vocabulary)
-        trainer = Trainer(model, arguments, train_dataset=data, callbacks=[run])
+        trainer = Trainer(model, arguments, train_dataset=Tokens(sizes), callbacks=[_Steps(recorder, way)])
         trainer.remove_callback(PrinterCallback)
-        run.time_passes(trainer)
-        trainer.train()
-    trainer.accelerator.free_memory()
-    names = "seconds", "forward_seconds", "pass_seconds", "queue_seconds", "peak_bytes"
-    measured: dict[str, Any] = {method: {name: getattr(of, name) for name in names} for method, of in parts.items()}
-    for method, more in found.items():
-        measured[method] |= {**more, "log": logged}
-    if budget is not None:
-        measured[BUDGET]["budget"] = budget
-    return measured
+        _recorded(trainer, way, model, recorder)
+        try:
+            trainer.train()
+        finally:
+            trainer.accelerator.free_memory()
 
 
-def planned(plan: Any) -> dict[str, Any]:
-    """Return a plan as text, and its predictions of a forward and backward as far as it has any."""
-    names = {"seconds": "seconds", "peak_bytes": "peak_bytes", "baseline_seconds": "without_seconds"}
-    values = {key: getattr(plan, name, None) for name, key in names.items()}
-    return {"plan": str(plan), "predicted": {key: value for key, value in values.items() if value is not None}}
-
-
-def distances(run: dict[str, Any]) -> dict[str, float]:
-    """Return (predicted / measured) - 1 of a run, for each figure that its plan predicts."""
-    measured = {"seconds": median(run["pass_seconds"]), "peak_bytes": run["peak_bytes"]}
-    return {key: run["predicted"][key] / value - 1 for key, value in measured.items() if key in run["predicted"]}
-
-
-def rows(runs: dict[int, list[dict[str, dict[str, Any]]]]) -> list[dict[str, Any]]:
-    """Return the data of each length from its rounds, whose runs are given by method.
-
-    The ratio of an arm is the median over the rounds, each to the mean of the two parts without offload of its round.
-    Each round has a plan of its own; the distance of what plans predict is the largest one.
-    """
-    found = []
-    for tokens, rounds in runs.items():
-        times = [{method: median(run["seconds"]) for method, run in each.items()} for each in rounds]
-        baselines = [mean((each[NOTHING], each[AGAIN])) for each in times]
-        arms = []
-        for method in [method for method in METHODS if method in rounds[0]]:
-            ratios = [each[method] / baseline for each, baseline in zip(times, baselines, strict=True)]
-            last = rounds[-1][method]
-            predicted = [distances(each[method]) for each in rounds if each[method].get("predicted")]
-            arms.append(
-                {
-                    **{key: value for key, value in last.items() if key not in ("seconds", "report", "log")},
-                    "method": method,
-                    "seconds": median(each[method] for each in times),
-                    **{
-                        name: median(median(each[method][name]) for each in rounds)
-                        for name in ("forward_seconds", "pass_seconds", "queue_seconds")
-                    },
-                    "ratio": median(ratios),
-                    "ratios": ratios,
-                    "peak_bytes": max(each[method]["peak_bytes"] for each in rounds),
-                    "distance": {key: max((of[key] for of in predicted), key=abs) for key in (predicted or [{}])[0]},
-                }
-            )
-        noise = max(abs(each[AGAIN] - each[NOTHING]) / base for each, base in zip(times, baselines, strict=True))
-        found.append({"tokens": tokens, "noise": noise, "arms": arms, "runs": rounds})
-    return found
-
-
-def _free(device: torch.device) -> None:
-    """Free the memory of a run."""
-    gc.collect()  # Trainer and its parts refer to each other
-    if device.type != "cpu":
-        torch.accelerator.empty_cache()
-
-
-def measure_trainer(
-    settings: Training, device: torch.device, save: Callable[[dict[str, Any]], object] = lambda data: None
-) -> dict[str, Any]:
-    """Measure all lengths and methods; `save` gets the data after each round of a length."""
-    runs: dict[int, list[dict[str, dict[str, Any]]]] = {}
-    data: dict[str, Any] = {}
-    for number in range(max(settings.rounds)):
-        for tokens in [of for of, rounds in zip(settings.tokens, settings.rounds, strict=True) if number < rounds]:
-            done = train(settings, tokens, device, checkpoint=True)
-            _free(device)
-            peak = done[CHECKPOINT]["peak_bytes"]
-            done |= train(
-                settings, tokens, device, budget=int(peak * settings.more) if tokens >= settings.budget_tokens else None
-            )
-            _free(device)
-            for method, of in done.items():
-                step, peak = median(of["seconds"]) * 1e3, of["peak_bytes"] / 2**30
-                print(f"  round {number + 1}, {tokens} tokens, {method}: {step:.1f} ms, {peak:.2f} GiB", flush=True)
-            runs.setdefault(tokens, []).append(done)
-            data = {"settings": asdict(settings), "rows": rows(runs)}
-            save(data)
-    return data
+def trainer(name: str, *, rehearse: bool) -> Train:
+    """Return the function that trains the model of a job."""
+    sizes = SIZES[name]
+    if rehearse:
+        sizes = replace(sizes, **SMALL, tokens=32)
+    if name == "bits":  # the only job of its process
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False
+    return partial(train, sizes)

@@ -23,10 +23,9 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "docs" / "_ext"), str(ROOT / "benchmarks")]
+sys.path[:0] = [str(ROOT / "docs" / "_ext")]
 
 import recording_data as data  # noqa: E402 - lies in docs/_ext
-from results_file import beside  # noqa: E402 - lies in benchmarks
 
 ARCHIVE = "gallery-recording.tar.gz"
 GPUS = {"pipelines": 2}  # that an example needs; with fewer it runs on the CPU
@@ -67,7 +66,7 @@ def pack(root: Path, archive: Path, names: Iterable[str], *, rehearse: bool = Fa
                 run = data.Provenance.read(gallery / f"{name}.executed.json")
                 if run.reference and not rehearse:
                     raise data.RecordingError("it ran on the reference device; record where torch sees a GPU.")
-                run = replace(run, command="tools/record_gallery.py record", **beside())
+                run = replace(run, command="tools/record_gallery.py record")
                 data.store_recording(gallery, examples[name], run, target)
             except data.RecordingError as error:
                 problems.append(f"{name}: not recorded: {error}")

@@ -17,9 +17,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import actoffload
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[2] / "benchmarks")]
+sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
 
-from processes import run_ranks  # noqa: E402 - lies in benchmarks
+from processes import run_ranks  # noqa: E402 - lies in tests
 
 pytestmark = [pytest.mark.gpu, *lenient]
 

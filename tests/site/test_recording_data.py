@@ -74,12 +74,9 @@ def test_pack_reports_an_example_that_did_not_run_and_machine_paths(recorded):
     assert problems[1].startswith("second: a path of this machine stands in second.rst")
 
 
-def test_some_examples_are_recorded_and_the_recordings_of_others_stay(recorded, monkeypatch):
+def test_some_examples_are_recorded_and_the_recordings_of_others_stay(recorded):
     import record_gallery
-    import recording_data
-    from recordings import facts
 
-    monkeypatch.setenv("ACTOFFLOAD_BENCHMARKS_BESIDE", "tests")
     recorded.gpu = True
     add_second(recorded)
     recorded.build()
@@ -88,8 +85,6 @@ def test_some_examples_are_recorded_and_the_recordings_of_others_stay(recorded, 
     archive = recorded.root / "archive" / "other.tar.gz"
     assert record_gallery.pack(recorded.root, archive, ["second"])[0] == ["second"]
     assert record_gallery.unpack(archive, recordings) == ["second"]
-    run = recording_data.Provenance.read(recordings / "second" / "recording.json")
-    assert "another GPU of the host was busy" in facts(run)
     assert {p: p.read_bytes() for p in first} == first
 
 

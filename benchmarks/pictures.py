@@ -1,0 +1,136 @@
+"""Pictures of the results: step times beside checkpointing, time against peak, and the longest sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from jobs import JOBS
+from rows import Row
+
+__all__ = ["INK", "OF_JOBS", "bars", "draw", "drawn_from", "ours", "shown"]
+
+Jobs: TypeAlias = dict[str, list[Row]]
+
+INK = {"light": "#24292f", "dark": "#ced6dd"}
+OURS = {"light": "#0072b2", "dark": "#6cb6e8"}
+OTHER = {"light": "#c04f00", "dark": "#f0975a"}
+INKED = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")
+"""Settings of matplotlib that have the colour of the ink."""
+HERO = ("T1", "L4", "L16", "L32", "Q16", "P8", "P32", "P8c", "P32c", "F2", "ViT-L", "DiT-XL")
+"""Jobs of the landing page."""
+OF_JOBS = {
+    "B8": ("budgets", "Step time against peak memory: ten budgets, checkpointing and no offload"),
+    "context": ("context", "Longest sequence that trains, by method"),
+}
+"""Stem and alternative of the picture below the section of a job."""
+NAMES = {"none": "no offload", "checkpoint": "checkpointing", "checkpoint_offload": "checkpointing,\ninputs offloaded"}
+NAMES |= {"trl": "checkpointing,\nTRL", "offload": "offload(model)"}
+
+
+def measured(of_job: Sequence[Row], arm: str) -> Row | None:
+    """Return the row of an arm if its step was measured."""
+    return next((row for row in of_job if row["arm"] == arm and row["step_ms"]), None)
+
+
+def ours(of_job: Sequence[Row]) -> Row | None:
+    """Return our row beside checkpointing: the budget of its peak, or the default where nothing else fits."""
+    names = ("budget", "offload") if measured(of_job, "none") else ("offload", "budget")
+    return next((row for arm in names if (row := measured(of_job, arm)) is not None), None)
+
+
+def shown(jobs: Jobs) -> list[str]:
+    """Return the jobs of the landing page in which checkpointing and ours were measured."""
+    return [n for n in HERO if n in jobs and measured(jobs[n], "checkpoint") and ours(jobs[n])]
+
+
+def drawn_from(jobs: Jobs) -> dict[str, Any]:
+    """Return the figures of the pictures, by which it is seen whether they are those of the results."""
+    found: dict[str, Any] = {"hero": bars(jobs)} if shown(jobs) else {}
+    found |= {stem: _points(jobs[name]) for name, (stem, _) in OF_JOBS.items() if name in jobs}
+    return found
+
+
+def bars(jobs: Jobs) -> list[list[Any]]:
+    """Return for each job its label, our time and that without offload by that of checkpointing, and our peak."""
+    found = []
+    for name in shown(jobs):
+        checkpoint, row, nothing = measured(jobs[name], "checkpoint"), ours(jobs[name]), measured(jobs[name], "none")
+        base = float(checkpoint["step_ms"])
+        without = [float(nothing["step_ms"]) / base, float(nothing["peak_gib"])] if nothing else [None, None]
+        found.append([JOBS[name].title, float(row["step_ms"]) / base, float(row["peak_gib"]), *without])
+    return found
+
+
+def _points(of_job: Sequence[Row]) -> list[list[Any]]:
+    """Return arm, tokens, peak and ratio or step time of what was measured."""
+    return [
+        [row["arm"], row["tokens"], float(row["peak_gib"]), float(row["ratio"] or row["step_ms"])]
+        for row in of_job
+        if row["step_ms"] and not row["memory_gb"]
+    ]
+
+
+def draw(jobs: Jobs, folder: Path) -> None:
+    """Draw the pictures, light and dark, into a folder."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    data = drawn_from(jobs)
+    panels: dict[str, Callable[..., None]] = {"hero": _hero, "budgets": _budgets, "context": _context}
+    for name, figures in data.items():
+        for scheme, ink in INK.items():
+            with matplotlib.rc_context({**dict.fromkeys(INKED, ink), "font.size": 10}):
+                height = 1.5 + 0.34 * len(figures) if name == "hero" else 3.6
+                figure, ax = pyplot.subplots(figsize=(4.8, height), layout="constrained")
+                panels[name](ax, figures, scheme)
+                ax.set_facecolor("none")
+                ax.spines[["top", "right"]].set_visible(False)
+                figure.savefig(folder / f"{name}-{scheme}.png", dpi=160, transparent=True)
+                pyplot.close(figure)
+
+
+def _hero(ax: Any, bars: list[list[Any]], scheme: str) -> None:
+    right, inside = 1.25 * max(1.0, *(bar[1] for bar in bars)), {"light": "white", "dark": "black"}[scheme]
+    for k, (_, time, peak, without, whole) in enumerate(bars):
+        ax.barh(k, time, color=OURS[scheme], height=0.62, label=None if k else "actoffload")
+        ax.text(right, k, f"{time:.2f}", va="center", ha="right", fontsize=9)
+        said = f"{peak:.1f} GiB, " + ("else out of memory" if whole is None else f"of {whole:.1f}")
+        ax.text(0.02, k, said, va="center", fontsize=8.5, color=inside)
+        if without is not None:
+            label = None if any(bar[3] for bar in bars[:k]) else "no offload"
+            ax.plot(without, k, "D", color=inside, markersize=6, label=label, markeredgecolor=INK[scheme])
+    ax.axvline(1.0, color=OTHER[scheme], linewidth=1.6, label="checkpointing")
+    ax.set_yticks(range(len(bars)), [bar[0] for bar in bars])
+    ax.invert_yaxis()
+    ax.set_xlim(0, right)
+    ax.set_xlabel("step time, × checkpointing")
+    ax.figure.legend(frameon=False, fontsize=8.5, ncols=3, loc="outside upper center")
+
+
+def _budgets(ax: Any, points: list[list[Any]], scheme: str) -> None:
+    colours = {"none": INK[scheme], "checkpoint": OTHER[scheme]}
+    budgets = sorted((peak, ratio) for arm, _, peak, ratio in points if arm.startswith("budget"))
+    ax.plot(*zip(*budgets, strict=True), "o-", color=OURS[scheme], label="offload(model, memory_budget)")
+    for (arm, colour), marker in zip(colours.items(), "Ds", strict=True):
+        for _, _, peak, ratio in [point for point in points if point[0] == arm]:
+            ax.plot(peak, ratio, marker, color=colour, markersize=8, label=NAMES[arm])
+    ax.set_xlim(left=0)
+    ax.set_xlabel("peak memory (GiB)")
+    ax.set_ylabel("step time, × no offload")
+    ax.legend(frameon=False, fontsize=8.5)
+
+
+def _context(ax: Any, points: list[list[Any]], scheme: str) -> None:
+    arms = [arm for arm in NAMES if any(point[0] == arm for point in points)]
+    longest = [max(int(tokens) // 1024 for arm, tokens, *_ in points if arm == name) for name in arms]
+    ax.barh(range(len(arms)), longest, color=[OURS[scheme] if arm == "offload" else OTHER[scheme] for arm in arms])
+    for k, thousands in enumerate(longest):
+        ax.text(thousands, k, f" {thousands}k", va="center")
+    ax.set_yticks(range(len(arms)), map(NAMES.__getitem__, arms))
+    ax.invert_yaxis()
+    ax.set_xlabel("longest sequence that trains (thousands of tokens)")
+    ax.margins(x=0.15)

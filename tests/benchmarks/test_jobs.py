@@ -1,0 +1,233 @@
+"""Each job in tiny sizes on the reference device, and arms that fail."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+sys.path[:0] = [str(Path(__file__).resolve().parents[2] / "benchmarks")]
+
+pytest.importorskip("transformers", reason="transformers is not installed")
+pytest.importorskip("peft", reason="peft is not installed")
+
+import context  # noqa: E402 - lies in benchmarks, as the next ones
+import harness  # noqa: E402
+import run  # noqa: E402
+import trainer  # noqa: E402
+from harness import Recorder, Way, run_arms  # noqa: E402
+from jobs import ARMS, JOBS  # noqa: E402
+
+# PEFT asks models of transformers 5 by an older name.
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
+SMALL = {"rounds": 1, "warm_up": 2, "steps": 2}
+ARMS_HERE = "none", "checkpoint", "offload", "budget"
+
+
+def of_job(name: str, arms: tuple[str, ...] = ARMS_HERE, **more: Any) -> dict[str, dict[str, Any]]:
+    job = replace(JOBS[name], **{**SMALL, **more})
+    train = importlib.import_module(job.module).trainer(name, rehearse=True)
+    written: list[dict[str, Any]] = []
+    found = run_arms(job, train, written.append, arms)
+    assert [sample for sample in written if sample["status"] != "begun"] == found
+    assert len(written) == 2 * len(found)
+    return {sample["arm"]: sample for sample in found}
+
+
+@pytest.mark.parametrize("name", ["P8", "T1", "L4", "ViT-L", "DiT-XL"])
+def test_each_arm_trains_with_the_same_bits(name: str) -> None:
+    found = of_job(name)
+    assert {arm: sample["status"] for arm, sample in found.items()} == dict.fromkeys(ARMS_HERE, "ok"), found
+    none = found["none"]
+    for sample in found.values():
+        assert sample["values"] == none["values"]
+        assert len(sample["values"]) >= 2
+        assert len(sample["seconds"]) == len(sample["pass_seconds"]) == len(sample["host_seconds"]) == SMALL["steps"]
+        assert all(a >= b > 0 for a, b in zip(sample["seconds"], sample["pass_seconds"], strict=True))
+    assert found["checkpoint"]["peak_bytes"] <= none["peak_bytes"]
+    assert found["budget"]["budget_bytes"] == int(1.03 * found["checkpoint"]["highest_bytes"])
+    assert "kept" in found["offload"]["plan"]
+    assert found["offload"]["final"]
+    if name == "P8":
+        assert max(found[arm]["peak_bytes"] for arm in ("checkpoint", "offload")) < none["peak_bytes"]
+
+
+def test_llama_layers_in_the_other_ways() -> None:
+    arms = "none", "checkpoint_offload", "selective", "save_on_cpu", "trl", "budget:1.5", "budget"
+    found = of_job("P8", arms)
+    assert [found[arm]["status"] for arm in arms] == ["ok"] * 4 + ["skipped", "ok", "skipped"]
+    assert found["budget:1.5"]["budget_bytes"] == 3 * 2**29
+    assert "no budget" in found["budget"]["note"]
+    assert found["selective"]["values"] == found["none"]["values"]
+
+
+def test_arms_that_run_out_of_memory_or_fail_are_samples_and_the_others_go_on() -> None:
+    problems = {True: torch.OutOfMemoryError("CUDA out of memory. Tried"), False: ValueError("no\nsuch")}
+
+    def train(way: Way, recorder: Recorder) -> None:
+        if way.ours is not None:
+            raise problems["memory_budget" not in way.ours]
+        for _ in range(4):
+            recorder.begin()
+            recorder.forward_ended()
+            recorder.backward_ended()
+            recorder.step_ended()
+
+    written: list[dict[str, Any]] = []
+    job = replace(JOBS["P8"], **{**SMALL, "rounds": 2})
+    run_arms(job, train, written.append, ("offload", "checkpoint", "budget"))
+    ended = [(s["arm"], s["round"], s["status"]) for s in written if s["status"] != "begun"]
+    assert ended == [
+        ("offload", 0, "out of memory"),
+        ("checkpoint", 0, "ok"),
+        ("budget", 0, "failed"),
+        ("checkpoint", 1, "ok"),
+    ]
+    assert next(s["note"] for s in written if s["status"] == "failed") == "no such"
+
+
+class Settling:
+    """A handle whose plan is final after some steps."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps, self.removed, self.plan = steps, False, "kept"
+
+    @property
+    def settling(self) -> bool:
+        self.steps -= 1
+        return self.steps >= 0
+
+    def report(self) -> str:
+        raise RuntimeError("nothing to report")
+
+    def remove(self) -> None:
+        self.removed = True
+
+
+def test_steps_are_measured_once_the_plan_is_final() -> None:
+    recorder = Recorder(replace(JOBS["P8"], **SMALL))
+    recorder.handle = Settling(3)
+    steps = 0
+    while not recorder.done:
+        recorder.begin()
+        recorder.forward_ended(torch.tensor(float(steps)))
+        recorder.backward_ended()
+        recorder.step_ended()
+        steps += 1
+    sample = recorder.sample()
+    assert (steps, sample["passes"]) == (3 + SMALL["warm_up"] + SMALL["steps"], 4)
+    assert sample["values"] == [float(0).hex(), float(1).hex()]
+    assert (sample["plan"], sample["report"]) == ("kept", "nothing to report")
+    assert sample["startup_seconds"] < 1.0
+    recorder = Recorder(replace(JOBS["P8"], **SMALL))
+    recorder.handle = Settling(1000)
+    for _ in range(harness.SETTLING - 1):
+        recorder.begin()
+        recorder.step_ended()
+    with pytest.raises(RuntimeError, match="not final after 40 steps"):
+        recorder.step_ended()
+    recorder.abandon()
+
+
+@pytest.mark.parametrize("longest", range(-1, 12))
+def test_the_longest_length_is_found_in_few_tries(longest: int) -> None:
+    lengths, tried = [10 * k for k in range(12)], []
+
+    def trains(length: int) -> bool:
+        tried.append(length)
+        return length <= 10 * longest
+
+    assert context.longest(lengths, 47, trains) == (10 * longest if longest >= 0 else None)
+    assert tried[0] == 50
+    assert len(tried) == len(set(tried)) <= 6
+
+
+def test_a_search_writes_a_sample_for_each_length() -> None:
+    written: list[dict[str, Any]] = []
+    context.search("context", written.append, rehearse=True, arms=("checkpoint", "offload"), memory=24.0)
+    ended = [(s["arm"], s["tokens"], s["status"], s["memory_gb"]) for s in written if s["status"] != "begun"]
+    assert ended == [(arm, tokens, "ok", 24.0) for arm in ("checkpoint", "offload") for tokens in (32, 64)]
+
+
+def test_what_is_not_installed_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trainer.importlib.util, "find_spec", lambda name: None)
+    found = of_job("Q16", ("none",))
+    assert found["none"]["status"] == "skipped"
+    assert found["none"]["note"] == "bitsandbytes is not installed where this was measured."
+    written: list[dict[str, Any]] = []
+    context.search("context-qlora", written.append, rehearse=True, arms=("none", "offload"))
+    assert [s["status"] for s in written] == ["begun", "skipped"] * 2
+
+
+def test_every_job_has_known_arms_and_a_module() -> None:
+    for name, job in JOBS.items():
+        assert {arm.partition(":")[0] for arm in job.arms} <= set(ARMS), name
+        assert (Path(harness.__file__).parent / f"{job.module}.py").is_file()
+        assert job.minutes * 60 <= 1.4 * job.limit
+
+
+# The driver
+
+
+def options_of(tmp_path: Path, *arguments: str) -> Any:
+    found: list[Any] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run, "run_job", lambda name, options, end: found.append(options) or "ok")
+        assert run.main([*arguments, "--out", str(tmp_path), "--commit", "abc"]) == 0
+    return found[0]
+
+
+def test_a_process_that_is_stopped_leaves_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = options_of(tmp_path, "P8", "--arms", "none,checkpoint,budget")
+    code = "import sys, json, time; sys.path.insert(0, 'benchmarks'); import rows, pathlib\n"
+    code += "base = {'job': 'P8', 'series': sys.argv[1], 'round': 0, 'device': 'some GPU'}\n"
+    code += "more = {k: [1.0] for k in ('seconds', 'pass_seconds', 'host_seconds')}\n"
+    code += "path = pathlib.Path(sys.argv[2])\n"
+    code += "rows.append(path, {**base, **more, 'arm': 'none', 'status': 'ok', 'peak_bytes': 1, 'values': []})\n"
+    code += "rows.append(path, {**base, 'arm': 'checkpoint', 'status': 'begun'}); time.sleep(60)"
+    command = [sys.executable, "-c", code, options.series, str(tmp_path / "samples.jsonl")]
+    monkeypatch.setattr(run, "commands", lambda name, options: [(options.arms, command)])
+    monkeypatch.setitem(run.JOBS, "P8", replace(JOBS["P8"], limit=4.0))
+    assert run.run_job("P8", options, float("inf")) == "stopped after 4 s"
+    found = run.rows.read(tmp_path / "results.csv")
+    assert [(row["arm"], row["status"], row["note"], row["device"]) for row in found] == [
+        ("none", "ok", "", "some GPU"),
+        ("checkpoint", "stopped", "stopped after 4 s", "some GPU"),
+        ("budget", "not run", "stopped after 4 s", "some GPU"),
+    ]
+
+
+def test_processes_and_their_ends(tmp_path: Path) -> None:
+    log = tmp_path / "run.log"
+    ends = {"print('hello')": "ok", "raise SystemExit(3)": "exit status 3"}
+    ends["import os; os.kill(os.getpid(), 9)"] = "ended by signal 9, as when host memory runs out"
+    for code, end in ends.items():
+        assert run.run_process([sys.executable, "-c", code], log, 60) == end
+    assert "hello" in log.read_text()
+    assert run.run_process([sys.executable, "-c", ""], log, 0.5) == "no time left"
+
+
+def test_jobs_of_several_ranks_and_searches_have_their_processes(tmp_path: Path) -> None:
+    ((arms, command),) = run.commands("F2", options_of(tmp_path, "F2", "--rehearse", "--rounds", "1"))
+    assert arms == JOBS["F2"].arms
+    assert command[1:5] == ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    assert command[-1] == ",".join(arms)
+    options = options_of(tmp_path, "context", "--memory", "24,48", "--arms", "none,offload")
+    found = [(arms, command[command.index("--memory") + 1]) for arms, command in run.commands("context", options)]
+    assert found == [(("none",), "24"), (("offload",), "24"), (("none",), "48"), (("offload",), "48")]
+    with pytest.raises(SystemExit):
+        options_of(tmp_path, "nonsense")
+
+
+def test_a_job_runs_in_this_process(tmp_path: Path) -> None:
+    arguments = ["P8", "--here", "--rehearse", "--arms", "none", "--out", str(tmp_path), "--commit", "abc"]
+    assert run.main(arguments) == 0
+    (row,) = run.rows.summarize(run.rows.samples_of(tmp_path / "samples.jsonl"))
+    assert (row["job"], row["status"], row["commit"]) == ("P8", "ok", "abc")
+    assert row["device"].startswith("reference device")
+    assert row["torch"] == torch.__version__
