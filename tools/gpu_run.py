@@ -86,7 +86,19 @@ class Outcome:
 
 def steps(out: Path, *, rehearse: bool, select: str) -> dict[str, Step]:
     """Return all steps by name."""
-    pytest = ["-m", "pytest", "tests/gpu", "-q", "-ra", "--durations=10", "-p", "no:cacheprovider"]
+    pytest = [
+        "-m",
+        "pytest",
+        "-m",
+        "gpu or multi_gpu",
+        "tests/gpu",
+        "tests/integration",
+        "-q",
+        "-ra",
+        "--durations=10",
+        "-p",
+        "no:cacheprovider",
+    ]
     pytest += [f"--junitxml={out / 'tests.xml'}", *(["-k", select] if select else [])]
     small = ("--rehearse",) if rehearse else ()
     benchmark, target = "benchmarks/run.py", ("--out", str(out))

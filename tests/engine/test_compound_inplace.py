@@ -9,14 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import make, no_gc, nothing_held, same_bits
+from helpers import make, nothing_held, same_bits
 from torch import Tensor
 from wrappers import ONE, Join, N, Scaled, Split, Two, Uses, read, two_more, values
 
 import actoffload
 from actoffload.device import ReferenceDevice
-from actoffload.engine import subclasses
-from actoffload.engine.subclasses import Wrapper
 from actoffload.schedule import Kind
 
 MODIFIED = "modified by an inplace operation"
@@ -215,28 +213,3 @@ def test_a_note_is_lost_with_a_change_of_the_wrapper():
         del y
         assert [int(copy.start) for copy in recorder.timeline().of(Kind.D2H)] == starts
         nothing_held(context)
-
-
-def test_counters_are_kept_without_memory_or_graph():
-    with no_gc():
-        h = Split.apply(torch.ones(N, N, requires_grad=True))
-        before = Wrapper.of(h)
-        assert Wrapper.of(h.t()) is before
-        assert Wrapper.of(h) is before
-        assert before.counter.untyped_storage().nbytes() == 0
-        assert before.counter.grad_fn is None
-        h.add_(1)
-        assert subclasses.version_of(before.counter) == 1
-        del h
-    assert subclasses.version_of(before.counter) == 1
-
-
-def test_counters_are_found_by_identity_and_not_by_address():
-    """A tensor may lie where one lay whose counter is still held."""
-    first, second = Two(values(), values()), Two(values(), values())
-    held = Wrapper.of(first)
-    subclasses._wrappers[id(second)] = held
-    assert Wrapper.of(second) is not held
-    assert Wrapper.of(first) is held
-    second.add_(1)
-    assert [subclasses.version_of(wrapper.counter) for wrapper in (held, Wrapper.of(second))] == [0, 1]

@@ -67,17 +67,6 @@ def test_room_for_a_part_only(layers):
     nothing_held(context)
 
 
-def test_host_memory_is_asked_for_again_after_close(layers):
-    """Asking a system that has no more for every tensor would be slow, so it is asked once."""
-    device = Failing()
-    device.fail("empty_host")
-    context, sync = make(2, 4, device=device)
-    with pytest.warns(HostMemoryWarning, match="empty_host failed"):
-        forward(list(layers), start(), context, sync).sum().backward()
-    context.close()
-    right(layers, context, sync)
-
-
 def holding(layer, held):
     """Return the layer, with a list that takes its outputs."""
 
@@ -151,18 +140,3 @@ def test_a_backward_without_memory_is_tried_again(layers, call, after):
     assert all(same_bits(a, b) for a, b in zip(want, got, strict=True))
     del y
     nothing_held(context)
-
-
-def test_a_look_that_failed_does_not_spoil_the_backward(layers):
-    """A saved tensor is read while there is no memory; later there is."""
-    device = Failing()
-    context, sync = make(2, 4, device=device)
-    x = start()
-    with context:
-        y = torch.sin(x)
-    node = sync(y).grad_fn
-    y = forward(layers[1:], y, context, sync)
-    device.fail("to_device")
-    with pytest.raises(RuntimeError, match="to_device failed"):
-        getattr(node, "_saved_self")  # noqa: B009
-    assert same_bits(node._saved_self, x)

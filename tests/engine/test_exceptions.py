@@ -9,8 +9,6 @@ import torch
 from helpers import forward, make, no_gc, nothing_held, right
 from torch import nn
 
-from actoffload.engine import passes
-
 pytestmark = pytest.mark.usefixtures("offload_small_tensors")
 
 
@@ -84,17 +82,6 @@ def test_between_layers(layers, at):
         right(layers, context, sync)
 
 
-def test_between_layers_while_the_graph_is_held_on_to(layers):
-    context, sync = make(2, 4)
-    held = forward(layers[:2], start(), context, sync)
-    context.new_pass()
-    y = forward(list(layers), start(), context, sync)
-    assert context.statistics().passes == 2
-    y.sum().backward()
-    del held, y
-    right(layers, context, sync)
-
-
 def test_in_a_backward_function_and_in_a_user_hook(layers):
     class Boom(torch.autograd.Function):
         @staticmethod
@@ -127,48 +114,3 @@ def test_in_a_backward_function_and_in_a_user_hook(layers):
             run(insert)
             nothing_held(context)
         right(layers, context, sync)
-
-
-def test_a_backward_that_failed_can_be_run_again(layers):
-    context, sync = make(2, 4)
-    fuse = [1, 0]
-
-    def fail_once(grad):
-        if fuse.pop():
-            raise KeyError("boom")
-
-    x = start()
-    for k, layer in enumerate(layers):
-        with context:
-            x = layer(x)
-        x = sync(x)
-        if k == 1:
-            x.register_hook(lambda g: fail_once(g) if len(fuse) else None)
-    fuse.reverse()
-    fuse[:] = [1]
-    with pytest.raises(KeyError):
-        x.sum().backward(retain_graph=True)
-    x.sum().backward()
-    got = [p.grad.clone() for p in layers[0].parameters()]
-    assert all(torch.isfinite(g).all() for g in got)
-    del x
-    layers.zero_grad()
-    right(layers, context, sync)
-
-
-def test_backwards_that_fail_leave_no_entry_behind():
-    context, sync = make(1, 3)
-
-    def fail(gradient):
-        raise ValueError("on purpose")
-
-    for _ in range(5):
-        y = forward([torch.sin, torch.sin, torch.sin], torch.randn(64, 64, requires_grad=True) * 1.0, context, sync)
-        y.grad_fn.next_functions[0][0].register_prehook(fail)
-        with pytest.raises(ValueError, match="on purpose"):
-            y.sum().backward()
-        del y
-    context.new_pass()
-    # On the CPU autograd keeps the nodes that were due when it stopped, until another backward takes their place.
-    torch.ones(1, requires_grad=True).sum().backward()
-    assert not [key for key in passes._in_backward if key[0] == context._engine.number]

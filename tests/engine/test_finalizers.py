@@ -5,15 +5,13 @@ from __future__ import annotations
 import signal
 import sys
 import threading
-import weakref
 
 import pytest
 import torch
 from helpers import forward, make, make_manual, no_gc, nothing_held
 from torch import nn
 
-from actoffload.engine.eligibility import StorageRef
-from actoffload.engine.storage import InFlight, Resident, SavedStorage
+from actoffload.engine.storage import InFlight
 
 pytestmark = pytest.mark.usefixtures("offload_small_tensors")
 
@@ -47,10 +45,6 @@ def swallowed(monkeypatch):
 def layers(count: int = 5) -> nn.ModuleList:
     torch.manual_seed(5)
     return nn.ModuleList([nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(count)])
-
-
-def test_finalizers_run_no_python_code():
-    assert not any(hasattr(kind, "__del__") for kind in (SavedStorage, Resident, StorageRef))
 
 
 def test_a_signal_that_arrives_while_autograd_computes(handler, swallowed):
@@ -111,39 +105,3 @@ def test_an_exception_in_each_line_of_a_finalizer(handler, swallowed):
         assert not swallowed
         nothing_held(context)
     assert reached >= 5
-
-
-def test_a_finalizer_that_never_began(handler, swallowed):
-    """The exception comes before its first line: memory that a copy writes is kept until the stream has waited."""
-    finalizer = InFlight.__del__.__code__
-    context, sync = make(3, 5)
-    model = layers()
-    y = forward(list(model), torch.randn(64, 64), context, sync)
-    torch.autograd.grad(y.sum(), model[3].parameters(), retain_graph=True)
-    layer = context.current_pass.layers[2]
-    layer.reload()
-    waits = []
-    storage = layer.living()[0]
-    memory = weakref.ref(storage._buffers[0][2])
-    (held, join, *arguments), resources = storage.resources.in_flight, storage.resources
-    resources.in_flight = held, lambda *also: (waits.append(memory() is not None), join(*also)), *arguments
-    del held
-    wanted = id(storage)
-    del storage, resources
-
-    def trace(frame, event, argument):
-        if frame.f_code is finalizer and event == "call" and id(frame.f_locals["self"]) == wanted:
-            signal.raise_signal(signal.SIGUSR1)
-
-    with no_gc():
-        before = sys.gettrace()
-        sys.settrace(trace)
-        try:
-            del y
-        finally:
-            sys.settrace(before)
-        assert memory() is not None
-        nothing_held(context)
-    assert waits == [True]
-    assert memory() is None
-    assert swallowed == [RaisedError]  # Python itself drops what is raised before the first line

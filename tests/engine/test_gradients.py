@@ -67,12 +67,6 @@ def test_mlp_with_dropout(num, of):
     assert (context.statistics().bytes_offloaded > 0) == (num > 0)
 
 
-@pytest.mark.filterwarnings("ignore:num_layers=:UserWarning")
-def test_one_resident_layer():
-    context = check_same([mlp() for _ in range(4)], torch.randn(6, 7, 32), 3)
-    assert context.statistics().bytes_offloaded > 0
-
-
 @pytest.mark.parametrize("fused", [True, False])
 def test_attention(fused):
     context = check_same([Attention(fused=fused) for _ in range(5)], torch.randn(2, 16, 32), 3)
@@ -82,27 +76,6 @@ def test_attention(fused):
 def test_convolution_and_batchnorm_with_its_buffers():
     layers = [nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU()) for _ in range(4)]
     check_same(layers, torch.randn(2, 4, 8, 8), 2)
-
-
-def test_embedding_first():
-    layers = [nn.Embedding(50, 32), *[mlp() for _ in range(3)]]
-    check_same(layers, torch.randint(50, (5, 16)), 2)
-
-
-def test_tied_weights():
-    shared = mlp()
-    check_same([shared, mlp(), shared, mlp(), shared], torch.randn(6, 7, 32), 3)
-
-    class Head(nn.Module):
-        def __init__(self, embedding: nn.Embedding) -> None:
-            super().__init__()
-            self.weight = embedding.weight
-
-        def forward(self, x: Tensor) -> Tensor:
-            return F.linear(x, self.weight)
-
-    embedding = nn.Embedding(50, 32)
-    check_same([embedding, mlp(), mlp(), Head(embedding)], torch.randint(50, (5, 16)), 2)
 
 
 class Complex(nn.Module):
@@ -119,34 +92,6 @@ def test_complex():
     x = torch.randn(16, 16, dtype=torch.complex64)
     context = check_same([Complex() for _ in range(4)], x, 2, loss=lambda y: y.abs().mean())
     assert context.statistics().tensors_offloaded > 0
-
-
-def test_bfloat16():
-    layers = [mlp().to(torch.bfloat16) for _ in range(4)]
-    check_same(layers, torch.randn(6, 7, 32).bfloat16(), 2)
-
-
-def test_autocast():
-    def around():
-        return torch.autocast("cpu", dtype=torch.bfloat16)
-
-    context = check_same([mlp() for _ in range(4)], torch.randn(6, 7, 32), 2, around=around)
-    assert context.statistics().tensors_offloaded > 0
-
-
-def test_frozen_layers():
-    layers = [mlp() for _ in range(5)]
-    for layer in (layers[0], layers[2]):
-        layer.requires_grad_(False)
-    check_same(layers, torch.randn(6, 7, 32), 3)
-
-
-def test_lstm():
-    class Layer(nn.LSTM):
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x)[0]
-
-    check_same([Layer(16, 16) for _ in range(3)], torch.randn(5, 8, 16), 1)
 
 
 class Scale(torch.autograd.Function):
@@ -224,56 +169,3 @@ def test_checkpoint_around_the_context(reentrant):
         layers.zero_grad()
         del h, got
     nothing_held(context)
-
-
-def test_double_backward():
-    def penalty(run):
-        torch.manual_seed(3)
-        layers = nn.ModuleList([nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(4)])
-        x = torch.randn(8, 32, requires_grad=True)
-        y = run(layers, x * 1.0)
-        (g,) = torch.autograd.grad(y.sum(), x, create_graph=True)
-        (g.square().sum() + y.square().sum()).backward()
-        return [x.grad, *(p.grad for p in layers.parameters())]
-
-    context, sync = make(2, 4)
-
-    def offloaded(layers, h):
-        for layer in layers:
-            with context:
-                h = layer(h)
-            h = sync(h)
-        return h
-
-    want, got = penalty(lambda layers, h: nn.Sequential(*layers)(h)), penalty(offloaded)
-    assert all(same_bits(a, b) for a, b in zip(want, got, strict=True))
-    assert context.statistics().bytes_offloaded > 0
-    nothing_held(context)
-
-
-def test_gradient_inside_a_layer():
-    class Energy(nn.Module):
-        """Returns forces: a gradient taken inside of forward."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = nn.Sequential(nn.Linear(32, 32), nn.Tanh())
-
-        def forward(self, x: Tensor) -> Tensor:
-            energy = self.net(x).square().sum()
-            (force,) = torch.autograd.grad(energy, x, create_graph=True)
-            return force + self.net(x)
-
-    check_same([Energy() for _ in range(4)], torch.randn(8, 32), 2)
-
-
-def test_vmap_inside_a_layer():
-    class Layer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.randn(16, 16))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.vmap(lambda row: torch.tanh(row @ self.weight))(x)
-
-    check_same([Layer() for _ in range(4)], torch.randn(16, 16), 2)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 
 import torch
 from helpers import same_bits
@@ -48,10 +47,6 @@ def tensor(memory: torch.UntypedStorage, spec) -> torch.Tensor:
     return torch.empty(0, dtype=dtype).set_(memory, offset, size, stride)
 
 
-def raw_of(a: torch.Tensor) -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8).set_(a.untyped_storage())
-
-
 def touched(spec) -> set[int]:
     """Every byte that a view covers, the slow way."""
     dtype, size, stride, offset = spec
@@ -70,40 +65,6 @@ def test_extent_and_covered(spec):
         assert view.covered >= len(bytes_)
     else:
         assert view.covered == len(bytes_)
-
-
-@given(views())
-def test_overlaps_is_never_missed(spec):
-    """`overlaps` may be said too often, never too rarely."""
-    view = View.of(tensor(storage(), spec))
-    size, _ = view.compact
-    if not view.overlaps:
-        assert math.prod(size) * view.dtype.itemsize == len(touched(spec))
-
-
-@given(views())
-def test_a_view_on_other_memory(spec):
-    a = tensor(storage(), spec)
-    base = View.of(a).extent[0] // GRAIN * GRAIN
-    other = bytes(storage())[base:]
-    moved = torch.frombuffer(bytearray(other), dtype=torch.uint8).untyped_storage()
-    b = View.of(a).on(torch.empty(0, dtype=torch.uint8).set_(moved), base)
-    assert same_bits(a, b)
-    assert (a.stride(), a.dtype) == (b.stride(), b.dtype)
-
-
-@given(st.sampled_from([torch.complex64, torch.complex128]), st.booleans(), st.booleans())
-def test_lazy_bits(dtype, conj, neg):
-    a = torch.randn(4, 5, dtype=dtype).t()
-    a = a.conj() if conj else a
-    a = torch._neg_view(a) if neg else a
-    b = View.of(a).on(torch.empty(0, dtype=torch.uint8).set_(a.untyped_storage()), 0)
-    assert (b.is_conj(), b.is_neg()) == (conj, neg)
-    assert same_bits(a, b)
-    part = a.imag
-    c = View.of(part).on(torch.empty(0, dtype=torch.uint8).set_(part.untyped_storage()), 0)
-    assert c.is_neg() == part.is_neg()
-    assert same_bits(part, c)
 
 
 def plan(specs) -> list[Piece]:

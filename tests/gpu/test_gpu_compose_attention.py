@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from compose_harness import STEPS, Stack, offloaded, training
 from composing import OFFLOADED, Offload, gradients
-from gpu_harness import CUDA, DEVICE, ROWS, WIDTH, Block, flash, lenient, make_input, needs_cuda
+from gpu_harness import DEVICE, ROWS, WIDTH, Block, lenient, make_input, needs_cuda
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -93,21 +92,6 @@ def test_attention_over_sequences_of_different_lengths() -> None:
         return varlen.varlen_attn(*packed, offsets(), offsets(), ROWS // 2, ROWS // 2).transpose(0, 1)[None]
 
     offloaded(training(lambda: Stack(lambda: Attending(attend))))
-
-
-def test_jagged_tensors() -> None:
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        bounds = offsets().long()
-
-        def jagged(t: Tensor) -> Tensor:
-            values = t[0].transpose(0, 1).contiguous()
-            return torch.nested.nested_tensor_from_jagged(values, bounds, max_seqlen=ROWS // 2).transpose(1, 2)
-
-        found = F.scaled_dot_product_attention(jagged(q), jagged(k), jagged(v))
-        return found.transpose(1, 2).values().transpose(0, 1)[None]
-
-    with flash() if CUDA else contextlib.nullcontext():
-        offloaded(training(lambda: Stack(lambda: Attending(attend))))
 
 
 @needs_cuda

@@ -133,39 +133,6 @@ def test_quantized_tensors_are_offloaded(kind: str) -> None:
         assert held[0] - held[2] == statistics.bytes_offloaded
 
 
-def test_a_captured_step_with_wrappers() -> None:
-    if not CUDA:
-        pytest.skip("captures need CUDA")
-    layers, static = pairs(), some_input(0)
-    context, sync = offload(OFFLOADED, LAYERS)
-
-    def run() -> torch.Tensor:
-        layers.zero_grad(set_to_none=True)
-        output = forward(layers, static.clone(), (context, sync))
-        loss(output).backward()
-        return output.detach()
-
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            run()
-    torch.cuda.current_stream().wait_stream(side)
-    layers.zero_grad(set_to_none=True)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        output = run()
-    grads = [parameter.grad for parameter in layers.parameters()]
-    for seed in (1, 2):
-        static.copy_(some_input(seed))
-        graph.replay()
-        torch.cuda.synchronize()
-        got = flat(Result(output.clone(), [grad.clone() for grad in grads]))
-        layers.zero_grad(set_to_none=True)
-        assert step(layers, some_input(seed), no_offload()).differences(got) == []
-    assert context.statistics().bytes_offloaded > 0
-
-
 class Attention(nn.Module):
     """A pre-norm attention block on sequences of different lengths."""
 

@@ -80,6 +80,7 @@ def only_inputs(handle: actoffload.OffloadHandle, offloaded: int = OFFLOADED, re
     assert statistics.reloaded_on_demand == 0
 
 
+@pytest.mark.usefixtures("place")
 @variants
 def test_each_block_in_a_region(reentrant):
     only_inputs(both(training(lambda: Checkpointed(use_reentrant=reentrant))))

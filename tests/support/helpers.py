@@ -143,6 +143,19 @@ def no_gc() -> Iterator[None]:
         gc.enable()
 
 
+@contextmanager
+def deterministic() -> Iterator[None]:
+    """Run with deterministic kernels, on an accelerator that is idle in the end."""
+    fill = torch.utils.deterministic.fill_uninitialized_memory
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.utils.deterministic.fill_uninitialized_memory = fill
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
 def alive(*types: type) -> int:
     """Return how many objects of some types the collector knows, reachable or not."""
     return sum(type(thing) in types for thing in gc.get_objects())
