@@ -228,11 +228,6 @@ def test_a_gradient_inside_of_the_forward():
     assert statistics.bytes_reloaded == statistics.bytes_offloaded
 
 
-def test_weights_that_a_backward_saves_again_are_kept():
-    """The backward of a linear saves the transposed weight for a backward of its own."""
-    both(training(lambda: Net(Forces)))
-
-
 def test_a_second_loss_on_the_middle_of_the_model():
     class Middle(Net):
         def forward(self, x: Tensor) -> Tensor:

@@ -163,24 +163,6 @@ def test_parametrizations(how):
     assert statistics.reloaded_on_demand == 0
 
 
-def test_parametrizations_computed_once_for_a_whole_step():
-    def program(offload: Offload) -> list[Tensor]:
-        model = Net()
-        for block in model.blocks:
-            parametrizations.weight_norm(block.up)
-        offload(model)
-        results = []
-        for k in range(STEPS):
-            with nn.utils.parametrize.cached():
-                y = model(batch(k)) + model(batch(k + 1))
-            y.square().sum().backward()
-            results += gradients(model)
-            del y
-        return results
-
-    assert both(program).statistics().passes == 2 * STEPS
-
-
 # Weights for one call
 
 
@@ -227,26 +209,6 @@ def test_transforms_of_functions_offload_nothing_and_warn():
 
     with pytest.warns(UserWarning, match=r"Nothing is offloaded .*torch\.func\.grad.*functional_call with"):
         assert both(program).statistics().passes == STEPS
-
-
-def test_a_transform_inside_of_the_model_raises_what_pytorch_raises():
-    """PyTorch itself has no saved-tensor hooks around a transform; nothing of ours stays installed."""
-
-    class Inside(Mlp):
-        def forward(self, x: Tensor) -> Tensor:
-            return x + torch.func.grad(lambda x: torch.tanh(self.up(x)).sum())(x)
-
-    def program(offload: Offload) -> list[Tensor]:
-        model = Net(Mlp)
-        model.blocks[2] = Inside()
-        handle = offload(model)
-        if handle is not None:
-            with pytest.raises(RuntimeError, match="don't yet support saved tensor hooks"):
-                model(batch())
-        with contextlib.nullcontext() if handle is None else handle.paused():
-            return train(model)
-
-    both(program)  # what the first blocks saved in the failed forward is offloaded
 
 
 def test_vmap_over_the_model():

@@ -259,12 +259,6 @@ def test_the_module(activation):
         assert not mlp(x, PER_EXPERT).requires_grad
 
 
-def test_the_module_prints_what_it_keeps():
-    assert repr(GroupedMLP(4, 16, 24)) == "GroupedMLP(4, 16, 24, activation='swiglu')"
-    mlp = GroupedMLP(4, 16, 24, activation="srelu", keep_fc1_input=True, keep_fc2_input=True)
-    assert repr(mlp) == "GroupedMLP(4, 16, 24, activation='srelu', keep_fc1_input=True, keep_fc2_input=True)"
-
-
 # Errors
 
 X, W1, W2 = torch.zeros(4, 8), torch.zeros(2, 32, 8), torch.zeros(2, 8, 16)

@@ -38,7 +38,7 @@ CAPTURED = "test_copies_of_a_captured_forward_have_ended_with_it"
 STREAMS = ["tests/engine/edges", "tests/engine/test_adversary.py"]
 REPLAY = [
     f"tests/replay/test_{name}.py"
-    for name in ("programs", "program", "kept", "edits", "functions", "replay_lifetime", "values", "state", "keys")
+    for name in ("programs", "kept", "edits", "functions", "replay_lifetime", "values", "state", "keys")
 ]
 
 TESTS: dict[str, list[str]] = {

@@ -56,17 +56,6 @@ def test_several_passes_in_flight(policy, fraction, order):
 
 @policies
 @fractions
-def test_accumulated_gradients(policy, fraction):
-    def use(model):
-        for k in range(6):
-            model(batch(k)).square().sum().backward()
-        return gradients(model)
-
-    check(lambda: Net(dropping), use, policy=policy, fraction=fraction)
-
-
-@policies
-@fractions
 def test_a_retained_graph(policy, fraction):
     def use(model):
         found = []

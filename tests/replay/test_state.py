@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import threading
 from typing import Any
 
@@ -95,19 +94,6 @@ def test_buffers_of_several_passes_in_flight(kind, policy):
                 loss.backward()
             found += gradients(model)
         return [*found, *model.buffers()]
-
-    check(lambda: Net(kind), use, policy=policy, freed=-1.0)
-
-
-@policies
-@pytest.mark.parametrize("kind", STATES)
-def test_moving_between_train_and_eval(kind, policy):
-    def use(model):
-        found = []
-        for k in range(9):
-            model.train(k % 3 > 0)
-            found += train(model, 1, k)
-        return found
 
     check(lambda: Net(kind), use, policy=policy, freed=-1.0)
 
@@ -255,41 +241,6 @@ def test_functional_call(policy):
 
 
 @policies
-def test_weights_that_are_replaced_between_steps(policy):
-    def use(model):
-        found = []
-        for k in range(6):
-            found += train(model, 1, k)
-            state = {name: 0.9 * value for name, value in model.state_dict().items()}
-            model.load_state_dict(state, assign=k % 2 == 0)
-        return found
-
-    check(Net, use, policy=policy)
-
-
-@policies
-def test_frozen_weights_and_adapters(policy):
-    class Adapted(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.base = Mlp().requires_grad_(False)
-            self.a, self.b = nn.Linear(WIDTH, 4, bias=False), nn.Linear(4, WIDTH, bias=False)
-
-        def forward(self, x):
-            return self.base(torch.sin(x)) + self.b(self.a(torch.sin(x))) * 0.5
-
-    check(lambda: Net(Adapted), policy=policy)
-
-
-@policies
-def test_a_copy_of_the_model(policy):
-    model = Net()
-    offload(model, layers="blocks.?", recompute=policy, fraction=0.0)
-    want = train(model)
-    equal(train(copy.deepcopy(model)), want)
-
-
-@policies
 def test_threads(policy):
     """Two threads train two models, and one model in turns."""
     torch.manual_seed(0)
@@ -309,19 +260,3 @@ def test_threads(policy):
         thread.join()
     for k, want in enumerate(wanted):
         equal(got[k], want)
-
-
-@policies
-def test_a_backward_in_another_thread(policy):
-    def use(model):
-        found = []
-        for k in range(5):
-            loss = model(batch(k)).square().sum()
-            thread = threading.Thread(target=loss.backward)
-            thread.start()
-            thread.join()
-            found += gradients(model)
-            del loss, thread
-        return found
-
-    check(Net, use, policy=policy)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import pytest
-
 URLS = {"Documentation": "https://docs.example.org/actoffload/", "Repository": "https://github.com/example/made-up/"}
 PAGE = """
 A page
@@ -38,15 +36,6 @@ def build(root: Path, urls: dict[str, str]) -> dict[str, str]:
     return {path.relative_to(out).as_posix(): path.read_text(encoding="utf-8") for path in out.rglob("*.html")}
 
 
-def test_without_addresses_nothing_is_linked_and_sources_are_copied(tmp_path):
-    pages = build(tmp_path, {})
-    assert 'rel="canonical"' not in pages["index.html"]
-    assert "github" not in pages["index.html"]
-    assert "_modules/actoffload/pipeline/offload.html" in pages["index.html"]
-    assert '<meta name="description" content="Some text.' in pages["index.html"]
-    assert 'href="/_static' in pages["404.html"]
-
-
 def test_addresses_give_canonical_repository_and_source_links(tmp_path):
     pages = build(tmp_path, URLS)
     assert '<link rel="canonical" href="https://docs.example.org/actoffload/index.html" />' in pages["index.html"]
@@ -59,12 +48,3 @@ def test_addresses_give_canonical_repository_and_source_links(tmp_path):
     assert found
     source = (Path(__file__).parents[2] / "src" / "actoffload" / "pipeline" / "offload.py").read_text().splitlines()
     assert source[int(found[1]) - 1].startswith("def offload(")
-
-
-@pytest.mark.parametrize("name", ["nothing", "Reason.no_such", "__all__"])
-def test_what_has_no_source_gets_no_link(name):
-    from links import source_page
-
-    assert source_page(URLS["Repository"], "actoffload.report", name) is None
-    assert source_page(URLS["Repository"], "collections", "OrderedDict") is None
-    assert source_page(URLS["Repository"], "actoffload.report", "Report") is not None

@@ -25,20 +25,6 @@ def test_source_digest_depends_on_names_and_contents_only(tmp_path):
     assert source_digest(tmp_path / "a") != renamed
 
 
-def test_generated_files_exclude_those_of_a_longer_name(tmp_path):
-    from recording_data import generated_files
-
-    names = {
-        "basic.rst", "basic.py.md5", "basic.cost.json", "images/sphx_glr_basic_001.png",
-        "images/sphx_glr_basic_001_2_00x.png", "images/thumb/sphx_glr_basic_thumb.png",
-    }  # fmt: skip
-    others = {"basic_more.rst", "images/sphx_glr_basic_more_001.png", "basic.zip", "basic.executed.json"}
-    for name in names | others:
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(name)
-    assert {p.relative_to(tmp_path).as_posix() for p in generated_files(tmp_path, tmp_path / "basic.py")} == names
-
-
 def test_errors_name_the_damaged_or_foreign_file(tmp_path):
     from recording_data import Provenance, RecordingError
 
@@ -72,47 +58,6 @@ def test_pack_reports_an_example_that_did_not_run_and_machine_paths(recorded):
     assert packed == ["second"]
     assert problems[0].startswith("first: not recorded: first.py left no first.py.md5")
     assert problems[1].startswith("second: a path of this machine stands in second.rst")
-
-
-def test_some_examples_are_recorded_and_the_recordings_of_others_stay(recorded, monkeypatch):
-    import record_gallery
-    import recording_data
-    from recordings import facts
-
-    monkeypatch.setenv("ACTOFFLOAD_BENCHMARKS_BESIDE", "tests")
-    recorded.gpu = True
-    add_second(recorded)
-    recorded.build()
-    recordings = recorded.root / "docs" / "recordings"
-    first = {p: p.read_bytes() for p in recordings.rglob("*") if p.is_file()}
-    archive = recorded.root / "archive" / "other.tar.gz"
-    assert record_gallery.pack(recorded.root, archive, ["second"])[0] == ["second"]
-    assert record_gallery.unpack(archive, recordings) == ["second"]
-    run = recording_data.Provenance.read(recordings / "second" / "recording.json")
-    assert "another GPU of the host was busy" in facts(run)
-    assert {p: p.read_bytes() for p in first} == first
-
-
-def test_an_unknown_example_is_not_recorded(tmp_path, capsys):
-    from record_gallery import main
-
-    with pytest.raises(SystemExit):
-        main(["record", "--out", str(tmp_path), "--only", "basic,basics"])
-    assert "--only: no example basics; expected basic," in capsys.readouterr().err
-
-
-def test_an_example_for_more_gpus_than_there_are_is_left_out(tmp_path, capsys, monkeypatch):
-    import record_gallery
-
-    executed = []
-    monkeypatch.setattr(record_gallery, "execute_gallery", lambda root, names: executed.extend(names) or 0)
-    monkeypatch.setattr(record_gallery.torch.accelerator, "device_count", lambda: 1)
-    monkeypatch.setattr(
-        record_gallery, "pack", lambda root, archive, names, rehearse: (archive.touch(), list(names), [])[1:]
-    )
-    assert record_gallery.main(["record", "--out", str(tmp_path), "--only", "basic,pipelines"]) == 0
-    assert executed == ["basic"]
-    assert "pipelines: left out, as it needs 2 GPUs, and torch sees 1." in capsys.readouterr().out
 
 
 def test_unpack_replaces_nothing_when_the_archive_is_damaged(recorded):

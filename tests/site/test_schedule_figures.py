@@ -15,7 +15,7 @@ pytest.importorskip("matplotlib", reason="figures need matplotlib")
 import drawn_figures
 import schedule_figures
 
-from actoffload.schedule import LayerCost, Link, simulate
+from actoffload.schedule import simulate
 
 PAGE = """
 Page
@@ -69,24 +69,6 @@ def test_a_figure_has_a_light_and_a_dark_image_an_alt_text_and_a_caption(tmp_pat
     figure = re.search(r"<figure.*?</figure>", html, flags=re.DOTALL)
     assert figure is not None
     assert re.search(r"</div>\s*<figcaption>", figure.group())
-
-
-@pytest.mark.parametrize(
-    ("directive", "sentence"),
-    [
-        (
-            ".. schedule-figure:: stall\n\n   Caption.\n",
-            "There is no schedule figure 'stall'; expected one of sequential, full-overlap, stalls, manual, groups.",
-        ),
-        (
-            ".. schedule-figure:: stalls\n",
-            "The schedule figure 'stalls' has no caption; write one as the directive's text.",
-        ),
-    ],
-)
-def test_wrong_use_is_reported(tmp_path: Path, directive: str, sentence: str) -> None:
-    _, warnings = build(tmp_path, f"Page\n====\n\n{directive}")
-    assert sentence in warnings
 
 
 @pytest.mark.parametrize("name", schedule_figures.FIGURES)
@@ -158,25 +140,6 @@ def test_a_simulated_step_is_drawn_beside_the_recorded_one(overlap_result: Path,
     assert list(schedule_figures.overlap("stalls")[0]) == ["simulated"]  # a rehearsal is no measurement
     overlap_result.unlink()
     assert schedule_figures.overlap("stalls")[2].startswith("Simulated: a layer saves 256 MiB")
-
-
-@pytest.mark.parametrize("factor", [1.0, 6.2, 20.0], ids=["ms", "ms and s", "s"])
-def test_timelines_one_above_the_other_fill_a_common_axis(factor: float) -> None:
-    from matplotlib import pyplot
-
-    timelines = {}
-    for name in ("full-overlap", "stalls"):
-        cost = LayerCost.even(256 * 2**20, forward=0.010 * factor, backward=0.020 * factor)
-        link = Link(schedule_figures.LINK.d2h / factor, schedule_figures.LINK.h2d / factor)
-        timelines[name] = simulate(schedule_figures.FIGURES[name](), [cost] * 5, link).timeline
-    figure = schedule_figures.stacked(timelines)
-    for ax, timeline in zip(figure.axes, timelines.values(), strict=True):
-        ends = [path.get_extents().x1 for bars in ax.collections for path in bars.get_paths()]
-        scale = max(ends) / timeline.end
-        assert ax.get_xlim()[1] == pytest.approx(max(each.end for each in timelines.values()) * scale)
-        assert max(ends) > 0.5 * ax.get_xlim()[1]
-        assert len({text.get_text() for text in ax.texts}) == 5  # layers have their numbers
-    pyplot.close(figure)
 
 
 def test_links_and_memory_are_what_the_captions_say() -> None:
