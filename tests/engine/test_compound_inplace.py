@@ -11,11 +11,9 @@ import pytest
 import torch
 from helpers import make, nothing_held, same_bits
 from torch import Tensor
-from wrappers import ONE, Join, N, Scaled, Split, Two, Uses, read, two_more, values
+from wrappers import Join, N, Split, Two, Uses, read, two_more, values
 
 import actoffload
-from actoffload.device import ReferenceDevice
-from actoffload.schedule import Kind
 
 MODIFIED = "modified by an inplace operation"
 
@@ -74,21 +72,6 @@ def test_a_part_that_was_changed_raises_if_it_left():
         y.sum().backward()
     del y
     nothing_held(context)
-
-
-def test_a_part_that_stays_is_used_as_it_is_now():
-    """Such as a scale that a recipe keeps up to date: that is what happens without offloading."""
-    scaled = Scaled.of(values())
-    grads = []
-    for context, sync in (make(1, 3), actoffload.get_cpu_offload_context()):
-        x = torch.ones(N, N, requires_grad=True)
-        with context:
-            y = Uses.apply(x, [], scaled)
-        scaled._scale.mul_(2)
-        two_more(sync(y), context, sync).sum().backward()
-        grads.append(x.grad)
-        scaled._scale.div_(2)
-    assert same_bits(*grads)
 
 
 class Spoils(torch.autograd.Function):
@@ -167,49 +150,3 @@ def test_a_copy_made_before_a_change_is_not_used_after_it():
     for first, change, second in cases:
         grad, _ = two_saves(first, change, second)
         assert same_bits(grad, read(second()))
-
-
-def test_a_wrapper_that_was_changed_before_still_moves_once():
-    two = Two(values(), values())
-    two.add_(1)
-    _, statistics = two_saves(two, lambda: None, lambda: Two(two, two.t()))
-    assert statistics.bytes_offloaded == 2 * ONE
-
-
-def test_a_note_is_lost_with_a_change_of_the_wrapper():
-    """start_offload on a wrapper lets the copies of its parts start there, unless it is changed afterwards."""
-
-    class Fused(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x, device, change):
-            two = Two(Two(x * 1, x * 2), Two(x * 3, x * 4))
-            device.compute(1.0)
-            actoffload.start_offload(two)
-            if change is not None:
-                change(two)
-            device.compute(4.0)
-            ctx.save_for_backward(two)
-            return x.view_as(x)
-
-        @staticmethod
-        def backward(ctx, grad):
-            (two,) = ctx.saved_tensors
-            return grad * read(two), None, None
-
-    expected = {  # in seconds
-        None: [1, 1, 1, 1],
-        (lambda two: two.add_(1)): [5, 5, 5, 5],
-        (lambda two: two.b.add_(1)): [1, 1, 5, 5],
-        (lambda two: two.a.b.add_(1)): [1, 1, 1, 5],
-    }
-    for change, starts in expected.items():
-        device = ReferenceDevice(d2h=100 * ONE)
-        context, sync = make(1, 3, device=device)
-        leaf = torch.ones(N, N, requires_grad=True)
-        with context.record_timeline() as recorder:
-            with context:
-                y = Fused.apply(leaf, device, change)
-            two_more(sync(y), context, sync).sum().backward()
-        del y
-        assert [int(copy.start) for copy in recorder.timeline().of(Kind.D2H)] == starts
-        nothing_held(context)

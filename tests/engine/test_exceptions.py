@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-
 import pytest
 import torch
 from helpers import forward, make, no_gc, nothing_held, right
@@ -19,25 +17,6 @@ def start():
 @pytest.fixture
 def layers():
     return nn.ModuleList([nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64)) for _ in range(4)])
-
-
-@pytest.mark.parametrize("at", [0, 1, 3])
-def test_in_forward(layers, at):
-    context, sync = make(2, 4)
-    with no_gc():
-        for _ in range(2):
-            try:
-                x = start()
-                for k, layer in enumerate(layers):
-                    with context:
-                        x = layer(x)
-                        if k == at:
-                            raise KeyError("boom")
-                    x = sync(x)
-            except KeyError:
-                del x
-            nothing_held(context)
-        right(layers, context, sync)
 
 
 def test_in_forward_while_the_graph_is_held_on_to(layers):
@@ -60,26 +39,6 @@ def test_in_forward_while_the_graph_is_held_on_to(layers):
     y.sum().backward()
     del kept, held, x, y
     right(layers, context, sync)
-
-
-@pytest.mark.parametrize("at", [0, 2])
-def test_between_layers(layers, at):
-    context, sync = make(2, 4)
-
-    def abandoned():
-        x = start()
-        for k, layer in enumerate(layers):
-            with context:
-                x = layer(x)
-            x = sync(x)
-            if k == at:
-                raise KeyError("boom")
-
-    with no_gc():
-        with contextlib.suppress(KeyError):
-            abandoned()
-        nothing_held(context)
-        right(layers, context, sync)
 
 
 def test_in_a_backward_function_and_in_a_user_hook(layers):

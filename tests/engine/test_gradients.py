@@ -2,43 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from contextlib import nullcontext
 
 import pytest
 import torch
 from helpers import check_same, make, min_elements, nothing_held, same_bits
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 pytestmark = pytest.mark.usefixtures("offload_small_tensors")
-
-
-class Attention(nn.Module):
-    """Attention from one fused projection, with fewer key and value heads than query heads."""
-
-    def __init__(self, width: int = 32, heads: int = 4, groups: int = 2, *, fused: bool = True) -> None:
-        super().__init__()
-        self.heads, self.groups, self.size, self.fused = heads, groups, width // heads, fused
-        self.norm = nn.LayerNorm(width)
-        self.qkv = nn.Linear(width, (heads + 2 * groups) * self.size)
-        self.out = nn.Linear(width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        b, t, _ = x.shape
-        split = [self.heads * self.size, self.groups * self.size, self.groups * self.size]
-        q, k, v = self.qkv(self.norm(x)).split(split, dim=-1)
-        q = q.view(b, t, self.heads, self.size).transpose(1, 2)
-        k, v = (a.view(b, t, self.groups, self.size).transpose(1, 2) for a in (k, v))
-        k, v = (a[:, :, None].expand(-1, -1, self.heads // self.groups, -1, -1).flatten(1, 2) for a in (k, v))
-        if self.fused:
-            y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        else:
-            scores = q @ k.transpose(-1, -2) / math.sqrt(self.size)
-            mask = torch.ones(t, t, dtype=torch.bool, device=x.device).triu(1)
-            y = scores.masked_fill(mask, -torch.inf).softmax(-1) @ v
-        return x + self.out(y.transpose(1, 2).reshape(b, t, -1))
 
 
 def mlp(width: int = 32, dropout: float = 0.1) -> nn.Module:
@@ -67,31 +39,9 @@ def test_mlp_with_dropout(num, of):
     assert (context.statistics().bytes_offloaded > 0) == (num > 0)
 
 
-@pytest.mark.parametrize("fused", [True, False])
-def test_attention(fused):
-    context = check_same([Attention(fused=fused) for _ in range(5)], torch.randn(2, 16, 32), 3)
-    assert context.statistics().tensors_offloaded > 10
-
-
 def test_convolution_and_batchnorm_with_its_buffers():
     layers = [nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU()) for _ in range(4)]
     check_same(layers, torch.randn(2, 4, 8, 8), 2)
-
-
-class Complex(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(16, 16, dtype=torch.complex64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = x @ self.weight
-        return torch.tanh(y.conj() * y) + y.mH.mT * x.imag
-
-
-def test_complex():
-    x = torch.randn(16, 16, dtype=torch.complex64)
-    context = check_same([Complex() for _ in range(4)], x, 2, loss=lambda y: y.abs().mean())
-    assert context.statistics().tensors_offloaded > 0
 
 
 class Scale(torch.autograd.Function):
@@ -124,22 +74,6 @@ def test_custom_function_with_float8():
     context = check_same([Layer() for _ in range(4)], torch.randn(16, 16), 2)
     # In each step the first x, and y and the fp8 copy of both layers; the second x is the first y.
     assert context.statistics().bytes_offloaded == 2 * (3 * 1024 + 2 * 256)
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("early_stop", [True, False])
-def test_checkpoint_inside_a_layer(reentrant, early_stop):
-    class Layer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = mlp(), mlp()
-
-        def forward(self, x: Tensor) -> Tensor:
-            more = {} if reentrant else {"early_stop": early_stop}
-            return self.second(checkpoint(self.first, x, use_reentrant=reentrant, **more)).relu()
-
-    context = check_same([Layer() for _ in range(5)], torch.randn(6, 7, 32), 2)
-    assert context.statistics().tensors_offloaded > 0
 
 
 @pytest.mark.parametrize("reentrant", [True, False])

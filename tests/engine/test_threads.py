@@ -68,20 +68,6 @@ def test_threads_train_side_by_side(shared):
         assert statistics.reloaded_on_demand == 0
 
 
-def test_backward_in_another_thread_than_forward():
-    context, sync = make(3, 5)
-    layers = model(0)
-    x = torch.randn(64, 64)
-    y = forward(list(layers), x, context, sync)
-    together(lambda: y.square().sum().backward())
-    got = [p.grad.clone() for p in layers.parameters()]
-    layers.zero_grad()
-    plain(list(layers), x).square().sum().backward()
-    assert all(same_bits(a, p.grad) for a, p in zip(got, layers.parameters(), strict=True))
-    assert context.statistics().reloaded_on_demand == 0
-    assert context.statistics().resident_bytes == 0
-
-
 def test_threads_run_backwards_through_one_retained_graph():
     context, sync = make(3, 5)
     layers = model(0)

@@ -24,6 +24,7 @@ from gpu_harness import (
 from torch import nn
 
 import actoffload
+from actoffload.measure import MemoryMeter
 from actoffload.report import Reason
 
 pytestmark = [pytest.mark.gpu, needs_cuda, *lenient]
@@ -170,3 +171,12 @@ def test_several_graphs_share_a_context() -> None:
         for n in rows:
             assert graphs[n].replay(seed).differences(expected[n][seed]) == []
     assert pair[0].statistics().host_bytes >= OFFLOADED * sum(rows) * WIDTH * 4
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need CUDA")
+def test_no_time_is_sampled_in_a_capture() -> None:
+    meter, x = MemoryMeter(), torch.ones(8, device="cuda")
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        x += 1  # an empty capture warns
+        with pytest.raises(RuntimeError, match="trace_memory"):
+            meter.sample()

@@ -75,22 +75,6 @@ def test_bit_by_bit(kind: str, policy: str, how: str) -> None:
 
 
 @needs_cuda
-def test_autocast_bit_by_bit() -> None:
-    model = make("mlp", 8)
-
-    def run(seed: int) -> Result:
-        with torch.autocast("cuda", torch.bfloat16):
-            return step(model, seed, ROWS)
-
-    want = [run(seed) for seed in range(3)]
-    for policy in POLICIES.values():
-        handle = offload(model, recompute=policy)
-        for seed in range(3):
-            assert run(seed).differences(want[seed]) == []
-        handle.remove()
-
-
-@needs_cuda
 def test_compiled_blocks_bit_by_bit() -> None:
     model = make("mlp", 6, Compiled)
     want = [step(model, seed, ROWS) for seed in range(3)]

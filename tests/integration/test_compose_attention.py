@@ -55,6 +55,7 @@ def test_back_ends(backend, options):
         assert statistics.bytes_offloaded > STEPS * OFFLOADED * (4 * STREAM + SCORES)
 
 
+@pytest.mark.usefixtures("way")
 def test_dropout_in_attention():
     """The mask of dropout is saved and offloaded like any other; random numbers are drawn as without offload."""
     make = functools.partial(Net, lambda: Attending(SDPBackend.MATH, 0.1, dropout_p=0.2))
@@ -62,6 +63,7 @@ def test_dropout_in_attention():
     assert both(training(make)).statistics().bytes_offloaded > without.bytes_offloaded
 
 
+@pytest.mark.usefixtures("way")
 def test_multi_head_attention_module():
     class Module(nn.Module):
         def __init__(self) -> None:

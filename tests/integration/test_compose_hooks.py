@@ -113,6 +113,7 @@ def test_hooks_of_others(kind, first):
     assert statistics.reloaded_on_demand == 0
 
 
+@pytest.mark.usefixtures("way")
 def test_a_hook_that_removes_itself_while_it_runs():
     def program(offload: Offload) -> list[Tensor]:
         model = Net()
@@ -131,6 +132,7 @@ def test_a_hook_that_removes_itself_while_it_runs():
     assert both(program).statistics().passes == STEPS
 
 
+@pytest.mark.usefixtures("way")
 def test_outputs_taken_by_a_hook_are_not_freed_and_stay_right():
     """A feature extractor holds what a block returned; its values are those of the forward, also later."""
     seen: list[Tensor] = []

@@ -57,7 +57,7 @@ def test_casts_of_weights_are_kept():
     assert both(half).statistics().bytes_kept[Reason.PARAMETER] >= STEPS * (weights - WIDTH * WIDTH * 2)
 
 
-@pytest.mark.usefixtures("place")
+@pytest.mark.usefixtures("place", "way")
 @pytest.mark.parametrize("overflow", [False, True])
 def test_gradient_scaler(overflow):
     """Scaling, unscaling, clipping; a step that overflows is skipped and the scale falls, as without offload."""
@@ -89,7 +89,7 @@ def test_gradient_scaler(overflow):
 # Loops
 
 
-@pytest.mark.usefixtures("place")
+@pytest.mark.usefixtures("place", "way")
 @pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.AdamW])
 def test_accumulation_in_the_usual_loop_with_validation_between(make):
     def program(offload: Offload) -> list[Tensor]:
@@ -114,7 +114,7 @@ def test_accumulation_in_the_usual_loop_with_validation_between(make):
     assert statistics.reloaded_on_demand == 0
 
 
-@pytest.mark.usefixtures("place")
+@pytest.mark.usefixtures("place", "way")
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0), "together"])
 def test_several_forwards_before_their_backwards(order):
     def program(offload: Offload) -> list[Tensor]:
@@ -133,7 +133,7 @@ def test_several_forwards_before_their_backwards(order):
     assert statistics.bytes_reloaded == statistics.bytes_offloaded
 
 
-@pytest.mark.usefixtures("place")
+@pytest.mark.usefixtures("place", "way")
 def test_steps_inside_of_backward():
     """Each parameter has an optimizer of its own, which steps as soon as the gradient is there, and frees it."""
 
@@ -154,6 +154,7 @@ def test_steps_inside_of_backward():
     assert statistics.reloaded_on_demand == 0
 
 
+@pytest.mark.usefixtures("way")
 def test_a_weight_changed_before_its_backward_raises_as_without():
     def program(offload: Offload) -> list[Tensor]:
         model = Net()
@@ -175,7 +176,7 @@ def test_a_weight_changed_before_its_backward_raises_as_without():
 # Several backwards
 
 
-@pytest.mark.usefixtures("place")
+@pytest.mark.usefixtures("place", "way")
 @pytest.mark.parametrize("times", [2, 3])
 def test_a_retained_graph(times):
     def program(offload: Offload) -> list[Tensor]:
@@ -190,7 +191,7 @@ def test_a_retained_graph(times):
     assert statistics.bytes_reloaded == times * statistics.bytes_offloaded
 
 
-@pytest.mark.usefixtures("place")
+@pytest.mark.usefixtures("place", "way")
 def test_a_gradient_penalty():
     """A gradient with respect to the input, with a graph of its own, and the gradient of that."""
 
@@ -221,13 +222,14 @@ class Forces(Mlp):
         return x + 1e-2 * force
 
 
-@pytest.mark.usefixtures("place")
+@pytest.mark.usefixtures("place", "way")
 def test_a_gradient_inside_of_the_forward():
     statistics = both(training(lambda: Net(Forces))).statistics()
     assert statistics.passes == STEPS
     assert statistics.bytes_reloaded == statistics.bytes_offloaded
 
 
+@pytest.mark.usefixtures("way")
 def test_a_second_loss_on_the_middle_of_the_model():
     class Middle(Net):
         def forward(self, x: Tensor) -> Tensor:

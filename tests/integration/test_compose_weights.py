@@ -51,6 +51,7 @@ def adapted() -> Net:
     return model
 
 
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("around", [contextlib.nullcontext, lambda: torch.autocast("cpu", torch.bfloat16)])
 def test_lora_on_frozen_weights(around):
     """No frozen weight is offloaded; `both` checks each copy."""
@@ -121,6 +122,7 @@ def test_a_frozen_backbone(how):
     assert statistics.reloaded_on_demand == 0
 
 
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("what", ["weights", "blocks"])
 def test_tied_weights_and_blocks_that_run_twice(what):
     def make() -> Net:
@@ -226,6 +228,7 @@ def test_vmap_over_the_model():
     assert statistics.bytes_offloaded >= STEPS * OFFLOADED * 2 * 2 * STREAM
 
 
+@pytest.mark.usefixtures("way")
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # PyTorch's own use
 @pytest.mark.parametrize("how", ["dual numbers", "torch.func.jvp"])
 def test_forward_mode(how):

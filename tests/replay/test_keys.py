@@ -119,24 +119,6 @@ def test_flags_numbers_and_tensors_in_arguments(policy, fraction):
     check(lambda: Model(Arguments), each_step(change), policy=policy, fraction=fraction)
 
 
-@policies
-def test_views_of_one_input_at_other_places(policy):
-    class Two(Mlp):
-        def forward(self, x, part):
-            return super().forward(x) + (part.sin() * 2.0).sin().exp().sum()
-
-    class Model(Net):
-        step = 0
-
-        def call(self, block, x):
-            return block(x, x[self.step % 5 : self.step % 5 + 4])
-
-    def change(model, k):
-        model.step = k
-
-    check(lambda: Model(Two), each_step(change), policy=policy)
-
-
 # Attributes
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from recomputing import ROWS, WIDTH, Mlp, Net, batch, check, clean, fractions, gradients, policies, train
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from whole_model import equal, offload
@@ -121,27 +121,6 @@ def test_a_module_runs_once(policy):
 
     check(lambda: Net(Counted), use, policy=policy)
     assert len(set(calls)) == 3
-
-
-@policies
-@fractions
-def test_activations_that_hooks_take(policy, fraction):
-    """They stay as they are, and may be used behind the backward."""
-
-    def use(model):
-        seen: list[Tensor] = []
-        for block in model.blocks:
-            block.up.register_forward_hook(lambda module, args, y: seen.append(y))
-        found = []
-        for k in range(5):
-            loss = model(batch(k)).square().sum()
-            penalty = sum(y.exp().mean() for y in seen)
-            (loss + penalty).backward()
-            found += [*gradients(model), *(y.detach() for y in seen)]
-            seen.clear()
-        return found
-
-    check(Net, use, policy=policy, fraction=fraction)
 
 
 @policies

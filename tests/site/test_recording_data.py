@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import tarfile
 
 import pytest
@@ -25,41 +24,6 @@ def test_source_digest_depends_on_names_and_contents_only(tmp_path):
     assert source_digest(tmp_path / "a") != renamed
 
 
-def test_errors_name_the_damaged_or_foreign_file(tmp_path):
-    from recording_data import Provenance, RecordingError
-
-    path = tmp_path / "first" / "recording.json"
-    with pytest.raises(RecordingError, match=r"first/recording\.json cannot be read"):
-        Provenance.read(path)
-    path.parent.mkdir()
-    path.write_text(json.dumps({"format": 99}))
-    with pytest.raises(RecordingError, match=r"first/recording\.json cannot be read: its format is not 1"):
-        Provenance.read(path)
-    path.write_text(json.dumps({"format": 1, "example": "first.py"}))
-    with pytest.raises(RecordingError, match="record the example again"):
-        Provenance.read(path)
-
-
-def add_second(project):
-    text = '"""\nSecond\n======\n\nText.\n"""\n\nimport os\n\nprint(os.path.abspath("."))\n'
-    project.example.with_name("second.py").write_text(text)
-
-
-def test_pack_reports_an_example_that_did_not_run_and_machine_paths(recorded):
-    import record_gallery
-
-    recorded.gpu = True
-    add_second(recorded)
-    recorded.build()
-    gallery = recorded.root / "docs" / "gallery"
-    (gallery / "first.py.md5").unlink()
-    archive = recorded.root / "archive" / "other.tar.gz"
-    packed, problems = record_gallery.pack(recorded.root, archive, ["first", "second"])
-    assert packed == ["second"]
-    assert problems[0].startswith("first: not recorded: first.py left no first.py.md5")
-    assert problems[1].startswith("second: a path of this machine stands in second.rst")
-
-
 def test_unpack_replaces_nothing_when_the_archive_is_damaged(recorded):
     import record_gallery
     from recording_data import RecordingError
@@ -76,25 +40,6 @@ def test_unpack_replaces_nothing_when_the_archive_is_damaged(recorded):
     with pytest.raises(RecordingError, match=r"first\.rst in the recording of first\.py is not"):
         record_gallery.unpack(archive, recordings)
     assert {p: p.read_bytes() for p in recordings.rglob("*") if p.is_file()} == before
-
-
-def test_check_gallery_separates_errors_from_outdated_recordings(recorded, capsys):
-    import record_gallery
-
-    assert record_gallery.check(recorded.root) == ([], [])
-    assert "first: current, recorded on Imagined GPU" in capsys.readouterr().out
-    (recorded.root / "src" / "actoffload" / "__init__.py").write_text("version = 3\n")
-    errors, reports = record_gallery.check(recorded.root)
-    assert errors == []
-    assert "from other library sources" in reports[0]
-    recorded.example.write_text(recorded.example.read_text() + "1\n")
-    errors, reports = record_gallery.check(recorded.root)
-    assert errors == []
-    assert "Its text changed" in reports[0]
-    recorded.example.rename(recorded.example.with_name("renamed.py"))
-    errors, reports = record_gallery.check(recorded.root)
-    assert errors == ["first: has a recording but no example; remove docs/recordings/first."]
-    assert reports == ["renamed: It has no recorded GPU run yet."]
 
 
 def test_runs_of_the_reference_device_are_not_recorded(project):

@@ -27,12 +27,6 @@ def test_recorded_page_is_restored_and_not_executed(recorded):
     assert "other library sources" not in log + text
 
 
-def test_a_restored_page_has_its_downloads(recorded):
-    recorded.build()
-    files = {p.name for p in (recorded.root / "out" / "html" / "_downloads").rglob("*") if p.is_file()}
-    assert files == {"first.py", "first.ipynb", "first.zip"}
-
-
 def test_changed_text_is_executed_on_the_reference_device_and_labelled(recorded):
     recorded.example.write_text(recorded.example.read_text() + "print('a new line')\n")
     log, warnings = recorded.build()
@@ -71,13 +65,6 @@ def test_without_recording_the_page_says_so_and_is_executed_once(project):
     (project.root / "src" / "actoffload" / "__init__.py").write_text("version = 2\n")
     project.build()
     assert project.runs == 2  # the library changed: the earlier local run is outdated
-
-
-def test_a_build_with_a_gpu_executes_even_what_is_recorded(recorded):
-    recorded.gpu = True
-    recorded.build()
-    assert recorded.runs == 2
-    assert "Executed in this build on Imagined GPU" in recorded.html(PAGE)
 
 
 def test_a_damaged_recording_is_a_warning_and_the_example_is_executed(recorded):

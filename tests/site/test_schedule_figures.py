@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import io
-import json
 import re
-from dataclasses import asdict
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -98,48 +96,6 @@ def test_the_figures_match_their_names() -> None:
     assert run("manual") == (2, 0.0)
     assert run("groups")[0] == 3
     assert 0 < run("groups")[1] < stalled
-
-
-@pytest.fixture
-def overlap_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Write a result whose recorded steps are simulated ones, as a GPU would record them."""
-    costs, link = [schedule_figures.COST] * schedule_figures.LAYERS, schedule_figures.LINK
-    runs, seconds = {}, {"0": 0.15}
-    for name, count in (("full-overlap", "2"), ("stalls", "3")):
-        result = simulate(schedule_figures.FIGURES[name](), costs, link)
-        spans = [[s.kind.name, s.layer, s.start, s.end, s.nbytes] for s in result.timeline.spans]
-        runs[count] = {"spans": spans, "resident": result.timeline.resident}
-        seconds[count] = result.step_time
-    device = {"name": "Some GPU", "driver": "1.2", "torch": "2.13", "reference": False}
-    data = {"device": device, "date": "2026-11-22T10:00:00", "costs": [asdict(cost) for cost in costs]}
-    path = tmp_path / "overlap.json"
-    path.write_text(json.dumps({**data, "link": {"d2h": link.d2h, "h2d": link.h2d}, "runs": runs, "seconds": seconds}))
-    monkeypatch.setattr(schedule_figures, "RESULT", path)
-    return path
-
-
-def test_a_simulated_step_is_drawn_beside_the_recorded_one(overlap_result: Path, tmp_path: Path) -> None:
-    timelines, alt, note = schedule_figures.overlap("stalls")
-    assert list(timelines) == ["simulated", "measured"]
-    assert timelines["measured"].spans == timelines["simulated"].spans
-    assert timelines["measured"].peak_bytes == 2 * 256 * 2**20
-    assert "Timeline of compute and copies over" in alt
-    assert "Below it a measured step; 166.8 ms is the median of several." in alt
-    assert note.endswith(
-        "166.8 ms simulated, 166.8 ms measured (median). Measured on Some GPU, driver 1.2, torch 2.13, 2026-11-22."
-    )
-    assert "run at 14.5 GB/s in the step, and are simulated with the 14.5 that they have alone" in note
-    assert list(schedule_figures.overlap("full-overlap")[0]) == ["simulated", "measured"]
-    data = json.loads(overlap_result.read_text())
-    slow = {**data, "link": {"d2h": 1e10, "h2d": 1e10}}
-    overlap_result.write_text(json.dumps(slow))
-    assert list(schedule_figures.overlap("full-overlap")[0]) == ["simulated"]  # compute waits in this run
-    assert "compute never waits" in schedule_figures.overlap("full-overlap")[1]
-    data["device"]["reference"] = True
-    overlap_result.write_text(json.dumps(data))
-    assert list(schedule_figures.overlap("stalls")[0]) == ["simulated"]  # a rehearsal is no measurement
-    overlap_result.unlink()
-    assert schedule_figures.overlap("stalls")[2].startswith("Simulated: a layer saves 256 MiB")
 
 
 def test_links_and_memory_are_what_the_captions_say() -> None:

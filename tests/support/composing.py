@@ -20,6 +20,8 @@ STREAM = ROWS * WIDTH * 4
 """Bytes of what one block hands to the next."""
 PLACE = torch.device("cpu")
 """Where models and data are; the fixture `place` changes it."""
+WAY: dict[str, Any] = {}
+"""Further arguments of `actoffload.offload`; the fixture `way` changes them."""
 
 Offload = Callable[..., Any]
 Program = Callable[[Offload], Sequence[Tensor]]
@@ -221,7 +223,7 @@ def both(
         place(module)
         spy.watched = module if watch else None
         # Nothing is measured where a fraction is given.
-        chosen = {"layers": "*blocks.?", "min_bytes": 64, "fraction": 1.0, **options}
+        chosen = {"layers": "*blocks.?", "min_bytes": 64, "fraction": 1.0, **WAY, **options}
         handles.append(actoffload.offload(module, **chosen))
         return handles[-1]
 
@@ -243,6 +245,7 @@ def both(
     assert not hooked()
     statistics = handle.statistics()
     assert (statistics.tensors_offloaded > 0) == offloads
+    assert any(group.recomputed for group in handle.report().groups) or not WAY.get("recompute")
     assert sum(spy.offloaded) == statistics.bytes_offloaded
     return handle
 
