@@ -2,15 +2,48 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Sequence
 from contextlib import nullcontext
 
 import pytest
 import torch
-from helpers import check_same, make, min_elements, nothing_held, same_bits
+from helpers import forward, make, min_elements, nothing_held, plain, same_bits
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from actoffload.context.context import OffloadContext
+
 pytestmark = pytest.mark.usefixtures("offload_small_tensors")
+
+
+def check_same(layers: Sequence[torch.nn.Module], x: Tensor, num_layers: int) -> OffloadContext:
+    """Train copies of the layers with and without offload; outputs, gradients and buffers must have equal bits.
+
+    Returns the context, with its statistics, after all graphs are gone.
+    """
+    context, sync = make(num_layers, len(layers))
+    results = []
+    for offload in (False, True):
+        copies = copy.deepcopy(list(layers))
+        leaf = x.detach().clone().requires_grad_()
+        torch.manual_seed(11)
+        seen = []
+        for _ in range(2):
+            y = forward(copies, leaf * 1, context, sync) if offload else plain(copies, leaf * 1)
+            y.square().mean().backward()
+            seen.append(y.detach().clone())
+            del y
+        module = torch.nn.ModuleList(copies)
+        results.append(
+            [*seen, *(p.grad for p in module.parameters()), *(b.clone() for b in module.buffers()), leaf.grad]
+        )
+    without, with_ = results
+    assert len(without) == len(with_)
+    for k, (a, b) in enumerate(zip(without, with_, strict=True)):
+        assert same_bits(a, b), f"result {k} of shape {tuple(a.shape)} differs"
+    nothing_held(context)
+    return context
 
 
 def mlp(width: int = 32, dropout: float = 0.1) -> nn.Module:

@@ -50,26 +50,6 @@ def test_three_forwards_then_their_backwards_in_any_order(layers, order):
     nothing_held(context)
 
 
-@pytest.mark.parametrize("between", ["a validation", "half a validation", "an inference", "nothing"])
-def test_validation_between_forward_and_backward(layers, between):
-    context, sync = make(3, 5)
-    loss = forward(list(layers), data(0), context, sync).square().sum()
-    if between == "inference":
-        with torch.inference_mode():
-            forward(list(layers), data(1), context, sync)
-    elif between != "nothing":
-        with torch.no_grad():
-            forward(list(layers)[: 2 if "half" in between else 5], data(1), context, sync)
-    check(layers, 0, loss)
-    del loss
-    context.reset_statistics()
-    check(layers, 2, forward(list(layers), data(2), context, sync).square().sum())
-    statistics = context.statistics()
-    assert statistics.passes == 1
-    assert statistics.reloaded_on_demand == 0
-    nothing_held(context)
-
-
 def test_no_grad_saves_nothing_and_layers_follow_each_other(layers):
     """With a change between the layers no output of ours lives on; the numbers of the layers go on all the same."""
     context, sync = make(3, 5)
@@ -111,28 +91,6 @@ def test_layers_that_save_nothing_and_need_no_gradient_follow_each_other(layers)
         x = sync(x) * 1.5
     x.sum().backward()
     assert context.statistics().passes == 1
-
-
-def test_an_abandoned_forward(layers):
-    context, sync = make(3, 5)
-    forward(list(layers), data(1), context, sync)
-    check(layers, 0, forward(list(layers), data(0), context, sync).square().sum())
-    forward(list(layers)[:2], data(1), context, sync)
-    check(layers, 0, forward(list(layers), data(0), context, sync).square().sum())
-    assert context.statistics().passes == 4
-    assert context.statistics().reloaded_on_demand == 0
-    nothing_held(context)
-
-
-def test_a_layer_that_hands_its_input_on(layers):
-    """As layer drop does."""
-    context, sync = make(3, 5)
-    dropped = [layers[0], layers[1], nn.Identity(), layers[3], nn.Identity()]
-    want = torch.autograd.grad(plain(dropped, data()).sum(), layers[0][0].weight)
-    got = torch.autograd.grad(forward(dropped, data(), context, sync).sum(), layers[0][0].weight)
-    assert same_bits(*want, *got)
-    assert context.statistics().passes == 1
-    nothing_held(context)
 
 
 def test_new_pass(layers):

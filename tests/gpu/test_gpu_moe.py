@@ -69,6 +69,25 @@ def poison() -> None:
     del blocks
 
 
+@pytest.mark.parametrize("way", ["device", "list"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@needs_kernel
+def test_experts_against_plain_autograd(activation: str, way: str) -> None:
+    mlp = experts(activation)
+    x, grad = tokens(sum(COUNTS)), tokens(sum(COUNTS), seed=7)
+    counts = on_device(COUNTS) if way == "device" else COUNTS
+    run_experts(mlp, x, counts, grad)
+    poison()
+    with no_synchronization():
+        got = run_experts(mlp, x, counts, grad)
+    for mine, theirs in zip(got, reference(mlp, x, COUNTS, grad), strict=True):
+        assert mine.dtype is torch.bfloat16
+        assert torch.allclose(mine.double(), theirs, rtol=0, atol=0.02 * theirs.abs().max().item())
+    for gradient in got[2:]:
+        for count, of_expert in zip(COUNTS, gradient, strict=True):
+            assert count or not of_expert.any()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64], ids=str)
 @needs_cuda
 def test_counts_on_the_device_without_a_kernel_are_refused_and_a_list_is_not(dtype: torch.dtype) -> None:

@@ -185,23 +185,6 @@ def test_selective_checkpointing():
     assert saved
 
 
-@variants
-def test_gradients_taken_twice(reentrant):
-    """A retained graph is recomputed twice, and its inputs are reloaded twice."""
-
-    def program(offload: Offload) -> list[Tensor]:
-        model = Checkpointed(use_reentrant=reentrant)
-        offload(model)
-        loss = model(batch()).square().sum()
-        loss.backward(retain_graph=True)
-        loss.backward()
-        return gradients(model)
-
-    statistics = both(program).statistics()
-    assert statistics.bytes_offloaded == OFFLOADED * STREAM
-    assert statistics.bytes_reloaded == 2 * OFFLOADED * STREAM
-
-
 @pytest.mark.parametrize(
     ("reentrant", "words"),
     [(False, "under saved-tensor hooks of another library"), (True, "that is recomputed in backward")],

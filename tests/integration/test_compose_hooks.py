@@ -19,14 +19,6 @@ def output_replaced(model: Net) -> list[RemovableHandle]:
     return [model.blocks[1].register_forward_hook(lambda module, args, output: output.sin() * 1.5)]
 
 
-def output_replaced_first(model: Net) -> list[RemovableHandle]:
-    return [model.blocks[1].register_forward_hook(lambda module, args, output: output.sin() * 1.5, prepend=True)]
-
-
-def input_replaced(model: Net) -> list[RemovableHandle]:
-    return [model.blocks[1].register_forward_pre_hook(lambda module, args: (args[0].tanh(),))]
-
-
 def input_replaced_first(model: Net) -> list[RemovableHandle]:
     def hook(module: nn.Module, args: Any, kwargs: Any) -> Any:
         return (args[0].tanh(),), kwargs
@@ -72,20 +64,13 @@ def hooks_on_all_modules(model: Net) -> list[RemovableHandle]:
     ]
 
 
-def always_called(model: Net) -> list[RemovableHandle]:
-    return [model.blocks[1].register_forward_hook(lambda module, args, output: output * 1.5, always_call=True)]
-
-
 KINDS = [
     output_replaced,
-    output_replaced_first,
-    input_replaced,
     input_replaced_first,
     gradients_replaced,
     hooks_on_the_model,
     hooks_on_tensors,
     hooks_on_all_modules,
-    always_called,
 ]
 
 

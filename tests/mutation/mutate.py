@@ -47,7 +47,7 @@ TESTS: dict[str, list[str]] = {
     "device/": ["tests/device"],
     "engine/": [*STREAMS, "tests/engine/test_limits.py"],
     "engine/host_pool.py": ["tests/engine/test_host_pool.py", *STREAMS],
-    "engine/layout.py": ["tests/engine/test_regions.py", *STREAMS],
+    "engine/layout.py": ["tests/engine/test_storages.py", *STREAMS],
     "engine/passes.py": [
         "tests/engine/test_backwards.py",
         "tests/report/test_several_passes.py",

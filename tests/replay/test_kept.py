@@ -6,13 +6,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from recomputing import WIDTH, Net, batch, check, fractions, gradients, policies
+from recomputing import WIDTH, Linear, Net, batch, check, fractions, gradients, policies
 from torch import Tensor, nn
-
-
-class Linear(nn.Linear):
-    def __init__(self) -> None:
-        super().__init__(WIDTH, WIDTH)
 
 
 class Dropout(Linear):
